@@ -1,0 +1,286 @@
+"""A checkpoint on disk: a folder a step, a manifest and safetensors shards; no pickle anywhere.
+
+    runs/demo/checkpoints/
+      step-00001000/
+        model-00000-of-00002.safetensors
+        model-00001-of-00002.safetensors
+        optimizer-00000-of-00001.safetensors
+        manifest.json
+      .step-00002000.partial/        being written, or left by a save that was killed
+
+    {"sha256": "9f86d081...",                        of every byte after this line's comma
+     "format": 1,
+     "step": 1000, "consumed_sequences": 256000, "consumed_tokens": 524288000,
+     "run": {...}, "plan": {...}, "versions": {...}, "data_fingerprint": "...", "training": {...},
+     "tensors": {"model.final_norm.weight": {"dtype": "float32", "shape": [768], "chunks": [
+         {"offset": [0], "shape": [768], "file": "model-00001-of-00002.safetensors"}]}, ...},
+     "files": {"model-00000-of-00002.safetensors": {"n_bytes": 1073740800, "sha256": "..."}, ...}}
+
+Tensor names are global: `model.blocks.17.attention.qkv.weight`, `optimizer.<parameter>.exp_avg`.
+Inside its file a tensor has the same name. `chunks` leaves room for tensors stored in parts;
+so far each has one.
+
+Whatever is read may have been made by somebody else: sizes, names and shapes are checked against
+the files before anything is allocated or opened by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import stat
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self
+
+import torch
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from trainyard.config.run import Run
+from trainyard.errors import CheckpointError
+from trainyard.units import format_bytes
+
+FORMAT: Final = 1
+MANIFEST = "manifest.json"
+MANIFEST_LIMIT_BYTES = 256 * 2**20
+STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+OLDER_IS_KEPT = "remove or move that folder: the checkpoint before it is then the newest"
+_SEAL_START, _SEAL_END, _SEAL_BYTES = b'{"sha256": "', b'",', 78
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+PlainName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
+]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, ser_json_inf_nan="constants"
+    )
+
+
+class Chunk(_Part):
+    """A part of a tensor, and the file that holds it."""
+
+    offset: tuple[Count, ...]
+    shape: tuple[Count, ...]
+    file: PlainName
+
+
+class StoredTensor(_Part):
+    """A tensor's type, global shape and parts."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    chunks: tuple[Chunk, ...]
+
+    @model_validator(mode="after")
+    def _readable(self) -> Self:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
+        whole = (tuple(0 for _ in self.shape), self.shape)
+        if [(chunk.offset, chunk.shape) for chunk in self.chunks] != [whole]:
+            raise ValueError("a tensor must be stored as one chunk of its whole shape")
+        return self
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the values."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class StoredFile(_Part):
+    """A file's size and checksum."""
+
+    n_bytes: Count
+    sha256: Sha256
+
+
+class Facts(_Part):
+    """What the trainer knows at a step, beside the tensors."""
+
+    step: Count
+    consumed_sequences: Count
+    consumed_tokens: Count
+    run: dict[str, JsonValue]
+    """`Run.model_dump(mode="json")`."""
+    plan: dict[str, JsonValue] = {}
+    versions: dict[str, str] = {}
+    """Of Python, torch and Trainyard."""
+    data_fingerprint: str = ""
+    """Of the token files, wherever they lie; empty when nothing was read."""
+    training: dict[str, JsonValue] = {}
+    """State of the loop that tensors do not hold: skipped steps, loss scale."""
+
+    def build_run(self) -> Run:
+        """Makes the run of this checkpoint.
+
+        Raises:
+            CheckpointError: its run is not one this version understands.
+        """
+        try:
+            return Run.model_validate(self.run)
+        except ValidationError as error:
+            raise CheckpointError(
+                f"the run in the checkpoint of step {self.step} is not valid: "
+                f"{first_problem(error)}",
+                "it was written by another version of Trainyard, or changed by hand",
+            ) from None
+
+
+class Manifest(Facts):
+    """Everything in `manifest.json`."""
+
+    format: Literal[1] = FORMAT
+    tensors: dict[str, StoredTensor]
+    files: dict[PlainName, StoredFile]
+
+    @model_validator(mode="after")
+    def _tensors_fit_their_files(self) -> Self:
+        needed = dict.fromkeys(self.files, 0)
+        for name, tensor in self.tensors.items():
+            file = tensor.chunks[0].file
+            if file not in needed:
+                raise ValueError(f"tensor {name!r} is in {file!r}, which is not among the files")
+            needed[file] += tensor.n_bytes
+            if needed[file] > self.files[file].n_bytes:
+                raise ValueError(
+                    f"tensor {name!r} with shape {list(tensor.shape)} does not fit in {file!r}, "
+                    f"which has {self.files[file].n_bytes} bytes"
+                )
+        return self
+
+
+class _OnlyFormat(BaseModel):
+    format: int
+
+
+def render_manifest(manifest: Manifest) -> bytes:
+    """Writes a manifest as JSON that begins with the checksum of the rest."""
+    body = manifest.model_dump_json(indent=1).encode()[1:]
+    return _SEAL_START + hashlib.sha256(body).hexdigest().encode() + _SEAL_END + body
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Reads and checks the manifest of the checkpoint folder `path`, and the sizes of its files.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged or malformed manifest, one of a newer version, or
+            a file that is missing or of another size.
+    """
+    manifest = _parse_manifest(path / MANIFEST, _read_bytes(path / MANIFEST))
+    for name, file in manifest.files.items():
+        found = _regular_file_size(path / name)
+        if found is None:
+            raise CheckpointError(f"{path / name} is missing", OLDER_IS_KEPT)
+        if found != file.n_bytes:
+            raise CheckpointError(
+                f"{path / name} has {found} bytes instead of {file.n_bytes}", OLDER_IS_KEPT
+            )
+    return manifest
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Lists the step folders in `folder`, newest first, complete or not."""
+    found = [path for path in folder.glob("step-*") if path.is_dir() and step_of(path) is not None]
+    return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+
+
+def first_problem(error: ValidationError) -> str:
+    """Says in one line what pydantic found first: where, what and the value."""
+    problem = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    got = "" if problem["type"] in ("value_error", "json_invalid") else f" (got {_short(problem)})"
+    return f"{place}: {message}{got}" if place else f"{message}{got}"
+
+
+def step_of(path: Path) -> int | None:
+    """Reads the step from a checkpoint folder's name; None when it is not one."""
+    match = STEP_FOLDER.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def step_folder_name(step: int) -> str:
+    """Names the folder of a step: step-00001234."""
+    return f"step-{step:08d}"
+
+
+def sha256_of(path: Path) -> str:
+    """Computes a file's SHA-256, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_bytes(path: Path) -> bytes:
+    if not path.parent.is_dir():
+        raise CheckpointError(
+            f"no checkpoint folder {path.parent}",
+            "give a run folder, or one of the step-... folders in its checkpoints/",
+        )
+    size = _regular_file_size(path)
+    if size is None:
+        raise CheckpointError(
+            f"{path.parent} is not a checkpoint: it has no {MANIFEST}",
+            "give a run folder, or one of the step-... folders in its checkpoints/",
+        )
+    if size > MANIFEST_LIMIT_BYTES:
+        raise CheckpointError(
+            f"{path} has {format_bytes(size)}; no manifest is above "
+            f"{format_bytes(MANIFEST_LIMIT_BYTES)}",
+            OLDER_IS_KEPT,
+        )
+    return path.read_bytes()
+
+
+def _parse_manifest(path: Path, raw: bytes) -> Manifest:
+    body = raw[_SEAL_BYTES:]
+    found = hashlib.sha256(body).hexdigest()
+    if raw[:_SEAL_BYTES] != _SEAL_START + found.encode() + _SEAL_END:
+        raise CheckpointError(
+            f"{path} is damaged: its first line must give its checksum, {found}, "
+            f"but reads {raw[:_SEAL_BYTES]!r}",
+            OLDER_IS_KEPT,
+        )
+    try:
+        written = _OnlyFormat.model_validate_json(b"{" + body).format
+        if written > FORMAT:
+            raise CheckpointError(
+                f"{path} has format {written}; this version of Trainyard reads format {FORMAT}",
+                "upgrade Trainyard to read this checkpoint",
+            )
+        return Manifest.model_validate_json(b"{" + body)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{path} is malformed: {first_problem(error)}", OLDER_IS_KEPT
+        ) from None
+
+
+def _regular_file_size(path: Path) -> int | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _short(problem: object) -> str:
+    text = repr(problem["input"])  # type: ignore[index]
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,129 @@
+"""What may change between the run in a checkpoint and the run that goes on from it.
+
+Free is what leaves the mathematics and the data as they were, at most with other rounding.
+Everything else would make the second half of a run another experiment, and is refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from trainyard.checkpoint.format import Manifest
+from trainyard.config.run import Run
+from trainyard.errors import CheckpointError
+
+FREE = (
+    *("name", "description", "tokenizer.", "parallel."),
+    *("checkpoint.", "evaluate.", "log.", "guard."),
+    # The same files may lie elsewhere: their fingerprint is compared, not their paths.
+    *("data.cache_folder", "data.blend.prefixes", "data.train.prefixes"),
+    *("data.valid.prefixes", "data.test.prefixes"),
+    *("train.micro_batch_size", "train.stop_after_minutes", "train.compile"),
+    "model.vocabulary_multiple",
+)
+REFUSED = {
+    "model.": "the weights have this shape, and learned with this dropout",
+    "data.": "it chooses other sequences, or another order of them",
+    "train.length": (
+        "the order of the data is drawn for the length asked, so another length is another order"
+    ),
+    "train.global_batch_size": "the step decides which data was seen",
+    "train.batch_ramp": "the step decides which data was seen",
+    "train.seed": "it decides the order of the data, and dropout",
+    "optimizer.": "the moments in the checkpoint were gathered with it",
+    "schedule.": "the learning rate would jump",
+    "precision.": "weights and moments were rounded by it",
+}
+# Weights alone, before the first step: only what they are made of is settled.
+_SETTLED_AT_START = (
+    *("model.n_layers", "model.d_model", "model.n_heads", "model.d_ff", "model.sequence_length"),
+    *("model.vocabulary_size", "model.tied_embeddings", "model.layer_norm_epsilon"),
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A field whose saved and wanted values differ."""
+
+    field: str
+    saved: object
+    wanted: object
+    refusal: str
+    """Why it must not change; empty when it may."""
+
+    def __str__(self) -> str:
+        text = f"{self.field}: {_show(self.saved)} in the checkpoint, now {_show(self.wanted)}"
+        return f"{text}; {self.refusal}" if self.refusal else text
+
+
+def run_changes(saved: Run, wanted: Run) -> list[Change]:
+    """Lists every field that differs between two runs, and whether it may when resuming."""
+    before, after = _flatten(saved), _flatten(wanted)
+    return [
+        Change(field, before.get(field), after.get(field), refusal_of(field))
+        for field in dict.fromkeys([*before, *after])
+        if before.get(field) != after.get(field)
+    ]
+
+
+def check_resumable(manifest: Manifest, wanted: Run, data_fingerprint: str) -> list[Change]:
+    """Makes sure that `wanted` goes on with what the checkpoint began; returns the free changes.
+
+    At step 0 there are only weights, and everything but the shape of the model may change.
+
+    Args:
+        manifest: of the checkpoint.
+        wanted: the run that is to go on.
+        data_fingerprint: of the token files of `wanted`.
+
+    Raises:
+        CheckpointError: lists each field that must not change, with both values and the reason.
+    """
+    changes = run_changes(manifest.build_run(), wanted)
+    if manifest.step == 0:
+        refused = [str(change) for change in changes if change.field in _SETTLED_AT_START]
+    else:
+        refused = [str(change) for change in changes if change.refusal]
+        if manifest.data_fingerprint != data_fingerprint:
+            refused.append(
+                f"data: the token files have fingerprint {manifest.data_fingerprint!r} "
+                f"in the checkpoint, now {data_fingerprint!r}"
+            )
+    if refused:
+        raise CheckpointError(
+            f"the checkpoint of step {manifest.step} is of another run:\n"
+            + "\n".join(f"  {line}" for line in refused),
+            "change these back, or start a run with another name; free to change: "
+            + ", ".join(name.removesuffix(".") for name in FREE),
+        )
+    return changes
+
+
+def refusal_of(field: str) -> str:
+    """Says why a field must stay as it is when a run is resumed; empty when it may change."""
+    if _is_in(field, FREE):
+        return ""
+    return next(reason for name, reason in REFUSED.items() if _is_in(field, (name,)))
+
+
+def _is_in(field: str, names: tuple[str, ...]) -> bool:
+    return any(
+        field == name or field.startswith(name if name.endswith(".") else f"{name}.")
+        for name in names
+    )
+
+
+def _flatten(section: BaseModel, prefix: str = "") -> dict[str, object]:
+    fields: dict[str, object] = {}
+    for name, value in section:
+        if isinstance(value, BaseModel):
+            fields |= _flatten(value, f"{prefix}{name}.")
+        else:
+            fields[prefix + name] = value
+    return fields
+
+
+def _show(value: object) -> str:
+    return "absent" if value is None else str(value)

@@ -1,0 +1,119 @@
+"""`trainyard evaluate`: how well a trained model predicts text it has not seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from trainyard.data.order import SequenceOrder
+    from trainyard.evaluate.inputs import Trained
+    from trainyard.evaluate.loss import HeldOut
+
+Orders = dict[Any, "SequenceOrder | None"]
+
+
+def evaluate(
+    source: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
+    data: Annotated[
+        str, typer.Option(help="A text file, or a prefix of token files; default: the test split.")
+    ] = "",
+    batches: Annotated[
+        int,
+        typer.Option(min=0, help="Global batches of the test split; 0: the run's own."),
+    ] = 0,
+    stride: Annotated[
+        int,
+        typer.Option(min=0, help="With --data: tokens between windows; 0: no overlap."),
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure loss, perplexity and bits per byte on held-out text.
+
+    Example: trainyard evaluate runs/tiny
+
+    Example: trainyard evaluate runs/tiny/checkpoints/step-00000100 --data book.txt --json
+
+    For a run folder's own test split, the result is kept in its evaluation.json, for the report.
+    """
+    from trainyard.data.publish import publish_text
+    from trainyard.evaluate.inputs import count_training_tokens, load_trained
+    from trainyard.evaluate.loss import unigram_loss
+
+    trained = load_trained(source)
+    orders = _build_orders(trained, needed=not data)
+    if data:
+        found = _evaluate_data(trained, data, stride)
+    else:
+        found = _evaluate_test_split(trained, orders["test"], batches)
+    result: dict[str, Any] = {**found.as_dict(), "unigram_loss": None}
+    train_order = orders.get("train")
+    if train_order is not None and found.token_counts is not None:
+        counts = count_training_tokens(train_order, trained.model.vocabulary_size)
+        result["unigram_loss"] = unigram_loss(counts, found.token_counts)
+    text = json.dumps(result)
+    if not data and source != trained.checkpoint:
+        publish_text(source / "evaluation.json", text + "\n")
+    typer.echo(text if as_json else _render(result, trained.checkpoint, data or "test split"))
+
+
+def _build_orders(trained: Trained, *, needed: bool) -> Orders:
+    """The run's own data; nothing, where it is only wanted for token frequencies and not here."""
+    from trainyard.data.loader import build_orders
+    from trainyard.errors import UserError
+    from trainyard.plan.resolve import resolve
+
+    try:
+        return {**build_orders(trained.run, resolve(trained.run))}
+    except UserError:
+        if needed:
+            raise
+        return {}
+
+
+def _evaluate_data(trained: Trained, data: str, stride: int) -> HeldOut:
+    from trainyard.evaluate.inputs import read_documents
+    from trainyard.evaluate.loss import evaluate_documents
+
+    documents = read_documents(data, trained.tokenizer)
+    return evaluate_documents(trained.model, documents, trained.tokenizer, stride or None)
+
+
+def _evaluate_test_split(trained: Trained, order: SequenceOrder | None, batches: int) -> HeldOut:
+    from trainyard.data.loader import held_out_batches
+    from trainyard.errors import ConfigError
+    from trainyard.evaluate.loss import evaluate_sequences
+
+    run = trained.run
+    n_sequences = (batches or run.evaluate.batches) * run.train.global_batch_size
+    if order is None or n_sequences == 0:
+        raise ConfigError(
+            f"the run has no test split: data.split={run.data.split!r}, "
+            f"evaluate.batches={run.evaluate.batches}",
+            "name held-out text with --data",
+        )
+    pieces = held_out_batches(
+        order,
+        min(n_sequences, len(order)),
+        run.train.micro_batch_size,
+        trained.model.vocabulary_size,
+    )
+    return evaluate_sequences(trained.model, pieces, trained.tokenizer)
+
+
+def _render(result: dict[str, Any], checkpoint: Path, data: str) -> str:
+    def number(key: str, digits: int) -> str:
+        return "unknown" if result[key] is None else f"{result[key]:,.{digits}f}"
+
+    rows = {
+        "checkpoint": str(checkpoint),
+        "text": f"{data}, {number('n_tokens', 0)} tokens, {number('n_bytes', 0)} bytes",
+        "loss": f"{number('loss', 4)} nats per token",
+        "perplexity": number("perplexity", 2),
+        "bits per byte": number("bits_per_byte", 4),
+        "unigram loss": f"{number('unigram_loss', 4)} (what token frequencies alone reach)",
+    }
+    return "\n".join(f"{name:<14}{value}" for name, value in rows.items())

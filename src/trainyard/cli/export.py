@@ -1,0 +1,44 @@
+"""`trainyard export`: a trained model as a folder that other libraries open."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def export(
+    source: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
+    output: Annotated[Path, typer.Option(help="The folder to make.")],
+    to: Annotated[Literal["huggingface"], typer.Option(help="The layout.")] = "huggingface",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of the weights.")
+    ] = "float32",
+    verify: Annotated[
+        bool | None,
+        typer.Option(help="Load the folder back and compare; default: if transformers is there."),
+    ] = None,
+) -> None:
+    """Write a checkpoint as a plain GPT-2 folder for Hugging Face libraries.
+
+    Example: trainyard export runs/demo --output demo-hf
+
+    Example: trainyard export runs/demo --output demo-half --dtype bfloat16
+    """
+    import torch
+
+    from trainyard.checkpoint.load import find_checkpoint
+    from trainyard.export.to_huggingface import export_huggingface, require_equal_logits
+
+    checkpoint = find_checkpoint(source)
+    names = export_huggingface(checkpoint, output, getattr(torch, dtype))
+    typer.echo(f"{checkpoint} is now {output}: {', '.join(names)}")
+    if verify is None:
+        verify = importlib.util.find_spec("transformers") is not None
+    if verify:
+        difference = require_equal_logits(checkpoint, output, getattr(torch, dtype))
+        typer.echo(
+            f"transformers loads it; its logits differ by at most {difference:.1e} of the largest"
+        )

@@ -1,0 +1,68 @@
+"""`trainyard generate`: text from a trained model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def generate(
+    source: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
+    prompt: Annotated[str, typer.Option(help="The text to continue; empty: a new document.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="The longest a sample becomes.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token always.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Choose among so many tokens; 0: all.")] = 50,
+    top_p: Annotated[float, typer.Option(help="... that together have this probability.")] = 0.95,
+    samples: Annotated[int, typer.Option(min=1, help="How many continuations.")] = 1,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+) -> None:
+    """Continue a text.
+
+    Example: trainyard generate runs/tiny --prompt "It was a dark" --tokens 50
+
+    Example: trainyard generate runs/tiny --temperature 0
+    """
+    from trainyard.evaluate.generate import Sampling, generate_steps
+    from trainyard.evaluate.generate import generate as generate_ids
+    from trainyard.evaluate.inputs import load_trained
+
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    trained = load_trained(source)
+    tokenizer = trained.require_tokenizer()
+    prompt_ids = tokenizer.encode(prompt)
+    if samples == 1 and sys.stdout.isatty():
+        typer.echo(prompt, nl=False)
+        steps = generate_steps(trained.model, prompt_ids, tokens, sampling, tokenizer.eod_id)
+        ids = (int(step[0]) for step in steps)
+        for piece in stream_text(ids, tokenizer.decode, tokenizer.eod_id):
+            typer.echo(piece, nl=False)
+        typer.echo()
+        return
+    found = generate_ids(
+        trained.model, prompt_ids, tokens, sampling, tokenizer.eod_id, n_samples=samples
+    )
+    for number, sample in enumerate(found, 1):
+        if samples > 1:
+            typer.echo(f"--- sample {number} of {samples}")
+        typer.echo(prompt + tokenizer.decode(sample))
+
+
+def stream_text(
+    ids: Iterable[int], decode: Callable[[list[int]], str], eod_id: int
+) -> Iterator[str]:
+    """Yields the text of ids as it becomes known; half a character waits for its other half."""
+    seen: list[int] = []
+    shown = ""
+    for token_id in ids:
+        if token_id == eod_id:
+            break
+        seen.append(token_id)
+        text = decode(seen)
+        if not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            shown = text
+    yield decode(seen)[len(shown) :]

@@ -1,0 +1,73 @@
+"""The command line: one verb per file, heavy imports inside the verbs.
+
+Exit codes: 0 done, 2 something the user can fix (one message, no traceback), 1 a bug.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from trainyard import __version__
+from trainyard.cli.demo import demo
+from trainyard.cli.evaluate import evaluate
+from trainyard.cli.export import export
+from trainyard.cli.generate import generate
+from trainyard.cli.import_ import import_
+from trainyard.cli.prepare import prepare
+from trainyard.cli.report import report
+from trainyard.cli.show import show
+from trainyard.cli.train import train
+from trainyard.errors import UserError
+from trainyard.log import build_logger
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Pretrains GPT-3-class language models from raw text, from one run file.",
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"trainyard {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks of user errors too.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Pretrains GPT-3-class language models from raw text, from one run file."""
+
+
+for verb in (prepare, train, evaluate, generate, report, show, demo):
+    app.command()(verb)
+app.command("export")(export)
+app.command("import")(import_)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs one verb and ends the program with its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    build_logger()
+    try:
+        app(arguments)
+    except UserError as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)

@@ -1,0 +1,85 @@
+"""`trainyard show`: a readable look at whatever a run is made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def show(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A preset, a run file with overrides, a token file prefix, a checkpoint or run "
+            "folder, a tokenizer folder; or: order RUN_FILE."
+        ),
+    ] = None,
+    fields: Annotated[bool, typer.Option("--fields", help="Explain every field.")] = False,
+    all_fields: Annotated[
+        bool, typer.Option("--all", help="Show fields at their defaults too.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare files with their checksums.")
+    ] = False,
+    split: Annotated[str, typer.Option(help="For order: train, valid or test.")] = "train",
+    start: Annotated[int, typer.Option(help="For order: the first sequence.")] = 0,
+    count: Annotated[int, typer.Option(help="For order and token files: how many.")] = 3,
+    output: Annotated[
+        Path | None, typer.Option(help="For order: an .npz file with the sequences.")
+    ] = None,
+) -> None:
+    """Show a preset, run, token file, checkpoint, tokenizer, or the order of training.
+
+    Examples:
+    trainyard show gpt3-13b
+    trainyard show run.toml model.n_layers=24 --all
+    trainyard show data/wiki_text_document
+    trainyard show runs/demo --verify
+    trainyard show order run.toml --split train --start 0 --count 2000 --output order.npz
+    """
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
+    names = what or []
+    if fields:
+        from trainyard.cli.show_run import render_fields
+
+        console.print(render_fields())
+    elif names and names[0] == "order":
+        from trainyard.cli.show_order import show_order
+
+        show_order(names[1:], split, start, count, output)
+    elif not names:
+        from trainyard.config.load import preset_names
+
+        console.print("presets: " + ", ".join(preset_names()), highlight=False)
+    else:
+        _show_thing(names[0], names[1:], console, all_fields=all_fields, verify=verify, count=count)
+
+
+def _show_thing(
+    name: str, overrides: list[str], console: Console, *, all_fields: bool, verify: bool, count: int
+) -> None:
+    path = Path(name)
+    if name.endswith(".toml") or not (path.exists() or Path(f"{name}.idx").exists()):
+        from trainyard.cli.show_run import render_run_summary
+        from trainyard.config.load import load_run
+
+        console.print(render_run_summary(load_run(name, overrides), all_fields=all_fields))
+    elif Path(f"{name}.idx").exists():
+        from trainyard.cli.show_files import show_tokens
+
+        show_tokens(name, count, console, verify=verify)
+    elif (path / "tokenizer.json").exists() or (path / "vocab.json").exists():
+        from trainyard.cli.show_files import show_tokenizer
+
+        show_tokenizer(path, console)
+    else:
+        from trainyard.cli.show_files import show_checkpoint
+
+        show_checkpoint(path, console, verify=verify)

@@ -1,0 +1,104 @@
+"""What a run comes to, and which values make it: the text of `trainyard show RUN`."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict
+from typing import Any
+
+from rich.text import Text
+
+from trainyard.config.load import LoadedRun, all_fields, field_value
+from trainyard.config.run import Run
+from trainyard.plan.flops import model_flops_per_token
+from trainyard.plan.resolve import Plan, resolve
+from trainyard.plan.size import parameter_count
+from trainyard.units import Length, format_large
+
+WIDTH = 96
+
+
+def render_run_summary(loaded: LoadedRun, all_fields: bool = False) -> Text:
+    """Describes a run: its meaning, size and length, then its values and where they came from.
+
+    Args:
+        loaded: a run with the origins of its values.
+        all_fields: shows fields at their defaults too.
+
+    Raises:
+        ConfigError: the run cannot be resolved.
+    """
+    run = loaded.run
+    text = Text(run.name, style="bold")
+    text.append("\n" + textwrap.fill(" ".join(run.description.split()), WIDTH), style="not bold")
+    for title, line in _facts(run, resolve(run)).items():
+        text.append(f"\n{title:<11}", style="cyan not bold").append(line, style="not bold")
+    text.append("\n\nfields" if all_fields else "\n\nfields that are set")
+    text.append_text(_render_values(loaded, all_fields))
+    return text
+
+
+def render_fields() -> Text:
+    """Explains every field of a run file, with its default."""
+    text = Text("Every field of a run file, its default and its meaning.", style="bold")
+    defaults = Run()
+    for field, manual in all_fields().items():
+        default = field_value(defaults, field)
+        shown = "" if default is None else f" = {_as_toml(default)}"
+        text.append(f"\n{field}", style="cyan not bold").append(shown, style="not bold")
+        text.append("\n" + textwrap.indent(textwrap.fill(manual, WIDTH), "    "), style="not bold")
+    return text
+
+
+def _facts(run: Run, plan: Plan) -> dict[str, str]:
+    model, parallel, train = run.model, run.parallel, run.train
+    count = parameter_count(model, plan.padded_vocabulary_size)
+    parts = ", ".join(f"{part} {n:,}" for part, n in asdict(count).items() if n)
+    batch_tokens = train.global_batch_size * model.sequence_length
+    ramp = train.batch_ramp
+    growth = f", growing from {ramp.start:,} over {ramp.length}" if ramp else ""
+    per_token = model_flops_per_token(model, plan.padded_vocabulary_size)
+    return {
+        "model": f"{model.n_layers} blocks of width {model.d_model:,}, {model.n_heads} heads of "
+        f"{model.d_model // model.n_heads}, sequences of {model.sequence_length:,} tokens",
+        "parameters": f"{count.total:,} ({format_large(count.total)})",
+        "": parts.replace("_", " "),
+        "vocabulary": f"{model.vocabulary_size:,} tokens, padded to "
+        f"{plan.padded_vocabulary_size:,} rows",
+        "compute": f"{per_token:.3e} model FLOP a token (megatron_causal), "
+        f"{per_token * plan.n_tokens:.3e} in all",
+        "batch": f"{train.global_batch_size:,} sequences = {batch_tokens:,} tokens{growth}",
+        "length": f"{plan.n_steps:,} steps = {plan.n_sequences:,} sequences = "
+        f"{plan.n_tokens:,} tokens ({format_large(plan.n_tokens)})",
+        "layout": f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x context "
+        f"{parallel.context}, ZeRO stage {parallel.zero_stage}, {run.precision.kind}",
+    }
+
+
+def _render_values(loaded: LoadedRun, with_defaults: bool) -> Text:
+    rows = []
+    for field in all_fields():
+        value = field_value(loaded.run, field)
+        origin = loaded.origins.get(field)
+        if value is not None and field != "description" and (origin or with_defaults):
+            rows.append((field, _as_toml(value), origin or "default"))
+    field_width = max((len(field) for field, _, _ in rows), default=0)
+    value_width = max((len(value) for _, value, _ in rows if len(value) < 30), default=0)
+    text = Text()
+    for field, value, origin in rows:
+        text.append(f"\n  {field:<{field_width}} = {value:<{value_width}}", style="not bold")
+        text.append(f"  {origin}", style="dim not bold")
+    return text
+
+
+def _as_toml(value: Any) -> str:
+    """Writes a value as a run file would, long lists by their first entry."""
+    if isinstance(value, Length):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        shown = [_as_toml(entry) for entry in value]
+        if len(shown) > 3:
+            shown = [shown[0], f"... {len(shown) - 1} more"]
+        return f"[{', '.join(shown)}]"
+    return "inf" if value == float("inf") else json.dumps(value)

@@ -1,0 +1,257 @@
+"""From a preset, a run file and overrides to one frozen `Run`, with every problem told at once.
+
+preset (shipped)  <  what `extends` names  <  run.toml  <  section.field=value
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from trainyard.config.run import Run
+from trainyard.errors import ConfigError
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run and where each value that is not a default came from."""
+
+    run: Run
+    origins: dict[str, str]
+    """Dotted field name to preset name, file name or "command line"."""
+
+
+def preset_names() -> list[str]:
+    """Lists the shipped presets."""
+    folder = resources.files("trainyard.config") / "presets"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir())
+
+
+def load_run(source: str, overrides: list[str] | None = None) -> LoadedRun:
+    """Reads a preset or a run file and applies `section.field=value` overrides.
+
+    Args:
+        source: a preset's name, or the path of a TOML file.
+        overrides: values in TOML syntax; what is not TOML is taken as a plain string.
+
+    Raises:
+        ConfigError: names every unknown field, wrong value and conflict, with where each came from.
+    """
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name, values in _layers(source):
+        _merge(merged, values, name, origins)
+    for text in overrides or []:
+        field, value = _parse_override(text)
+        _merge(merged, _nest(field, value), COMMAND_LINE, origins)
+    try:
+        return LoadedRun(Run.model_validate(merged), origins)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False)
+        lines = [line for problem in problems for line in _explain(problem, origins)]
+        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+        raise ConfigError(
+            f"{count} in the run {source}:\n" + "\n".join(f"  {line}" for line in lines),
+            "trainyard show --fields lists every field with its meaning",
+        ) from None
+
+
+def render_run(run: Run) -> str:
+    """Writes a run as the text of a run file with every field in it."""
+    return tomli_w.dumps(run.model_dump(mode="json", exclude_none=True))
+
+
+def field_value(run: Run, field: str) -> Any:
+    """Looks a dotted field name up in a run; None inside a section that is absent."""
+    value: Any = run
+    for part in field.split("."):
+        value = None if value is None else getattr(value, part)
+    return value
+
+
+def all_fields(section: type[BaseModel] = Run, prefix: str = "") -> dict[str, str]:
+    """Maps every dotted field name of a run file to its manual text."""
+    fields: dict[str, str] = {}
+    for name, info in section.model_fields.items():
+        inner = _section_of(info.annotation)
+        if inner:
+            fields |= all_fields(inner, f"{prefix}{name}.")
+        else:
+            manual = info.description or ""
+            if get_origin(info.annotation) is Literal:
+                manual += f" One of {', '.join(get_args(info.annotation))}."
+            fields[prefix + name] = manual
+    return fields
+
+
+def _layers(source: str) -> list[tuple[str, dict[str, Any]]]:
+    """The files a run is made of, lowest first: at most what it extends, then itself."""
+    name, values, folder = _read(source, Path())
+    base = values.pop("extends", None)
+    if base is None:
+        return [(name, values)]
+    base_name, base_values, _ = _read(str(base), folder)
+    if "extends" in base_values:
+        raise ConfigError(
+            f"{name} extends {base_name}, which itself extends {base_values['extends']}",
+            "one level only: extend a file that stands alone",
+        )
+    return [(base_name, base_values), (name, values)]
+
+
+def _read(source: str, folder: Path) -> tuple[str, dict[str, Any], Path]:
+    if not source.endswith(".toml"):
+        return source, _read_preset(source), folder
+    path = folder / source
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"no run file {path}", _closest(source, preset_names())) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    return str(path), _parse_toml(text, str(path)), path.parent
+
+
+def _read_preset(name: str) -> dict[str, Any]:
+    if name not in preset_names():
+        raise ConfigError(
+            f"no preset named {name!r}",
+            _closest(name, preset_names()) + "; a run file ends in .toml",
+        )
+    entry = resources.files("trainyard.config") / "presets" / f"{name}.toml"
+    return _parse_toml(entry.read_text(encoding="utf-8"), f"preset {name}")
+
+
+def _parse_toml(text: str, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{name} is not valid TOML: {error}", 'texts need quotes: name = "my-run"'
+        ) from None
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    field, equals, value = text.partition("=")
+    if not equals or not field.strip():
+        raise ConfigError(
+            f"{text!r} is not of the form section.field=value",
+            "for example: train.micro_batch_size=4",
+        )
+    try:
+        return field.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return field.strip(), value
+
+
+def _nest(field: str, value: Any) -> dict[str, Any]:
+    for part in reversed(field.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def _merge(
+    target: dict[str, Any],
+    values: dict[str, Any],
+    origin: str,
+    origins: dict[str, str],
+    prefix: str = "",
+) -> None:
+    for key, value in values.items():
+        field = prefix + key
+        if isinstance(value, dict):
+            inner = target.get(key)
+            if not isinstance(inner, dict):
+                inner = target[key] = {}
+            _merge(inner, value, origin, origins, f"{field}.")
+        else:
+            target[key] = value
+            for inside in [name for name in origins if name.startswith(f"{field}.")]:
+                del origins[inside]
+        origins[field] = origin
+
+
+def _explain(problem: ErrorDetails, origins: dict[str, str]) -> list[str]:
+    """Says one problem of pydantic's in our words, one line for each field or conflict."""
+    field = ".".join(str(part) for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        message = f"unknown field; {_suggest_field(field)}"
+    elif problem["type"] == "missing":
+        message = "is needed here"
+    elif problem["type"] in _WANTED:
+        message = f"{_WANTED[problem['type']]} (got {problem['input']!r})"
+    elif problem["type"] != "value_error":
+        message += f" (got {problem['input']!r})"
+    if not field:  # conflicts of several fields, which name them themselves
+        return [line + _place(line, origins) for line in message.splitlines()]
+    return [f"{field}: {message}{_place(field, origins)}"]
+
+
+_WANTED = {
+    "model_type": "this is a section with fields of its own",
+    "tuple_type": 'a list is wanted, such as ["a", "b"]',
+    "string_pattern_mismatch": "a name has letters, digits and . _ - and starts with the first two",
+}
+
+
+def _place(text: str, origins: dict[str, str]) -> str:
+    """Says where the fields named in a text came from: itself, or else the table it is in."""
+    places: dict[str, None] = {}
+    for field in re.findall(r"[a-z]\w*(?:\.\w+)*", text):
+        while field and field not in origins:
+            field = field.rpartition(".")[0]
+        if field in origins:
+            places[origins[field]] = None
+    return f"  [{', '.join(places)}]" if places else ""
+
+
+def _suggest_field(field: str) -> str:
+    """Names the nearest real field, first among the neighbours, then anywhere in the run file."""
+    if field == "extends":
+        return "it stands at the top of a run file, not on the command line"
+    parent, _, name = field.rpartition(".")
+    neighbours = _names_in(parent) if parent else [*Run.model_fields, "extends"]
+    close = difflib.get_close_matches(name, neighbours, n=1)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    known = all_fields()
+    elsewhere = [full for full in known if full.rpartition(".")[2] == name]
+    elsewhere += difflib.get_close_matches(field, known, n=1)
+    if elsewhere:
+        return f"did you mean '{elsewhere[0]}'?"
+    return f"known here: {', '.join(neighbours)}"
+
+
+def _names_in(parent: str) -> list[str]:
+    section: type[BaseModel] = Run
+    for part in filter(None, parent.split(".")):
+        info = section.model_fields.get(part)
+        inner = _section_of(info.annotation) if info else None
+        if inner is None:
+            return []
+        section = inner
+    return list(section.model_fields)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class in an annotation such as `Model` or `BatchRamp | None`."""
+    candidates = [annotation, *getattr(annotation, "__args__", ())]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _closest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name.removesuffix(".toml"), known, n=1)
+    return f"did you mean the preset {close[0]}?" if close else "trainyard show lists the presets"

@@ -1,0 +1,289 @@
+"""Which tokens are sequence i of one corpus: documents shuffled, laid end to end, cut, shuffled.
+
+A worked example: documents of 3, 4 and 2 tokens, sequences of 3 tokens, shuffled to B C A. A row
+needs one token more than its 3, for the label of its last one, so neighbours share a token:
+
+    slot          0        1    2
+    document      B        C    A
+    stream        b0 b1 b2 b3   c0 c1   a0 a1 a2
+    sequence 0    b0 b1 b2 b3
+    sequence 1             b3   c0 c1   a0
+    sequence 2                          a0 a1 a2 and one is missing: dropped
+
+`sequence_index` holds the slot and offset where each begins, (0, 0) (0, 3) (2, 0), one entry more
+than there are sequences; `document_index` the document in each slot; `shuffle_index` the order in
+which sequences are asked for. If one pass over the documents is too short, they are laid out
+several times (epochs). All three arrays are Megatron-LM's, bit for bit; it calls `sequence_index`
+sample_index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainyard.data.index_cache import IndexCache
+from trainyard.data.indexed import IndexedDataset
+from trainyard.errors import DataError
+
+_SLAB = 1 << 16
+_LARGEST_INT32 = 2**31 - 1
+_FULL_LAST_EPOCH = 0.80  # of an epoch: a last one less used than this is shuffled by itself
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class SequenceSettings:
+    """How a corpus is cut into sequences.
+
+    Attributes:
+        sequence_length: tokens a model sees at once, T.
+        seed: of both shuffles; the same for every corpus and split.
+        extra_token: a sequence holds T + 1 tokens, so that every one of T has a label.
+        drop_last_partial: leave out tokens too few for a last validation sequence.
+    """
+
+    sequence_length: int
+    seed: int
+    extra_token: bool = True
+    drop_last_partial: bool = True
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of one sequence as read."""
+        return self.sequence_length + self.extra_token
+
+
+@dataclass(frozen=True)
+class CorpusPlan:
+    """How often the documents of one split are laid out, and how many sequences that makes."""
+
+    n_epochs: int
+    shuffle_last_epoch_apart: bool
+    n_sequences: int
+    n_full_epoch_sequences: int
+
+
+def plan_corpus(
+    epoch_tokens: int, asked: int | None, settings: SequenceSettings, drop_last_partial: bool = True
+) -> CorpusPlan:
+    """Decides how many epochs give the sequences asked for; one, if None is asked for."""
+    length, extra = settings.sequence_length, int(settings.extra_token)
+    n_epochs = 1 if asked is None else max(1, -(-(asked * length + extra) // epoch_tokens))
+    total = n_epochs * epoch_tokens - extra
+    n_before_last = (total - epoch_tokens) // length
+    apart = False
+    if n_epochs > 1 and asked is not None:
+        per_epoch = (epoch_tokens - extra) // length
+        apart = asked - n_before_last < int(_FULL_LAST_EPOCH * per_epoch)
+    n_sequences = total // length
+    if not drop_last_partial:  # in single precision, because Megatron-LM's is
+        n_sequences = int(np.ceil(np.float32(total) / np.float32(length)))
+    return CorpusPlan(n_epochs, apart, n_sequences, n_before_last)
+
+
+class CorpusOrder:
+    """The sequences of one split of one corpus; opens the arrays of `build_corpus_order`.
+
+    Attributes:
+        document_index: the document in each slot.
+        sequence_index: slot and offset where each sequence begins, and where the last ends.
+        shuffle_index: which entry of `sequence_index` the i-th sequence is.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        settings: SequenceSettings,
+        plan: CorpusPlan,
+        arrays: tuple[Array, Array, Array],
+    ) -> None:
+        self.dataset = dataset
+        self.settings = settings
+        self.plan = plan
+        self.document_index, self.sequence_index, self.shuffle_index = arrays
+
+    def __len__(self) -> int:
+        """Counts the sequences."""
+        return len(self.shuffle_index)
+
+    def n_real_tokens(self, indices: Array) -> NDArray[np.int64]:
+        """Counts the tokens of these sequences before their padding."""
+        row, _, n_tokens = self._pieces(indices)
+        return np.bincount(row, n_tokens, len(indices)).astype(np.int64)
+
+    def sequences(self, indices: Array) -> NDArray[np.int64]:
+        """Reads these sequences; what a partial one lacks is 0."""
+        width = self.settings.row_tokens
+        row, start, n_tokens = self._pieces(indices)
+        flat = (start + n_tokens - n_tokens.cumsum()).repeat(n_tokens)
+        flat += np.arange(len(flat))
+        tokens = self.dataset.stream[flat]
+        if len(tokens) == len(indices) * width:
+            full: NDArray[np.int64] = tokens.astype(np.int64).reshape(len(indices), width)
+            return full
+        real = np.bincount(row, n_tokens, len(indices))
+        rows = np.zeros((len(indices), width), np.int64)
+        rows[np.arange(width) < real[:, None]] = tokens
+        return rows
+
+    def _pieces(self, indices: Array) -> tuple[Array, Array, Array]:
+        """Gives the stretches of documents that make up sequences: row, first token, tokens."""
+        entry = self.shuffle_index[indices].astype(np.int64)
+        first_slot, first_offset = self.sequence_index[entry].T
+        last_slot, last_offset = self.sequence_index[entry + 1].T
+        n_pieces = last_slot - first_slot + 1
+        ends = n_pieces.cumsum()
+        first_piece = ends - n_pieces
+        row = np.arange(len(entry)).repeat(n_pieces)
+        slot = (first_slot - first_piece).repeat(n_pieces) + np.arange(len(row))
+        document = self.document_index[slot]
+        n_tokens = self.dataset.sequence_lengths[document].astype(np.int64)
+        n_tokens[ends - 1] = last_offset + self.settings.extra_token
+        n_tokens[first_piece] -= first_offset
+        start = self.dataset.sequence_pointers[document] // self.dataset.dtype.itemsize
+        start[first_piece] += first_offset
+        return row, start, n_tokens
+
+
+def build_corpus_order(
+    dataset: IndexedDataset,
+    documents: range,
+    asked: int | None,
+    settings: SequenceSettings,
+    cache: IndexCache,
+    drop_last_partial: bool = True,
+) -> CorpusOrder:
+    """Builds or loads the order of a range of documents of one corpus.
+
+    Args:
+        dataset: the corpus.
+        documents: which of its sequences in the .idx belong to the split.
+        asked: the least number of sequences needed; None makes one pass over the documents.
+        settings: how they are cut and shuffled.
+        cache: where the arrays are stored.
+        drop_last_partial: leave out a last sequence with too few tokens.
+
+    Raises:
+        DataError: there is no token, or not enough for one sequence.
+    """
+    lengths = dataset.load_sequence_lengths(documents)
+    epoch_tokens = int(lengths.sum(dtype=np.int64))
+    where = f"{dataset.prefix}: documents {documents.start} to {documents.stop} of {len(dataset)}"
+    if epoch_tokens == 0:
+        raise DataError(f"{where} hold no tokens", "give this split a larger share of the corpus")
+    plan = plan_corpus(epoch_tokens, asked, settings, drop_last_partial)
+    n_slots = plan.n_epochs * len(documents)
+    if plan.n_sequences < 1 or (n_slots > _LARGEST_INT32 and epoch_tokens < settings.row_tokens):
+        raise DataError(
+            f"{where} hold {epoch_tokens} tokens, too few for one sequence of "
+            f"{settings.row_tokens}",
+            "give this split a larger share of the corpus, add text, or shorten the sequence",
+        )
+    key = cache.key(
+        content=cache.fingerprint(dataset.prefix),
+        documents=[documents.start, documents.stop],
+        asked=asked,
+        drop_last_partial=drop_last_partial,
+        settings=asdict(settings),
+    )
+    arrays = _load_or_build(lengths, documents.start, plan, settings, cache, key)
+    return CorpusOrder(dataset, settings, plan, arrays)
+
+
+def _load_or_build(
+    lengths: NDArray[np.int32],
+    first_document: int,
+    plan: CorpusPlan,
+    settings: SequenceSettings,
+    cache: IndexCache,
+    key: str,
+) -> tuple[Array, Array, Array]:
+    n_slots, n_sequences = plan.n_epochs * len(lengths), plan.n_sequences
+    document_dtype = _index_dtype(first_document + len(lengths))
+    shuffle_dtype = np.dtype(np.uint32 if n_sequences < 2**32 - 2 else np.int64)
+    document_array = (f"{key}-document_index", (n_slots,), document_dtype)
+    sequence_array = (f"{key}-sequence_index", (n_sequences + 1, 2), _index_dtype(n_slots))
+    shuffle_array = (f"{key}-shuffle_index", (n_sequences,), shuffle_dtype)
+    document_index = cache.load(*document_array)
+    sequence_index = cache.load(*sequence_array)
+    shuffle_index = cache.load(*shuffle_array)
+    if document_index is not None and sequence_index is not None and shuffle_index is not None:
+        return document_index, sequence_index, shuffle_index
+    random = np.random.RandomState(settings.seed)
+    slots = _shuffled_documents(len(lengths), plan, random)
+    document_index = cache.save(*document_array, (slab + first_document for slab in _slabs(slots)))
+    pieces = sequence_index_slabs(lengths, slots, n_sequences, settings)
+    sequence_index = cache.save(*sequence_array, pieces)
+    del slots  # the next array is as large
+    order = np.arange(n_sequences)
+    apart = plan.n_full_epoch_sequences if plan.shuffle_last_epoch_apart else n_sequences
+    random.shuffle(order[:apart])
+    random.shuffle(order[apart:])
+    return document_index, sequence_index, cache.save(*shuffle_array, _slabs(order))
+
+
+def _shuffled_documents(
+    n_documents: int, plan: CorpusPlan, random: np.random.RandomState
+) -> NDArray[np.int64]:
+    """Lays the documents out epoch after epoch, shuffled over all epochs at once.
+
+    A last epoch that will be little used is shuffled by itself, so that it does not take tokens
+    from the others. In 64 bits, because numpy shuffles those a third faster.
+    """
+    slots = np.arange(n_documents * plan.n_epochs)
+    slots.reshape(plan.n_epochs, n_documents)[1:] = slots[:n_documents]
+    apart = len(slots) - n_documents * plan.shuffle_last_epoch_apart
+    random.shuffle(slots[:apart])
+    random.shuffle(slots[apart:])
+    return slots
+
+
+def _slabs(values: Array) -> Iterator[Array]:
+    for first in range(0, len(values), _SLAB):
+        yield values[first : first + _SLAB]
+
+
+def sequence_index_slabs(
+    lengths: NDArray[np.int32], slots: Array, n_sequences: int, settings: SequenceSettings
+) -> Iterator[Array]:
+    """Yields slot and offset of the beginning of every sequence, and of the end of the last.
+
+    Sequence k begins at token k * T of the stream. Its slot is that of the last token of the
+    sequence before it, so without an extra token it may be the end of a document.
+
+    Args:
+        lengths: tokens of every document.
+        slots: the documents in the order they are laid out.
+        n_sequences: how many sequences to find.
+        settings: how they are cut.
+    """
+    length, extra = settings.sequence_length, int(settings.extra_token)
+    dtype = _index_dtype(len(slots))
+    yield np.zeros((1, 2), dtype)
+    n_tokens = n_found = 0
+    for first in range(0, len(slots), _SLAB):
+        in_slot = lengths[slots[first : first + _SLAB]]
+        ends = np.cumsum(in_slot, dtype=np.int64)
+        ends += n_tokens
+        n_tokens = int(ends[-1])
+        begun = np.clip((ends - extra) // length, n_found, n_sequences)
+        in_slab = np.repeat(np.arange(len(ends)), np.diff(begun, prepend=n_found))
+        begins = np.arange(n_found + 1, n_found + 1 + len(in_slab)) * length
+        n_found += len(in_slab)
+        found = np.empty((len(in_slab), 2), dtype)
+        np.add(in_slab, first, out=found[:, 0], casting="same_kind")
+        np.subtract(begins, (ends - in_slot)[in_slab], out=found[:, 1], casting="same_kind")
+        yield found
+    if n_found < n_sequences:
+        last = [len(slots) - 1, int(lengths[slots[-1]]) - extra]
+        yield np.tile(np.array(last, dtype), (n_sequences - n_found, 1))
+
+
+def _index_dtype(count: int) -> np.dtype[Any]:
+    return np.dtype(np.int32 if count <= _LARGEST_INT32 else np.int64)

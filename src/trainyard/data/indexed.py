@@ -1,0 +1,376 @@
+"""Megatron-LM's token files: `<prefix>.bin` and `<prefix>.idx`, read and written byte for byte.
+
+A worked example: two documents, [5, 6, 7] and [8, 7], as 16-bit ids. Numbers are little-endian and
+nothing is padded, so most of the arrays in the .idx are not aligned.
+
+    corpus.bin   05 00 06 00 07 00 | 08 00 07 00        every sequence, back to back
+    corpus.idx   byte  0   "MMIDIDX", two zero bytes    magic
+                       9   1                            version, 64 bits
+                      17   8                            kind of token id, 8 bits: 8 is uint16
+                      18   2                            S, the number of sequences
+                      26   3                            D, the number of documents + 1
+                      34   3 2                          length of each sequence in tokens, int32[S]
+                      42   0 6                          byte of the .bin where each starts, int64[S]
+                      58   0 1 2                        sequences before each document, int64[D]
+                      82   the end: 34 + 12 S + 8 D
+
+A document is one sequence, unless it was empty: then it has none, and its entry in the last array
+repeats (documents [5], [], [6] give 0 1 1 2).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainyard.errors import DataError, MachineError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+DTYPE_CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+
+_HEADER = struct.Struct("<9sQBQQ")
+_LARGEST_UINT16_VOCABULARY = 65500  # Megatron-LM's own bound, not 2^16
+_SLAB = 1 << 16  # entries looked at together: bounds memory without costing time
+_COPY_TOKENS = 4 << 20
+
+Array = NDArray[Any]
+
+
+def optimal_dtype(vocabulary_size: int) -> np.dtype[Any]:
+    """Gives the kind of integer Megatron-LM stores ids of this vocabulary in."""
+    return np.dtype(np.uint16 if vocabulary_size < _LARGEST_UINT16_VOCABULARY else np.int32)
+
+
+def token_paths(prefix: str | Path) -> tuple[Path, Path]:
+    """Gives the .bin and the .idx of a prefix."""
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+
+
+class IndexedDataset:
+    """Token files opened for reading: memory-mapped, and checked whole except for the ids.
+
+    Attributes:
+        prefix: the path without `.bin` or `.idx`.
+        dtype: the kind of integer of the stored ids.
+        sequence_lengths: tokens of each sequence, int32, not aligned in memory.
+        sequence_pointers: byte offset of each sequence in the .bin, int64.
+        document_indices: sequences before each document, and the total, int64.
+        stream: every token of the .bin, as stored.
+        n_tokens: how many that is.
+
+    Raises:
+        DataError: a file is missing, damaged, cut short, or does not fit the other.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        bin_path, self._idx_path = token_paths(prefix)
+        bin_bytes = _size_bytes(bin_path)
+        self.dtype, n_sequences, n_entries = _read_header(self._idx_path)
+        self.n_tokens = _check_sequences(
+            self._idx_path, n_sequences, self.dtype.itemsize, bin_path, bin_bytes
+        )
+        _check_documents(self._idx_path, n_sequences, n_entries)
+        pointers_at = _HEADER.size + 4 * n_sequences
+        documents_at = pointers_at + 8 * n_sequences
+        raw = np.asarray(np.memmap(self._idx_path, dtype=np.uint8, mode="r"))
+        self.sequence_lengths: NDArray[np.int32] = raw[_HEADER.size : pointers_at].view("<i4")
+        self.sequence_pointers: NDArray[np.int64] = raw[pointers_at:documents_at].view("<i8")
+        self.document_indices: NDArray[np.int64] = raw[documents_at:].view("<i8")
+        self.stream: Array = np.empty(0, self.dtype)
+        if self.n_tokens:  # an empty file cannot be mapped
+            mapped = np.memmap(bin_path, dtype=self.dtype, mode="r", shape=(self.n_tokens,))
+            self.stream = np.asarray(mapped)
+
+    def __len__(self) -> int:
+        """Counts the sequences."""
+        return len(self.sequence_lengths)
+
+    def tokens(self, index: int, offset: int = 0, length: int | None = None) -> Array:
+        """Gives the tokens of one sequence, from `offset` on, as a view of the file."""
+        n_tokens = int(self.sequence_lengths[index])
+        stop = n_tokens if length is None else offset + length
+        if not 0 <= offset <= stop <= n_tokens:
+            raise IndexError(f"sequence {index} has {n_tokens} tokens; asked for {offset}:{stop}")
+        start = int(self.sequence_pointers[index]) // self.dtype.itemsize
+        return self.stream[start + offset : start + stop]
+
+    def load_sequence_lengths(self, part: range) -> NDArray[np.int32]:
+        """Reads some of `sequence_lengths` into aligned memory, where look-ups are fast."""
+        return _read(self._idx_path, "<i4", len(part), _HEADER.size + 4 * part.start)
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise DataError(
+            f"{path}: {error.strerror}",
+            "token files are a pair, <prefix>.bin and <prefix>.idx; give the prefix without ending",
+        ) from error
+
+
+def _read(path: Path, kind: str, count: int, offset: int) -> Array:
+    return np.fromfile(path, dtype=kind, count=count, offset=offset)
+
+
+def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
+    """Reads and checks the 34 bytes that say how long the rest must be."""
+    remake = "the file is damaged or of another format; prepare the corpus again"
+    size_bytes = _size_bytes(path)
+    if size_bytes < _HEADER.size:
+        raise DataError(f"{path}: {size_bytes} bytes, less than its header of 34", remake)
+    with path.open("rb") as file:
+        magic, version, code, n_sequences, n_entries = _HEADER.unpack(file.read(_HEADER.size))
+    if magic != MAGIC:
+        raise DataError(f"{path}: byte 0: starts with {magic!r}, not {MAGIC!r}", remake)
+    if version != VERSION:
+        raise DataError(f"{path}: byte 9: version {version}; only version 1 is known", remake)
+    if code not in DTYPE_CODES:
+        known = ", ".join(f"{number} ({name})" for number, name in DTYPE_CODES.items())
+        raise DataError(f"{path}: byte 17: dtype code {code} is none of {known}", remake)
+    expected_bytes = _HEADER.size + 12 * n_sequences + 8 * n_entries
+    if size_bytes == expected_bytes + n_sequences > expected_bytes:
+        raise DataError(
+            f"{path}: {n_sequences} bytes longer than its counts say: a multimodal index",
+            "Trainyard reads text only; write the corpus without modes",
+        )
+    if size_bytes != expected_bytes:
+        raise DataError(
+            f"{path}: {size_bytes} bytes, but its counts at byte 18 ({n_sequences} sequences, "
+            f"{n_entries} document entries) make {expected_bytes}",
+            "the file is cut short or damaged; copy or prepare it again",
+        )
+    return np.dtype(DTYPE_CODES[code]), n_sequences, n_entries
+
+
+def _check_sequences(
+    path: Path, n_sequences: int, itemsize: int, bin_path: Path, bin_bytes: int
+) -> int:
+    """Checks lengths and pointers against each other and the .bin; gives the number of tokens."""
+    damaged = "the file is damaged; copy or prepare it again"
+    n_tokens = 0
+    for first in range(0, n_sequences, _SLAB):
+        count = min(_SLAB, n_sequences - first)
+        lengths = _read(path, "<i4", count, _HEADER.size + 4 * first)
+        pointers_at = _HEADER.size + 4 * n_sequences + 8 * first
+        pointers = _read(path, "<i8", count, pointers_at)
+        if lengths.min() < 0:
+            at = int(np.argmax(lengths < 0))
+            place = f"byte {_HEADER.size + 4 * (first + at)}: sequence_lengths[{first + at}]"
+            raise DataError(f"{path}: {place} is {lengths[at]}", damaged)
+        ends = np.cumsum(lengths, dtype=np.int64) + n_tokens
+        expected = (ends - lengths) * itemsize
+        if not np.array_equal(pointers, expected):
+            at = int(np.argmax(pointers != expected))
+            raise DataError(
+                f"{path}: byte {pointers_at + 8 * at}: sequence_pointers[{first + at}] is "
+                f"{pointers[at]}, but the lengths before it make {expected[at]}",
+                damaged,
+            )
+        n_tokens = int(ends[-1])
+    if n_tokens * itemsize > bin_bytes:
+        raise DataError(
+            f"{bin_path}: {bin_bytes} bytes, but {path.name} describes {n_tokens} tokens of "
+            f"{itemsize} bytes = {n_tokens * itemsize}",
+            "the .bin is cut short or belongs to another .idx; copy or prepare both again",
+        )
+    return n_tokens
+
+
+def _check_documents(path: Path, n_sequences: int, n_entries: int) -> None:
+    damaged = "the file is damaged; copy or prepare it again"
+    documents_at = _HEADER.size + 12 * n_sequences
+    previous = 0
+    for first in range(0, n_entries, _SLAB):
+        entries = _read(path, "<i8", min(_SLAB, n_entries - first), documents_at + 8 * first)
+        falls = np.diff(entries, prepend=previous) < 0
+        if falls.any() or (first == 0 and entries[0] != 0):
+            at = int(np.argmax(falls))
+            raise DataError(
+                f"{path}: byte {documents_at + 8 * (first + at)}: document_indices[{first + at}] "
+                f"is {entries[at]}; they start at 0 and never fall",
+                damaged,
+            )
+        previous = int(entries[-1])
+    if previous != n_sequences or not n_entries:
+        raise DataError(
+            f"{path}: document_indices end at {previous}, not at the {n_sequences} sequences",
+            damaged,
+        )
+
+
+class IndexedWriter:
+    """Writes token files; they appear under their names when the `with` block ends well.
+
+    Until then they are `<prefix>.bin.partial` and `<prefix>.idx.partial`, removed on an error.
+    Memory grows by 8 bytes a document.
+
+    Raises:
+        DataError: a token does not fit `dtype`.
+        MachineError: the disk is full or the folder cannot be written.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype)
+        self.n_tokens = 0
+        self._sequence_lengths = array("i")
+        self._sequences_per_document = array("i")
+        self._bin: BinaryIO
+
+    def __enter__(self) -> Self:
+        path = Path(f"{self.prefix}.bin.partial")
+        with self._disk_errors(path):
+            self._bin = path.open("wb")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self._finish()
+        finally:
+            with suppress(OSError):  # closing writes again what the full disk refused
+                self._bin.close()
+            for path in token_paths(self.prefix):
+                Path(f"{path}.partial").unlink(missing_ok=True)
+
+    @property
+    def n_documents(self) -> int:
+        """Counts the documents so far, empty ones too."""
+        return len(self._sequences_per_document)
+
+    def add_document(self, *sequences: Array) -> None:
+        """Adds one document, usually of one sequence; sequences without a token are left out."""
+        kept = [sequence for sequence in sequences if len(sequence)]
+        for sequence in kept:
+            self._write_tokens(sequence)
+        self._sequence_lengths.extend(len(sequence) for sequence in kept)
+        self._sequences_per_document.append(len(kept))
+
+    def add_documents(self, tokens: Array, lengths: Array) -> None:
+        """Adds many documents of one sequence each; a length of 0 is a document without one.
+
+        Args:
+            tokens: the ids of all of them, back to back.
+            lengths: how many each has.
+        """
+        assert int(np.sum(lengths, dtype=np.int64)) == len(tokens), "lengths do not add up"
+        self._write_tokens(tokens)
+        self._add_lengths(lengths[lengths > 0], lengths > 0)
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Adds every document of other token files of the same kind of integer."""
+        source, _ = token_paths(dataset.prefix)
+        with self._disk_errors(Path(self._bin.name)):
+            for first in range(0, dataset.n_tokens, _COPY_TOKENS):
+                count = min(_COPY_TOKENS, dataset.n_tokens - first)
+                at = first * self.dtype.itemsize
+                self._bin.write(_read(source, self.dtype.name, count, at).data)
+        self.n_tokens += dataset.n_tokens
+        self._add_lengths(dataset.sequence_lengths, np.diff(dataset.document_indices))
+
+    def _add_lengths(self, lengths: Array, sequences_per_document: Array) -> None:
+        self._sequence_lengths.frombytes(lengths.astype("<i4").tobytes())
+        self._sequences_per_document.frombytes(sequences_per_document.astype("<i4").tobytes())
+
+    def _write_tokens(self, tokens: Array) -> None:
+        if tokens.dtype != self.dtype and len(tokens):
+            limits = np.iinfo(self.dtype)
+            lowest, highest = int(tokens.min()), int(tokens.max())
+            if lowest < limits.min or highest > limits.max:
+                raise DataError(
+                    f"{self.prefix}.bin: token ids {lowest} to {highest} do not fit {self.dtype}",
+                    "give the size of the vocabulary these ids were made with",
+                )
+        with self._disk_errors(Path(self._bin.name)):
+            self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
+        self.n_tokens += len(tokens)
+
+    def _finish(self) -> None:
+        bin_path, idx_path = token_paths(self.prefix)
+        partial = Path(f"{idx_path}.partial")
+        with self._disk_errors(partial), partial.open("wb") as index:
+            for piece in self._index_pieces():
+                index.write(piece)
+            index.flush()
+            os.fsync(index.fileno())
+        with self._disk_errors(Path(self._bin.name)):
+            self._bin.flush()
+            os.fsync(self._bin.fileno())
+            self._bin.close()
+            # Killed between the two, a .bin without .idx is refused; beside an old .idx it is not.
+            idx_path.unlink(missing_ok=True)
+            Path(f"{bin_path}.partial").replace(bin_path)
+            partial.replace(idx_path)
+
+    def _index_pieces(self) -> Iterator[bytes | memoryview]:
+        """Yields the bytes of the .idx, a slab at a time."""
+        code = next(code for code, name in DTYPE_CODES.items() if name == self.dtype.name)
+        lengths = np.frombuffer(self._sequence_lengths, dtype="<i4")
+        counts = np.frombuffer(self._sequences_per_document, dtype="<i4")
+        yield _HEADER.pack(MAGIC, VERSION, code, len(lengths), len(counts) + 1)
+        yield lengths.data
+        for ends, slab in _running_sums(lengths):
+            yield ((ends - slab) * self.dtype.itemsize).data
+        yield np.zeros(1, "<i8").data
+        for ends, _ in _running_sums(counts):
+            yield ends.data
+
+    @contextmanager
+    def _disk_errors(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            written_bytes = self.n_tokens * self.dtype.itemsize
+            raise MachineError(
+                f"{path}: {error.strerror} after {written_bytes} bytes of tokens",
+                "free space or quota, or write to another folder; then run the same command again",
+            ) from error
+
+
+def _running_sums(values: NDArray[np.int32]) -> Iterator[tuple[NDArray[np.int64], Array]]:
+    total = 0
+    for first in range(0, len(values), _SLAB):
+        slab = values[first : first + _SLAB]
+        sums = np.cumsum(slab, dtype=np.int64) + total
+        total = int(sums[-1])
+        yield sums, slab
+
+
+def concatenate(prefixes: Sequence[str | Path], output: str | Path) -> None:
+    """Joins token files into one pair, with the bytes of having written all documents in one go.
+
+    Raises:
+        DataError: there is nothing to join, or the files store different kinds of integer.
+        MachineError: the disk is full.
+    """
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    if not datasets:
+        raise DataError("no token files to join", "give at least one prefix")
+    for dataset in datasets:
+        if dataset.dtype != datasets[0].dtype:
+            raise DataError(
+                f"{dataset.prefix}.idx stores {dataset.dtype}, {datasets[0].prefix}.idx "
+                f"{datasets[0].dtype}; they cannot be joined",
+                "prepare both with the same tokenizer",
+            )
+    with IndexedWriter(output, datasets[0].dtype) as writer:
+        for dataset in datasets:
+            writer.add_dataset(dataset)

@@ -1,0 +1,162 @@
+"""Batches of a run: the batch of a step is a pure function of the step number.
+
+The order of sequences is fixed before training (`data/order.py`), so resuming means knowing the
+step, and nothing here has state that a checkpoint would have to keep. One batch is read ahead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainyard.config import run as config
+from trainyard.data.corpus_order import SequenceSettings
+from trainyard.data.index_cache import IndexCache
+from trainyard.data.indexed import IndexedDataset
+from trainyard.data.order import SPLITS, Blend, SequenceOrder, Split, build_order, parse_split
+from trainyard.errors import ConfigError, DataError
+from trainyard.plan.batches import BatchSchedule
+from trainyard.plan.resolve import Plan
+
+Batch = tuple[Tensor, Tensor]
+"""Token ids and the ids that follow them, (sequences, T) each, int64."""
+
+
+class Loader:
+    """Reads the training batches.
+
+    Args:
+        order: the sequences of the train split.
+        batches: which of them each step takes.
+        vocabulary_size: ids must be below this.
+        pin_memory: put batches where a GPU can fetch them by itself.
+    """
+
+    def __init__(
+        self,
+        order: SequenceOrder,
+        batches: BatchSchedule,
+        vocabulary_size: int,
+        *,
+        pin_memory: bool = False,
+    ) -> None:
+        self._order = order
+        self._batches = batches
+        self._vocabulary_size = vocabulary_size
+        self._pin_memory = pin_memory
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._ahead: tuple[int, Future[Batch]] | None = None
+
+    def batch(self, step: int) -> Batch:
+        """Gives the batch of step `step`, counted from 0, and begins to read the next one.
+
+        Raises:
+            DataError: a token id is outside the model's vocabulary.
+        """
+        if self._ahead is not None and self._ahead[0] == step:
+            batch = self._ahead[1].result()
+        else:
+            batch = self._read(step)
+        self._ahead = (step + 1, self._reader.submit(self._read, step + 1))
+        return batch
+
+    def _read(self, step: int) -> Batch:
+        first, count = self._batches.consumed(step), self._batches.batch_size(step)
+        if first + count > len(self._order):  # read ahead past the last step
+            count = max(0, len(self._order) - first)
+            first = min(first, len(self._order))
+        tokens, labels = split_labels(self._order.sequences(first, count), self._vocabulary_size)
+        return (tokens.pin_memory(), labels.pin_memory()) if self._pin_memory else (tokens, labels)
+
+
+def held_out_batches(
+    order: SequenceOrder, n_sequences: int, batch_size: int, vocabulary_size: int
+) -> Iterator[Batch]:
+    """Yields the first `n_sequences` of a split in batches."""
+    for first in range(0, n_sequences, batch_size):
+        count = min(batch_size, n_sequences - first)
+        yield split_labels(order.sequences(first, count), vocabulary_size)
+
+
+def split_labels(sequences: NDArray[np.int64], vocabulary_size: int) -> Batch:
+    """Cuts (count, T + 1) ids into what is read and what is to be predicted.
+
+    Raises:
+        DataError: an id is outside the vocabulary.
+    """
+    if sequences.size and int(sequences.max()) >= vocabulary_size:
+        row = int(np.argmax(sequences.max(axis=1)))
+        raise DataError(
+            f"token id {int(sequences.max())} is outside the model's vocabulary of "
+            f"{vocabulary_size} (sequence {row} of a batch)",
+            "train with the tokenizer that made the data: its size is model.vocabulary_size",
+        )
+    ids = torch.from_numpy(sequences)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def build_orders(
+    run: config.Run, plan: Plan, wanted: Collection[Split] = SPLITS
+) -> dict[Split, SequenceOrder | None]:
+    """Builds the order of the wanted splits of a run, or loads it from the cache; others are None.
+
+    Raises:
+        ConfigError: the run names no data.
+        DataError: the data is missing, damaged or too small.
+    """
+    data = run.data
+    data_prefixes(run)
+    parts = parse_split(data.split) if data.blend.prefixes else (True, True, True)
+    sizes = [
+        size if part and split in wanted else 0
+        for split, part, size in zip(SPLITS, parts, plan.order_sequences, strict=True)
+    ]
+    settings = SequenceSettings(run.model.sequence_length, run.train.seed)
+    train, valid, test = (_blend(each) for each in (data.train, data.valid, data.test))
+    return build_order(
+        _blend(data.blend) or (train, valid, test),
+        data.split if data.blend.prefixes else None,
+        (sizes[0], sizes[1], sizes[2]),
+        settings,
+        Path(data.cache_folder),
+    )
+
+
+def data_prefixes(run: config.Run) -> list[str]:
+    """Lists every token file prefix of a run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    blends = (run.data.blend, run.data.train, run.data.valid, run.data.test)
+    prefixes = [prefix for blend in blends for prefix in blend.prefixes]
+    if not prefixes:
+        raise ConfigError(
+            "data.blend.prefixes is empty: there is nothing to train on",
+            "data.blend.prefixes=['PREFIX'], where trainyard prepare wrote PREFIX.bin",
+        )
+    return prefixes
+
+
+def data_fingerprint(run: config.Run) -> str:
+    """Computes what identifies the contents of all token files of a run, wherever they lie.
+
+    Raises:
+        ConfigError: the run names no data.
+        DataError: the data is missing or damaged.
+    """
+    cache = IndexCache(Path(run.data.cache_folder))
+    datasets = [IndexedDataset(prefix) for prefix in data_prefixes(run)]
+    checksums = [cache.fingerprint(dataset.prefix) for dataset in datasets]
+    return hashlib.sha256("\n".join(checksums).encode()).hexdigest()
+
+
+def _blend(blend: config.Blend) -> Blend | None:
+    return Blend(blend.prefixes, blend.weights or None) if blend.prefixes else None

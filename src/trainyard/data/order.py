@@ -1,0 +1,293 @@
+"""The order of training: which tokens are sequence i of the train, valid or test split.
+
+A pure function of the token files, their weights, the split, the sizes, the seed and the sequence
+length, identical to Megatron-Core's for the same settings, whatever the number of processes.
+
+A worked example: two corpora at 0.35 and 0.65, split "949,50,1", 2000 training sequences.
+
+    documents    of each corpus, the first 94.9 % train, the next 5 % validate, the rest test
+    asked        ceil(2000 * 0.35) = 700 and 1300 sequences, each + 0.5 % to be safe: 704 and 1307
+    corpus       each gives that many or more, in its own order (see corpus_order.py)
+    blend        which corpus each of the 700 + 1300 comes from (see blend.py)
+
+Sequence 5 of the split: the blend says corpus 1, its sequence 3; that corpus's order says which
+documents, from where to where.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainyard.data.blend import build_blend_index
+from trainyard.data.corpus_order import CorpusOrder, SequenceSettings, build_corpus_order
+from trainyard.data.index_cache import IndexCache
+from trainyard.data.indexed import IndexedDataset
+from trainyard.errors import DataError
+
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+Part = tuple[float, float]
+Rows = NDArray[np.int64]
+
+_SURPLUS = 0.005  # Megatron-LM's mid_level_dataset_surplus
+_ROWS_AT_ONCE = 64  # as many as fit a processor's cache
+_MOST_CORPORA = 32766  # a corpus is a 16-bit number in the blend
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Token files to draw from, and how much from each.
+
+    Attributes:
+        prefixes: paths without `.bin` or `.idx`.
+        weights: each corpus's share, in any unit; None draws in proportion to their lengths.
+
+    Raises:
+        DataError: no corpus, one given twice, or weights that are no shares.
+    """
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.prefixes) <= _MOST_CORPORA:
+            raise DataError(
+                f"a blend of {len(self.prefixes)} corpora; it takes 1 to {_MOST_CORPORA}",
+                "name the token files, or join some of them",
+            )
+        for index, prefix in enumerate(self.prefixes):
+            if prefix in self.prefixes[:index]:
+                raise DataError(
+                    f"corpus {prefix} is given twice", "name it once, with the sum of its weights"
+                )
+        if self.weights is None:
+            return
+        if len(self.weights) != len(self.prefixes):
+            raise DataError(
+                f"{len(self.weights)} weights for {len(self.prefixes)} corpora",
+                "give one weight for each corpus",
+            )
+        for prefix, weight in zip(self.prefixes, self.weights, strict=True):
+            if not 0 < weight < math.inf:
+                raise DataError(
+                    f"weight {weight} of corpus {prefix} is not above 0",
+                    "give a positive number; leave out a corpus that is not wanted",
+                )
+
+
+class SequenceOrder:
+    """The sequences of one split, in the order they are trained on.
+
+    Attributes:
+        corpora: the order within each corpus.
+        dataset_index: for each sequence, its corpus; None if there is one corpus without a blend.
+        dataset_sample_index: for each sequence, its number within that corpus.
+    """
+
+    def __init__(
+        self,
+        corpora: Sequence[CorpusOrder],
+        dataset_index: NDArray[np.int16] | None = None,
+        dataset_sample_index: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.corpora = tuple(corpora)
+        self.dataset_index = dataset_index
+        self.dataset_sample_index = dataset_sample_index
+
+    def __len__(self) -> int:
+        """Counts the sequences."""
+        return len(self.corpora[0] if self.dataset_index is None else self.dataset_index)
+
+    def sequence(self, index: int) -> NDArray[np.int64]:
+        """Reads one sequence: T + 1 tokens, the first T to read and the last T to predict."""
+        row: NDArray[np.int64] = self.sequences(index, 1)[0]
+        return row
+
+    def sequences(self, start: int, count: int) -> NDArray[np.int64]:
+        """Reads sequences `start` to `start + count`, padded with 0.
+
+        Returns:
+            Token ids, (count, T + 1); (count, T) without the extra token.
+        """
+        width = self.corpora[0].settings.row_tokens
+        rows = np.empty((count, width), np.int64)
+        for corpus, where, indices in self._by_corpus(start, count):
+            rows[where] = corpus.sequences(indices)
+        return rows
+
+    def n_real_tokens(self, start: int, count: int) -> NDArray[np.int64]:
+        """Counts the tokens of these sequences before their padding, to mask the loss with.
+
+        It is T + 1, but for the last sequence of a validation split that keeps partial ones.
+        """
+        counts = np.empty(count, np.int64)
+        for corpus, where, indices in self._by_corpus(start, count):
+            counts[where] = corpus.n_real_tokens(indices)
+        return counts
+
+    def _by_corpus(self, start: int, count: int) -> Iterator[tuple[CorpusOrder, Rows, Rows]]:
+        """Yields which rows of the answer are which sequences of which corpus."""
+        if not 0 <= start <= start + count <= len(self):
+            raise IndexError(f"sequences {start} to {start + count} of {len(self)}")
+        for first in range(0, count, _ROWS_AT_ONCE):
+            rows = np.arange(first, min(count, first + _ROWS_AT_ONCE))
+            if self.dataset_index is None or self.dataset_sample_index is None:
+                yield self.corpora[0], rows, start + rows
+                continue
+            drawn_from = self.dataset_index[start + rows]
+            index = self.dataset_sample_index[start + rows]
+            for number in set(drawn_from.tolist()):
+                chosen = drawn_from == number
+                yield self.corpora[number], rows[chosen], index[chosen]
+
+
+def parse_split(text: str) -> tuple[Part | None, Part | None, Part | None]:
+    """Reads "949,50,1" as the parts of each corpus that train, validate and test.
+
+    Returns:
+        Begin and end of each part as shares of the documents; None for an empty part.
+
+    Raises:
+        DataError: it is not one to three numbers, at least one of them above 0.
+    """
+    numbers = [word.strip() for word in text.split(",")]
+    if len(numbers) > len(SPLITS) or not all(
+        re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", number) for number in numbers
+    ):
+        raise DataError(
+            f"split {text!r} is not one to three numbers with commas between",
+            'write the shares that train, validate and test, such as "949,50,1"',
+        )
+    shares = [float(number) for number in numbers] + [0.0] * (len(SPLITS) - len(numbers))
+    if not np.sum(shares) > 0:
+        raise DataError(f"split {text!r} gives nothing to any split", 'try "949,50,1"')
+    bounds = [0.0]
+    for share in _normalized(shares):
+        bounds.append(bounds[-1] + share)
+    train, valid, test = ((begin, end) if end > begin else None for begin, end in pairwise(bounds))
+    return train, valid, test
+
+
+def build_order(
+    blend: Blend | tuple[Blend | None, Blend | None, Blend | None],
+    split: str | None,
+    sizes: tuple[int | None, int | None, int | None],
+    settings: SequenceSettings,
+    cache_folder: Path | None = None,
+) -> dict[Split, SequenceOrder | None]:
+    """Builds the order of the train, valid and test sequences, or loads it if it was built before.
+
+    Args:
+        blend: what to draw from: one blend that `split` divides, or one for each split.
+        split: shares of the documents, such as "949,50,1"; None with a blend for each split.
+        sizes: sequences wanted of each split. 0 is none of them. None is one pass over the
+            documents. Without weights a blend may be shorter; with weights, longer by a few.
+        settings: how documents are cut into sequences and shuffled.
+        cache_folder: where the built arrays are kept; None keeps them in memory.
+
+    Raises:
+        DataError: a corpus is missing, damaged, or too small; a part that is wanted is empty.
+        MachineError: the cache cannot be written.
+    """
+    blends = (blend, blend, blend) if isinstance(blend, Blend) else blend
+    whole: Part = (0.0, 1.0)
+    parts = (whole, whole, whole) if split is None else parse_split(split)
+    cache = IndexCache(cache_folder)
+    prefixes = {prefix for each in blends if each for prefix in each.prefixes}
+    datasets = {prefix: IndexedDataset(prefix) for prefix in sorted(prefixes)}
+    orders: dict[Split, SequenceOrder | None] = {}
+    for name, each, part, size in zip(SPLITS, blends, parts, sizes, strict=True):
+        orders[name] = None
+        if each is None or size == 0 or (part is None and size is None):
+            continue
+        if part is None:
+            raise DataError(
+                f"{size} {name} sequences are asked for, but split {split!r} gives {name} nothing",
+                f"give {name} a share in the split, or ask for 0 of them",
+            )
+        if isinstance(blend, tuple) and len(each.prefixes) == 1:  # weighed against nothing
+            each = Blend(each.prefixes)
+        drop_last_partial = settings.drop_last_partial or name != "valid"
+        documents = [_documents(datasets[prefix], part, name) for prefix in each.prefixes]
+        asked = _asked(each, size, _SURPLUS)
+        corpora = [
+            build_corpus_order(datasets[prefix], rows, count, settings, cache, drop_last_partial)
+            for prefix, rows, count in zip(each.prefixes, documents, asked, strict=True)
+        ]
+        orders[name] = _blended(each, size, corpora, cache)
+    return orders
+
+
+def _normalized(weights: Sequence[float]) -> NDArray[np.float64]:
+    values = np.array(weights, dtype=np.float64)
+    return values / np.sum(values)  # numpy's pairwise sum decides the last bit
+
+
+def _documents(dataset: IndexedDataset, part: Part, name: Split) -> range:
+    """Gives the range of documents a part holds, by their sequences in the .idx."""
+    begin, end = (round(share * float(len(dataset))) for share in part)
+    if begin == end:
+        raise DataError(
+            f"{dataset.prefix}: the {name} split gets none of its {len(dataset)} documents",
+            f"give {name} a larger share in the split, or another corpus",
+        )
+    return range(begin, end)
+
+
+def _asked(blend: Blend, size: int | None, surplus: float) -> list[int | None]:
+    """Says how many sequences each corpus must give; None is one pass over its documents."""
+    if blend.weights is None:
+        return [size if len(blend.prefixes) == 1 else None] * len(blend.prefixes)
+    if size is None:
+        raise DataError(
+            "a blend with weights and no size",
+            "say how many sequences are wanted, or leave the weights out",
+        )
+    shares = _normalized(blend.weights)
+    return [math.ceil(math.ceil(size * float(share)) * (1 + surplus)) for share in shares]
+
+
+def _blended(
+    blend: Blend, size: int | None, corpora: list[CorpusOrder], cache: IndexCache
+) -> SequenceOrder:
+    if blend.weights is None and len(corpora) == 1:
+        return SequenceOrder(corpora)
+    lengths = [len(corpus) for corpus in corpora]
+    limits = None
+    if blend.weights is not None:
+        # Megatron-LM normalizes twice, which can change the last bit
+        weights = _normalized(_normalized(blend.weights).tolist())
+        length = sum(count for count in _asked(blend, size, 0.0) if count is not None)
+    else:
+        length = sum(lengths) if size is None else min(size, sum(lengths))
+        limits = np.array(lengths, np.float64) if size is None else None
+        weights = _normalized(lengths)
+    key = cache.key(
+        weights=weights.tolist(), length=length, lengths=lengths, exhaustive=size is None
+    )
+    names = (f"{key}-dataset_index", f"{key}-dataset_sample_index")
+    shape = (length,)
+    corpus = cache.load(names[0], shape, np.dtype(np.int16))
+    position = cache.load(names[1], shape, np.dtype(np.int64))
+    if corpus is None or position is None:
+        corpus, position = build_blend_index(weights, length, limits)
+        for number, corpus_order in enumerate(corpora):
+            n_drawn = int(np.count_nonzero(corpus == number))
+            if n_drawn > len(corpus_order):
+                raise DataError(
+                    f"the blend draws {n_drawn} sequences from {blend.prefixes[number]}, which "
+                    f"has {len(corpus_order)}",
+                    f"ask for more than {size}: {len(corpora)} corpora cannot share so few",
+                )
+        corpus = cache.save(names[0], shape, corpus.dtype, [corpus])
+        position = cache.save(names[1], shape, position.dtype, [position])
+    return SequenceOrder(corpora, corpus, position)

@@ -1,0 +1,123 @@
+"""Which files a corpus is made of, and how they are cut into pieces of work."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO
+
+from trainyard.errors import DataError
+
+FORMATS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".txt": "txt"}
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+UNIT_BYTES = 128 * 2**20
+_KNOWN = (
+    "known are .jsonl, .json (one object a line), .txt, each also .gz .bz2 .xz .zst, and .parquet"
+)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A whole file, or the lines of a plain `.jsonl` file from byte `start` up to byte `end`."""
+
+    path: Path
+    start: int
+    end: int
+
+
+def format_of(path: Path) -> tuple[str, str] | None:
+    """Gives the format and the compression suffix ("" for none); None when it is unknown."""
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    kind = FORMATS.get(Path(path.stem).suffix if compression else path.suffix)
+    if kind is None or (kind == "parquet" and compression):
+        return None
+    return kind, compression
+
+
+def find_files(inputs: Sequence[str]) -> list[Path]:
+    """Lists the files that files, folders (recursive) and globs name, each input's names sorted.
+
+    Raises:
+        DataError: an input is missing, matches nothing, has an unknown extension or comes twice.
+    """
+    files = [path for item in inputs for path in _expand(item)]
+    seen: set[Path] = set()
+    for path in files:
+        if path.resolve() in seen:
+            raise DataError(
+                f"{path} is given twice; every document in it would be tokenised twice",
+                "name each input once, or make the folders and globs not overlap",
+            )
+        seen.add(path.resolve())
+    if not files:
+        raise DataError("no input was given", "name at least one file, folder or glob")
+    return files
+
+
+def _expand(item: str) -> list[Path]:
+    path = Path(item)
+    if path.is_dir():
+        found = [file for file in _sorted(path.rglob("*")) if format_of(file)]
+        if not found:
+            raise DataError(f"the folder {item} holds no file with a known extension", _KNOWN)
+        return found
+    found = [path] if path.exists() else _sorted(map(Path, glob.glob(item, recursive=True)))  # noqa: PTH207 (absolute patterns)
+    if not found and glob.has_magic(item):
+        raise DataError(f"no file matches {item}", "check the pattern; quote it for the shell")
+    if not found:
+        raise DataError(f"{item} does not exist", "check the path of the input")
+    for file in found:
+        if format_of(file) is None:
+            raise DataError(f"{file} has no known extension", _KNOWN)
+    return found
+
+
+def _sorted(paths: Iterable[Path]) -> list[Path]:
+    return sorted(path for path in paths if path.is_file() and not path.name.startswith("."))
+
+
+def split_into_units(files: Sequence[Path], unit_bytes: int = UNIT_BYTES) -> list[list[Segment]]:
+    """Cuts files into pieces of work of about `unit_bytes`, in order.
+
+    Small files share a unit; a large plain `.jsonl` file is cut between lines. The result depends
+    on nothing but the files, so any number of workers sees the same units.
+    """
+    units: list[list[Segment]] = []
+    room = -1  # what the last unit can still take; below 0 it is not to be shared
+    for path in files:
+        size = path.stat().st_size
+        if size > unit_bytes and format_of(path) == ("jsonl", ""):
+            units += [[segment] for segment in _cut_between_lines(path, size, unit_bytes)]
+            room = -1
+        elif size <= room:
+            units[-1].append(Segment(path, 0, size))
+            room -= size
+        else:
+            units.append([Segment(path, 0, size)])
+            room = unit_bytes - size
+    return units
+
+
+def _cut_between_lines(path: Path, size: int, unit_bytes: int) -> list[Segment]:
+    cuts = [0]
+    with path.open("rb") as file:
+        for position in range(unit_bytes, size, unit_bytes):
+            if position > cuts[-1]:
+                cuts.append(_next_line_start(file, position, size))
+    if cuts[-1] < size:
+        cuts.append(size)
+    return [Segment(path, start, end) for start, end in pairwise(cuts)]
+
+
+def _next_line_start(file: BinaryIO, position: int, size: int) -> int:
+    """Gives the first byte after `position` that begins a line, or `size`."""
+    file.seek(position)
+    while block := file.read(2**16):
+        newline = block.find(b"\n")
+        if newline >= 0:
+            return position + newline + 1
+        position += len(block)
+    return size

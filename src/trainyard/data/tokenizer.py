@@ -1,0 +1,248 @@
+"""Text to token ids and back: an exact byte-level BPE at the speed of the fastest engine at hand.
+
+    tokenizer = load_tokenizer(Path("gpt2"))
+    tokenizer.encode(" hello world")                    # [23748, 995]
+    tokens, lengths = tokenizer.encode_batch(["a", "", "b c"])
+    tokens                                              # uint32, all documents back to back
+    lengths                                             # int64: [1, 0, 2]
+    tokenizer.decode([23748, 995])                      # " hello world"
+
+`<|endoftext|>` written inside a document is ordinary text and gets ordinary ids, so no text can end
+a document by itself; `special_tokens="parse"` gives it its own id, as Megatron-LM does.
+
+Two engines give the same ids. Gigatoken is some eighty times faster and young, so at load time its
+answers to a thousand awkward strings are compared with those of Hugging Face `tokenizers`; if one
+differs, or the package is missing or refuses the vocabulary, the slow engine does all the work.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trainyard.data.vocabulary import (
+    END_OF_DOCUMENT,
+    Vocabulary,
+    build_vocabulary,
+    byte_symbols,
+    load_vocabulary,
+    save_vocabulary,
+)
+from trainyard.errors import DataError
+
+SpecialTokens = Literal["text", "parse"]
+Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
+
+_log = logging.getLogger(__name__)
+
+
+class _Engine(Protocol):
+    def encode_batch(self, texts: list[str]) -> Encoded: ...
+
+
+class _HuggingFaceEngine:
+    """The reference: exact for every vocabulary, a few MB/s."""
+
+    def __init__(self, rules: str) -> None:
+        from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+        self._tokenizer = HuggingFaceTokenizer.from_str(rules)
+
+    def encode_batch(self, texts: list[str]) -> Encoded:
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ids = [encoding.ids for encoding in encoded]
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        return np.fromiter((i for row in ids for i in row), np.uint32, lengths.sum()), lengths
+
+
+class _GigatokenEngine:
+    """The fast one; its cache of words only grows, so it is made anew now and then."""
+
+    # 100 MB of random words were measured to add 740 MiB; ordinary text stays far below.
+    cache_limit_bytes = 256 * 2**20
+    # Not after every batch: the allocator gives the memory of the old cache back with a delay.
+    check_every_characters = 32 * 2**20
+
+    def __init__(self, rules: str) -> None:
+        self._rules = rules
+        self._renew()
+        self._resident_at_start_bytes = _resident_bytes()
+
+    def _renew(self) -> None:
+        from gigatoken.gigatoken_rs import load_hf_json
+
+        self._unchecked_characters = 0
+        self._tokenizer: Any = None  # lets the old cache go before the new one starts
+        self._tokenizer = load_hf_json(self._rules)
+
+    def _limit_cache(self, texts: list[str]) -> None:
+        self._unchecked_characters += sum(map(len, texts))
+        if self._unchecked_characters > self.check_every_characters:
+            self._unchecked_characters = 0
+            if _resident_bytes() - self._resident_at_start_bytes > self.cache_limit_bytes:
+                self._renew()
+
+    def encode_batch(self, texts: list[str]) -> Encoded:
+        self._limit_cache(texts)
+        # One thread: the number of workers alone decides how many cores are used.
+        layout = self._tokenizer.encode_batch(texts, parallel=False).layout
+        offsets = np.asarray(layout.offsets.data, np.int64)
+        tokens = np.asarray(layout.content.data, np.uint32)
+        return tokens[offsets[0] : offsets[-1]], np.diff(offsets)
+
+
+def _resident_bytes() -> int:
+    """The memory this process holds now (Linux), or the most it ever held (elsewhere)."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _tricky_texts() -> list[str]:
+    """About a thousand short texts on which byte-level tokenizers are known to go wrong."""
+    words = "word Word WORD 's 'S 'll ' '' can't 7 2026 3.14 1/2 ! ?! ... -- _ == `` <| |> a\u0301"
+    scripts = "½ ² Ⅷ ٣ é ñ ß Ω Я 漢 かな 한 ไ हि \u0640 \ufe0f \ufeff \ufffd \U0001f600 \U0010ffff"
+    joined = ["\U0001f469\u200d\U0001f467", "\U0001f1eb\U0001f1ee", END_OF_DOCUMENT]
+    parts = [*words.split(), *scripts.split(), *joined]
+    spaces = [*" \t\n\r\v\f\0\x1c\x7f\x85\xa0\u200b\u2003\u2028\u3000", "  ", "\n\n", "\r\n", " \n"]
+    pieces = [*parts, *spaces]
+    pairs = ["".join(pair) for pair in product(pieces, pieces[::3])]
+    long = [piece * 70 for piece in pieces]
+    return ["", *pieces, *pairs, *long, " ".join(parts), "".join(chr(c) for c in range(0x250))]
+
+
+def _build_engine(rules: str, name: str) -> _Engine:
+    """Chooses the fast engine where it agrees with the reference, else the reference."""
+    reference = _HuggingFaceEngine(rules)
+    try:
+        return _choose_engine(_GigatokenEngine(rules), reference, name)
+    except (ImportError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+        _log.warning("tokenizer %s: the fast engine cannot be used (%s)", name, error)
+        return reference
+
+
+def _choose_engine(fast: _Engine, reference: _Engine, name: str) -> _Engine:
+    tokens, lengths = fast.encode_batch(_tricky_texts())
+    expected_tokens, expected_lengths = reference.encode_batch(_tricky_texts())
+    if np.array_equal(lengths, expected_lengths) and np.array_equal(tokens, expected_tokens):
+        return fast
+    _log.warning("tokenizer %s: the fast engine gives other ids, the exact one is used", name)
+    return reference
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer.
+
+    Attributes:
+        name: the name of its folder, for people; the fingerprint is its identity.
+        vocabulary_size: how many ids it has, special tokens included.
+        eod_id: the id of `<|endoftext|>`, put between documents.
+        fingerprint: sha256 of vocabulary, merges, special tokens and splitting rule.
+        special_tokens: whether special tokens written in a text are "text" or are parsed.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, name: str, special_tokens: SpecialTokens) -> None:
+        self.name = name
+        self.vocabulary_size = len(vocabulary.tokens)
+        self.eod_id = vocabulary.special_tokens[END_OF_DOCUMENT]
+        self.fingerprint = vocabulary.fingerprint
+        self.special_tokens = special_tokens
+        self._vocabulary = vocabulary
+        rules = vocabulary.render_json(with_special_tokens=special_tokens == "parse")
+        self._engine = _build_engine(rules, name)
+
+    def encode(self, text: str) -> list[int]:
+        """Gives the ids of a text, without an end of document."""
+        return [int(token_id) for token_id in self.encode_batch([text])[0]]
+
+    def encode_batch(self, texts: list[str]) -> Encoded:
+        """Gives the ids of all texts back to back, and the number of ids of each text.
+
+        Raises:
+            DataError: a text holds half a character (a lone surrogate), which has no bytes.
+        """
+        try:
+            return self._engine.encode_batch(texts)
+        except TypeError:
+            _refuse_lone_surrogates(texts)
+            raise
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        """Gives the text of ids; bytes that are no UTF-8 (half a character) become U+FFFD."""
+        outside = [i for i in ids if not 0 <= i < self.vocabulary_size]
+        if outside:
+            raise DataError(
+                f"id {outside[0]} is outside the vocabulary of {self.name} "
+                f"(0 to {self.vocabulary_size - 1})",
+                "decode with the tokenizer that made the ids",
+            )
+        token_bytes = self._vocabulary.token_bytes
+        return b"".join(token_bytes[i] for i in ids).decode(errors="replace")
+
+
+def _refuse_lone_surrogates(texts: list[str]) -> None:
+    for number, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            code = f"\\u{ord(text[error.start]):04x}"
+            raise DataError(
+                f"text {number} holds the lone surrogate {code} at character {error.start}",
+                "it is half a character and has no UTF-8 bytes; write the character whole",
+            ) from error
+
+
+def load_tokenizer(path: Path, special_tokens: SpecialTokens = "text") -> Tokenizer:
+    """Loads GPT-2's vocab.json and merges.txt from a folder, or a byte-level tokenizer.json.
+
+    Raises:
+        DataError: as `load_vocabulary`.
+    """
+    folder = path.parent if path.is_file() else path
+    return Tokenizer(load_vocabulary(path), folder.resolve().name, special_tokens)
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary_size: int, folder: Path) -> Path:
+    """Trains a byte-level BPE with GPT-2's splitting rule and saves `folder/tokenizer.json`.
+
+    `<|endoftext|>` is the last id, as in GPT-2. The same texts give the same file.
+
+    Raises:
+        DataError: the size is too small, or the texts hold too few different words for it.
+    """
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+    from tokenizers import models, pre_tokenizers, trainers
+
+    if vocabulary_size < 257:
+        hint = "it holds 256 bytes and <|endoftext|>, so ask for 257 or more; 4096 suits a laptop"
+        raise DataError(f"a vocabulary of {vocabulary_size} tokens is too small", hint)
+    engine = HuggingFaceTokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size - 1, initial_alphabet=byte_symbols(), show_progress=False
+    )
+    engine.train_from_iterator(texts, trainer)
+    ids = engine.get_vocab()
+    if len(ids) != vocabulary_size - 1:
+        raise DataError(
+            f"the text gives only {len(ids) + 1} tokens, not {vocabulary_size}",
+            f"give more text, or ask for {len(ids) + 1} tokens or fewer",
+        )
+    merges = json.loads(engine.to_str())["model"]["merges"]
+    path = folder / "tokenizer.json"
+    vocabulary = build_vocabulary(path, {**ids, END_OF_DOCUMENT: len(ids)}, merges)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_vocabulary(vocabulary, path)
+    return path

@@ -1,0 +1,259 @@
+"""The rules of a byte-level BPE: its tokens, merges and special tokens, from either file layout.
+
+GPT-2's layout is a folder with `vocab.json` and `merges.txt`; the other is one `tokenizer.json`.
+Both say the same things, so both give the same `Vocabulary` and the same fingerprint:
+
+    load_vocabulary(Path("gpt2"))                  # vocab.json + merges.txt
+    load_vocabulary(Path("gpt2/tokenizer.json"))   # the same fingerprint
+
+What we save is one `tokenizer.json`: a single file is published atomically, names its special
+tokens and its splitting rule, and opens in Hugging Face libraries as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainyard.data.publish import publish_text
+from trainyard.errors import DataError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+# The splitting rule of GPT-2: its regular expression, and no space put before the first word.
+GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+_FOLDER_HINT = "name a folder with vocab.json and merges.txt, or one with a tokenizer.json"
+
+
+def byte_symbols() -> list[str]:
+    """Lists the printable character that stands for each byte, 0 to 255, in byte-level files.
+
+    Printable Latin-1 stands for itself; the others take the code points from 256 on, in order.
+    """
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(256, 512))
+    return [chr(byte if byte in shown else next(spare)) for byte in range(256)]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A checked byte-level BPE; `tokens[i]` is the spelling of id `i` in byte symbols."""
+
+    tokens: list[str]
+    merges: list[tuple[str, str]]
+    special_tokens: dict[str, int]
+    added_tokens: dict[str, int]
+    split: dict[str, Any]
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The bytes that each id stands for."""
+        of_symbol = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+        literal = {*self.special_tokens, *self.added_tokens}
+        return [
+            token.encode() if token in literal else bytes(of_symbol[symbol] for symbol in token)
+            for token in self.tokens
+        ]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The sha256 of everything that decides an id, whatever the file layout."""
+        rules = [self.tokens, self.merges, self.special_tokens, self.added_tokens, self.split]
+        canonical = json.dumps(rules, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def render_json(self, *, with_special_tokens: bool = True) -> str:
+        """Renders a `tokenizer.json`; without special tokens, their spelling is ordinary text."""
+        special = self.special_tokens if with_special_tokens else {}
+        added = [
+            {
+                "id": token_id,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": token in special,
+            }
+            for token, token_id in sorted({**self.added_tokens, **special}.items(), key=_by_id)
+        ]
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        split = {**byte_level, **self.split} if "use_regex" in self.split else self.split
+        model = {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {token: token_id for token_id, token in enumerate(self.tokens)},
+            "merges": self.merges,
+        }
+        content = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
+            "normalizer": None,
+            "pre_tokenizer": split,
+            "post_processor": None,
+            "decoder": {**byte_level, "use_regex": True},
+            "model": model,
+        }
+        return json.dumps(content, ensure_ascii=False)
+
+
+def _by_id(item: tuple[str, int]) -> int:
+    return item[1]
+
+
+def save_vocabulary(vocabulary: Vocabulary, path: Path) -> None:
+    """Writes a `tokenizer.json`, atomically."""
+    publish_text(path, vocabulary.render_json())
+
+
+def load_vocabulary(path: Path) -> Vocabulary:
+    """Reads and checks a folder with vocab.json and merges.txt, or a tokenizer.json.
+
+    Raises:
+        DataError: a file is missing or malformed, or it is not a byte-level BPE with
+            `<|endoftext|>`.
+    """
+    if path.is_file():
+        return _from_tokenizer_json(path)
+    if not path.is_dir():
+        raise DataError(f"the tokenizer {path} does not exist", _FOLDER_HINT)
+    if (path / "tokenizer.json").is_file():
+        return _from_tokenizer_json(path / "tokenizer.json")
+    for name in ("vocab.json", "merges.txt"):
+        if not (path / name).is_file():
+            raise DataError(f"the tokenizer folder {path} has no {name}", _FOLDER_HINT)
+    ids = _read_json(path / "vocab.json")
+    merges = _read_merges(path / "merges.txt")
+    return build_vocabulary(path / "vocab.json", ids, merges)
+
+
+def _from_tokenizer_json(path: Path) -> Vocabulary:
+    content = _read_json(path)
+    model = content.get("model")
+    split = _check_byte_level(path, content)
+    assert isinstance(model, dict), "_check_byte_level refuses a file without a model"
+    added = content.get("added_tokens") or []
+    try:
+        merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+        ids = {**model["vocab"], **{entry["content"]: entry["id"] for entry in added}}
+        special = {entry["content"]: entry["id"] for entry in added if entry["special"]}
+        plain = {entry["content"]: entry["id"] for entry in added if not entry["special"]}
+    except (KeyError, TypeError) as error:
+        problem = f"{path} is malformed: {type(error).__name__} {error}"
+        raise DataError(problem, "save the tokenizer again") from error
+    return build_vocabulary(path, ids, merges, special, plain, split)
+
+
+def _check_byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Refuses what is not a byte-level BPE; gives its splitting rule in canonical form."""
+    model = content.get("model")
+    split = content.get("pre_tokenizer") or {}
+    last = split["pretokenizers"][-1] if split.get("type") == "Sequence" else split
+    wrong = None
+    if not isinstance(model, dict) or model.get("type") != "BPE":
+        wrong = (
+            f"model.type is {model.get('type') if isinstance(model, dict) else model!r}, not BPE"
+        )
+    elif model.get("byte_fallback") or model.get("dropout") or model.get("ignore_merges"):
+        wrong = "model.byte_fallback, dropout or ignore_merges is set"
+    elif model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        wrong = "model marks the parts of a word with a prefix or a suffix"
+    elif content.get("normalizer"):
+        wrong = "its normalizer changes the text, so decoding would not give it back"
+    elif last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        wrong = f"pre_tokenizer ends in {last.get('type')!r}, or puts a space before the text"
+    if wrong:
+        raise DataError(
+            f"{path} is not a byte-level BPE tokenizer: {wrong}",
+            "use GPT-2's files, or train one with `trainyard prepare --train-tokenizer`",
+        )
+    if split is last:
+        return {**GPT2_SPLIT, "use_regex": split.get("use_regex", True)}
+    return dict(split)
+
+
+def build_vocabulary(
+    path: Path,
+    ids: dict[str, int],
+    merges: list[Any],
+    special_tokens: dict[str, int] | None = None,
+    added_tokens: dict[str, int] | None = None,
+    split: dict[str, Any] | None = None,
+) -> Vocabulary:
+    """Checks the parts of a vocabulary and joins them; `path` is named in errors.
+
+    Raises:
+        DataError: ids with gaps, a missing byte, an unknown token in a merge, or no end of
+            document.
+    """
+    if not all(isinstance(token_id, int) for token_id in ids.values()):
+        raise DataError(f"{path} is malformed: an id is not a whole number", "save it again")
+    tokens = sorted(ids, key=lambda token: ids[token])
+    if [ids[token] for token in tokens] != list(range(len(tokens))):
+        hint = "every id from 0 on has to have exactly one token"
+        raise DataError(f"{path}: the ids are not 0 to {len(tokens) - 1} without gaps", hint)
+    missing = [byte for byte, symbol in enumerate(byte_symbols()) if symbol not in ids]
+    if missing:
+        raise DataError(
+            f"{path} is not a byte-level vocabulary: no token for byte {missing[0]}",
+            "every one of the 256 bytes needs a token, as in GPT-2's vocab.json",
+        )
+    if END_OF_DOCUMENT not in ids:
+        raise DataError(
+            f"{path} has no token {END_OF_DOCUMENT}",
+            "it marks the end of a document; add it to the vocabulary as the last id",
+        )
+    special = {**(special_tokens or {}), END_OF_DOCUMENT: ids[END_OF_DOCUMENT]}
+    literal = {*special, *(added_tokens or {})}
+    foreign = {symbol for token in tokens if token not in literal for symbol in token}
+    foreign -= set(byte_symbols())
+    for token in tokens if foreign else ():
+        if token not in literal and not foreign.isdisjoint(token):
+            hint = "spell tokens in byte symbols, as GPT-2's vocab.json does"
+            raise DataError(f"{path}: the token {token!r} (id {ids[token]}) is not bytes", hint)
+    _check_merges(path, ids, merges)
+    pairs = [(left, right) for left, right in merges]
+    return Vocabulary(tokens, pairs, special, added_tokens or {}, split or GPT2_SPLIT)
+
+
+def _check_merges(path: Path, ids: dict[str, int], merges: list[Any]) -> None:
+    for rank, merge in enumerate(merges):
+        if len(merge) != 2 or not (isinstance(merge[0], str) and isinstance(merge[1], str)):
+            hint = "a merge is two tokens with one space between them"
+            raise DataError(f"{path}: merge {rank} is {merge!r}, not two tokens", hint)
+        left, right = merge
+        if not (left in ids and right in ids and left + right in ids):
+            unknown = next(part for part in (left, right, left + right) if part not in ids)
+            raise DataError(
+                f"{path}: merge {rank} {left!r} + {right!r} needs the token {unknown!r}, "
+                "which is not in the vocabulary",
+                "take the vocabulary and the merges from the same tokenizer",
+            )
+
+
+def _read_merges(path: Path) -> list[tuple[str, ...]]:
+    lines = path.read_text(encoding="utf-8").split("\n")
+    if lines[0].startswith("#version"):
+        lines = lines[1:]
+    return [tuple(line.rstrip("\r").split(" ")) for line in lines if line.strip()]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not valid JSON: {error}", "fetch or save it again") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is not a JSON object", "fetch or save the file again")
+    return content

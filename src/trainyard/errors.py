@@ -1,0 +1,53 @@
+"""The errors a user can mend, and the exit code each of them ends the program with.
+
+    Exception
+    └── UserError            exit code 2: the user can fix it
+        ├── ConfigError      a run file, a preset or an override
+        ├── DataError        text, token files, tokenizers
+        ├── CheckpointError  a checkpoint that is missing, damaged or of another run
+        ├── LaunchError      a job script, a scheduler, a cluster file
+        └── MachineError     disk, memory, devices, drivers
+
+Anything else that reaches the top is a bug in Trainyard: exit code 1, with its traceback.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake the user can fix; printed as one message with a hint, without a traceback.
+
+    Args:
+        problem: what is wrong, with the value and the place (file, line, field).
+        hint: what to do about it.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problem: str, hint: str = "") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.problem}\nhint: {self.hint}" if self.hint else self.problem
+
+
+class ConfigError(UserError):
+    """A run file, a preset or a `section.field=value` override is wrong."""
+
+
+class DataError(UserError):
+    """Input text, a token file or a tokenizer is missing, malformed or of the wrong kind."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged, or does not belong to this run."""
+
+
+class LaunchError(UserError):
+    """A job cannot be written or submitted."""
+
+
+class MachineError(UserError):
+    """The machine cannot do what was asked: disk full, no such device, too little memory."""

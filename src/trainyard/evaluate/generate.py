@@ -1,0 +1,164 @@
+"""Text from a trained model, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainyard.errors import CheckpointError, ConfigError, DataError
+from trainyard.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from the model's scores.
+
+    Attributes:
+        temperature: divides the scores; below 1 the likely becomes likelier, 0 takes the best.
+        top_k: only this many of the likeliest tokens are possible; 0 for all.
+        top_p: only the likeliest tokens that together reach this probability are; 1 for all.
+        seed: the same seed gives the same text.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 0.95
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be sampled with."""
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature {self.temperature} is not a number from 0 up",
+                "0 takes the likeliest token always, 1 samples as the model was trained",
+            )
+        if self.top_k < 0:
+            raise ConfigError(f"top_k {self.top_k} is below 0", "0 allows every token")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(
+                f"top_p {self.top_p} is not above 0 and at most 1", "1 allows every token"
+            )
+
+
+def generate(
+    model: GPT,
+    prompt_ids: list[int],
+    n_tokens: int,
+    sampling: Sampling,
+    eod_id: int | None = None,
+    n_samples: int = 1,
+) -> list[list[int]]:
+    """Continues a prompt, several times at once; gives the new token ids of each sample.
+
+    Args:
+        model: left in the mode it came in.
+        prompt_ids: what to continue; an empty prompt starts a document, after `eod_id`.
+        n_tokens: the longest a sample becomes.
+        sampling: how tokens are chosen.
+        eod_id: the end-of-document token, at which a sample ends, without it.
+        n_samples: how many continuations.
+
+    Raises:
+        DataError: the prompt does not fit the model.
+        CheckpointError: the model's weights have diverged.
+    """
+    found = generate_steps(model, prompt_ids, n_tokens, sampling, eod_id, n_samples)
+    steps = [ids.tolist() for ids in found]
+    samples = [[ids[sample] for ids in steps] for sample in range(n_samples)]
+    return [ids[: ids.index(eod_id)] if eod_id in ids else ids for ids in samples]
+
+
+@torch.no_grad()
+def generate_steps(
+    model: GPT,
+    prompt_ids: list[int],
+    n_tokens: int,
+    sampling: Sampling,
+    eod_id: int | None = None,
+    n_samples: int = 1,
+) -> Iterator[Tensor]:
+    """Yields one token id of each sample, (B,), as `generate` chooses them.
+
+    Ends early when every sample has reached `eod_id`; what one yields after its own has no meaning.
+    When the model's sequence_length is full, the last half of the text is read afresh and the rest
+    forgotten: positions are learned, so what is kept cannot simply slide.
+    """
+    sequence_length = model.positions.weight.shape[0]
+    prompt_ids = _checked_prompt(prompt_ids, model.vocabulary_size, sequence_length, eod_id)
+    device = model.head_weight.device
+    # Drawn on the CPU, so that a seed means the same on every device.
+    generator = torch.Generator().manual_seed(sampling.seed)
+    text = torch.tensor([prompt_ids] * n_samples)  # (B, T)
+    new = text
+    caches = model.build_caches(n_samples, sequence_length)
+    finished = torch.zeros(n_samples, dtype=torch.bool)
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(n_tokens):
+            if caches[0].n_tokens == sequence_length:
+                caches = model.build_caches(n_samples, sequence_length)
+                new = text[:, -max(1, sequence_length // 2) :]
+            hidden = model(new.to(device), caches)[:, -1]  # (B, D)
+            chosen = choose(model.logits(hidden).cpu(), sampling, generator)
+            yield chosen
+            new = chosen[:, None]
+            text = torch.cat([text, new], dim=1)
+            finished |= chosen == eod_id if eod_id is not None else False
+            if finished.all():
+                return
+    finally:
+        model.train(was_training)
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """Picks one token for each row of scores: (B, V) -> (B,).
+
+    Raises:
+        CheckpointError: a score is not a number.
+    """
+    if logits.isnan().any():
+        raise CheckpointError(
+            "the model's scores are not numbers (NaN): its weights have diverged",
+            "use an earlier checkpoint; the loss in metrics.jsonl shows until when it was sound",
+        )
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    scores, ids = (logits / sampling.temperature).sort(descending=True, stable=True)
+    if sampling.top_k:
+        scores, ids = scores[:, : sampling.top_k], ids[:, : sampling.top_k]
+    probabilities = scores.softmax(-1)
+    likelier = probabilities.cumsum(-1) - probabilities  # what the tokens before each one reach
+    probabilities[likelier >= sampling.top_p] = 0
+    place = torch.multinomial(probabilities, 1, generator=generator)
+    return ids.gather(-1, place)[:, 0]
+
+
+def _checked_prompt(
+    prompt_ids: list[int], vocabulary_size: int, sequence_length: int, eod_id: int | None
+) -> list[int]:
+    if not prompt_ids and eod_id is None:
+        raise DataError(
+            "the prompt is empty, and no end-of-document token is known to start from",
+            "give a prompt of at least one token",
+        )
+    prompt_ids = prompt_ids or [eod_id or 0]
+    if len(prompt_ids) > sequence_length:
+        raise DataError(
+            f"the prompt has {len(prompt_ids)} tokens; the model reads {sequence_length}",
+            "shorten the prompt, or use a model with a larger model.sequence_length",
+        )
+    for place, token_id in enumerate(prompt_ids):
+        if not 0 <= token_id < vocabulary_size:
+            raise DataError(
+                f"token {place} of the prompt is id {token_id}; the model knows 0 to "
+                f"{vocabulary_size - 1}",
+                "use the tokenizer the model was trained with",
+            )
+    return prompt_ids

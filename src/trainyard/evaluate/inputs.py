@@ -1,0 +1,122 @@
+"""Finds what a user names: the trained model of a run or checkpoint, and held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainyard.checkpoint.format import read_manifest
+from trainyard.checkpoint.load import build_model_from_checkpoint, find_checkpoint
+from trainyard.config.run import Run
+from trainyard.data.indexed import IndexedDataset, token_paths
+from trainyard.data.order import SequenceOrder
+from trainyard.data.sidecar import load_sidecar
+from trainyard.data.tokenizer import Tokenizer, load_tokenizer
+from trainyard.errors import ConfigError, DataError
+from trainyard.evaluate.loss import Ids
+from trainyard.model.gpt import GPT
+
+FREQUENCY_TOKENS = 20_000_000  # of the training data: their frequencies are those of all of it
+_COUNTED_SEQUENCES = 256
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model read from a checkpoint, ready to use."""
+
+    checkpoint: Path
+    model: GPT
+    run: Run
+    tokenizer: Tokenizer | None
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Gives the tokenizer.
+
+        Raises:
+            ConfigError: the run names none.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"the run in {self.checkpoint} has no tokenizer.path, so text is unknown to it",
+                "set tokenizer.path in the run file before training",
+            )
+        return self.tokenizer
+
+
+def load_trained(path: Path) -> Trained:
+    """Loads the model of a checkpoint, or of the newest one of a run folder.
+
+    On a GPU it computes in bf16, unless the run was trained in fp32; on a CPU in fp32.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        DataError: the run's tokenizer is missing.
+    """
+    checkpoint = find_checkpoint(path)
+    run = read_manifest(checkpoint).build_run()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    in_bf16 = device.type == "cuda" and run.precision.kind != "fp32"
+    dtype = torch.bfloat16 if in_bf16 else torch.float32
+    tokenizer = load_tokenizer(Path(run.tokenizer.path)) if run.tokenizer.path else None
+    model, _, _ = build_model_from_checkpoint(checkpoint, device, dtype)
+    return Trained(checkpoint, model, run, tokenizer)
+
+
+def read_documents(source: str, tokenizer: Tokenizer | None) -> Iterator[Ids]:
+    """Yields the ids of each document of token files, or those of a text file as one document.
+
+    Args:
+        source: a prefix of `.bin` and `.idx`, or the path of a UTF-8 text file.
+        tokenizer: the model's; it must be the one that made the token files.
+
+    Raises:
+        DataError: there is no such file, it is no text, or it was made with another tokenizer.
+    """
+    prefix = source.removesuffix(".bin").removesuffix(".idx")
+    if token_paths(prefix)[1].exists():
+        if tokenizer and Path(f"{prefix}.json").exists():
+            load_sidecar(prefix).check_against(tokenizer, prefix)
+        dataset = IndexedDataset(prefix)
+        return (dataset.tokens(index) for index in range(len(dataset)))
+    text = _read_text(Path(source))
+    if tokenizer is None:
+        raise DataError(
+            f"{source} is text, and the run names no tokenizer",
+            "evaluate token files, or set tokenizer.path in the run file before training",
+        )
+    return iter([np.array(tokenizer.encode(text), np.int64)])
+
+
+def count_training_tokens(order: SequenceOrder, vocabulary_size: int) -> NDArray[np.int64]:
+    """Counts how often each id occurs in the training sequences, (V,).
+
+    The first `FREQUENCY_TOKENS` are enough, since the order is shuffled and blended as trained on.
+    """
+    counts = np.zeros(vocabulary_size, np.int64)
+    for first in range(0, len(order), _COUNTED_SEQUENCES):
+        count = min(_COUNTED_SEQUENCES, len(order) - first)
+        ids = order.sequences(first, count)[:, 1:]  # the first belongs to the sequence before
+        counts += np.bincount(ids.ravel(), minlength=vocabulary_size)
+        if counts.sum() >= FREQUENCY_TOKENS:
+            break
+    return counts
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}",
+            "convert it to UTF-8, or give a prefix of token files",
+        ) from None
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror}",
+            "give a text file, or token files <prefix>.bin and <prefix>.idx without their ending",
+        ) from None

@@ -1,0 +1,178 @@
+"""GPT-2 in Hugging Face's layout and in ours: the same numbers under other names.
+
+    ours                                      theirs                                     values
+    embedding.weight             (V, D)       transformer.wte.weight      (V', D)        V' unpadded
+    blocks.0.attention.qkv.weight (3D, D)     transformer.h.0.attn.c_attn.weight (D, 3D) transposed
+    blocks.0.mlp.up.bias         (F,)         transformer.h.0.mlp.c_fc.bias      (F,)    equal
+    head.weight                  (V, D)       lm_head.weight              (V', D)        when untied
+
+Theirs keep matrices as (in, out), ours as (out, in). Their queries, keys and values lie one after
+the other, (3, H, K); ours lie head by head, (H, 3, K), so that a head can be cut off whole.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from pydantic import BaseModel, Field, ValidationError
+from torch import Tensor
+
+from trainyard.checkpoint.format import first_problem
+from trainyard.config.run import Model
+from trainyard.errors import CheckpointError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+_PARTS = {
+    "embedding": "transformer.wte",
+    "positions": "transformer.wpe",
+    "final_norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+_BLOCK_PARTS = {
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_MATRICES = tuple(
+    f"{part}.weight" for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+)
+_WITH_VOCABULARY_ROWS = ("embedding.weight", "head.weight")
+
+
+class GPT2Config(BaseModel):
+    """The fields of a GPT-2 `config.json` that decide what the model computes."""
+
+    model_type: Literal["gpt2"]
+    architectures: list[str] = ["GPT2LMHeadModel"]
+    vocab_size: int = Field(ge=2)
+    n_positions: int = Field(ge=1)
+    n_embd: int = Field(ge=1)
+    n_layer: int = Field(ge=1)
+    n_head: int = Field(ge=1)
+    n_inner: int | None = None
+    activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
+    embd_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    resid_pdrop: float = 0.1
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    torch_dtype: str = "float32"
+    scale_attn_weights: Literal[True] = True
+    scale_attn_by_inverse_layer_idx: Literal[False] = False
+    reorder_and_upcast_attn: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+
+
+def config_of(model: Model, end_of_document: int | None, dtype: str) -> GPT2Config:
+    """Describes our model in Hugging Face's words."""
+    return GPT2Config(
+        model_type="gpt2",
+        vocab_size=model.vocabulary_size,
+        n_positions=model.sequence_length,
+        n_embd=model.d_model,
+        n_layer=model.n_layers,
+        n_head=model.n_heads,
+        n_inner=None if model.d_ff == 4 * model.d_model else model.d_ff,
+        embd_pdrop=model.dropout,
+        attn_pdrop=model.dropout,
+        resid_pdrop=model.dropout,
+        layer_norm_epsilon=model.layer_norm_epsilon,
+        initializer_range=model.init_std,
+        tie_word_embeddings=model.tied_embeddings,
+        bos_token_id=end_of_document,
+        eos_token_id=end_of_document,
+        torch_dtype=dtype,
+    )
+
+
+def model_of(config_text: bytes, place: str) -> Model:
+    """Reads a `config.json` as the model section of a run.
+
+    Raises:
+        CheckpointError: it is not a GPT-2, or one with an option that our model does not have.
+    """
+    try:
+        config = GPT2Config.model_validate_json(config_text)
+        dropouts = {config.embd_pdrop, config.attn_pdrop, config.resid_pdrop}
+        if len(dropouts) > 1:
+            raise CheckpointError(
+                f"{place}: embd_pdrop={config.embd_pdrop}, attn_pdrop={config.attn_pdrop} and "
+                f"resid_pdrop={config.resid_pdrop} differ; our models have one dropout",
+                "make them equal in that file; they matter for training alone",
+            )
+        return Model(
+            n_layers=config.n_layer,
+            d_model=config.n_embd,
+            n_heads=config.n_head,
+            d_ff=4 * config.n_embd if config.n_inner is None else config.n_inner,
+            sequence_length=config.n_positions,
+            vocabulary_size=config.vocab_size,
+            tied_embeddings=config.tie_word_embeddings,
+            dropout=config.resid_pdrop,
+            init_std=config.initializer_range,
+            layer_norm_epsilon=config.layer_norm_epsilon,
+        )
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{place} is not a GPT-2 that can be imported: {first_problem(error)}",
+            "only GPT2LMHeadModel with its usual options computes what our models compute",
+        ) from None
+
+
+def their_name(name: str) -> str:
+    """Translates a parameter's name: `blocks.0.mlp.up.bias` is `transformer.h.0.mlp.c_fc.bias`."""
+    part, _, kind = name.rpartition(".")
+    if part in _PARTS:
+        return f"{_PARTS[part]}.{kind}"
+    _, index, inner = part.split(".", 2)
+    return f"transformer.h.{index}.{_BLOCK_PARTS[inner]}.{kind}"
+
+
+def their_shape(name: str, shape: tuple[int, ...], model: Model) -> tuple[int, ...]:
+    """Gives the shape that our parameter has in their layout."""
+    if name in _WITH_VOCABULARY_ROWS:
+        return (model.vocabulary_size, *shape[1:])
+    return shape[::-1] if name.endswith(_MATRICES) else shape
+
+
+def to_theirs(name: str, tensor: Tensor, model: Model) -> Tensor:
+    """Brings our parameter into their layout; a view where that is possible."""
+    if name in _WITH_VOCABULARY_ROWS:
+        return tensor[: model.vocabulary_size]
+    if ".attention.qkv." in name:
+        tensor = _swap_rows(tensor, model.n_heads, 3)
+    return tensor.t() if name.endswith(_MATRICES) else tensor
+
+
+def from_theirs(name: str, tensor: Tensor, model: Model, n_rows: int) -> Tensor:
+    """Brings their parameter into our layout; a view where that is possible.
+
+    Args:
+        name: ours.
+        tensor: theirs.
+        model: the shape.
+        n_rows: of embedding and head; those above the vocabulary are zero.
+    """
+    if name in _WITH_VOCABULARY_ROWS:
+        return F.pad(tensor, (0, 0, 0, n_rows - tensor.shape[0]))
+    tensor = tensor.t() if name.endswith(_MATRICES) else tensor
+    if ".attention.qkv." in name:
+        return _swap_rows(tensor, 3, model.n_heads)
+    return tensor
+
+
+def _swap_rows(tensor: Tensor, outer: int, inner: int) -> Tensor:
+    """Reorders rows that run over (outer, inner, K) to run over (inner, outer, K)."""
+    K = tensor.shape[0] // (outer * inner)
+    grouped = tensor.reshape(outer, inner, K, *tensor.shape[1:])
+    return grouped.transpose(0, 1).reshape(tensor.shape)

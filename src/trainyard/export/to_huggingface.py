@@ -1,0 +1,151 @@
+"""From a checkpoint to a GPT-2 folder that Hugging Face libraries open as it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from trainyard.checkpoint.format import read_manifest
+from trainyard.checkpoint.load import build_model_from_checkpoint, load_tensors
+from trainyard.checkpoint.save import flush, split_in_shards, write_shard
+from trainyard.config.run import Model, Run
+from trainyard.data.vocabulary import END_OF_DOCUMENT, Vocabulary, load_vocabulary
+from trainyard.errors import CheckpointError, MachineError
+from trainyard.export.gpt2 import CONFIG, WEIGHTS, WEIGHTS_INDEX, config_of, their_name, to_theirs
+
+logger = logging.getLogger("trainyard")
+
+SHARD_LIMIT_BYTES = 4 * 2**30
+# The same sums in another order; 9e-7 was measured with 124M parameters.
+LARGEST_DIFFERENCE_FP32 = 1e-5
+
+
+def export_huggingface(
+    checkpoint: Path,
+    output: Path,
+    dtype: torch.dtype = torch.float32,
+    shard_limit_bytes: int = SHARD_LIMIT_BYTES,
+) -> list[str]:
+    """Writes config.json, safetensors weights and the tokenizer; returns the names of the files.
+
+    Args:
+        checkpoint: a checkpoint folder.
+        output: the folder to make; it appears complete or not at all.
+        dtype: of the weights; below fp32 they are rounded.
+        shard_limit_bytes: weights above this are spread over files with an index.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or `output` exists.
+        MachineError: `output` cannot be written.
+    """
+    if output.exists():
+        raise CheckpointError(f"{output} exists already", "name another --output, or remove it")
+    run = read_manifest(checkpoint).build_run()
+    vocabulary = _find_vocabulary(run)
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write_texts(partial, run.model, vocabulary, dtype)
+        shards = split_in_shards(load_tensors(checkpoint), shard_limit_bytes)
+        _write_weights(partial, shards, run.model, dtype)
+        for path in partial.iterdir():
+            flush(path)
+        partial.rename(output)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise MachineError(f"cannot write {output}: {error}", "free space on that disk") from error
+    return sorted(path.name for path in output.iterdir())
+
+
+def require_equal_logits(checkpoint: Path, folder: Path, dtype: torch.dtype) -> float:
+    """Compares an exported folder with its checkpoint; returns the largest relative difference.
+
+    Raises:
+        RuntimeError: weights in fp32 do not give the same logits, which is a bug in the export.
+    """
+    difference = compare_logits(checkpoint, folder)
+    if dtype == torch.float32 and not difference <= LARGEST_DIFFERENCE_FP32:
+        raise RuntimeError(
+            f"{folder} gives other logits than {checkpoint}: they differ by {difference:.1e}, "
+            f"more than {LARGEST_DIFFERENCE_FP32:.1e} of the largest"
+        )
+    return difference
+
+
+@torch.no_grad()
+def compare_logits(checkpoint: Path, folder: Path, n_tokens: int = 128) -> float:
+    """Runs both models on the same random tokens; needs transformers.
+
+    Returns:
+        the largest difference between two logits, relative to the largest logit.
+    """
+    import transformers  # type: ignore[import-not-found,unused-ignore]
+
+    transformers.utils.logging.disable_progress_bar()
+    ours, run, _ = build_model_from_checkpoint(checkpoint)
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(folder, local_files_only=True)
+    theirs.float().eval()
+    shape = (2, min(n_tokens, run.model.sequence_length))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(run.model.vocabulary_size, shape, generator=generator)
+    expected = ours.logits(ours(tokens))
+    found: torch.Tensor = theirs(tokens).logits
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _find_vocabulary(run: Run) -> Vocabulary | None:
+    path = Path(run.tokenizer.path)
+    if run.tokenizer.path and path.exists():
+        return load_vocabulary(path)
+    why = f"{path} is not here" if run.tokenizer.path else "the run names none"
+    logger.warning("exporting without a tokenizer: %s", why)
+    return None
+
+
+def _write_texts(
+    folder: Path, model: Model, vocabulary: Vocabulary | None, dtype: torch.dtype
+) -> None:
+    end = vocabulary.special_tokens[END_OF_DOCUMENT] if vocabulary else None
+    config = config_of(model, end, str(dtype).removeprefix("torch."))
+    _write_json(folder / CONFIG, config.model_dump())
+    generation = {"_from_model_config": True, "bos_token_id": end, "eos_token_id": end}
+    _write_json(folder / "generation_config.json", generation)
+    if vocabulary:
+        (folder / "tokenizer.json").write_text(vocabulary.render_json(), encoding="utf-8")
+        special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_DOCUMENT)
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": model.sequence_length,
+            "clean_up_tokenization_spaces": False,
+            **special,
+        }
+        _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _write_weights(
+    folder: Path, shards: list[dict[str, Tensor]], model: Model, dtype: torch.dtype
+) -> None:
+    file_of: dict[str, str] = {}
+    for index, shard in enumerate(shards, start=1):
+        number = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = WEIGHTS.replace(".", f"{number}.")
+        converted = {
+            their_name(name): to_theirs(name, tensor, model).to(dtype)
+            for name, tensor in shard.items()
+        }
+        write_shard(folder / file, converted)
+        file_of |= dict.fromkeys(converted, file)
+    if len(shards) > 1:
+        _write_json(folder / WEIGHTS_INDEX, {"metadata": {}, "weight_map": file_of})
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,90 @@
+"""Logging, and progress that knows whether it is on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+PLAIN_LINE_EVERY_SECONDS = 10.0
+
+
+def build_logger(name: str = "trainyard") -> logging.Logger:
+    """Sets up the program's logger: plain lines on standard error."""
+    logger = logging.getLogger(name)
+    if not logger.handlers:
+        handler = _StandardErrorHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    return logger
+
+
+class _StandardErrorHandler(logging.StreamHandler[TextIO]):
+    """Writes to whatever standard error is now, so that a progress bar can keep below the lines."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _value: TextIO) -> None:
+        pass
+
+
+class ProgressUpdate(Protocol):
+    """Reports how far a long job has come."""
+
+    def __call__(self, done: float, total: float, detail: str = "") -> None:
+        """Shows `done` of `total`, with a short text beside it."""
+
+
+@contextmanager
+def show_progress(title: str, *, plain_lines: bool = True) -> Iterator[ProgressUpdate]:
+    """Yields a function that shows progress: a bar on a terminal, lines off one.
+
+    Args:
+        title: what is going on.
+        plain_lines: write a line now and then where there is no terminal.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _PlainProgress(title, PLAIN_LINE_EVERY_SECONDS if plain_lines else float("inf"))
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[detail]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(title, total=None, detail="")
+
+        def update(done: float, total: float, detail: str = "") -> None:
+            progress.update(task, completed=done, total=total, detail=detail)
+
+        yield update
+
+
+class _PlainProgress:
+    """One line every few seconds, for logs of batch jobs."""
+
+    def __init__(self, title: str, interval_seconds: float) -> None:
+        self._title = title
+        self._interval_seconds = interval_seconds
+        self._next_line_time = time.monotonic() + interval_seconds
+
+    def __call__(self, done: float, total: float, detail: str = "") -> None:
+        now = time.monotonic()
+        if now >= self._next_line_time:
+            self._next_line_time = now + self._interval_seconds
+            share = 100 * done / total if total else 0.0
+            logging.getLogger("trainyard").info("%s %.0f%% %s", self._title, share, detail)

@@ -1,0 +1,87 @@
+"""Floating-point operations of a training step, by the formulas in use, each under its name.
+
+A multiplication with an addition is 2 FLOP. Per token, one forward pass through the matrix products
+of a GPT with width D, MLP width F, sequence T, L blocks and padded vocabulary V takes
+
+    L (8 D^2 + 4 D F)     projections and MLP
+    L 4 T D               attention scores and values, if every token sees all T
+    2 D V                 output head
+
+and the backward pass twice that. The formulas differ in how many such passes they count:
+
+| name               | blocks                 | attention | head      | printed by                 |
+|--------------------|------------------------|-----------|-----------|----------------------------|
+| megatron_causal    | 3                      | 1.5       | 3         | Megatron-LM of 2025        |
+| megatron           | 3                      | 3         | 3         | ALCF's fork, as [LM]       |
+| megatron_deepspeed | 3; recomputing: 4      | the same  | 3/4 of it | the fork of 2023, MS-AMP   |
+| deepspeed_2024     | 3; recomputing: 4      | 3 or 4    | as blocks | ALCF's fork, as [DS]       |
+
+Only `megatron_causal` counts just what the mathematics of a causal model needs, whatever the
+kernels do, so model FLOPs and MFU are defined by it. Figures that count recomputed work are
+hardware utilisation, and cannot be compared with MFU.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from trainyard.config.run import Model
+
+FormulaName = Literal["megatron_causal", "megatron", "megatron_deepspeed", "deepspeed_2024"]
+Recompute = Literal["none", "attention", "block"]
+
+
+def model_flops_per_token(model: Model, padded_vocabulary_size: int) -> float:
+    """Counts the FLOP that training on one token needs: the definition behind MFU."""
+    return flops_per_token(model, padded_vocabulary_size, "megatron_causal")
+
+
+def flops_per_token(
+    model: Model,
+    padded_vocabulary_size: int,
+    formula: FormulaName,
+    recompute: Recompute = "none",
+) -> float:
+    """Counts the FLOP of training on one token as `formula` does.
+
+    Args:
+        model: the shape; a token's share of attention depends on its sequence length.
+        padded_vocabulary_size: rows of the output head.
+        formula: see the table at the top of this file.
+        recompute: changes the figure of the two DeepSpeed formulas alone.
+    """
+    D = model.d_model
+    projections = model.n_layers * (8.0 * D * D + 4.0 * D * model.d_ff)
+    attention = model.n_layers * 4.0 * model.sequence_length * D
+    head = 2.0 * D * padded_vocabulary_size
+    if formula == "megatron_causal":
+        return 3 * (projections + attention / 2 + head)
+    if formula == "megatron":
+        return 3 * (projections + attention + head)
+    if formula == "megatron_deepspeed":
+        passes = 4 if recompute == "block" else 3
+        return passes * (projections + attention + 0.75 * head)
+    forward = projections + attention + head
+    again = {"none": 0.0, "attention": attention, "block": forward}[recompute]
+    return 3 * forward + again
+
+
+def tflops_per_second_per_gpu(
+    flops_per_token: float, tokens_per_second: float, n_gpus: int
+) -> float:
+    """Turns the speed of a whole job into TFLOP/s of one device."""
+    return flops_per_token * tokens_per_second / n_gpus / 1e12
+
+
+def model_flops_utilization(
+    model_flops_per_token: float,
+    tokens_per_second_per_gpu: float,
+    peak_flops_per_second: float | None,
+) -> float | None:
+    """Gives MFU, the share of the peak that the model's own mathematics took (arXiv:2204.02311).
+
+    None where the peak is unknown.
+    """
+    if peak_flops_per_second is None:
+        return None
+    return model_flops_per_token * tokens_per_second_per_gpu / peak_flops_per_second

@@ -1,0 +1,86 @@
+"""Parameters of a model, counted from its shape alone: no torch, no weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainyard.config.run import Model
+
+Shape = tuple[int, ...]
+
+
+def padded_vocabulary_size(model: Model, tensor: int = 1) -> int:
+    """Rounds the vocabulary up so that `tensor` ranks get equal, aligned parts of it.
+
+    50257 becomes 50304, 50432, 50688 and 51200 for 1, 2, 4 and 8 ranks, as in Megatron-LM.
+    """
+    multiple = model.vocabulary_multiple * tensor
+    return math.ceil(model.vocabulary_size / multiple) * multiple
+
+
+def parameter_shapes(model: Model, padded_vocabulary_size: int) -> dict[str, Shape]:
+    """Maps every parameter's global name, as in `GPT.state_dict()`, to its shape."""
+    V, D = padded_vocabulary_size, model.d_model
+    shapes: dict[str, Shape] = {
+        "embedding.weight": (V, D),
+        "positions.weight": (model.sequence_length, D),
+    }
+    for index in range(model.n_layers):
+        shapes |= {f"blocks.{index}.{name}": shape for name, shape in block_shapes(model).items()}
+    shapes |= _layer("final_norm", (D,))
+    if not model.tied_embeddings:
+        shapes["head.weight"] = (V, D)
+    return shapes
+
+
+def block_shapes(model: Model) -> dict[str, Shape]:
+    """Maps the parameters of one block, named inside it, to their shapes."""
+    D, F = model.d_model, model.d_ff
+    return (
+        _layer("attention_norm", (D,))
+        | _layer("attention.qkv", (3 * D, D))
+        | _layer("attention.out", (D, D))
+        | _layer("mlp_norm", (D,))
+        | _layer("mlp.up", (F, D))
+        | _layer("mlp.down", (D, F))
+    )
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """How many parameters each part of a model has."""
+
+    embedding: int
+    positions: int
+    blocks: int
+    """Of all blocks together, with their norms."""
+    final_norm: int
+    head: int
+    """Zero when the embedding serves as head."""
+
+    @property
+    def total(self) -> int:
+        """All parameters; a tied matrix counts once."""
+        return self.embedding + self.positions + self.blocks + self.final_norm + self.head
+
+
+def parameter_count(model: Model, padded_vocabulary_size: int) -> ParameterCount:
+    """Counts a model's parameters, those of the padding rows included.
+
+    For GPT-3 shapes the total is L(12 D^2 + 13 D) + V D + T D + 2 D.
+    """
+    embedding = padded_vocabulary_size * model.d_model
+    block = sum(math.prod(shape) for shape in block_shapes(model).values())
+    return ParameterCount(
+        embedding=embedding,
+        positions=model.sequence_length * model.d_model,
+        blocks=model.n_layers * block,
+        final_norm=2 * model.d_model,
+        head=0 if model.tied_embeddings else embedding,
+    )
+
+
+def _layer(name: str, weight: Shape) -> dict[str, Shape]:
+    """A weight and its bias, which has one entry for each row of the weight."""
+    return {f"{name}.weight": weight, f"{name}.bias": weight[:1]}

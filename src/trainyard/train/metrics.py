@@ -1,0 +1,198 @@
+"""What training says: a log line, metrics.jsonl, TensorBoard, and Weights & Biases when asked.
+
+Throughput counts the time of the steps alone; evaluation and saving stand still in it.
+TFLOP/s is model FLOP per token x tokens per second (`plan.flops.model_flops_per_token`;
+recomputation is not counted); MFU is that over the device's peak for the precision in use.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from trainyard.config.run import Run
+from trainyard.errors import ConfigError
+from trainyard.plan.hardware import find_device
+from trainyard.train.state import Parts, State
+from trainyard.train.step import StepResult
+from trainyard.units import format_bytes, format_large, format_seconds
+
+
+class Metrics:
+    """Collects the results of steps and writes them every `log.interval` steps.
+
+    Losses stay on the device between two lines, so that logging does not slow the steps.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._outputs = Outputs(parts.folder, parts.run)
+        self._peak_flops = _peak_flops_per_second(parts.run, parts.device)
+        self._loss_sum = torch.zeros((), device=parts.device)
+        self._skipped = torch.zeros((), device=parts.device)
+        self._n_steps = 0
+        self._step_seconds = 0.0
+        self._tokens = 0
+
+    def add(self, result: StepResult, n_sequences: int, seconds: float) -> None:
+        """Takes in one step."""
+        finite = result.skipped == 0
+        self._loss_sum += torch.where(finite, result.loss, torch.zeros_like(result.loss))
+        self._skipped += result.skipped
+        self._n_steps += 1
+        self._step_seconds += seconds
+        self._tokens += n_sequences * self._parts.run.model.sequence_length
+
+    def write_steps(self, state: State, result: StepResult) -> str:
+        """Writes the metrics of the steps since the last line; returns that line."""
+        values = self._values(state, result)
+        self._outputs.write("train", values)
+        self._loss_sum.zero_()
+        self._skipped.zero_()
+        self._n_steps, self._step_seconds, self._tokens = 0, 0.0, 0
+        return render_line(values, self._parts.plan.n_steps)
+
+    def write(self, kind: str, values: dict[str, Any]) -> None:
+        """Writes an event that is not a step: evaluate, sample, start or end."""
+        self._outputs.write(kind, values)
+
+    def close(self) -> None:
+        """Flushes and closes everything."""
+        self._outputs.close()
+
+    def _values(self, state: State, result: StepResult) -> dict[str, Any]:
+        parts = self._parts
+        n_finite = self._n_steps - int(self._skipped.item())
+        loss = self._loss_sum.item() / n_finite if n_finite else math.nan
+        seconds = max(self._step_seconds, 1e-9)
+        tokens_per_second = self._tokens / seconds
+        flops = tokens_per_second * parts.plan.model_flops_per_token
+        consumed = parts.batches.consumed(state.step)
+        tokens_left = parts.plan.n_tokens - consumed * parts.run.model.sequence_length
+        return {
+            "step": state.step,
+            "sequences": consumed,
+            "tokens": consumed * parts.run.model.sequence_length,
+            "learning_rate": result.learning_rate,
+            "loss": loss,
+            "gradient_norm": float(result.gradient_norm.item()),
+            "loss_scale": 1.0,
+            "milliseconds_per_step": 1000 * seconds / self._n_steps,
+            "sequences_per_second": tokens_per_second / parts.run.model.sequence_length,
+            "tokens_per_second_per_device": tokens_per_second,
+            "tflops_per_second_per_device": flops / 1e12,
+            "model_flops_utilisation": flops / self._peak_flops if self._peak_flops else None,
+            "memory_bytes": _peak_memory_bytes(parts.device),
+            "skipped_steps": state.skipped.total,
+            "seconds_left": tokens_left / tokens_per_second,
+        }
+
+
+class Outputs:
+    """The files and services that metrics go to."""
+
+    def __init__(self, folder: Path, run: Run) -> None:
+        self._file = _open_after_last_line(folder / "metrics.jsonl")
+        self._tensorboard = (
+            SummaryWriter(str(folder / "tensorboard")) if run.log.tensorboard else None
+        )
+        self._wandb = _start_wandb(folder, run) if run.log.wandb_project else None
+
+    def write(self, kind: str, values: dict[str, Any]) -> None:
+        """Writes one object to every output; numbers that are not finite become null."""
+        finite = {k: v for k, v in values.items() if not _is_not_finite(v)}
+        record = {"kind": kind, "time": time.time(), **dict.fromkeys(values), **finite}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        numbers = {f"{kind}/{k}": v for k, v in finite.items() if isinstance(v, int | float)}
+        step = values.get("step", 0)
+        if self._tensorboard is not None:
+            for name, value in numbers.items():
+                self._tensorboard.add_scalar(name, value, step)
+            if kind == "sample":
+                self._tensorboard.add_text("sample", values["text"], step)
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=step)
+
+    def close(self) -> None:
+        """Flushes and closes everything."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _open_after_last_line(path: Path) -> TextIO:
+    """Opens for appending, without the half line that a killed run may have left."""
+    if path.exists():
+        content = path.read_bytes()
+        with path.open("r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
+
+
+def render_line(values: dict[str, Any], n_steps: int) -> str:
+    """Renders one log line of a stretch of steps."""
+    utilisation = values["model_flops_utilisation"]
+    columns = [
+        f"step {values['step']:>6}/{n_steps}",
+        f"sequences {format_large(values['sequences']):>6}",
+        f"tokens {format_large(values['tokens']):>6}",
+        f"lr {values['learning_rate']:.3e}",
+        f"loss {values['loss']:7.4f}",
+        f"grad norm {values['gradient_norm']:6.3f}",
+        f"loss scale {values['loss_scale']:g}",
+        f"{values['milliseconds_per_step']:.1f} ms/step",
+        f"{values['sequences_per_second']:.2f} sequences/s",
+        f"{values['tokens_per_second_per_device']:.0f} tokens/s/GPU",
+        f"{values['tflops_per_second_per_device']:.3g} TFLOP/s/GPU (model)",
+        "MFU -" if utilisation is None else f"MFU {utilisation:.1%}",
+        f"memory {format_bytes(values['memory_bytes'])}",
+        f"skipped {values['skipped_steps']}",
+        f"ETA {format_seconds(values['seconds_left'])}",
+    ]
+    return " | ".join(columns)
+
+
+def _peak_flops_per_second(run: Run, device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    found = find_device(torch.cuda.get_device_name(device))
+    return found.peak_flops_per_second(run.precision.kind) if found else None
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _start_wandb(folder: Path, run: Run) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError(
+            f"log.wandb_project={run.log.wandb_project!r} needs the package wandb",
+            "pip install 'trainyard[wandb]', or leave log.wandb_project empty",
+        ) from None
+    return wandb.init(
+        project=run.log.wandb_project,
+        name=run.name,
+        dir=str(folder),
+        config=run.model_dump(mode="json"),
+    )

@@ -1,0 +1,44 @@
+"""Looks at the model while it trains: loss on held-out sequences, and text samples."""
+
+from __future__ import annotations
+
+from trainyard.data.loader import held_out_batches
+from trainyard.evaluate.generate import Sampling, generate
+from trainyard.evaluate.loss import evaluate_sequences
+from trainyard.train.metrics import Metrics
+from trainyard.train.state import Parts, State
+
+SAMPLING = Sampling(temperature=0.8, top_k=50, top_p=1.0, seed=0)
+
+
+def evaluate(parts: Parts, state: State, metrics: Metrics) -> str:
+    """Measures the loss on held-out sequences, the same ones each time; returns a log line."""
+    train, vocabulary_size = parts.run.train, parts.run.model.vocabulary_size
+    order = parts.valid_order
+    if order is None:
+        return "no evaluation: the valid split is empty, or evaluate.batches is 0"
+    n_sequences = min(len(order), parts.run.evaluate.batches * train.global_batch_size)
+    batches = held_out_batches(order, n_sequences, train.micro_batch_size, vocabulary_size)
+    found = evaluate_sequences(parts.model, batches, parts.tokenizer)
+    consumed = parts.batches.consumed(state.step) * parts.run.model.sequence_length
+    values = {"step": state.step, "tokens": consumed, "split": "valid", **found.as_dict()}
+    metrics.write("evaluate", values)
+    line = f"step {state.step}: held-out loss {found.mean_loss:.4f}"
+    line += f" | perplexity {found.perplexity:.2f}"
+    bits = found.bits_per_byte
+    return line if bits is None else f"{line} | {bits:.3f} bits per byte"
+
+
+def sample(parts: Parts, state: State, metrics: Metrics) -> str:
+    """Continues each prompt; returns the texts."""
+    if parts.tokenizer is None:
+        return "no samples: tokenizer.path is empty"
+    texts = []
+    for prompt in parts.run.evaluate.sample_prompts:
+        ids = parts.tokenizer.encode(prompt)
+        n_tokens, end = parts.run.evaluate.sample_tokens, parts.tokenizer.eod_id
+        (new,) = generate(parts.model, ids, n_tokens, SAMPLING, end)
+        text = parts.tokenizer.decode(new)
+        metrics.write("sample", {"step": state.step, "prompt": prompt, "text": text})
+        texts.append(f"sample: {prompt}{text}")
+    return "\n".join(texts)

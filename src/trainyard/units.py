@@ -1,0 +1,98 @@
+"""Quantities with units, read and printed: "300B", "375M tokens", bytes, seconds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+LengthUnit = Literal["tokens", "sequences", "steps"]
+
+_PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kKMBGT]?)")
+
+
+@dataclass(frozen=True)
+class Length:
+    """A stretch of training: so many tokens, sequences or steps."""
+
+    amount: int
+    unit: LengthUnit
+
+    def __str__(self) -> str:
+        return f"{format_count(self.amount)} {self.unit}"
+
+
+def parse_count(text: str) -> int:
+    """Reads "1,500", "2.5M" or "300B" as a whole number.
+
+    Raises:
+        ValueError: the text is not a count, or not a whole number of things.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is not a count such as 1500, 2.5M or 300B")
+    digits, prefix = match.groups()
+    whole, _, fraction = digits.replace(",", "").replace("_", "").partition(".")
+    scale = _PREFIXES[prefix]
+    scaled = int(whole + fraction) * scale
+    count, rest = divmod(scaled, int(10 ** len(fraction)))
+    if rest:
+        raise ValueError(f"{text!r} is not a whole number")
+    return count
+
+
+def parse_length(value: object) -> Length:
+    """Reads "300B tokens", "146484375 sequences" or "500000 steps".
+
+    Raises:
+        ValueError: the value is not such a text.
+    """
+    if isinstance(value, Length):
+        return value
+    amount, _, unit = str(value).strip().rpartition(" ")
+    if isinstance(value, str) and unit in get_args(LengthUnit):
+        return Length(parse_count(amount), unit)  # type: ignore[arg-type]
+    raise ValueError(
+        f"{value!r} is not a length; write an amount and a unit, "
+        "such as '300B tokens', '1.5M sequences' or '2000 steps'"
+    )
+
+
+def format_count(count: int) -> str:
+    """Prints a count exactly, with the largest prefix that leaves at most two decimals."""
+    for prefix in ("T", "B", "M", "k"):
+        scale = _PREFIXES[prefix]
+        if count >= scale and (count * 100) % scale == 0:
+            return f"{count / scale:.2f}".rstrip("0").rstrip(".") + prefix
+    return str(count)
+
+
+def format_bytes(n_bytes: float) -> str:
+    """Prints a size in powers of 1024: "512 B", "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n_bytes) < 1023.95:  # from here on one decimal rounds to the next unit
+            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} TiB"
+
+
+def format_large(number: float) -> str:
+    """Prints a number to three significant digits with a prefix: 124475904 is "124M"."""
+    for prefix in ("T", "B", "M", "k"):
+        digits = f"{number / _PREFIXES[prefix]:.3g}"
+        if abs(float(digits)) >= 1:
+            return digits + prefix
+    return f"{number:.3g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Prints a duration in its two largest units: "2d 4h", "3m 20s", "0.4s"."""
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    parts = [(days, "d"), (hours, "h"), (minutes, "m"), (whole % 60, "s")]
+    while len(parts) > 1 and parts[0][0] == 0:
+        parts.pop(0)
+    return " ".join(f"{amount}{unit}" for amount, unit in parts[:2])

@@ -1,0 +1,118 @@
+"""Budgets on size and shape: raising one is a reviewed change with a reason in docs/decisions."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "trainyard"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+FILE_LINES = 400
+FUNCTION_LINES = 60
+FUNCTION_LINES_OF_LOOP_AND_STEP = 100
+PARAMETERS = 7
+TRAINING_CLOSURE_FILES = 48
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_file_and_function_sizes(path: Path) -> None:
+    n_lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert n_lines <= FILE_LINES, f"{n_lines} lines"
+    is_step = path in (SOURCE / "train" / "loop.py", SOURCE / "train" / "step.py")
+    limit = FUNCTION_LINES_OF_LOOP_AND_STEP if is_step else FUNCTION_LINES
+    for function in functions(path):
+        # The parameters of a verb are its options with their help; they are not counted.
+        is_verb = path.parent.name == "cli"
+        first_line = function.body[0].lineno if is_verb else function.lineno
+        n_function_lines = (function.end_lineno or 0) - first_line + 1
+        assert n_function_lines <= limit, f"{function.name} has {n_function_lines} lines"
+        if not is_verb:
+            arguments = function.args
+            positional = [a.arg for a in arguments.args if a.arg not in ("self", "cls")]
+            n_parameters = len(positional) + len(arguments.kwonlyargs)
+            assert n_parameters <= PARAMETERS, f"{function.name} takes {n_parameters} parameters"
+
+
+def imports_of(path: Path) -> set[Path]:
+    """First-party files that a file imports, at whatever depth in its code."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            if name.startswith("trainyard."):
+                base = SOURCE.parent / name.replace(".", "/")
+                found |= {
+                    file
+                    for file in (base.with_suffix(".py"), base / "__init__.py")
+                    if file.is_file()
+                }
+    return found
+
+
+def test_what_one_must_load_to_follow_training() -> None:
+    closure, new = set(), {SOURCE / "train" / "worker.py"}
+    while new:
+        closure |= new
+        new = {file for path in new for file in imports_of(path)} - closure
+    with_code = {path for path in closure if path.stat().st_size}
+    assert len(with_code) <= TRAINING_CLOSURE_FILES, sorted(map(name_of, with_code))
+
+
+def test_no_folder_of_leftovers() -> None:
+    names = {part for path in FILES for part in path.relative_to(SOURCE).with_suffix("").parts}
+    assert not names & {"utils", "util", "helpers", "common", "core", "misc"}
+
+
+def test_forbidden_constructs() -> None:
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            assert not isinstance(node, ast.Global), f"{name_of(path)}: global statement"
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {alias.name for alias in node.names} | {getattr(node, "module", "") or ""}
+                assert not names & {"pickle", "cPickle", "dill", "cloudpickle"}, name_of(path)
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in ("eval", "exec", "os.system", "torch.load"), name_of(path)
+                for keyword in node.keywords:
+                    risky = keyword.arg in ("shell", "trust_remote_code", "allow_pickle")
+                    assert not (risky and ast.unparse(keyword.value) == "True"), name_of(path)
+
+
+def test_every_knob_is_documented() -> None:
+    from trainyard.config.load import all_fields
+
+    undocumented = [name for name, text in all_fields().items() if len(text) < 10]
+    assert not undocumented
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["show", "gpt3-13b"], ["train", "--help"]])
+def test_light_verbs_do_not_import_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys; from trainyard.cli.main import main\n"
+        f"try: main({arguments!r})\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

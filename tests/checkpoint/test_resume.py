@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+
+from trainyard.checkpoint.format import Manifest
+from trainyard.checkpoint.resume import FREE, check_resumable, refusal_of, run_changes
+from trainyard.config.load import all_fields, load_run
+from trainyard.errors import CheckpointError
+
+
+def _run(*overrides: str):
+    return load_run("tiny", list(overrides)).run
+
+
+def _manifest(step: int = 10, *overrides: str) -> Manifest:
+    run = _run(*overrides).model_dump(mode="json")
+    facts = {"consumed_sequences": 0, "consumed_tokens": 0, "data_fingerprint": "abc"}
+    return Manifest(step=step, run=run, tensors={}, files={}, **facts)
+
+
+def test_every_field_is_either_free_or_refused_with_a_reason():
+    refused = {field for field in all_fields() if refusal_of(field)}
+    assert refused == {
+        *(f"model.{name}" for name in ("n_layers", "d_model", "n_heads", "d_ff", "dropout")),
+        *("model.sequence_length", "model.vocabulary_size", "model.tied_embeddings"),
+        *("model.init_std", "model.layer_norm_epsilon", "data.split"),
+        *(f"data.{name}.weights" for name in ("blend", "train", "valid", "test")),
+        *(f"train.{name}" for name in ("length", "global_batch_size", "seed")),
+        *(f"train.batch_ramp.{name}" for name in ("start", "increment", "length")),
+        *(f"optimizer.{name}" for name in ("learning_rate", "betas", "epsilon")),
+        *("optimizer.weight_decay", "optimizer.clip_norm"),
+        *(f"schedule.{name}" for name in ("kind", "minimum_learning_rate")),
+        *("schedule.warmup", "schedule.decay", "schedule.cooldown", "precision.kind"),
+        *(f"precision.loss_scale.{name}" for name in ("initial", "window")),
+        *("precision.loss_scale.hysteresis", "precision.loss_scale.minimum"),
+    }
+
+
+def test_changes_are_listed_with_both_values():
+    saved = _run()
+    assert run_changes(saved, saved) == []
+    wanted = _run(
+        "log.interval=5",
+        "train.seed=7",
+        "train.batch_ramp.start=4",
+        "train.batch_ramp.increment=4",
+        "train.batch_ramp.length=80 sequences",
+    )
+    changes = {change.field: change for change in run_changes(saved, wanted)}
+    assert str(changes["log.interval"]) == "log.interval: 10 in the checkpoint, now 5"
+    assert changes["log.interval"].refusal == ""
+    assert str(changes["train.seed"]) == (
+        "train.seed: 1234 in the checkpoint, now 7; it decides the order of the data, and dropout"
+    )
+    assert str(changes["train.batch_ramp.length"]).startswith(
+        "train.batch_ramp.length: absent in the checkpoint, now 80 sequences; "
+    )
+
+
+def test_free_changes_are_returned():
+    wanted = _run("log.interval=5", "train.micro_batch_size=2", 'data.blend.prefixes=["moved/x"]')
+    changes = check_resumable(_manifest(), wanted, "abc")
+    assert [change.field for change in changes] == [
+        "data.blend.prefixes",
+        "train.micro_batch_size",
+        "log.interval",
+    ]
+
+
+def test_refused_changes_are_told_all_at_once():
+    wanted = _run("train.length=60 steps", "model.dropout=0.0", "log.interval=5")
+    with pytest.raises(CheckpointError) as raised:
+        check_resumable(_manifest(), wanted, "other")
+    assert raised.value.problem == (
+        "the checkpoint of step 10 is of another run:\n"
+        "  model.dropout: 0.1 in the checkpoint, now 0.0; "
+        "the weights have this shape, and learned with this dropout\n"
+        "  train.length: 50 steps in the checkpoint, now 60 steps; the order of the data "
+        "is drawn for the length asked, so another length is another order\n"
+        "  data: the token files have fingerprint 'abc' in the checkpoint, now 'other'"
+    )
+    assert "start a run with another name; free to change: name, description" in raised.value.hint
+    assert all(name.removesuffix(".") in raised.value.hint for name in FREE)
+
+
+def test_before_the_first_step_only_the_shape_is_settled():
+    wanted = _run("train.length=60 steps", "model.dropout=0.0", "optimizer.learning_rate=1e-2")
+    assert len(check_resumable(_manifest(step=0), wanted, "other")) == 3
+    with pytest.raises(CheckpointError, match=r"model\.n_layers: 2 in the checkpoint, now 3"):
+        check_resumable(_manifest(step=0), _run("model.n_layers=3"), "abc")

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from trainyard.cli.show_run import render_fields, render_run_summary
+from trainyard.config.load import all_fields, load_run
+
+
+def summary(name: str, *overrides: str, all_fields: bool = False) -> list[str]:
+    text = render_run_summary(load_run(name, list(overrides)), all_fields=all_fields)
+    return text.plain.splitlines()
+
+
+def value_line(lines: list[str], field: str) -> str:
+    return next(" ".join(line.split()) for line in lines if line.startswith(f"  {field} "))
+
+
+def test_summary_of_a_preset() -> None:
+    lines = summary("gpt3-13b")
+    assert lines[0] == "gpt3-13b"
+    assert "5140" in " ".join(lines[1:8])
+    facts = {line[:11].strip(): line[11:] for line in lines}
+    assert facts["model"] == (
+        "40 blocks of width 5,120, 40 heads of 128, sequences of 2,048 tokens"
+    )
+    assert facts["parameters"] == "12,853,626,880 (12.9B)"
+    assert any(
+        line.strip() == "embedding 257,556,480, positions 10,485,760, blocks 12,585,574,400, "
+        "final norm 10,240"
+        for line in lines
+    )
+    assert facts["vocabulary"] == "50,257 tokens, padded to 50,304 rows"
+    assert facts["compute"].startswith("7.956e+10 model FLOP a token (megatron_causal), ")
+    assert facts["batch"] == "1,024 sequences = 2,097,152 tokens, growing from 16 over 8B tokens"
+    assert facts["length"].endswith("tokens (300B)")
+
+
+def test_values_come_with_their_origin() -> None:
+    lines = summary("tiny", "train.seed=3")
+    assert value_line(lines, "train.seed") == "train.seed = 3 command line"
+    assert value_line(lines, "train.length") == 'train.length = "50 steps" tiny'
+    assert not any("guard." in line for line in lines)
+    assert not any(line.startswith("  description") for line in lines)
+
+
+def test_all_fields_are_shown_when_asked() -> None:
+    lines = summary("tiny", all_fields=True)
+    expected = "guard.skipped_steps_limit = 10 default"
+    assert value_line(lines, "guard.skipped_steps_limit") == expected
+    assert value_line(lines, "train.stop_after_minutes").endswith("= inf default")
+    shown = {line.split()[0] for line in lines if " = " in line and line.startswith("  ")}
+    absent = {field for field in all_fields() if field.startswith("train.batch_ramp.")}
+    assert shown == set(all_fields()) - absent - {"description"}
+
+
+def test_long_lists_are_shortened() -> None:
+    lines = summary("tiny", "data.blend.prefixes=['a','b','c','d','e']")
+    assert '["a", ... 4 more]' in value_line(lines, "data.blend.prefixes")
+
+
+def test_untied_head_is_counted() -> None:
+    lines = summary("tiny", "model.tied_embeddings=false")
+    assert any("head 32,768" in line for line in lines)
+
+
+def test_manual_has_every_field_with_its_default() -> None:
+    lines = render_fields().plain.splitlines()
+    for field, manual in all_fields().items():
+        assert any(line.split(" = ")[0] == field for line in lines), field
+        assert manual.split()[0] in " ".join(lines)
+    assert "optimizer.betas = [0.9, 0.95]" in lines
+    assert 'train.length = "300B tokens"' in lines
+
+
+def test_showing_a_run_does_not_import_torch() -> None:
+    code = (
+        "import sys; from trainyard.cli.show_run import render_run_summary as show; "
+        "from trainyard.config.load import load_run; show(load_run('gpt3-13b')); "
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import random
+import string
+from pathlib import Path
+
+import pytest
+
+from trainyard.config.load import (
+    LoadedRun,
+    all_fields,
+    field_value,
+    load_run,
+    preset_names,
+    render_run,
+)
+from trainyard.config.run import Run
+from trainyard.errors import ConfigError
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def problem_of(source: str, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_run(source, list(overrides))
+    assert caught.value.exit_code == 2
+    return caught.value
+
+
+# -- which value wins, and where it is said to come from
+
+
+def test_preset_then_file_then_command_line(tmp_path: Path) -> None:
+    text = 'extends = "tiny"\n[model]\nn_layers = 3\n[train]\nseed = 5\n'
+    path = write(tmp_path, "run.toml", text)
+    loaded = load_run(path, ["train.seed=7", "name=mine"])
+    assert (loaded.run.model.d_model, loaded.run.model.n_layers) == (64, 3)
+    assert (loaded.run.train.seed, loaded.run.name) == (7, "mine")
+    assert loaded.run.guard.skipped_steps_limit == 10
+    origins = loaded.origins
+    assert origins["model.d_model"] == "tiny"
+    assert origins["model.n_layers"] == path
+    assert origins["train.seed"] == origins["name"] == "command line"
+    assert "guard.skipped_steps_limit" not in origins
+
+
+def test_later_override_wins() -> None:
+    assert load_run("tiny", ["train.seed=1", "train.seed=2"]).run.train.seed == 2
+
+
+def test_extends_a_file_beside_it(tmp_path: Path) -> None:
+    write(tmp_path, "base.toml", "[model]\nn_layers = 5\n")
+    child = write(tmp_path, "child.toml", 'extends = "base.toml"\n')
+    assert load_run(child).run.model.n_layers == 5
+
+
+def test_extends_one_level_only(tmp_path: Path) -> None:
+    write(tmp_path, "base.toml", 'extends = "tiny"\n')
+    child = write(tmp_path, "child.toml", 'extends = "base.toml"\n')
+    error = problem_of(child)
+    assert "which itself extends tiny" in error.problem
+    assert error.hint == "one level only: extend a file that stands alone"
+
+
+def test_a_file_that_extends_itself_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "loop.toml", 'extends = "loop.toml"\n')
+    assert "which itself extends loop.toml" in problem_of(path).problem
+
+
+def test_extends_must_name_something_that_exists(tmp_path: Path) -> None:
+    path = write(tmp_path, "run.toml", 'extends = "gpt3-13"\n')
+    error = problem_of(path)
+    assert "no preset named 'gpt3-13'" in error.problem
+    assert "did you mean the preset gpt3-13b?" in error.hint
+
+
+def test_extends_has_no_place_on_the_command_line() -> None:
+    assert "top of a run file, not on the command line" in problem_of("tiny", "extends=x").problem
+
+
+def test_a_batch_ramp_can_be_taken_away(tmp_path: Path) -> None:
+    path = write(tmp_path, "run.toml", 'extends = "gpt3-125m"\n[train]\nbatch_ramp = "none"\n')
+    loaded = load_run(path)
+    assert loaded.run.train.batch_ramp is None
+    assert field_value(loaded.run, "train.batch_ramp.start") is None
+    assert "train.batch_ramp.start" not in loaded.origins
+    again = load_run(path, ["train.batch_ramp={start = 8, increment = 8, length = '1M tokens'}"])
+    assert again.run.train.batch_ramp is not None
+    assert again.run.train.batch_ramp.start == 8
+
+
+def test_one_field_of_a_batch_ramp_can_be_changed() -> None:
+    ramp = load_run("gpt3-125m", ["train.batch_ramp.start=32"]).run.train.batch_ramp
+    assert ramp is not None
+    assert (ramp.start, ramp.increment) == (32, 16)
+
+
+# -- overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("optimizer.learning_rate=3e-4", 3e-4),
+        ("optimizer.learning_rate=1", 1.0),
+        ("optimizer.clip_norm=inf", float("inf")),
+        ("optimizer.betas=[0.8, 0.99]", (0.8, 0.99)),
+        ("train.seed = 9", 9),
+        ("model.vocabulary_size=50_304", 50304),
+        ("log.tensorboard=false", False),
+        ("name=a-b.c_1", "a-b.c_1"),
+        ('name="2024"', "2024"),
+        ("description=two words", "two words"),
+        ("description=a=b", "a=b"),
+        ("data.blend.prefixes=['x', 'y']", ("x", "y")),
+        ('evaluate.sample_prompts=["a b", ""]', ("a b", "")),
+        ("precision.kind=bf16", "bf16"),
+    ],
+)
+def test_override_values_are_toml_or_plain_text(override: str, value: object) -> None:
+    field = override.partition("=")[0].strip()
+    run = load_run("tiny", [override]).run
+    assert field_value(run, field) == value
+
+
+def test_override_lengths() -> None:
+    assert str(load_run("tiny", ["train.length=2k steps"]).run.train.length) == "2k steps"
+
+
+@pytest.mark.parametrize("text", ["train.seed", "=3", "", " = 4"])
+def test_override_without_field_or_value(text: str) -> None:
+    error = problem_of("tiny", text)
+    assert error.problem == f"{text!r} is not of the form section.field=value"
+    assert error.hint == "for example: train.micro_batch_size=4"
+
+
+# -- files that cannot be read
+
+
+def test_no_such_preset() -> None:
+    error = problem_of("gpt3-175")
+    assert error.problem == "no preset named 'gpt3-175'"
+    assert error.hint == "did you mean the preset gpt3-175b?; a run file ends in .toml"
+
+
+def test_no_such_file() -> None:
+    error = problem_of("tinny.toml")
+    assert error.problem == "no run file tinny.toml"
+    assert error.hint == "did you mean the preset tiny?"
+    assert problem_of("wholly-different.toml").hint == "trainyard show lists the presets"
+
+
+def test_broken_toml_names_file_and_place(tmp_path: Path) -> None:
+    path = write(tmp_path, "run.toml", "[model]\nn_layers = twelve\n")
+    error = problem_of(path)
+    assert error.problem.startswith(f"{path} is not valid TOML")
+    assert "line 2" in error.problem
+    assert error.hint == 'texts need quotes: name = "my-run"'
+
+
+def test_a_file_that_is_not_text_or_not_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert problem_of(str(path)).problem.startswith(f"cannot read {path}")
+    folder = tmp_path / "folder.toml"
+    folder.mkdir()
+    assert problem_of(str(folder)).problem.startswith(f"cannot read {folder}")
+
+
+# -- several problems, each with its place
+
+
+def test_all_problems_at_once_with_where_each_came_from(tmp_path: Path) -> None:
+    text = 'extends = "tiny"\n[model]\nn_layer = 3\n[train]\nseed = "x"\n'
+    path = write(tmp_path, "run.toml", text)
+    error = problem_of(path, "precision.kind=bf17")
+    assert error.problem.splitlines() == [
+        f"3 problems in the run {path}:",
+        f"  model.n_layer: unknown field; did you mean 'n_layers'?  [{path}]",
+        f"  train.seed: Input should be a valid integer (got 'x')  [{path}]",
+        "  precision.kind: Input should be 'fp32', 'fp16', 'bf16', 'fp8' or 'fp8_lowbit' "
+        "(got 'bf17')  [command line]",
+    ]
+    assert error.hint == "trainyard show --fields lists every field with its meaning"
+
+
+def test_conflicts_name_the_origin_of_both_fields() -> None:
+    error = problem_of("tiny", "parallel.tensor=3")
+    assert error.problem.splitlines() == [
+        "2 problems in the run tiny:",
+        "  model.n_heads=4 must be divisible by parallel.tensor=3 x parallel.context=1"
+        "  [tiny, command line]",
+        "  model.d_ff=256 must be divisible by parallel.tensor=3  [tiny, command line]",
+    ]
+
+
+# -- misspelt keys
+
+
+def misspell(name: str, chance: random.Random) -> str:
+    """One insertion, deletion, replacement or swap of neighbours."""
+    letters = string.ascii_lowercase + "_"
+    while True:
+        place = chance.randrange(len(name))
+        edited = {
+            "insert": name[:place] + chance.choice(letters) + name[place:],
+            "delete": name[:place] + name[place + 1 :],
+            "replace": name[:place] + chance.choice(letters) + name[place + 1 :],
+            "swap": name[:place] + name[place : place + 2][::-1] + name[place + 2 :],
+        }[chance.choice(["insert", "delete", "replace", "swap"])]
+        if edited and edited != name:
+            return edited
+
+
+def test_a_hundred_typos_are_refused_and_nearly_all_understood() -> None:
+    chance = random.Random(20)
+    known = sorted(all_fields())
+    tables = {field.rpartition(".")[0] for field in known} - {""}
+    names = known + sorted(tables)
+    understood = 0
+    depths = set()
+    for _ in range(100):
+        parts = chance.choice(names).split(".")
+        depth = chance.randrange(len(parts))
+        right = parts[depth]
+        parts[depth] = misspell(right, chance)
+        field = ".".join(parts)
+        assert field not in names
+        depths.add(depth)
+        error = problem_of("tiny", f"{field}=1")
+        wrong = ".".join(parts[: depth + 1])
+        assert f"{wrong}: unknown field; " in error.problem
+        understood += f"did you mean '{right}'?" in error.problem
+    assert depths == {0, 1, 2}
+    assert understood >= 95
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("seed=3", "did you mean 'train.seed'?"),
+        ("train.learning_rate=3", "did you mean 'optimizer.learning_rate'?"),
+        ("extnds=3", "did you mean 'extends'?"),
+        ("model.xyzzy=3", "known here: n_layers, d_model, n_heads"),
+        ("precision.loss_scale.windoww=3", "did you mean 'window'?"),
+    ],
+)
+def test_suggestions(override: str, suggestion: str) -> None:
+    assert suggestion in problem_of("tiny", override).problem
+
+
+# -- the text of a run
+
+
+def test_rendered_run_has_every_field() -> None:
+    loaded = load_run("gpt3-125m")
+    text = render_run(loaded.run)
+    for field in all_fields():
+        assert f"{field.rpartition('.')[2]} = " in text, field
+
+
+def test_rendered_run_reads_back(tmp_path: Path) -> None:
+    run = load_run(
+        "gpt3-125m",
+        ["train.stop_after_minutes=1.5", "optimizer.clip_norm=inf", 'description="a\\"b\\nc é"',
+         "data.train.prefixes=['a', 'b']", "data.train.weights=[1, 2.5]",
+         "train.length=146_484_375 sequences"],
+    ).run  # fmt: skip
+    assert load_run(write(tmp_path, "run.toml", render_run(run))).run == run
+
+
+def test_every_field_has_a_manual_and_choices_are_listed() -> None:
+    manual = all_fields()
+    assert len(manual) > 60
+    assert all(len(text) > 9 for text in manual.values())
+    assert manual["precision.kind"].endswith("One of fp32, fp16, bf16, fp8, fp8_lowbit.")
+    assert "train.batch_ramp.start" in manual
+
+
+def test_presets_are_listed_in_order() -> None:
+    assert "tiny" in preset_names()
+    assert preset_names() == sorted(preset_names())
+
+
+def test_a_run_without_anything_is_the_default(tmp_path: Path) -> None:
+    assert load_run(write(tmp_path, "run.toml", "")) == LoadedRun(Run(), {})

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trainyard.config.load import load_run, preset_names, render_run
+from trainyard.config.run import Run
+from trainyard.plan.resolve import resolve
+from trainyard.plan.size import padded_vocabulary_size, parameter_count
+
+
+def preset(name: str) -> Run:
+    return load_run(name).run
+
+
+def billions(name: str, tensor: int = 1) -> float:
+    model = preset(name).model
+    return parameter_count(model, padded_vocabulary_size(model, tensor)).total / 1e9
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_loads_resolves_and_says_what_it_is(name: str) -> None:
+    run = preset(name)
+    assert run.name == name
+    assert len(run.description) > 20
+    assert resolve(run).n_steps > 0
+
+
+def test_all_families_are_there() -> None:
+    families = [name.partition("-")[0] for name in preset_names()]
+    sizes = {family: families.count(family) for family in families}
+    assert sizes == {
+        "gpt3": 8, "mds": 8, "polaris": 40, "msamp": 3, "azure": 7,
+        "demo": 1, "laptop": 1, "tiny": 1,
+    }  # fmt: skip
+
+
+PAPER = [  # arXiv:2005.14165, table 2.1, in sequences of 2048
+    ("125m", 12, 768, 12, 256, 6.0e-4, 0.02),
+    ("350m", 24, 1024, 16, 256, 3.0e-4, 0.018),
+    ("760m", 24, 1536, 16, 256, 2.5e-4, 0.015),
+    ("1.3b", 24, 2048, 16, 512, 2.0e-4, 0.013),
+    ("2.7b", 32, 2560, 32, 512, 1.6e-4, 0.011),
+    ("6.7b", 32, 4096, 32, 1024, 1.2e-4, 0.009),
+    ("13b", 40, 5120, 40, 1024, 1.0e-4, 0.008),
+    ("175b", 96, 12288, 96, 1536, 0.6e-4, 0.005),
+]
+
+
+@pytest.mark.parametrize(("key", "layers", "width", "heads", "batch", "rate", "std"), PAPER)
+def test_gpt3_and_mds_tables(
+    key: str, layers: int, width: int, heads: int, batch: int, rate: float, std: float
+) -> None:
+    paper, mds = preset(f"gpt3-{key}"), preset(f"mds-{key}")
+    for run in (paper, mds):
+        assert (run.model.n_layers, run.model.d_model, run.model.n_heads) == (layers, width, heads)
+        assert run.model.sequence_length == 2048
+        assert run.train.global_batch_size == batch
+        assert str(run.train.length) == "300B tokens"
+        assert run.optimizer.learning_rate == rate
+        assert run.optimizer.betas == (0.9, 0.95)
+        assert run.optimizer.weight_decay == 0.1
+        assert run.optimizer.clip_norm == 1.0
+        assert run.model.dropout == 0.1
+    assert paper.schedule.minimum_learning_rate == pytest.approx(rate / 10)
+    assert str(paper.schedule.warmup) == "375M tokens"
+    assert str(paper.schedule.decay) == "260B tokens"
+    assert paper.model.init_std == 0.02
+    ramp = paper.train.batch_ramp
+    assert ramp is not None
+    assert ramp.start * paper.model.sequence_length == 32_768
+    assert 4e9 <= ramp.length.amount <= 12e9
+    assert mds.train.batch_ramp is None
+    assert mds.schedule.minimum_learning_rate == 1e-6
+    assert (str(mds.schedule.warmup), str(mds.schedule.decay)) == ("3B tokens", "300B tokens")
+    assert mds.model.init_std == std
+    assert std == pytest.approx(math.sqrt(1 / (3 * width)), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("gpt3-125m", 0.125), ("gpt3-350m", 0.356), ("gpt3-760m", 0.760), ("gpt3-1.3b", 1.32),
+        ("gpt3-2.7b", 2.65), ("gpt3-6.7b", 6.66), ("gpt3-13b", 12.85), ("gpt3-175b", 174.6),
+        ("msamp-345m", 0.3549), ("msamp-6.7b", 6.659), ("msamp-13b", 12.854),
+        ("azure-175b", 174.6), ("azure-30b", 30.0), ("azure-13b", 12.85), ("azure-1.3b", 1.32),
+        ("azure-857m", 0.356), ("azure-375m", 0.064), ("azure-125m", 0.124),
+        ("laptop", 0.0101), ("polaris-gpt125m", 0.125), ("polaris-bert1.2b", 1.316),
+        ("polaris-gpt1.5b", 1.44), ("polaris-gpt2.7b", 2.65), ("polaris-gpt6.7b", 6.66),
+        ("polaris-gpt13b", 12.85), ("polaris-gpt25b", 29.3), ("polaris-gpt30b", 29.3),
+        ("polaris-gpt33b", 36.6),
+    ],
+)  # fmt: skip
+def test_sizes_are_those_the_guides_come_to(name: str, size: float) -> None:
+    assert billions(name) == pytest.approx(size, rel=6e-3)
+
+
+@pytest.mark.parametrize(
+    ("stem", "counts", "sizes"),
+    [
+        (
+            "polaris-gpt145b",
+            [2, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 80],
+            [4.3, 7.9, 9.7, 11.5, 15.2, 18.8, 22.4, 29.6, 44.1, 58.6, 87.6, 116.6, 145.6],
+        ),
+        (
+            "polaris-gpt1t",
+            [1, 2, 4, 8, 16, 24, 30, 32, 60, 64, 120, 128, 256, 512, 1024],
+            [9.2, 17.1, 32.8, 64.3, 127.2, 190.1, 237.3, 253.0, 473.2, 504.7, 945.1, 1008, 2015,
+             4028, 8055],
+        ),
+    ],
+)  # fmt: skip
+def test_polaris_towers(stem: str, counts: list[int], sizes: list[float]) -> None:
+    for count, size in zip(counts, sizes, strict=True):
+        name = stem if stem.endswith("145b") and count == 80 else f"{stem}-{count}l"
+        assert preset(name).model.n_layers == count
+        assert billions(name, tensor=8) == pytest.approx(size, abs=0.08 if size < 1000 else 0.6)
+
+
+def test_labels_that_mislead_are_put_right_in_words() -> None:
+    assert "16 heads" in preset("gpt3-1.3b").description
+    assert "5140" in preset("gpt3-13b").description
+    assert "3.2M" in preset("gpt3-175b").description
+    assert "356M" in preset("azure-857m").description
+    assert "64M" in preset("azure-375m").description
+    assert "29.3B" in preset("polaris-gpt25b").description
+    assert "36.6B" in preset("polaris-gpt33b").description
+    assert "64 heads" in preset("polaris-gpt13b").description
+    assert "Llama" in preset("polaris-llama-7b").description
+    assert preset("polaris-gpt25b").model == preset("polaris-gpt30b").model
+
+
+def test_polaris_arguments() -> None:
+    for name in preset_names():
+        if name.startswith("polaris-"):
+            run = preset(name)
+            assert run.optimizer.learning_rate == 1.5e-4
+            assert run.optimizer.betas == (0.9, 0.999)
+            assert run.optimizer.weight_decay == 0.01
+            assert str(run.schedule.decay) == str(run.train.length) == "320k steps"
+            assert run.train.global_batch_size == 512
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_rendered_preset_reads_back_as_the_same_run(name: str, tmp_path) -> None:
+    run = preset(name)
+    path = tmp_path / "run.toml"
+    path.write_text(render_run(run), encoding="utf-8")
+    assert load_run(str(path)).run == run

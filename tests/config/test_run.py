@@ -1,0 +1,197 @@
+"""Values that cannot be, and what is said about each."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from trainyard.config import rules
+from trainyard.config.load import load_run
+from trainyard.config.run import Model, Run
+from trainyard.errors import ConfigError
+
+LENGTH = "is not a length; write an amount and a unit"
+
+IMPOSSIBLE = [
+    # wrong types
+    ("model.n_layers='4'", "model.n_layers: Input should be a valid integer (got '4')"),
+    ("model.n_layers=4.0", "Input should be a valid integer (got 4.0)"),
+    ("model.n_layers=4.5", "Input should be a valid integer"),
+    ("model.n_layers=true", "Input should be a valid integer (got True)"),
+    ("model.n_layers=four", "Input should be a valid integer (got 'four')"),
+    ("model.n_layers=[4]", "Input should be a valid integer (got [4])"),
+    ("model.n_layers.x=4", "Input should be a valid integer (got {'x': 4})"),
+    ("model.dropout='0.1'", "Input should be a valid number (got '0.1')"),
+    ("optimizer.learning_rate=true", "Input should be a valid number (got True)"),
+    ("model.tied_embeddings=1", "Input should be a valid boolean (got 1)"),
+    ("log.tensorboard=yes", "Input should be a valid boolean (got 'yes')"),
+    ("parallel.zero_stage=true", "Input should be a valid integer (got True)"),
+    ("log.wandb_project=3", "Input should be a valid string (got 3)"),
+    ("description=3e-4", "Input should be a valid string (got 0.0003)"),
+    ("data.blend.prefixes=a", "data.blend.prefixes: a list is wanted, such as"),
+    ("data.blend.prefixes=[1]", "data.blend.prefixes.0: Input should be a valid string (got 1)"),
+    ("optimizer.betas=0.9", "optimizer.betas: a list is wanted"),
+    ("optimizer.betas=[0.9]", "optimizer.betas.1: is needed here"),
+    ("optimizer.betas=[0.9, 'x']", "optimizer.betas.1: Input should be a valid number (got 'x')"),
+    ("train=3", "train: this is a section with fields of its own (got 3)"),
+    ("model=gpt3-13b", "model: this is a section with fields of its own (got 'gpt3-13b')"),
+    ("train.batch_ramp=16", "train.batch_ramp: this is a section with fields of its own (got 16)"),
+    ("train.batch_ramp.start=16", "train.batch_ramp.increment: is needed here"),
+    # wrong units
+    ("train.length=300", f"train.length: 300 {LENGTH}"),
+    ("train.length=300B", f"train.length: '300B' {LENGTH}"),
+    ("train.length=300B samples", f"'300B samples' {LENGTH}"),
+    ("train.length=300 iterations", f"'300 iterations' {LENGTH}"),
+    ("train.length=3e8 tokens", "'3e8' is not a count such as 1500, 2.5M or 300B"),
+    ("train.length=-5 steps", "'-5' is not a count"),
+    ("train.length=1.5 steps", "'1.5' is not a whole number"),
+    ("train.length=steps", "is not a"),
+    ("train.length=[1]", f"[1] {LENGTH}"),
+    ("schedule.warmup=.01", f"'.01' {LENGTH}"),
+    ("schedule.decay=2020-01-01", LENGTH),
+    # out of range
+    ("model.n_layers=0", "Input should be greater than or equal to 1 (got 0)"),
+    ("model.sequence_length=-1", "greater than or equal to 1 (got -1)"),
+    ("model.vocabulary_size=1", "greater than or equal to 2 (got 1)"),
+    ("model.dropout=1.0", "Input should be less than 1 (got 1.0)"),
+    ("model.dropout=-0.1", "greater than or equal to 0"),
+    ("model.init_std=0", "model.init_std: Input should be greater than 0"),
+    ("model.init_std=inf", "model.init_std: Input should be a finite number (got inf)"),
+    ("model.layer_norm_epsilon=nan", "Input should be a finite number (got nan)"),
+    ("train.micro_batch_size=0", "greater than or equal to 1 (got 0)"),
+    ("train.seed=-1", "greater than or equal to 0"),
+    ("train.seed=2_147_483_648", "less than 2147483648"),
+    ("train.stop_after_minutes=0", "train.stop_after_minutes: Input should be greater than 0"),
+    ("train.stop_after_minutes=nan", "greater than 0 (got nan)"),
+    ("optimizer.learning_rate=0", "greater than 0 (got 0)"),
+    ("optimizer.learning_rate=inf", "Input should be a finite number"),
+    ("optimizer.clip_norm=nan", "greater than 0 (got nan)"),
+    ("optimizer.weight_decay=-0.1", "greater than or equal to 0"),
+    ("optimizer.betas=[0.9, 1.0]", "betas must be at least 0 and below 1 (got [0.9, 1.0])"),
+    ("parallel.tensor=0", "greater than or equal to 1"),
+    ("parallel.zero_stage=4", "less than or equal to 3 (got 4)"),
+    ("precision.kind=bf17", "Input should be 'fp32', 'fp16', 'bf16', 'fp8' or 'fp8_lowbit'"),
+    ("precision.loss_scale.window=0", "greater than or equal to 1"),
+    ("schedule.kind=cosin", "Input should be 'cosine', 'linear', 'constant' or"),
+    ("checkpoint.keep_last=0", "greater than or equal to 1"),
+    ("name=a/b", "name: a name has letters, digits and . _ - and starts with the first two"),
+    ("name=..", "starts with the first two (got '..')"),
+    # impossible sizes
+    (
+        "model.n_heads=5",
+        "must be divisible by n_heads=5; nearest n_heads that divides: 4",
+    ),
+    ("parallel.tensor=8", "model.n_heads=4 must be divisible by parallel.tensor=8"),
+    ("parallel.context=8", "must be divisible by parallel.tensor=1 x parallel.context=8"),
+    ("model.d_ff=255; parallel.tensor=2", "model.d_ff=255 must be divisible by parallel.tensor=2"),
+    ("parallel.pipeline=3", "model.n_layers=2 is fewer than parallel.pipeline=3"),
+    ("parallel.chunks=3", "is fewer than parallel.pipeline=1 x parallel.chunks=3"),
+    (
+        "model.sequence_length=63; parallel.tensor=2; parallel.sequence=true",
+        "model.sequence_length=63 must be divisible by parallel.tensor=2 when",
+    ),
+    (
+        "model.sequence_length=62; parallel.context=2",
+        "model.sequence_length=62 must be divisible by 2 x parallel.context=2",
+    ),
+    (
+        "train.global_batch_size=6",
+        "train.global_batch_size=6 must be divisible by train.micro_batch_size=4",
+    ),
+    (
+        "train.batch_ramp={start=2,increment=2,length='9steps'}",
+        "'9steps' is not a length",
+    ),
+    (
+        "train.batch_ramp={start=2,increment=6,length='99 tokens'}",
+        "train.batch_ramp.start=2 must be divisible by train.micro_batch_size=4",
+    ),
+    (
+        "train.batch_ramp={start=4,increment=3,length='99 tokens'}",
+        "goes from 4 to global_batch_size=8: not a whole number of increments of 3",
+    ),
+    (
+        "train.batch_ramp={start=16,increment=4,length='99 tokens'}",
+        "train.batch_ramp goes from 16 to global_batch_size=8",
+    ),
+    ("train.length='0 steps'", "train.length='0 steps' must be more than nothing"),
+    (
+        "schedule.minimum_learning_rate=1.0",
+        "schedule.minimum_learning_rate=1.0 is above optimizer.learning_rate=0.001",
+    ),
+    (
+        "schedule.warmup='50 steps'",
+        "schedule.warmup='50 steps' must be shorter than schedule.decay='50 steps'",
+    ),
+    (
+        "schedule.kind=warmup_stable_decay; schedule.cooldown='51 steps'",
+        "schedule.cooldown='51 steps' must not be longer than schedule.decay='50 steps'",
+    ),
+    (
+        "data.blend.prefixes=['a','b']; data.blend.weights=[1]",
+        "data.blend: 2 prefixes but 1 weights",
+    ),
+    ("data.blend.prefixes=['a']; data.blend.weights=[0]", "weights must be positive (got [0"),
+    ("data.blend.prefixes=['a']; data.blend.weights=[inf]", "Input should be a finite number"),
+    ("data.blend.prefixes=['a','a']", "'a' stands in prefixes more than once"),
+    (
+        "data.blend.prefixes=['a']; data.train.prefixes=['b']",
+        "data: give either blend with split, or train; not both",
+    ),
+    ("data.valid.prefixes=['b']", "data: valid is given without train"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), IMPOSSIBLE)
+def test_what_cannot_be_is_said(overrides: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run("tiny", overrides.split("; "))
+    assert message in caught.value.problem
+    assert "command line" in caught.value.problem
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "schedule.warmup=0 steps",
+        "checkpoint.interval=0",
+        "evaluate.batches=0",
+        "optimizer.clip_norm=inf",
+        "train.batch_ramp=none",
+        "model.tied_embeddings=false",
+        "schedule.decay=1M tokens",  # units that differ are compared by the plan
+    ],
+)
+def test_edges_that_are_allowed(override: str) -> None:
+    load_run("tiny", [override])
+
+
+def test_a_constant_rate_needs_no_decay() -> None:
+    load_run("tiny", ["schedule.kind=constant", "schedule.warmup=99 steps"])
+
+
+def test_runs_cannot_be_changed() -> None:
+    run = Run()
+    with pytest.raises(ValidationError, match="frozen"):
+        run.model.n_layers = 3  # type: ignore[misc]
+
+
+def test_lists_become_tuples_and_runs_compare() -> None:
+    run = load_run("tiny", ["optimizer.betas=[0.9, 0.95]"]).run
+    assert run.optimizer.betas == (0.9, 0.95)
+    assert run == load_run("tiny").run
+
+
+def test_defaults_are_the_125m_of_the_paper() -> None:
+    run, paper = Run(), load_run("gpt3-125m").run
+    assert run.model == paper.model == Model()
+    assert run.optimizer == paper.optimizer
+    assert run.schedule == paper.schedule
+
+
+@pytest.mark.parametrize(
+    ("number", "near", "divisor"), [(64, 5, 4), (768, 13, 12), (7, 3, 1), (7, 5, 7)]
+)
+def test_nearest_divisor(number: int, near: int, divisor: int) -> None:
+    assert rules.nearest_divisor(number, near) == divisor

@@ -1,0 +1,184 @@
+"""One corpus's order against the definition followed one token at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainyard.data.corpus_order import (
+    CorpusOrder,
+    SequenceSettings,
+    build_corpus_order,
+    plan_corpus,
+    sequence_index_slabs,
+)
+from trainyard.data.index_cache import IndexCache
+from trainyard.data.indexed import IndexedDataset, IndexedWriter
+from trainyard.errors import DataError
+
+
+def write_corpus(prefix: Path, lengths: list[int]) -> IndexedDataset:
+    """Token j of the whole file is j + 1, so that 0 can only be padding."""
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        first = 1
+        for length in lengths:
+            writer.add_document(np.arange(first, first + length))
+            first += length
+    return IndexedDataset(prefix)
+
+
+def walk_index(
+    lengths: list[int], slots: list[int], n_sequences: int, settings: SequenceSettings
+) -> list[list[int]]:
+    """Where sequences begin, by counting tokens off document by document."""
+    extra = int(settings.extra_token)
+    index, slot, offset = [[0, 0]], 0, 0
+    for _ in range(n_sequences):
+        wanted = settings.sequence_length + extra
+        while wanted > lengths[slots[slot]] - offset and slot < len(slots) - 1:
+            wanted -= lengths[slots[slot]] - offset
+            slot, offset = slot + 1, 0
+        offset = min(offset + wanted, lengths[slots[slot]]) - extra
+        index.append([slot, offset])
+    return index
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda x: sum(x) > 1),
+    length=st.integers(1, 12),
+    extra_token=st.booleans(),
+    keep_partial=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_sequences_begin_where_counting_says(
+    lengths: list[int], length: int, extra_token: bool, keep_partial: bool
+) -> None:
+    cut = SequenceSettings(length, 1, extra_token)
+    slots = [int(slot) for slot in np.random.RandomState(0).permutation(len(lengths))]
+    n_sequences = (sum(lengths) - extra_token + (length - 1) * keep_partial) // length
+    slabs = sequence_index_slabs(np.array(lengths, np.int32), np.array(slots), n_sequences, cut)
+    found = np.concatenate(list(slabs))
+    assert found.tolist() == walk_index(lengths, slots, n_sequences, cut)
+
+
+def test_the_worked_example() -> None:
+    cut = SequenceSettings(3, 1)
+    slabs = sequence_index_slabs(np.array([3, 4, 2], np.int32), np.array([1, 2, 0]), 2, cut)
+    assert np.concatenate(list(slabs)).tolist() == [[0, 0], [0, 3], [2, 0]]
+
+
+def test_more_documents_than_one_slab() -> None:
+    lengths = np.random.RandomState(0).randint(1, 30, 70_000).astype(np.int32)
+    slots = np.random.RandomState(1).permutation(70_000)
+    cut = SequenceSettings(64, 1)
+    n_sequences = (int(lengths.sum()) - 1) // 64
+    found = np.concatenate(list(sequence_index_slabs(lengths, slots, n_sequences, cut)))
+    expected = walk_index(lengths.tolist(), slots.tolist(), n_sequences, cut)
+    assert found.tolist() == expected
+
+
+def stream_of(order: CorpusOrder) -> np.ndarray:
+    """The documents laid end to end."""
+    dataset = order.dataset
+    return np.concatenate([dataset.tokens(int(slot)) for slot in order.document_index])
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(lambda x: sum(x) > 1),
+    length=st.integers(1, 12),
+    asked=st.integers(1, 40),
+    extra_token=st.booleans(),
+    drop=st.booleans(),
+)
+@settings(max_examples=50, deadline=None)
+def test_rows_are_the_stream_cut_up(
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    length: int,
+    asked: int,
+    extra_token: bool,
+    drop: bool,
+) -> None:
+    dataset = write_corpus(tmp_path_factory.mktemp("rows") / "corpus", lengths)
+    cut = SequenceSettings(length, 5, extra_token)
+    documents = range(len(dataset))
+    order = build_corpus_order(dataset, documents, asked, cut, IndexCache(None), drop)
+    assert len(order) >= asked
+    stream = stream_of(order)
+    assert sorted(order.shuffle_index.tolist()) == list(range(len(order)))
+    indices = np.arange(len(order))
+    rows, real = order.sequences(indices), order.n_real_tokens(indices)
+    for row, n_tokens, number in zip(rows, real, order.shuffle_index.tolist(), strict=True):
+        expected = stream[number * length : number * length + length + extra_token]
+        assert n_tokens == len(expected)
+        assert row.tolist() == expected.tolist() + [0] * (length + extra_token - len(expected))
+    assert (real < length + extra_token).sum() <= (not drop)
+
+
+@pytest.mark.parametrize(
+    ("epoch_tokens", "asked", "n_epochs", "apart"),
+    [
+        (101, None, 1, False),
+        (101, 10, 1, False),
+        (101, 11, 2, True),  # 1 of the 10 sequences of the second epoch
+        (101, 17, 2, True),
+        (101, 18, 2, False),  # 8 of 10: 80 %
+        (101, 20, 2, False),
+        (3, 20, 67, False),  # less than one sequence an epoch
+    ],
+)
+def test_a_little_used_last_epoch_stands_apart(
+    epoch_tokens: int, asked: int | None, n_epochs: int, apart: bool
+) -> None:
+    plan = plan_corpus(epoch_tokens, asked, SequenceSettings(10, 1))
+    assert (plan.n_epochs, plan.shuffle_last_epoch_apart) == (n_epochs, apart)
+
+
+def test_a_last_epoch_apart_comes_last(tmp_path: Path) -> None:
+    dataset = write_corpus(tmp_path / "corpus", [5] * 40)
+    cut = SequenceSettings(10, 7)
+    order = build_corpus_order(dataset, range(40), 41, cut, IndexCache(None))
+    assert order.plan.shuffle_last_epoch_apart
+    assert sorted(order.document_index[-40:].tolist()) == list(range(40))
+    first = order.plan.n_full_epoch_sequences
+    assert sorted(order.shuffle_index[:first].tolist()) == list(range(first))
+
+
+def test_an_order_is_not_taken_for_another_of_the_same_size(tmp_path: Path) -> None:
+    dataset = write_corpus(tmp_path / "corpus", [5] * 40)
+    arguments = (SequenceSettings(10, 7), IndexCache(tmp_path / "cache"))
+    apart = build_corpus_order(dataset, range(40), 20, *arguments)
+    whole = build_corpus_order(dataset, range(40), 39, *arguments)
+    assert (apart.plan.shuffle_last_epoch_apart, whole.plan.shuffle_last_epoch_apart) == (1, 0)
+    assert len(apart) == len(whole)
+    assert (apart.document_index != whole.document_index).any()
+
+
+def test_a_partial_last_sequence_is_counted_in_single_precision() -> None:
+    cut = SequenceSettings(16, 1)
+    assert plan_corpus(2**25 + 2, None, cut, drop_last_partial=False).n_sequences == 2**21
+    assert plan_corpus(2**25 + 1, None, cut).n_sequences == 2**21
+    assert plan_corpus(100, None, cut, drop_last_partial=False).n_sequences == 7
+
+
+def test_too_little_text_is_refused_with_its_numbers(tmp_path: Path) -> None:
+    dataset = write_corpus(tmp_path / "corpus", [3, 4])
+    cut = SequenceSettings(10, 1)
+    problem = r"corpus: documents 0 to 2 of 2 hold 7 tokens, too few for one sequence of 11"
+    with pytest.raises(DataError, match=problem) as caught:
+        build_corpus_order(dataset, range(2), None, cut, IndexCache(None))
+    assert "shorten the sequence" in caught.value.hint
+    with pytest.raises(DataError, match="hold 7 tokens, too few"):
+        build_corpus_order(dataset, range(2), 2**34, cut, IndexCache(None))
+
+
+def test_no_text_is_refused(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "corpus", np.dtype(np.uint16)) as writer:
+        writer._add_lengths(np.zeros(3, np.int32), np.ones(3, np.int32))
+    dataset = IndexedDataset(tmp_path / "corpus")
+    with pytest.raises(DataError, match="documents 1 to 3 of 3 hold no tokens"):
+        build_corpus_order(dataset, range(1, 3), 5, SequenceSettings(4, 1), IndexCache(None))

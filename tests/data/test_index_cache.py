@@ -1,0 +1,138 @@
+"""The cache: known again after a move, not after a replacement, and never trusted when damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainyard.data.index_cache import IndexCache
+from trainyard.data.indexed import IndexedWriter, token_paths
+from trainyard.errors import MachineError
+
+INT32 = np.dtype(np.int32)
+
+
+def write_corpus(prefix: Path, tokens: list[int], lengths: list[int]) -> str:
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        writer.add_documents(np.array(tokens), np.array(lengths))
+    return str(prefix)
+
+
+def write_sidecar(prefix: str, **changes: object) -> None:
+    record = {
+        path.suffix[1:]: {
+            "size_bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        for path in token_paths(prefix)
+    }
+    Path(f"{prefix}.json").write_text(json.dumps({**record, **changes}))
+
+
+def save(cache: IndexCache) -> np.ndarray:
+    return cache.save("a", (3, 2), INT32, (np.full((n, 2), n) for n in (1, 2)))
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_an_array_comes_back_as_it_was(tmp_path: Path, on_disk: bool) -> None:
+    cache = IndexCache(tmp_path / "cache" if on_disk else None)
+    assert cache.load("a", (3, 2), INT32) is None
+    saved = save(cache)
+    assert (saved.dtype, saved.tolist()) == (INT32, [[1, 1], [2, 2], [2, 2]])
+    stored = cache.load("a", (3, 2), INT32)
+    if not on_disk:
+        assert stored is None
+        return
+    assert stored is not None
+    assert stored.tolist() == saved.tolist()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["a.npy"]
+
+
+@pytest.mark.parametrize("damage", ["short", "long", "empty", "text", "shape", "kind", "archive"])
+def test_a_damaged_array_is_not_trusted(tmp_path: Path, damage: str) -> None:
+    cache = IndexCache(tmp_path)
+    save(cache)
+    path = tmp_path / "a.npy"
+    content = path.read_bytes()
+    if damage == "shape":
+        np.save(path, np.zeros((2, 3), INT32))
+    elif damage == "kind":
+        np.save(path, np.zeros((3, 2), np.int64))
+    elif damage == "archive":
+        with path.open("wb") as file:
+            np.savez(file, np.zeros((3, 2), INT32))
+    else:
+        damaged = {"short": content[:-1], "long": content + b"\0", "empty": b"", "text": b"[1]"}
+        path.write_bytes(damaged[damage])
+    assert cache.load("a", (3, 2), INT32) is None
+    assert save(cache).tolist() == [[1, 1], [2, 2], [2, 2]]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match=r"a.npy: (Not a directory|File exists)") as caught:
+        save(IndexCache(tmp_path / "file"))
+    assert "cache folder" in caught.value.hint
+
+
+def test_a_key_depends_on_every_input() -> None:
+    cache = IndexCache(None)
+    assert cache.key(seed=1, asked=None) == cache.key(asked=None, seed=1)
+    assert cache.key(seed=1, asked=None) != cache.key(seed=2, asked=None)
+
+
+@pytest.mark.parametrize("sidecar", [True, False])
+def test_replaced_data_is_other_data_and_moved_data_is_not(tmp_path: Path, sidecar: bool) -> None:
+    cache = IndexCache(tmp_path / "cache")
+    prefix = write_corpus(tmp_path / "corpus", [1, 2, 3, 4], [2, 2])
+    if sidecar:
+        write_sidecar(prefix)
+    first = cache.fingerprint(prefix)
+    assert cache.fingerprint(prefix) == first
+    moved = write_corpus(tmp_path / "moved", [1, 2, 3, 4], [2, 2])
+    assert cache.fingerprint(moved) == first
+    for tokens, lengths in (([1, 2, 3, 5], [2, 2]), ([1, 2, 3, 4], [1, 3])):  # the same sizes
+        write_corpus(tmp_path / "corpus", tokens, lengths)
+        assert cache.fingerprint(prefix) != first
+
+
+def test_a_record_is_believed_without_reading_the_files(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "corpus", [1, 2], [2])
+    write_sidecar(prefix, bin={"size_bytes": 4, "sha256": "of another file"})
+    cache = IndexCache(tmp_path / "cache")
+    believed = cache.fingerprint(prefix)
+    assert not (tmp_path / "cache").exists()
+    now_ns = Path(f"{prefix}.json").stat().st_mtime_ns
+    os.utime(f"{prefix}.bin", ns=(now_ns + 1, now_ns + 1))
+    assert cache.fingerprint(prefix) != believed
+
+
+@pytest.mark.parametrize(
+    "changes", [{"bin": {"size_bytes": 6, "sha256": "x"}}, {"bin": 3}, {"idx": {"size_bytes": 4}}]
+)
+def test_a_record_that_does_not_fit_is_passed_over(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    prefix = write_corpus(tmp_path / "corpus", [1, 2], [2])
+    expected = IndexCache(tmp_path / "cache").fingerprint(prefix)
+    write_sidecar(prefix, **changes)
+    assert IndexCache(tmp_path / "cache").fingerprint(prefix) == expected
+
+
+def test_files_are_read_once(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "corpus", [1, 2], [2])
+    cache = IndexCache(tmp_path / "cache")
+    first = cache.fingerprint(prefix)
+    path = Path(f"{prefix}.bin")
+    status = path.stat()
+    path.write_bytes(bytes(4))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert cache.fingerprint(prefix) == first  # nothing tells that it changed, so not read again
+    (memory,) = (tmp_path / "cache").glob("content-*.json")
+    memory.write_text("{")
+    assert cache.fingerprint(prefix) != first

@@ -1,0 +1,296 @@
+"""Token files: the bytes, the refusals, and that nothing half-written is left behind."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainyard.data.indexed import (
+    IndexedDataset,
+    IndexedWriter,
+    concatenate,
+    optimal_dtype,
+    token_paths,
+)
+from trainyard.errors import DataError, MachineError
+
+UINT16 = np.dtype(np.uint16)
+
+
+def write(prefix: Path, *documents: list[int], dtype: np.dtype = UINT16) -> Path:
+    with IndexedWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.add_document(np.array(document, dtype))
+    return prefix
+
+
+def read_bytes(prefix: Path) -> tuple[bytes, bytes]:
+    bin_path, idx_path = token_paths(prefix)
+    return bin_path.read_bytes(), idx_path.read_bytes()
+
+
+def test_the_bytes_are_those_of_the_worked_example(tmp_path: Path) -> None:
+    tokens, index = read_bytes(write(tmp_path / "corpus", [5, 6, 7], [8, 7]))
+    assert tokens == bytes([5, 0, 6, 0, 7, 0, 8, 0, 7, 0])
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
+    assert index == header + struct.pack("<iiqqqqq", 3, 2, 0, 6, 0, 1, 2)
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_an_empty_document_has_no_sequence(tmp_path: Path, bulk: bool) -> None:
+    with IndexedWriter(tmp_path / "corpus", UINT16) as writer:
+        if bulk:
+            writer.add_documents(np.array([5, 6], UINT16), np.array([1, 0, 1]))
+        else:
+            for document in ([5], [], [6]):
+                writer.add_document(np.array(document, UINT16))
+        assert (writer.n_documents, writer.n_tokens) == (3, 2)
+    dataset = IndexedDataset(tmp_path / "corpus")
+    assert dataset.document_indices.tolist() == [0, 1, 1, 2]
+    assert dataset.sequence_lengths.tolist() == [1, 1]
+
+
+def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "corpus", UINT16) as writer:
+        writer.add_document(np.array([5, 6]), np.array([], np.int64), np.array([7]))
+        writer.add_document(np.array([8]))
+    dataset = IndexedDataset(tmp_path / "corpus")
+    assert dataset.document_indices.tolist() == [0, 2, 3]
+    assert dataset.sequence_pointers.tolist() == [0, 4, 6]
+
+
+def test_reads_what_was_written(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write(tmp_path / "dots.in.name", [5, 6, 7], [8, 7]))
+    assert (len(dataset), dataset.n_tokens, dataset.dtype) == (2, 5, UINT16)
+    assert dataset.tokens(0).tolist() == [5, 6, 7]
+    assert dataset.tokens(0, 1).tolist() == [6, 7]
+    assert dataset.tokens(1, 1, 1).tolist() == [7]
+    assert dataset.load_sequence_lengths(range(1, 2)).tolist() == [2]
+    with pytest.raises(IndexError, match=r"sequence 1 has 2 tokens; asked for 1:3"):
+        dataset.tokens(1, 1, 2)
+
+
+def test_a_corpus_without_documents_can_be_opened(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write(tmp_path / "corpus"))
+    assert (len(dataset), dataset.n_tokens, dataset.document_indices.tolist()) == (0, 0, [0])
+
+
+def test_reads_and_rewrites_megatron_files(shared_data: Path, tmp_path: Path) -> None:
+    for prefix in sorted((shared_data / "golden" / "data").glob("synth*.bin")):
+        theirs = IndexedDataset(prefix.with_suffix(""))
+        with IndexedWriter(tmp_path / prefix.stem, theirs.dtype) as writer:
+            writer.add_documents(theirs.stream, theirs.sequence_lengths)
+        assert read_bytes(tmp_path / prefix.stem) == read_bytes(prefix.with_suffix(""))
+
+
+@given(
+    corpora=st.lists(
+        st.lists(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=3), max_size=4),
+        min_size=1,
+        max_size=3,
+    )
+)
+@settings(max_examples=20, deadline=None)
+def test_joining_gives_the_bytes_of_writing_at_once(
+    tmp_path_factory: pytest.TempPathFactory, corpora: list[list[list[list[int]]]]
+) -> None:
+    folder = tmp_path_factory.mktemp("join")
+    with IndexedWriter(folder / "whole", UINT16) as whole:
+        for number, corpus in enumerate(corpora):
+            with IndexedWriter(folder / str(number), UINT16) as part:
+                for document in corpus:
+                    sequences = [np.array(sequence, UINT16) for sequence in document]
+                    part.add_document(*sequences)
+                    whole.add_document(*sequences)
+    concatenate([folder / str(number) for number in range(len(corpora))], folder / "joined")
+    assert read_bytes(folder / "joined") == read_bytes(folder / "whole")
+
+
+def test_joining_needs_files_of_one_kind(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "one", [1]), write(tmp_path / "two", [1], dtype=np.dtype(np.int32))
+    with pytest.raises(DataError, match=r"two.idx stores int32, .*one.idx uint16; they cannot be"):
+        concatenate([one, two], tmp_path / "both")
+    with pytest.raises(DataError, match="no token files to join"):
+        concatenate([], tmp_path / "both")
+    assert not list(tmp_path.glob("both*"))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary_size", "name"), [(50257, "uint16"), (65499, "uint16"), (65500, "int32")]
+)
+def test_ids_are_stored_as_megatron_stores_them(vocabulary_size: int, name: str) -> None:
+    assert optimal_dtype(vocabulary_size) == np.dtype(name)
+
+
+def test_an_error_leaves_nothing_behind_and_old_files_alone(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "corpus", [1, 2])
+    before = read_bytes(prefix)
+    with pytest.raises(RuntimeError), IndexedWriter(prefix, UINT16) as writer:
+        writer.add_document(np.array([3]))
+        raise RuntimeError
+    assert read_bytes(prefix) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]
+
+
+def test_an_old_index_goes_before_its_tokens_do(tmp_path: Path) -> None:
+    (tmp_path / "corpus.bin").mkdir()  # so that the new tokens cannot take their name
+    (tmp_path / "corpus.idx").write_text("old")
+    with pytest.raises(MachineError, match=r"corpus.bin.partial: Is a directory"):
+        write(tmp_path / "corpus", [1])
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.bin"]
+
+
+def test_files_appear_only_at_the_end(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "corpus", UINT16) as writer:
+        writer.add_document(np.array([3]))
+        assert [path.name for path in tmp_path.iterdir()] == ["corpus.bin.partial"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]
+
+
+def test_a_token_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    problem = r"corpus.bin: token ids 3 to 65536 do not fit uint16"
+    with pytest.raises(DataError, match=problem), IndexedWriter(tmp_path / "corpus", UINT16) as w:
+        w.add_documents(np.array([3, 65536]), np.array([2]))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's always-full device")
+@pytest.mark.parametrize(("suffix", "size"), [("bin", 100), ("bin", 10_000), ("idx", 100)])
+def test_a_full_disk_is_named(tmp_path: Path, suffix: str, size: int) -> None:
+    (tmp_path / f"corpus.{suffix}.partial").symlink_to("/dev/full")
+    problem = rf"corpus.{suffix}.partial: No space left on device after \d+ bytes of tokens"
+    with (
+        pytest.raises(MachineError, match=problem) as caught,
+        IndexedWriter(tmp_path / "corpus", UINT16) as writer,
+    ):
+        for _ in range(3):
+            writer.add_document(np.zeros(size, UINT16))
+    assert "free space or quota" in caught.value.hint
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(MachineError, match="No such file or directory"),
+        IndexedWriter(tmp_path / "missing" / "corpus", UINT16),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_a_missing_file_is_named(tmp_path: Path, suffix: str) -> None:
+    prefix = write(tmp_path / "corpus", [1])
+    Path(f"{prefix}.{suffix}").unlink()
+    with pytest.raises(DataError, match=f"corpus.{suffix}: No such file") as caught:
+        IndexedDataset(prefix)
+    assert "give the prefix without ending" in caught.value.hint
+
+
+DAMAGES = {
+    "magic": (0, b"X", r"byte 0: starts with b'XMIDIDX"),
+    "version": (9, b"\x02", r"byte 9: version 2; only version 1"),
+    "kind": (17, b"\x07", r"byte 17: dtype code 7 is none of 1 \(uint8\)"),
+    "huge count": (18, b"\xff" * 8, r"82 bytes, but its counts at byte 18 \(18446744073709551615"),
+    "counts": (18, b"\x03", r"82 bytes, but its counts at byte 18 \(3 sequences, 3 .* make 94"),
+    "negative": (38, b"\xff" * 4, r"byte 38: sequence_lengths\[1\] is -1"),
+    "pointer": (50, b"\x08", r"byte 50: sequence_pointers\[1\] is 8, but the .* before it make 6"),
+    "too long": (
+        38,
+        b"\x03",
+        r"corpus.bin: 10 bytes, but corpus.idx describes 6 tokens of 2 .* 12",
+    ),
+    "start": (58, b"\x01", r"byte 58: document_indices\[0\] is 1; they start at 0 and never fall"),
+    "falling": (66, b"\x03", r"byte 74: document_indices\[2\] is 2; they start at 0"),
+    "end": (74, b"\x01", r"document_indices end at 1, not at the 2 sequences"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_refused_with_its_place(tmp_path: Path, name: str) -> None:
+    prefix = write(tmp_path / "corpus", [5, 6, 7], [8, 7])
+    offset, patch, problem = DAMAGES[name]
+    path = tmp_path / "corpus.idx"
+    content = path.read_bytes()
+    path.write_bytes(content[:offset] + patch + content[offset + len(patch) :])
+    with pytest.raises(DataError, match=problem) as caught:
+        IndexedDataset(prefix)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [(20, "20 bytes, less than its header of 34"), (81, "81 bytes, but its counts at byte 18")],
+)
+def test_a_short_index_is_refused(tmp_path: Path, size: int, problem: str) -> None:
+    prefix = write(tmp_path / "corpus", [5, 6, 7], [8, 7])
+    path = tmp_path / "corpus.idx"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(DataError, match=problem):
+        IndexedDataset(prefix)
+
+
+def test_a_multimodal_index_is_refused(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "corpus", [5, 6, 7], [8, 7])
+    path = tmp_path / "corpus.idx"
+    path.write_bytes(path.read_bytes() + b"\0\0")
+    with pytest.raises(DataError, match="2 bytes longer than its counts say: a multimodal index"):
+        IndexedDataset(prefix)
+
+
+def test_an_index_without_document_entries_is_refused(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "corpus")
+    path = tmp_path / "corpus.idx"
+    path.write_bytes(path.read_bytes()[:26] + bytes(8))
+    with pytest.raises(DataError, match="document_indices end at 0, not at the 0 sequences"):
+        IndexedDataset(prefix)
+
+
+@given(data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_no_damage_does_worse_than_a_clear_refusal(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    prefix = write(tmp_path_factory.mktemp("fuzz") / "corpus", [5, 6, 7], [], [8, 7])
+    path = Path(f"{prefix}.idx")
+    content = bytearray(path.read_bytes())
+    edits = st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255))
+    for offset, value in data.draw(st.lists(edits, max_size=6)):
+        content[offset] = value
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))] + data.draw(st.binary()))
+    tracemalloc.start()
+    try:
+        dataset = IndexedDataset(prefix)
+        assert dataset.n_tokens * dataset.dtype.itemsize <= 10
+        for index in range(len(dataset)):
+            dataset.tokens(index)
+    except DataError:
+        pass
+    finally:
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak_bytes < 2_000_000
+
+
+def test_files_longer_than_one_slab(tmp_path: Path) -> None:
+    n_documents = 150_000
+    lengths = np.arange(n_documents) % 3
+    with IndexedWriter(tmp_path / "corpus", UINT16) as writer:
+        writer.add_documents(np.zeros(lengths.sum(), UINT16), lengths)
+    dataset = IndexedDataset(tmp_path / "corpus")
+    assert (dataset.sequence_lengths == lengths[lengths > 0]).all()
+    ends = np.cumsum(lengths)
+    assert (dataset.sequence_pointers == 2 * (ends - lengths)[lengths > 0]).all()
+    assert (dataset.document_indices == np.cumsum([0, *(lengths > 0)])).all()
+    concatenate([tmp_path / "corpus"], tmp_path / "copy")
+    assert read_bytes(tmp_path / "copy") == read_bytes(tmp_path / "corpus")
+    index = bytearray((tmp_path / "corpus.idx").read_bytes())
+    at = 34 + 4 * 90_000
+    index[at : at + 4] = struct.pack("<i", -5)
+    (tmp_path / "corpus.idx").write_bytes(index)
+    with pytest.raises(DataError, match=rf"byte {at}: sequence_lengths\[90000\] is -5"):
+        IndexedDataset(tmp_path / "corpus")

@@ -1,0 +1,289 @@
+"""The order of a run: Megatron-LM's own arrays and sequences, and every refusal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainyard.data.indexed import IndexedWriter
+from trainyard.data.order import (
+    Blend,
+    SequenceOrder,
+    SequenceSettings,
+    build_order,
+    parse_split,
+)
+from trainyard.errors import DataError
+
+CASES = [
+    "synth_949_50_1",
+    "synth_949_50_1_seq128",
+    "synth_969_30_1",
+    "synth_keep_last_partial_valid",
+    "synth_no_weights",
+    "synth_noextra",
+    "synth_per_split",
+    "synth_single",
+]
+CUT = SequenceSettings(8, 1234)
+
+
+def sha256(array: np.ndarray, dtype: str) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array, dtype).tobytes()).hexdigest()
+
+
+def golden_orders(
+    case: dict[str, Any], folder: Path, cache: Path | None
+) -> tuple[SequenceSettings, dict[str, SequenceOrder | None]]:
+    def blend(given: Any) -> Blend:
+        prefixes, weights = given
+        paths = tuple(str(folder / "data" / prefix) for prefix in prefixes)
+        return Blend(paths, weights and tuple(weights))
+
+    blends = blend(case["blend"]) if case["blend"] else tuple(map(blend, case["blend_per_split"]))
+    cut = SequenceSettings(
+        case["seq"],
+        case["seed"],
+        extra_token=case["options"].get("add_extra_token_to_sequence", True),
+        drop_last_partial=case["options"].get("drop_last_partial_validation_sequence", True),
+    )
+    return cut, build_order(blends, case["split"], tuple(case["sizes"]), cut, cache)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_megatrons_order(shared_data: Path, tmp_path: Path, name: str, in_memory: bool) -> None:
+    folder = shared_data / "golden"
+    case = json.loads((folder / f"{name}.json").read_text())
+    with np.load(folder / f"{name}.npz", allow_pickle=False) as npz:
+        arrays = dict(npz)
+    cut, orders = golden_orders(case, folder, None if in_memory else tmp_path)
+    if case["split"]:
+        assert list(map(list, parse_split(case["split"]))) == case["split_matrix"]
+    assert set(orders) == set(case["splits"])
+    for split, facts in case["splits"].items():
+        order = orders[split]
+        assert order is not None
+        assert len(order) == facts["length"]
+        check_arrays(order, facts)
+        check_sequences(order, cut, split, arrays)
+
+
+def check_arrays(order: SequenceOrder, facts: dict[str, Any]) -> None:
+    for corpus, expected in zip(order.corpora, facts["mid"], strict=True):
+        assert len(corpus) == expected["num_samples_built"]
+        assert corpus.plan.n_epochs == expected["num_epochs"]
+        assert corpus.plan.shuffle_last_epoch_apart == expected["separate_final_epoch"]
+        for array, kind, name, key in (
+            (corpus.document_index, "<i4", "document_index", "sha256"),
+            (corpus.sequence_index, "<i8", "sample_index", "sha256_as_i8"),
+            (corpus.shuffle_index, "<u4", "shuffle_index", "sha256_as_u4"),
+        ):
+            assert list(array.shape) == expected[name]["shape"]
+            assert array.dtype.name == expected[name]["dtype"]
+            assert sha256(array, kind) == expected[name][key], name
+    if "weights" not in facts:
+        assert order.dataset_index is None
+        return
+    assert order.dataset_index is not None
+    assert order.dataset_sample_index is not None
+    assert sha256(order.dataset_index, "<i2") == facts["dataset_index_full_sha256"]
+    assert sha256(order.dataset_sample_index, "<i8") == facts["dataset_sample_index_full_sha256"]
+
+
+def check_sequences(
+    order: SequenceOrder, cut: SequenceSettings, split: str, arrays: dict[str, np.ndarray]
+) -> None:
+    hashes = arrays[f"{split}_tokens_sha256_16"]
+    rows = order.sequences(0, len(hashes))
+    tokens = rows[:, : cut.sequence_length]
+    if not cut.extra_token:  # Megatron-LM pads the label that is missing
+        rows = np.pad(rows, ((0, 0), (0, 1)))
+    labels = rows[:, 1:]
+    for kind, values in (("tokens", tokens), ("labels", labels)):
+        digests = [hashlib.sha256(row.tobytes()).digest()[:16] for row in values]
+        assert digests == [row.tobytes() for row in arrays[f"{split}_{kind}_sha256_16"]]
+    first = arrays[f"{split}_first16_tokens_labels"]
+    assert (np.stack([tokens, labels], 1)[: len(first)] == first).all()
+
+
+def test_one_sequence_is_a_row_of_many(shared_data: Path) -> None:
+    folder = shared_data / "golden"
+    case = json.loads((folder / "synth_keep_last_partial_valid.json").read_text())
+    _, orders = golden_orders(case, folder, None)
+    order = orders["valid"]
+    assert order is not None
+    rows = order.sequences(100, 700)
+    for index in (100, 350, 799):
+        assert (order.sequence(index) == rows[index - 100]).all()
+    assert order.sequences(2000, 0).shape == (0, 1025)
+    for start, count in ((-1, 1), (1999, 2), (0, 2001)):
+        with pytest.raises(IndexError, match=f"sequences {start} to {start + count} of 2000"):
+            order.sequences(start, count)
+
+
+def test_padding_is_counted(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", [7] * 3)
+    cut = SequenceSettings(8, 3, drop_last_partial=False)
+    blend = Blend((str(tmp_path / "corpus"),))
+    order = build_order((None, blend, None), None, (None, None, None), cut)["valid"]
+    assert order is not None
+    real = order.n_real_tokens(0, 3)
+    assert sorted(real.tolist()) == [5, 9, 9]
+    assert ((order.sequences(0, 3) > 0).sum(axis=1) == real).all()
+
+
+def write_corpus(prefix: Path, lengths: list[int]) -> str:
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        writer.add_documents(np.arange(1, sum(lengths) + 1), np.array(lengths))
+    return str(prefix)
+
+
+@pytest.fixture
+def corpora(tmp_path: Path) -> tuple[str, str]:
+    return write_corpus(tmp_path / "a", [20] * 30), write_corpus(tmp_path / "b", [30] * 30)
+
+
+def everything(orders: dict[Any, SequenceOrder | None]) -> list[Any]:
+    return [order and order.sequences(0, len(order)).tolist() for order in orders.values()]
+
+
+def test_a_second_start_reads_the_first_ones_arrays(
+    tmp_path: Path, corpora: tuple[str, str]
+) -> None:
+    cache = tmp_path / "cache"
+    arguments = (Blend(corpora, (1.0, 3.0)), "8,1,1", (90, 10, 5), CUT, cache)
+    first = everything(build_order(*arguments))
+    files = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
+    assert len(files) == 2 * 3 * 3 + 3 * 2 + 2  # arrays, blends, remembered contents
+    assert everything(build_order(*arguments)) == first
+    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == files
+    assert everything(build_order(*arguments[:-1])) == first
+
+
+def test_replaced_data_gets_a_new_order(tmp_path: Path, corpora: tuple[str, str]) -> None:
+    arguments = (Blend(corpora), "8,1,1", (90, 10, 5), CUT)
+    build_order(*arguments, tmp_path / "cache")
+    write_corpus(Path(corpora[0]), [10, 30] * 15)  # the same size, other documents
+    cached = everything(build_order(*arguments, tmp_path / "cache"))
+    assert cached == everything(build_order(*arguments))
+
+
+@pytest.mark.parametrize("kind", ["document", "sequence", "shuffle", "dataset", "dataset_sample"])
+def test_a_damaged_array_is_built_again(
+    tmp_path: Path, corpora: tuple[str, str], kind: str
+) -> None:
+    cache = tmp_path / "cache"
+    arguments = (Blend(corpora, (1.0, 3.0)), "8,1,1", (90, 10, 5), CUT, cache)
+    first = everything(build_order(*arguments))
+    for path in cache.glob(f"*-{kind}_index.npy"):
+        path.write_bytes(path.read_bytes()[:-2])
+    assert everything(build_order(*arguments)) == first
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 5}, {"sequence_length": 9}, {"extra_token": False}, {"split": "7,2,1"}]
+)
+def test_other_settings_get_another_order(
+    tmp_path: Path, corpora: tuple[str, str], change: dict[str, Any]
+) -> None:
+    def build(split: str = "8,1,1", seed: int = 1, **settings: Any) -> list[Any]:
+        cut = SequenceSettings(settings.pop("sequence_length", 8), seed, **settings)
+        orders = build_order(Blend(corpora, (1, 3)), split, (90, 10, 5), cut, tmp_path / "cache")
+        return everything(orders)
+
+    build()
+    assert build(**change) != build()
+
+
+def test_splits_that_nobody_asks_for_are_left_out(corpora: tuple[str, str]) -> None:
+    orders = build_order(Blend(corpora), "9,1", (50, 0, None), CUT)
+    assert [order and len(order) for order in orders.values()] == [50, None, None]
+
+
+def test_a_single_corpus_repeats_to_the_size_asked_for(corpora: tuple[str, str]) -> None:
+    order = build_order(Blend(corpora[:1]), "1", (500, 0, 0), CUT)["train"]
+    assert order is not None
+    assert len(order) >= 500
+    assert order.corpora[0].plan.n_epochs == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("949,50,1", ((0.0, 0.949), (0.949, 0.999), (0.999, 1.0))),
+        ("98, 2, 0", ((0.0, 0.98), (0.98, 1.0), None)),
+        ("1", ((0.0, 1.0), None, None)),
+        ("0,.5,.5", (None, (0.0, 0.5), (0.5, 1.0))),
+    ],
+)
+def test_splits(text: str, expected: object) -> None:
+    assert parse_split(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "9,a", "1,2,3,4", "9,-1,2", "1e3,1", "9,,1", "nan", "1.2.3"])
+def test_a_malformed_split_is_refused(text: str) -> None:
+    with pytest.raises(DataError, match=f"split {text!r} is not one to three numbers") as caught:
+        parse_split(text)
+    assert "949,50,1" in caught.value.hint
+
+
+def test_a_split_of_nothing_is_refused() -> None:
+    with pytest.raises(DataError, match="split '0,0' gives nothing to any split"):
+        parse_split("0,0")
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "weights", "problem"),
+    [
+        ((), None, "a blend of 0 corpora"),
+        (tuple(map(str, range(40_000))), None, "a blend of 40000 corpora; it takes 1 to 32766"),
+        (("a", "b", "a"), None, "corpus a is given twice"),
+        (("a", "b"), (1.0,), "1 weights for 2 corpora"),
+        (("a", "b"), (0.0, 0.0), "weight 0.0 of corpus a is not above 0"),
+        (("a", "b"), (1.0, -2.0), "weight -2.0 of corpus b is not above 0"),
+        (("a", "b"), (float("nan"), 1.0), "weight nan of corpus a"),
+    ],
+)
+def test_a_blend_that_is_none_is_refused(
+    prefixes: tuple[str, ...], weights: tuple[float, ...] | None, problem: str
+) -> None:
+    with pytest.raises(DataError, match=re.escape(problem)) as caught:
+        Blend(prefixes, weights)
+    assert caught.value.hint
+
+
+def test_an_empty_part_that_is_wanted_is_refused(corpora: tuple[str, str]) -> None:
+    problem = "7 test sequences are asked for, but split '9,1,0' gives test nothing"
+    with pytest.raises(DataError, match=problem):
+        build_order(Blend(corpora), "9,1,0", (50, 5, 7), CUT)
+    with pytest.raises(DataError, match="b: the test split gets none of its 30 documents"):
+        build_order(Blend(corpora[1:]), "99,0.5,0.5", (50, 0, 7), CUT)
+
+
+def test_weights_need_a_size(corpora: tuple[str, str]) -> None:
+    with pytest.raises(DataError, match="a blend with weights and no size"):
+        build_order(Blend(corpora, (1.0, 1.0)), "9,1", (None, None, None), CUT)
+
+
+def test_a_corpus_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nothing.bin: No such file"):
+        build_order(Blend((str(tmp_path / "nothing"),)), "9,1", (5, 5, 0), CUT)
+
+
+def test_a_corpus_drawn_too_often_is_refused(tmp_path: Path) -> None:
+    """Two sequences become eleven, one from each at least, and so more than one from the heavy."""
+    prefixes = tuple(write_corpus(tmp_path / name, [80]) for name in "abcdefghijk")
+    arguments = (Blend(prefixes, (10.0, *[1.0] * 10)), "1", (2, 0, 0), CUT, tmp_path / "cache")
+    assert build_order(*arguments)["train"] is not None
+    write_corpus(tmp_path / "a", [8])
+    problem = r"the blend draws 5 sequences from .*a, which has 2"
+    with pytest.raises(DataError, match=problem) as caught:
+        build_order(*arguments)
+    assert "ask for more than 2: 11 corpora cannot share so few" in caught.value.hint

@@ -1,0 +1,252 @@
+"""Tests of the readers: what they accept, every fault with its place, and how files are cut."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from trainyard.data.sources import Fault, Segment, find_files, read_documents, split_into_units
+from trainyard.data.sources.documents import MAX_DOCUMENT_BYTES
+from trainyard.errors import DataError
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+TEXTS = ["first", "", "naïve 漢字 😀", 'quote " and \\ and \n', "last"]
+
+
+def jsonl(texts: list[str], key: str = "text") -> bytes:
+    return b"".join(json.dumps({"id": 1, key: text}).encode() + b"\n" for text in texts)
+
+
+def read(path: Path, key: str = "text") -> tuple[list[str], list[Fault]]:
+    batches = list(read_documents(Segment(path, 0, path.stat().st_size), key))
+    texts = [text for batch in batches for text in batch.texts]
+    return texts, [fault for batch in batches for fault in batch.faults]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_every_compression_gives_the_same_documents(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    # Two frames, as `cat a.gz b.gz` writes, and documents far larger than a chunk.
+    texts = [*TEXTS, "x" * 9_000_000, "end"]
+    path.write_bytes(COMPRESS[suffix](jsonl(texts[:3])) + COMPRESS[suffix](jsonl(texts[3:])))
+    assert read(path) == (texts, [])
+    consumed = sum(b.n_bytes for b in read_documents(Segment(path, 0, path.stat().st_size), "text"))
+    assert consumed == path.stat().st_size
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_text_file_is_one_document(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(COMPRESS[suffix](b"\xef\xbb\xbfone\r\ntwo\n"))
+    assert read(path) == (["one\r\ntwo\n"], [])
+
+
+def test_parquet_gives_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    texts = [f"row {n} é" for n in range(2000)]
+    table = pyarrow.table({"id": list(range(2000)), "body": texts})
+    pyarrow.parquet.write_table(table, path, row_group_size=300)
+    assert read(path, "body") == (texts, [])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n',
+        b'{"text": "a"}\r\n{"text": "b"}\r\n',
+        b'\n \t\r\n{"text": "a"}\n\n{"text": "b"}',
+        b'{"text": "a", "score": NaN}\n{"other": "\\ud800", "text": "b"}\n',
+        b'{"text": "first", "text": "a"}\n{"text": "b"}\n',
+    ],
+    ids=["byte order mark", "CRLF", "blank lines", "loose JSON", "last of two keys"],
+)
+def test_what_python_accepts_is_accepted(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(data)
+    assert read(path) == (["a", "b"], [])
+
+
+FAULTS = [
+    (b'{"txt": "a", "n": 1}', "missing key", 'no key "text"; the keys are: txt, n', '"txt"'),
+    (b"{}", "missing key", 'there is no key "text"; the keys are: none', "json_key"),
+    (b'{"text": null}', "not a string", 'the value of "text" is null, not a string', "mend"),
+    (b'{"text": 12}', "not a string", 'the value of "text" is 12, not a string', "mend"),
+    (b'{"text": "a"', "malformed JSON", "not valid JSON: Expecting ',' delimiter", "one JSON"),
+    (b'{"text": "a"} {"text": "b"}', "malformed JSON", "Extra data", "one JSON object a line"),
+    (b'["a"]', "malformed JSON", 'expected a JSON object, found ["a"]', '{"text": "..."}'),
+    (b'{"text": "a\xff"}', "invalid UTF-8", "byte 45 (0xff) is not valid UTF-8", "UTF-8"),
+    (
+        b'{"text": "a\\ud800"}',
+        "lone surrogate",
+        r"the lone surrogate \ud800 at character 1",
+        "half",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "kind", "detail", "hint"), FAULTS)
+@pytest.mark.parametrize("suffix", ["", ".zst"])
+def test_a_bad_line_is_named(
+    tmp_path: Path, suffix: str, line: bytes, kind: str, detail: str, hint: str
+) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    good = b'{"text": "good"}\n'
+    path.write_bytes(COMPRESS[suffix](good + good + line + b"\n" + good))
+    texts, faults = read(path)
+    assert texts == ["good"] * 3
+    assert [(fault.kind, fault.position) for fault in faults] == [(kind, 3)]
+    assert detail in faults[0].detail
+    assert hint in faults[0].hint
+
+
+def test_the_byte_of_invalid_utf8_counts_the_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "\xff"}\n')
+    assert "byte 13 (0xff)" in read(path)[1][0].detail
+    text = tmp_path / "a.txt"
+    text.write_bytes(b"abc\xe9")
+    assert "byte 3 (0xe9)" in read(text)[1][0].detail
+
+
+def test_a_line_too_long_for_memory_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"text": "a"}\n')
+        file.truncate(2 * MAX_DOCUMENT_BYTES)  # a hole in the file costs no disk
+        file.seek(0, 2)
+        file.write(b'\n{"text": "b\xff"}\n{"text": "b"}\n')
+    tracemalloc.start()
+    texts, faults = read(path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 1.2 * MAX_DOCUMENT_BYTES
+    assert texts == ["a", "b"]
+    assert [(fault.kind, fault.position) for fault in faults] == [
+        ("too long", 2),
+        ("invalid UTF-8", 3),
+    ]
+    assert "128 MiB is the most" in faults[0].hint
+    assert f"byte {2 * MAX_DOCUMENT_BYTES + 1 + 11} " in faults[1].detail
+
+
+def test_a_text_file_too_long_for_one_document_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    with path.open("wb") as file:
+        file.truncate(MAX_DOCUMENT_BYTES + 1)
+    assert [fault.detail for fault in read(path)[1]] == ["the file is too long for one document"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("damage", ["cut short", "not compressed", "rubbish after the end"])
+def test_a_damaged_file_gives_what_comes_before(tmp_path: Path, suffix: str, damage: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    good, more = COMPRESS[suffix](jsonl(TEXTS)), COMPRESS[suffix](jsonl(["never complete"]))
+    data = {
+        "cut short": good + more[: len(more) // 2],
+        "not compressed": b'{"text": "plain"}\n' * 9,
+        "rubbish after the end": good + b"rubbish!" * 9,
+    }[damage]
+    path.write_bytes(data)
+    texts, faults = read(path)
+    assert texts == ([] if damage == "not compressed" else TEXTS)
+    assert faults[-1].kind == "damaged file"
+    assert f"the file is damaged after line {len(texts)}" in faults[-1].detail
+    assert "fetch or make the file again" in faults[-1].hint
+
+
+def test_faults_of_parquet_name_the_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    broken = pyarrow.array([b"a", b"\xff", None, b"d"], pyarrow.binary())
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 4, broken.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": text, "n": [1, 2, 3, 4]}), path)
+    texts, faults = read(path)
+    assert texts == ["a", "d"]
+    assert [(f.kind, f.position) for f in faults] == [("invalid UTF-8", 2), ("not a string", 3)]
+    texts, faults = read(path, "txt")
+    assert faults[0].detail == 'there is no key "txt"; the keys are: text, n'
+    assert 'did you mean "text"?' in faults[0].hint
+    path.write_bytes(path.read_bytes()[:-20])
+    assert read(path)[1][0].kind == "damaged file"
+
+
+def test_files_are_sorted_and_folders_searched(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a/z.txt.gz", "a/y.parquet", "a/notes.md", ".hidden.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    names = ["a/y.parquet", "a/z.txt.gz", "b.jsonl"]
+    assert find_files([str(tmp_path)]) == [tmp_path / name for name in names]
+    assert find_files([str(tmp_path / "**/*.*l"), str(tmp_path / "a/z.txt.gz")]) == [
+        tmp_path / "b.jsonl",
+        tmp_path / "a/z.txt.gz",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("item", "problem", "hint"),
+    [
+        ("missing.jsonl", "missing.jsonl does not exist", "check the path"),
+        ("*.zst", "no file matches", "check the pattern"),
+        ("a.xml", "a.xml has no known extension", "known are .jsonl"),
+        ("a.parquet.gz", "a.parquet.gz has no known extension", "known are .jsonl"),
+        ("empty", "holds no file with a known extension", "known are .jsonl"),
+    ],
+)
+def test_a_wrong_input_is_named(tmp_path: Path, item: str, problem: str, hint: str) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("a.xml", "a.parquet.gz"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError) as caught:
+        find_files([str(tmp_path / item)])
+    assert problem in caught.value.problem
+    assert hint in caught.value.hint
+
+
+def test_an_input_given_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(DataError, match="is given twice"):
+        find_files([str(tmp_path), str(tmp_path / "a.jsonl")])
+    with pytest.raises(DataError, match="no input was given"):
+        find_files([])
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 7, 64, 100, 1000, 10**6])
+def test_units_hold_every_line_once(tmp_path: Path, unit_bytes: int) -> None:
+    path = tmp_path / "a.jsonl"
+    texts = [str(n) * (n % 50) for n in range(100)]
+    path.write_bytes(jsonl(texts).removesuffix(b"\n"))
+    small = [tmp_path / f"{n}.txt" for n in range(3)]
+    for file, data in zip(small, (b"", b"text", b"text"), strict=True):
+        file.write_bytes(data)
+    units = split_into_units([path, *small], unit_bytes)
+    segments = [segment for unit in units for segment in unit]
+    read_texts = [t for s in segments for batch in read_documents(s, "text") for t in batch.texts]
+    assert read_texts == [*texts, "", "text", "text"]
+    lines = [batch.n_lines for s in segments for batch in read_documents(s, "text")]
+    assert sum(lines) == 103
+    if unit_bytes == 10**6:
+        assert len(units) == 1
+    if unit_bytes == 100:
+        assert len(units) > 20
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    segment = Segment(tmp_path / "gone.jsonl", 0, 10)
+    with pytest.raises(DataError, match=r"gone.jsonl cannot be read: No such file") as caught:
+        list(read_documents(segment, "text"))
+    assert "check that the file is there" in caught.value.hint

@@ -1,0 +1,325 @@
+"""Tests of the tokenizer: OpenAI's ids, both file layouts, every refusal."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from trainyard.data import tokenizer as subject
+from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from trainyard.data.vocabulary import Vocabulary, byte_symbols, load_vocabulary
+from trainyard.errors import DataError
+
+EOT = "<|endoftext|>"
+INJECTIONS = [EOT, f"a{EOT}b", f"{EOT}{EOT}", f" {EOT} \n{EOT}", "<|endoftext", f"x<|{EOT}|>"]
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(shared_data: Path) -> Path:
+    return shared_data / "gpt2"
+
+
+@pytest.fixture(scope="module")
+def gpt2(gpt2_folder: Path) -> Tokenizer:
+    return load_tokenizer(gpt2_folder)
+
+
+@pytest.fixture(scope="module")
+def gpt2_tiktoken(gpt2_folder: Path) -> tiktoken.Encoding:
+    vocabulary = load_vocabulary(gpt2_folder)
+    ranks = {data: rank for rank, data in enumerate(vocabulary.token_bytes[:-1])}
+    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    return tiktoken.Encoding(
+        "gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: 50256}
+    )
+
+
+@pytest.fixture(scope="module")
+def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(corpus(), 320, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(trained_folder: Path) -> Tokenizer:
+    return load_tokenizer(trained_folder)
+
+
+def corpus() -> list[str]:
+    words = [
+        f"{a}{b}{c}" for a in ("un", "re", "in") for b in ("do", "make", "count") for c in "abc"
+    ]
+    return [" ".join(words), "The end, he said; it's 12 o'clock.\n\n", " ".join(reversed(words))]
+
+
+def test_ids_are_those_of_openai(gpt2: Tokenizer, shared_data: Path) -> None:
+    lines = (shared_data / "golden" / "gpt2_tricky.jsonl").read_text("utf-8").splitlines()
+    cases = [json.loads(line) for line in lines]
+    tokens, lengths = gpt2.encode_batch([case["text"] for case in cases])
+    assert tokens.dtype == np.uint32
+    assert lengths.tolist() == [len(case["ids"]) for case in cases]
+    assert tokens.tolist() == [token for case in cases for token in case["ids"]]
+    assert len(cases) > 1000
+
+
+def test_the_fast_engine_is_in_use(gpt2: Tokenizer) -> None:
+    assert isinstance(gpt2._engine, subject._GigatokenEngine)
+    assert gpt2.vocabulary_size == 50257
+    assert gpt2.eod_id == 50256
+    assert gpt2.name == "gpt2"
+    assert gpt2.encode(" hello world") == [23748, 995]
+
+
+@pytest.mark.parametrize("text", INJECTIONS)
+def test_an_end_of_document_in_a_text_is_text(
+    gpt2: Tokenizer, gpt2_tiktoken: tiktoken.Encoding, text: str
+) -> None:
+    ids = gpt2.encode(text)
+    assert 50256 not in ids
+    assert ids == gpt2_tiktoken.encode_ordinary(text)
+    assert gpt2.decode(ids) == text
+
+
+def test_an_end_of_document_in_a_text_is_parsed_on_request(
+    gpt2_folder: Path, gpt2_tiktoken: tiktoken.Encoding
+) -> None:
+    parsing = load_tokenizer(gpt2_folder, "parse")
+    assert parsing.encode(f"a{EOT}b") == [64, 50256, 65]
+    for text in INJECTIONS:
+        assert parsing.encode(text) == gpt2_tiktoken.encode(text, allowed_special="all")
+
+
+@settings(max_examples=50)
+@given(st.lists(st.text(), max_size=4))
+def test_any_text_has_the_ids_of_tiktoken_and_comes_back(
+    gpt2: Tokenizer, gpt2_tiktoken: tiktoken.Encoding, texts: list[str]
+) -> None:
+    tokens, lengths = gpt2.encode_batch(texts)
+    expected = [gpt2_tiktoken.encode_ordinary(text) for text in texts]
+    assert lengths.tolist() == [len(ids) for ids in expected]
+    assert tokens.tolist() == [token for ids in expected for token in ids]
+    assert gpt2.decode(tokens) == "".join(texts)
+
+
+@given(st.text() | st.text("undomake <|>endoftext'\n", max_size=40))
+def test_a_trained_tokenizer_gives_every_text_back(trained: Tokenizer, text: str) -> None:
+    ids = trained.encode(text)
+    assert trained.decode(ids) == text
+    assert trained.eod_id not in ids
+
+
+def test_a_trained_tokenizer_is_the_same_every_time(trained_folder: Path, tmp_path: Path) -> None:
+    path = train_tokenizer(corpus(), 320, tmp_path)
+    assert path.read_bytes() == (trained_folder / "tokenizer.json").read_bytes()
+    trained = load_tokenizer(tmp_path)
+    assert (trained.vocabulary_size, trained.eod_id) == (320, 319)
+    assert len(trained.encode("undoa remakeb")) <= 4
+
+
+def test_what_is_saved_opens_in_hugging_face(trained_folder: Path, trained: Tokenizer) -> None:
+    other = HuggingFaceTokenizer.from_file(str(trained_folder / "tokenizer.json"))
+    assert other.token_to_id(EOT) == 319
+    assert other.encode("The remakeb, it's é").ids == trained.encode("The remakeb, it's é")
+    assert other.decode(trained.encode("The remakeb, it's é")) == "The remakeb, it's é"
+
+
+def write_gpt2_layout(folder: Path, vocabulary: Vocabulary) -> None:
+    ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
+    (folder / "vocab.json").write_text(json.dumps(ids), "utf-8")
+    merges = ["#version: 0.2", *(f"{left} {right}" for left, right in vocabulary.merges), ""]
+    (folder / "merges.txt").write_text("\n".join(merges), "utf-8")
+
+
+def test_both_layouts_have_one_fingerprint(trained_folder: Path, tmp_path: Path) -> None:
+    fingerprint = load_vocabulary(trained_folder).fingerprint
+    assert load_vocabulary(trained_folder / "tokenizer.json").fingerprint == fingerprint
+    write_gpt2_layout(tmp_path, load_vocabulary(trained_folder))
+    assert load_vocabulary(tmp_path).fingerprint == fingerprint
+    # As the Hugging Face hub writes it: merges as strings, offsets trimmed or not.
+    content = json.loads((trained_folder / "tokenizer.json").read_text("utf-8"))
+    content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+    content["pre_tokenizer"]["trim_offsets"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    assert load_vocabulary(tmp_path).fingerprint == fingerprint
+
+
+def test_any_change_changes_the_fingerprint(trained_folder: Path, tmp_path: Path) -> None:
+    vocabulary = load_vocabulary(trained_folder)
+    swapped = [vocabulary.merges[1], vocabulary.merges[0], *vocabulary.merges[2:]]
+    changed = [
+        replace(vocabulary, merges=swapped),
+        replace(vocabulary, tokens=vocabulary.tokens[::-1]),
+        replace(vocabulary, special_tokens={**vocabulary.special_tokens, "a": 3}),
+        replace(vocabulary, split={**vocabulary.split, "use_regex": False}),
+    ]
+    assert len({vocabulary.fingerprint, *(other.fingerprint for other in changed)}) == 5
+
+
+def test_byte_symbols_are_gpt2s() -> None:
+    symbols = byte_symbols()
+    assert len(set(symbols)) == 256
+    assert (symbols[32], symbols[10], symbols[0xE9], symbols[0xAD]) == ("Ġ", "Ċ", "é", "Ń")
+
+
+def test_half_a_character_is_refused_and_decoded_with_a_mark(trained: Tokenizer) -> None:
+    with pytest.raises(DataError, match=r"text 1 holds the lone surrogate \\ud800 at character 2"):
+        trained.encode_batch(["fine", "ab\ud800"])
+    assert trained.decode(trained.encode("é")[:1]) == "\ufffd"
+
+
+@pytest.mark.parametrize("token_id", [-1, 320])
+def test_an_id_outside_the_vocabulary_is_refused(trained: Tokenizer, token_id: int) -> None:
+    with pytest.raises(
+        DataError, match=rf"id {token_id} is outside the vocabulary of .* \(0 to 319"
+    ):
+        trained.decode([5, token_id])
+
+
+def test_an_engine_that_differs_is_not_used(
+    trained_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    vocabulary = load_vocabulary(trained_folder)
+    reference = subject._HuggingFaceEngine(vocabulary.render_json(with_special_tokens=False))
+    same = subject._GigatokenEngine(vocabulary.render_json(with_special_tokens=False))
+    other = subject._GigatokenEngine(vocabulary.render_json())
+    assert subject._choose_engine(same, reference, "a") is same
+    assert not caplog.text
+    assert subject._choose_engine(other, reference, "a") is reference
+    assert "tokenizer a: the fast engine gives other ids" in caplog.text
+
+
+def test_a_vocabulary_the_fast_engine_refuses_is_still_served(
+    trained_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = json.loads((trained_folder / "tokenizer.json").read_text("utf-8"))
+    odd = {"type": "Split", "pattern": {"Regex": "o|e"}, "behavior": "Isolated", "invert": False}
+    byte_level = {**content["pre_tokenizer"], "use_regex": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [odd, byte_level]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    with caplog.at_level(logging.WARNING):
+        tokenizer = load_tokenizer(tmp_path)
+    assert "the fast engine" in caplog.text
+    assert isinstance(tokenizer._engine, subject._HuggingFaceEngine)
+    tokens, lengths = tokenizer.encode_batch(["redo the end", "", "x"])
+    assert tokenizer.decode(tokens) == "redo the endx"
+    assert lengths[1:].tolist() == [0, 1]
+    with pytest.raises(DataError, match="text 0 holds the lone surrogate"):
+        tokenizer.encode("\udfff")
+
+
+def test_the_cache_of_the_fast_engine_is_made_anew(trained_folder: Path) -> None:
+    engine = subject._GigatokenEngine(load_vocabulary(trained_folder).render_json())
+    before = engine._tokenizer
+    engine.cache_limit_bytes = -(2**40)
+    engine.check_every_characters = 20
+    tokens, _ = engine.encode_batch(["undo the end"])
+    assert engine._tokenizer is before
+    again, _ = engine.encode_batch(["undo the end"])
+    assert engine._tokenizer is not before
+    assert again.tolist() == tokens.tolist()
+
+
+def test_too_little_text_or_too_few_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the text gives only 257 tokens, not 300") as caught:
+        train_tokenizer(["a"], 300, tmp_path)
+    assert "ask for 257 tokens or fewer" in caught.value.hint
+    with pytest.raises(DataError, match="a vocabulary of 256 tokens is too small"):
+        train_tokenizer(["a"], 256, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"the tokenizer .*nowhere does not exist") as caught:
+        load_vocabulary(tmp_path / "nowhere")
+    assert "vocab.json and merges.txt" in caught.value.hint
+    with pytest.raises(DataError, match=r"has no vocab.json"):
+        load_vocabulary(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(DataError, match=r"has no merges.txt"):
+        load_vocabulary(tmp_path)
+
+
+def _drop(token: str) -> Callable[[Any], Any]:
+    def change(content: Any) -> None:
+        content["added_tokens"] = []
+        del content["model"]["vocab"][token]
+
+    return change
+
+
+def _put(*path: str, value: object) -> Callable[[Any], Any]:
+    def change(content: Any) -> None:
+        for name in path[:-1]:
+            content = content[name]
+        content[path[-1]] = value
+
+    return change
+
+
+BROKEN = [
+    (
+        _put("model", "type", value="WordPiece"),
+        "not a byte-level BPE tokenizer: model.type is 'Word",
+    ),
+    (_put("model", value=None), "model.type is None, not BPE"),
+    (_put("model", "byte_fallback", value=True), "model.byte_fallback, dropout or ignore_merges"),
+    (_put("model", "end_of_word_suffix", value="</w>"), "with a prefix or a suffix"),
+    (_put("normalizer", value={"type": "NFC"}), "its normalizer changes the text"),
+    (_put("pre_tokenizer", value={"type": "Whitespace"}), "ends in 'Whitespace'"),
+    (_put("pre_tokenizer", value=None), "pre_tokenizer ends in None"),
+    (_put("pre_tokenizer", "add_prefix_space", value=True), "or puts a space before the text"),
+    (_put("added_tokens", value=[{"id": 3}]), "is malformed: KeyError 'content'"),
+    (_put("model", "vocab", "a", value="x"), "an id is not a whole number"),
+    (_put("model", "vocab", "new", value=500), "the ids are not 0 to 320 without gaps"),
+    (_put("model", "vocab", "漢", value=320), "the token '漢' (id 320) is not bytes"),
+    (_put("model", "merges", value=[7]), "is malformed: TypeError 'int' object is not"),
+    (_put("model", "merges", value=["a b c"]), "merge 0 is ('a', 'b', 'c'), not two tokens"),
+    (
+        _put("model", "merges", value=["q q"]),
+        "merge 0 'q' + 'q' needs the token 'qq', which is not",
+    ),
+    (_drop(EOT), "has no token <|endoftext|>"),
+]
+
+
+@pytest.mark.parametrize(("change", "problem"), BROKEN)
+def test_a_wrong_tokenizer_is_refused(
+    trained_folder: Path, tmp_path: Path, change: Callable[[Any], Any], problem: str
+) -> None:
+    content = json.loads((trained_folder / "tokenizer.json").read_text("utf-8"))
+    change(content)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content), "utf-8")
+    with pytest.raises(DataError) as caught:
+        load_vocabulary(path)
+    assert problem in caught.value.problem
+    assert str(path) in caught.value.problem
+    assert caught.value.hint
+
+
+def test_a_vocabulary_without_a_byte_is_refused(trained_folder: Path, tmp_path: Path) -> None:
+    content = json.loads((trained_folder / "tokenizer.json").read_text("utf-8"))
+    ids = content["model"]["vocab"]
+    ids["zz"] = ids.pop(byte_symbols()[7])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    with pytest.raises(DataError, match="not a byte-level vocabulary: no token for byte 7"):
+        load_vocabulary(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"\xff"'])
+def test_a_file_that_is_not_json_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=r"tokenizer.json is not (valid JSON|a JSON object)"):
+        load_vocabulary(tmp_path)

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from trainyard.checkpoint.load import build_model_from_checkpoint, verify_checkpoint
+from trainyard.cli.import_ import import_
+from trainyard.config.load import load_run
+from trainyard.errors import CheckpointError
+from trainyard.export.from_huggingface import import_huggingface
+from trainyard.export.to_huggingface import export_huggingface
+
+transformers = pytest.importorskip("transformers")
+
+
+def _random_gpt2(folder: Path, shard: str = "5GB", **options):
+    config = transformers.GPT2Config(
+        vocab_size=259, n_positions=48, n_embd=32, n_layer=3, n_head=4, **options
+    )
+    torch.manual_seed(5)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+@pytest.fixture
+def theirs(tmp_path) -> Path:
+    _random_gpt2(tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+VARIANTS = {
+    "as usual": {},
+    "untied": {"tie_word_embeddings": False},
+    "narrow": {"n_inner": 80},
+    "sharded": {"shard": "40KB"},
+    "other numbers": {
+        "layer_norm_epsilon": 1e-3,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+        "resid_pdrop": 0,
+    },
+    "other spelling": {"activation_function": "gelu_pytorch_tanh"},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_there_and_back_is_bitwise_with_equal_logits(tmp_path, options):
+    model = _random_gpt2(tmp_path / "theirs", **options)
+    checkpoint = import_huggingface(tmp_path / "theirs", tmp_path / "runs" / "mine")
+    assert checkpoint == tmp_path / "runs" / "mine" / "checkpoints" / "step-00000000"
+    verify_checkpoint(checkpoint)
+    ours, _, manifest = build_model_from_checkpoint(checkpoint)
+    assert manifest.step == 0
+    tokens = torch.randint(259, (2, 48), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        found = ours.logits(ours(tokens))
+    assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+    export_huggingface(checkpoint, tmp_path / "back")
+    before = _tensors(tmp_path / "theirs")
+    after = _tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def test_the_run_can_be_trained_on(theirs, tmp_path, tokenizer_folder):
+    for name in ("vocab.json", "merges.txt"):
+        (tokenizer_folder / name).rename(theirs / name)
+    output = tmp_path / "runs" / "mine"
+    checkpoint = import_huggingface(theirs, output)
+    assert sorted(path.name for path in output.iterdir()) == [
+        "checkpoints",
+        "run.toml",
+        "tokenizer",
+    ]
+    run = load_run(str(output / "run.toml")).run
+    model, saved, _ = build_model_from_checkpoint(checkpoint)
+    assert run == saved
+    assert run.name == "mine"
+    assert run.tokenizer.path == str(output / "tokenizer")
+    assert run.model.vocabulary_size == 259
+    assert model.embedding.weight.shape == (384, 32)
+    assert torch.count_nonzero(model.embedding.weight[259:]) == 0
+    assert not list(output.parent.glob(".*"))
+    export_huggingface(checkpoint, tmp_path / "back")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert tokenizer("<|endoftext|>")["input_ids"] == [258]
+
+
+def test_old_names_masks_and_half_precision_are_read(theirs, tmp_path):
+    weights = load_file(theirs / "model.safetensors")
+    old = {name.removeprefix("transformer."): t.half() for name, t in weights.items()}
+    old["h.0.attn.bias"] = torch.ones(1, 1, 48, 48)
+    old["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    old["lm_head.weight"] = old["wte.weight"].clone()
+    save_file(old, theirs / "model.safetensors")
+    model, _, _ = build_model_from_checkpoint(import_huggingface(theirs, tmp_path / "mine"))
+    assert torch.equal(model.positions.weight, old["wpe.weight"].float())
+
+
+REFUSED_OPTIONS = {
+    "scale_attn_by_inverse_layer_idx": (True, "scale_attn_by_inverse_layer_idx: .*got True"),
+    "reorder_and_upcast_attn": (True, "reorder_and_upcast_attn: .*got True"),
+    "scale_attn_weights": (False, "scale_attn_weights: .*got False"),
+    "add_cross_attention": (True, "add_cross_attention: .*got True"),
+    "activation_function": ("relu", "activation_function: .*got 'relu'"),
+    "model_type": ("llama", "model_type: .*got 'llama'"),
+    "n_head": (5, "d_model=32 must be divisible by n_heads=5"),
+    "n_embd": ("32; rm", "n_embd: .*valid integer"),
+    "attn_pdrop": (0.2, "attn_pdrop=0.2 and resid_pdrop=0.1 differ"),
+    "n_layer": (10**12, "says n_layer=1000000000000, but there are 40 tensors"),
+    "n_inner": (10**12, r"c_fc.weight' in .* has shape \[32, 128\]; its config.json says \[32, 1"),
+    "n_positions": (10**12, "transformer.wpe.weight' in .* has shape"),
+    "vocab_size": (10**12, "transformer.wte.weight' in .* has shape"),
+}
+
+
+@pytest.mark.parametrize("option", REFUSED_OPTIONS)
+def test_what_our_model_does_not_compute_is_refused(theirs, tmp_path, option):
+    value, message = REFUSED_OPTIONS[option]
+    config = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps({**config, option: value}))
+    with pytest.raises(CheckpointError, match=message):
+        import_huggingface(theirs, tmp_path / "mine")
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs"}
+
+
+def test_pickles_are_refused_with_a_way_out(theirs, tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "marker"),)
+
+    payload = pickle.dumps(Bomb())
+    (theirs / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors; it has no weights"):
+        import_huggingface(theirs, tmp_path / "mine")
+    (theirs / "pytorch_model.bin").write_bytes(payload)
+    with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin, and pickles") as raised:
+        import_huggingface(theirs, tmp_path / "mine")
+    assert "from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)" in raised.value.hint
+    (theirs / "model.safetensors").write_bytes(payload)
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        import_huggingface(theirs, tmp_path / "mine")
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    "index, message",
+    [
+        ({"weight_map": {"a": "../theirs/model.safetensors"}}, "only files beside it can be read"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "only files beside it can be read"),
+        ({"weight_map": {"a": 7}}, "only files beside it can be read"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors cannot be read"),
+        ({"weight_map": [1]}, "is malformed"),
+        ({}, "is malformed: KeyError"),
+        ([], "is malformed"),
+    ],
+)
+def test_a_hostile_index_is_refused(theirs, tmp_path, index, message):
+    (theirs / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        import_huggingface(theirs, tmp_path / "mine")
+
+
+def test_missing_and_unknown_tensors_are_named(theirs, tmp_path):
+    weights = load_file(theirs / "model.safetensors")
+    save_file(weights | {"adapter.a": torch.ones(1)}, theirs / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 tensors that no GPT-2 has: adapter\.a"):
+        import_huggingface(theirs, tmp_path / "mine")
+    del weights["transformer.ln_f.bias"]
+    save_file(weights, theirs / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has no tensor 'transformer\.ln_f\.bias'"):
+        import_huggingface(theirs, tmp_path / "mine")
+
+
+def test_the_command_makes_a_run_folder_once(theirs, tmp_path):
+    app = typer.Typer()
+    app.command()(import_)
+    arguments = [str(theirs), "--output", str(tmp_path / "mine")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "fill in data, batches and schedule" in " ".join(result.output.split())
+    again = CliRunner().invoke(app, arguments)
+    assert isinstance(again.exception, CheckpointError)
+    assert f"{tmp_path / 'mine'} exists already" in str(again.exception)
+    assert "Example: trainyard import gpt2" in CliRunner().invoke(app, ["--help"]).output
+    with pytest.raises(CheckpointError, match=r"cannot read .*nowhere/config\.json"):
+        import_huggingface(tmp_path / "nowhere", tmp_path / "other")

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+import typer
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from trainyard.cli.export import export
+from trainyard.data.vocabulary import byte_symbols
+from trainyard.errors import CheckpointError, MachineError
+from trainyard.export import to_huggingface
+from trainyard.export.to_huggingface import (
+    compare_logits,
+    export_huggingface,
+    require_equal_logits,
+)
+
+transformers = pytest.importorskip("transformers")
+
+VARIANTS = {
+    "as usual": [],
+    "untied": ["model.tied_embeddings=false"],
+    "narrow": ["model.d_ff=96"],
+    "padded": ["model.vocabulary_size=500"],
+    "one head": ["model.n_heads=1"],
+    "other epsilon": ["model.layer_norm_epsilon=1e-3", "model.dropout=0.0"],
+}
+
+
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)
+def test_transformers_gives_the_same_logits(make_checkpoint, tmp_path, overrides):
+    checkpoint, model = make_checkpoint(*overrides)
+    export_huggingface(checkpoint, tmp_path / "out")
+    theirs, loading = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    tokens = torch.randint(500, (2, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model.logits(model(tokens))
+        found = theirs.eval()(tokens).logits
+    assert found.shape == expected.shape
+    largest = expected.abs().max()
+    assert largest > 0.5
+    assert (found - expected).abs().max() <= 2e-6 * largest
+
+
+def test_the_config_says_what_the_run_says(make_checkpoint, tmp_path, tokenizer_folder):
+    checkpoint, _ = make_checkpoint(
+        f"tokenizer.path={tokenizer_folder}", "model.vocabulary_size=259", "model.d_ff=96"
+    )
+    names = export_huggingface(checkpoint, tmp_path / "out")
+    assert names == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 259,
+        "n_positions": 64,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_inner": 96,
+        "activation_function": "gelu_new",
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "bos_token_id": 258,
+        "eos_token_id": 258,
+        "torch_dtype": "float32",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "add_cross_attention": False,
+    }
+
+
+def test_auto_tokenizer_opens_the_folder(make_checkpoint, tmp_path, tokenizer_folder):
+    checkpoint, _ = make_checkpoint(
+        f"tokenizer.path={tokenizer_folder}", "model.vocabulary_size=259"
+    )
+    export_huggingface(checkpoint, tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer("hello<|endoftext|>")["input_ids"]
+    assert ids == [256, 257, byte_symbols().index("o"), 258]
+    assert tokenizer.decode(ids) == "hello<|endoftext|>"
+    assert tokenizer.eos_token_id == 258
+    assert tokenizer.model_max_length == 64
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    written = model.generate(torch.tensor([ids[:2]]), max_new_tokens=3, do_sample=False)
+    assert written.shape[1] <= 5
+
+
+def test_without_a_tokenizer_there_is_a_warning(make_checkpoint, tmp_path, caplog):
+    checkpoint, _ = make_checkpoint("tokenizer.path=gone")
+    with caplog.at_level(logging.WARNING):
+        names = export_huggingface(checkpoint, tmp_path / "out")
+    assert "exporting without a tokenizer: gone is not here" in caplog.text
+    assert "tokenizer.json" not in names
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_may_be_rounded(make_checkpoint, tmp_path, dtype):
+    checkpoint, model = make_checkpoint()
+    export_huggingface(checkpoint, tmp_path / "out", dtype)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {dtype}
+    expected = model.blocks["1"].mlp.up.weight.t().to(dtype)
+    assert torch.equal(weights["transformer.h.1.mlp.c_fc.weight"], expected)
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", dtype="auto")
+    assert theirs.dtype == dtype
+    assert 1e-5 < compare_logits(checkpoint, tmp_path / "out") < 0.03
+
+
+def test_large_models_are_sharded_with_an_index(make_checkpoint, tmp_path):
+    checkpoint, _ = make_checkpoint()
+    names = export_huggingface(checkpoint, tmp_path / "out", shard_limit_bytes=200_000)
+    assert "model-00001-of-00003.safetensors" in names
+    assert "model.safetensors.index.json" in names
+    assert compare_logits(checkpoint, tmp_path / "out") < 2e-6
+
+
+def test_an_output_that_exists_is_left_alone(make_checkpoint, tmp_path):
+    checkpoint, _ = make_checkpoint()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="out exists already\nhint: name another --output"):
+        export_huggingface(checkpoint, tmp_path / "out")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match=r"cannot write .*file/out"):
+        export_huggingface(checkpoint, tmp_path / "file" / "out")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_wrong_export_is_noticed(make_checkpoint, tmp_path):
+    checkpoint, _ = make_checkpoint()
+    export_huggingface(checkpoint, tmp_path / "out")
+    assert require_equal_logits(checkpoint, tmp_path / "out", torch.float32) <= 2e-6
+    path = tmp_path / "out" / "model.safetensors"
+    weights = load_file(path)
+    weights["transformer.h.0.attn.c_attn.weight"] *= 1.1
+    to_huggingface.write_shard(path, weights)
+    with pytest.raises(RuntimeError, match=r"gives other logits than .*: they differ by"):
+        require_equal_logits(checkpoint, tmp_path / "out", torch.float32)
+
+
+def test_the_command_exports_the_newest_checkpoint_and_verifies(make_checkpoint, tmp_path):
+    checkpoint, _ = make_checkpoint()
+    app = typer.Typer()
+    app.command()(export)
+    result = CliRunner().invoke(app, [str(tmp_path / "run"), "--output", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    flat = " ".join(result.output.split())
+    assert f"{checkpoint} is now {tmp_path / 'out'}: config.json, generation_config.json" in flat
+    assert "transformers loads it; its logits differ by at most" in flat
+    help_text = CliRunner().invoke(app, ["--help"]).output
+    assert "Example: trainyard export runs/demo --output demo-hf" in help_text

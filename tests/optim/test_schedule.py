@@ -1,0 +1,55 @@
+"""The learning rate, against the guides' printed values and the definition of each shape."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainyard.config.load import load_run
+from trainyard.optim.schedule import learning_rate
+from trainyard.plan.resolve import resolve
+
+
+def rate(overrides: list[str], consumed: int) -> float:
+    run = load_run("tiny", overrides).run
+    return learning_rate(run, resolve(run), consumed)
+
+
+GUIDE = ["optimizer.learning_rate=6e-5", "schedule.minimum_learning_rate=6e-6"]
+
+
+def test_golden_cosine_of_the_64_gpu_guide() -> None:
+    lengths = ["schedule.warmup='13558 sequences'", "schedule.decay='9400526 sequences'"]
+    assert f"{rate([*GUIDE, *lengths], 1_864_624):.3e}" == "5.498e-05"
+
+
+def test_golden_cosine_of_its_ten_step_run() -> None:
+    # Warmup is a thousandth of the decay there: 12.288 sequences, said here in tokens of 64.
+    lengths = ["schedule.warmup='786 tokens'", "schedule.decay='12288 sequences'"]
+    assert f"{rate([*GUIDE, *lengths], 5 * 1536):.3e}" == "2.270e-05"
+
+
+SHAPE = [
+    "optimizer.learning_rate=1.0",
+    "schedule.minimum_learning_rate=0.2",
+    "schedule.warmup='10 sequences'",
+    "schedule.decay='110 sequences'",
+    "schedule.cooldown='20 sequences'",
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("cosine", {5: 0.5, 10: 1.0, 60: 0.6, 110: 0.2, 500: 0.2}),
+        ("linear", {5: 0.5, 10: 1.0, 60: 0.6, 110: 0.2, 500: 0.2}),
+        ("constant", {5: 0.5, 10: 1.0, 60: 1.0, 500: 1.0}),
+        ("warmup_stable_decay", {5: 0.5, 60: 1.0, 90: 1.0, 100: 0.6, 110: 0.2, 500: 0.2}),
+    ],
+)
+def test_shapes(kind: str, expected: dict[int, float]) -> None:
+    got = {n: rate([*SHAPE, f"schedule.kind={kind}"], n) for n in expected}
+    assert got == pytest.approx(expected)
+
+
+def test_without_warmup_the_first_step_has_the_peak() -> None:
+    assert rate([*SHAPE, "schedule.warmup='0 sequences'", "schedule.kind=constant"], 8) == 1.0

@@ -1,0 +1,78 @@
+"""The batch ramp and the run's length, against a step-by-step count."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainyard.config.load import load_run
+from trainyard.config.run import BatchRamp, Run, Train
+from trainyard.errors import ConfigError
+from trainyard.plan.batches import BatchSchedule
+from trainyard.plan.resolve import resolve
+from trainyard.units import Length
+
+
+def run_with_ramp(start: int, increment: int, full: int, length: str) -> Run:
+    overrides = [
+        f"train.batch_ramp.start={start}",
+        f"train.batch_ramp.increment={increment}",
+        f"train.batch_ramp.length='{length}'",
+        f"train.global_batch_size={full}",
+        "train.micro_batch_size=1",
+    ]
+    return load_run("tiny", overrides).run
+
+
+def test_golden_value_of_the_64_gpu_guide() -> None:
+    batches = BatchSchedule(run_with_ramp(16, 16, 1536, "433870 sequences"))
+    assert batches.consumed(2400) == 1_864_624
+
+
+@given(
+    start=st.integers(1, 40),
+    increment=st.integers(1, 40),
+    n_increments=st.integers(1, 12),
+    total=st.integers(1, 3000),
+)
+def test_stages_equal_counting_step_by_step(
+    start: int, increment: int, n_increments: int, total: int
+) -> None:
+    full = start + increment * n_increments
+    ramp = BatchRamp(start=start, increment=increment, length=Length(total, "sequences"))
+    run = Run(train=Train(micro_batch_size=1, global_batch_size=full, batch_ramp=ramp))
+    batches = BatchSchedule(run)
+    consumed = 0
+    for step in range(150):
+        # Megatron-LM's rule, word for word in arithmetic.
+        increments = int(consumed / (total / n_increments))
+        expected = min(full, start + increments * increment)
+        assert (batches.consumed(step), batches.batch_size(step)) == (consumed, expected)
+        assert step == 0 or batches.steps_within(consumed) == step
+        consumed += expected
+
+
+def test_a_ramp_counted_in_steps_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"batch_ramp.length='10 steps' is in steps"):
+        BatchSchedule(run_with_ramp(4, 4, 8, "10 steps"))
+
+
+def test_run_length_in_tokens_sequences_and_steps() -> None:
+    for length in ("25600 tokens", "400 sequences", "50 steps"):
+        plan = resolve(load_run("tiny", [f"train.length='{length}'"]).run)
+        assert (plan.n_steps, plan.n_sequences, plan.n_tokens) == (50, 400, 25600)
+
+
+def test_order_sizes_follow_megatron() -> None:
+    plan = resolve(load_run("tiny", ["evaluate.interval=20", "evaluate.batches=3"]).run)
+    assert plan.order_sequences == (400, (50 // 20 + 1) * 3 * 8, 3 * 8)
+
+
+def test_ranks_that_do_not_divide_are_refused() -> None:
+    run = load_run("tiny", ["parallel.tensor=2", "parallel.pipeline=2"]).run
+    assert resolve(run, 8).data_parallel_size == 2
+    with pytest.raises(ConfigError, match=r"6 ranks cannot be divided.*\n?.*multiple of 4"):
+        resolve(run, 6)
+    with pytest.raises(ConfigError, match="global_batch_size=8 cannot be divided"):
+        resolve(run, 24)

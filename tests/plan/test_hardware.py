@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainyard.plan.hardware import DEVICES, cpu_multiplies_bf16_natively, find_device
+
+
+@pytest.mark.parametrize(
+    ("torch_name", "device", "bf16_peak"),
+    [
+        ("Tesla V100-SXM2-16GB", "V100 16GB", None),
+        ("Tesla V100-SXM2-32GB", "V100 32GB", None),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB", 312e12),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", "H100", 989e12),
+        ("NVIDIA H200", "H200", 989e12),
+        ("NVIDIA B200", "B200", 2250e12),
+        ("AMD Instinct MI250X", "MI250X GCD", 191.5e12),
+        ("AMD Instinct MI300X", "MI300X", 1307e12),
+        ("cpu", "CPU", None),
+    ],
+)
+def test_devices_are_found_by_torchs_name(
+    torch_name: str, device: str, bf16_peak: float | None
+) -> None:
+    found = find_device(torch_name)
+    assert found is not None
+    assert found.name == device
+    assert found.peak_flops_per_second("bf16") == bf16_peak
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GB200", "NVIDIA A100-PCIE-40GB", "", "x"],
+)
+def test_other_devices_have_no_peak_to_be_measured_against(name: str) -> None:
+    assert find_device(name) is None
+
+
+def test_peaks_by_precision() -> None:
+    h200 = find_device("NVIDIA H200")
+    a100 = find_device("NVIDIA A100-SXM4-80GB")
+    assert h200 is not None
+    assert a100 is not None
+    assert h200.peak_flops_per_second("fp8") == 1979e12
+    assert h200.peak_flops_per_second("fp8_lowbit") == 1979e12
+    assert h200.memory_bytes == 141 * 2**30
+    assert a100.peak_flops_per_second("fp8") is None
+
+
+def test_names_are_unique() -> None:
+    assert len({device.name for device in DEVICES}) == len(DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("text", "native"),
+    [
+        ("processor : 0\nflags\t\t: fpu avx512f avx512_bf16\n", True),
+        ("flags : fpu amx_tile amx_bf16\n", True),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16 i8mm\n", True),
+        ("flags : fpu avx2 avx512f\n", False),
+        ("model name : bf16 in its name\nflags : fpu\n", False),
+        ("", False),
+    ],
+)
+def test_native_bf16_is_read_from_the_flags(tmp_path: Path, text: str, native: bool) -> None:
+    cpu_info = tmp_path / "cpuinfo"
+    cpu_info.write_text(text)
+    assert cpu_multiplies_bf16_natively(cpu_info) is native
+
+
+def test_native_bf16_is_false_where_it_cannot_be_known(tmp_path: Path) -> None:
+    assert cpu_multiplies_bf16_natively(tmp_path / "missing") is False

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trainyard.config.load import load_run, preset_names
+from trainyard.config.run import Model
+from trainyard.model.gpt import GPT
+from trainyard.plan.size import padded_vocabulary_size, parameter_count, parameter_shapes
+
+
+@pytest.mark.parametrize(
+    ("tensor", "padded"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200), (16, 51200)]
+)
+def test_vocabulary_is_padded_as_in_megatron(tensor: int, padded: int) -> None:
+    assert padded_vocabulary_size(Model(), tensor) == padded
+
+
+def test_vocabulary_that_fits_is_not_padded() -> None:
+    assert padded_vocabulary_size(Model(vocabulary_size=1024, vocabulary_multiple=128), 8) == 1024
+    assert padded_vocabulary_size(Model(vocabulary_size=1025, vocabulary_multiple=128), 8) == 2048
+    assert padded_vocabulary_size(Model(vocabulary_size=7, vocabulary_multiple=1)) == 7
+
+
+def real_shapes(model: Model, padded: int) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        gpt = GPT(model, padded)
+    return {name: tuple(tensor.shape) for name, tensor in gpt.state_dict().items()}
+
+
+@pytest.mark.parametrize("preset", [n for n in preset_names() if "1t-" not in n])
+def test_shapes_are_those_of_the_real_model(preset: str) -> None:
+    model = load_run(preset).run.model
+    padded = padded_vocabulary_size(model)
+    expected = real_shapes(model, padded)
+    assert parameter_shapes(model, padded) == expected
+    assert list(parameter_shapes(model, padded)) == list(expected)
+    total = sum(math.prod(shape) for shape in expected.values())
+    assert parameter_count(model, padded).total == total
+
+
+@pytest.mark.parametrize("n_layers", [1, 128])
+def test_shapes_of_the_widest_presets(n_layers: int) -> None:
+    """Thousand blocks of one kind prove no more than a few do, and building them takes seconds."""
+    model = load_run(f"polaris-gpt1t-{n_layers}l").run.model
+    padded = padded_vocabulary_size(model, 8)
+    assert parameter_shapes(model, padded) == real_shapes(model, padded)
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_count_is_the_closed_formula(preset: str) -> None:
+    model = load_run(preset).run.model
+    L, h, V, s = model.n_layers, model.d_model, padded_vocabulary_size(model), model.sequence_length
+    assert model.d_ff == 4 * h
+    assert parameter_count(model, V).total == L * (12 * h**2 + 13 * h) + V * h + s * h + 2 * h
+
+
+def test_untied_head_and_odd_widths_count() -> None:
+    model = Model(n_layers=3, d_model=24, n_heads=2, d_ff=50, tied_embeddings=False)
+    expected = real_shapes(model, 50304)
+    count = parameter_count(model, 50304)
+    assert parameter_shapes(model, 50304) == expected
+    assert count.head == count.embedding == 50304 * 24
+    assert count.total == sum(math.prod(shape) for shape in expected.values())
+
+
+def test_parts_are_what_they_say() -> None:
+    model = Model(n_layers=2, d_model=8, n_heads=2, d_ff=32, sequence_length=16)
+    shapes = parameter_shapes(model, 128)
+
+    def part(prefix: str) -> int:
+        return sum(math.prod(s) for name, s in shapes.items() if name.startswith(prefix))
+
+    count = parameter_count(model, 128)
+    assert count.embedding == part("embedding.")
+    assert count.positions == part("positions.")
+    assert count.blocks == part("blocks.")
+    assert count.final_norm == part("final_norm.")
+    assert count.head == 0

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from trainyard.cli.report import report as report_verb
+from trainyard.errors import ConfigError, DataError, MachineError
+from trainyard.report.page import build_curves, render_page, write_report
+from trainyard.report.plots import build_plots
+from trainyard.report.summary import load_reported_run
+
+MakeRunFolder = Callable[..., Path]
+VOID = {"meta", "wbr", "br", "link", "img", "input", "hr"}
+MAY_LOAD = ("src", "href", "xlink:href", "action", "data", "poster", "srcset")
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced, and collects text and whatever could load or run."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.handlers: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in MAY_LOAD and not (value or "").startswith("#"):
+                self.loads.append(f"{tag} {name}={value}")
+            if name.startswith("on"):
+                self.handlers.append(f"{tag} {name}")
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def report(*folders: Path) -> str:
+    """Renders the page alone, without files."""
+    runs = [load_reported_run(folder) for folder in folders]
+    return render_page(runs, build_plots([build_curves(reported) for reported in runs]))
+
+
+@pytest.fixture(scope="module")
+def html(make_run_folder: MakeRunFolder) -> str:
+    return report(make_run_folder())
+
+
+def test_the_report_is_one_well_formed_file_that_loads_and_runs_nothing(html: str) -> None:
+    page = Page(html)
+    assert (page.loads, page.handlers) == ([], [])
+    assert not {"script", "img", "link", "iframe", "object"} & set(page.tags)
+    assert page.tags.count("svg") == 4
+    assert "url(" not in html.replace("url(#", "")
+    assert "@import" not in html
+    assert len(html) < 200_000
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
+    assert "prefers-color-scheme: dark" in html
+    assert html.count('role="img" aria-label="') == 4
+
+
+def test_what_a_model_or_user_wrote_is_shown_as_text(html: str) -> None:
+    page = Page(html)
+    evil = '</script><script>alert(1)</script><img src="http://evil.example/x" onerror=alert(2)>'
+    assert page.text.count(evil) == 2  # in the description and in a sample
+    assert "a <b>GPU</b>" in page.text
+
+
+def test_the_numbers_of_the_run_are_there(html: str) -> None:
+    text = " ".join(Page(html).text.split())
+    for number in (
+        "Held-out loss4.5000nats per token",
+        "Perplexity90.02",
+        "Training loss4.0000",
+        "Parameters137k",
+        "Tokens10.2k",
+        "Steps20of 50",
+        "Time21swithout a restart",
+        "Tokens/s512",
+        "Peak memory3.0 GiB",
+        "Skipped steps2",
+        "torch9.9.9",
+        "ended: done",
+        "train.seed7",
+        "2 blocks of width 64, 4 heads",
+    ):
+        assert number in text, number
+    assert "Bits per byte" not in text  # not known
+
+
+def test_the_final_evaluation_wins_over_those_in_training(
+    make_run_folder: MakeRunFolder,
+) -> None:
+    folder = make_run_folder()
+    final = {"loss": 4.25, "perplexity": 70.1, "bits_per_byte": 1.5, "unigram_loss": 5.75}
+    (folder / "evaluation.json").write_text(json.dumps(final))
+    page = Page(report(folder))
+    for number in ("4.2500", "1.5000", "5.7500", "token frequencies alone"):
+        assert number in page.text
+
+
+def test_settings_that_are_not_default_are_marked(html: str) -> None:
+    assert '<th scope="row">train.<wbr>seed</th><td><mark>7</mark></td>' in html
+    assert '<th scope="row">model.<wbr>tied_<wbr>embeddings</th><td>true</td>' in html
+
+
+def test_several_runs_stand_side_by_side(make_run_folder: MakeRunFolder) -> None:
+    html = report(make_run_folder("one"), make_run_folder("two"))
+    page = Page(html)
+    assert '<th scope="col">one</th><th scope="col">two</th>' in html
+    assert page.tags.count("svg") == 4
+    assert "Training report: one, two" in page.text
+
+
+def test_runs_of_one_name_are_told_apart_by_folder(
+    make_run_folder: MakeRunFolder, tmp_path: Path
+) -> None:
+    folder = make_run_folder()
+    other = folder.rename(tmp_path / "other")
+    output = tmp_path / "out.html"
+    write_report([other, make_run_folder()], output)
+    assert f"tiny ({other})" in Page(output.read_text(encoding="utf-8")).text
+
+
+def test_samples_over_time_are_shown_from_the_newest(
+    make_run_folder: MakeRunFolder, lines: list[dict[str, Any]]
+) -> None:
+    samples = [
+        {"kind": "sample", "step": step, "prompt": "Once", "text": f"Once text {step}."}
+        for step in range(100)
+    ]
+    page = Page(report(make_run_folder(lines=[*lines, *samples])))
+    assert "Once text 99.Earlier in training" in page.text.replace("\n", "")
+    assert page.text.count("Once text ") == 8
+    assert page.text.index("text 99") < page.text.index("text 0.")
+    assert "OnceOnce" not in page.text  # the prompt is shown once
+
+
+def test_a_long_run_stays_small(make_run_folder: MakeRunFolder) -> None:
+    folder = make_run_folder()
+    first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, 6001):
+            values = {"step": step, "tokens": 512 * step, "loss": 3 + 1 / step + step % 7 / 50}
+            file.write(json.dumps(first | values) + "\n")
+    assert len(report(folder)) < 400_000
+
+
+def test_a_run_that_has_only_started_has_a_report(
+    make_run_folder: MakeRunFolder, lines: list[dict[str, Any]]
+) -> None:
+    folder = make_run_folder(lines=lines[:1])
+    (folder / "plan.json").unlink()
+    (folder / "versions.json").unlink()
+    page = Page(report(folder))
+    assert "nothing logged" in page.text
+    assert "Nothing recorded." in page.text
+    assert "not ended, or ended without saying why" in page.text
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no folder .*nowhere\nhint: give a run folder"):
+        report(tmp_path / "nowhere")
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is not a run folder: it has no run.toml"):
+        report(tmp_path)
+
+
+def test_a_damaged_run_file_is_named(make_run_folder: MakeRunFolder) -> None:
+    folder = make_run_folder()
+    (folder / "run.toml").write_text("[model]\nn_layer = 3\n")
+    with pytest.raises(ConfigError, match="did you mean 'n_layers'"):
+        report(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [("{", "cannot be read: "), ("[]", "holds no JSON object")]
+)
+def test_a_damaged_evaluation_is_named(
+    make_run_folder: MakeRunFolder, content: str, problem: str
+) -> None:
+    folder = make_run_folder()
+    (folder / "evaluation.json").write_text(content)
+    with pytest.raises(DataError, match=f"evaluation.json {problem}"):
+        report(folder)
+
+
+def test_a_folder_that_cannot_be_written_is_named(make_run_folder: MakeRunFolder) -> None:
+    folder = make_run_folder()
+    (folder / "plots").write_text("in the way")
+    with pytest.raises(MachineError, match=r"cannot write plots into .*plots: "):
+        write_report([folder], folder / "report.html")
+
+
+def test_the_verb_writes_into_the_run_folder(make_run_folder: MakeRunFolder) -> None:
+    folder = make_run_folder()
+    app = typer.Typer()
+    app.command()(report_verb)
+    result = CliRunner().invoke(app, [str(folder)])
+    assert result.exit_code == 0, result.output
+    assert result.output == f"wrote {folder / 'report.html'}\n"
+    Page((folder / "report.html").read_text(encoding="utf-8"))
+    assert sorted(path.name for path in (folder / "plots").iterdir()) == [
+        "gradient_norm.png",
+        "learning_rate.png",
+        "loss.png",
+        "throughput.png",
+    ]

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainyard.units import (
+    Length,
+    format_bytes,
+    format_count,
+    format_large,
+    format_seconds,
+    parse_count,
+    parse_length,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("0", 0), ("1500", 1500), ("1,500", 1500), ("1_500", 1500), ("1.5k", 1500), ("2 K", 2000),
+        ("2.5M", 2_500_000), ("300B", 300 * 10**9), ("300 G", 300 * 10**9), ("1.25T", 125 * 10**10),
+        (" 7 ", 7), ("4.0", 4), ("0.5k", 500), ("146,484,375", 146_484_375),
+    ],
+)  # fmt: skip
+def test_counts_are_read_exactly(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "k", "3e8", "-1", "1.5.2", "1 Q", "one", "1 kk", "٣", ".5"])
+def test_what_is_not_a_count(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a count such as 1500, 2\.5M or 300B"):
+        parse_count(text)
+
+
+@pytest.mark.parametrize("text", ["1.5", "0.0001k", "1.2345k"])
+def test_what_is_not_whole(text: str) -> None:
+    with pytest.raises(ValueError, match=f"'{text}' is not a whole number"):
+        parse_count(text)
+
+
+@given(st.integers(min_value=0, max_value=10**18))
+def test_printed_counts_read_back(count: int) -> None:
+    assert parse_count(format_count(count)) == count
+
+
+@given(
+    st.integers(min_value=0, max_value=10**16), st.sampled_from(["tokens", "sequences", "steps"])
+)
+def test_printed_lengths_read_back(amount: int, unit: str) -> None:
+    length = Length(amount, unit)  # type: ignore[arg-type]
+    assert parse_length(str(length)) == length
+    assert parse_length(length) is length
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (999, "999"), (1000, "1k"), (1500, "1.5k"), (1234, "1234"), (320_000, "320k"),
+     (433_870, "433.87k"), (146_484_375, "146484375"), (300 * 10**9, "300B"), (10**12, "1T")],
+)  # fmt: skip
+def test_counts_are_printed_exactly(count: int, text: str) -> None:
+    assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    "value", [300, 3.5, None, "", "300B", "tokens", "300B samples", "5steps", ["5 steps"]]
+)
+def test_what_is_not_a_length(value: object) -> None:
+    with pytest.raises(ValueError, match="is not a"):
+        parse_length(value)
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 - 1, "1.0 MiB"),
+     (1.5 * 2**30, "1.5 GiB"), (2**41, "2.0 TiB"), (2**51, "2048.0 TiB"), (-2048, "-2.0 KiB")],
+)  # fmt: skip
+def test_bytes(n_bytes: float, text: str) -> None:
+    assert format_bytes(n_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (0.25, "0.25"), (999, "999"), (1000, "1k"), (124_475_904, "124M"),
+     (999_999, "1M"), (999_999_999, "1B"), (174.6e9, "175B"), (8.05e12, "8.05T"), (-1500, "-1.5k")],
+)  # fmt: skip
+def test_large_numbers(number: float, text: str) -> None:
+    assert format_large(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0.4s"), (9.94, "9.9s"), (9.99, "10s"), (10, "10s"), (59.6, "1m 0s"), (200, "3m 20s"),
+     (3600, "1h 0m"), (86399.9, "1d 0h"), (187_200, "2d 4h")],
+)  # fmt: skip
+def test_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

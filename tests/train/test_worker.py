@@ -1,0 +1,243 @@
+"""Training end to end on a tiny model: it learns, stops, resumes to the last bit, and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainyard.checkpoint.format import read_manifest
+from trainyard.checkpoint.load import load_tensors, newest_checkpoint
+from trainyard.config.run import Run
+from trainyard.errors import CheckpointError, ConfigError, DataError, MachineError
+from trainyard.train import loop
+from trainyard.train.guard import Guard
+from trainyard.train.worker import run_worker, write_run_folder
+
+
+def with_fields(run: Run, **sections: dict[str, object]) -> Run:
+    values = run.model_dump(mode="json", exclude_none=True)
+    for name, fields in sections.items():
+        values[name] |= fields
+    return Run.model_validate(values)
+
+
+def start(folder: Path, run: Run, resume: str = "auto") -> str:
+    write_run_folder(folder, run, resume)
+    return run_worker(folder, resume)
+
+
+def train_losses(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line["loss"] for line in map(json.loads, lines) if line["kind"] == "train"]
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = newest_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None
+    return load_tensors(checkpoint, "")
+
+
+class StopsAfter(Guard):
+    """Asks to stop at the n-th step boundary, as a signal would."""
+
+    def __init__(self, n_steps: int) -> None:
+        super().__init__()
+        self.left = n_steps
+
+    def reason_to_stop(self) -> str | None:
+        self.left -= 1
+        return "told to" if self.left == 0 else None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulate", [8, 2])
+def test_stopped_and_resumed_equals_uninterrupted_to_the_last_bit(
+    tiny_run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
+    accumulate: int,
+) -> None:
+    run = with_fields(
+        tiny_run, precision={"kind": precision}, train={"micro_batch_size": accumulate}
+    )
+    assert start(tmp_path / "whole", run) == "done"
+    monkeypatch.setattr("trainyard.train.worker.Guard", lambda _minutes: StopsAfter(5))
+    assert start(tmp_path / "parts", run) == "told to"
+    monkeypatch.undo()
+    assert start(tmp_path / "parts", run, "must") == "done"
+
+    whole, parts = train_losses(tmp_path / "whole"), train_losses(tmp_path / "parts")
+    assert parts == whole
+    assert len(whole) == 12
+    expected, found = all_tensors(tmp_path / "whole"), all_tensors(tmp_path / "parts")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_it_learns(tiny_run: Run, tmp_path: Path) -> None:
+    run = with_fields(
+        tiny_run,
+        train={"length": "60 steps"},
+        schedule={"decay": "60 steps"},
+        optimizer={"learning_rate": 3e-3},
+        model={"dropout": 0.0},
+    )
+    start(tmp_path / "run", run)
+    losses = train_losses(tmp_path / "run")
+    assert losses[0] == pytest.approx(6.24, abs=0.1)  # ln 512
+    assert losses[-1] < 4.5
+
+
+def test_run_folder_says_everything(tiny_run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    start(folder, with_fields(tiny_run, log={"tensorboard": True}))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["start", *["train"] * 12, "evaluate", "end"]
+    train = lines[12]
+    assert (train["step"], train["sequences"], train["tokens"]) == (12, 96, 96 * 64)
+    assert all(train[key] > 0 for key in ("loss", "gradient_norm", "milliseconds_per_step"))
+    assert train["model_flops_utilisation"] is None
+    assert list((folder / "tensorboard").glob("events*"))
+    versions = json.loads((folder / "versions.json").read_text())
+    assert versions["torch"] == torch.__version__.partition("+")[0] or versions["torch"]
+    assert json.loads((folder / "plan.json").read_text())["n_steps"] == 12
+    manifest = read_manifest(folder / "checkpoints" / "step-00000012")
+    assert manifest.build_run() == with_fields(tiny_run, log={"tensorboard": True})
+
+
+def test_batch_ramp_and_recompute_and_untied_head(tiny_run: Run, tmp_path: Path) -> None:
+    ramp = {"start": 2, "increment": 2, "length": "20 sequences"}
+    base = with_fields(tiny_run, train={"batch_ramp": ramp, "micro_batch_size": 2})
+    base = with_fields(base, model={"tied_embeddings": False, "dropout": 0.0})
+    start(tmp_path / "plain", base)
+    start(tmp_path / "block", with_fields(base, parallel={"recompute": "block"}))
+    start(tmp_path / "attention", with_fields(base, parallel={"recompute": "attention"}))
+    plain = train_losses(tmp_path / "plain")
+    assert train_losses(tmp_path / "block") == plain
+    assert train_losses(tmp_path / "attention") == plain
+
+
+def test_resume_never_and_must(tiny_run: Run, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*--resume must"):
+        start(tmp_path / "run", tiny_run, "must")
+    assert not (tmp_path / "run").exists()
+    start(tmp_path / "run", tiny_run, "never")
+    with pytest.raises(CheckpointError, match="step-00000012 exists, and --resume never"):
+        start(tmp_path / "run", tiny_run, "never")
+
+
+def test_resume_with_a_changed_run_names_the_fields(tiny_run: Run, tmp_path: Path) -> None:
+    start(tmp_path / "run", tiny_run)
+    before = (tmp_path / "run" / "run.toml").read_text()
+    changed = with_fields(tiny_run, optimizer={"learning_rate": 0.1}, train={"seed": 5})
+    with pytest.raises(CheckpointError) as refused:
+        start(tmp_path / "run", changed)
+    text = str(refused.value)
+    assert "optimizer.learning_rate: 0.001 in the checkpoint, now 0.1" in text
+    assert "train.seed: 1234 in the checkpoint, now 5" in text
+    assert "free to change" in text
+    assert (tmp_path / "run" / "run.toml").read_text() == before
+
+
+def test_damaged_shard_is_refused_by_checksum(tiny_run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    start(folder, tiny_run)
+    shard = next((folder / "checkpoints" / "step-00000012").glob("model-*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model-.*is damaged: its sha256 is [0-9a-f]{64}"):
+        run_worker(folder, "must")
+
+
+def test_steps_whose_gradients_are_not_finite_stop_the_run(tiny_run: Run, tmp_path: Path) -> None:
+    hopeless = with_fields(
+        tiny_run,
+        model={"init_std": 1e30},
+        guard={"skipped_steps_limit": 3},
+    )
+    with pytest.raises(MachineError, match="3 steps in a row up to step 3 were not finite"):
+        start(tmp_path / "run", hopeless)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"precision": {"kind": "fp16"}}, "precision.kind='fp16' cannot be trained yet"),
+        ({"parallel": {"tensor": 2}}, r"cut over 2 ranks \(parallel.tensor=2"),
+        ({"data": {"blend": {"prefixes": []}}}, "data.blend.prefixes is empty"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    tiny_run: Run, tmp_path: Path, fields: dict[str, dict[str, object]], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start(tmp_path / "run", with_fields(tiny_run, **fields))
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_data_leaves_no_run_folder(tiny_run: Run, tmp_path: Path) -> None:
+    missing = with_fields(tiny_run, data={"blend": {"prefixes": ["nowhere/corpus"]}})
+    with pytest.raises(DataError, match="nowhere/corpus"):
+        start(tmp_path / "run", missing)
+    assert not (tmp_path / "run").exists()
+
+
+def test_token_outside_the_vocabulary(tiny_run: Run, tmp_path: Path) -> None:
+    small = with_fields(tiny_run, model={"vocabulary_size": 300})
+    with pytest.raises(DataError, match=r"token id \d+ is outside the model's vocabulary of 300"):
+        start(tmp_path / "run", small)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_and_exits_with_zero(
+    tiny_run: Run, tmp_path: Path, number: signal.Signals
+) -> None:
+    folder = tmp_path / "run"
+    run = with_fields(tiny_run, train={"length": "100000 steps"}, schedule={"decay": "99999 steps"})
+    write_run_folder(folder, run, "auto")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainyard.train.worker", str(folder)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 60
+    metrics = folder / "metrics.jsonl"
+    while time.monotonic() < deadline and (
+        not metrics.exists() or metrics.read_text().count('"train"') < 3
+    ):
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert f"received {number.name}" in errors
+    checkpoint = newest_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None
+    assert read_manifest(checkpoint).step >= 3
+
+
+def test_half_a_line_of_a_killed_run_is_dropped(tiny_run: Run, tmp_path: Path) -> None:
+    write_run_folder(tmp_path / "run", tiny_run, "auto")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text('{"kind": "train", "step": 1, "loss": 2.0}\n{"kind": "tra')
+    run_worker(tmp_path / "run")
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["kind"] for line in lines[:3]] == ["train", "start", "train"]
+
+
+def test_wall_clock_limit_saves_and_can_be_resumed(tiny_run: Run, tmp_path: Path) -> None:
+    limited = with_fields(tiny_run, train={"stop_after_minutes": 1e-9})
+    reason = start(tmp_path / "run", limited)
+    assert "stop_after_minutes" in reason
+    assert start(tmp_path / "run", tiny_run, "must") == loop.DONE
