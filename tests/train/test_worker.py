@@ -241,3 +241,26 @@ def test_wall_clock_limit_saves_and_can_be_resumed(tiny_run: Run, tmp_path: Path
     reason = start(tmp_path / "run", limited)
     assert "stop_after_minutes" in reason
     assert start(tmp_path / "run", tiny_run, "must") == loop.DONE
+
+
+def test_data_of_another_tokenizer_is_refused(tiny_run: Run, tmp_path: Path) -> None:
+    from trainyard.data.prepare import PrepareOptions, prepare
+    from trainyard.data.tokenizer import train_tokenizer
+
+    words = [f"{a}{b} " for a in "abcdefgh" for b in "ijklmnop"]
+    (tmp_path / "text.txt").write_text("".join(words) * 40)
+    mine = train_tokenizer(["".join(words)] * 4, 300, tmp_path / "mine").parent
+    other = train_tokenizer(["".join(reversed(words))] * 4, 299, tmp_path / "other").parent
+    prepare(PrepareOptions((str(tmp_path / "text.txt"),), tmp_path / "tokens", mine))
+    run = with_fields(
+        tiny_run,
+        data={"train": {"prefixes": [f"{tmp_path}/tokens_text_document"]}, "blend": {}},
+        tokenizer={"path": str(other)},
+    )
+    with pytest.raises(DataError, match=r"made with the tokenizer mine .*not with other"):
+        start(tmp_path / "run", run)
+
+
+def test_wandb_without_its_package(tiny_run: Run, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"log.wandb_project='yard' needs the package wandb"):
+        start(tmp_path / "run", with_fields(tiny_run, log={"wandb_project": "yard"}))

@@ -1,7 +1,7 @@
 """Memory of the process on a CPU: kept when it is freed, for the next step to use.
 
-glibc maps a large tensor anew each time it is made and unmaps it when it is dropped. Every step then
-pays for the kernel's zeroing of the same gigabytes, page by page.
+glibc maps a large tensor anew each time it is made and unmaps it when it is dropped. Every step
+then pays for the kernel's zeroing of the same gigabytes, page by page.
 """
 
 from __future__ import annotations

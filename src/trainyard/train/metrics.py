@@ -100,11 +100,11 @@ class Outputs:
     """The files and services that metrics go to."""
 
     def __init__(self, folder: Path, run: Run) -> None:
+        self._wandb = _start_wandb(folder, run) if run.log.wandb_project else None
         self._file = _open_after_last_line(folder / "metrics.jsonl")
         self._tensorboard = (
             SummaryWriter(str(folder / "tensorboard")) if run.log.tensorboard else None
         )
-        self._wandb = _start_wandb(folder, run) if run.log.wandb_project else None
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """Writes one object to every output; numbers that are not finite become null."""

@@ -15,7 +15,7 @@ from trainyard.data.sources.blocks import DamagedFileError, read_blocks
 from trainyard.data.sources.files import Segment, format_of
 from trainyard.errors import DataError
 
-# Bounds the memory of a worker: a longer document costs about eight times its size.
+# Bounds the memory of a worker, which holds a document, its text and its ids at once.
 MAX_DOCUMENT_BYTES = 128 * 2**20
 _PARQUET_ROWS = 512
 _TOO_LONG = b"\0 this line is longer than MAX_DOCUMENT_BYTES"

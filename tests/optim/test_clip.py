@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from trainyard.config.run import Optimizer
+from trainyard.optim.adamw import build_adamw
+from trainyard.optim.clip import apply_update, gradient_norm
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 33), nn.LayerNorm(33), nn.Linear(33, 5))
+
+
+def fill_gradients(module: nn.Module, seed: int, size: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.grad = size * torch.randn(parameter.shape, generator=generator)
+
+
+def everything(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [tensor.detach().clone() for tensor in (*module.parameters(), *states)]
+
+
+def test_the_norm_is_that_of_all_gradients_in_one_vector() -> None:
+    module = net()
+    fill_gradients(module, 1, 3.0)
+    whole = torch.cat([p.grad.flatten() for p in module.parameters()])
+    norm = gradient_norm(module.parameters())
+    assert norm.item() == pytest.approx(whole.double().norm().item(), rel=1e-6)
+    module[0].weight.grad = None  # a parameter without a gradient does not count
+    assert gradient_norm(module.parameters()) < norm
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, 1e6, math.inf])
+@pytest.mark.parametrize("size", [1e-3, 10.0])
+def test_updates_equal_clip_grad_norm_and_a_plain_step(clip_norm: float, size: float) -> None:
+    settings = Optimizer(learning_rate=1e-2, weight_decay=0.3)
+    ours, theirs = net(), net()
+    our_optimizer, their_optimizer = build_adamw(ours, settings), build_adamw(theirs, settings)
+    for step in range(4):
+        for module in (ours, theirs):
+            fill_gradients(module, step, size)
+        norm = gradient_norm(ours.parameters())
+        their_norm = nn.utils.clip_grad_norm_(theirs.parameters(), clip_norm)
+        torch.testing.assert_close(norm, their_norm, rtol=0, atol=0)
+        assert apply_update(our_optimizer, norm, clip_norm).item() == 0
+        their_optimizer.step()
+    pairs = zip(everything(ours, our_optimizer), everything(theirs, their_optimizer), strict=True)
+    for mine, other in pairs:
+        torch.testing.assert_close(mine, other, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_leaves_weights_and_state_untouched(bad: float) -> None:
+    module = net()
+    optimizer = build_adamw(module, Optimizer())
+    fill_gradients(module, 0, 1.0)
+    apply_update(optimizer, gradient_norm(module.parameters()), 1.0)
+    before = everything(module, optimizer)
+    fill_gradients(module, 1, 1.0)
+    module[2].weight.grad[1, 1] = bad
+    skipped = apply_update(optimizer, gradient_norm(module.parameters()), 1.0)
+    assert skipped.item() == 1
+    for old, new in zip(before, everything(module, optimizer), strict=True):
+        assert torch.equal(old, new)
+    fill_gradients(module, 2, 1.0)
+    assert apply_update(optimizer, gradient_norm(module.parameters()), 1.0).item() == 0
+    assert not torch.equal(before[0], module[0].weight)
+
+
+def test_a_skipped_first_step_leaves_the_optimizer_as_new() -> None:
+    module = net()
+    untouched = copy.deepcopy(module)
+    optimizer = build_adamw(module, Optimizer())
+    fill_gradients(module, 0, math.nan)
+    apply_update(optimizer, gradient_norm(module.parameters()), 1.0)
+    for old, new in zip(untouched.parameters(), module.parameters(), strict=True):
+        assert torch.equal(old, new)
+    assert all(
+        tensor.count_nonzero() == 0 for s in optimizer.state.values() for tensor in s.values()
+    )
