@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["show", "gtp3-13b"], "no preset named 'gtp3-13b'\nhint: did you mean the preset gpt3-13b?"),
+        (["show", "gtp3-13b"], "'gtp3-13b'\nhint: did you mean the preset gpt3-13b?"),
         (["show", "nowhere.toml"], "error: no run file nowhere.toml"),
         (["train", "run.toml", "model.n_head=3"], "model.n_head: unknown field; did you mean"),
         (["train", "run.toml", "--resume", "maybe"], "'maybe' is not one of 'auto', 'must'"),

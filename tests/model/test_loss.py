@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainyard.model.loss import CPU_CHUNK_BYTES, _chunks, summed_cross_entropy
+
+Made = tuple[Tensor, Tensor, Tensor]
+
+
+def make(
+    dtype: torch.dtype = torch.float64, n_rows: int = 22, V: int = 64, real: int = 50, D: int = 8
+) -> Made:
+    """Hidden states, a weight and labels, of which a fifth are -100."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, n_rows // 2, D, generator=generator, dtype=torch.float64)
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, real, (2, n_rows // 2), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
+    precise = dtype if dtype == torch.float64 else torch.float32
+    return hidden.to(dtype).requires_grad_(), weight.to(precise).requires_grad_(), labels
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor, real: int) -> Tensor:
+    logits = (hidden @ weight[:real].t()).flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def gradients(loss: Tensor, made: Made) -> tuple[Tensor, Tensor]:
+    return torch.autograd.grad(0.37 * loss, made[:2])
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("n_rows", "V", "real"), [(22, 64, 50), (22, 64, 64), (400, 50304, 50257)])
+def test_fp64_value_and_gradients_are_those_of_cross_entropy(
+    n_rows: int, V: int, real: int
+) -> None:
+    made = make(n_rows=n_rows, V=V, real=real)
+    found, expected = summed_cross_entropy(*made, real), plain(*made, real)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    for mine, other in zip(gradients(found, made), gradients(expected, made), strict=True):
+        assert relative(mine, other) < 1e-12
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
+def test_lower_precisions_stay_near_fp64(dtype: torch.dtype, bound: float) -> None:
+    made = make(dtype, n_rows=400, D=32)
+    exact = tuple(
+        x.detach().to(dtype).double().requires_grad_() if x.is_floating_point() else x for x in made
+    )
+    found, expected = summed_cross_entropy(*made, 50), plain(*exact, 50)
+    assert found.dtype == torch.float32
+    assert abs(found.item() / expected.item() - 1) < bound
+    for mine, other in zip(gradients(found, made), gradients(expected, exact), strict=True):
+        assert relative(mine, other) < bound
+    hidden_gradient, weight_gradient = gradients(summed_cross_entropy(*made, 50), made)
+    assert hidden_gradient.dtype == dtype
+    assert weight_gradient.dtype == torch.float32
+
+
+def test_padding_changes_nothing_and_gets_no_gradient() -> None:
+    hidden, weight, labels = make()
+    first = summed_cross_entropy(hidden, weight, labels, 50)
+    huge = weight.detach().clone()
+    huge[50:] = 1e6
+    huge.requires_grad_()
+    second = summed_cross_entropy(hidden, huge, labels, 50)
+    assert torch.equal(first, second)
+    hidden_gradient, weight_gradient = gradients(second, (hidden, huge, labels))
+    assert torch.equal(hidden_gradient, gradients(first, (hidden, weight, labels))[0])
+    assert weight_gradient[50:].count_nonzero() == 0
+
+
+def test_where_nothing_is_labelled_loss_and_gradients_are_zero() -> None:
+    hidden, weight, labels = make()
+    made = (hidden, weight, torch.full_like(labels, -100))
+    loss = summed_cross_entropy(*made, 50)
+    assert loss.item() == 0
+    for gradient in gradients(loss, made):
+        assert gradient.count_nonzero() == 0
+
+
+def test_unlabelled_rows_get_no_gradient_and_give_none() -> None:
+    hidden, weight, labels = make()
+    labelled = labels != -100
+    gradient, of_weight = gradients(
+        summed_cross_entropy(hidden, weight, labels, 50), (hidden, weight, labels)
+    )
+    assert gradient[~labelled].count_nonzero() == 0
+    assert (gradient[labelled].norm(dim=-1) > 0).all()
+    kept = (hidden[labelled][None], weight, labels[labelled][None])
+    alone = torch.autograd.grad(0.37 * summed_cross_entropy(*kept, 50), weight)[0]
+    torch.testing.assert_close(of_weight, alone, rtol=1e-12, atol=1e-14)
+
+
+def test_without_gradients_the_value_is_the_same() -> None:
+    made = make()
+    with torch.no_grad():
+        loss = summed_cross_entropy(*made, 50)
+    assert not loss.requires_grad
+    assert torch.equal(loss, summed_cross_entropy(*made, 50).detach())
+
+
+def test_improbable_labels_have_a_finite_loss() -> None:
+    hidden = torch.full((1, 1, 1), 1e4, requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    loss = summed_cross_entropy(hidden, weight, torch.tensor([[1]]), 2)
+    assert loss.item() == 2e4
+    assert gradients(loss, (hidden, weight, hidden))[0].item() == pytest.approx(0.37 * 2)
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    loss = summed_cross_entropy(*make(), 50)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("n_rows", [1, 666, 667, 668, 4096])
+def test_chunks_cover_all_rows_once_and_fit(n_rows: int) -> None:
+    chunks = _chunks(torch.empty(n_rows, 1, dtype=torch.bfloat16), 50304)
+    assert [row for start, end in chunks for row in range(start, end)] == list(range(n_rows))
+    sizes = [end - start for start, end in chunks]
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) * 50304 * 4 <= CPU_CHUNK_BYTES
+    assert len(sizes) == -(-n_rows // 667)
