@@ -201,9 +201,7 @@ def test_dropout_acts_in_training_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore"
-)  # torch's compiler has warnings of its own, of no concern here
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 @pytest.mark.parametrize("recompute", ["none", "attention", "block"])
 def test_compiled_blocks_equal_eager_ones(recompute: Recompute) -> None:
     loss, gradients = loss_and_gradients(build())

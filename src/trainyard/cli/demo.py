@@ -17,7 +17,7 @@ import typer
 
 FOLDER = Path("runs/demo")
 VOCABULARY_SIZE = 4096
-HELD_OUT_EVERY = 20
+HELD_OUT_EVERY = 60
 
 
 def demo() -> None:
@@ -39,7 +39,7 @@ def demo() -> None:
 
 
 def _write_corpus(folder: Path) -> tuple[Path, Path]:
-    """Writes every source file of the standard library as a document; every 20th is held out."""
+    """Writes every source file of the standard library as a document; every 60th is held out."""
     train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
     if held_out.exists():
         return train, held_out

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from trainyard.data.order import SequenceOrder
+    from trainyard.data.order import SequenceOrder, Split
     from trainyard.evaluate.inputs import Trained
     from trainyard.evaluate.loss import HeldOut
 
@@ -37,7 +37,7 @@ def evaluate(
 
     Example: trainyard evaluate runs/tiny/checkpoints/step-00000100 --data book.txt --json
 
-    For a run folder's own test split, the result is kept in its evaluation.json, for the report.
+    For a run folder, the result is kept in its evaluation.json, for the report.
     """
     from trainyard.data.publish import publish_text
     from trainyard.evaluate.inputs import count_training_tokens, load_trained
@@ -55,7 +55,7 @@ def evaluate(
         counts = count_training_tokens(train_order, trained.model.vocabulary_size)
         result["unigram_loss"] = unigram_loss(counts, found.token_counts)
     text = json.dumps(result)
-    if not data and source != trained.checkpoint:
+    if source != trained.checkpoint:
         publish_text(source / "evaluation.json", text + "\n")
     typer.echo(text if as_json else _render(result, trained.checkpoint, data or "test split"))
 
@@ -66,8 +66,9 @@ def _build_orders(trained: Trained, *, needed: bool) -> Orders:
     from trainyard.errors import UserError
     from trainyard.plan.resolve import resolve
 
+    wanted: tuple[Split, ...] = ("train", "test") if needed else ("train",)
     try:
-        return {**build_orders(trained.run, resolve(trained.run))}
+        return {**build_orders(trained.run, resolve(trained.run), wanted)}
     except UserError:
         if needed:
             raise
