@@ -36,7 +36,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(("n_rows", "V", "real"), [(22, 64, 50), (22, 64, 64), (400, 50304, 50257)])
+@pytest.mark.parametrize(("n_rows", "V", "real"), [(22, 64, 50), (22, 64, 64), (700, 50304, 50257)])
 def test_fp64_value_and_gradients_are_those_of_cross_entropy(
     n_rows: int, V: int, real: int
 ) -> None:
@@ -114,18 +114,37 @@ def test_improbable_labels_have_a_finite_loss() -> None:
     assert gradients(loss, (hidden, weight, hidden))[0].item() == pytest.approx(0.37 * 2)
 
 
-def test_a_second_backward_pass_is_refused() -> None:
-    loss = summed_cross_entropy(*make(), 50)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.bfloat16, 1e-2)])
+def test_scale_is_a_factor_of_loss_and_gradients(dtype: torch.dtype, bound: float) -> None:
+    made = make(dtype, n_rows=400)
+    scaled, factor = summed_cross_entropy(*made, 50, scale=0.003), 0.003
+    whole = summed_cross_entropy(*made, 50)
+    torch.testing.assert_close(scaled, factor * whole, rtol=1e-6, atol=0)
+    expected = torch.autograd.grad(whole, made[:2])
+    for mine, other in zip(torch.autograd.grad(scaled, made[:2]), expected, strict=True):
+        assert relative(mine, factor * other.double()) < bound
+    with torch.no_grad():
+        assert summed_cross_entropy(*made, 50, scale=0.003).item() == pytest.approx(scaled.item())
+
+
+def test_a_second_backward_pass_adds_the_same_or_is_refused() -> None:
+    hidden, weight, labels = make()
+    loss = summed_cross_entropy(hidden, weight, labels, 50)
+    loss.backward(retain_graph=True)
+    once = weight.grad.clone()
+    loss.backward()
+    assert torch.equal(weight.grad, 2 * once)
+    loss = 0.5 * summed_cross_entropy(hidden, weight, labels, 50)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-@pytest.mark.parametrize("n_rows", [1, 666, 667, 668, 4096])
+@pytest.mark.parametrize("n_rows", [1, 1333, 1334, 1335, 4096])
 def test_chunks_cover_all_rows_once_and_fit(n_rows: int) -> None:
     chunks = _chunks(torch.empty(n_rows, 1, dtype=torch.bfloat16), 50304)
     assert [row for start, end in chunks for row in range(start, end)] == list(range(n_rows))
     sizes = [end - start for start, end in chunks]
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) * 50304 * 4 <= CPU_CHUNK_BYTES
-    assert len(sizes) == -(-n_rows // 667)
+    assert len(sizes) == -(-n_rows // 1334)

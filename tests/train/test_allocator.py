@@ -14,7 +14,8 @@ from trainyard.train.allocator import keep_freed_memory
 
 def page_faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(100 * 2**18)
+    for _ in range(20):
+        torch.ones(100 * 2**18)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 if "keep" in sys.argv:
@@ -24,7 +25,7 @@ print(page_faults())
 """
 
 
-def page_faults_of_the_second_100_mib(argument: str) -> int:
+def faults_of_twenty_more_times_100_mib(argument: str) -> int:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, argument], capture_output=True, text=True, check=True
     )
@@ -33,6 +34,8 @@ def page_faults_of_the_second_100_mib(argument: str) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_freed_memory_is_used_again_without_page_faults() -> None:
-    # Without it, every page is faulted in again: of 4 KiB, or of 2 MiB where the kernel likes.
-    assert page_faults_of_the_second_100_mib("leave") >= 25
-    assert page_faults_of_the_second_100_mib("keep") <= 10
+    # Without it every page is faulted in again, of 4 KiB, or of 2 MiB where the kernel likes; with
+    # it all but what the gaps in the heap still cost.
+    without = faults_of_twenty_more_times_100_mib("leave")
+    assert without >= 20 * 50
+    assert faults_of_twenty_more_times_100_mib("keep") <= without / 4

@@ -3,16 +3,16 @@
 At vocabulary 50,304 the logits of a micro batch are the largest tensor of a training step: those of
 16 sequences of 256 tokens take 824 MB, their log-probabilities as much, their gradient as much.
 
-    hidden (4,096, 384) -> 7 chunks of 585 or 586 rows
-      for each chunk:  logits = hidden weight^T          (586, 50,304)
+    hidden (4,096, 384) -> 4 chunks of 1,024 rows
+      for each chunk:  logits = hidden weight^T          (1,024, 50,304)
                        loss  -= log softmax(logits)[label]
                        logits = softmax(logits) - one-hot(label), the gradient, in the same memory
                        gradient of hidden  = logits weight
                        gradient of weight += logits^T hidden
 
 The gradient of a sum of cross entropies is known as soon as the logits are, so both backward
-products are taken at once and the logits are dropped; what comes from above in the backward pass is
-one number, by which both are multiplied.
+products are taken at once and the logits are dropped. What comes from above in the backward pass is
+one number; `scale` brings it in beforehand, so that the large gradient need not be read again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch.autograd.function import once_differentiable
 
 LABEL_OF_NOTHING = -100
 # A smaller chunk takes less memory, a larger one adds to the gradient of the weight less often.
-CPU_CHUNK_BYTES = 128 * 2**20
+CPU_CHUNK_BYTES = 256 * 2**20
 GPU_CHUNK_BYTES = 512 * 2**20
 
 
 def summed_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int, scale: float = 1.0
 ) -> Tensor:
     """Sums the cross entropy of every labelled token.
 
@@ -41,15 +41,16 @@ def summed_cross_entropy(
         weight: output matrix, (V, D), fp32.
         labels: next token ids, (B, T), int64; -100 where there is nothing to learn.
         vocabulary_size: rows of `weight` that are real; the padding above gets no probability.
+        scale: multiplies the sum; one over the tokens of a step makes it a share of their mean.
 
     Returns:
         a scalar in fp32, in nats; it can be differentiated once.
     """
     rows, targets = hidden.flatten(0, -2), labels.flatten()  # (N, D), (N)
     loss: Tensor = _SummedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows, weight, targets, vocabulary_size, torch.is_grad_enabled()
+        rows, weight, targets, vocabulary_size, scale if torch.is_grad_enabled() else None
     )
-    return loss
+    return loss if torch.is_grad_enabled() else scale * loss
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -62,15 +63,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         vocabulary_size: int,
-        with_gradients: bool,
+        scale: float | None,
     ) -> Tensor:
         precise = torch.promote_types(torch.float32, hidden.dtype)
         matrix = weight.to(hidden.dtype)
         loss = torch.zeros((), dtype=precise, device=hidden.device)
-        if with_gradients:
-            hidden_gradient = torch.empty_like(hidden)
-            weight_gradient = torch.zeros_like(weight)
-            ctx.save_for_backward(hidden_gradient, weight_gradient)
+        hidden_gradient = torch.empty_like(hidden)
+        weight_gradient: Tensor | None = None
         for start, end in _chunks(hidden, weight.shape[0]):
             rows, targets = hidden[start:end], labels[start:end, None]
             nothing = targets == LABEL_OF_NOTHING  # (n, 1)
@@ -80,21 +79,26 @@ class _SummedCrossEntropy(torch.autograd.Function):
             log_probabilities = F.log_softmax(logits, -1, dtype=precise)
             target = log_probabilities.gather(1, targets)  # (n, 1)
             loss -= target.masked_fill(nothing, 0.0).sum()
-            if with_gradients:
+            if scale is not None:
                 error = torch.exp(log_probabilities, out=logits)
+                del logits, log_probabilities  # two of them at once are enough
                 error.scatter_(1, targets, torch.expm1(target).to(error.dtype))
                 # Rows without a label are left out here, where they are D wide instead of V.
-                gradient = (error @ matrix).masked_fill_(nothing, 0.0)
-                hidden_gradient[start:end] = gradient
-                _add_product(weight_gradient, error.t(), rows.masked_fill(nothing, 0.0))
-        return loss
+                hidden_gradient[start:end] = (error @ matrix).masked_fill_(nothing, 0.0).mul_(scale)
+                rows = rows.masked_fill(nothing, 0.0)
+                weight_gradient = _add_product(weight_gradient, error.t(), rows, scale, like=weight)
+                del error
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
+        return loss if scale is None else scale * loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: a second backward pass finds them changed, and autograd refuses it.
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        return hidden_gradient.mul_(upstream), weight_gradient.mul_(upstream), None, None, None
+        if not (upstream.is_cpu and upstream.item() == 1.0):  # a GPU would have to be waited for
+            hidden_gradient.mul_(upstream)
+            weight_gradient.mul_(upstream)
+        return hidden_gradient, weight_gradient, None, None, None
 
 
 def _chunks(hidden: Tensor, n_columns: int) -> list[tuple[int, int]]:
@@ -108,9 +112,11 @@ def _chunks(hidden: Tensor, n_columns: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b to `total` in the precision of `total`."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, scale: float, like: Tensor) -> Tensor:
+    """Adds scale x a @ b to `total`, where there is one, in the precision of `like`."""
+    if a.dtype != like.dtype:
+        total = torch.zeros_like(like) if total is None else total
+        return total.add_(a @ b, alpha=scale)
+    if total is None:
+        return torch.addmm(like, a, b, beta=0.0, alpha=scale)
+    return total.addmm_(a, b, alpha=scale)

@@ -39,8 +39,9 @@ def train_step(parts: Parts, step: int) -> StepResult:
         seed_dropout(run.train.seed, step, index)
         hidden = model(_to_device(inputs, parts.device))  # (B, T, D)
         targets = _to_device(targets, parts.device)
-        part = summed_cross_entropy(hidden, model.head_weight, targets, model.vocabulary_size)
-        part = part / n_labelled
+        part = summed_cross_entropy(
+            hidden, model.head_weight, targets, model.vocabulary_size, scale=1 / n_labelled
+        )
         part.backward()  # type: ignore[no-untyped-call]
         loss += part.detach()
 
