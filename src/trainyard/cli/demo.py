@@ -18,6 +18,8 @@ import typer
 FOLDER = Path("runs/demo")
 VOCABULARY_SIZE = 4096
 HELD_OUT_EVERY = 60
+# Installed packages, and tables of characters that only look like programs.
+NOT_PYTHONS_OWN_WRITING = {"site-packages", "dist-packages", "encodings"}
 
 
 def demo() -> None:
@@ -63,7 +65,7 @@ def _write_corpus(folder: Path) -> tuple[Path, Path]:
 def _standard_library_sources() -> Iterator[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
-        if "site-packages" in path.parts or "dist-packages" in path.parts:
+        if NOT_PYTHONS_OWN_WRITING & set(path.parts):
             continue
         try:
             yield path.read_text(encoding="utf-8")
@@ -115,8 +117,8 @@ def _use(held_out_prefix: str) -> None:
 
     _announce(f"evaluate {FOLDER} --data {held_out_prefix}")
     evaluate(FOLDER, data=held_out_prefix)
-    _announce(f'generate {FOLDER} --prompt "def "')
-    generate(FOLDER, prompt="def ")
+    _announce(f'generate {FOLDER} --prompt "def"')
+    generate(FOLDER, prompt="def")
     _announce(f"export {FOLDER} --to huggingface --output {FOLDER}/huggingface")
     export(FOLDER, output=FOLDER / "huggingface")
     _announce(f"report {FOLDER}")

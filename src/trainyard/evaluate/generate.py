@@ -105,7 +105,8 @@ def generate_steps(
             if caches[0].n_tokens == sequence_length:
                 caches = model.build_caches(n_samples, sequence_length)
                 new = text[:, -max(1, sequence_length // 2) :]
-            hidden = model(new.to(device), caches)[:, -1]  # (B, D)
+            with torch.compiler.set_stance("force_eager"):  # each token has another length
+                hidden = model(new.to(device), caches)[:, -1]  # (B, D)
             chosen = choose(model.logits(hidden).cpu(), sampling, generator)
             yield chosen
             new = chosen[:, None]

@@ -33,6 +33,7 @@ from trainyard.model.gpt import GPT, compile_blocks
 from trainyard.model.init import initialise
 from trainyard.optim.adamw import build_adamw
 from trainyard.plan.batches import BatchSchedule
+from trainyard.plan.hardware import cpu_multiplies_bf16_natively
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.train.allocator import keep_freed_memory
 from trainyard.train.checkpoints import Resume, find_checkpoint, load_state
@@ -66,6 +67,7 @@ def run_worker(folder: Path, resume: Resume = "auto") -> str:
     plan = resolve(run, process.n_ranks)
     refuse_what_is_not_built(run, plan)
     device = _choose_device(process.local_rank)
+    _warn_of_slow_precision(run, device)
     parts = build_parts(folder, run, plan, device)
     state = load_state(parts, resume)
     _write_facts(folder, plan)
@@ -182,6 +184,13 @@ def _choose_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _warn_of_slow_precision(run: Run, device: torch.device) -> None:
+    if run.precision.kind == "bf16" and device.type == "cpu" and not cpu_multiplies_bf16_natively():
+        logger.warning(
+            "this processor has no bf16 products: precision.kind=fp32 is several times as fast here"
+        )
 
 
 def _check_vocabularies(run: Run, tokenizer: Tokenizer | None) -> None:
