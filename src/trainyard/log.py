@@ -9,9 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
 PLAIN_LINE_EVERY_SECONDS = 10.0
 
 
@@ -54,6 +51,16 @@ def show_progress(title: str, *, plain_lines: bool = True) -> Iterator[ProgressU
         title: what is going on.
         plain_lines: write a line now and then where there is no terminal.
     """
+    # Imported here: every verb imports this file, few show progress.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _PlainProgress(title, PLAIN_LINE_EVERY_SECONDS if plain_lines else float("inf"))
