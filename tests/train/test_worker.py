@@ -19,6 +19,7 @@ from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, ConfigError, DataError, MachineError
 from trainyard.train import loop
 from trainyard.train.guard import Guard
+from trainyard.train.step import seed_dropout
 from trainyard.train.worker import run_worker, write_run_folder
 
 
@@ -124,6 +125,44 @@ def test_batch_ramp_and_recompute_and_untied_head(tiny_run: Run, tmp_path: Path)
     plain = train_losses(tmp_path / "plain")
     assert train_losses(tmp_path / "block") == plain
     assert train_losses(tmp_path / "attention") == plain
+
+
+def test_accumulation_changes_nothing_but_rounding(tiny_run: Run, tmp_path: Path) -> None:
+    plain = with_fields(tiny_run, model={"dropout": 0.0}, train={"micro_batch_size": 8})
+    start(tmp_path / "whole", plain)
+    start(tmp_path / "cut", with_fields(plain, train={"micro_batch_size": 2}))
+    whole, cut = train_losses(tmp_path / "whole"), train_losses(tmp_path / "cut")
+    assert cut == pytest.approx(whole, rel=1e-5)
+    assert len(set(whole)) == len(whole)
+
+
+def test_rate_of_a_step_counts_its_own_batch(tiny_run: Run, tmp_path: Path) -> None:
+    start(tmp_path / "run", tiny_run)
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    rates = [line["learning_rate"] for line in lines if line["kind"] == "train"]
+    assert rates[:2] == pytest.approx([0.5e-3, 1e-3])  # a warmup of two steps to 1e-3
+    assert rates[-1] == pytest.approx(1e-4)
+
+
+def test_dropout_depends_on_seed_step_and_micro_batch() -> None:
+    draws = set()
+    for key in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (1, 0, 0)]:
+        seed_dropout(*key)
+        draws.add(float(torch.rand(())))
+    assert len(draws) == 4
+
+
+def test_emulated_bf16_is_said(
+    tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("trainyard.train.worker.logger.warning", said.append)
+    name = "trainyard.train.worker.cpu_multiplies_bf16_natively"
+    for native in (True, False):
+        monkeypatch.setattr(name, lambda native=native: native)
+        folder = tmp_path / str(native)
+        start(folder, with_fields(tiny_run, precision={"kind": "bf16"}))
+        assert any("this processor has no bf16 products" in text for text in said) is not native
 
 
 def test_resume_never_and_must(tiny_run: Run, tmp_path: Path) -> None:

@@ -35,9 +35,7 @@ from torch import Tensor
 
 from trainyard.errors import DataError
 from trainyard.model.gpt import GPT
-from trainyard.model.loss import summed_cross_entropy
-
-NOTHING_TO_PREDICT = -100
+from trainyard.model.loss import LABEL_OF_NOTHING, summed_cross_entropy
 
 Ids = NDArray[Any]
 
@@ -118,7 +116,7 @@ def held_out_loss(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> HeldO
                 hidden, model.head_weight, labels.to(device), model.vocabulary_size
             )
             summed_loss += loss.item()  # fp64 from here on: many batches add up exactly enough
-            predicted = labels[labels != NOTHING_TO_PREDICT]
+            predicted = labels[labels != LABEL_OF_NOTHING]
             np.add.at(token_counts, predicted.cpu().numpy(), 1)
     finally:
         model.train(was_training)
@@ -189,7 +187,7 @@ def evaluate_sequences(
 
 def count_bytes(ids: Ids, tokenizer: Decoder) -> int:
     """Counts the UTF-8 bytes of the text of token ids; end-of-document tokens have none."""
-    text = ids[(ids != tokenizer.eod_id) & (ids != NOTHING_TO_PREDICT)]
+    text = ids[(ids != tokenizer.eod_id) & (ids != LABEL_OF_NOTHING)]
     return len(tokenizer.decode(text.tolist()).encode())
 
 
@@ -243,7 +241,7 @@ def _cut_windows(
 
 def _window(ids: Ids, n_context: int) -> tuple[Ids, Ids]:
     labels = ids[1:].copy()
-    labels[: n_context - 1] = NOTHING_TO_PREDICT
+    labels[: n_context - 1] = LABEL_OF_NOTHING
     return ids[:-1], labels
 
 
@@ -268,4 +266,4 @@ def _stack(
 def _empty_batch(batch_size: int, sequence_length: int) -> tuple[Tensor, Tensor]:
     shape = (batch_size, sequence_length)
     tokens = torch.zeros(shape, dtype=torch.int64)
-    return tokens, torch.full(shape, NOTHING_TO_PREDICT)
+    return tokens, torch.full(shape, LABEL_OF_NOTHING)

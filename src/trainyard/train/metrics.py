@@ -20,6 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
+from trainyard.plan.flops import model_flops_utilization, tflops_per_second_per_gpu
 from trainyard.plan.hardware import find_device
 from trainyard.train.state import Parts, State
 from trainyard.train.step import StepResult
@@ -74,7 +75,7 @@ class Metrics:
         loss = self._loss_sum.item() / n_finite if n_finite else math.nan
         seconds = max(self._step_seconds, 1e-9)
         tokens_per_second = self._tokens / seconds
-        flops = tokens_per_second * parts.plan.model_flops_per_token
+        flops_per_token = parts.plan.model_flops_per_token
         consumed = parts.batches.consumed(state.step)
         tokens_left = parts.plan.n_tokens - consumed * parts.run.model.sequence_length
         return {
@@ -87,9 +88,13 @@ class Metrics:
             "loss_scale": 1.0,
             "milliseconds_per_step": 1000 * seconds / self._n_steps,
             "sequences_per_second": tokens_per_second / parts.run.model.sequence_length,
-            "tokens_per_second_per_device": tokens_per_second,
-            "tflops_per_second_per_device": flops / 1e12,
-            "model_flops_utilisation": flops / self._peak_flops if self._peak_flops else None,
+            "tokens_per_second_per_device": tokens_per_second / parts.plan.n_ranks,
+            "tflops_per_second_per_device": tflops_per_second_per_gpu(
+                flops_per_token, tokens_per_second, parts.plan.n_ranks
+            ),
+            "model_flops_utilisation": model_flops_utilization(
+                flops_per_token, tokens_per_second / parts.plan.n_ranks, self._peak_flops
+            ),
             "memory_bytes": _peak_memory_bytes(parts.device),
             "skipped_steps": state.skipped.total,
             "seconds_left": tokens_left / tokens_per_second,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainyard.model.loss import summed_cross_entropy
+from trainyard.model.loss import LABEL_OF_NOTHING, summed_cross_entropy
 from trainyard.optim.clip import apply_update, gradient_norm
 from trainyard.optim.schedule import learning_rate
 from trainyard.train.state import Parts
@@ -31,7 +31,7 @@ def train_step(parts: Parts, step: int) -> StepResult:
     """Does step `step`, counted from 0: a pure function of the step number and the weights."""
     run, model = parts.run, parts.model
     tokens, labels = parts.train_data.batch(step)  # (G, T) each
-    n_labelled = int((labels >= 0).sum())
+    n_labelled = int((labels != LABEL_OF_NOTHING).sum())
     loss = torch.zeros((), device=parts.device)
     size = run.train.micro_batch_size
     micro_batches = zip(torch.split(tokens, size), torch.split(labels, size), strict=True)
