@@ -1,13 +1,22 @@
-"""Speed and memory of `prepare` on one core, beside a stand-in for Megatron-LM's default path.
+"""Speed and memory of `trainyard prepare`, beside Megatron-LM's two preprocessing tools (Linux).
 
-    python benchmarks/tokenizing.py novels.jsonl gpt2/ --megabytes 300 --output record.json
+    pip install -r benchmarks/peers.txt
+    python benchmarks/tokenizing.py novels.jsonl gpt2/ --megabytes 1000 --output record.json
 
-The stand-in does what `tools/preprocess_data.py` does with GPT2BPETokenizer, without its processes:
-one call of the transformers GPT-2 tokenizer per document, one NumPy array per document, one write.
-Megatron-LM itself is not needed here; its own tool was measured once elsewhere at 2.25 MB/s of text
-with one worker. Each case runs in a process of its own, held to one core. MB are 10^6 bytes of
-text. A first case of one document gives the cost of starting: imports, loading and checking the
-tokenizer. Where other work shares the core, read the figures per CPU second.
+Two files are made of the corpus. "repeated" is the corpus again and again, so a tokeniser that
+remembers words knows nearly all of them. In "fresh" every repetition has its own alphabet for all
+words outside the 4,096 most frequent, so each brings as many new words as the first one did; web
+text lies between the two. Lengths in bytes are the same.
+
+A case is a whole process held to one core (or two, where it says so), from start to published
+files; the cases take turns, round after round. What the default tool does takes minutes a GB, so
+it is timed on a slice from the middle of the file and compared by rate. `work_seconds` is a
+process's own clock without its imports: ours has none, so ratios called "without its start" favour
+the peer. MB are 10^6 bytes of text.
+
+`tokenizing_cases.py` holds the peers, and says what of them is Megatron-LM's own code. Where
+megatron-core cannot be imported they are left out, and the record says so; `--peers` names another
+Python that can.
 """
 
 from __future__ import annotations
@@ -15,148 +24,340 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import resource
+import re
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from importlib.metadata import version
+from collections import Counter
+from dataclasses import dataclass
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
+from measuring import Figures, describe_machine, measure, render
 
-def run_ours(corpus: Path, tokenizer: Path, folder: Path) -> int:
-    from trainyard.data.prepare import PrepareOptions, prepare
+FREQUENT_WORDS = 4096
+NOTES = (
+    "ours: the installed command `trainyard prepare`; it also syncs its files to the disk and "
+    "writes their checksums, which the peers do not",
+    "default tool: real are MegatronHFTokenizer, IndexedDatasetBuilder and multiprocessing.Pool; "
+    "re-enacted is the loop of tools/preprocess_data.py around them (json.loads, text_to_ids, eod, "
+    "imap with chunks of 32, add_document)",
+    "default tool: work_seconds is by its own clock, at the rate from the end of its first chunk; "
+    "one worker makes two processes there, and both share the one core",
+    "fast tool: real are MegatronHFTokenizer, IndexedDatasetBuilder, gigatoken and awkward; "
+    "re-enacted is tools/preprocess_data_fast.py and add_documents, which no release holds yet",
+    "the peers import megatron.core.datasets alone; the real scripts also import megatron.training",
+    "inputs were just written, so all cases read them from memory",
+    "write alone: as many bytes as ids of 16 bits take where four bytes of text make one",
+    "peak_mebibytes adds up all processes, sampled; pages they share count more than once",
+)
 
-    return prepare(PrepareOptions((str(corpus),), folder / "ours", tokenizer)).text_bytes
+
+AIMS = {
+    "ours on all over default tool without its start": 60,
+    "ours over fast tool without its start": 1.8,
+    "two workers over one": 1.8,
+    "ours over encode alone": 0.4,
+}
+# The first pattern that a function's name matches says which stage it belongs to.
+STAGES = {
+    "joining of the parts": r"copy_file_range|sendfile",
+    "waiting for other processes": r"poll|'recv|acquire|'select'",
+    "checksum": r"hashlib|sha256|crc32|xxh|blake",
+    "encode": r"encode_batch",
+    "parse": r"msgspec|json|documents\.py|batch\.py|'(split|rfind|join)' of 'bytes'",
+    "count bytes of text": r"'encode' of 'str'|unit\.py: (<genexpr>|count_bytes)",
+    "read": r"'read(into)?' of|blocks\.py",
+    "write and sync": r"'write' of|fsync|'flush'|truncate|writev",
+    "end of document and 16 bits": r"numpy|ufunc|insert|astype|ndarray|_append_eod|array",
+}
 
 
-def run_stand_in(corpus: Path, tokenizer_folder: Path, folder: Path) -> int:
+def ours(corpus: Path, workers: int) -> list[str]:
+    command = Path(sys.executable).parent / "trainyard"
+    options = ["-o", "out", "--tokenizer", "gpt2", "--workers", str(workers)]
+    return [str(command), "prepare", str(corpus), *options]
+
+
+def other(python: str, run: str, corpus: Path) -> list[str]:
+    return [python, str(Path(__file__).with_name("tokenizing_cases.py")), run, str(corpus)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command, the file it reads, and how many cores it may use."""
+
+    command: list[str]
+    text_bytes: int
+    cores: int = 1
+    rounds: int | None = None
+
+
+def build_cases(corpus: Path, text_bytes: int, folder: Path, options: Any) -> dict[str, Case]:
+    """The cases of one file; `folder` takes the slice and the file of one document."""
+    middle, one = folder / "slice.jsonl", folder / "one.jsonl"
+    slice_bytes = cut_slice(corpus, middle, options.slice_megabytes * 10**6)
+    one_bytes = cut_slice(corpus, one, 1)
+    cases = {
+        "ours": Case(ours(corpus, 1), text_bytes),
+        "ours, two workers": Case(ours(corpus, 2), text_bytes, 2),
+        "ours, slice": Case(ours(middle, 1), slice_bytes),
+        "ours, one document": Case(ours(one, 1), one_bytes),
+    }
+    for name in ("encode alone", "read and parse alone", "write alone"):
+        cases[name] = Case(other(sys.executable, name, corpus), text_bytes)
+    if options.peers_missing:
+        return cases
+    peers, names = options.peers, ("fast tool", "default tool")
+    fast, default = (other(peers, *at) for at in zip(names, (corpus, middle), strict=True))
+    cases["fast tool"] = Case(fast, text_bytes)
+    cases["fast tool, two cores"] = Case(fast, text_bytes, 2)
+    cases["default tool, slice"] = Case(default, slice_bytes, rounds=options.default_rounds)
+    return cases
+
+
+def make_repeated(corpus: bytes, repetitions: int, path: Path) -> Figures:
+    with path.open("wb") as file:
+        for _ in range(repetitions):
+            file.write(corpus)
+    return {"repetitions": repetitions}
+
+
+def make_fresh(corpus: bytes, repetitions: int, path: Path) -> Figures:
+    """Writes the corpus again and again, with other letters in its rarer words each time."""
     import numpy as np
-    from transformers import GPT2TokenizerFast
 
-    tokenizer = GPT2TokenizerFast.from_pretrained(tokenizer_folder)
-    eod = tokenizer.eos_token_id
-    lengths = []
-    text_bytes = 0
-    with corpus.open(encoding="utf-8") as lines, (folder / "stand_in.bin").open("wb") as file:
+    # Escapes such as \n are matched first, so that their letters belong to no word.
+    found = re.compile(rb'\\u[0-9a-fA-F]{4}|\\.|"text":|[A-Za-z]+')
+    counts = Counter(match[0] for match in found.finditer(corpus))
+    frequent = {word for word, _ in counts.most_common(FREQUENT_WORDS)}
+    data = np.frombuffer(corpus, np.uint8)
+    changes = np.zeros(len(data), bool)
+    for match in found.finditer(corpus):
+        if match[0][:1].isalpha() and match[0] not in frequent:
+            changes[match.start() : match.end()] = True
+    random = np.random.default_rng(0)
+    with path.open("wb") as file:
+        file.write(corpus)
+        for _ in range(repetitions - 1):
+            table = np.arange(256, dtype=np.uint8)
+            for letters in (b"aeiou", b"bcdfghjklmnpqrstvwxyz"):
+                small, other = np.frombuffer(letters, np.uint8), random.permutation(list(letters))
+                table[small], table[small - 32] = other, other - 32
+            file.write(np.where(changes, table[data], data).data)
+    n_rarer = len(counts) - len(frequent)
+    return {"repetitions": repetitions, "words_changed_each_time": n_rarer}
+
+
+def cut_slice(corpus: Path, path: Path, n_bytes: int) -> int:
+    """Copies whole lines from the middle on; gives the bytes of their text."""
+    text_bytes = written = 0
+    with corpus.open("rb") as lines, path.open("wb") as file:
+        lines.seek(corpus.stat().st_size // 2)
+        lines.readline()
         for line in lines:
-            text = json.loads(line)["text"]
-            ids = [*tokenizer(text).input_ids, eod]
-            file.write(np.array(ids, dtype=np.uint16).tobytes())
-            lengths.append(len(ids))
-            text_bytes += len(text.encode())
+            file.write(line)
+            written += len(line)
+            text_bytes += len(json.loads(line)["text"].encode())
+            if written >= n_bytes:
+                break
     return text_bytes
 
 
-AFTER_START = "megabytes_per_cpu_second_after_start"
-RUNS = {"ours": run_ours, "stand-in": run_stand_in}
-
-
-def measure_here(name: str, corpus: Path, tokenizer: Path, folder: Path) -> None:
-    start = time.perf_counter()
-    text_bytes = RUNS[name](corpus, tokenizer, folder)
-    wall_seconds = time.perf_counter() - start
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    figures = {
-        "text_bytes": text_bytes,
-        "wall_seconds": wall_seconds,
-        "cpu_seconds": usage.ru_utime + usage.ru_stime,
-        "peak_bytes": usage.ru_maxrss * 1024,
-    }
-    print(json.dumps(figures))
-
-
-def measure(name: str, corpus: Path, tokenizer: Path, core: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, str(corpus), str(tokenizer), "--case", name, folder]
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command,
-            check=True,
-            stdout=subprocess.PIPE,
-            env=environment,
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-        )
-        figures: dict[str, float] = json.loads(done.stdout)
-        ours = Path(folder) / "ours_text_document.bin"
-        same = ours if ours.exists() else Path(folder) / "stand_in.bin"
-        digest = subprocess.run(["sha256sum", same], check=True, stdout=subprocess.PIPE).stdout
-    megabytes = figures["text_bytes"] / 1e6
+def measure_file(corpus: Path, text_bytes: int, folder: Path, options: Any) -> Figures:
+    cases = build_cases(corpus, text_bytes, folder, options)
+    rows: dict[str, list[Figures]] = {name: [] for name in cases}
+    digests: dict[str, list[str]] = {}
+    loads = []
+    for number in range(options.rounds):
+        loads.append(os.getloadavg()[0])
+        names = list(cases)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            case = cases[name]
+            if number >= (case.rounds or options.rounds):
+                continue
+            with scratch(folder, options.tokenizer) as place:
+                rows[name].append(measure(case.command, case.cores, Path(place)))
+                if number == 0 and name not in ("write alone", "ours, one document"):
+                    digests[name] = digest_outputs(Path(place))
+            print(f"{corpus.stem} {number} {name}: {rows[name][-1]}", file=sys.stderr, flush=True)
+    found = {name: summarize(rows[name], cases[name].text_bytes) for name in cases}
     return {
-        "case": name,
-        "text_megabytes": round(megabytes, 1),
-        "megabytes_per_second": round(megabytes / figures["wall_seconds"], 2),
-        "megabytes_per_cpu_second": round(megabytes / figures["cpu_seconds"], 2),
-        "cpu_seconds": round(figures["cpu_seconds"], 2),
-        "peak_mebibytes": round(figures["peak_bytes"] / 2**20),
-        "bin_sha256": digest.split()[0].decode(),
+        "text_megabytes": round(text_bytes / 1e6, 1),
+        "slice_megabytes": round(cases["ours, slice"].text_bytes / 1e6, 1),
+        "load_average_before_rounds": loads,
+        "cases": found,
+        "ratios": compare(found),
+        "same_bytes": compare_bytes(digests),
+        "profile": profile(corpus, folder / "one.jsonl", folder, options),
     }
 
 
-def repeat(corpus: Path, megabytes: int, folder: Path) -> Path:
-    data = corpus.read_bytes()
-    path = folder / "repeated.jsonl"
-    with path.open("wb") as file:
-        for _ in range(max(1, round(megabytes * 1e6 / len(data)))):
-            file.write(data)
-    return path
+def scratch(folder: Path, tokenizer: Path) -> tempfile.TemporaryDirectory[str]:
+    """Makes a folder with the tokenizer in it, under the name that all cases use."""
+    place = tempfile.TemporaryDirectory(dir=folder)
+    shutil.copytree(tokenizer, Path(place.name) / "gpt2")
+    # What AutoTokenizer wants to know, and vocab.json and merges.txt do not say.
+    (Path(place.name) / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    return place
+
+
+def digest_outputs(folder: Path) -> list[str]:
+    """The sha256 of the .bin and the .idx that a case left; empty where it writes none."""
+    digests = []
+    for path in sorted(path for path in folder.iterdir() if path.suffix in (".bin", ".idx")):
+        with path.open("rb") as file:
+            digests.append(file_digest(file, "sha256").hexdigest())
+    return digests
+
+
+def compare_bytes(digests: dict[str, list[str]]) -> dict[str, bool]:
+    """Whether each case wrote the bytes that ours wrote of the same file."""
+    return {
+        name: found == digests["ours, slice" if name.endswith("slice") else "ours"]
+        for name, found in digests.items()
+        if found and name not in ("ours", "ours, slice")
+    }
+
+
+def summarize(rows: list[Figures], text_bytes: int) -> Figures:
+    """Gives the least and the median of every figure over the rounds, and rates of text."""
+    found: Figures = {}
+    for key in rows[0]:
+        values = [row[key] for row in rows]
+        found[key] = {"min": round(min(values), 3), "median": round(statistics.median(values), 3)}
+        if key == "wall_seconds":
+            found["all_wall_seconds"] = [round(value, 3) for value in values]
+        if key.endswith("_seconds"):
+            rate = key.replace("_seconds", "_megabytes_per_second")
+            found[rate] = {
+                "best": round(text_bytes / 1e6 / min(values), 2),
+                "median": round(text_bytes / 1e6 / statistics.median(values), 2),
+            }
+    return found
+
+
+def compare(found: dict[str, Figures]) -> Figures:
+    """Gives ratios of rates: of the medians, and of the best rounds."""
+
+    def ratio(first: str, second: str, clocks: tuple[str, str] = ("wall", "wall")) -> Figures:
+        keys = [f"{clock}_megabytes_per_second" for clock in clocks]
+        return {
+            what: round(found[first][keys[0]][what] / found[second][keys[1]][what], 2)
+            for what in ("median", "best")
+        }
+
+    ratios = {
+        "ours over encode alone": ratio("ours", "encode alone", ("wall", "work")),
+        "two workers over one": ratio("ours, two workers", "ours"),
+    }
+    if "fast tool" not in found:
+        return add_aims(ratios)
+    own = ("wall", "work")
+    ratios |= {
+        "ours over fast tool": ratio("ours", "fast tool"),
+        "ours over fast tool without its start": ratio("ours", "fast tool", own),
+        "two workers over fast tool on two cores": ratio(
+            "ours, two workers", "fast tool, two cores"
+        ),
+        "ours on all over default tool on the slice": ratio("ours", "default tool, slice"),
+        "ours on all over default tool without its start": ratio(
+            "ours", "default tool, slice", own
+        ),
+        "ours over default tool, both the slice": ratio("ours, slice", "default tool, slice"),
+        "memory of the fast tool over ours": {
+            "median": round(
+                found["fast tool"]["peak_mebibytes"]["median"]
+                / found["ours"]["peak_mebibytes"]["median"],
+                2,
+            )
+        },
+    }
+    return add_aims(ratios)
+
+
+def add_aims(ratios: Figures) -> Figures:
+    return {
+        name: figures | ({"aim": AIMS[name]} if name in AIMS else {})
+        for name, figures in ratios.items()
+    }
+
+
+def profile(corpus: Path, one: Path, folder: Path, options: Any) -> Figures:
+    """Where the time of one worker goes: by stage, less what a file of one document takes."""
+    found = []
+    for path in (one, one, corpus):  # the first warms what the disk holds of the packages
+        with scratch(folder, options.tokenizer) as name:
+            command = other(sys.executable, "profile", path)
+            found.append(measure(command, 1, Path(name))["self_seconds"])
+    _, start, all_seconds = found
+    seconds = {name: value - start.get(name, 0) for name, value in all_seconds.items()}
+    stages: Counter[str] = Counter()
+    for name, value in seconds.items():
+        stage = next((at for at, pattern in STAGES.items() if re.search(pattern, name)), "other")
+        stages[stage] += value
+    total = sum(seconds.values())
+    return {
+        "start_seconds": round(sum(start.values()), 2),
+        "seconds_after_start": round(total, 2),
+        "shares": {stage: round(value / total, 3) for stage, value in stages.most_common()},
+        "largest": {name: round(value, 3) for name, value in Counter(seconds).most_common(20)},
+    }
+
+
+def find_missing_peers(python: str) -> str:
+    """Gives why the peers cannot run, or nothing."""
+    code = "import awkward, gigatoken, megatron.core.datasets.indexed_dataset, transformers"
+    command = [python, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+
+
+def find_peer_version(python: str) -> str:
+    code = "import importlib.metadata as m; print(m.version('megatron-core'))"
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "absent"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("corpus", type=Path)
-    parser.add_argument("tokenizer", type=Path)
-    parser.add_argument("--megabytes", type=int, default=300)
+    parser.add_argument("tokenizer", type=Path, help="folder with vocab.json and merges.txt")
+    parser.add_argument("--megabytes", type=int, default=1000)
+    parser.add_argument("--slice-megabytes", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--default-rounds", type=int, default=3, help="of the default tool")
+    parser.add_argument("--files", default="repeated,fresh")
+    parser.add_argument("--peers", default=sys.executable, help="a Python with megatron-core")
+    parser.add_argument("--scratch", type=Path, help="folder on the disk to measure on")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.case:
-        name, folder = arguments.case
-        measure_here(name, arguments.corpus, arguments.tokenizer, Path(folder))
-        return
-    core = max(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as folder:
-        long = repeat(arguments.corpus, arguments.megabytes, Path(folder))
-        one = Path(folder) / "one.jsonl"
-        one.write_bytes(arguments.corpus.read_bytes().split(b"\n")[0] + b"\n")
-        cases = [
-            measure(name, path, arguments.tokenizer, core)
-            for path in (one, arguments.corpus, long)
-            for name in RUNS
-        ]
-    for at in range(2, len(cases)):
-        add_rate_after_start(cases[at], cases[at % 2])
-    packages = ("gigatoken", "tokenizers", "transformers", "numpy", "msgspec")
-    record = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one used",
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in packages},
-        "load_average": os.getloadavg(),
-        "notes": [
-            "the stand-in is not Megatron-LM's code, which is not on this machine",
-            "the long corpus repeats the short one, so its words are already in the cache",
-        ],
-        "cases": cases,
-        "ratios": [ratio(cases[at], cases[at + 1]) for at in (2, 4)],
-        "same_bytes": [cases[at]["bin_sha256"] == cases[at + 1]["bin_sha256"] for at in (2, 4)],
+    options = parser.parse_args()
+    options.peers_missing = find_missing_peers(options.peers)
+    corpus = options.corpus.read_bytes()
+    text_bytes = sum(len(json.loads(line)["text"].encode()) for line in corpus.splitlines())
+    repetitions = max(1, round(options.megabytes * 1e6 / text_bytes))
+    packages = ("gigatoken", "awkward", "tokenizers", "transformers", "numpy", "msgspec")
+    record = describe_machine(packages) | {
+        "megatron-core": find_peer_version(options.peers),
+        "peers_missing": options.peers_missing,
+        "notes": NOTES,
+        "files": {},
     }
-    text = json.dumps(record, indent=2)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n", encoding="utf-8")
+    for name in options.files.split(","):
+        with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+            path = Path(folder) / f"{name}.jsonl"
+            made = MAKERS[name](corpus, repetitions, path)
+            found = measure_file(path, text_bytes * repetitions, Path(folder), options)
+        record["files"][name] = made | found
+        if options.output:
+            options.output.write_text(render(record), encoding="utf-8")
+    print(render(record))
 
 
-def add_rate_after_start(case: dict[str, Any], start: dict[str, Any]) -> None:
-    seconds = case["cpu_seconds"] - start["cpu_seconds"]
-    case[AFTER_START] = round((case["text_megabytes"] - start["text_megabytes"]) / seconds, 2)
-
-
-def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
-    names = ("megabytes_per_second", "megabytes_per_cpu_second", AFTER_START)
-    return {name: round(ours[name] / theirs[name], 1) for name in names}
-
+MAKERS = {"repeated": make_repeated, "fresh": make_fresh}
 
 if __name__ == "__main__":
     main()

@@ -7,9 +7,11 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
+from trainyard.data.file_record import FileRecord
 from trainyard.data.index_cache import IndexCache
 from trainyard.data.indexed import IndexedWriter, token_paths
 from trainyard.errors import MachineError
@@ -24,14 +26,15 @@ def write_corpus(prefix: Path, tokens: list[int], lengths: list[int]) -> str:
 
 
 def write_sidecar(prefix: str, **changes: object) -> None:
-    record = {
-        path.suffix[1:]: {
-            "size_bytes": path.stat().st_size,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        }
-        for path in token_paths(prefix)
-    }
+    record = {path.suffix[1:]: record_of(path) for path in token_paths(prefix)}
     Path(f"{prefix}.json").write_text(json.dumps({**record, **changes}))
+
+
+def record_of(path: Path) -> dict[str, object]:
+    """The record of a file in two blocks."""
+    data = path.read_bytes()
+    blocks = [data[:2], data[2:]]
+    return {"blocks": [[len(block), hashlib.sha256(block).hexdigest()] for block in blocks]}
 
 
 def save(cache: IndexCache) -> np.ndarray:
@@ -95,6 +98,8 @@ def test_replaced_data_is_other_data_and_moved_data_is_not(tmp_path: Path, sidec
     first = cache.fingerprint(prefix)
     assert cache.fingerprint(prefix) == first
     moved = write_corpus(tmp_path / "moved", [1, 2, 3, 4], [2, 2])
+    if sidecar:
+        write_sidecar(moved)
     assert cache.fingerprint(moved) == first
     for tokens, lengths in (([1, 2, 3, 5], [2, 2]), ([1, 2, 3, 4], [1, 3])):  # the same sizes
         write_corpus(tmp_path / "corpus", tokens, lengths)
@@ -103,7 +108,7 @@ def test_replaced_data_is_other_data_and_moved_data_is_not(tmp_path: Path, sidec
 
 def test_a_record_is_believed_without_reading_the_files(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "corpus", [1, 2], [2])
-    write_sidecar(prefix, bin={"size_bytes": 4, "sha256": "of another file"})
+    write_sidecar(prefix, bin={"blocks": [[1, "of another"], [3, "file"]]})
     cache = IndexCache(tmp_path / "cache")
     believed = cache.fingerprint(prefix)
     assert not (tmp_path / "cache").exists()
@@ -113,7 +118,13 @@ def test_a_record_is_believed_without_reading_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"bin": {"size_bytes": 6, "sha256": "x"}}, {"bin": 3}, {"idx": {"size_bytes": 4}}]
+    "changes",
+    [
+        {"bin": {"blocks": [[6, "x"]]}},
+        {"bin": {"blocks": [[6, "x"], [-2, "y"]]}},
+        {"bin": 3},
+        {"idx": {"size_bytes": 4}},
+    ],
 )
 def test_a_record_that_does_not_fit_is_passed_over(
     tmp_path: Path, changes: dict[str, object]
@@ -122,6 +133,21 @@ def test_a_record_that_does_not_fit_is_passed_over(
     expected = IndexCache(tmp_path / "cache").fingerprint(prefix)
     write_sidecar(prefix, **changes)
     assert IndexCache(tmp_path / "cache").fingerprint(prefix) == expected
+
+
+def test_a_record_and_a_reading_give_the_same_fingerprint(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "corpus", [1, 2, 3], [3])
+    write_sidecar(prefix)
+    cache = IndexCache(tmp_path / "cache")
+    recorded = cache.fingerprint(prefix)
+    assert not (tmp_path / "cache").exists()
+    later_ns = Path(f"{prefix}.json").stat().st_mtime_ns + 10**9  # as after a copy
+    os.utime(f"{prefix}.bin", ns=(later_ns, later_ns))
+    assert cache.fingerprint(prefix) == recorded
+    assert (tmp_path / "cache").exists()
+    sidecar = json.loads(Path(f"{prefix}.json").read_text())
+    checksums = [msgspec.convert(sidecar[kind], FileRecord).sha256 for kind in ("bin", "idx")]
+    assert recorded == hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
 
 
 def test_files_are_read_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import tracemalloc
 from pathlib import Path
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 from trainyard.data.indexed import (
     IndexedDataset,
     IndexedWriter,
-    concatenate,
     optimal_dtype,
     token_paths,
+    write_index,
 )
 from trainyard.errors import DataError, MachineError
 
@@ -76,6 +77,33 @@ def test_reads_what_was_written(tmp_path: Path) -> None:
         dataset.tokens(1, 1, 2)
 
 
+def test_the_writer_gives_the_checksums_of_its_file(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "corpus", UINT16) as writer:
+        for _ in range(5):
+            writer.add_document(np.arange(4_000_000) % 1000)
+    tokens = read_bytes(tmp_path / "corpus")[0]
+    assert [block.n_bytes for block in writer.bin_blocks] == [24_000_000, 16_000_000]
+    pieces = [tokens[:24_000_000], tokens[24_000_000:]]
+    digests = [hashlib.sha256(piece).hexdigest() for piece in pieces]
+    assert [block.sha256 for block in writer.bin_blocks] == digests
+
+
+def test_an_index_may_be_written_in_any_pieces(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "corpus", [5, 6, 7], [], [8, 7], [9])
+    lengths, counts = np.array([3, 2, 1]), np.array([1, 0, 1, 1])
+
+    def read_slabs() -> list[tuple[np.ndarray, np.ndarray]]:
+        nothing = np.empty(0, np.int32)
+        return [(lengths[:1], counts[:2]), (nothing, nothing), (lengths[1:], counts[2:])]
+
+    blocks = write_index(tmp_path / "pieces.idx", UINT16, (3, 4), read_slabs)
+    written = (tmp_path / "pieces.idx").read_bytes()
+    assert written == read_bytes(prefix)[1]
+    assert [(b.n_bytes, b.sha256) for b in blocks] == [
+        (len(written), hashlib.sha256(written).hexdigest())
+    ]
+
+
 def test_a_corpus_without_documents_can_be_opened(tmp_path: Path) -> None:
     dataset = IndexedDataset(write(tmp_path / "corpus"))
     assert (len(dataset), dataset.n_tokens, dataset.document_indices.tolist()) == (0, 0, [0])
@@ -87,38 +115,6 @@ def test_reads_and_rewrites_megatron_files(shared_data: Path, tmp_path: Path) ->
         with IndexedWriter(tmp_path / prefix.stem, theirs.dtype) as writer:
             writer.add_documents(theirs.stream, theirs.sequence_lengths)
         assert read_bytes(tmp_path / prefix.stem) == read_bytes(prefix.with_suffix(""))
-
-
-@given(
-    corpora=st.lists(
-        st.lists(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=3), max_size=4),
-        min_size=1,
-        max_size=3,
-    )
-)
-@settings(max_examples=20, deadline=None)
-def test_joining_gives_the_bytes_of_writing_at_once(
-    tmp_path_factory: pytest.TempPathFactory, corpora: list[list[list[list[int]]]]
-) -> None:
-    folder = tmp_path_factory.mktemp("join")
-    with IndexedWriter(folder / "whole", UINT16) as whole:
-        for number, corpus in enumerate(corpora):
-            with IndexedWriter(folder / str(number), UINT16) as part:
-                for document in corpus:
-                    sequences = [np.array(sequence, UINT16) for sequence in document]
-                    part.add_document(*sequences)
-                    whole.add_document(*sequences)
-    concatenate([folder / str(number) for number in range(len(corpora))], folder / "joined")
-    assert read_bytes(folder / "joined") == read_bytes(folder / "whole")
-
-
-def test_joining_needs_files_of_one_kind(tmp_path: Path) -> None:
-    one, two = write(tmp_path / "one", [1]), write(tmp_path / "two", [1], dtype=np.dtype(np.int32))
-    with pytest.raises(DataError, match=r"two.idx stores int32, .*one.idx uint16; they cannot be"):
-        concatenate([one, two], tmp_path / "both")
-    with pytest.raises(DataError, match="no token files to join"):
-        concatenate([], tmp_path / "both")
-    assert not list(tmp_path.glob("both*"))
 
 
 @pytest.mark.parametrize(
@@ -286,8 +282,6 @@ def test_files_longer_than_one_slab(tmp_path: Path) -> None:
     ends = np.cumsum(lengths)
     assert (dataset.sequence_pointers == 2 * (ends - lengths)[lengths > 0]).all()
     assert (dataset.document_indices == np.cumsum([0, *(lengths > 0)])).all()
-    concatenate([tmp_path / "corpus"], tmp_path / "copy")
-    assert read_bytes(tmp_path / "copy") == read_bytes(tmp_path / "corpus")
     index = bytearray((tmp_path / "corpus.idx").read_bytes())
     at = 34 + 4 * 90_000
     index[at : at + 4] = struct.pack("<i", -5)

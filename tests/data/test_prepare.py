@@ -1,29 +1,29 @@
-"""Tests of tokenising: Megatron-LM's bytes, any number of workers, and clean failure."""
+"""Tests of tokenising: Megatron-LM's bytes, any number of workers, faults, and taking up again."""
 
 from __future__ import annotations
 
-import errno
 import json
-import multiprocessing
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from trainyard.cli.prepare import prepare as prepare_verb
+from trainyard.config.corpus import Corpus
+from trainyard.data import corpus_worker
+from trainyard.data.corpus_plan import output_prefix
 from trainyard.data.indexed import IndexedDataset
-from trainyard.data.prepare import PrepareOptions, output_prefix, prepare, train_on_inputs
+from trainyard.data.prepare import prepare, read_status, train_on_inputs, work_path
+from trainyard.data.progress import Progress
 from trainyard.data.sidecar import Sidecar, load_sidecar
+from trainyard.data.sources import Segment
 from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
-from trainyard.errors import ConfigError, DataError, MachineError
+from trainyard.data.unit import UnitWorker
+from trainyard.errors import DataError, MachineError
 
 EOD = 279
+FILES = [f"out_text_document.{end}" for end in ("bin", "idx", "json")]
 
 
 @pytest.fixture(scope="module")
@@ -37,29 +37,41 @@ def lines(texts: list[object]) -> bytes:
     return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
 
 
-def read_output(prefix: str) -> tuple[bytes, bytes]:
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+def read_output(prefix: str) -> tuple[bytes, ...]:
+    return tuple(Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx", "json"))
+
+
+def change(corpus: Corpus, **values: Any) -> Corpus:
+    return Corpus.model_validate({**corpus.model_dump(), **values})
 
 
 @pytest.fixture
-def options(tmp_path: Path, tokenizer_folder: Path) -> PrepareOptions:
-    """A corpus of three files with bad documents at known places, cut into many units."""
+def small(tmp_path: Path, tokenizer_folder: Path) -> Corpus:
+    """A corpus of the file `in/a.jsonl`, which the test writes."""
+    (tmp_path / "in").mkdir()
+    return Corpus(
+        inputs=(str(tmp_path / "in"),),
+        output=str(tmp_path / "out"),
+        tokenizer=str(tokenizer_folder),
+    )
+
+
+@pytest.fixture
+def corpus(small: Corpus, tmp_path: Path) -> Corpus:
+    """A corpus of four files with bad documents at known places."""
     first = [f"the cat {n} " * (n % 7) for n in range(200)]
     broken: list[object] = [*first]
     broken[50], broken[51], broken[150] = None, 7, "half \ud800"
-    (tmp_path / "in").mkdir()
     (tmp_path / "in/a.jsonl").write_bytes(lines(broken) + b'{"body": "no"}\nnot json\n')
     (tmp_path / "in/b.txt").write_bytes(b"a whole file\n")
     (tmp_path / "in/c.txt").write_bytes(b"bad \xff file\n")
     (tmp_path / "in/d.jsonl").write_bytes(lines([*first, "the end"]))
-    return PrepareOptions(
-        (str(tmp_path / "in"),),
-        tmp_path / "out",
-        tokenizer_folder,
-        on_error="skip",
-        overwrite=True,
-        unit_bytes=1500,
-    )
+    return small
+
+
+def run(corpus: Corpus, **arguments: Any) -> Sidecar:
+    """Prepares one pair of token files, cut into many units, with bad documents set aside."""
+    return prepare(corpus, **{"on_error": "quarantine", "unit_bytes": 1500, **arguments})[0]
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -68,63 +80,53 @@ def leftovers(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.dist)])
 def test_bytes_are_those_of_megatron(shared_data: Path, tmp_path: Path, workers: int) -> None:
-    corpus = shared_data / "corpora" / "novels.jsonl"
-    options = PrepareOptions(
-        (str(corpus),),
-        tmp_path / "novels",
-        shared_data / "gpt2",
-        workers=workers,
-        unit_bytes=5 * 2**20,
+    novels = Corpus(
+        inputs=(str(shared_data / "corpora/novels.jsonl"),),
+        output=str(tmp_path / "novels"),
+        tokenizer=str(shared_data / "gpt2"),
     )
-    sidecar = prepare(options)
-    prefix = output_prefix(options.output, "text")
+    sidecar = prepare(novels, workers=workers, unit_bytes=5 * 2**20)[0]
+    prefix = output_prefix(novels.output, "text")
     assert Path(prefix).name == "novels_text_document"
-    assert read_output(prefix) == read_output(str(shared_data / "megatron/novels_text_document"))
+    for end in ("bin", "idx"):
+        theirs = shared_data / f"megatron/novels_text_document.{end}"
+        assert Path(f"{prefix}.{end}").read_bytes() == theirs.read_bytes()
     assert (sidecar.documents, sidecar.tokens) == (6578, 7432934 + 6578)
     assert sidecar.text_bytes == 29973099
     assert leftovers(tmp_path) == [f"novels_text_document.{end}" for end in ("bin", "idx", "json")]
 
 
-def test_an_empty_document_has_no_sequence_but_an_entry(
-    tmp_path: Path, tokenizer_folder: Path
-) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines(["cat", "", "", "hat"]))
-    options = PrepareOptions((str(tmp_path / "a.jsonl"),), tmp_path / "out", tokenizer_folder)
-    sidecar = prepare(options)
-    dataset = IndexedDataset(output_prefix(options.output, "text"))
+def test_an_empty_document_has_no_sequence_but_an_entry(small: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "in/a.jsonl").write_bytes(lines(["cat", "", "", "hat"]))
+    sidecar = run(small)
+    dataset = IndexedDataset(output_prefix(small.output, "text"))
     assert dataset.document_indices.tolist() == [0, 1, 1, 1, 2]
     assert [dataset.tokens(i)[-1] for i in range(len(dataset))] == [EOD, EOD]
     assert (sidecar.documents, sidecar.empty_documents, sidecar.sequences) == (4, 2, 2)
     assert sidecar.tokens == dataset.n_tokens
-    without = prepare(replace(options, append_eod=False, overwrite=True))
+    without = run(change(small, append_eod=False), overwrite=True)
     assert without.tokens == sidecar.tokens - 2
-    assert EOD not in IndexedDataset(output_prefix(options.output, "text")).stream
+    assert EOD not in IndexedDataset(output_prefix(small.output, "text")).stream
 
 
-def test_an_end_of_document_in_a_text_is_text_or_parsed(
-    tmp_path: Path, tokenizer_folder: Path
-) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines(["cat<|endoftext|>hat"]))
-    options = PrepareOptions((str(tmp_path / "a.jsonl"),), tmp_path / "out", tokenizer_folder)
+def test_an_end_of_document_in_a_text_is_text_or_parsed(small: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "in/a.jsonl").write_bytes(lines(["cat<|endoftext|>hat"]))
     ends = {}
     for policy in ("text", "parse"):
-        sidecar = prepare(replace(options, special_tokens=policy, overwrite=True))
-        stream = IndexedDataset(output_prefix(options.output, "text")).stream
+        sidecar = run(change(small, special_tokens=policy), overwrite=True)
+        stream = IndexedDataset(output_prefix(small.output, "text")).stream
         ends[policy] = np.count_nonzero(stream == EOD)
         assert sidecar.tokenizer.special_tokens == policy
     assert ends == {"text": 1, "parse": 2}
 
 
-def test_a_vocabulary_of_another_key_names_the_files(
-    tmp_path: Path, tokenizer_folder: Path
-) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"body": "cat"}\n')
-    options = PrepareOptions((str(tmp_path),), tmp_path / "out", tokenizer_folder, json_key="body")
-    assert prepare(options).json_key == "body"
+def test_another_key_names_the_files(small: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "in/a.jsonl").write_bytes(b'{"body": "cat"}\n')
+    assert run(change(small, json_key="body")).json_key == "body"
     assert (tmp_path / "out_body_document.bin").exists()
 
 
-SKIPPED = {
+QUARANTINED = {
     "invalid UTF-8": 1,
     "lone surrogate": 1,
     "malformed JSON": 1,
@@ -133,249 +135,228 @@ SKIPPED = {
 }
 
 
-def test_bad_documents_are_skipped_counted_and_named(options: PrepareOptions) -> None:
-    sidecar = prepare(options)
-    assert sidecar.skipped == SKIPPED
-    source = Path(options.inputs[0])
-    places = [place.split(": ")[0] for place in sidecar.skipped_places]
+@pytest.mark.parametrize("unit_bytes", [700, 1500, 10**9])
+def test_bad_documents_are_set_aside_counted_and_named(
+    corpus: Corpus, tmp_path: Path, unit_bytes: int
+) -> None:
+    sidecar = run(corpus, unit_bytes=unit_bytes)
+    assert sidecar.quarantined == QUARANTINED
+    source = Path(corpus.inputs[0])
+    places = [place.split(": ")[0] for place in sidecar.quarantined_places]
     numbers = [51, 52, 151, 201, 202]
     assert places == [f"{source}/a.jsonl:{number}" for number in numbers] + [f"{source}/c.txt"]
     assert sidecar.documents == 197 + 1 + 201
     expected = [f"the cat {n} " * (n % 7) for n in range(200)]
     good = [text for n, text in enumerate(expected) if n not in (50, 51, 150)]
-    tokenizer = load_tokenizer(options.tokenizer)
-    dataset = IndexedDataset(output_prefix(options.output, "text"))
+    tokenizer = load_tokenizer(Path(corpus.tokenizer))
+    dataset = IndexedDataset(output_prefix(corpus.output, "text"))
     texts = [tokenizer.decode(dataset.tokens(i)[:-1]) for i in range(len(dataset))]
     assert texts == [text for text in [*good, "a whole file\n", *expected, "the end"] if text]
+    aside = (tmp_path / "out_text_document.quarantine.jsonl").read_bytes().splitlines()
+    found = [msgspec.json.decode(line) for line in aside]
+    assert [Path(one["file"]).name for one in found] == ["a.jsonl"] * 5 + ["c.txt"]
+    assert [one["position"] for one in found] == [*numbers, 0]
+    originals = (source / "a.jsonl").read_text().splitlines()
+    assert [one["raw"] for one in found[:5]] == [originals[number - 1] for number in numbers]
+    assert found[5]["raw"] == "base64:YmFkIP8gZmlsZQo="
+    assert {one["kind"] for one in found} == set(QUARANTINED)
+    assert found[1]["detail"] == 'the value of "text" is 7, not a string'
 
 
 @pytest.mark.dist
-def test_the_number_of_workers_changes_nothing(options: PrepareOptions) -> None:
-    prefix = output_prefix(options.output, "text")
-    results = set()
+def test_the_number_of_workers_changes_nothing(corpus: Corpus, tmp_path: Path) -> None:
+    results, messages = set(), set()
     for workers in (1, 3):
-        prepare(replace(options, workers=workers))
-        results.add((*read_output(prefix), Path(f"{prefix}.json").read_bytes()))
-    assert len(results) == 1
-    messages = set()
+        run(corpus, workers=workers, overwrite=True)
+        results.add(read_output(output_prefix(corpus.output, "text")))
+    assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
     for workers in (1, 3):
         with pytest.raises(DataError) as caught:
-            prepare(replace(options, workers=workers, on_error="stop"))
+            run(corpus, workers=workers, on_error="stop", overwrite=True)
         messages.add(str(caught.value))
-    assert len(messages) == 1
+    assert len(results) == len(messages) == 1
     assert 'a.jsonl:51: the value of "text" is null, not a string' in messages.pop()
-    assert len(results) == 1 and leftovers(options.output.parent) == [
-        f"out_text_document.{end}" for end in ("bin", "idx", "json")
-    ]
 
 
-def test_only_the_first_places_of_a_kind_are_kept(options: PrepareOptions, tmp_path: Path) -> None:
+def test_only_the_first_places_of_a_kind_are_kept(corpus: Corpus, tmp_path: Path) -> None:
     (tmp_path / "in/a.jsonl").write_bytes(b"bad\n" * 1000 + lines(["cat"]))
-    sidecar = prepare(options)
-    assert sidecar.skipped["malformed JSON"] == 1000
-    places = [place.split(": ")[0] for place in sidecar.skipped_places]
+    sidecar = run(corpus)
+    assert sidecar.quarantined["malformed JSON"] == 1000
+    places = [place.split(": ")[0] for place in sidecar.quarantined_places]
     assert places[:5] == [f"{tmp_path}/in/a.jsonl:{n}" for n in range(1, 6)]
     assert len(places) == 6
+    assert (tmp_path / "out_text_document.quarantine.jsonl").read_bytes().count(b"\n") == 1001
 
 
-@pytest.mark.dist
-def test_a_killed_worker_is_named_and_nothing_is_left(options: PrepareOptions) -> None:
-    def kill_workers(done_bytes: int, total_bytes: int, documents: int, tokens: int) -> None:
-        for process in multiprocessing.active_children():
-            process.kill()
-
-    with pytest.raises(MachineError) as caught:
-        prepare(replace(options, workers=2), kill_workers)
-    assert "a worker was killed by SIGKILL while it tokenised" in caught.value.problem
-    assert "in/" in caught.value.problem
-    assert "use fewer workers" in caught.value.hint
-    assert leftovers(options.output.parent) == []
-    assert not multiprocessing.active_children()
+def test_a_mended_document_lets_the_same_work_go_on(corpus: Corpus, tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"a.jsonl:51: "):
+            run(corpus, on_error="stop")
+    assert run(corpus).quarantined == QUARANTINED
+    assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
 
 
-@contextmanager
-def file_size_limit(n_bytes: int) -> Iterator[None]:
-    """Makes every write beyond `n_bytes` fail, as a full disk does, here and in new processes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.dist)])
-def test_a_full_disk_leaves_nothing_behind(options: PrepareOptions, workers: int) -> None:
-    with file_size_limit(600), pytest.raises(MachineError) as caught:
-        prepare(replace(options, workers=workers))
-    assert "File too large" in caught.value.problem
-    assert "free space or quota" in caught.value.hint
-    assert leftovers(options.output.parent) == []
-
-
-def test_old_files_survive_a_run_that_fails(options: PrepareOptions) -> None:
-    prepare(options)
-    prefix = output_prefix(options.output, "text")
-    before = (*read_output(prefix), Path(f"{prefix}.json").read_bytes())
+@pytest.mark.xfail(strict=True, reason="prepare: what was set aside once passes on_error='stop'")
+def test_what_was_set_aside_does_not_pass_a_run_that_stops(corpus: Corpus) -> None:
+    run(corpus)
     with pytest.raises(DataError):
-        prepare(replace(options, on_error="stop"))
-    assert (*read_output(prefix), Path(f"{prefix}.json").read_bytes()) == before
+        run(corpus, on_error="stop")
 
 
-def test_an_old_record_is_gone_before_new_tokens_come(
-    options: PrepareOptions, tmp_path: Path
+def test_a_finished_corpus_is_left_alone(corpus: Corpus, tmp_path: Path) -> None:
+    first = run(corpus)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    again = run(corpus)
+    assert again == first == load_sidecar(output_prefix(corpus.output, "text"))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_corpus_of_other_options_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    run(corpus)
+    before = read_output(output_prefix(corpus.output, "text"))
+    other = change(corpus, append_eod=False)
+    with pytest.raises(DataError, match=r"out_text_document.bin is there already") as caught:
+        run(other)
+    assert "--overwrite" in caught.value.hint
+    assert read_output(output_prefix(corpus.output, "text")) == before
+    assert run(other, overwrite=True).append_eod is False
+    assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
+
+
+def test_old_files_survive_a_run_that_fails(corpus: Corpus) -> None:
+    run(corpus)
+    before = read_output(output_prefix(corpus.output, "text"))
+    with pytest.raises(DataError):
+        run(change(corpus, append_eod=False), on_error="stop", overwrite=True)
+    assert read_output(output_prefix(corpus.output, "text")) == before
+
+
+@pytest.mark.xfail(strict=True, reason="corpus_worker.is_prepared looks at the record alone")
+def test_a_finished_corpus_whose_tokens_went_away_is_not_finished(corpus: Corpus) -> None:
+    run(corpus)
+    path = Path(f"{output_prefix(corpus.output, 'text')}.bin")
+    path.unlink()
+    try:
+        run(corpus)
+    except DataError:
+        return
+    assert path.exists()
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, number: int | None) -> list[int]:
+    """Presses Ctrl-C at a unit, counted from 0; gives the start of each unit that is run."""
+    begun: list[int] = []
+    work = UnitWorker.run
+
+    def run_unit(self: UnitWorker, unit: list[Segment], *rest: Any) -> Any:
+        begun.append(unit[0].start)
+        if len(begun) - 1 == number:
+            raise KeyboardInterrupt
+        return work(self, unit, *rest)
+
+    monkeypatch.setattr(UnitWorker, "run", run_unit)
+    return begun
+
+
+def test_work_that_was_interrupted_goes_on(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(corpus)
+    expected = read_output(output_prefix(corpus.output, "text"))
+    for path in Path(corpus.output).parent.glob("out_*"):
+        path.unlink()
+    with monkeypatch.context() as patch:
+        begun = interrupt_at(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            run(corpus)
+    done = work_path(corpus) / "done"
+    assert sorted(path.name for path in done.iterdir()) == [f"unit-00000{n}" for n in range(4)]
+    assert not list((work_path(corpus) / "scratch").iterdir())
+    status = read_status(corpus)
+    assert status is not None
+    assert (status.units_done, status.outputs_done, status.stopped) == (4, 0, [])
+    assert 0 < status.done_bytes < status.total_bytes
+    with pytest.raises(DataError, match="was begun with append_eod=True, not append_eod=False"):
+        run(change(corpus, append_eod=False))
+    with monkeypatch.context() as patch:
+        rest = interrupt_at(patch, None)
+        run(corpus)
+    assert len(rest) == status.units - 4
+    assert rest[0] == begun[4]
+    assert read_output(output_prefix(corpus.output, "text")) == expected
+    assert read_status(corpus) is None
+
+
+def test_unfinished_work_on_other_options_is_replaced(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare(options)
-    (tmp_path / "one.jsonl").write_bytes(lines(["cat"]))
-    with file_size_limit(300), pytest.raises(MachineError, match=r"document.json cannot be"):
-        prepare(replace(options, inputs=(str(tmp_path / "one.jsonl"),)))
-    assert leftovers(tmp_path)[-2:] == ["out_text_document.bin", "out_text_document.idx"]
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            run(corpus)
+    assert run(change(corpus, append_eod=False), overwrite=True).append_eod is False
+    assert not work_path(corpus).exists()
 
 
-def test_the_output_is_checked_before_the_work(options: PrepareOptions, tmp_path: Path) -> None:
-    nowhere = replace(options, output=tmp_path / "no/out")
+def test_an_input_that_changed_in_the_middle_is_named(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = UnitWorker.run
+
+    def append(self: UnitWorker, *arguments: Any) -> Any:
+        with (tmp_path / "in/d.jsonl").open("ab") as file:
+            file.write(b"\n")
+        return work(self, *arguments)
+
+    monkeypatch.setattr(UnitWorker, "run", append)
+    with pytest.raises(DataError, match=r"d.jsonl changed while it was read: \d+ bytes") as caught:
+        run(corpus)
+    assert "leave the inputs alone" in caught.value.hint
+
+
+def test_the_output_is_checked_before_the_work(corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the output folder .*/no does not exist"):
-        prepare(nowhere)
+        run(change(corpus, output=str(tmp_path / "no/out")))
     (tmp_path / "out_text_document.idx").touch()
     with pytest.raises(DataError, match=r"out_text_document.idx is there already") as caught:
-        prepare(replace(options, overwrite=False))
+        run(corpus)
     assert "--overwrite" in caught.value.hint
-    huge = tmp_path / "in/huge.jsonl"
-    with huge.open("wb") as file:
+    with (tmp_path / "in/huge.txt").open("wb") as file:
         file.truncate(2**43)
-    (tmp_path / "in/huge.jsonl").rename(tmp_path / "in/huge.txt")
-    with pytest.raises(MachineError, match=r"need 2.0 TiB or more") as full:
-        prepare(replace(options, overwrite=True))
+    with pytest.raises(MachineError, match=r"need 4.0 TiB or more") as full:
+        run(corpus, overwrite=True)
     assert "free space" in full.value.hint
+    assert not work_path(corpus).exists()
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n", b'{"text": ""}\n', b"bad\n"])
-def test_an_empty_corpus_is_refused(options: PrepareOptions, tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "empty.jsonl"
-    path.write_bytes(data)
+def test_an_empty_corpus_is_refused(small: Corpus, tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "in/a.jsonl").write_bytes(data)
     with pytest.raises(DataError, match="the corpus is empty: ") as caught:
-        prepare(replace(options, inputs=(str(path),)))
+        run(small)
     assert "json_key" in caught.value.hint
 
 
-def test_leftovers_of_a_killed_run_are_named(
-    options: PrepareOptions, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "out_text_document.parts-abc").mkdir()
-    prepare(options)
-    assert "parts-abc was left by a run that was killed" in caplog.text
-
-
-def test_progress_reaches_the_end(options: PrepareOptions) -> None:
-    calls: list[tuple[int, int, int, int]] = []
-    sidecar = prepare(options, lambda *counts: calls.append(counts))
-    assert calls[-1][0] == calls[-1][1] == sum(record.size_bytes for record in sidecar.sources)
-    assert calls[-1][2:] == (sidecar.documents, sidecar.tokens)
-
-
-def test_the_sidecar_refuses_another_tokenizer(
-    options: PrepareOptions, tmp_path: Path, tokenizer_folder: Path
-) -> None:
-    written = prepare(options)
-    prefix = output_prefix(options.output, "text")
-    sidecar = load_sidecar(prefix)
-    assert sidecar == written
-    tokenizer = load_tokenizer(tokenizer_folder)
-    sidecar.check_against(tokenizer, prefix)
-    train_tokenizer(["other words, and more of other words"], 260, tmp_path / "other")
-    other = load_tokenizer(tmp_path / "other")
-    with pytest.raises(DataError) as caught:
-        sidecar.check_against(other, prefix)
-    for part in (prefix, "small", "other", tokenizer.fingerprint[:16], other.fingerprint[:16]):
-        assert part in caught.value.problem
-    assert "name the tokenizer that made the data" in caught.value.hint
-
-
-def test_the_sidecar_knows_its_files(options: PrepareOptions) -> None:
-    sidecar: Sidecar = prepare(options)
-    prefix = output_prefix(options.output, "text")
-    sidecar.check_files(prefix, full=True)
-    path = Path(f"{prefix}.bin")
-    data = path.read_bytes()
-    path.write_bytes(data[:-2])
-    with pytest.raises(DataError, match=rf"has {len(data) - 2} bytes, but {len(data)} were"):
-        sidecar.check_files(prefix)
-    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-    sidecar.check_files(prefix)
-    with pytest.raises(DataError, match="differs from what was written"):
-        sidecar.check_files(prefix, full=True)
-    path.unlink()
-    with pytest.raises(DataError, match="is missing"):
-        sidecar.check_files(prefix)
-
-
-def test_a_wrong_sidecar_is_refused(options: PrepareOptions, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is missing, so nothing says which tokenizer"):
-        load_sidecar(tmp_path / "out_text_document")
-    prepare(options)
-    path = tmp_path / "out_text_document.json"
-    for old, new in (('"format_version": 1', '"format_version": 2'), ('"tokens"', '"n"')):
-        text = path.read_text()
-        path.write_text(text.replace(old, new))
-        with pytest.raises(DataError, match="is not a record of token files"):
-            load_sidecar(tmp_path / "out_text_document")
-        path.write_text(text)
-
-
-def run_verb(*arguments: str) -> str:
-    app = typer.Typer()
-    app.command()(prepare_verb)
-    result = CliRunner().invoke(app, arguments)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def test_the_verb_trains_a_tokenizer_and_prepares(options: PrepareOptions, tmp_path: Path) -> None:
-    corpus, output = str(tmp_path / "in/d.jsonl"), str(tmp_path / "new")
-    shown = run_verb(corpus, "--output", output, "--train-tokenizer", "262")
-    sidecar = load_sidecar(f"{output}_text_document")
-    assert f"{sidecar.documents} documents" in shown
-    assert (sidecar.tokenizer.name, sidecar.tokenizer.eod_id) == ("new_tokenizer", 261)
-    sidecar.check_against(load_tokenizer(Path(f"{output}_tokenizer")), output)
-    shown = run_verb(
-        str(tmp_path / "in"), "-o", output, "--tokenizer", f"{output}_tokenizer",
-        "--on-error", "skip", "--overwrite", "--no-append-eod",
-    )  # fmt: skip
-    assert "skipped, not a string: 2" in shown
-    assert "a.jsonl:51" in shown
-    assert not load_sidecar(f"{output}_text_document").append_eod
-
-
-def test_the_verb_wants_one_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no tokenizer given"):
-        run_verb("a.jsonl", "-o", str(tmp_path / "x"))
-    with pytest.raises(ConfigError, match="both --tokenizer and --train-tokenizer given"):
-        run_verb("a.jsonl", "-o", "x", "--tokenizer", "t", "--train-tokenizer", "300")
+def test_progress_is_told(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_worker, "BEAT_SECONDS", 0.001)
+    (tmp_path / "in/e.jsonl").write_bytes(lines(["the cat sat " * 50] * 5000))
+    seen: list[Progress] = []
+    sidecar = run(corpus, unit_bytes=50_000, on_progress=seen.append)
+    total = sum(record.size_bytes for record in sidecar.sources)
+    assert {progress.total_bytes for progress in seen} == {total}
+    assert seen[-1].units_done > seen[0].units_done
+    assert seen[-1].done_bytes > total / 2
+    assert len(seen[-1].workers) == 1
+    assert all(progress.bytes_per_second >= 0 for progress in seen)
 
 
 def test_training_names_bad_documents_and_keeps_old_tokenizers(
-    options: PrepareOptions, tmp_path: Path
+    corpus: Corpus, tmp_path: Path
 ) -> None:
-    new = replace(options, tokenizer=tmp_path / "new", on_error="stop")
+    new = change(corpus, tokenizer=str(tmp_path / "new"))
     with pytest.raises(DataError, match=r"a.jsonl:51: the value of"):
-        train_on_inputs(new, 262)
-    train_on_inputs(replace(new, on_error="skip"), 262)
+        train_on_inputs(new, 262, overwrite=False)
+    new = change(new, inputs=(str(tmp_path / "in/d.jsonl"),))
+    train_on_inputs(new, 262, overwrite=False)
     with pytest.raises(DataError, match=r"tokenizer.json is there already"):
-        train_on_inputs(replace(new, on_error="skip", overwrite=False), 262)
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    from trainyard.data.publish import publish_text
-
-    publish_text(tmp_path / "a.json", "old")
-    with (
-        file_size_limit(4),
-        pytest.raises(MachineError, match=r"a.json cannot be written") as caught,
-    ):
-        publish_text(tmp_path / "a.json", "longer than four bytes")
-    assert isinstance(caught.value.__cause__, OSError)
-    assert caught.value.__cause__.errno == errno.EFBIG
-    assert (tmp_path / "a.json").read_text() == "old"
-    assert leftovers(tmp_path) == ["a.json"]
+        train_on_inputs(new, 262, overwrite=False)
+    train_on_inputs(new, 261, overwrite=True)
+    assert load_tokenizer(tmp_path / "new").vocabulary_size == 261

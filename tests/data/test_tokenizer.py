@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -187,6 +189,13 @@ def test_an_id_outside_the_vocabulary_is_refused(trained: Tokenizer, token_id: i
         trained.decode([5, token_id])
 
 
+def test_the_known_answers_for_gpt2_are_those_of_the_reference(gpt2: Tokenizer) -> None:
+    rules = gpt2._vocabulary.render_json(with_special_tokens=False)
+    reference = subject._HuggingFaceEngine(rules)
+    assert subject._digest_answers(rules, reference) == subject._GPT2_ANSWERS
+    assert subject._digest_answers(rules + " ", reference) != subject._GPT2_ANSWERS
+
+
 def test_an_engine_that_differs_is_not_used(
     trained_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,7 +210,10 @@ def test_an_engine_that_differs_is_not_used(
 
 
 def test_a_vocabulary_the_fast_engine_refuses_is_still_served(
-    trained_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    trained_folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     content = json.loads((trained_folder / "tokenizer.json").read_text("utf-8"))
     odd = {"type": "Split", "pattern": {"Regex": "o|e"}, "behavior": "Isolated", "invert": False}
@@ -215,6 +227,13 @@ def test_a_vocabulary_the_fast_engine_refuses_is_still_served(
     tokens, lengths = tokenizer.encode_batch(["redo the end", "", "x"])
     assert tokenizer.decode(tokens) == "redo the endx"
     assert lengths[1:].tolist() == [0, 1]
+    # Only with GPT-2's splitting rule is it known where a window may begin.
+    assert tokenizer._windows is None
+    monkeypatch.setattr(subject, "_LONG_CHARACTERS", 1000)
+    long = "redo the end " * 100
+    tokens, lengths = tokenizer.encode_batch(["x", long])
+    assert lengths.tolist() == [1, len(tokens) - 1]
+    assert tokenizer.decode(tokens[1:]) == long
     with pytest.raises(DataError, match="text 0 holds the lone surrogate"):
         tokenizer.encode("\udfff")
 
@@ -223,12 +242,40 @@ def test_the_cache_of_the_fast_engine_is_made_anew(trained_folder: Path) -> None
     engine = subject._GigatokenEngine(load_vocabulary(trained_folder).render_json())
     before = engine._tokenizer
     engine.cache_limit_bytes = -(2**40)
-    engine.check_every_characters = 20
+    engine.check_every_tokens = 2
     tokens, _ = engine.encode_batch(["undo the end"])
     assert engine._tokenizer is before
     again, _ = engine.encode_batch(["undo the end"])
     assert engine._tokenizer is not before
     assert again.tolist() == tokens.tolist()
+
+
+MEASURE_MEMORY = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from trainyard.data.tokenizer import load_tokenizer
+
+tokenizer = load_tokenizer(Path(sys.argv[1]))
+tokenizer.encode_batch(["a"])
+letters = np.random.default_rng(0).integers(97, 123, 16 * 2**20, np.uint8)
+letters[::10] = 32
+text = letters.tobytes().decode() if sys.argv[2] == "words" else sys.argv[2] * 2**24
+del letters
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+tokens, lengths = tokenizer.encode_batch([text])
+assert lengths.tolist() == [len(tokens)]
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 - tokens.nbytes)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory in other units")
+@pytest.mark.parametrize("text", ["\n", "a", "words"])
+def test_memory_does_not_grow_with_the_document(gpt2_folder: Path, text: str) -> None:
+    command = [sys.executable, "-c", MEASURE_MEMORY, str(gpt2_folder), text]
+    added_bytes = int(subprocess.run(command, check=True, capture_output=True).stdout)
+    assert added_bytes < 160 * 2**20  # 16 MiB of text
 
 
 def test_too_little_text_or_too_few_tokens_is_refused(tmp_path: Path) -> None:

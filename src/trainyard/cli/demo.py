@@ -87,10 +87,10 @@ def _prepare_tokens(train_text: Path, held_out_text: Path) -> tuple[str, str]:
             continue
         if text == train_text:
             _announce(f"prepare {text} --output {output} --train-tokenizer {VOCABULARY_SIZE}")
-            prepare([str(text)], output, train_tokenizer=VOCABULARY_SIZE, overwrite=True)
+            prepare([str(text)], str(output), train_tokenizer=VOCABULARY_SIZE, overwrite=True)
         else:
             _announce(f"prepare {text} --output {output} --tokenizer {tokenizer}")
-            prepare([str(text)], output, tokenizer=tokenizer, overwrite=True)
+            prepare([str(text)], str(output), tokenizer=str(tokenizer), overwrite=True)
     return prefixes[0], prefixes[1]
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from trainyard import __version__
+from trainyard.cli.check import check
 from trainyard.cli.demo import demo
 from trainyard.cli.evaluate import evaluate
 from trainyard.cli.export import export
@@ -56,6 +57,7 @@ def _options(
 
 for verb in (prepare, train, evaluate, generate, report, show, demo):
     app.command()(verb)
+app.add_typer(check, name="check")
 app.command("export")(export)
 app.command("import")(import_)
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from trainyard.errors import ConfigError
 
+if TYPE_CHECKING:
+    from trainyard.config.corpus import Corpus
+    from trainyard.data.progress import Progress
+    from trainyard.data.sidecar import Sidecar
+
 
 def prepare(
-    inputs: Annotated[list[str], typer.Argument(help="Files, folders and globs of text.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Path that the token files begin with.")
-    ],
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="Folder with vocab.json and merges.txt, or with a tokenizer.json."),
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(help="Files, folders and globs of text; or one data file, corpus.toml."),
     ] = None,
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="Path that the token files begin with.")
+    ] = "",
+    tokenizer: Annotated[
+        str, typer.Option(help="Folder with vocab.json and merges.txt, or with a tokenizer.json.")
+    ] = "",
     train_tokenizer: Annotated[
         int,
         typer.Option(
@@ -27,74 +35,181 @@ def prepare(
         ),
     ] = 0,
     json_key: Annotated[
-        str, typer.Option(help="JSON key, or Parquet column, that holds the text.")
-    ] = "text",
+        str, typer.Option(help="JSON key, or Parquet column, that holds the text [text].")
+    ] = "",
     append_eod: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--append-eod/--no-append-eod",
-            help="End every document with <|endoftext|> (Megatron-LM's tool: off by default).",
+            help="End every document with <|endoftext|> [yes] (Megatron-LM's tool: no).",
         ),
-    ] = True,
+    ] = None,
+    special_tokens: Annotated[
+        Literal["text", "parse"] | None,
+        typer.Option(
+            help="<|endoftext|> inside a document: text, or parse (its own id, as Megatron-LM) "
+            "[text]."
+        ),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes; one core each.")] = 1,
     on_error: Annotated[
-        Literal["stop", "skip"],
-        typer.Option(help="A bad document: stop, or skip (left out, counted, named)."),
+        Literal["stop", "quarantine"],
+        typer.Option(help="A bad document: stop, or quarantine (set aside, counted, named)."),
     ] = "stop",
-    special_tokens: Annotated[
-        Literal["text", "parse"],
+    overwrite: Annotated[
+        bool, typer.Option(help="Replace token files and work that were made otherwise.")
+    ] = False,
+    status: Annotated[bool, typer.Option(help="Only tell how far the work is.")] = False,
+    fetch: Annotated[
+        str,
         typer.Option(
-            help="<|endoftext|> inside a document: text, or parse (its own id, as Megatron-LM)."
+            metavar="CORPUS",
+            help="Only download wikipedia, slimpajama or openwebtext into the folder --output.",
         ),
-    ] = "text",
-    overwrite: Annotated[bool, typer.Option(help="Replace existing token files.")] = False,
+    ] = "",
+    only: Annotated[
+        str, typer.Option(metavar="PATTERN", help="Fetch the files whose path fits this.")
+    ] = "*",
+    mirror: Annotated[
+        str, typer.Option(metavar="URL", help="Fetch from this server instead.")
+    ] = "",
+    contact: Annotated[
+        str, typer.Option(help="Your e-mail address or page, which Wikimedia's server asks for.")
+    ] = "",
 ) -> None:
     """Tokenises raw text into Megatron-LM token files: .bin and .idx, with a record in .json.
 
-    Reads JSON lines and plain text (.jsonl .json .txt, also .gz .bz2 .xz .zst) and Parquet.
+    Reads JSON lines and plain text (.jsonl .json .txt, also .gz .bz2 .xz .zst), Parquet, and dumps
+    of Wikipedia (.xml .xml.bz2).
 
     Example: trainyard prepare corpus/ -o data/web --tokenizer gpt2/ --workers 8
 
-    writes data/web_text_document.bin, .idx and .json.
+    writes data/web_text_document.bin, .idx and .json. A data file names these and steps to clean
+    the text: trainyard prepare recipes/azure/slimpajama.toml --workers 8
+
+    The same command may run on many machines at once, as a job array for instance. Interrupted, it
+    goes on when it is run again.
     """
-    from trainyard.data.prepare import PrepareOptions, output_prefix, train_on_inputs
+    from trainyard.config.corpus import load_corpus
     from trainyard.data.prepare import prepare as prepare_tokens
+    from trainyard.data.prepare import train_on_inputs
     from trainyard.log import show_progress
 
-    options = PrepareOptions(
-        inputs=tuple(inputs),
-        output=output,
-        tokenizer=_choose_tokenizer(tokenizer, train_tokenizer, output),
-        json_key=json_key,
-        append_eod=append_eod,
-        workers=workers,
-        on_error=on_error,
-        special_tokens=special_tokens,
-        overwrite=overwrite,
-    )
+    if fetch:
+        _fetch(fetch, output, only, (mirror, contact))
+        return
+    if train_tokenizer and tokenizer:
+        raise ConfigError(
+            "both --tokenizer and --train-tokenizer given",
+            "pass --tokenizer with a folder such as GPT-2's, or --train-tokenizer 4096 to make one",
+        )
+    given = {
+        "output": output,
+        "tokenizer": f"{output}_tokenizer" if train_tokenizer else tokenizer,
+        "json_key": json_key,
+        "append_eod": append_eod,
+        "special_tokens": special_tokens,
+    }
+    data_file, files = _split(inputs or [])
+    corpus = load_corpus(data_file, _given({**given, "inputs": files}))
+    if status:
+        _print_status(corpus)
+        return
     if train_tokenizer:
-        train_on_inputs(options, train_tokenizer)
+        train_on_inputs(corpus, train_tokenizer, overwrite=overwrite)
     with show_progress("tokenising") as update:
 
-        def report(done_bytes: int, total_bytes: int, documents: int, tokens: int) -> None:
-            update(done_bytes, total_bytes, f"{documents:,} documents, {tokens:,} tokens")
+        def report(progress: Progress) -> None:
+            detail = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
+            update(progress.done_bytes, progress.total_bytes, detail)
 
-        sidecar = prepare_tokens(options, report)
-    prefix = output_prefix(output, json_key)
-    typer.echo(f"{prefix}.bin: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens")
-    for kind, count in sidecar.skipped.items():
-        typer.echo(f"skipped, {kind}: {count}", err=True)
-    for place in sidecar.skipped_places:
-        typer.echo(f"  {place}", err=True)
+        sidecars = prepare_tokens(
+            corpus,
+            workers=workers,
+            on_error=on_error,
+            overwrite=overwrite,
+            on_progress=report,
+        )
+    _print_result(corpus, sidecars)
 
 
-def _choose_tokenizer(tokenizer: Path | None, train_tokenizer: int, output: Path) -> Path:
-    if tokenizer is not None and not train_tokenizer:
-        return tokenizer
-    if tokenizer is None and train_tokenizer:
-        return Path(f"{output}_tokenizer")
-    given = "both --tokenizer and --train-tokenizer" if tokenizer else "no tokenizer"
-    raise ConfigError(
-        f"{given} given",
-        "pass --tokenizer with a folder such as GPT-2's, or --train-tokenizer 4096 to make one",
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value not in ("", None, [])}
+
+
+def _split(inputs: list[str]) -> tuple[Path | None, list[str]]:
+    """Tells a data file from inputs."""
+    data_files = [name for name in inputs if name.endswith(".toml")]
+    if len(data_files) > 1:
+        raise ConfigError(f"{data_files[1]} is a second data file", "prepare one after the other")
+    others = [name for name in inputs if name not in data_files]
+    return (Path(data_files[0]) if data_files else None), others
+
+
+def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
+    from trainyard.config.corpus import Corpus
+    from trainyard.data.corpus_plan import output_prefix
+
+    assert isinstance(corpus, Corpus)
+    for number, sidecar in enumerate(sidecars):
+        name = f"{corpus.output}_{number:05d}" if corpus.files_per_output else corpus.output
+        prefix = output_prefix(name, corpus.json_key)
+        typer.echo(f"{prefix}.bin: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens")
+        for step in sidecar.steps:
+            for reason, count in step.dropped.items():
+                if reason not in sidecar.quarantined:
+                    typer.echo(f"  {step.kind} left out {count:,}: {reason}")
+        for kind, count in sidecar.quarantined.items():
+            typer.echo(f"quarantined, {kind}: {count}", err=True)
+        for place in sidecar.quarantined_places:
+            typer.echo(f"  {place}", err=True)
+        if sidecar.quarantined:
+            typer.echo(f"  all are in {prefix}.quarantine.jsonl", err=True)
+
+
+def _print_status(corpus: Corpus) -> None:
+    from trainyard.data.prepare import read_status
+
+    progress = read_status(corpus)
+    if progress is None:
+        typer.echo("no work is in flight: it is finished, or not begun")
+        return
+    share = 100 * progress.done_bytes / max(progress.total_bytes, 1)
+    typer.echo(
+        f"{share:.1f} % of {progress.total_bytes / 1e9:.3f} GB of input, "
+        f"{progress.units_done} of {progress.units} units, {progress.outputs_done} outputs done"
+    )
+    typer.echo(f"{progress.documents:,} documents, {progress.tokens:,} tokens so far")
+    left = progress.seconds_left
+    rate = f"{progress.bytes_per_second / 1e6:.1f} MB/s"
+    typer.echo(rate + (f", {left / 60:.0f} min left" if left is not None else ""))
+    for name, (state, is_alive) in sorted(progress.workers.items()):
+        if is_alive:
+            silent = time.time() - state.heard
+            typer.echo(f"  {name}: {state.piece or 'waiting'}, heard of {silent:.0f} s ago")
+    for piece in progress.stopped:
+        typer.echo(f"  {piece} has a document that cannot be read")
+
+
+def _fetch(name: str, folder: str, only: str, network: tuple[str, str]) -> None:
+    from trainyard.data.catalogue import describe
+    from trainyard.data.fetch import fetch
+    from trainyard.data.web import Network
+    from trainyard.log import show_progress
+
+    if not folder:
+        raise ConfigError("no folder to download to", f"pass -o, such as -o corpora/{name}")
+    typer.echo(describe(name), err=True)
+    mirror, contact = network
+    with show_progress("fetching") as update:
+        result = fetch(
+            name,
+            Path(folder),
+            only=only,
+            network=Network(mirror=mirror, contact=contact),
+            progress=update,
+        )
+    typer.echo(
+        f"{folder}: {result.n_files:,} files of {name}, revision {result.revision}, "
+        f"{result.n_bytes / 1e9:.3f} GB; {result.n_fetched:,} fetched now"
     )

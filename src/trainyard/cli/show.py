@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainyard.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -24,11 +26,14 @@ def show(
         bool, typer.Option("--all", help="Show fields at their defaults too.")
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare files with their checksums.")
+        bool, typer.Option("--verify", help="For checkpoints: compare files with their checksums.")
     ] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="For token files: decode the documents that are shown.")
+    ] = None,
     split: Annotated[str, typer.Option(help="For order: train, valid or test.")] = "train",
     start: Annotated[int, typer.Option(help="For order: the first sequence.")] = 0,
-    count: Annotated[int, typer.Option(help="For order and token files: how many.")] = 3,
+    count: Annotated[int, typer.Option(help="For order and token files: how many to show.")] = 3,
     output: Annotated[
         Path | None, typer.Option(help="For order: an .npz file with the sequences.")
     ] = None,
@@ -38,7 +43,7 @@ def show(
     Examples:
     trainyard show gpt3-13b
     trainyard show run.toml model.n_layers=24 --all
-    trainyard show data/wiki_text_document
+    trainyard show data/wiki_text_document --tokenizer gpt2/ --count 5
     trainyard show runs/demo --verify
     trainyard show order run.toml --split train --start 0 --count 2000 --output order.npz
     """
@@ -58,23 +63,28 @@ def show(
         from trainyard.config.load import preset_names
 
         console.print("presets: " + ", ".join(preset_names()), highlight=False)
+    elif Path(f"{without_ending(names[0])}.idx").exists():
+        from trainyard.cli.show_data import show_data
+
+        if verify:
+            raise ConfigError(
+                "--verify is for checkpoints",
+                f"trainyard check data {without_ending(names[0])}",
+            )
+        show_data(without_ending(names[0]), console, count=count, tokenizer_path=tokenizer)
     else:
-        _show_thing(names[0], names[1:], console, all_fields=all_fields, verify=verify, count=count)
+        _show_thing(names[0], names[1:], console, all_fields=all_fields, verify=verify)
 
 
 def _show_thing(
-    name: str, overrides: list[str], console: Console, *, all_fields: bool, verify: bool, count: int
+    name: str, overrides: list[str], console: Console, *, all_fields: bool, verify: bool
 ) -> None:
     path = Path(name)
-    if name.endswith(".toml") or not (path.exists() or Path(f"{name}.idx").exists()):
+    if name.endswith(".toml") or not path.exists():
         from trainyard.cli.show_run import render_run_summary
         from trainyard.config.load import load_run
 
         console.print(render_run_summary(load_run(name, overrides), all_fields=all_fields))
-    elif Path(f"{name}.idx").exists():
-        from trainyard.cli.show_files import show_tokens
-
-        show_tokens(name, count, console, verify=verify)
     elif (path / "tokenizer.json").exists() or (path / "vocab.json").exists():
         from trainyard.cli.show_files import show_tokenizer
 
@@ -83,3 +93,11 @@ def _show_thing(
         from trainyard.cli.show_files import show_checkpoint
 
         show_checkpoint(path, console, verify=verify)
+
+
+def without_ending(name: str) -> str:
+    """Gives the prefix of token files, also for someone who completed it to a file's name."""
+    for ending in (".bin", ".idx", ".json"):
+        if name.endswith(ending) and not Path(f"{name}.idx").exists():
+            return name.removesuffix(ending)
+    return name

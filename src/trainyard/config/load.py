@@ -58,13 +58,7 @@ def load_run(source: str, overrides: list[str] | None = None) -> LoadedRun:
     try:
         return LoadedRun(Run.model_validate(merged), origins)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False)
-        lines = [line for problem in problems for line in _explain(problem, origins)]
-        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-        raise ConfigError(
-            f"{count} in the run {source}:\n" + "\n".join(f"  {line}" for line in lines),
-            "trainyard show --fields lists every field with its meaning",
-        ) from None
+        raise explain_problems(error, Run, origins, source) from None
 
 
 def render_run(run: Run) -> str:
@@ -120,7 +114,7 @@ def _read(source: str, folder: Path) -> tuple[str, dict[str, Any], Path]:
         raise ConfigError(f"no run file {path}", _closest(source, preset_names())) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    return str(path), _parse_toml(text, str(path)), path.parent
+    return str(path), parse_toml(text, str(path)), path.parent
 
 
 def _read_preset(name: str) -> dict[str, Any]:
@@ -130,10 +124,15 @@ def _read_preset(name: str) -> dict[str, Any]:
             _closest(name, preset_names()) + "; a run file ends in .toml",
         )
     entry = resources.files("trainyard.config") / "presets" / f"{name}.toml"
-    return _parse_toml(entry.read_text(encoding="utf-8"), f"preset {name}")
+    return parse_toml(entry.read_text(encoding="utf-8"), f"preset {name}")
 
 
-def _parse_toml(text: str, name: str) -> dict[str, Any]:
+def parse_toml(text: str, name: str) -> dict[str, Any]:
+    """Reads TOML; `name` is what an error calls it.
+
+    Raises:
+        ConfigError: it is not valid TOML.
+    """
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -183,14 +182,38 @@ def _merge(
         origins[field] = origin
 
 
-def _explain(problem: ErrorDetails, origins: dict[str, str]) -> list[str]:
+def explain_problems(
+    error: ValidationError, model: type[BaseModel], origins: dict[str, str], source: str
+) -> ConfigError:
+    """Builds one error that names every problem pydantic found, where it is and where from.
+
+    Args:
+        error: what pydantic raised.
+        model: what the values were to become.
+        origins: where each dotted field came from.
+        source: what the user gave.
+    """
+    problems = error.errors(include_url=False, include_context=False)
+    lines = [line for problem in problems for line in _explain(problem, model, origins)]
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return ConfigError(
+        f"{count} in the {model.__name__.lower()} {source}:\n"
+        + "\n".join(f"  {line}" for line in lines),
+        "trainyard show --fields lists every field with its meaning",
+    )
+
+
+def _explain(problem: ErrorDetails, model: type[BaseModel], origins: dict[str, str]) -> list[str]:
     """Says one problem of pydantic's in our words, one line for each field or conflict."""
     field = ".".join(str(part) for part in problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
-        message = f"unknown field; {_suggest_field(field)}"
+        message = f"unknown field; {_suggest_field(field, model)}"
     elif problem["type"] == "missing":
         message = "is needed here"
+    elif problem["type"] == "union_tag_invalid":
+        known = problem["msg"].partition("expected tags: ")[2]
+        message = f"there is no such kind; known: {known} (got {problem['input']['kind']!r})"
     elif problem["type"] in _WANTED:
         message = f"{_WANTED[problem['type']]} (got {problem['input']!r})"
     elif problem["type"] != "value_error":
@@ -201,6 +224,8 @@ def _explain(problem: ErrorDetails, origins: dict[str, str]) -> list[str]:
 
 
 _WANTED = {
+    "too_short": "at least one value is wanted",
+    "union_tag_not_found": "its kind is missing",
     "model_type": "this is a section with fields of its own",
     "tuple_type": 'a list is wanted, such as ["a", "b"]',
     "string_pattern_mismatch": "a name has letters, digits and . _ - and starts with the first two",
@@ -218,16 +243,18 @@ def _place(text: str, origins: dict[str, str]) -> str:
     return f"  [{', '.join(places)}]" if places else ""
 
 
-def _suggest_field(field: str) -> str:
-    """Names the nearest real field, first among the neighbours, then anywhere in the run file."""
+def _suggest_field(field: str, model: type[BaseModel]) -> str:
+    """Names the nearest real field, first among the neighbours, then anywhere in the file."""
     if field == "extends":
         return "it stands at the top of a run file, not on the command line"
     parent, _, name = field.rpartition(".")
-    neighbours = _names_in(parent) if parent else [*Run.model_fields, "extends"]
+    neighbours = _names_in(parent, model)
+    if model is Run and not parent:
+        neighbours.append("extends")
     close = difflib.get_close_matches(name, neighbours, n=1)
     if close:
         return f"did you mean '{close[0]}'?"
-    known = all_fields()
+    known = all_fields(model)
     elsewhere = [full for full in known if full.rpartition(".")[2] == name]
     elsewhere += difflib.get_close_matches(field, known, n=1)
     if elsewhere:
@@ -235,15 +262,32 @@ def _suggest_field(field: str) -> str:
     return f"known here: {', '.join(neighbours)}"
 
 
-def _names_in(parent: str) -> list[str]:
-    section: type[BaseModel] = Run
-    for part in filter(None, parent.split(".")):
-        info = section.model_fields.get(part)
-        inner = _section_of(info.annotation) if info else None
+def _names_in(parent: str, section: type[BaseModel]) -> list[str]:
+    """Lists the fields of a section; a place in a list is a number and, if it has one, a kind."""
+    parts = list(filter(None, parent.split(".")))
+    while parts:
+        info = section.model_fields.get(parts.pop(0))
+        if info is None:
+            return []
+        if parts and parts[0].isdigit():
+            kind = parts[1] if len(parts) > 1 else ""
+            inner = _section_of_kind(info.annotation, kind)
+            parts = parts[2:]
+        else:
+            inner = _section_of(info.annotation)
         if inner is None:
             return []
         section = inner
     return list(section.model_fields)
+
+
+def _section_of_kind(annotation: Any, kind: str) -> type[BaseModel] | None:
+    """The section class whose field `kind` is this, among those an annotation names."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        field = annotation.model_fields.get("kind")
+        return annotation if field and get_args(field.annotation) == (kind,) else None
+    found = (_section_of_kind(inner, kind) for inner in get_args(annotation))
+    return next((section for section in found if section), None)
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:

@@ -2,12 +2,13 @@
 
 The key of an array is a hash of everything it is computed from. The data enters as the checksums of
 its two files, not as their names: a corpus may be moved, but not replaced unnoticed. `prepare`
-writes the checksums beside the corpus, in `<prefix>.json`:
+writes checksums beside the corpus, block by block, in `<prefix>.json`:
 
-    {"bin": {"size_bytes": 10, "sha256": "..."}, "idx": {"size_bytes": 82, "sha256": "..."}, ...}
+    {"bin": {"blocks": [[10, "..."]]}, "idx": {"blocks": [[82, "..."]]}, ...}
 
-They are believed if the sizes are right and the files are not newer. Else both files are read once;
-the result is remembered in the cache folder until a file's size, time of change or inode changes.
+They are believed if the sizes are right and the files are not newer. Else both files are read once,
+in the same blocks, so that the same bytes have the same checksum either way; the result is
+remembered in the cache folder until a file's size, time of change or inode changes.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from trainyard.data.file_record import BLOCK_BYTES, Block, FileRecord
 from trainyard.data.indexed import token_paths
 from trainyard.errors import MachineError
 
@@ -86,12 +89,18 @@ class IndexCache:
         """
         if self.folder is None:
             return ""
-        checksums = _load_sidecar(prefix) or self._remembered_checksums(prefix, self.folder)
+        record = _load_record(prefix)
+        if record is not None and _is_older(prefix):
+            checksums = [file.sha256 for file in record.files]
+        else:
+            checksums = self._remembered_checksums(prefix, self.folder, record)
         return hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
 
-    def _remembered_checksums(self, prefix: str, folder: Path) -> list[str]:
+    def _remembered_checksums(self, prefix: str, folder: Path, record: _Record | None) -> list[str]:
         paths = token_paths(prefix)
-        states = [_state(path) for path in paths]
+        files = (None, None) if record is None else record.files
+        sizes = [[] if file is None else [block.n_bytes for block in file.blocks] for file in files]
+        states = [[*_state(path), *cut] for path, cut in zip(paths, sizes, strict=True)]
         name = hashlib.sha256(os.path.realpath(prefix).encode()).hexdigest()[:32]
         memory = folder / f"content-{name}.json"
         remembered = _load_json(memory)
@@ -99,28 +108,40 @@ class IndexCache:
             return [str(checksum) for checksum in remembered["sha256"]]
         if paths[0].stat().st_size > _LARGE_BYTES:
             logging.getLogger("trainyard").info("reading %s once, to know it again", paths[0])
-        checksums = [_checksum(path) for path in paths]
+        checksums = [_checksum(path, cut) for path, cut in zip(paths, sizes, strict=True)]
         with _replacing(memory) as file:
             file.write(json.dumps({"states": states, "sha256": checksums}).encode())
         return checksums
 
 
-def _load_sidecar(prefix: str) -> list[str] | None:
-    """Gives the checksums that `prepare` wrote, if they still describe the files."""
-    sidecar = Path(f"{prefix}.json")
-    record = _load_json(sidecar)
-    checksums = []
-    for path in token_paths(prefix):
-        entry = record.get(path.suffix[1:])
-        if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
-            return None
-        status = path.stat()
-        if status.st_size != entry.get("size_bytes"):
-            return None
-        if status.st_mtime_ns > sidecar.stat().st_mtime_ns:
-            return None
-        checksums.append(entry["sha256"])
-    return checksums
+class _Record(msgspec.Struct):
+    """The part of `<prefix>.json` that is needed here."""
+
+    bin: FileRecord
+    idx: FileRecord
+
+    @property
+    def files(self) -> tuple[FileRecord, FileRecord]:
+        return self.bin, self.idx
+
+
+def _load_record(prefix: str) -> _Record | None:
+    """Reads the checksums that `prepare` wrote, if there are any and the sizes are right."""
+    try:
+        record = msgspec.json.decode(Path(f"{prefix}.json").read_bytes(), type=_Record)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    fits = all(
+        path.stat().st_size == file.size_bytes and all(block.n_bytes > 0 for block in file.blocks)
+        for path, file in zip(token_paths(prefix), record.files, strict=True)
+    )
+    return record if fits else None
+
+
+def _is_older(prefix: str) -> bool:
+    """Whether the token files were last changed before their record was."""
+    record_ns = Path(f"{prefix}.json").stat().st_mtime_ns
+    return all(path.stat().st_mtime_ns <= record_ns for path in token_paths(prefix))
 
 
 def _load_json(path: Path) -> dict[str, Any]:
@@ -136,9 +157,21 @@ def _state(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
-def _checksum(path: Path) -> str:
+def _checksum(path: Path, sizes: list[int]) -> str:
+    """Reads a file in blocks of these sizes, or of 16 MiB, and gives their common checksum."""
+    size_bytes = path.stat().st_size
+    blocks = []
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        for n_bytes in sizes or _equal_blocks(size_bytes):
+            digest = hashlib.sha256()
+            for done_bytes in range(0, n_bytes, BLOCK_BYTES):
+                digest.update(file.read(min(BLOCK_BYTES, n_bytes - done_bytes)))
+            blocks.append(Block(n_bytes, digest.hexdigest()))
+    return FileRecord(blocks).sha256
+
+
+def _equal_blocks(size_bytes: int) -> list[int]:
+    return [min(BLOCK_BYTES, size_bytes - first) for first in range(0, size_bytes, BLOCK_BYTES)]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +32,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from trainyard.data.file_record import Block, BlockWriter
 from trainyard.errors import DataError, MachineError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -41,7 +42,6 @@ DTYPE_CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "ui
 _HEADER = struct.Struct("<9sQBQQ")
 _LARGEST_UINT16_VOCABULARY = 65500  # Megatron-LM's own bound, not 2^16
 _SLAB = 1 << 16  # entries looked at together: bounds memory without costing time
-_COPY_TOKENS = 4 << 20
 
 Array = NDArray[Any]
 
@@ -217,6 +217,10 @@ class IndexedWriter:
     Until then they are `<prefix>.bin.partial` and `<prefix>.idx.partial`, removed on an error.
     Memory grows by 8 bytes a document.
 
+    Attributes:
+        n_tokens: how many were written so far.
+        bin_blocks: checksums of the .bin, complete when the `with` block has ended.
+
     Raises:
         DataError: a token does not fit `dtype`.
         MachineError: the disk is full or the folder cannot be written.
@@ -226,14 +230,17 @@ class IndexedWriter:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype)
         self.n_tokens = 0
+        self.bin_blocks: list[Block] = []
         self._sequence_lengths = array("i")
         self._sequences_per_document = array("i")
-        self._bin: BinaryIO
+        self._file: BinaryIO
+        self._bin: BlockWriter
 
     def __enter__(self) -> Self:
         path = Path(f"{self.prefix}.bin.partial")
-        with self._disk_errors(path):
-            self._bin = path.open("wb")
+        with explain_disk_errors(path):
+            self._file = path.open("wb")
+        self._bin = BlockWriter(self._file)
         return self
 
     def __exit__(
@@ -247,7 +254,7 @@ class IndexedWriter:
                 self._finish()
         finally:
             with suppress(OSError):  # closing writes again what the full disk refused
-                self._bin.close()
+                self._file.close()
             for path in token_paths(self.prefix):
                 Path(f"{path}.partial").unlink(missing_ok=True)
 
@@ -273,22 +280,8 @@ class IndexedWriter:
         """
         assert int(np.sum(lengths, dtype=np.int64)) == len(tokens), "lengths do not add up"
         self._write_tokens(tokens)
-        self._add_lengths(lengths[lengths > 0], lengths > 0)
-
-    def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Adds every document of other token files of the same kind of integer."""
-        source, _ = token_paths(dataset.prefix)
-        with self._disk_errors(Path(self._bin.name)):
-            for first in range(0, dataset.n_tokens, _COPY_TOKENS):
-                count = min(_COPY_TOKENS, dataset.n_tokens - first)
-                at = first * self.dtype.itemsize
-                self._bin.write(_read(source, self.dtype.name, count, at).data)
-        self.n_tokens += dataset.n_tokens
-        self._add_lengths(dataset.sequence_lengths, np.diff(dataset.document_indices))
-
-    def _add_lengths(self, lengths: Array, sequences_per_document: Array) -> None:
-        self._sequence_lengths.frombytes(lengths.astype("<i4").tobytes())
-        self._sequences_per_document.frombytes(sequences_per_document.astype("<i4").tobytes())
+        self._sequence_lengths.frombytes(lengths[lengths > 0].astype("<i4").tobytes())
+        self._sequences_per_document.frombytes((lengths > 0).astype("<i4").tobytes())
 
     def _write_tokens(self, tokens: Array) -> None:
         if tokens.dtype != self.dtype and len(tokens):
@@ -299,78 +292,78 @@ class IndexedWriter:
                     f"{self.prefix}.bin: token ids {lowest} to {highest} do not fit {self.dtype}",
                     "give the size of the vocabulary these ids were made with",
                 )
-        with self._disk_errors(Path(self._bin.name)):
+        with explain_disk_errors(Path(self._file.name), self.n_tokens * self.dtype.itemsize):
             self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
         self.n_tokens += len(tokens)
 
     def _finish(self) -> None:
         bin_path, idx_path = token_paths(self.prefix)
         partial = Path(f"{idx_path}.partial")
-        with self._disk_errors(partial), partial.open("wb") as index:
-            for piece in self._index_pieces():
-                index.write(piece)
-            index.flush()
-            os.fsync(index.fileno())
-        with self._disk_errors(Path(self._bin.name)):
-            self._bin.flush()
-            os.fsync(self._bin.fileno())
-            self._bin.close()
+        lengths = np.frombuffer(self._sequence_lengths, dtype="<i4")
+        counts = np.frombuffer(self._sequences_per_document, dtype="<i4")
+        write_index(partial, self.dtype, (len(lengths), len(counts)), lambda: [(lengths, counts)])
+        self.bin_blocks = self._bin.close_block()
+        with explain_disk_errors(Path(self._file.name), self.n_tokens * self.dtype.itemsize):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
             # Killed between the two, a .bin without .idx is refused; beside an old .idx it is not.
             idx_path.unlink(missing_ok=True)
             Path(f"{bin_path}.partial").replace(bin_path)
             partial.replace(idx_path)
 
-    def _index_pieces(self) -> Iterator[bytes | memoryview]:
-        """Yields the bytes of the .idx, a slab at a time."""
-        code = next(code for code, name in DTYPE_CODES.items() if name == self.dtype.name)
-        lengths = np.frombuffer(self._sequence_lengths, dtype="<i4")
-        counts = np.frombuffer(self._sequences_per_document, dtype="<i4")
-        yield _HEADER.pack(MAGIC, VERSION, code, len(lengths), len(counts) + 1)
-        yield lengths.data
-        for ends, slab in _running_sums(lengths):
-            yield ((ends - slab) * self.dtype.itemsize).data
-        yield np.zeros(1, "<i8").data
-        for ends, _ in _running_sums(counts):
-            yield ends.data
 
-    @contextmanager
-    def _disk_errors(self, path: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            written_bytes = self.n_tokens * self.dtype.itemsize
-            raise MachineError(
-                f"{path}: {error.strerror} after {written_bytes} bytes of tokens",
-                "free space or quota, or write to another folder; then run the same command again",
-            ) from error
+def write_index(
+    path: Path,
+    dtype: np.dtype[Any],
+    counts: tuple[int, int],
+    read_slabs: Callable[[], Iterable[tuple[Array, Array]]],
+) -> list[Block]:
+    """Writes a .idx from pieces that are asked for three times, and gives its checksums.
 
-
-def _running_sums(values: NDArray[np.int32]) -> Iterator[tuple[NDArray[np.int64], Array]]:
-    total = 0
-    for first in range(0, len(values), _SLAB):
-        slab = values[first : first + _SLAB]
-        sums = np.cumsum(slab, dtype=np.int64) + total
-        total = int(sums[-1])
-        yield sums, slab
-
-
-def concatenate(prefixes: Sequence[str | Path], output: str | Path) -> None:
-    """Joins token files into one pair, with the bytes of having written all documents in one go.
+    Args:
+        path: the file.
+        dtype: kind of integer of the ids.
+        counts: sequences and documents in all.
+        read_slabs: gives consecutive pieces: the lengths of their sequences, and how many sequences
+            each of their documents has.
 
     Raises:
-        DataError: there is nothing to join, or the files store different kinds of integer.
-        MachineError: the disk is full.
+        MachineError: the disk is full or the folder cannot be written.
     """
-    datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    if not datasets:
-        raise DataError("no token files to join", "give at least one prefix")
-    for dataset in datasets:
-        if dataset.dtype != datasets[0].dtype:
-            raise DataError(
-                f"{dataset.prefix}.idx stores {dataset.dtype}, {datasets[0].prefix}.idx "
-                f"{datasets[0].dtype}; they cannot be joined",
-                "prepare both with the same tokenizer",
-            )
-    with IndexedWriter(output, datasets[0].dtype) as writer:
-        for dataset in datasets:
-            writer.add_dataset(dataset)
+    code = next(code for code, name in DTYPE_CODES.items() if name == dtype.name)
+    with explain_disk_errors(path), path.open("wb") as file:
+        index = BlockWriter(file)
+        index.write(_HEADER.pack(MAGIC, VERSION, code, counts[0], counts[1] + 1))
+        for lengths, _ in read_slabs():
+            index.write(np.ascontiguousarray(lengths, "<i4").data)
+        for ends, slab in _running_sums(lengths for lengths, _ in read_slabs()):
+            index.write(((ends - slab) * dtype.itemsize).data)
+        index.write(np.zeros(1, "<i8").data)
+        for ends, _ in _running_sums(per_document for _, per_document in read_slabs()):
+            index.write(ends.data)
+        file.flush()
+        os.fsync(file.fileno())
+        return index.close_block()
+
+
+@contextmanager
+def explain_disk_errors(path: Path, written_bytes: int = 0) -> Iterator[None]:
+    """Turns an OSError of writing `path` into a MachineError that says how far it came."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            f"{path}: {error.strerror} after {written_bytes} bytes of tokens",
+            "free space or quota, or write to another folder; then run the same command again",
+        ) from error
+
+
+def _running_sums(pieces: Iterable[Array]) -> Iterator[tuple[NDArray[np.int64], Array]]:
+    total = 0
+    for values in pieces:
+        for first in range(0, len(values), _SLAB):
+            slab = values[first : first + _SLAB]
+            sums = np.cumsum(slab, dtype=np.int64) + total
+            total = int(sums[-1])
+            yield sums, slab

@@ -1,240 +1,218 @@
 r"""Raw text to Megatron-LM token files, with the same bytes for any number of workers.
 
-    options = PrepareOptions(("corpus/",), Path("data/web"), Path("gpt2"), workers=8)
-    sidecar = prepare(options)
+    corpus = Corpus(inputs=("corpus/",), output="data/web", tokenizer="gpt2")
+    sidecars = prepare(corpus, workers=8)
 
 writes `data/web_text_document.bin`, `.idx` and `.json`. The corpus is cut into units of about
-128 MiB that depend on the files alone. Then either this process does all units one after another,
-straight into the final files, or:
+128 MiB that depend on the files alone. Their tokens are kept in a work folder, `data/web.work`,
+until all are done:
 
-    parent    hands out units 0 1 2 ...              joins parts 0 1 2 ... in order
-    worker A  unit 0 -> parts/000000.{bin,idx}   \
-    worker B  unit 1 -> parts/000001.{bin,idx}    > only counts travel between processes
-    worker A  unit 2 -> parts/000002.{bin,idx}   /
+    any process, any machine      unit 0 -> parts/unit-000000.{bin,idx}   \
+    any process, any machine      unit 1 -> parts/unit-000001.{bin,idx}    > joined in order
+    any process, any machine      unit 2 -> parts/unit-000002.{bin,idx}   /
 
-A fault is dealt with in the order of the input, so the first error and the counts do not depend on
-the workers either. The `.json` is written last: files without it are not finished.
+The same command may run many times at once, as a job array for instance: each takes what nobody
+else has taken. Killed at any moment and started again it goes on where it was. A bad document is
+dealt with in the order of the input, so the first error and the counts do not depend on the workers
+either. The `.json` is written last: files without it are not finished.
 """
 
 from __future__ import annotations
 
 import glob
-import logging
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
-from trainyard.data.indexed import IndexedWriter, concatenate, optimal_dtype
-from trainyard.data.sidecar import (
-    Sidecar,
-    SourceRecord,
-    TokenizerRecord,
-    record_file,
-    save_sidecar,
-)
-from trainyard.data.sources import Segment, find_files, read_documents, split_into_units
-from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from trainyard.data.unit import PrepareOptions, UnitResult, render_fault, tokenize_unit
-from trainyard.data.worker_pool import tokenize_in_processes
+import msgspec
+
+from trainyard.config.corpus import Corpus
+from trainyard.data.corpus_plan import CorpusPlan, Identity, plan_corpus
+from trainyard.data.corpus_worker import CorpusWorker, is_prepared, piece_names
+from trainyard.data.progress import Progress, read_progress
+from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
+from trainyard.data.sources import Segment, find_files, read_documents
+from trainyard.data.sources.files import UNIT_BYTES, format_of
+from trainyard.data.steps import apply_steps
+from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
+from trainyard.data.unit import Place
+from trainyard.data.vocabulary import END_OF_DOCUMENT, load_vocabulary
+from trainyard.data.work_folder import WorkFolder, name_process
+from trainyard.data.worker_pool import work_in_processes
 from trainyard.errors import DataError, MachineError
 from trainyard.units import format_bytes
 
-__all__ = ["PrepareOptions", "output_prefix", "prepare", "train_on_inputs"]
-
-# Takes bytes of input done, bytes of input in all, documents and tokens so far.
-Progress = Callable[[int, int, int, int], None]
-
-_log = logging.getLogger(__name__)
+OnError = Literal["stop", "quarantine"]
 
 
-def output_prefix(output: Path, json_key: str) -> str:
-    """Names the token files as Megatron-LM does, without `.bin` or `.idx`."""
-    return f"{output}_{json_key}_document"
+def prepare(
+    corpus: Corpus,
+    *,
+    workers: int = 1,
+    on_error: OnError = "stop",
+    overwrite: bool = False,
+    unit_bytes: int = UNIT_BYTES,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> list[Sidecar]:
+    """Tokenises a corpus; what an earlier call left unfinished is taken up, what is done is kept.
 
-
-def prepare(options: PrepareOptions, progress: Progress | None = None) -> Sidecar:
-    """Tokenises a corpus into `{output}_{json_key}_document.{bin,idx,json}`.
+    Args:
+        corpus: what decides the bytes of the token files.
+        workers: processes on this machine; each takes one core.
+        on_error: whether a bad document ends the run, or is set aside and counted.
+        overwrite: replace token files, and unfinished work, that were made otherwise.
+        unit_bytes: how much input a worker takes at a time.
+        on_progress: is told how far all workers together are, every few seconds.
 
     Raises:
         DataError: an input, a document or the tokenizer is wrong, or the output exists.
-        MachineError: the disk is full or cannot be written, or a worker was killed.
+        MachineError: the disk is full or cannot be written, or workers keep dying.
     """
-    files = find_files(options.inputs)
-    prefix = output_prefix(options.output, options.json_key)
-    _check_output(Path(prefix), files, options)
-    units = split_into_units(files, options.unit_bytes)
-    tokenizer = load_tokenizer(options.tokenizer, options.special_tokens)
-    counter = _Counter(sum(path.stat().st_size for path in files), progress)
-    if min(options.workers, len(units)) == 1:
-        result = _prepare_here(units, options, tokenizer, prefix, counter)
+    plan = plan_corpus(corpus, _record_tokenizer(corpus), unit_bytes)
+    path = work_path(corpus)
+    for left in path.parent.glob(f"{glob.escape(path.name)}.done-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    if not overwrite and not path.exists() and is_prepared(plan):
+        return [load_sidecar(output.prefix) for output in plan.outputs]
+    _check_output(plan, overwrite)
+    folder = WorkFolder(path, name_process(os.getpid()))
+    _enter(folder, plan, overwrite)
+
+    def on_beat() -> None:
+        if on_progress is not None and (progress := read_progress(folder, plan.unit_bytes)):
+            on_progress(progress)
+
+    quarantine = on_error == "quarantine"
+    n_workers = min(workers, max(len(plan.units), 1))
+    if n_workers == 1:
+        tokenizer = load_tokenizer(Path(corpus.tokenizer), corpus.special_tokens)
+        CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(on_beat)
     else:
-        result = _prepare_in_processes(units, options, prefix, counter)
-    sidecar = _build_sidecar(result, options, tokenizer, prefix, files)
-    save_sidecar(sidecar, prefix)
-    return sidecar
+        work_in_processes(plan, folder, n_workers, on_beat, quarantine=quarantine)
+    return [load_sidecar(output.prefix) for output in plan.outputs]
 
 
-def train_on_inputs(options: PrepareOptions, vocabulary_size: int) -> None:
-    """Trains a tokenizer on the inputs and saves it in the folder `options.tokenizer`.
+def read_status(corpus: Corpus) -> Progress | None:
+    """Tells how far work on a corpus is that other processes do; None where there is none.
+
+    Raises:
+        DataError: an input is missing, or the work is on another corpus.
+    """
+    folder = WorkFolder(work_path(corpus), name_process(os.getpid()))
+    try:
+        begun = msgspec.json.decode(folder.read_plan(), type=Identity)
+    except FileNotFoundError:
+        return None
+    plan = plan_corpus(corpus, begun.tokenizer, begun.unit_bytes)
+    return read_progress(folder, plan.unit_bytes)
+
+
+def work_path(corpus: Corpus) -> Path:
+    """Names the folder of unfinished work of a corpus."""
+    return Path(f"{corpus.output}.work")
+
+
+def train_on_inputs(corpus: Corpus, vocabulary_size: int, *, overwrite: bool) -> None:
+    """Trains a tokenizer on the documents of a corpus and saves it as `corpus.tokenizer`.
 
     Raises:
         DataError: an input or a document is wrong, or the text is too little.
     """
-    files = find_files(options.inputs)
-    _check_output(Path(output_prefix(options.output, options.json_key)), files, options)
-    existing = options.tokenizer / "tokenizer.json"
-    if existing.exists() and not options.overwrite:
+    folder = Path(corpus.tokenizer)
+    if (folder / "tokenizer.json").exists() and not overwrite:
+        if work_path(corpus).exists():
+            return  # trained by the attempt that is to be finished
         hint = "data may depend on it: use it with --tokenizer, or pass --overwrite"
-        raise DataError(f"the tokenizer {existing} is there already", hint)
-    train_tokenizer(_read_texts(files, options), vocabulary_size, options.tokenizer)
+        raise DataError(f"the tokenizer {folder / 'tokenizer.json'} is there already", hint)
+    train_tokenizer(_read_texts(corpus), vocabulary_size, folder)
 
 
-def _read_texts(files: Sequence[Path], options: PrepareOptions) -> Iterator[str]:
-    for path in files:
-        for batch in read_documents(Segment(path, 0, path.stat().st_size), options.json_key):
-            if batch.faults and options.on_error == "stop":
-                raise DataError(render_fault(path, batch.faults[0]), batch.faults[0].hint)
-            yield from batch.texts
+def _read_texts(corpus: Corpus) -> Iterator[str]:
+    counts = [StepCount(kind=step.kind) for step in corpus.document_steps]
+    for path in find_files(corpus.inputs):
+        segment = Segment(path, 0, path.stat().st_size)
+        for batch in read_documents(segment, corpus.json_key, corpus.metadata_fields):
+            for fault in batch.faults:
+                place = Place(str(path), fault.position, fault.kind, fault.detail, fault.hint)
+                raise DataError(place.render(0), place.hint)
+            yield from apply_steps(corpus.document_steps, batch.texts, batch.fields, counts)[0]
 
 
-class _Counter:
-    """Adds up what was done and tells the caller."""
-
-    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
-        self._totals = [0, 0, 0]
-        self._total_bytes = total_bytes
-        self._progress = progress
-
-    def add(self, n_bytes: int, documents: int, tokens: int) -> None:
-        self._totals = [
-            self._totals[0] + n_bytes,
-            self._totals[1] + documents,
-            self._totals[2] + tokens,
-        ]
-        if self._progress:
-            self._progress(self._totals[0], self._total_bytes, *self._totals[1:])
+def _record_tokenizer(corpus: Corpus) -> TokenizerRecord:
+    path = Path(corpus.tokenizer)
+    vocabulary = load_vocabulary(path)
+    return TokenizerRecord(
+        name=(path.parent if path.is_file() else path).resolve().name,
+        fingerprint=vocabulary.fingerprint,
+        vocabulary_size=len(vocabulary.tokens),
+        eod_id=vocabulary.special_tokens[END_OF_DOCUMENT],
+        special_tokens=corpus.special_tokens,
+    )
 
 
-def _prepare_here(
-    units: Sequence[list[Segment]],
-    options: PrepareOptions,
-    tokenizer: Tokenizer,
-    prefix: str,
-    counter: _Counter,
-) -> UnitResult:
-    with IndexedWriter(prefix, optimal_dtype(tokenizer.vocabulary_size)) as writer:
-        results = (tokenize_unit(unit, options, tokenizer, writer, counter.add) for unit in units)
-        result = _join_results(units, results)
-        _forget_old_sidecar(prefix)
-    return result
-
-
-def _prepare_in_processes(
-    units: Sequence[list[Segment]], options: PrepareOptions, prefix: str, counter: _Counter
-) -> UnitResult:
-    path = Path(prefix)
-    with tempfile.TemporaryDirectory(prefix=f"{path.name}.parts-", dir=path.parent) as folder:
-        parts = [Path(folder) / f"{number:06d}" for number in range(len(units))]
-        with closing(tokenize_in_processes(units, parts, options, counter.add)) as results:
-            result = _join_results(units, results)
-        _forget_old_sidecar(prefix)
-        concatenate(parts, prefix)
-    return result
-
-
-def _forget_old_sidecar(prefix: str) -> None:
-    """Takes away an overwritten record first, so that it never lies beside new token files."""
-    Path(f"{prefix}.json").unlink(missing_ok=True)
-
-
-def _join_results(units: Sequence[list[Segment]], results: Iterable[UnitResult]) -> UnitResult:
-    """Adds up the results in order, with line numbers counted from the start of each file.
-
-    Raises:
-        DataError: a document is bad and the policy is to stop, or no document holds text.
-    """
-    total = UnitResult()
-    lines_before = 0
-    for unit, result in zip(units, results, strict=True):
-        if unit[0].start == 0:
-            lines_before = 0
-        faults = [
-            (path, replace(fault, position=fault.position + lines_before if fault.position else 0))
-            for path, fault in result.faults
-        ]
-        if result.stopped:
-            path, fault = faults[-1]
-            raise DataError(render_fault(path, fault), fault.hint)
-        lines_before += result.n_lines
-        total.add(replace(result, faults=faults))
-    if total.documents == total.empty_documents:
-        skipped = sum(total.skipped.values())
+def _enter(folder: WorkFolder, plan: CorpusPlan, overwrite: bool) -> None:
+    """Makes the work folder, or takes up the one that is there if it is of the same work."""
+    text = msgspec.json.encode(plan.identity).decode()
+    if not folder.path.exists():
+        folder.create(folder.path, text, piece_names(plan), folder.worker)
+    try:
+        begun = msgspec.json.decode(folder.read_plan(), type=Identity)
+        if begun == plan.identity:
+            folder.retry_stopped()
+            folder.forgive()
+            folder.take_back()
+            return
+    except FileNotFoundError:
+        return  # finished by somebody else just now
+    except msgspec.MsgspecError as error:
         raise DataError(
-            f"the corpus is empty: {total.documents} documents with no text in them, "
-            f"{skipped} skipped",
-            "check the inputs and json_key",
-        )
-    return total
+            f"{folder.path}/plan.json cannot be read: {error}",
+            f"remove {folder.path}; then run the same command again",
+        ) from error
+    if not overwrite:
+        hint = "pass --overwrite to begin again; what is done of the other work is lost"
+        plan.identity.check_equal(begun, str(folder.path), hint)
+    folder.remove()
+    _enter(folder, plan, overwrite)
 
 
-def _check_output(path: Path, files: Sequence[Path], options: PrepareOptions) -> None:
+def _check_output(plan: CorpusPlan, overwrite: bool) -> None:
     """Finds out before the work what would spoil its end."""
-    folder = path.parent
+    folder = Path(plan.outputs[0].prefix).parent
     if not folder.is_dir():
         raise DataError(f"the output folder {folder} does not exist", "create it first")
     if not os.access(folder, os.W_OK):
         raise MachineError(f"the output folder {folder} cannot be written", "choose another")
-    for suffix in (".bin", ".idx", ".json"):
-        existing = Path(f"{path}{suffix}")
-        if existing.exists() and not options.overwrite:
-            raise DataError(f"{existing} is there already", "pass --overwrite, or another --output")
-    for left in folder.glob(f"{glob.escape(path.name)}.parts-*"):
-        _log.warning("%s was left by a run that was killed; it can be deleted", left)
+    if not overwrite and not work_path(plan.corpus).exists():
+        _check_absent([output.prefix for output in plan.outputs])
+    if not plan.corpus.steps and not work_path(plan.corpus).exists():
+        _check_space(folder, plan)
+
+
+def _check_space(folder: Path, plan: CorpusPlan) -> None:
     # Half of what English text takes with GPT-2's vocabulary: below it no run can succeed. Parts
     # and the joined files are on the disk together.
-    input_bytes = sum(file.stat().st_size for file in files)
-    needed_bytes = input_bytes // 4 * (2 if options.workers > 1 else 1)
+    kinds = [(source, format_of(Path(source.path))) for source in plan.identity.sources]
+    input_bytes = sum(source.size_bytes for source, kind in kinds if kind != ("wikipedia", ""))
+    needed_bytes = input_bytes // 2
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise MachineError(
             f"{folder} has {format_bytes(free_bytes)} free; the token files of "
-            f"{format_bytes(input_bytes)} of input need {format_bytes(needed_bytes)} or more",
-            "free space, or write to another folder; one worker needs half as much as several",
+            f"{format_bytes(input_bytes)} of input need {format_bytes(needed_bytes)} or more "
+            "while they are made",
+            "free space, or write to another folder",
         )
 
 
-def _build_sidecar(
-    result: UnitResult,
-    options: PrepareOptions,
-    tokenizer: Tokenizer,
-    prefix: str,
-    files: Sequence[Path],
-) -> Sidecar:
-    made_by = TokenizerRecord(
-        tokenizer.name,
-        tokenizer.fingerprint,
-        tokenizer.vocabulary_size,
-        tokenizer.eod_id,
-        tokenizer.special_tokens,
-    )
-    statuses = [(path.as_posix(), path.stat()) for path in files]
-    return Sidecar(
-        tokenizer=made_by,
-        json_key=options.json_key,
-        append_eod=options.append_eod,
-        dtype=optimal_dtype(tokenizer.vocabulary_size).name,
-        documents=result.documents,
-        empty_documents=result.empty_documents,
-        sequences=result.documents - result.empty_documents,
-        tokens=result.tokens,
-        text_bytes=result.text_bytes,
-        skipped=dict(sorted(result.skipped.items())),
-        skipped_places=[render_fault(path, fault) for path, fault in result.faults],
-        bin=record_file(Path(f"{prefix}.bin")),
-        idx=record_file(Path(f"{prefix}.idx")),
-        sources=[SourceRecord(name, stat.st_size, stat.st_mtime_ns) for name, stat in statuses],
-    )
+def _check_absent(prefixes: Sequence[str]) -> None:
+    for prefix in prefixes:
+        for suffix in (".bin", ".idx", ".json"):
+            existing = Path(f"{prefix}{suffix}")
+            if existing.exists():
+                raise DataError(
+                    f"{existing} is there already, and was made otherwise or is not finished",
+                    "pass --overwrite, or another --output",
+                )

@@ -1,12 +1,13 @@
 """What `<prefix>.json` says about a pair of token files: who made them, and from what.
 
     sidecar = load_sidecar("corpus_text_document")
-    sidecar.check_against(tokenizer)          # refuses another tokenizer than the one that made it
-    sidecar.check_files(prefix, full=True)    # sizes, and with `full` every byte
+    sidecar.check_against(tokenizer, prefix)  # refuses another tokenizer than the one that made it
+    sidecar.check_sizes(prefix)               # cheap; `verify.check_data` reads every byte
     sidecar.tokens, sidecar.text_bytes        # for bits per byte, for instance
 
-A source file is named with its size and time of change, not with a checksum: the checksum of the
-`.bin` already pins every document that was read, and costs half as much.
+A file's checksums are of blocks of some 16 MiB, so that damage has a place. A source file is named
+with its size and time of change, not with a checksum: the checksums of the `.bin` already pin every
+document that was read. Nothing in the record depends on how many workers made the files.
 """
 
 from __future__ import annotations
@@ -17,16 +18,10 @@ from typing import Literal
 
 import msgspec
 
+from trainyard.data.file_record import FileRecord
 from trainyard.data.publish import publish_text
 from trainyard.data.tokenizer import SpecialTokens, Tokenizer
 from trainyard.errors import DataError
-
-
-class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The size and checksum of a file that was written."""
-
-    size_bytes: int
-    sha256: str
 
 
 class SourceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,10 +42,47 @@ class TokenizerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     special_tokens: SpecialTokens
 
 
-class Sidecar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The record beside token files; counts are whole corpora, tokens include ends of documents."""
+class StepCount(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What one step did: documents and bytes of UTF-8 that came in, left, and why they fell."""
 
-    format_version: Literal[1] = 1
+    kind: str
+    documents_in: int = 0
+    documents_out: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    dropped: dict[str, int] = {}
+    """Documents by the reason they were dropped for."""
+
+    def add(self, other: StepCount) -> None:
+        """Adds what the same step did elsewhere."""
+        self.documents_in += other.documents_in
+        self.documents_out += other.documents_out
+        self.bytes_in += other.bytes_in
+        self.bytes_out += other.bytes_out
+        for reason, count in other.dropped.items():
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+
+class GroupCount(msgspec.Struct, forbid_unknown_fields=True):
+    """Documents, bytes of UTF-8 and tokens in the token files with one value of `count_by`."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+
+    def add(self, other: GroupCount) -> None:
+        """Adds more documents with the same value."""
+        self.documents += other.documents
+        self.text_bytes += other.text_bytes
+        self.tokens += other.tokens
+
+
+class Sidecar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The record beside token files; counts are of these files, tokens include document ends."""
+
+    format_version: Literal[2] = 2
+    recipe: str
+    """Checksum of everything that decides the bytes: inputs, options, steps, tokenizer."""
     tokenizer: TokenizerRecord
     json_key: str
     append_eod: bool
@@ -60,11 +92,19 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     sequences: int
     tokens: int
     text_bytes: int
-    skipped: dict[str, int]
-    skipped_places: list[str]
+    steps: list[StepCount]
+    """Reading first, then each step of the data file, in order."""
+    groups: dict[str, GroupCount]
+    """By value of the data file's `count_by`."""
+    quarantined: dict[str, int]
+    """Documents that could not be read, by kind of fault."""
+    quarantined_places: list[str]
+    """The first few of each kind."""
     bin: FileRecord
     idx: FileRecord
     sources: list[SourceRecord]
+    seal: str = ""
+    """Checksum of all of the above; set when it is saved."""
 
     def check_against(self, tokenizer: Tokenizer, prefix: str | Path) -> None:
         """Refuses a tokenizer that did not make these ids.
@@ -82,35 +122,33 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 "name the tokenizer that made the data, or prepare the data again with this one",
             )
 
-    def check_files(self, prefix: str | Path, *, full: bool = False) -> None:
-        """Compares the sizes of the token files with the record; `full` reads every byte.
+    def check_sizes(self, prefix: str | Path) -> None:
+        """Compares the sizes of the token files with the record.
 
         Raises:
-            DataError: a file is missing, or is not the one that was written.
+            DataError: a file is missing, or has another size than was written.
         """
         for record, path in ((self.bin, Path(f"{prefix}.bin")), (self.idx, Path(f"{prefix}.idx"))):
             if not path.is_file():
                 raise DataError(f"{path} is missing", "copy all three files: .bin, .idx and .json")
-            hint = "copy the file again, or prepare the data again"
             size_bytes = path.stat().st_size
             if size_bytes != record.size_bytes:
-                problem = f"{path} has {size_bytes} bytes, but {record.size_bytes} were written"
-                raise DataError(problem, hint)
-            if full and record_file(path).sha256 != record.sha256:
-                raise DataError(f"{path} differs from what was written (sha256)", hint)
-
-
-def record_file(path: Path) -> FileRecord:
-    """Reads a file once, for its size and checksum."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileRecord(path.stat().st_size, digest)
+                raise DataError(
+                    f"{path} has {size_bytes} bytes, but {record.size_bytes} were written",
+                    "copy the file again, or prepare the data again",
+                )
 
 
 def save_sidecar(sidecar: Sidecar, prefix: str | Path) -> None:
-    """Writes `<prefix>.json`, atomically."""
-    text = msgspec.json.format(msgspec.json.encode(sidecar), indent=2).decode()
+    """Writes `<prefix>.json`, sealed and atomically."""
+    sealed = msgspec.structs.replace(sidecar, seal=_seal(sidecar))
+    text = msgspec.json.format(msgspec.json.encode(sealed), indent=2).decode()
     publish_text(Path(f"{prefix}.json"), text + "\n")
+
+
+def _seal(sidecar: Sidecar) -> str:
+    unsealed = msgspec.structs.replace(sidecar, seal="")
+    return hashlib.sha256(msgspec.json.encode(unsealed)).hexdigest()
 
 
 def load_sidecar(prefix: str | Path) -> Sidecar:
@@ -121,7 +159,7 @@ def load_sidecar(prefix: str | Path) -> Sidecar:
     """
     path = Path(f"{prefix}.json")
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Sidecar)
+        sidecar = msgspec.json.decode(path.read_bytes(), type=Sidecar)
     except FileNotFoundError as error:
         raise DataError(
             f"{path} is missing, so nothing says which tokenizer made {prefix}.bin",
@@ -132,3 +170,9 @@ def load_sidecar(prefix: str | Path) -> Sidecar:
             f"{path} is not a record of token files: {error}",
             "copy it again, or prepare the data again with this version of Trainyard",
         ) from error
+    if sidecar.seal != _seal(sidecar):
+        raise DataError(
+            f"{path} was changed after it was written: its seal does not fit",
+            "copy it again, or prepare the data again",
+        )
+    return sidecar

@@ -13,16 +13,22 @@ a document by itself; `special_tokens="parse"` gives it its own id, as Megatron-
 Two engines give the same ids. Gigatoken is some eighty times faster and young, so at load time its
 answers to a thousand awkward strings are compared with those of Hugging Face `tokenizers`; if one
 differs, or the package is missing or refuses the vocabulary, the slow engine does all the work.
+For GPT-2's own vocabulary the answers are known, and the slow engine is not built.
+
+Memory stays bounded: an engine gets a few MiB of text at a time, and a long document in windows.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 import logging
 import os
 import resource
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -32,16 +38,27 @@ import numpy.typing as npt
 
 from trainyard.data.vocabulary import (
     END_OF_DOCUMENT,
+    GPT2_SPLIT,
     Vocabulary,
     build_vocabulary,
     byte_symbols,
     load_vocabulary,
     save_vocabulary,
 )
+from trainyard.data.windows import Windows
 from trainyard.errors import DataError
 
 SpecialTokens = Literal["text", "parse"]
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
+
+# A block of 4 MiB and the document that hangs over its end: what is read at once, in one call.
+_CALL_CHARACTERS = 5 * 2**20
+_LONG_CHARACTERS = 2**20
+_WINDOW_CHARACTERS = 2**18
+_OVERLAP_CHARACTERS = 2**12
+# sha256 of GPT-2's rules and of the reference's ids of the tricky texts: spares most runs the time
+# and the memory of building the reference.
+_GPT2_ANSWERS = "adbf285f46dbd3d80b886d6cf9f979e2e6c18b7a59d7f3201d0092de4549146c"
 
 _log = logging.getLogger(__name__)
 
@@ -68,37 +85,47 @@ class _HuggingFaceEngine:
 class _GigatokenEngine:
     """The fast one; its cache of words only grows, so it is made anew now and then."""
 
-    # 100 MB of random words were measured to add 740 MiB; ordinary text stays far below.
-    cache_limit_bytes = 256 * 2**20
-    # Not after every batch: the allocator gives the memory of the old cache back with a delay.
-    check_every_characters = 32 * 2**20
+    # A million new words; ordinary text stays far below. The table of the cache doubles, and while
+    # it does the old one and the new one need twice this.
+    cache_limit_bytes = 80 * 2**20
+    check_every_tokens = 2**19
 
     def __init__(self, rules: str) -> None:
         self._rules = rules
         self._renew()
-        self._resident_at_start_bytes = _resident_bytes()
 
     def _renew(self) -> None:
         from gigatoken.gigatoken_rs import load_hf_json
 
-        self._unchecked_characters = 0
         self._tokenizer: Any = None  # lets the old cache go before the new one starts
+        _return_free_memory()
         self._tokenizer = load_hf_json(self._rules)
+        self._unchecked_tokens = 0
+        # Measured each time, so that memory of others in this process does not count for long.
+        self._resident_at_start_bytes = _resident_bytes()
 
-    def _limit_cache(self, texts: list[str]) -> None:
-        self._unchecked_characters += sum(map(len, texts))
-        if self._unchecked_characters > self.check_every_characters:
-            self._unchecked_characters = 0
+    def _limit_cache(self) -> None:
+        if self._unchecked_tokens > self.check_every_tokens:
+            self._unchecked_tokens = 0
             if _resident_bytes() - self._resident_at_start_bytes > self.cache_limit_bytes:
                 self._renew()
 
     def encode_batch(self, texts: list[str]) -> Encoded:
-        self._limit_cache(texts)
+        self._limit_cache()
         # One thread: the number of workers alone decides how many cores are used.
         layout = self._tokenizer.encode_batch(texts, parallel=False).layout
         offsets = np.asarray(layout.offsets.data, np.int64)
         tokens = np.asarray(layout.content.data, np.uint32)
+        self._unchecked_tokens += len(tokens)
+        assert len(offsets) == len(texts) + 1, "every text has ids, or none, but is not lost"
         return tokens[offsets[0] : offsets[-1]], np.diff(offsets)
+
+
+def _return_free_memory() -> None:
+    """Gives what was freed back to the system now, where the C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)
 
 
 def _resident_bytes() -> int:
@@ -125,12 +152,19 @@ def _tricky_texts() -> list[str]:
 
 def _build_engine(rules: str, name: str) -> _Engine:
     """Chooses the fast engine where it agrees with the reference, else the reference."""
-    reference = _HuggingFaceEngine(rules)
     try:
-        return _choose_engine(_GigatokenEngine(rules), reference, name)
+        fast = _GigatokenEngine(rules)
+        if _digest_answers(rules, fast) == _GPT2_ANSWERS:
+            return fast
+        return _choose_engine(fast, _HuggingFaceEngine(rules), name)
     except (ImportError, ValueError, RuntimeError, TypeError, AttributeError) as error:
         _log.warning("tokenizer %s: the fast engine cannot be used (%s)", name, error)
-        return reference
+        return _HuggingFaceEngine(rules)
+
+
+def _digest_answers(rules: str, engine: _Engine) -> str:
+    tokens, lengths = engine.encode_batch(_tricky_texts())
+    return hashlib.sha256(rules.encode() + tokens.tobytes() + lengths.tobytes()).hexdigest()
 
 
 def _choose_engine(fast: _Engine, reference: _Engine, name: str) -> _Engine:
@@ -174,10 +208,56 @@ class Tokenizer:
             DataError: a text holds half a character (a lone surrogate), which has no bytes.
         """
         try:
-            return self._engine.encode_batch(texts)
+            sizes = list(map(len, texts))
+            if sum(sizes) <= _CALL_CHARACTERS and max(sizes, default=0) <= _LONG_CHARACTERS:
+                return self._engine.encode_batch(texts)
+            # A token is a byte or more. The pages of an array that are never written take no
+            # memory; joining the pieces at the end would take it twice.
+            n_bytes = sum(len(text) if text.isascii() else len(text) * 4 for text in texts)
+            tokens, lengths, n_tokens = np.empty(n_bytes, np.uint32), [], 0
+            for piece, lengths_of_texts in self._encode_in_pieces(texts):
+                tokens[n_tokens : n_tokens + len(piece)] = piece
+                n_tokens += len(piece)
+                lengths.append(lengths_of_texts)
+            return tokens[:n_tokens], np.concatenate(lengths)
         except TypeError:
             _refuse_lone_surrogates(texts)
             raise
+
+    def _encode_in_pieces(self, texts: list[str]) -> Iterator[Encoded]:
+        """Encodes a few MiB at a time; the length of a long text comes after its last ids."""
+        call: list[str] = []
+        n_characters = 0
+        for text in texts:
+            is_long = len(text) > _LONG_CHARACTERS and self._windows is not None
+            if call and (is_long or n_characters + len(text) > _CALL_CHARACTERS):
+                yield self._engine.encode_batch(call)
+                call, n_characters = [], 0
+            if is_long and self._windows:
+                n_ids = 0
+                for ids in self._windows.encode_long(text):
+                    n_ids += len(ids)
+                    yield ids, np.empty(0, np.int64)
+                yield np.empty(0, np.uint32), np.array([n_ids])
+            else:
+                call.append(text)
+                n_characters += len(text)
+        yield self._engine.encode_batch(call)
+
+    @cached_property
+    def _windows(self) -> Windows | None:
+        """Reads long texts; None where another splitting rule than GPT-2's forbids it."""
+        if self._vocabulary.split != GPT2_SPLIT:
+            return None
+        token_bytes = list(map(len, self._vocabulary.token_bytes))
+        added = {**self._vocabulary.added_tokens, **self._vocabulary.special_tokens}
+        return Windows(
+            lambda text: self._engine.encode_batch([text])[0],
+            np.array(token_bytes),
+            max(token_bytes[i] for i in added.values()),
+            _WINDOW_CHARACTERS,
+            _OVERLAP_CHARACTERS,
+        )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """Gives the text of ids; bytes that are no UTF-8 (half a character) become U+FFFD."""

@@ -1,123 +1,224 @@
-"""One piece of a corpus, tokenised: the work that a process does between two messages."""
+"""One piece of a corpus: read, passed through the steps, tokenised, written as a part."""
 
 from __future__ import annotations
 
-from collections import Counter
+import base64
+import io
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from trainyard.data.indexed import IndexedWriter
-from trainyard.data.sources import Fault, Segment, read_documents
-from trainyard.data.sources.files import UNIT_BYTES, format_of
-from trainyard.data.tokenizer import Encoded, SpecialTokens, Tokenizer
+from trainyard.config.corpus import Corpus
+from trainyard.data.duplicates import document_keys
+from trainyard.data.file_record import Block
+from trainyard.data.indexed import IndexedWriter, explain_disk_errors, optimal_dtype
+from trainyard.data.sidecar import GroupCount, StepCount
+from trainyard.data.sources import Batch, Fault, Segment, read_documents
+from trainyard.data.sources.files import format_of
+from trainyard.data.steps import apply_steps, count_bytes
+from trainyard.data.tokenizer import Encoded, Tokenizer
 
 # Takes what was done since the last call: bytes of input, documents, tokens.
 Report = Callable[[int, int, int], None]
 PLACES_PER_KIND = 5
 
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    """What to tokenise, and how."""
-
-    inputs: tuple[str, ...]
-    """Files, folders and globs, in the order the documents shall have."""
-    output: Path
-    """The path that the names of the token files begin with."""
-    tokenizer: Path
-    """A folder with vocab.json and merges.txt, or with a tokenizer.json."""
-    json_key: str = "text"
-    """The JSON key, or the Parquet column, that holds the text."""
-    append_eod: bool = True
-    """Whether `<|endoftext|>` ends every document that is not empty."""
-    workers: int = 1
-    """How many processes tokenise; each takes one core."""
-    on_error: Literal["stop", "skip"] = "stop"
-    """Whether a bad document ends the run, or is left out and counted."""
-    special_tokens: SpecialTokens = "text"
-    """Whether `<|endoftext|>` written in a text is text, or is parsed as Megatron-LM does."""
-    overwrite: bool = False
-    """Whether existing token files are replaced."""
-    unit_bytes: int = UNIT_BYTES
-    """How much input a worker takes at a time; changes no byte of the output."""
+# What the join must know of each document to leave it out: its bytes, its tokens (with the end of
+# document) and the number of its group.
+DOCUMENT = np.dtype([("text_bytes", "<u8"), ("tokens", "<u8"), ("group", "<u4")])
 
 
-@dataclass
-class UnitResult:
-    """What became of a unit, or of several.
+class Place(msgspec.Struct, frozen=True):
+    """Where a document is that cannot be read, and why; its position counts from the segment."""
 
-    `faults` holds the first few of each kind; when `stopped`, the last one is why.
-    """
+    path: str
+    position: int
+    kind: str
+    detail: str
+    hint: str
+
+    def render(self, lines_before: int) -> str:
+        """Renders it for people: `corpus.jsonl:12: the line is not valid JSON: ...`."""
+        kind, _ = format_of(Path(self.path)) or ("", "")
+        number = self.position + lines_before
+        separator = {"jsonl": ":", "parquet": ", row ", "wikipedia": ", page "}.get(kind, ":")
+        place = f"{self.path}{separator}{number}" if self.position else self.path
+        return f"{place}: {self.detail}"
+
+
+class UnitResult(msgspec.Struct, kw_only=True):
+    """What became of a unit; `places` holds the first few faults of each kind."""
 
     documents: int = 0
     empty_documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
     n_lines: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    faults: list[tuple[Path, Fault]] = field(default_factory=list)
-    stopped: bool = False
-
-    def add(self, other: UnitResult) -> None:
-        """Adds what came next in the corpus."""
-        self.documents += other.documents
-        self.empty_documents += other.empty_documents
-        self.tokens += other.tokens
-        self.text_bytes += other.text_bytes
-        self.n_lines += other.n_lines
-        for path, fault in other.faults:
-            self._keep_place(path, fault)
-        self.skipped += other.skipped
-
-    def skip(self, path: Path, fault: Fault) -> None:
-        """Counts a document that is left out."""
-        self._keep_place(path, fault)
-        self.skipped[fault.kind] += 1
-
-    def _keep_place(self, path: Path, fault: Fault) -> None:
-        if sum(kept.kind == fault.kind for _, kept in self.faults) < PLACES_PER_KIND:
-            self.faults.append((path, fault))
+    steps: list[StepCount] = msgspec.field(default_factory=list)
+    groups: dict[str, GroupCount] = msgspec.field(default_factory=dict)
+    quarantined: dict[str, int] = msgspec.field(default_factory=dict)
+    places: list[Place] = msgspec.field(default_factory=list)
+    blocks: list[Block] = msgspec.field(default_factory=list)
 
 
-def render_fault(path: Path, fault: Fault) -> str:
-    """Renders a fault and its place: `corpus.jsonl:12: the line is not valid JSON: ...`."""
-    is_table = format_of(path) == ("parquet", "")
-    place = f"{path}, row {fault.position}" if is_table else f"{path}:{fault.position}"
-    return f"{place if fault.position else path}: {fault.detail}"
+class UnreadableDocumentError(Exception):
+    """A document cannot be read, and the run is to stop there."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place.detail)
+        self.place = place
 
 
-def tokenize_unit(
-    unit: list[Segment],
-    options: PrepareOptions,
-    tokenizer: Tokenizer,
-    writer: IndexedWriter,
-    report: Report,
-) -> UnitResult:
-    """Writes the tokens of a unit and gives its counts; stops at a fault if the options say so."""
-    result = UnitResult()
-    for segment in unit:
-        for batch in read_documents(segment, options.json_key):
-            if batch.faults and options.on_error == "stop":
-                result.faults.append((segment.path, batch.faults[0]))
-                result.stopped = True
-                return result
-            for fault in batch.faults:
-                result.skip(segment.path, fault)
-            result.n_lines += batch.n_lines
-            tokens, lengths = tokenizer.encode_batch(batch.texts)
-            result.documents += len(lengths)
-            result.empty_documents += int(np.count_nonzero(lengths == 0))
-            if options.append_eod:
-                tokens, lengths = _append_eod((tokens, lengths), tokenizer.eod_id)
-            writer.add_documents(tokens, lengths)
-            result.tokens += len(tokens)
-            result.text_bytes += sum(len(text.encode()) for text in batch.texts)
-            report(batch.n_bytes, len(lengths), len(tokens))
-    return result
+class QuarantinedDocument(msgspec.Struct):
+    """A line of the quarantine file."""
+
+    file: str
+    position: int
+    kind: str
+    detail: str
+    raw: str
+    """What stands there: text, or `base64:` and the bytes where they are no text."""
+
+
+class UnitWorker:
+    """Writes one unit as a part: token files, keys for later comparison, quarantined documents.
+
+    The files are `<prefix>.bin .idx`, and where there is need `.quarantine`, `.documents.npy` and
+    `.keys-N.npy` for comparing step N.
+    """
+
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, *, quarantine: bool) -> None:
+        self._corpus = corpus
+        self._tokenizer = tokenizer
+        self._quarantine = quarantine
+
+    def run(self, unit: list[Segment], prefix: Path, report: Report) -> UnitResult:
+        """Does the unit.
+
+        Raises:
+            UnreadableDocumentError: at the first bad document, unless it is to be quarantined.
+            DataError: a file cannot be read.
+            MachineError: the disk is full.
+        """
+        corpus = self._corpus
+        result = UnitResult(steps=[StepCount(kind="read")])
+        result.steps += [StepCount(kind=step.kind) for step in corpus.document_steps]
+        rows: list[npt.NDArray[np.void]] = []
+        keys: list[list[npt.NDArray[np.uint64]]] = [[] for _ in corpus.comparing_steps]
+        dtype = optimal_dtype(self._tokenizer.vocabulary_size)
+        aside = Path(f"{prefix}.quarantine")
+        with IndexedWriter(prefix, dtype) as writer, aside.open("wb") as quarantine:
+            for segment in unit:
+                for batch in read_documents(segment, corpus.json_key, corpus.metadata_fields):
+                    self._set_aside(segment, batch, result, quarantine)
+                    _count_reading(batch, result)
+                    texts, fields = apply_steps(
+                        corpus.document_steps, batch.texts, batch.fields, result.steps[1:]
+                    )
+                    row = self._tokenize(texts, fields, writer, result)
+                    if corpus.comparing_steps:
+                        rows.append(row)
+                        for step, found in zip(corpus.comparing_steps, keys, strict=True):
+                            found.append(document_keys(step, texts))
+                    report(batch.n_bytes, len(row), int(row["tokens"].sum()))
+        result.blocks = writer.bin_blocks
+        for number, found in enumerate(keys):
+            step_keys = np.concatenate(found or [document_keys(corpus.comparing_steps[number], [])])
+            save_array(Path(f"{prefix}.keys-{number}.npy"), np.asfortranarray(step_keys))
+        if keys:
+            all_rows = np.concatenate(rows) if rows else np.empty(0, DOCUMENT)
+            save_array(Path(f"{prefix}.documents.npy"), all_rows)
+        if not result.quarantined:
+            aside.unlink()
+        return result
+
+    def _set_aside(
+        self, segment: Segment, batch: Batch, result: UnitResult, quarantine: BinaryIO
+    ) -> None:
+        for fault in batch.faults:
+            place = Place(
+                segment.path.as_posix(), fault.position, fault.kind, fault.detail, fault.hint
+            )
+            if not self._quarantine:
+                raise UnreadableDocumentError(place)
+            if sum(kept.kind == fault.kind for kept in result.places) < PLACES_PER_KIND:
+                result.places.append(place)
+            result.quarantined[fault.kind] = result.quarantined.get(fault.kind, 0) + 1
+            line = QuarantinedDocument(
+                place.path, place.position, place.kind, place.detail, _render_raw(fault)
+            )
+            quarantine.write(msgspec.json.encode(line) + b"\n")
+
+    def _tokenize(
+        self,
+        texts: list[str],
+        fields: dict[str, list[str]],
+        writer: IndexedWriter,
+        result: UnitResult,
+    ) -> npt.NDArray[np.void]:
+        tokens, lengths = self._tokenizer.encode_batch(texts)
+        result.documents += len(lengths)
+        result.empty_documents += int(np.count_nonzero(lengths == 0))
+        if self._corpus.append_eod:
+            tokens, lengths = _append_eod((tokens, lengths), self._tokenizer.eod_id)
+        writer.add_documents(tokens, lengths)
+        rows = np.zeros(len(texts), DOCUMENT)
+        rows["text_bytes"] = np.fromiter(map(count_bytes, texts), np.uint64, len(texts))
+        rows["tokens"] = lengths
+        result.tokens += len(tokens)
+        result.text_bytes += int(rows["text_bytes"].sum())
+        if self._corpus.count_by:
+            _count_groups(fields[self._corpus.count_by], rows, result.groups)
+        return rows
+
+
+def save_array(path: Path, array: npt.NDArray[Any]) -> None:
+    """Writes a .npy file.
+
+    Raises:
+        MachineError: the disk is full.
+    """
+    buffer = io.BytesIO()  # np.save loses the reason when a disk is full
+    np.save(buffer, array)
+    with explain_disk_errors(path):
+        path.write_bytes(buffer.getbuffer())
+
+
+def _count_reading(batch: Batch, result: UnitResult) -> None:
+    count = result.steps[0]
+    result.n_lines += batch.n_lines
+    count.documents_out += len(batch.texts)
+    count.bytes_in += batch.n_bytes
+    count.bytes_out += sum(map(count_bytes, batch.texts))
+    for reason, documents in batch.dropped.items():
+        count.dropped[reason] = count.dropped.get(reason, 0) + documents
+    for fault in batch.faults:
+        count.dropped[fault.kind] = count.dropped.get(fault.kind, 0) + 1
+    count.documents_in += len(batch.texts) + len(batch.faults) + sum(batch.dropped.values())
+
+
+def _count_groups(
+    values: list[str], rows: npt.NDArray[np.void], groups: dict[str, GroupCount]
+) -> None:
+    for value in dict.fromkeys(values):
+        groups.setdefault(value, GroupCount())
+    numbers = {value: number for number, value in enumerate(groups)}
+    rows["group"] = [numbers[value] for value in values]
+    for number, count in enumerate(groups.values()):
+        mine = rows[rows["group"] == number]
+        count.documents += len(mine)
+        count.text_bytes += int(mine["text_bytes"].sum())
+        count.tokens += int(mine["tokens"].sum())
+
+
+def _render_raw(fault: Fault) -> str:
+    try:
+        return fault.raw.decode()
+    except UnicodeDecodeError:
+        return f"base64:{base64.b64encode(fault.raw).decode()}"
 
 
 def _append_eod(encoded: Encoded, eod_id: int) -> Encoded:

@@ -1,34 +1,29 @@
-"""Processes that tokenise units side by side, and a parent that notices when one of them dies."""
+"""Several processes that work on a corpus on this machine, and a parent that replaces the dead.
+
+The processes know nothing of each other: each takes pieces from the work folder, as a process on
+another machine would.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
-import time
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
 
-from trainyard.data.indexed import IndexedWriter, optimal_dtype
-from trainyard.data.sources import Segment
+from trainyard.data.corpus_plan import CorpusPlan
+from trainyard.data.corpus_worker import CorpusWorker, is_prepared
 from trainyard.data.tokenizer import load_tokenizer
-from trainyard.data.unit import PrepareOptions, Report, UnitResult, tokenize_unit
-from trainyard.errors import MachineError, UserError
+from trainyard.data.work_folder import WorkFolder, name_process
+from trainyard.errors import UserError
+from trainyard.log import build_logger
 
-_REPORT_EVERY_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class _Done:
-    """What a worker did since its last message."""
-
-    n_bytes: int
-    documents: int
-    tokens: int
+_PROGRESS_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -38,135 +33,85 @@ class _Crash:
     trace: str
 
 
-@dataclass
-class _Worker:
+@dataclass(frozen=True)
+class _Child:
     process: BaseProcess
     connection: Connection
-    number: int = -1  # of the unit it works on
+    name: str
 
 
-def tokenize_in_processes(
-    units: Sequence[list[Segment]], parts: Sequence[Path], options: PrepareOptions, report: Report
-) -> Generator[UnitResult]:
-    """Tokenises unit `i` into token files `parts[i]`; yields the results in order.
-
-    After a unit that stopped, only the units before it are finished.
+def work_in_processes(
+    plan: CorpusPlan,
+    folder: WorkFolder,
+    workers: int,
+    on_beat: Callable[[], None],
+    *,
+    quarantine: bool,
+) -> None:
+    """Prepares a corpus with several processes; `on_beat` is called now and then meanwhile.
 
     Raises:
-        MachineError: a worker was killed, or the disk is full.
+        UserError: what a worker raised, or that workers keep dying.
     """
-    workers = [_start_worker(options) for _ in range(min(options.workers, len(units)))]
-    idle, busy = list(workers), dict[Connection, _Worker]()
-    results: dict[int, UnitResult] = {}
-    handed_out = yielded = 0
-    end = len(units)
+    children = [_start(plan, folder.path, quarantine) for _ in range(workers)]
     try:
-        while yielded < end:
-            while idle and handed_out < end:
-                worker = idle.pop()
-                worker.number, handed_out = handed_out, handed_out + 1
-                _send(worker, units[worker.number], parts[worker.number])
-                busy[worker.connection] = worker
-            for connection in wait(list(busy)):
-                worker = busy[connection]  # type: ignore[index]
-                message = _receive(worker, units[worker.number])
-                if isinstance(message, _Done):
-                    report(message.n_bytes, message.documents, message.tokens)
-                    continue
-                results[worker.number] = message
-                if message.stopped:
-                    end = min(end, worker.number + 1)
-                idle.append(busy.pop(worker.connection))
-            while yielded in results:
-                yield results.pop(yielded)
-                yielded += 1
+        while children:
+            wait([child.process.sentinel for child in children], timeout=_PROGRESS_SECONDS)
+            on_beat()
+            for child in [child for child in children if not child.process.is_alive()]:
+                children.remove(child)
+                if _died(child):
+                    if folder.path.exists():
+                        folder.take_back(child.name)
+                    if not is_prepared(plan):
+                        children.append(_start(plan, folder.path, quarantine))
     finally:
-        for worker in workers:
-            worker.process.terminate()
-            worker.process.join()
-            worker.connection.close()
+        for child in children:
+            child.process.terminate()
+            child.process.join()
+            if folder.path.exists():
+                folder.take_back(child.name, count=False)
 
 
-def _start_worker(options: PrepareOptions) -> _Worker:
+def _start(plan: CorpusPlan, path: Path, quarantine: bool) -> _Child:
     # Spawned, because a forked copy of a process with threads can hang.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, options), daemon=True)
+    process = context.Process(target=_work, args=(theirs, plan, path, quarantine), daemon=True)
     process.start()
-    theirs.close()  # so that the death of the worker closes the pipe
-    return _Worker(process, ours)
+    theirs.close()
+    assert process.pid is not None
+    return _Child(process, ours, name_process(process.pid))
 
 
-def _send(worker: _Worker, unit: list[Segment], part: Path) -> None:
+def _died(child: _Child) -> bool:
+    """Tells whether a worker that ended was killed; raises what it raised."""
+    child.process.join()
+    message = None
     try:
-        worker.connection.send((unit, part))
-    except (BrokenPipeError, ConnectionResetError):
-        _raise_death(worker, unit)
-
-
-def _receive(worker: _Worker, unit: list[Segment]) -> _Done | UnitResult:
-    try:
-        message = worker.connection.recv()
+        if child.connection.poll():
+            message = child.connection.recv()
     except (EOFError, ConnectionResetError):
-        _raise_death(worker, unit)
+        pass
     if isinstance(message, UserError):
         raise message
     if isinstance(message, _Crash):
-        raise RuntimeError(f"a worker failed while it read {unit[0].path}:\n{message.trace}")
-    assert isinstance(message, _Done | UnitResult)
-    return message
+        raise RuntimeError(f"a worker failed:\n{message.trace}")
+    code = child.process.exitcode or 0
+    if code < 0:
+        name = signal.Signals(-code).name
+        build_logger().warning("a worker was killed by %s; another takes its place", name)
+    return code != 0
 
 
-def _raise_death(worker: _Worker, unit: list[Segment]) -> NoReturn:
-    worker.process.join()
-    code = worker.process.exitcode or 0
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    first, last = unit[0], unit[-1]
-    place = f"{first.path}, bytes {first.start} to {first.end}"
-    if first.path != last.path:
-        place = f"{first.path} to {last.path}"
-    raise MachineError(
-        f"a worker {how} while it tokenised {place}",
-        "out of memory is the usual reason: use fewer workers; then run the same command again",
-    )
-
-
-def _work(connection: Connection, options: PrepareOptions) -> None:
-    """Tokenises the units that arrive until the parent goes away; runs in a process of its own."""
+def _work(connection: Connection, plan: CorpusPlan, path: Path, quarantine: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    build_logger()
     try:
-        tokenizer = load_tokenizer(options.tokenizer, options.special_tokens)
-        dtype = optimal_dtype(tokenizer.vocabulary_size)
-        while True:
-            unit, part = connection.recv()
-            reporter = _Reporter(connection)
-            with IndexedWriter(part, dtype) as writer:
-                result = tokenize_unit(unit, options, tokenizer, writer, reporter.add)
-            reporter.flush()
-            connection.send(result)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
+        tokenizer = load_tokenizer(Path(plan.corpus.tokenizer), plan.corpus.special_tokens)
+        folder = WorkFolder(path, name_process(os.getpid()))
+        CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(lambda: None)
     except UserError as error:
         connection.send(error)
     except Exception:
         connection.send(_Crash(traceback.format_exc()))
-
-
-class _Reporter:
-    """Sends progress now and then, not after every batch."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._sent_at = time.monotonic()
-        self._done = _Done(0, 0, 0)
-
-    def add(self, n_bytes: int, documents: int, tokens: int) -> None:
-        done = self._done
-        self._done = _Done(done.n_bytes + n_bytes, done.documents + documents, done.tokens + tokens)
-        if time.monotonic() - self._sent_at > _REPORT_EVERY_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Sends what has come together."""
-        self._connection.send(self._done)
-        self._done, self._sent_at = _Done(0, 0, 0), time.monotonic()

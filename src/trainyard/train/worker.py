@@ -205,7 +205,7 @@ def _check_vocabularies(run: Run, tokenizer: Tokenizer | None) -> None:
         if not Path(f"{prefix}.json").exists():  # made by Megatron-LM: nothing is known of it
             continue
         sidecar = load_sidecar(prefix)
-        sidecar.check_files(prefix)
+        sidecar.check_sizes(prefix)
         if tokenizer is not None:
             sidecar.check_against(tokenizer, prefix)
         if sidecar.tokenizer.vocabulary_size > run.model.vocabulary_size:

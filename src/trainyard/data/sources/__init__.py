@@ -11,10 +11,11 @@ A corpus goes through three steps, each one call:
 
 Joined in order, the units give every document of every file once, however many processes share
 them. A reader never decides what a bad document means: it hands over a `Fault`, and the caller
-stops or skips.
+stops or sets it aside.
 """
 
-from trainyard.data.sources.documents import Batch, Fault, read_documents
+from trainyard.data.sources.batch import Batch, Fault
+from trainyard.data.sources.documents import read_documents
 from trainyard.data.sources.files import Segment, find_files, split_into_units
 
 __all__ = ["Batch", "Fault", "Segment", "find_files", "read_documents", "split_into_units"]

@@ -15,6 +15,9 @@ from trainyard.data.sources.files import Segment, format_of
 BLOCK_BYTES = 4 * 2**20
 # Small, because one chunk of repetitive text can grow a thousandfold when it is unpacked.
 _CHUNK_BYTES = 64 * 2**10
+# Text shrinks by 3 to 10, repetitive logs by 100; a file made to fill disks, by 1,000 and more.
+_BOMB_RATIO = 500
+_BOMB_BYTES = 2**30
 
 
 class DamagedFileError(Exception):
@@ -60,9 +63,12 @@ def read_blocks(segment: Segment) -> Iterator[tuple[bytes, int]]:
 
 def _unpack(file: BinaryIO, compression: str) -> Iterator[tuple[bytes, int]]:
     ready: list[bytes] = []
-    taken = 0
+    taken = unpacked = 0
     try:
         for piece in _unpack_frames(file, compression):
+            unpacked += len(piece)
+            if unpacked > max(_BOMB_BYTES, _BOMB_RATIO * file.tell()):
+                raise EOFError(f"it unpacks to more than {_BOMB_RATIO} times its size")
             ready.append(piece)
             if sum(map(len, ready)) >= BLOCK_BYTES:
                 yield b"".join(ready), file.tell() - taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,17 +12,32 @@ from typing import BinaryIO
 
 from trainyard.errors import DataError
 
-FORMATS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".txt": "txt"}
+FORMATS = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".txt": "txt",
+    ".xml": "wikipedia",
+}
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 UNIT_BYTES = 128 * 2**20
+# Wikitext takes twenty times the work of a line of JSON, and bzip2 packs four bytes of it in one.
+_DUMP_UNITS = {("wikipedia", ""): 4, ("wikipedia", ".bz2"): 16}
+# Wikimedia names the parts of a dump pages-articles1.xml-p1p41242.bz2.
+_DUMP_PART = re.compile(r"\.xml-p\d+p\d+[\w-]*$")
 _KNOWN = (
-    "known are .jsonl, .json (one object a line), .txt, each also .gz .bz2 .xz .zst, and .parquet"
+    "known are .jsonl, .json (one object a line), .txt, .xml (a dump of Wikipedia), each also "
+    ".gz .bz2 .xz .zst, and .parquet"
 )
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A whole file, or the lines of a plain `.jsonl` file from byte `start` up to byte `end`."""
+    """A whole file, or a part of one, from byte `start` up to byte `end`.
+
+    Parts of `.jsonl` begin and end between lines. Parts of a dump do so anywhere: the reader knows
+    which pages belong to it.
+    """
 
     path: Path
     start: int
@@ -31,7 +47,8 @@ class Segment:
 def format_of(path: Path) -> tuple[str, str] | None:
     """Gives the format and the compression suffix ("" for none); None when it is unknown."""
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
-    kind = FORMATS.get(Path(path.stem).suffix if compression else path.suffix)
+    name = path.stem if compression else path.name
+    kind = FORMATS.get(".xml" if _DUMP_PART.search(name) else Path(name).suffix)
     if kind is None or (kind == "parquet" and compression):
         return None
     return kind, compression
@@ -82,15 +99,20 @@ def _sorted(paths: Iterable[Path]) -> list[Path]:
 def split_into_units(files: Sequence[Path], unit_bytes: int = UNIT_BYTES) -> list[list[Segment]]:
     """Cuts files into pieces of work of about `unit_bytes`, in order.
 
-    Small files share a unit; a large plain `.jsonl` file is cut between lines. The result depends
-    on nothing but the files, so any number of workers sees the same units.
+    Small files share a unit; a large plain `.jsonl` file is cut between lines, a dump anywhere. The
+    result depends on nothing but the files, so any number of workers sees the same units.
     """
     units: list[list[Segment]] = []
     room = -1  # what the last unit can still take; below 0 it is not to be shared
     for path in files:
         size = path.stat().st_size
-        if size > unit_bytes and format_of(path) == ("jsonl", ""):
+        kind = format_of(path)
+        if size > unit_bytes and kind == ("jsonl", ""):
             units += [[segment] for segment in _cut_between_lines(path, size, unit_bytes)]
+            room = -1
+        elif kind in _DUMP_UNITS:
+            step = max(1, unit_bytes // _DUMP_UNITS[kind])
+            units += [[Segment(path, at, min(at + step, size))] for at in range(0, size, step)]
             room = -1
         elif size <= room:
             units[-1].append(Segment(path, 0, size))

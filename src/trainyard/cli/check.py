@@ -1,0 +1,95 @@
+"""`trainyard check`: reads files whole, and says what is wrong with them and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainyard.errors import DataError
+
+if TYPE_CHECKING:
+    from trainyard.data.verify import DataReport
+
+check = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Read files whole and say what is wrong with them, and where.",
+)
+
+
+@check.callback()
+def _group() -> None:
+    """Keeps `data` a word of the command line while it is the only one here."""
+
+
+@check.command()
+def data(
+    prefixes: Annotated[
+        list[str], typer.Argument(metavar="PREFIX", help="Token files, with or without ending.")
+    ],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Tokenizer folder that shall have made them; its ids are compared."),
+    ] = None,
+) -> None:
+    """Compare token files with their record, byte for byte, and with the rules of the format.
+
+    Checks the checksum of every block of .bin and .idx, the structure of the .idx, the counts,
+    every token id and the end of every document. Lists all problems, with their places. Exit code
+    2 if any of the prefixes has one.
+
+    Example: trainyard check data data/web_text_document --tokenizer gpt2/
+    """
+    from rich.console import Console
+
+    from trainyard.cli.show import without_ending
+    from trainyard.cli.show_data import facts_table
+    from trainyard.data.tokenizer import load_tokenizer
+    from trainyard.data.verify import check_data
+    from trainyard.log import show_progress
+
+    made_by = load_tokenizer(tokenizer) if tokenizer is not None else None
+    console = Console(soft_wrap=True)
+    errors: list[DataError] = []
+    for prefix in map(without_ending, prefixes):
+        try:
+            with show_progress(f"checking {prefix}") as update:
+                report = check_data(prefix, made_by, update)
+        except DataError as error:
+            errors.append(error)
+        else:
+            facts = _facts(report, str(tokenizer) if tokenizer is not None else "")
+            console.print(facts_table(f"{prefix}: OK", facts))
+    if errors:
+        raise DataError("\n".join(error.problem for error in errors), errors[0].hint)
+
+
+def _facts(report: DataReport, tokenizer: str) -> dict[str, str]:
+    from trainyard.units import format_bytes
+
+    if report.has_record:
+        checksums = f"all {report.n_blocks:,} blocks match, {format_bytes(report.n_bytes)}"
+    else:
+        checksums = "none: there is no .json, so nothing vouches for the bytes"
+    unknown = "0 or more; which vocabulary is unknown"
+    size = report.vocabulary_size
+    ends = "every document that is not empty has one" if report.ends_checked else "not expected"
+    if not report.has_record:
+        ends = "unknown: there is no .json"
+    return {
+        "checksums": checksums,
+        "documents": f"{report.documents:,}",
+        "sequences": f"{report.sequences:,}",
+        "tokens": f"{report.tokens:,}",
+        "token ids": unknown if size is None else f"0 to {size - 1}",
+        "document ends": ends,
+        "tokenizer": _tokenizer_fact(report, tokenizer),
+    }
+
+
+def _tokenizer_fact(report: DataReport, tokenizer: str) -> str:
+    if not tokenizer:
+        return "not compared: pass --tokenizer"
+    return f"{tokenizer} made them" if report.has_record else f"{tokenizer}: the ids fit in"

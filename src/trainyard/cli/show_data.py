@@ -1,0 +1,225 @@
+"""What `trainyard show` says of token files: what is in them, and what became of the text.
+
+Everything is counted exactly, a slab of documents at a time, so memory does not grow with them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from trainyard.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+    from rich.console import Console
+
+    from trainyard.data.indexed import IndexedDataset
+    from trainyard.data.sidecar import Sidecar
+    from trainyard.data.tokenizer import Tokenizer
+
+SHOWN_TOKENS = 64
+SHOWN_CHARACTERS = 400
+SHOWN_ROWS = 20
+BAR_CHARACTERS = 30  # leaves a line of 80 for the largest counts
+_SLAB = 1 << 18  # documents looked at together
+
+
+def show_data(prefix: str, console: Console, *, count: int, tokenizer_path: Path | None) -> None:
+    """Prints counts, lengths, origins and `count` documents of token files, from first to last.
+
+    Raises:
+        DataError: they are damaged, or another tokenizer made them.
+    """
+    from trainyard.data.indexed import IndexedDataset
+    from trainyard.data.sidecar import load_sidecar
+    from trainyard.data.tokenizer import load_tokenizer
+
+    dataset = IndexedDataset(prefix)
+    sidecar = load_sidecar(prefix) if Path(f"{prefix}.json").exists() else None
+    tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path is not None else None
+    if sidecar is not None:
+        sidecar.check_sizes(prefix)
+        if tokenizer is not None:
+            sidecar.check_against(tokenizer, prefix)
+    facts = {
+        "documents": f"{len(dataset.document_indices) - 1:,}",
+        "sequences": f"{len(dataset):,}",
+        "tokens": f"{dataset.n_tokens:,} of {dataset.dtype}",
+    }
+    facts |= _record_facts(sidecar) if sidecar else {"made by": "unknown: no .json beside it"}
+    console.print(facts_table(printable(prefix), facts))
+    tables = [_lengths_table(dataset)]
+    if sidecar is not None:
+        tables += [_groups_table(sidecar), _steps_table(sidecar), _sources_table(sidecar)]
+    for table in tables:
+        if table.row_count:
+            console.print()
+            console.print(table)
+    if sidecar is not None and sidecar.quarantined:
+        _show_quarantined(sidecar, console)
+    _show_documents(dataset, tokenizer, count, console)
+
+
+def facts_table(title: str, facts: dict[str, str]) -> Table:
+    """Lays out names and values below a title."""
+    table = Table(title=Text(title), title_justify="left", show_header=False, box=None)
+    for name, value in facts.items():
+        table.add_row(name, Text(value))
+    return table
+
+
+def printable(text: str) -> str:
+    """Writes every character a terminal might obey, and every odd space, as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def count_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
+    """Counts documents by length: 0 tokens, 1, 2 to 3, 4 to 7, ..., 2^(i-1) to 2^i - 1."""
+    counts = np.zeros(64, np.int64)
+    for lengths in _document_lengths(dataset):
+        counts += np.bincount(np.frexp(lengths)[1], minlength=64)
+    return counts
+
+
+def _document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
+    """Yields the tokens of each document, a slab of documents at a time."""
+    n_sequences, itemsize = len(dataset), dataset.dtype.itemsize
+    entries = dataset.document_indices
+    for first in range(0, len(entries) - 1, _SLAB):
+        sequences = np.array(entries[first : first + _SLAB + 1])
+        ends = np.full(len(sequences), dataset.n_tokens * itemsize)
+        inside = sequences < n_sequences
+        ends[inside] = dataset.sequence_pointers[sequences[inside]]
+        yield np.diff(ends) // itemsize
+
+
+def _record_facts(sidecar: Sidecar) -> dict[str, str]:
+    made_by = sidecar.tokenizer
+    tokens, text_bytes = max(sidecar.tokens, 1), max(sidecar.text_bytes, 1)
+    return {
+        "empty documents": f"{sidecar.empty_documents:,}",
+        "text": f"{sidecar.text_bytes:,} bytes ({format_bytes(sidecar.text_bytes)})",
+        "rate": f"{sidecar.text_bytes / tokens:.3f} bytes per token, "
+        f"{sidecar.tokens / text_bytes:.4f} tokens per byte",
+        "tokenizer": f"{printable(made_by.name)}, {made_by.vocabulary_size:,} tokens, "
+        f"fingerprint {made_by.fingerprint[:16]}",
+        "document ends": f"id {made_by.eod_id}" if sidecar.append_eod else "none",
+    }
+
+
+def _build_table(title: str, *columns: str) -> Table:
+    """Starts a table whose first column is text and whose others are numbers."""
+    table = Table(title=title, title_justify="left", box=None, header_style="")
+    table.add_column(columns[0], overflow="fold")
+    for column in columns[1:]:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _lengths_table(dataset: IndexedDataset) -> Table:
+    table = _build_table("tokens per document", "tokens", "documents", "share")
+    table.add_column("")
+    counts = count_lengths(dataset)
+    filled = np.flatnonzero(counts)
+    if not len(filled):
+        return table
+    total, most = int(counts.sum()), int(counts.max())
+    for number in range(int(filled[0]), int(filled[-1]) + 1):
+        count = int(counts[number])
+        low, high = (1 << number) // 2, (1 << number) - 1
+        bar = "#" * -(-BAR_CHARACTERS * count // most)  # rounded up: one document is seen
+        lengths = f"{low:,}" if low >= high else f"{low:,} to {high:,}"
+        table.add_row(lengths, f"{count:,}", f"{count / total:.1%}", bar)
+    return table
+
+
+def _groups_table(sidecar: Sidecar) -> Table:
+    table = _build_table("groups", "value", "documents", "text", "tokens", "share of tokens")
+    groups = sorted(sidecar.groups.items(), key=lambda item: (-item[1].tokens, item[0]))
+    for value, group in groups[:SHOWN_ROWS]:
+        share = group.tokens / max(sidecar.tokens, 1)
+        text = format_bytes(group.text_bytes)
+        name = Text(printable(value) or "(none)")
+        table.add_row(name, f"{group.documents:,}", text, f"{group.tokens:,}", f"{share:.2%}")
+    _add_rest(table, len(groups))
+    return table
+
+
+def _steps_table(sidecar: Sidecar) -> Table:
+    columns = ("documents in", "documents out", "text in", "text out")
+    table = _build_table("steps", "step", *columns)
+    table.add_column("dropped")
+    for step in sidecar.steps:
+        reasons = sorted(step.dropped.items(), key=lambda item: (-item[1], item[0]))
+        table.add_row(
+            Text(printable(step.kind)),
+            f"{step.documents_in:,}",
+            f"{step.documents_out:,}",
+            format_bytes(step.bytes_in),
+            format_bytes(step.bytes_out),
+            Text(", ".join(f"{printable(reason)}: {count:,}" for reason, count in reasons)),
+        )
+    return table
+
+
+def _sources_table(sidecar: Sidecar) -> Table:
+    table = _build_table("source files", "file", "size")
+    for source in sidecar.sources[:SHOWN_ROWS]:
+        table.add_row(Text(printable(source.path)), format_bytes(source.size_bytes))
+    _add_rest(table, len(sidecar.sources))
+    return table
+
+
+def _add_rest(table: Table, count: int) -> None:
+    if count > SHOWN_ROWS:
+        table.add_row(f"and {count - SHOWN_ROWS:,} more")
+
+
+def _show_quarantined(sidecar: Sidecar, console: Console) -> None:
+    console.print("\ndocuments that could not be read", style="italic")
+    for kind, number in sorted(sidecar.quarantined.items()):
+        console.print(f"  {printable(kind)}: {number:,}", highlight=False, markup=False)
+    for place in sidecar.quarantined_places:
+        console.print(f"  {printable(place)}", highlight=False, markup=False)
+
+
+def _show_documents(
+    dataset: IndexedDataset, tokenizer: Tokenizer | None, count: int, console: Console
+) -> None:
+    """Prints documents at equal distances, the first and the last among them."""
+    n_documents = len(dataset.document_indices) - 1
+    shown = max(0, min(count, n_documents))
+    for number in range(shown):
+        document = number * (n_documents - 1) // max(shown - 1, 1)
+        n_tokens, tokens = _read_document(dataset, document, 4 * SHOWN_CHARACTERS)
+        if tokenizer is None:
+            text = " ".join(map(str, tokens[:SHOWN_TOKENS]))
+            text += " ..." if n_tokens > SHOWN_TOKENS else ""
+        else:
+            text = tokenizer.decode(tokens)
+            cut = len(text) > SHOWN_CHARACTERS or n_tokens > len(tokens)
+            text = text[:SHOWN_CHARACTERS] + (" ..." if cut else "")
+        lines = "\n".join(f"  {printable(line)}" for line in text.split("\n"))
+        title = f"\ndocument {document:,}, {n_tokens:,} tokens"
+        console.print(f"{title}\n{lines}", highlight=False, markup=False)
+
+
+def _read_document(
+    dataset: IndexedDataset, document: int, most: int
+) -> tuple[int, NDArray[np.int64]]:
+    """Counts the tokens of a document, and reads the first of them."""
+    n_sequences, itemsize = len(dataset), dataset.dtype.itemsize
+    first, last = (
+        int(dataset.sequence_pointers[entry]) // itemsize
+        if entry < n_sequences
+        else dataset.n_tokens
+        for entry in map(int, dataset.document_indices[document : document + 2])
+    )
+    return last - first, dataset.stream[first : min(last, first + most)].astype(np.int64)

@@ -1,0 +1,171 @@
+"""How a corpus is cut into pieces of work: a pure function of its files and its data file.
+
+    plan = plan_corpus(corpus, tokenizer)
+    plan.outputs[0].prefix       # "data/web_text_document", or "data/web_00000_text_document"
+    plan.outputs[0].units        # range(0, 12): which units make it, in order
+    plan.units[3]                # the segments of files that unit 3 reads
+    plan.recipe                  # a checksum of all that decides the bytes of the token files
+
+Every process that works on a corpus makes the plan for itself and gets the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainyard import __version__
+from trainyard.config.corpus import Corpus
+from trainyard.data.sidecar import SourceRecord, TokenizerRecord
+from trainyard.data.sources import Segment, find_files, split_into_units
+from trainyard.data.tokenizer import Tokenizer
+from trainyard.errors import DataError
+
+
+@dataclass(frozen=True)
+class Output:
+    """One pair of token files and what goes into it."""
+
+    prefix: str
+    units: range
+    files: range
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """All that decides the bytes of the token files."""
+
+    version: str
+    options: dict[str, Any]
+    unit_bytes: int
+    tokenizer: TokenizerRecord
+    sources: list[SourceRecord]
+
+    def check_equal(self, other: Identity, place: str, hint: str) -> None:
+        """Refuses work that was begun with other options, another tokenizer or other inputs.
+
+        Args:
+            other: what was found at `place`.
+            place: where, for the message.
+            hint: what to do about it.
+
+        Raises:
+            DataError: names the first difference.
+        """
+        mine = {source.path: source for source in self.sources}
+        for theirs in other.sources:
+            ours = mine.pop(theirs.path, None)
+            if ours is None:
+                raise DataError(f"{place} was begun with {theirs.path}, which is gone", hint)
+            if ours != theirs:
+                how = (
+                    f"it has {ours.size_bytes} bytes now, {theirs.size_bytes} then"
+                    if ours.size_bytes != theirs.size_bytes
+                    else "its size is the same, its time of change is not"
+                )
+                raise DataError(f"{theirs.path} changed since {place} was begun: {how}", hint)
+        if mine:
+            raise DataError(f"{place} was begun without {next(iter(mine))}", hint)
+        for name, value in self.options.items():
+            if other.options.get(name) != value:
+                raise DataError(
+                    f"{place} was begun with {name}={other.options.get(name)!r}, "
+                    f"not {name}={value!r}",
+                    hint,
+                )
+        if other.tokenizer.fingerprint != self.tokenizer.fingerprint:
+            raise DataError(
+                f"{place} was begun with the tokenizer {other.tokenizer.name} "
+                f"(fingerprint {other.tokenizer.fingerprint[:16]}), not with "
+                f"{self.tokenizer.name} (fingerprint {self.tokenizer.fingerprint[:16]})",
+                hint,
+            )
+        if other.version != self.version:
+            raise DataError(f"{place} was begun by {other.version}, this is {self.version}", hint)
+        if other != self:
+            raise DataError(f"{place} was begun with the inputs in another order", hint)
+
+
+@dataclass(frozen=True)
+class CorpusPlan:
+    """The pieces of work of a corpus, in order."""
+
+    corpus: Corpus
+    identity: Identity
+    units: list[list[Segment]]
+    outputs: list[Output]
+
+    @property
+    def recipe(self) -> str:
+        """A checksum of the identity, to be compared by."""
+        return hashlib.sha256(msgspec.json.encode(self.identity)).hexdigest()
+
+    @property
+    def unit_bytes(self) -> list[int]:
+        """Bytes of input of each unit."""
+        return [sum(part.end - part.start for part in unit) for unit in self.units]
+
+
+def output_prefix(output: str | Path, json_key: str) -> str:
+    """Names the token files as Megatron-LM does, without `.bin` or `.idx`."""
+    return f"{output}_{json_key}_document"
+
+
+def record_tokenizer(tokenizer: Tokenizer) -> TokenizerRecord:
+    """Gives what a record keeps of a tokenizer."""
+    return TokenizerRecord(
+        tokenizer.name,
+        tokenizer.fingerprint,
+        tokenizer.vocabulary_size,
+        tokenizer.eod_id,
+        tokenizer.special_tokens,
+    )
+
+
+def plan_corpus(corpus: Corpus, tokenizer: TokenizerRecord, unit_bytes: int) -> CorpusPlan:
+    """Cuts a corpus into units of about `unit_bytes` of input, and units into outputs.
+
+    Raises:
+        DataError: an input is missing, unknown, or given twice.
+    """
+    files = find_files(corpus.inputs)
+    sources = []
+    for path in files:
+        status = path.stat()
+        sources.append(SourceRecord(path.as_posix(), status.st_size, status.st_mtime_ns))
+    per_output = corpus.files_per_output or len(files)
+    units: list[list[Segment]] = []
+    outputs = []
+    for number, first in enumerate(range(0, len(files), per_output)):
+        members = files[first : first + per_output]
+        made = split_into_units(members, unit_bytes)
+        name = f"{corpus.output}_{number:05d}" if corpus.files_per_output else corpus.output
+        span = range(len(units), len(units) + len(made))
+        part = range(first, first + len(members))
+        outputs.append(Output(output_prefix(name, corpus.json_key), span, part))
+        units += made
+    # Where the files are written and where the tokenizer lies decide no byte.
+    options = corpus.model_dump(mode="json", exclude={"inputs", "output", "tokenizer"})
+    identity = Identity(
+        version=_version(corpus),
+        options=options,
+        unit_bytes=unit_bytes,
+        tokenizer=tokenizer,
+        sources=sources,
+    )
+    return CorpusPlan(corpus, identity, units, outputs)
+
+
+def _version(corpus: Corpus) -> str:
+    """Names what, beside the options, decides what the steps do to a text."""
+    versions = [f"trainyard {__version__}"]
+    if corpus.steps:
+        versions.append(f"Unicode {unicodedata.unidata_version}")
+    if any(step.kind == "near_deduplicate" for step in corpus.steps):
+        versions.append(f"rensa {version('rensa')}")
+    return ", ".join(versions)

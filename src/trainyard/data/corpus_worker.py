@@ -1,0 +1,253 @@
+"""What one process does for a corpus: takes pieces of work until there are none.
+
+    units     read -> filter -> clean -> tokenise -> a part         any number at a time
+    repeats   which documents repeat an earlier one, by their keys  when all units are done
+    joins     parts -> token files and their record                 when its units are done
+
+A process that finds nothing to take waits for the others, so that it can step in for one that dies,
+and leaves when all is done. So every process of a job that ends with exit code 0 has seen the
+finished token files.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from trainyard.data.corpus_plan import CorpusPlan
+from trainyard.data.duplicates import find_repeats
+from trainyard.data.join import FinishedUnit, join_output
+from trainyard.data.sidecar import load_sidecar
+from trainyard.data.tokenizer import Tokenizer
+from trainyard.data.unit import (
+    Place,
+    UnitResult,
+    UnitWorker,
+    UnreadableDocumentError,
+    save_array,
+)
+from trainyard.data.work_folder import Claim, WorkerState, WorkFolder
+from trainyard.errors import DataError, MachineError
+
+BEAT_SECONDS = 2.0
+POLL_SECONDS = 0.2
+REPEATS = "repeats"
+
+
+def unit_name(number: int) -> str:
+    """Names a unit's piece of work."""
+    return f"unit-{number:06d}"
+
+
+def join_name(number: int) -> str:
+    """Names the piece of work that finishes an output."""
+    return f"join-{number:05d}"
+
+
+def piece_names(plan: CorpusPlan) -> list[str]:
+    """Lists all pieces of work of a corpus."""
+    names = [unit_name(number) for number in range(len(plan.units))]
+    names += [REPEATS] if plan.corpus.comparing_steps else []
+    return names + [join_name(number) for number in range(len(plan.outputs))]
+
+
+def is_prepared(plan: CorpusPlan) -> bool:
+    """Tells whether every output is there and was made from just this plan."""
+    try:
+        return all(load_sidecar(output.prefix).recipe == plan.recipe for output in plan.outputs)
+    except DataError:
+        return False
+
+
+class CorpusWorker:
+    """One of the processes that work on a corpus."""
+
+    def __init__(
+        self, plan: CorpusPlan, folder: WorkFolder, tokenizer: Tokenizer, *, quarantine: bool
+    ) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._units = UnitWorker(plan.corpus, tokenizer, quarantine=quarantine)
+        self._state = WorkerState(started=time.time())
+
+    def work(self, on_beat: Callable[[], None]) -> None:
+        """Works until the corpus is prepared; `on_beat` is called every few seconds meanwhile.
+
+        Raises:
+            DataError: a document cannot be read, or the corpus is empty.
+            MachineError: the disk is full, or workers keep dying.
+        """
+        ended = threading.Event()
+        try:
+            self._folder.join()
+            heart = threading.Thread(target=self._beat, args=(ended, on_beat), daemon=True)
+            heart.start()
+            try:
+                self._take_pieces()
+            finally:
+                ended.set()
+                heart.join()
+                self._folder.leave()
+        except (OSError, MachineError) as error:
+            # Somebody else finished the corpus and took the folder away.
+            if not self._folder.path.exists() and is_prepared(self._plan):
+                return
+            if isinstance(error, MachineError):
+                raise
+            raise MachineError(
+                f"{error.filename or self._folder.path}: {error.strerror or error}",
+                "free space or mend the disk; then run the same command again: what is done is kept",
+            ) from error
+
+    def _beat(self, ended: threading.Event, on_beat: Callable[[], None]) -> None:
+        parent = os.getppid()
+        while not ended.wait(BEAT_SECONDS):
+            with suppress(OSError):
+                self._folder.beat(self._state)
+            on_beat()
+            if os.getppid() != parent:  # killed: whoever wanted the work is gone
+                os._exit(1)
+
+    def _take_pieces(self) -> None:
+        joins = {join_name(number) for number in range(len(self._plan.outputs))}
+        while True:
+            done = set(self._folder.names("done"))
+            if joins <= done:
+                self._folder.remove()
+                return
+            claim = self._folder.claim(self._ready(done))
+            if claim is not None:
+                self._do(claim)
+                continue
+            self._raise_if_stopped(done)
+            self._folder.take_back()
+            time.sleep(POLL_SECONDS)
+
+    def _ready(self, done: set[str]) -> list[str]:
+        """Lists what can be taken now: units, what compares them, and joins, in this order."""
+        stopped = min(self._folder.names("stopped"), default="z")
+        units_left = [
+            number for number in range(len(self._plan.units)) if unit_name(number) not in done
+        ]
+        compared = REPEATS in done or not self._plan.corpus.comparing_steps
+        ready = []
+        for name in self._folder.names("todo"):
+            piece = name.rpartition(".")[0]
+            kind, _, number = piece.partition("-")
+            if (
+                (kind == "unit" and piece < stopped)
+                or (kind == REPEATS and not units_left)
+                or (kind == "join" and compared and self._has_units(int(number), done))
+            ):
+                ready.append(name)
+        return sorted(ready, key=lambda name: (("u", "r", "j").index(name[0]), name))
+
+    def _has_units(self, output: int, done: set[str]) -> bool:
+        return all(unit_name(number) in done for number in self._plan.outputs[output].units)
+
+    def _do(self, claim: Claim) -> None:
+        kind, _, number = claim.piece.partition("-")
+        self._state.piece = claim.piece
+        try:
+            if kind == "unit":
+                self._do_unit(claim, int(number))
+            elif kind == "join":
+                self._join(int(number))
+                self._folder.finish(claim, b"{}")
+            else:
+                self._compare()
+                self._folder.finish(claim, b"{}")
+        except UnreadableDocumentError as error:
+            self._folder.stop(claim, msgspec.json.encode(error.place))
+        except BaseException:
+            self._folder.release(claim)
+            raise
+        finally:
+            self._state.piece = ""
+            self._state.piece_bytes = 0
+
+    def _do_unit(self, claim: Claim, number: int) -> None:
+        made = self._folder.scratch / claim.piece
+        result = self._units.run(self._plan.units[number], made, self._report)
+        for path in self._folder.scratch.glob(f"{claim.piece}.*"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            path.replace(self._folder.parts / path.name)
+        self._folder.finish(claim, msgspec.json.encode(result))
+        self._state.finished_bytes += self._plan.unit_bytes[number]
+
+    def _report(self, n_bytes: int, documents: int, tokens: int) -> None:
+        self._state.piece_bytes += n_bytes
+        self._state.documents += documents
+        self._state.tokens += tokens
+
+    def _part(self, number: int) -> Path:
+        return self._folder.parts / unit_name(number)
+
+    def _compare(self) -> None:
+        """Marks each document that repeats an earlier one with the number of the step, from 1."""
+        parts = [self._part(number) for number in range(len(self._plan.units))]
+        for number, step in enumerate(self._plan.corpus.comparing_steps):
+            keys = [Path(f"{part}.keys-{number}.npy") for part in parts]
+            masks = find_repeats(step, keys, self._folder.scratch / f"masks-{number}")
+            for part, repeats in zip(parts, masks, strict=True):
+                path = Path(f"{part}.repeats.npy")
+                marks = np.zeros(len(repeats), np.uint8) if number == 0 else np.load(path)
+                marks[repeats & (marks == 0)] = number + 1
+                made = self._folder.scratch / path.name
+                save_array(made, marks)
+                made.replace(path)
+
+    def _join(self, number: int) -> None:
+        output = self._plan.outputs[number]
+        results = [self._read_result(unit) for unit in output.units]
+        before = self._lines_before(list(output.units), results)
+        units = [
+            FinishedUnit(result, self._part(unit), lines)
+            for unit, result, lines in zip(output.units, results, before, strict=True)
+        ]
+        join_output(self._plan, output, units, self._folder.scratch)
+
+    def _read_result(self, number: int) -> UnitResult:
+        text = (self._folder.path / "done" / unit_name(number)).read_bytes()
+        return msgspec.json.decode(text, type=UnitResult)
+
+    def _lines_before(self, numbers: list[int], results: list[UnitResult]) -> list[int]:
+        """Counts the lines of the same file in units before each unit."""
+
+        def carry(lines: int, number_and_result: tuple[int, UnitResult]) -> int:
+            number, result = number_and_result
+            starts_file = number + 1 < len(self._plan.units) and (
+                self._plan.units[number + 1][0].start == 0
+            )
+            return 0 if starts_file else lines + result.n_lines
+
+        pairs = zip(numbers, results, strict=True)
+        return list(accumulate(pairs, carry, initial=0))[: len(numbers)]
+
+    def _raise_if_stopped(self, done: set[str]) -> None:
+        """Raises for the first unreadable document, once nothing before it can hold another."""
+        stopped = self._folder.names("stopped")
+        if not stopped:
+            return
+        first = int(stopped[0].partition("-")[2])
+        if any(unit_name(number) not in done for number in range(first)):
+            return
+        text = (self._folder.path / "stopped" / stopped[0]).read_bytes()
+        place = msgspec.json.decode(text, type=Place)
+        lines = 0
+        unit = self._plan.units[first]
+        for number in range(first - 1, -1, -1):
+            if unit[0].start == 0:
+                break
+            lines += self._read_result(number).n_lines
+            unit = self._plan.units[number]
+        raise DataError(place.render(lines), place.hint)

@@ -1,0 +1,190 @@
+"""One output of a corpus: its units' parts merged, their counts added up, its record written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from trainyard.data.corpus_plan import CorpusPlan, Output
+from trainyard.data.indexed import explain_disk_errors, optimal_dtype
+from trainyard.data.merge import Part, merge_parts, publish_files
+from trainyard.data.sidecar import GroupCount, Sidecar, StepCount, save_sidecar
+from trainyard.data.unit import PLACES_PER_KIND, Place, QuarantinedDocument, UnitResult
+from trainyard.errors import DataError
+
+
+@dataclass(frozen=True)
+class FinishedUnit:
+    """A unit's result and its part; `lines_before` are of the same file, in units before."""
+
+    result: UnitResult
+    prefix: Path
+    lines_before: int
+
+
+def join_output(
+    plan: CorpusPlan, output: Output, units: list[FinishedUnit], scratch: Path
+) -> Sidecar:
+    """Merges the parts of an output into its token files and writes its record.
+
+    Raises:
+        DataError: an input changed, or no document holds text.
+        MachineError: the disk is full or the folder cannot be written.
+    """
+    check_unchanged(plan, output)
+    made = scratch / "joined"
+    dtype = optimal_dtype(plan.identity.tokenizer.vocabulary_size)
+    totals = _Totals(plan)
+    parts = [totals.add(unit) for unit in units]
+    result = totals.result
+    if result.documents == result.empty_documents and len(plan.outputs) == 1:
+        raise DataError(
+            f"the corpus is empty: {result.documents} documents with no text in them came "
+            f"through; {_describe_losses(result)}",
+            "check the inputs, json_key and the steps",
+        )
+    bin_record, idx_record = merge_parts(parts, made, dtype)
+    if result.quarantined:
+        _join_quarantine(units, Path(f"{made}.quarantine.jsonl"))
+    sidecar = Sidecar(
+        recipe=plan.recipe,
+        tokenizer=plan.identity.tokenizer,
+        json_key=plan.corpus.json_key,
+        append_eod=plan.corpus.append_eod,
+        dtype=dtype.name,
+        documents=result.documents,
+        empty_documents=result.empty_documents,
+        sequences=result.documents - result.empty_documents,
+        tokens=result.tokens,
+        text_bytes=result.text_bytes,
+        steps=result.steps,
+        groups=dict(sorted(result.groups.items())),
+        quarantined=dict(sorted(result.quarantined.items())),
+        quarantined_places=totals.places,
+        bin=bin_record,
+        idx=idx_record,
+        sources=plan.identity.sources[output.files.start : output.files.stop],
+    )
+    publish_files(made, Path(output.prefix))
+    save_sidecar(sidecar, output.prefix)
+    return sidecar
+
+
+def check_unchanged(plan: CorpusPlan, output: Output) -> None:
+    """Refuses inputs that changed while they were read.
+
+    Raises:
+        DataError: names the first one.
+    """
+    for source in plan.identity.sources[output.files.start : output.files.stop]:
+        try:
+            status = Path(source.path).stat()
+        except OSError as error:
+            raise DataError(
+                f"{source.path} cannot be read any more: {error.strerror}",
+                "put it back; then run the same command again",
+            ) from error
+        if (status.st_size, status.st_mtime_ns) != (source.size_bytes, source.modified_ns):
+            raise DataError(
+                f"{source.path} changed while it was read: {source.size_bytes} bytes before, "
+                f"{status.st_size} now",
+                "leave the inputs alone, and pass --overwrite to begin again",
+            )
+
+
+class _Totals:
+    """Adds up units, less the documents that repeat an earlier one."""
+
+    def __init__(self, plan: CorpusPlan) -> None:
+        self._comparing = [step.kind for step in plan.corpus.comparing_steps]
+        self.result = UnitResult(
+            steps=[StepCount(kind="read")]
+            + [StepCount(kind=step.kind) for step in plan.corpus.steps]
+        )
+        self.places: list[str] = []
+        self._kept: dict[str, int] = {}
+
+    def add(self, unit: FinishedUnit) -> Part:
+        """Adds a unit and gives its part."""
+        result, total = unit.result, self.result
+        total.documents += result.documents
+        total.empty_documents += result.empty_documents
+        total.tokens += result.tokens
+        total.text_bytes += result.text_bytes
+        for kind, count in result.quarantined.items():
+            total.quarantined[kind] = total.quarantined.get(kind, 0) + count
+        for value, group in result.groups.items():
+            total.groups.setdefault(value, GroupCount()).add(group)
+        for place in result.places:
+            self._keep_place(place, unit.lines_before)
+        for mine, theirs in zip(total.steps, result.steps, strict=False):
+            mine.add(theirs)
+        if not self._comparing:
+            return Part(unit.prefix, result.blocks)
+        repeats = np.load(f"{unit.prefix}.repeats.npy")
+        self._leave_out(np.load(f"{unit.prefix}.documents.npy"), repeats, list(result.groups))
+        return Part(unit.prefix, result.blocks, repeats == 0)
+
+    def _keep_place(self, place: Place, lines_before: int) -> None:
+        if self._kept.get(place.kind, 0) < PLACES_PER_KIND:
+            self._kept[place.kind] = self._kept.get(place.kind, 0) + 1
+            self.places.append(place.render(lines_before))
+
+    def _leave_out(
+        self, rows: npt.NDArray[np.void], repeats: npt.NDArray[np.uint8], groups: list[str]
+    ) -> None:
+        total = self.result
+        counts = total.steps[len(total.steps) - len(self._comparing) :]
+        for number, count in enumerate(counts, 1):
+            came = rows[(repeats == 0) | (repeats >= number)]
+            left = rows[(repeats == 0) | (repeats > number)]
+            count.documents_in += len(came)
+            count.documents_out += len(left)
+            count.bytes_in += int(came["text_bytes"].sum())
+            count.bytes_out += int(left["text_bytes"].sum())
+            if len(came) > len(left):
+                reason = "repeats an earlier document"
+                count.dropped[reason] = count.dropped.get(reason, 0) + len(came) - len(left)
+        gone = rows[repeats > 0]
+        total.documents -= len(gone)
+        total.empty_documents -= int(np.count_nonzero(gone["tokens"] == 0))
+        total.tokens -= int(gone["tokens"].sum())
+        total.text_bytes -= int(gone["text_bytes"].sum())
+        for number, value in enumerate(groups):
+            mine = gone[gone["group"] == number]
+            group = total.groups[value]
+            group.documents -= len(mine)
+            group.text_bytes -= int(mine["text_bytes"].sum())
+            group.tokens -= int(mine["tokens"].sum())
+
+
+def _describe_losses(result: UnitResult) -> str:
+    losses = [
+        f"{count} dropped by {step.kind}: {reason}"
+        for step in result.steps
+        for reason, count in step.dropped.items()
+    ]
+    return "; ".join(losses) or "nothing was dropped"
+
+
+def _join_quarantine(units: list[FinishedUnit], path: Path) -> None:
+    """Joins the quarantined documents, with positions counted from the start of each file."""
+    with explain_disk_errors(path), path.open("wb") as file:
+        for unit in units:
+            for line in _read_lines(Path(f"{unit.prefix}.quarantine")):
+                document: Any = msgspec.json.decode(line, type=QuarantinedDocument)
+                if document.position:
+                    document.position += unit.lines_before
+                file.write(msgspec.json.encode(document) + b"\n")
+
+
+def _read_lines(path: Path) -> Iterator[bytes]:
+    if path.exists():
+        with path.open("rb") as file:
+            yield from file

@@ -1,0 +1,138 @@
+"""The end of preparation: parts joined in order into token files, without the repeated documents.
+
+Parts are copied by the kernel, so a join runs at the speed of the disk and its memory does not grow
+with the corpus. Their checksums were made when they were written and are taken over. Only a part
+with documents to leave out is read, and written with new checksums.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainyard.data.file_record import Block, BlockWriter, FileRecord
+from trainyard.data.indexed import (
+    Array,
+    IndexedDataset,
+    explain_disk_errors,
+    token_paths,
+    write_index,
+)
+
+_COPY_BYTES = 16 * 2**20
+_NOT_BY_THE_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Token files of a unit, the checksums of the .bin, and which documents stay (None: all)."""
+
+    prefix: Path
+    blocks: list[Block]
+    stays: NDArray[np.bool_] | None = None
+
+
+def merge_parts(
+    parts: Sequence[Part], prefix: Path, dtype: np.dtype[Any]
+) -> tuple[FileRecord, FileRecord]:
+    """Joins parts into `<prefix>.bin` and `.idx`, as if all had been written in one go.
+
+    Raises:
+        DataError: a part is damaged.
+        MachineError: the disk is full or the folder cannot be written.
+    """
+    bin_path, idx_path = token_paths(prefix)
+    n_sequences = n_documents = 0
+    with explain_disk_errors(bin_path), bin_path.open("wb") as file:
+        blocks: list[Block] = []
+        for part in parts:
+            dataset = IndexedDataset(part.prefix)
+            if part.stays is None or part.stays.all():
+                with token_paths(part.prefix)[0].open("rb") as source:
+                    _copy(source, file, sum(block.n_bytes for block in part.blocks))
+                blocks += part.blocks
+            else:
+                blocks += _copy_some(dataset, part.stays, file)
+            lengths, per_document = _describe(dataset, part.stays)
+            n_sequences += len(lengths)
+            n_documents += len(per_document)
+        file.flush()
+        os.fsync(file.fileno())
+
+    def read_slabs() -> Iterator[tuple[Array, Array]]:
+        for part in parts:
+            yield _describe(IndexedDataset(part.prefix), part.stays)
+
+    index_blocks = write_index(idx_path, dtype, (n_sequences, n_documents), read_slabs)
+    return FileRecord(blocks), FileRecord(index_blocks)
+
+
+def _describe(dataset: IndexedDataset, stays: NDArray[np.bool_] | None) -> tuple[Array, Array]:
+    """Gives the lengths of the sequences that stay, and how many each staying document has."""
+    per_document = np.diff(dataset.document_indices)
+    if stays is None:
+        return dataset.sequence_lengths, per_document
+    return dataset.sequence_lengths[np.repeat(stays, per_document)], per_document[stays]
+
+
+def _copy(source: BinaryIO, target: BinaryIO, n_bytes: int) -> None:
+    """Copies the first bytes of a file to the end of another, inside the kernel where it can."""
+    target.flush()
+    left = n_bytes
+    while left:
+        try:
+            copied = os.copy_file_range(source.fileno(), target.fileno(), left)
+        except AttributeError:  # not on this system
+            break
+        except OSError as error:
+            if error.errno not in _NOT_BY_THE_KERNEL:
+                raise
+            break
+        if not copied:
+            raise EOFError(f"{source.name} is {left} bytes shorter than it was")
+        left -= copied
+    source.seek(n_bytes - left)
+    target.seek(0, os.SEEK_END)
+    while left:
+        data = source.read(min(_COPY_BYTES, left))
+        if not data:
+            raise EOFError(f"{source.name} is {left} bytes shorter than it was")
+        target.write(data)
+        left -= len(data)
+
+
+def _copy_some(dataset: IndexedDataset, stays: NDArray[np.bool_], target: BinaryIO) -> list[Block]:
+    """Copies the sequences of the documents that stay, run by run."""
+    checked = BlockWriter(target)
+    sequences = np.repeat(stays, np.diff(dataset.document_indices)).astype(np.int8)
+    edges = np.flatnonzero(np.diff(sequences, prepend=0, append=0))
+    ends = np.append(dataset.sequence_pointers, dataset.n_tokens * dataset.dtype.itemsize)
+    for first, last in edges.reshape(-1, 2):
+        start, stop = int(ends[first]), int(ends[last])
+        tokens = dataset.stream.view(np.uint8)[start:stop]
+        for at in range(0, len(tokens), _COPY_BYTES):
+            checked.write(tokens[at : at + _COPY_BYTES].data)
+    return checked.close_block()
+
+
+def publish_files(made: Path, prefix: Path) -> None:
+    """Gives finished token files their final names; an old record beside them goes first.
+
+    Raises:
+        MachineError: the folder cannot be written.
+    """
+    with explain_disk_errors(prefix):
+        Path(f"{prefix}.json").unlink(missing_ok=True)
+        for suffix in (".idx", ".quarantine.jsonl"):
+            Path(f"{prefix}{suffix}").unlink(missing_ok=True)
+        for suffix in (".bin", ".idx", ".quarantine.jsonl"):
+            with suppress(FileNotFoundError):
+                Path(f"{made}{suffix}").replace(f"{prefix}{suffix}")

@@ -1,0 +1,37 @@
+"""What readers hand over: consecutive documents, and what became of the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A document that cannot be read.
+
+    `position` is its line (JSON lines), row (Parquet) or page (Wikipedia) counted from 1 in its
+    segment; 0 means the whole file. `raw` is what stands there, as far as it was kept.
+    """
+
+    kind: str
+    position: int
+    detail: str
+    hint: str
+    raw: bytes = b""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive documents of a segment.
+
+    `n_bytes` is the share of the file they took, `n_lines` of its lines, rows or pages. `fields`
+    holds a column of metadata for every field that was asked for, one value for each text ("" where
+    there is none). `dropped` counts what the format itself leaves out, by reason.
+    """
+
+    texts: list[str]
+    n_lines: int
+    n_bytes: int
+    faults: list[Fault] = field(default_factory=list)
+    fields: dict[str, list[str]] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)

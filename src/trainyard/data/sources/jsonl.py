@@ -1,0 +1,217 @@
+"""Documents out of JSON lines: one object a line, the text under a key, metadata under others.
+
+Ordinary lines go through a typed decoder that makes Python objects only of what is asked for. It is
+strict and says little, so a batch in which it meets a fault is decoded again line by line.
+"""
+
+from __future__ import annotations
+
+import codecs
+import difflib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from trainyard.data.sources.batch import Batch, Fault
+from trainyard.data.sources.blocks import read_blocks
+from trainyard.data.sources.files import Segment
+
+# Bounds the memory of a worker, which holds a document, its text and its ids at once.
+MAX_DOCUMENT_BYTES = 32 * 2**20
+LENGTH_HINT = "split it into documents; 32 MiB is the most that one may have"
+_TOO_LONG = b"\0 this line is longer than MAX_DOCUMENT_BYTES"
+_DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def read_jsonl(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Batch]:
+    """Yields the documents of a segment; `fields` are dotted paths of metadata."""
+    decoder = _LineDecoder(key, fields)
+    line_number, offset = 1, segment.start
+    for lines, n_bytes, span in _read_lines(segment):
+        offset += span
+        faults: list[Fault] = []
+        try:
+            documents = [decoder.decode(line) for line in lines if line]
+        except _DECODE_ERRORS:
+            # Counted back from the end, because a line that was too long is not there any more.
+            start = offset - sum(map(len, lines)) - len(lines)
+            texts, metadata, faults = _decode_one_by_one(lines, decoder, (line_number, start))
+        else:
+            texts = [document.text for document in documents]
+            metadata = decoder.columns(documents)
+        yield Batch(texts, len(lines), n_bytes, faults, metadata)
+        line_number += len(lines)
+
+
+def _attribute(name: str) -> str:
+    """Names any key of JSON as Python can."""
+    return f"field_{name.encode().hex()}"
+
+
+def render_value(value: object) -> str:
+    """Renders metadata as text: "" for none, JSON for what is no string."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(value)
+
+
+def _read_lines(segment: Segment) -> Iterator[tuple[list[bytes], int, int]]:
+    """Yields complete lines without newlines, the file's bytes they took, and their own bytes."""
+    pending: list[bytes] = []
+    pending_bytes = taken = 0
+    for block, n_bytes in read_blocks(segment):
+        taken += n_bytes
+        cut = block.rfind(b"\n")
+        if cut >= 0:
+            lines = block[:cut].split(b"\n")
+            lines[0] = _join_line(pending, pending_bytes + len(lines[0]), lines[0])
+            yield lines, taken, pending_bytes + cut + 1
+            pending, pending_bytes, taken = [], 0, 0
+            block = block[cut + 1 :]
+        pending_bytes += len(block)
+        pending.append(block)
+        if pending_bytes > MAX_DOCUMENT_BYTES:
+            pending = []
+    if pending_bytes:
+        yield [_join_line(pending, pending_bytes, b"")], taken, pending_bytes + 1
+
+
+def _join_line(pending: list[bytes], n_bytes: int, end: bytes) -> bytes:
+    return _TOO_LONG if n_bytes > MAX_DOCUMENT_BYTES else b"".join([*pending, end])
+
+
+def _decode_one_by_one(
+    lines: list[bytes], decoder: _LineDecoder, start: tuple[int, int]
+) -> tuple[list[str], dict[str, list[str]], list[Fault]]:
+    """Decodes lines that hold a fault; `start` is the number and the byte of the first one."""
+    documents: list[Any] = []
+    faults: list[Fault] = []
+    number, place = start
+    for line in lines:
+        if place == 0 and line.startswith(codecs.BOM_UTF8):
+            line, place = line.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
+        found = decoder.decode_with_care(line, number, place)
+        if isinstance(found, Fault):
+            faults.append(found)
+        elif found is not None:
+            documents.append(found)
+        number, place = number + 1, place + len(line) + 1
+    return [document.text for document in documents], decoder.columns(documents), faults
+
+
+class _LineDecoder:
+    """Makes an object with `text` and the asked metadata of a line of JSON."""
+
+    def __init__(self, key: str, fields: Sequence[str]) -> None:
+        tree: dict[str, Any] = {}
+        for field in fields:
+            *folders, leaf = field.split(".")
+            inside = tree
+            for folder in folders:
+                inside = inside.setdefault(folder, {})
+            inside[leaf] = None
+        self._key = key
+        self._kind = _build_struct(tree, key)
+        self._getters = {
+            field: attrgetter(".".join(_attribute(part) for part in field.split(".")))
+            for field in fields
+        }
+        self.decode: Callable[[bytes], Any] = msgspec.json.Decoder(self._kind).decode
+
+    def columns(self, documents: list[Any]) -> dict[str, list[str]]:
+        """Gives a column of metadata for each field."""
+        return {
+            field: [render_value(get(document)) for document in documents]
+            for field, get in self._getters.items()
+        }
+
+    def decode_with_care(self, line: bytes, number: int, offset: int) -> Any | Fault | None:
+        """Gives the document of one line, what is wrong with it, or None for a blank line."""
+        if not line.strip(b" \t\r"):
+            return None
+        if line == _TOO_LONG:
+            return Fault("too long", number, "the line is too long", LENGTH_HINT)
+        try:
+            return self.decode(line)
+        except _DECODE_ERRORS:
+            pass
+        # Python's decoder lets a little more pass (NaN in another field) and says more.
+        try:
+            value = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            return invalid_utf8(error, number, offset)
+        except (json.JSONDecodeError, RecursionError) as error:
+            detail = f"the line is not valid JSON: {error}"
+            hint = (
+                "write one JSON object a line; --on-error quarantine sets bad lines aside and "
+                "counts them"
+            )
+            return Fault("malformed JSON", number, detail, hint, line)
+        text = _text_of(value, self._key, number, line)
+        if isinstance(text, Fault):
+            return text
+        return _fill(self._kind, text, value)
+
+
+def _build_struct(tree: dict[str, Any], key: str | None) -> type[msgspec.Struct]:
+    members: list[Any] = [("text", str)] if key is not None else []
+    rename = {"text": key} if key is not None else {}
+    for name, inner in tree.items():
+        rename[_attribute(name)] = name
+        if inner is None:
+            members.append((_attribute(name), Any, None))
+        else:
+            struct = _build_struct(inner, None)
+            members.append((_attribute(name), struct, msgspec.field(default_factory=struct)))
+    return msgspec.defstruct("Document", members, rename=rename)
+
+
+def _fill(kind: type[msgspec.Struct], text: str | None, value: dict[Any, Any]) -> msgspec.Struct:
+    """Makes a document of decoded JSON; what is missing or of another shape counts as missing."""
+    document = kind() if text is None else kind(text)
+    for member in msgspec.structs.fields(kind):
+        inside = value.get(member.encode_name)
+        if member.type is Any:
+            setattr(document, member.name, inside)
+        elif isinstance(inside, dict) and member.name != "text":
+            setattr(document, member.name, _fill(member.type, None, inside))
+    return document
+
+
+def _text_of(value: object, key: str, number: int, line: bytes) -> str | Fault:
+    if not isinstance(value, dict):
+        detail = f"expected a JSON object, found {json.dumps(value)[:40]}"
+        return Fault("malformed JSON", number, detail, f'write {{"{key}": "..."}}', line)
+    if key not in value:
+        return missing_key(key, [str(name) for name in value], number, line)
+    text = value[key]
+    if not isinstance(text, str):
+        detail = f'the value of "{key}" is {json.dumps(text)[:40]}, not a string'
+        return Fault("not a string", number, detail, "mend the line, or leave it out", line)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"\\u{ord(text[error.start]):04x}"
+        detail = f'"{key}" holds the lone surrogate {code} at character {error.start}'
+        return Fault(
+            "lone surrogate", number, detail, "it is half a character: write it whole", line
+        )
+    return text
+
+
+def missing_key(key: str, present: list[str], number: int, raw: bytes = b"") -> Fault:
+    """Builds the fault of a document, or a table, without the key."""
+    near = difflib.get_close_matches(key, present, n=1)
+    listing = ", ".join(present[:10]) or "none"
+    detail = f'there is no key "{key}"; the keys are: {listing}'
+    hint = f'did you mean "{near[0]}"? name it as json_key' if near else "name another json_key"
+    return Fault("missing key", number, detail, hint, raw)
+
+
+def invalid_utf8(error: UnicodeDecodeError, position: int, offset: int) -> Fault:
+    """Builds the fault of bytes that are no UTF-8; `offset` is where the decoded bytes began."""
+    detail = f"byte {offset + error.start} (0x{error.object[error.start]:02x}) is not valid UTF-8"
+    return Fault("invalid UTF-8", position, detail, "convert the file to UTF-8", error.object)

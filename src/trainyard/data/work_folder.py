@@ -1,0 +1,260 @@
+"""Pieces of work shared by any number of processes on any number of machines, through a folder.
+
+Nothing but `rename` is asked of the file system: a process takes a piece by renaming its file, and
+only one of several can.
+
+    web_text_document.work/
+        plan.json                        what the work is; refused if it is not what was asked for
+        todo/unit-000003.0               nobody has it; it was begun 0 times before
+        claimed/unit-000002.0@n1-77-12   process 77 of machine n1 works on it
+        done/unit-000001                 its result: counts and checksums; written last
+        parts/unit-000001.bin            what it wrote
+        stopped/unit-000000              a document in it cannot be read; the reason
+        scratch/n1-77-12/                what that process is writing
+        workers/n1-77-12                 how far it is; rewritten every few seconds
+
+A process that dies leaves a claim behind. Whoever has nothing else to do looks for claims whose
+owner is not alive (on this machine: its process is gone; elsewhere: what it says under `workers`
+has not changed for a minute, by the clock of who is looking) and takes them over. If the owner was
+only slow, the piece is done twice: both write the same bytes, each in a folder of its own, and a
+rename replaces equal by equal.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from trainyard.data.publish import publish_text
+from trainyard.errors import MachineError
+
+MAX_ATTEMPTS = 3
+STALE_SECONDS = 60.0
+_FOLDERS = ("todo", "claimed", "done", "parts", "stopped", "scratch", "workers")
+
+
+class WorkerState(msgspec.Struct, kw_only=True):
+    """What a process says about itself; `beat` changes every time, so that a change is seen."""
+
+    piece: str = ""
+    finished_bytes: int = 0
+    piece_bytes: int = 0
+    documents: int = 0
+    tokens: int = 0
+    started: float = 0.0
+    heard: float = 0.0
+    beat: int = 0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A piece of work that this process has taken."""
+
+    piece: str
+    attempt: int
+    path: Path
+
+
+def name_process(pid: int) -> str:
+    """Names a process so that others on the same machine can tell whether it still lives."""
+    return f"{_machine()}-{pid}-{_start_of(pid)}"
+
+
+def _machine() -> str:
+    """The machine and its table of processes: containers may share a name, not that table."""
+    with suppress(OSError):
+        table = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 (a link that is not a path)
+        return f"{socket.gethostname()}.{table}"
+    return socket.gethostname()
+
+
+def _start_of(pid: int) -> str:
+    """When a process started, in ticks; "gone" when there is none, or only its exit code."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return "gone"
+    except (OSError, ValueError):
+        pass
+    else:
+        return "gone" if fields[0] in "ZX" else fields[19]
+    try:  # a system without /proc
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "gone"
+    except PermissionError:
+        pass
+    return "0"
+
+
+class WorkFolder:
+    """A work folder, as one process sees it."""
+
+    def __init__(self, path: Path, worker: str, stale_seconds: float = STALE_SECONDS) -> None:
+        self.path = path
+        self.worker = worker
+        self.parts = path / "parts"
+        self.scratch = path / "scratch" / worker
+        self._stale_seconds = stale_seconds
+        self._seen: dict[str, tuple[bytes, float]] = {}
+
+    @staticmethod
+    def create(path: Path, plan: str, pieces: list[str], worker: str) -> None:
+        """Makes the folder with all its pieces appear at once, unless another process was first.
+
+        Raises:
+            MachineError: the disk is full or the folder cannot be written.
+        """
+        draft = path.with_name(f"{path.name}.draft-{worker}")
+        try:
+            for name in _FOLDERS:
+                (draft / name).mkdir(parents=True)
+            for piece in pieces:
+                (draft / "todo" / f"{piece}.0").touch()
+            publish_text(draft / "plan.json", plan)
+            draft.rename(path)
+        except OSError as error:
+            if not path.exists():
+                hint = "free space or quota, or write to another folder"
+                raise MachineError(f"{path} cannot be made: {error.strerror}", hint) from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def read_plan(self) -> bytes:
+        """Gives the text that the folder was created with; FileNotFoundError without a folder."""
+        return (self.path / "plan.json").read_bytes()
+
+    def join(self) -> None:
+        """Announces this process; to be called before it claims."""
+        self.scratch.mkdir(exist_ok=True)
+        self.beat(WorkerState(started=time.time()))
+
+    def leave(self) -> None:
+        """Takes this process's scratch away; a folder that is gone already is fine."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def names(self, folder: str) -> list[str]:
+        """Lists the files in one of the folders, sorted."""
+        return sorted(name for name in os.listdir(self.path / folder) if ".partial" not in name)  # noqa: PTH208 (59,000 names)
+
+    def claim(self, is_ready: Iterator[str] | list[str]) -> Claim | None:
+        """Takes the first of some entries of `todo` that nobody else takes before."""
+        for name in is_ready:
+            piece, _, attempt = name.rpartition(".")
+            mine = self.path / "claimed" / f"{name}@{self.worker}"
+            with suppress(FileNotFoundError):
+                (self.path / "todo" / name).rename(mine)
+                return Claim(piece, int(attempt), mine)
+            if not self.path.exists():
+                raise FileNotFoundError(self.path)
+        return None
+
+    def finish(self, claim: Claim, result: bytes) -> None:
+        """Records that a piece is done, after its files have their final names."""
+        publish_text(self._unique("done", claim.piece), result.decode())
+        self._unique("done", claim.piece).rename(self.path / "done" / claim.piece)
+        claim.path.unlink(missing_ok=True)
+
+    def stop(self, claim: Claim, reason: bytes) -> None:
+        """Records that a piece cannot be done, and why."""
+        publish_text(self._unique("stopped", claim.piece), reason.decode())
+        self._unique("stopped", claim.piece).rename(self.path / "stopped" / claim.piece)
+        claim.path.unlink(missing_ok=True)
+
+    def _unique(self, folder: str, piece: str) -> Path:
+        return self.scratch / f"{folder}-{piece}"
+
+    def release(self, claim: Claim) -> None:
+        """Gives a piece back that was not finished through no fault of its own."""
+        with suppress(OSError):
+            claim.path.rename(self.path / "todo" / f"{claim.piece}.{claim.attempt}")
+
+    def retry_stopped(self) -> None:
+        """Puts every piece that stopped back, for a new attempt by hand."""
+        for piece in self.names("stopped"):
+            (self.path / "todo" / f"{piece}.0").touch()
+            (self.path / "stopped" / piece).unlink(missing_ok=True)
+
+    def forgive(self) -> None:
+        """Forgets earlier attempts, for a new attempt by hand."""
+        for name in self.names("todo"):
+            piece, _, attempt = name.rpartition(".")
+            if attempt != "0":
+                with suppress(FileNotFoundError):
+                    (self.path / "todo" / name).rename(self.path / "todo" / f"{piece}.0")
+
+    def take_back(self, worker: str | None = None, *, count: bool = True) -> None:
+        """Puts the claims of a worker back, or of all that are dead.
+
+        Args:
+            worker: whose; None: of all that are dead.
+            count: whether this was an attempt that failed.
+
+        Raises:
+            MachineError: a piece ended as many workers as it may.
+        """
+        done = set(self.names("done"))
+        for name in self.names("claimed"):
+            claimed, _, owner = name.rpartition("@")
+            if worker != owner and (worker is not None or self._is_alive(owner)):
+                continue
+            piece, _, attempt = claimed.rpartition(".")
+            path = self.path / "claimed" / name
+            if piece in done:
+                path.unlink(missing_ok=True)
+                continue
+            with suppress(FileNotFoundError):
+                path.rename(self.path / "todo" / f"{piece}.{int(attempt) + count}")
+            if int(attempt) + count >= MAX_ATTEMPTS:
+                raise MachineError(
+                    f"{MAX_ATTEMPTS} workers died at {piece}, the last one {owner}",
+                    "out of memory is the usual reason: use fewer workers; then run the same "
+                    "command again",
+                )
+
+    def _is_alive(self, worker: str) -> bool:
+        machine, pid, start = worker.rsplit("-", 2)
+        if machine == _machine():
+            return _start_of(int(pid)) == start
+        try:
+            beat = (self.path / "workers" / worker).read_bytes()
+        except FileNotFoundError:
+            beat = b""
+        last, since = self._seen.get(worker, (None, 0.0))
+        if beat != last:
+            self._seen[worker] = (beat, time.monotonic())
+            return True
+        return time.monotonic() - since < self._stale_seconds
+
+    def beat(self, state: WorkerState) -> None:
+        """Says how far this process is."""
+        state.beat += 1
+        state.heard = time.time()
+        draft = self.scratch / "beat"
+        draft.write_bytes(msgspec.json.encode(state))
+        draft.rename(self.path / "workers" / self.worker)
+
+    def read_states(self) -> dict[str, tuple[WorkerState, bool]]:
+        """Reads what every process said last, and whether it is alive as far as can be seen."""
+        states = {}
+        for name in self.names("workers"):
+            with suppress(FileNotFoundError, msgspec.MsgspecError):
+                text = (self.path / "workers" / name).read_bytes()
+                states[name] = (msgspec.json.decode(text, type=WorkerState), self._is_alive(name))
+        return states
+
+    def remove(self) -> None:
+        """Takes the folder away, at once for everybody else."""
+        away = self.path.with_name(f"{self.path.name}.done-{self.worker}")
+        with suppress(FileNotFoundError):
+            self.path.rename(away)
+        shutil.rmtree(away, ignore_errors=True)

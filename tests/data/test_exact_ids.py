@@ -1,0 +1,206 @@
+"""Tests that the ids are GPT-2's, by a plain reference, on whole corpora and on hostile text."""
+
+from __future__ import annotations
+
+import bz2
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainyard.data import tokenizer as subject
+from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from trainyard.data.windows import Windows
+from trainyard.errors import DataError
+
+from .reference_bpe import ReferenceBpe
+
+EVERY_SPACE = [chr(code) for code in range(0x110000) if chr(code).isspace()]
+FRAGMENTS = [
+    *EVERY_SPACE,
+    *["'s", "'S", "'ll", "'re", "'", "''", "'t'd've", "can't", "\u2019s"],
+    *["\0", "\x7f", "\u200b", "\ufeff", "\u0301", "\u200d", "\ufffd", "<|endoftext|>"],
+    *[
+        "\U0001f600",
+        "\U0001f469\u200d\U0001f467",
+        "\U0010ffff",
+        "漢字",
+        "한국어",
+        "हिन्दी",
+        "Ω",
+        "é",
+    ],
+    *["word", "The", "http", "2026", "1", "½", "!", "...", "==", "_", "aaaa", "  ", "\n\n", "\r\n"],
+]
+SPLIT_TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=40).map("".join)
+RUNS = st.lists(st.tuples(st.sampled_from(FRAGMENTS), st.integers(1, 90)), max_size=6).map(
+    lambda runs: "".join(fragment * n for fragment, n in runs)
+)
+
+
+@pytest.fixture(scope="module")
+def gpt2(shared_data: Path) -> Tokenizer:
+    return load_tokenizer(shared_data / "gpt2")
+
+
+@pytest.fixture(scope="module")
+def reference(shared_data: Path) -> ReferenceBpe:
+    return ReferenceBpe(shared_data / "gpt2")
+
+
+@pytest.fixture(scope="module")
+def novels(shared_data: Path) -> list[str]:
+    with (shared_data / "corpora" / "novels.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line)["text"] for line in lines]
+
+
+def assert_exact(tokenizer: Tokenizer, reference: ReferenceBpe, texts: list[str]) -> None:
+    tokens, lengths = tokenizer.encode_batch(texts)
+    expected = [reference.encode(text) for text in texts]
+    assert lengths.tolist() == [len(ids) for ids in expected]
+    assert np.array_equal(tokens, np.array([i for ids in expected for i in ids], np.uint32))
+
+
+def with_windows(tokenizer: Tokenizer, window: int, overlap: int) -> Windows:
+    assert tokenizer._windows
+    return replace(tokenizer._windows, window_characters=window, overlap_characters=overlap)
+
+
+def test_novels_have_the_ids_that_megatron_wrote(
+    gpt2: Tokenizer, shared_data: Path, novels: list[str]
+) -> None:
+    tokens, lengths = gpt2.encode_batch(novels)
+    golden = np.fromfile(shared_data / "megatron" / "novels_text_document.bin", np.uint16)
+    is_end = np.ones(len(golden), bool)
+    is_end[np.delete(np.arange(len(golden)), np.cumsum(lengths + 1) - 1)] = False
+    assert (golden[is_end] == gpt2.eod_id).all()
+    assert len(lengths) == len(novels)
+    assert np.array_equal(golden[~is_end], tokens)
+
+
+def test_corpora_have_the_ids_of_the_reference(
+    gpt2: Tokenizer, reference: ReferenceBpe, shared_data: Path, novels: list[str]
+) -> None:
+    corpora = shared_data / "corpora"
+    texts = [path.read_text("utf-8") for path in sorted(corpora.glob("*.txt"))]
+    xml = [bz2.decompress(path.read_bytes()).decode() for path in corpora.glob("*.bz2")]
+    assert len(texts) == 2
+    assert len(xml) == 1
+    assert_exact(gpt2, reference, [*texts, *xml, *novels[::30]])
+
+
+def test_every_code_point_has_the_ids_of_the_reference(
+    gpt2: Tokenizer, reference: ReferenceBpe
+) -> None:
+    def characters(start: int, end: int) -> Iterator[str]:
+        return (chr(code) for code in range(start, end) if not 0xD800 <= code < 0xE000)
+
+    # Scripts and symbols one by one, with neighbours that show what kind the character is.
+    assert_exact(gpt2, reference, [f" {c}s{c}{c}" for c in characters(0, 0x10000)])
+    rest = "".join(characters(0x10000, 0x110000))
+    assert_exact(gpt2, reference, [rest[i : i + 4096] for i in range(0, len(rest), 4096)])
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts=st.lists(SPLIT_TEXTS | RUNS, max_size=4))
+def test_hostile_texts_have_the_ids_of_the_reference(
+    gpt2: Tokenizer, reference: ReferenceBpe, texts: list[str]
+) -> None:
+    assert_exact(gpt2, reference, texts)
+
+
+def test_a_word_of_a_megabyte_has_the_ids_of_the_reference(
+    gpt2: Tokenizer, reference: ReferenceBpe, novels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Letters of prose are merged again and again, which takes the reference long; rare ones not.
+    prose = "".join(filter(str.isalpha, novels[0]))[: 2**15]
+    rare = "".join(np.random.default_rng(0).choice(list("qxzjvkQXZJ\u00e9\u6f22"), 2**20 - 2**15))
+    word = prose + rare
+    expected = reference.encode(word)
+    assert gpt2.encode(word) == expected
+    monkeypatch.setattr(subject, "_LONG_CHARACTERS", 2**19)
+    assert gpt2.encode(word) == expected
+
+
+@pytest.mark.parametrize("piece", ["\n", " ", "\t", "\0", "a", "=", "'", "'s", "7", " \n", "漢"])
+def test_a_long_run_has_the_ids_of_the_reference(
+    gpt2: Tokenizer, reference: ReferenceBpe, piece: str
+) -> None:
+    text = piece * 20_000 + "end"
+    windows = with_windows(gpt2, 3000, 400)
+    assert np.concatenate(list(windows.encode_long(text))).tolist() == reference.encode(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=SPLIT_TEXTS | RUNS, window=st.integers(30, 120), overlap=st.integers(20, 29))
+def test_windows_have_the_ids_of_the_whole(
+    gpt2: Tokenizer, reference: ReferenceBpe, text: str, window: int, overlap: int
+) -> None:
+    pieces = list(with_windows(gpt2, window, overlap).encode_long(text))
+    assert np.concatenate(pieces).tolist() == reference.encode(text)
+
+
+@pytest.fixture(scope="module")
+def without_contractions(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    words = "lama lava sad dad read vera mama veto resin "
+    return load_tokenizer(train_tokenizer([words * 9], 280, folder))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("'l", max_size=9).map(lambda text: f"{text}'llama" * 20),
+    window=st.integers(31, 60),
+)
+def test_no_window_begins_inside_a_contraction(
+    without_contractions: Tokenizer, text: str, window: int
+) -> None:
+    # The contractions of this vocabulary are several tokens, so that a joint could lie in one.
+    pieces = list(with_windows(without_contractions, window, 30).encode_long(text))
+    assert np.concatenate(pieces).tolist() == without_contractions.encode(text)
+
+
+def test_windows_are_short_and_parse_special_tokens(shared_data: Path) -> None:
+    parsing = load_tokenizer(shared_data / "gpt2", "parse")
+    text = "One text.<|endoftext|>Another<|endoftext|>" * 500
+    longest = 0
+
+    def encode(piece: str) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+        nonlocal longest
+        longest = max(longest, len(piece))
+        return parsing.encode_batch([piece])[0]
+
+    for window in range(100, 140, 7):
+        windows = replace(with_windows(parsing, window, 60), encode=encode)
+        ids = np.concatenate(list(windows.encode_long(text)))
+        assert np.array_equal(ids, parsing.encode_batch([text])[0])
+    assert longest <= 2 * 135, "every joint was found at the first or the second try"
+
+
+def test_documents_long_and_short_keep_their_places(
+    gpt2: Tokenizer, reference: ReferenceBpe, novels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in (("_CALL", 5000), ("_LONG", 2000), ("_WINDOW", 600), ("_OVERLAP", 100)):
+        monkeypatch.setattr(subject, f"{name}_CHARACTERS", size)
+    monkeypatch.delattr(gpt2, "_windows", raising=False)
+    texts = [
+        "",
+        novels[0][:30_000],
+        "a",
+        "",
+        *(novels[1][i : i + 300] for i in range(0, 9000, 300)),
+    ]
+    texts += [novels[2][:2001], novels[3][:2000], "漢" * 2500, ""]
+    assert_exact(gpt2, reference, texts)
+    assert gpt2._windows.window_characters == 600  # type: ignore[union-attr]
+    monkeypatch.delattr(gpt2, "_windows")
+    assert_exact(gpt2, reference, [])
+    with pytest.raises(
+        DataError, match=r"text 1 holds the lone surrogate \\udc80 at character 2600"
+    ):
+        gpt2.encode_batch(["fine", "a" * 2600 + "\udc80"])

@@ -1,0 +1,178 @@
+"""The record beside token files: sealed, of one version, and with the last word on sizes."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import resource
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from trainyard.data.file_record import BLOCK_BYTES, Block, BlockWriter, FileRecord
+from trainyard.data.indexed import IndexedWriter
+from trainyard.data.publish import publish_text
+from trainyard.data.sidecar import (
+    GroupCount,
+    Sidecar,
+    SourceRecord,
+    StepCount,
+    TokenizerRecord,
+    load_sidecar,
+    save_sidecar,
+)
+from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
+from trainyard.errors import DataError, MachineError
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Sidecar:
+    """The record of the token files `tmp_path / "corpus"`, saved."""
+    with IndexedWriter(tmp_path / "corpus", np.dtype(np.uint16)) as writer:
+        writer.add_document(np.arange(4))
+    index = (tmp_path / "corpus.idx").read_bytes()
+    record = Sidecar(
+        recipe="r" * 64,
+        tokenizer=TokenizerRecord("small", "f" * 64, 300, 299, "text"),
+        json_key="text",
+        append_eod=True,
+        dtype="uint16",
+        documents=1,
+        empty_documents=0,
+        sequences=1,
+        tokens=4,
+        text_bytes=9,
+        steps=[StepCount(kind="read", documents_in=3, documents_out=1, dropped={"too long": 2})],
+        groups={"ü": GroupCount(1, 9, 4)},
+        quarantined={"too long": 2},
+        quarantined_places=['a "b"\n.jsonl:2: too long'],
+        bin=FileRecord(writer.bin_blocks),
+        idx=FileRecord([Block(len(index), hashlib.sha256(index).hexdigest())]),
+        sources=[SourceRecord('a "b"\n.jsonl', 100, 10**18)],
+    )
+    save_sidecar(record, tmp_path / "corpus")
+    return record
+
+
+def test_what_is_saved_is_loaded(sidecar: Sidecar, tmp_path: Path) -> None:
+    loaded = load_sidecar(tmp_path / "corpus")
+    assert msgspec.structs.replace(loaded, seal="") == sidecar
+    assert len(loaded.seal) == 64
+    loaded.check_sizes(tmp_path / "corpus")
+    save_sidecar(loaded, tmp_path / "again")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "corpus.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ('"tokens": 4', '"tokens": 5', "was changed after it was written: its seal does not fit"),
+        ('"documents_in": 3', '"documents_in": 4', "its seal does not fit"),
+        ('"format_version": 2', '"format_version": 1', "is not a record of token files: Invalid"),
+        ('"tokens": 4', '"n": 4', "is not a record of token files"),
+        ('"text_bytes": 9', '"text_bytes": 9, "more": 1', "is not a record of token files: Object"),
+        ("}\n", "", "is not a record of token files"),
+        ("{", "", "is not a record of token files"),
+    ],
+)
+def test_a_record_that_was_changed_is_refused(
+    sidecar: Sidecar, tmp_path: Path, old: str, new: str, problem: str
+) -> None:
+    path = tmp_path / "corpus.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(DataError, match=problem) as caught:
+        load_sidecar(tmp_path / "corpus")
+    assert str(path) in caught.value.problem
+    assert "prepare the data again" in caught.value.hint
+
+
+def test_any_order_and_spacing_of_json_is_the_same_record(sidecar: Sidecar, tmp_path: Path) -> None:
+    path = tmp_path / "corpus.json"
+    path.write_bytes(
+        msgspec.json.encode(dict(reversed(msgspec.json.decode(path.read_bytes()).items())))
+    )
+    assert load_sidecar(tmp_path / "corpus").tokens == 4
+
+
+def test_a_missing_record_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"corpus.json is missing, so nothing says which") as caught:
+        load_sidecar(tmp_path / "corpus")
+    assert "trainyard prepare" in caught.value.hint
+
+
+def test_sizes_are_compared(sidecar: Sidecar, tmp_path: Path) -> None:
+    for suffix, size in (("bin", 8), ("idx", 34 + 12 + 16)):
+        path = tmp_path / f"corpus.{suffix}"
+        data = path.read_bytes()
+        assert len(data) == size
+        path.write_bytes(data[:-2])
+        with pytest.raises(DataError, match=rf"{suffix} has {size - 2} bytes, but {size} were"):
+            sidecar.check_sizes(tmp_path / "corpus")
+        path.unlink()
+        with pytest.raises(DataError, match=rf"corpus.{suffix} is missing") as caught:
+            sidecar.check_sizes(tmp_path / "corpus")
+        assert "copy all three files" in caught.value.hint
+        path.write_bytes(data)
+
+
+def test_another_tokenizer_is_refused(sidecar: Sidecar, tmp_path: Path) -> None:
+    words = ["other words, and more of other words"]
+    tokenizer = load_tokenizer(train_tokenizer(words, 260, tmp_path / "other"))
+    with pytest.raises(DataError) as caught:
+        sidecar.check_against(tokenizer, "corpus")
+    for part in ("corpus", "small", "other", "f" * 16, tokenizer.fingerprint[:16], "300", "260"):
+        assert part in caught.value.problem
+    assert "name the tokenizer that made the data" in caught.value.hint
+    made = TokenizerRecord("x", tokenizer.fingerprint, 260, 259, "text")
+    msgspec.structs.replace(sidecar, tokenizer=made).check_against(tokenizer, "corpus")
+
+
+def test_counts_add_up() -> None:
+    total = StepCount(kind="length", documents_in=3, documents_out=2, dropped={"too long": 1})
+    more = StepCount(
+        kind="length", documents_in=5, documents_out=2, bytes_in=9, bytes_out=4,
+        dropped={"too long": 1, "too short": 2},
+    )  # fmt: skip
+    total.add(more)
+    assert (total.documents_in, total.documents_out) == (8, 4)
+    assert (total.bytes_in, total.bytes_out) == (9, 4)
+    assert total.dropped == {"too long": 2, "too short": 2}
+    assert StepCount(kind="length").dropped == {}
+    group = GroupCount(1, 2, 3)
+    group.add(GroupCount(10, 20, 30))
+    assert group == GroupCount(11, 22, 33)
+
+
+def test_blocks_end_between_two_writes(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        writer = BlockWriter(file)
+        assert writer.close_block() == []
+        for size in (1, BLOCK_BYTES - 1, BLOCK_BYTES + 5, 3, 0):
+            writer.write(bytes(size))
+        blocks = writer.close_block()
+        assert writer.close_block() == blocks
+    sizes = [BLOCK_BYTES, BLOCK_BYTES + 5, 3]
+    assert blocks == [Block(size, hashlib.sha256(bytes(size)).hexdigest()) for size in sizes]
+    record = FileRecord(blocks)
+    assert record.size_bytes == (tmp_path / "file").stat().st_size
+    assert record.sha256 != FileRecord(blocks[::-1]).sha256
+    assert FileRecord([]).size_bytes == 0
+
+
+def test_a_small_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    publish_text(tmp_path / "a.json", "old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))  # as a full disk
+    try:
+        with pytest.raises(MachineError, match=r"a.json cannot be written") as caught:
+            publish_text(tmp_path / "a.json", "longer than four bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.EFBIG
+    assert (tmp_path / "a.json").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]

@@ -1,0 +1,112 @@
+"""Tests of the metadata that readers bring along, and of lines that are hard to describe."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from trainyard.data.sources import Segment, read_documents
+
+
+def read_fields(path: Path, *fields: str) -> dict[str, list[str]]:
+    columns: dict[str, list[str]] = {field: [] for field in fields}
+    for batch in read_documents(Segment(path, 0, path.stat().st_size), "text", fields):
+        for field, values in batch.fields.items():
+            assert len(values) == len(batch.texts)
+            columns[field] += values
+    return columns
+
+
+ROWS = [
+    {"text": "a", "set": "C4", "meta": {"n": 7, "deep": {"er": "x"}}},
+    {"text": "b", "set": None, "meta": {"n": None, "deep": None}},
+    {"text": "c", "meta": {}},
+    {"text": "d", "set": "", "meta": None},
+    {"text": "e", "set": "Wiki 漢", "meta": {"n": -1, "deep": {"er": None}}},
+]
+COLUMNS = {
+    "set": ["C4", "", "", "", "Wiki 漢"],
+    "meta.n": ["7", "", "", "", "-1"],
+    "meta.deep.er": ["x", "", "", "", ""],
+    "nowhere.at.all": [""] * 5,
+}
+
+
+@pytest.mark.parametrize("fault", [b"", b"bad\n"], ids=["typed", "one by one"])
+def test_metadata_of_json_lines(tmp_path: Path, fault: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(fault + b"".join(json.dumps(row).encode() + b"\n" for row in ROWS))
+    assert read_fields(path, *COLUMNS) == COLUMNS
+
+
+def test_metadata_of_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    assert read_fields(path, *COLUMNS) == COLUMNS
+
+
+def test_a_row_of_parquet_that_is_left_out_takes_its_metadata_along(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": ["a", None, "c"], "n": [1, 2, 3]})
+    pyarrow.parquet.write_table(table, path)
+    assert read_fields(path, "n") == {"n": ["1", "3"]}
+
+
+@pytest.mark.parametrize("fault", [b"", b"bad\n"], ids=["typed", "one by one"])
+def test_metadata_that_is_no_string_is_json(tmp_path: Path, fault: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    values = [b"true", b"1.0", b'[1, "a"]', b'{"b": 2}', b"123456789012345678901234567890", b"NaN"]
+    path.write_bytes(fault + b"".join(b'{"m": %b, "text": ""}\n' % value for value in values))
+    assert read_fields(path, "m") == {"m": [value.decode() for value in values]}
+
+
+def test_formats_without_metadata_have_empty_columns(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"text")
+    assert read_fields(path, "m", "n.o") == {"m": [""], "n.o": [""]}
+
+
+@pytest.mark.xfail(strict=True, raises=Exception, reason="_LineDecoder: one path inside another")
+@pytest.mark.parametrize("fields", [("m", "m.a"), ("m.a", "m"), ("text",)])
+def test_any_fields_may_be_asked_for_together(tmp_path: Path, fields: tuple[str, ...]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "cat", "m": {"a": 1}}\n')
+    known = {"m": ['{"a": 1}'], "m.a": ["1"], "text": ["cat"]}
+    assert read_fields(path, *fields) == {field: known[field] for field in fields}
+
+
+@pytest.mark.xfail(strict=True, raises=Exception, reason="parquet._read_field and render_value")
+@pytest.mark.parametrize("kind", ["a date", "bytes", "invalid UTF-8"])
+def test_metadata_of_any_type_of_parquet(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.parquet"
+    broken = pyarrow.array([b"\xff"], pyarrow.binary())
+    column = {
+        "a date": pyarrow.array([datetime(2020, 1, 2)]),
+        "bytes": broken,
+        "invalid UTF-8": pyarrow.Array.from_buffers(pyarrow.string(), 1, broken.buffers()),
+    }[kind]
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["cat"], "m": column}), path)
+    assert len(read_fields(path, "m")["m"]) == 1
+
+
+ODD_LINES = {
+    "a key that is half a character": b'{"\\ud800": 1}',
+    "metadata that is half a character": b'{"text": "a", "m": "\\ud800"}',
+    "a number of 5000 digits": b'{"n": ' + b"1" * 5000 + b"}",
+    "a key of a megabyte": b'{"' + b"x" * 2**20 + b'": 1}',
+}
+
+
+@pytest.mark.xfail(strict=True, raises=Exception, reason="jsonl.py: decode_with_care, missing_key")
+@pytest.mark.parametrize("line", ODD_LINES)
+def test_whatever_a_line_holds_can_be_told_and_recorded(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(ODD_LINES[line] + b"\n")
+    for batch in read_documents(Segment(path, 0, path.stat().st_size), "text", ["m"]):
+        told = [fault.detail + fault.hint for fault in batch.faults] + batch.fields["m"]
+        assert told and all(len(text.encode()) < 10_000 for text in told)

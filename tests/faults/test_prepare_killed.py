@@ -1,0 +1,192 @@
+"""Preparation killed at any moment and run again gives the bytes of a run that was left alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from trainyard.data.prepare import prepare
+
+from .conftest import describe_corpus, read_all, write_corpus
+
+pytestmark = pytest.mark.dist
+
+UNIT_BYTES = 60_000
+PREAMBLE = f"""
+import os, random, shutil, signal, sys, time
+from pathlib import Path
+from trainyard.config.corpus import Corpus
+from trainyard.data.prepare import prepare
+
+def run(description, workers):
+    prepare(Corpus.model_validate_json(description), workers=workers, unit_bytes={UNIT_BYTES})
+"""
+
+# Forks, because a process that has imported everything is ready at once. The moments of the kills
+# are spread over the time that a whole run takes, so that every kind of piece is hit.
+KILLER = """
+description, folder, expected = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+
+def start():
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run(description, 1)
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+def start_afresh():
+    shutil.rmtree(folder)
+    folder.mkdir()
+    child = start()
+    while not list(folder.glob("*.work")):  # the tokenizer is loaded first
+        time.sleep(0.001)
+    return child
+
+want = {path.name: path.read_bytes() for path in expected.iterdir()}
+def measure():
+    child = start_afresh()
+    began = time.monotonic()
+    assert os.waitpid(child, 0)[1] == 0
+    return time.monotonic() - began
+
+seconds = min(measure(), measure())
+moments = random.Random(1)
+in_the_midst = resumed_with_parts = 0
+for round in range(30):
+    child = start_afresh()
+    time.sleep(moments.uniform(0.0, 0.95 * seconds))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    works = list(folder.glob("*.work"))
+    in_the_midst += bool(works)
+    resumed_with_parts += any(list((work / "done").iterdir()) for work in works)
+    assert os.waitpid(start(), 0)[1] == 0, round
+    got = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert got == want, (round, sorted(got))
+print(in_the_midst, resumed_with_parts)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_thirty_moments(tmp_path: Path, tokenizer_folder: Path) -> None:
+    write_corpus(tmp_path / "in", n_documents=1200)
+    (tmp_path / "expected").mkdir()
+    (tmp_path / "out").mkdir()
+    description = describe_corpus(tmp_path / "in", tokenizer_folder, tmp_path / "expected/c")
+    prepare(description, workers=2, unit_bytes=UNIT_BYTES)
+    killed = description.model_copy(update={"output": str(tmp_path / "out/c")})
+    result = subprocess.run(
+        [sys.executable, "-c", PREAMBLE + KILLER, killed.model_dump_json()]
+        + [str(tmp_path / "out"), str(tmp_path / "expected")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    in_the_midst, resumed_with_parts = map(int, result.stdout.split())
+    assert in_the_midst >= 15
+    assert resumed_with_parts >= 10
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            command = (path / "cmdline").read_text()
+        except OSError:
+            continue
+        # Beside the workers there is a tracker of resources, which Python starts.
+        if int(fields[1]) == pid and "spawn_main" in command:
+            found.append(int(path.name))
+    return found
+
+
+def start_with_workers(description: str, workers: int) -> subprocess.Popen[str]:
+    # Not read from the standard input: workers import the main module again.
+    return subprocess.Popen(
+        [sys.executable, "-c", f"{PREAMBLE}\nrun(sys.argv[1], {workers})", description],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_workers_killed_are_replaced(tmp_path: Path, tokenizer_folder: Path) -> None:
+    write_corpus(tmp_path / "in", n_files=9, n_documents=2000)
+    for name in ("expected", "out"):
+        (tmp_path / name).mkdir()
+    corpus = describe_corpus(tmp_path / "in", tokenizer_folder, tmp_path / "expected/c")
+    prepare(corpus, unit_bytes=UNIT_BYTES)
+    killed = corpus.model_copy(update={"output": str(tmp_path / "out/c")})
+    running = start_with_workers(killed.model_dump_json(), 3)
+    choice = random.Random(2)
+    n_killed = 0
+    while running.poll() is None:
+        time.sleep(choice.uniform(0.02, 0.1))
+        claimed = list((tmp_path / "out/c.work/claimed").glob("unit-*.0@*"))  # three end the run
+        if claimed and n_killed < 6:
+            owner = int(choice.choice(claimed).name.rsplit("-", 2)[1])
+            if owner in children_of(running.pid):
+                os.kill(owner, signal.SIGKILL)
+                n_killed += 1
+    _, error = running.communicate()
+    assert running.returncode == 0, error
+    assert n_killed >= 2
+    assert "a worker was killed by SIGKILL; another takes its place" in error
+    assert read_all(tmp_path / "out") == read_all(tmp_path / "expected")
+
+
+def test_a_piece_that_kills_its_workers_ends_the_run(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    write_corpus(tmp_path / "in", n_files=3, n_documents=3000)
+    (tmp_path / "out").mkdir()
+    corpus = describe_corpus(tmp_path / "in", tokenizer_folder, tmp_path / "out/c")
+    running = start_with_workers(corpus.model_dump_json(), 2)
+    while running.poll() is None:
+        for claim in (tmp_path / "out/c.work/claimed").glob("unit-000001.*"):
+            with suppress(ProcessLookupError):
+                os.kill(int(claim.name.rsplit("-", 2)[1]), signal.SIGKILL)
+        time.sleep(0.0005)
+    _, error = running.communicate()
+    assert "3 workers died at unit-000001" in error, error
+    assert "hint: out of memory is the usual reason: use fewer workers" in error
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+def test_workers_end_when_the_one_that_started_them_is_killed(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    write_corpus(tmp_path / "in", n_files=9, n_documents=4000)
+    for name in ("expected", "out"):
+        (tmp_path / name).mkdir()
+    corpus = describe_corpus(tmp_path / "in", tokenizer_folder, tmp_path / "out/c")
+    running = start_with_workers(corpus.model_dump_json(), 2)
+    while not list((tmp_path / "out/c.work").glob("done/unit-*")):
+        assert running.poll() is None
+        time.sleep(0.01)
+    workers = children_of(running.pid)
+    running.kill()
+    running.communicate()
+    for _ in range(100):
+        if not any(Path(f"/proc/{pid}").exists() for pid in workers):
+            break
+        time.sleep(0.1)
+    states = [Path(f"/proc/{pid}/stat") for pid in workers]
+    assert all(not path.exists() or " Z " in path.read_text() for path in states)
+    prepare(corpus, unit_bytes=UNIT_BYTES)
+    expected = corpus.model_copy(update={"output": str(tmp_path / "expected/c")})
+    prepare(expected, unit_bytes=UNIT_BYTES)
+    assert read_all(tmp_path / "out") == read_all(tmp_path / "expected")
