@@ -1,4 +1,4 @@
-"""A tree of files with the names, the fields and the compression of SlimPajama, made on the spot."""
+"""A tree of files with SlimPajama's names, fields and compression, made on the spot."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ SETS = {
     "RedPajamaWikipedia": 0.05,
     "RedPajamaStackExchange": 0.04,
 }
-WORDS = """the of and to in a is that it was for on are as with his they at be this have from or
-one had by word but not what all were we when your can said there use an each which she do how their
-if will up other about out many then them these so some her would make like him into time has look
-two more write go see number no way could people my than first water been call who oil its now find
-""".split()
+WORDS = [first + last for first in ("ba", "no", "ri", "the", "wa") for last in "nsdltrkm"]
 
 
 def write_slimpajama(folder: Path, n_files: int = 400, documents_per_file: int = 30) -> None:

@@ -1,4 +1,4 @@
-"""One corpus, prepared by one process, by several, by an array of jobs and by MPI: the same bytes."""
+"""One corpus, prepared by one process, by several, by a job array and by MPI: the same bytes."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ def test_ranks_of_mpi(root: Path, mpiexec: list[str]) -> None:
 
 def test_status_from_elsewhere(root: Path) -> None:
     data_file = write_data_file(root, "status")
-    assert run([str(data_file), "--status"]) == "no work is in flight: it is finished, or not begun\n"
+    assert (
+        run([str(data_file), "--status"]) == "no work is in flight: it is finished, or not begun\n"
+    )
     running = subprocess.Popen(
         [*PROGRAM, str(data_file)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from trainyard.config.corpus import Corpus
-from trainyard.data.corpus_plan import CorpusPlan, Identity, output_prefix, plan_corpus
+from trainyard.data.corpus_plan import CorpusPlan, Identity, output_prefixes, plan_corpus
 from trainyard.data.sidecar import TokenizerRecord
 from trainyard.errors import DataError
 
@@ -64,7 +64,7 @@ def test_files_are_dealt_to_outputs(
     made = plan(folder, files_per_output=files_per_output, json_key="body")
     assert [output.files for output in made.outputs] == files
     assert [output.units for output in made.outputs] == units
-    prefixes = [f"data/web_{number:05d}_body_document" for number in range(len(files))]
+    prefixes = [f"data/web_{number:02d}_body_document" for number in range(len(files))]
     assert [output.prefix for output in made.outputs] == prefixes
 
 
@@ -74,8 +74,14 @@ def test_small_files_of_two_outputs_share_no_unit(folder: Path) -> None:
     assert len(plan(folder, unit_bytes=10_000).units) == 1
 
 
-def test_names_are_those_of_megatron() -> None:
-    assert output_prefix(Path("data/web"), "text") == "data/web_text_document"
+def test_names_are_those_of_megatron_and_sort_as_the_outputs_do() -> None:
+    one = Corpus(output="data/web")
+    assert output_prefixes(one, 1) == ["data/web_text_document"]
+    several = Corpus(output="web", files_per_output=1)
+    assert output_prefixes(several, 2) == ["web_00_text_document", "web_01_text_document"]
+    many = output_prefixes(several, 1001)
+    assert (many[0], many[-1]) == ("web_0000_text_document", "web_1000_text_document")
+    assert many == sorted(many)
 
 
 def test_where_things_lie_decides_nothing(folder: Path) -> None:

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from trainyard.cli.show_run import render_run_summary
+from trainyard.config.corpus import load_corpus
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
+from trainyard.data.corpus_plan import output_prefixes
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import resolve
 from trainyard.plan.size import parameter_count
@@ -33,7 +35,7 @@ def test_every_recipe_loads_resolves_and_counts(path: Path) -> None:
 
 def test_names_differ_and_every_guide_has_a_folder() -> None:
     names = [load_run(str(path)).run.name for path in FILES]
-    assert len(set(names)) == len(names) == 27
+    assert len(set(names)) == len(names) == 28
     folders = {path.parent for path in FILES}
     assert {folder.name for folder in folders} == {
         "msamp", "polaris", "azure", "lumi", "benchmark64", "laptop"
@@ -124,3 +126,22 @@ def test_benchmark64_jobs() -> None:
     assert tgs.train.global_batch_size == full.train.global_batch_size == 1536
     assert full.parallel.tensor * full.parallel.pipeline == 64
     assert resolve(full).padded_vocabulary_size == 51200
+
+
+DATA_FILES = sorted(FOLDER.glob("*/data/*.toml"))
+
+
+@pytest.mark.parametrize("path", DATA_FILES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
+def test_every_data_file_makes_what_a_recipe_of_its_guide_reads(path: Path) -> None:
+    corpus = load_corpus(path, {})
+    runs = [load_run(str(recipe)).run for recipe in path.parents[1].glob("*.toml")]
+    read = {
+        prefix
+        for run in runs
+        for blend in (run.data.blend, run.data.train, run.data.valid, run.data.test)
+        for prefix in blend.prefixes
+    }
+    # SlimPajama: 59,166 shards, 822 each.
+    n_outputs = 72 if path.stem == "slimpajama" else 1
+    assert set(output_prefixes(corpus, n_outputs)) <= read
+    assert corpus.tokenizer in {run.tokenizer.path for run in runs}

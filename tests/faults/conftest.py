@@ -11,7 +11,8 @@ import pytest
 from trainyard.config.corpus import Corpus
 from trainyard.data.tokenizer import train_tokenizer
 
-WORDS = "the cat sat on a mat with another hat in that flat and ate what it had got there".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "with", "another", "hat", "in", "that", "flat"]
+WORDS += ["and", "ate", "what", "it", "had", "got", "there"]
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,9 @@ def resize(disk: Path, n_bytes: int) -> None:
 
 
 def used_bytes(disk: Path) -> int:
-    return int(subprocess.run(["du", "-s", "-B1", disk], capture_output=True, check=True).stdout.split()[0])
+    return int(
+        subprocess.run(["du", "-s", "-B1", disk], capture_output=True, check=True).stdout.split()[0]
+    )
 
 
 @pytest.mark.dist
@@ -64,7 +66,9 @@ def test_the_disk_fills_up_at_every_stage(
         except MachineError as error:
             assert "No space left on device" in error.problem
             assert "then run the same command again" in error.hint or "free space" in error.hint
-            failures.append(sorted((disk / "c.work/done").glob("*")) if (disk / "c.work").exists() else [])
+            failures.append(
+                sorted((disk / "c.work/done").glob("*")) if (disk / "c.work").exists() else []
+            )
             for pattern in FINAL_NAMES:
                 for path in disk.glob(pattern):
                     # An output may be finished before another one fails: then it is whole.

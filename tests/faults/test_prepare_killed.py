@@ -88,8 +88,10 @@ def test_killed_at_thirty_moments(tmp_path: Path, tokenizer_folder: Path) -> Non
     prepare(description, workers=2, unit_bytes=UNIT_BYTES)
     killed = description.model_copy(update={"output": str(tmp_path / "out/c")})
     result = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + KILLER, killed.model_dump_json()]
-        + [str(tmp_path / "out"), str(tmp_path / "expected")],
+        [
+            *(sys.executable, "-c", PREAMBLE + KILLER, killed.model_dump_json()),
+            *(str(tmp_path / "out"), str(tmp_path / "expected")),
+        ],
         capture_output=True,
         text=True,
         timeout=300,

@@ -147,13 +147,10 @@ def _split(inputs: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
-    from trainyard.config.corpus import Corpus
-    from trainyard.data.corpus_plan import output_prefix
+    from trainyard.data.corpus_plan import output_prefixes
 
-    assert isinstance(corpus, Corpus)
-    for number, sidecar in enumerate(sidecars):
-        name = f"{corpus.output}_{number:05d}" if corpus.files_per_output else corpus.output
-        prefix = output_prefix(name, corpus.json_key)
+    prefixes = output_prefixes(corpus, len(sidecars))
+    for prefix, sidecar in zip(prefixes, sidecars, strict=True):
         typer.echo(f"{prefix}.bin: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens")
         for step in sidecar.steps:
             for reason, count in step.dropped.items():

@@ -5,10 +5,20 @@ from __future__ import annotations
 import json
 import textwrap
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
+from pydantic import BaseModel
 from rich.text import Text
 
+from trainyard.config.corpus import (
+    Corpus,
+    Deduplicate,
+    Keep,
+    LengthLimits,
+    NearDeduplicate,
+    Normalize,
+    Quality,
+)
 from trainyard.config.load import LoadedRun, all_fields, field_value
 from trainyard.config.run import Run
 from trainyard.plan.flops import model_flops_per_token
@@ -40,15 +50,32 @@ def render_run_summary(loaded: LoadedRun, all_fields: bool = False) -> Text:
 
 
 def render_fields() -> Text:
-    """Explains every field of a run file, with its default."""
+    """Explains every field of a run file and of a data file, with its default."""
     text = Text("Every field of a run file, its default and its meaning.", style="bold")
-    defaults = Run()
-    for field, manual in all_fields().items():
-        default = field_value(defaults, field)
-        shown = "" if default is None else f" = {_as_toml(default)}"
-        text.append(f"\n{field}", style="cyan not bold").append(shown, style="not bold")
-        text.append("\n" + textwrap.indent(textwrap.fill(manual, WIDTH), "    "), style="not bold")
+    _append_fields(text, Run())
+    text.append("\n\nEvery field of a data file, for trainyard prepare.", style="bold")
+    _append_fields(text, Corpus())
+    for kind in (Keep, Normalize, LengthLimits, Quality, Deduplicate, NearDeduplicate):
+        name = get_args(kind.model_fields["kind"].annotation)[0]
+        manual = textwrap.fill((kind.__doc__ or "").strip().splitlines()[0], WIDTH)
+        text.append(f'\nsteps, kind = "{name}"', style="cyan not bold")
+        text.append("\n" + textwrap.indent(manual, "    "), style="not bold")
+        for field, info in kind.model_fields.items():
+            if field != "kind":
+                default = None if info.is_required() else info.default
+                _append_field(text, f"  {field}", default, info.description or "")
     return text
+
+
+def _append_fields(text: Text, defaults: BaseModel) -> None:
+    for field, manual in all_fields(type(defaults)).items():
+        _append_field(text, field, field_value(defaults, field), manual)
+
+
+def _append_field(text: Text, field: str, default: Any, manual: str) -> None:
+    shown = "" if default is None else f" = {_as_toml(default)}"
+    text.append(f"\n{field}", style="cyan not bold").append(shown, style="not bold")
+    text.append("\n" + textwrap.indent(textwrap.fill(manual, WIDTH), "    "), style="not bold")
 
 
 def _facts(run: Run, plan: Plan) -> dict[str, str]:

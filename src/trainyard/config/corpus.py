@@ -127,7 +127,7 @@ class Corpus(Section):
     special_tokens: Literal["text", "parse"] = "text"
     """Whether <|endoftext|> written in a document is text, or is parsed as Megatron-LM does."""
     files_per_output: int = Field(default=0, ge=0)
-    """Input files that make one pair of token files, output_00000 and so on; 0 makes one of all."""
+    """Input files that make one pair of token files, output_00 and so on; 0 makes one of all."""
     count_by: str = ""
     """Dotted path of metadata by whose value documents are counted; empty: not counted."""
     steps: Annotated[tuple[Step, ...], Field(strict=False)] = ()

@@ -66,8 +66,8 @@ def render_run(run: Run) -> str:
     return tomli_w.dumps(run.model_dump(mode="json", exclude_none=True))
 
 
-def field_value(run: Run, field: str) -> Any:
-    """Looks a dotted field name up in a run; None inside a section that is absent."""
+def field_value(run: BaseModel, field: str) -> Any:
+    """Looks a dotted field name up; None inside a section that is absent."""
     value: Any = run
     for part in field.split("."):
         value = None if value is None else getattr(value, part)

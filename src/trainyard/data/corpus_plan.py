@@ -1,7 +1,7 @@
 """How a corpus is cut into pieces of work: a pure function of its files and its data file.
 
     plan = plan_corpus(corpus, tokenizer)
-    plan.outputs[0].prefix       # "data/web_text_document", or "data/web_00000_text_document"
+    plan.outputs[0].prefix       # "data/web_text_document", or "data/web_00_text_document"
     plan.outputs[0].units        # range(0, 12): which units make it, in order
     plan.units[3]                # the segments of files that unit 3 reads
     plan.recipe                  # a checksum of all that decides the bytes of the token files
@@ -15,7 +15,6 @@ import hashlib
 import unicodedata
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,7 +23,6 @@ from trainyard import __version__
 from trainyard.config.corpus import Corpus
 from trainyard.data.sidecar import SourceRecord, TokenizerRecord
 from trainyard.data.sources import Segment, find_files, split_into_units
-from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import DataError
 
 
@@ -111,20 +109,13 @@ class CorpusPlan:
         return [sum(part.end - part.start for part in unit) for unit in self.units]
 
 
-def output_prefix(output: str | Path, json_key: str) -> str:
+def output_prefixes(corpus: Corpus, n_outputs: int) -> list[str]:
     """Names the token files as Megatron-LM does, without `.bin` or `.idx`."""
-    return f"{output}_{json_key}_document"
-
-
-def record_tokenizer(tokenizer: Tokenizer) -> TokenizerRecord:
-    """Gives what a record keeps of a tokenizer."""
-    return TokenizerRecord(
-        tokenizer.name,
-        tokenizer.fingerprint,
-        tokenizer.vocabulary_size,
-        tokenizer.eod_id,
-        tokenizer.special_tokens,
-    )
+    names = [corpus.output]
+    if corpus.files_per_output:
+        digits = max(2, len(str(n_outputs - 1)))
+        names = [f"{corpus.output}_{number:0{digits}d}" for number in range(n_outputs)]
+    return [f"{name}_{corpus.json_key}_document" for name in names]
 
 
 def plan_corpus(corpus: Corpus, tokenizer: TokenizerRecord, unit_bytes: int) -> CorpusPlan:
@@ -139,15 +130,14 @@ def plan_corpus(corpus: Corpus, tokenizer: TokenizerRecord, unit_bytes: int) -> 
         status = path.stat()
         sources.append(SourceRecord(path.as_posix(), status.st_size, status.st_mtime_ns))
     per_output = corpus.files_per_output or len(files)
+    prefixes = output_prefixes(corpus, -(-len(files) // per_output))
     units: list[list[Segment]] = []
     outputs = []
     for number, first in enumerate(range(0, len(files), per_output)):
         members = files[first : first + per_output]
         made = split_into_units(members, unit_bytes)
-        name = f"{corpus.output}_{number:05d}" if corpus.files_per_output else corpus.output
         span = range(len(units), len(units) + len(made))
-        part = range(first, first + len(members))
-        outputs.append(Output(output_prefix(name, corpus.json_key), span, part))
+        outputs.append(Output(prefixes[number], span, range(first, first + len(members))))
         units += made
     # Where the files are written and where the tokenizer lies decide no byte.
     options = corpus.model_dump(mode="json", exclude={"inputs", "output", "tokenizer"})

@@ -104,7 +104,7 @@ class CorpusWorker:
                 raise
             raise MachineError(
                 f"{error.filename or self._folder.path}: {error.strerror or error}",
-                "free space or mend the disk; then run the same command again: what is done is kept",
+                "free space or mend the disk; then run the same command again, what is done is kept",
             ) from error
 
     def _beat(self, ended: threading.Event, on_beat: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from trainyard.config.corpus import Corpus
 from trainyard.data.duplicates import document_keys
 from trainyard.data.file_record import Block
-from trainyard.data.indexed import IndexedWriter, explain_disk_errors, optimal_dtype
+from trainyard.data.indexed import Array, IndexedWriter, explain_disk_errors, optimal_dtype
 from trainyard.data.sidecar import GroupCount, StepCount
 from trainyard.data.sources import Batch, Fault, Segment, read_documents
 from trainyard.data.sources.files import format_of
@@ -114,11 +114,16 @@ class UnitWorker:
             for segment in unit:
                 for batch in read_documents(segment, corpus.json_key, corpus.metadata_fields):
                     self._set_aside(segment, batch, result, quarantine)
-                    _count_reading(batch, result)
+                    sizes = _count_all_bytes(batch.texts)
+                    _count_reading(batch, int(sizes.sum()), result)
                     texts, fields = apply_steps(
                         corpus.document_steps, batch.texts, batch.fields, result.steps[1:]
                     )
-                    row = self._tokenize(texts, fields, writer, result)
+                    if corpus.document_steps:
+                        sizes = _count_all_bytes(texts)
+                    row = self._tokenize(texts, sizes, writer, result)
+                    if corpus.count_by:
+                        _count_groups(fields[corpus.count_by], row, result.groups)
                     if corpus.comparing_steps:
                         rows.append(row)
                         for step, found in zip(corpus.comparing_steps, keys, strict=True):
@@ -155,23 +160,22 @@ class UnitWorker:
     def _tokenize(
         self,
         texts: list[str],
-        fields: dict[str, list[str]],
+        sizes: npt.NDArray[np.uint64],
         writer: IndexedWriter,
         result: UnitResult,
     ) -> npt.NDArray[np.void]:
+        tokens: Array
         tokens, lengths = self._tokenizer.encode_batch(texts)
         result.documents += len(lengths)
         result.empty_documents += int(np.count_nonzero(lengths == 0))
         if self._corpus.append_eod:
-            tokens, lengths = _append_eod((tokens, lengths), self._tokenizer.eod_id)
+            tokens, lengths = _append_eod((tokens, lengths), self._tokenizer.eod_id, writer.dtype)
         writer.add_documents(tokens, lengths)
         rows = np.zeros(len(texts), DOCUMENT)
-        rows["text_bytes"] = np.fromiter(map(count_bytes, texts), np.uint64, len(texts))
+        rows["text_bytes"] = sizes
         rows["tokens"] = lengths
         result.tokens += len(tokens)
-        result.text_bytes += int(rows["text_bytes"].sum())
-        if self._corpus.count_by:
-            _count_groups(fields[self._corpus.count_by], rows, result.groups)
+        result.text_bytes += int(sizes.sum())
         return rows
 
 
@@ -187,12 +191,16 @@ def save_array(path: Path, array: npt.NDArray[Any]) -> None:
         path.write_bytes(buffer.getbuffer())
 
 
-def _count_reading(batch: Batch, result: UnitResult) -> None:
+def _count_all_bytes(texts: list[str]) -> npt.NDArray[np.uint64]:
+    return np.fromiter(map(count_bytes, texts), np.uint64, len(texts))
+
+
+def _count_reading(batch: Batch, text_bytes: int, result: UnitResult) -> None:
     count = result.steps[0]
     result.n_lines += batch.n_lines
     count.documents_out += len(batch.texts)
     count.bytes_in += batch.n_bytes
-    count.bytes_out += sum(map(count_bytes, batch.texts))
+    count.bytes_out += text_bytes
     for reason, documents in batch.dropped.items():
         count.dropped[reason] = count.dropped.get(reason, 0) + documents
     for fault in batch.faults:
@@ -221,9 +229,14 @@ def _render_raw(fault: Fault) -> str:
         return f"base64:{base64.b64encode(fault.raw).decode()}"
 
 
-def _append_eod(encoded: Encoded, eod_id: int) -> Encoded:
+def _append_eod(encoded: Encoded, eod_id: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Ends every document that has tokens; Megatron-LM leaves empty ones without an end too."""
     tokens, lengths = encoded
     has_tokens = lengths > 0
-    ends = np.cumsum(lengths)[has_tokens]
-    return np.insert(tokens, ends, eod_id), lengths + has_tokens
+    ends = np.cumsum(lengths)[has_tokens] + np.arange(np.count_nonzero(has_tokens))
+    ended = np.empty(len(tokens) + len(ends), dtype)
+    is_text = np.ones(len(ended), np.bool_)
+    is_text[ends] = False
+    ended[is_text] = tokens
+    ended[ends] = eod_id
+    return ended, lengths + has_tokens

@@ -1,0 +1,46 @@
+"""The way from a dump of Wikipedia to a perplexity, by the commands of docs/corpora.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DUMP = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
+# As written, training takes minutes; the test trains a smaller model of the same text.
+SHORTENED = ["train.length='60 steps'", "schedule.decay='60 steps'", "schedule.warmup='5 steps'"]
+SHORTENED += ["model.n_layers=2", "model.d_model=128", "model.n_heads=2", "model.d_ff=512"]
+SHORTENED += ["optimizer.learning_rate=3e-3", "evaluate.batches=2", "evaluate.sample_interval=0"]
+
+
+@pytest.mark.slow
+def test_commands_from_a_dump_to_a_perplexity(tmp_path: Path, shared_data: Path) -> None:
+    (tmp_path / "corpora/wikipedia").mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    shutil.copy(shared_data / "corpora" / DUMP, tmp_path / "corpora/wikipedia")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    blocks = re.findall(r"^```\n(.*?)^```", (ROOT / "docs/corpora.md").read_text(), re.M | re.S)
+    commands = [shlex.split(line) for line in blocks[0].splitlines()]
+    assert [command[1] for command in commands] == ["prepare", "check", "show", "train", "evaluate"]
+    said = {}
+    for command in commands:
+        extra = {"train": SHORTENED, "evaluate": ["--json"]}.get(command[1], [])
+        program = [sys.executable, "-c", "from trainyard.cli.main import main; main()"]
+        result = subprocess.run(
+            [*program, *command[1:], *extra], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert result.returncode == 0, f"{command}: {result.stderr}"
+        said[command[1]] = result.stdout
+    assert "read left out 99: redirect" in said["prepare"]
+    assert re.search(r"wikipedia_text_document\.bin: \d+ documents, \d+,\d+ tokens", said["prepare"])
+    assert "'''" not in said["show"] and "[[" not in said["show"]
+    result = json.loads(said["evaluate"])
+    # Equal chances would be 4,096; guessing by the frequency of tokens, some 900.
+    assert result["perplexity"] < 700
