@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
         (["evaluate", "runs/none"], "runs/none"),
         (["show", "order", "run.toml", "--split", "holdout"], "--split 'holdout' is not one of"),
         (["show", "order", "run.toml", "--start", "900"], "sequences 900 to 903 are asked for"),
-        (["prepare", "nothing.txt", "--output", "x", "--tokenizer", "."], "nothing.txt"),
+        (["prepare", "nothing.txt", "--output", "x", "--train-tokenizer", "300"], "nothing.txt"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_message_and_exit_code_2(

@@ -14,6 +14,7 @@ from trainyard.config.corpus import (
     LengthLimits,
     NearDeduplicate,
     Quality,
+    check_complete,
     load_corpus,
 )
 from trainyard.errors import ConfigError
@@ -191,7 +192,7 @@ def test_what_is_missing_is_asked_for(name: str, hint: str) -> None:
     given: dict[str, Any] = {"inputs": ["a"], "output": "o", "tokenizer": "t"}
     del given[name]
     with pytest.raises(ConfigError) as caught:
-        load_corpus(None, given)
+        check_complete(load_corpus(None, given))
     assert caught.value.problem == f"no {name} given"
     assert hint in caught.value.hint
 

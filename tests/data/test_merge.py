@@ -173,9 +173,6 @@ def test_a_system_without_kernel_copies(tmp_path: Path, monkeypatch: pytest.Monk
     check_merge(tmp_path, [DOCUMENTS] * 2, [None, None])
 
 
-@pytest.mark.xfail(
-    strict=True, raises=EOFError, reason="merge._copy: 0 bytes is not the file's end"
-)
 def test_a_file_system_on_which_the_kernel_copies_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,20 +216,23 @@ def test_publishing_replaces_everything_old(tmp_path: Path) -> None:
         Path(f"{prefix}{suffix}").write_text("old")
     write_part(made, DOCUMENTS)
     expected = read_bytes(made)
-    publish_files(made, prefix)
+    Path(f"{made}.json").write_text("new")
+    publish_files(made, prefix, replaces_other=True)
     assert read_bytes(prefix) == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]
+    assert Path(f"{prefix}.json").read_text() == "new"
+    names = ["corpus.bin", "corpus.idx", "corpus.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     write_part(made, DOCUMENTS)
+    Path(f"{made}.json").write_text("newer")
     Path(f"{made}.quarantine.jsonl").write_text("{}\n")
-    publish_files(made, prefix)
+    publish_files(made, prefix, replaces_other=True)
     assert Path(f"{prefix}.quarantine.jsonl").read_text() == "{}\n"
 
 
-@pytest.mark.xfail(strict=True, reason="merge.publish_files: a late second join ruins the first")
 def test_publishing_what_is_not_there_any_more_ruins_nothing(tmp_path: Path) -> None:
     write_part(tmp_path / "corpus", DOCUMENTS)
     (tmp_path / "corpus.json").write_text("record")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(MachineError):
-        publish_files(tmp_path / "gone/joined", tmp_path / "corpus")
+    with pytest.raises(FileNotFoundError):
+        publish_files(tmp_path / "gone/joined", tmp_path / "corpus", replaces_other=True)
     assert sorted(tmp_path.iterdir()) == before

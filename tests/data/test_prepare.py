@@ -202,7 +202,6 @@ def test_a_mended_document_lets_the_same_work_go_on(corpus: Corpus, tmp_path: Pa
     assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
 
 
-@pytest.mark.xfail(strict=True, reason="prepare: what was set aside once passes on_error='stop'")
 def test_what_was_set_aside_does_not_pass_a_run_that_stops(corpus: Corpus) -> None:
     run(corpus)
     with pytest.raises(DataError):
@@ -237,7 +236,6 @@ def test_old_files_survive_a_run_that_fails(corpus: Corpus) -> None:
     assert read_output(prefix_of(corpus)) == before
 
 
-@pytest.mark.xfail(strict=True, reason="corpus_worker.is_prepared looks at the record alone")
 def test_a_finished_corpus_whose_tokens_went_away_is_not_finished(corpus: Corpus) -> None:
     run(corpus)
     path = Path(f"{prefix_of(corpus)}.bin")
@@ -302,7 +300,6 @@ def test_unfinished_work_on_other_options_is_replaced(
     assert not work_path(corpus).exists()
 
 
-@pytest.mark.xfail(strict=True, raises=MachineError, reason="prepare._enter: forgives todo alone")
 def test_a_command_that_is_killed_may_be_given_again_any_number_of_times(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

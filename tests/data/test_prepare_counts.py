@@ -224,7 +224,6 @@ def test_any_name_can_be_recorded(corpus: Corpus, tmp_path: Path, name: str) -> 
     assert not Path(f"{output}.work").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="prepare: a folder of inputs that holds the output")
 def test_the_output_may_lie_among_the_inputs_or_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     output = str(tmp_path / "in/out")
     try:
@@ -234,14 +233,12 @@ def test_the_output_may_lie_among_the_inputs_or_is_refused(corpus: Corpus, tmp_p
     assert run(corpus, output=output, steps=[])[0].sources == first.sources
 
 
-@pytest.mark.xfail(strict=True, reason="prepare: files of an earlier, longer list of outputs stay")
 def test_fewer_outputs_replace_all_of_the_old(corpus: Corpus, tmp_path: Path) -> None:
     run(corpus, files_per_output=1)
     run(corpus, files_per_output=2)
     assert not list(tmp_path.glob("out_01*"))
 
 
-@pytest.mark.xfail(strict=True, reason="join_output: an empty corpus of several outputs passes")
 def test_an_empty_corpus_of_several_outputs_is_refused(corpus: Corpus) -> None:
     steps = [{"kind": "length", "min_characters": 10**6}]
     with pytest.raises(DataError, match="the corpus is empty"):

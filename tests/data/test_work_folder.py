@@ -184,7 +184,6 @@ def test_a_new_process_of_an_old_number_is_another_one(tmp_path: Path) -> None:
     assert folder.names("claimed") == []
 
 
-@pytest.mark.xfail(strict=True, reason="work_folder._is_alive: a name that ends in -gone is alive")
 def test_a_process_that_was_dead_when_it_was_named_is_dead(tmp_path: Path) -> None:
     process = subprocess.Popen(["true"])
     process.wait()
@@ -256,7 +255,6 @@ def test_a_worker_that_was_ended_is_no_attempt(tmp_path: Path) -> None:
     assert folder.names("todo")[0] == f"{PIECES[0]}.0"
 
 
-@pytest.mark.xfail(strict=True, reason="work_folder.take_back: raises though it took nothing back")
 def test_a_piece_finished_during_the_look_is_no_third_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,9 +271,6 @@ def test_a_piece_finished_during_the_look_is_no_third_death(
     folder.take_back()
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="work_folder.names: NFS leaves .nfs files"
-)
 @pytest.mark.parametrize("place", ["claimed", "workers"])
 def test_files_of_the_file_system_are_no_pieces(tmp_path: Path, place: str) -> None:
     folder = make(tmp_path / "x.work")
@@ -306,7 +301,6 @@ def test_a_machine_with_hyphens_in_its_name(tmp_path: Path) -> None:
     assert folder.names("claimed") == []
 
 
-@pytest.mark.xfail(strict=True, reason="read_progress: a unit that was just finished counts twice")
 def test_progress_counts_no_byte_twice(tmp_path: Path) -> None:
     folder = make(tmp_path / "x.work")
     claim = take(folder)

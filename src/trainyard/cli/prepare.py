@@ -31,7 +31,8 @@ def prepare(
         int,
         typer.Option(
             metavar="N",
-            help="Train a tokenizer of N tokens on the inputs first: <output>_tokenizer.",
+            help="Train a tokenizer of N tokens on the inputs first; kept where the data file's "
+            "tokenizer says, or else as <output>_tokenizer.",
         ),
     ] = 0,
     json_key: Annotated[
@@ -90,7 +91,7 @@ def prepare(
     The same command may run on many machines at once, as a job array for instance. Interrupted, it
     goes on when it is run again.
     """
-    from trainyard.config.corpus import load_corpus
+    from trainyard.config.corpus import check_complete, load_corpus
     from trainyard.data.prepare import prepare as prepare_tokens
     from trainyard.data.prepare import train_on_inputs
     from trainyard.log import show_progress
@@ -105,18 +106,21 @@ def prepare(
         )
     given = {
         "output": output,
-        "tokenizer": f"{output}_tokenizer" if train_tokenizer else tokenizer,
+        "tokenizer": tokenizer,
         "json_key": json_key,
         "append_eod": append_eod,
         "special_tokens": special_tokens,
     }
     data_file, files = _split(inputs or [])
     corpus = load_corpus(data_file, _given({**given, "inputs": files}))
+    if train_tokenizer and not corpus.tokenizer and corpus.output:
+        corpus = corpus.model_copy(update={"tokenizer": f"{corpus.output}_tokenizer"})
+    check_complete(corpus)
     if status:
         _print_status(corpus)
         return
     if train_tokenizer:
-        train_on_inputs(corpus, train_tokenizer, overwrite=overwrite)
+        train_on_inputs(corpus, train_tokenizer, overwrite=overwrite, on_error=on_error)
     with show_progress("tokenising") as update:
 
         def report(progress: Progress) -> None:
@@ -154,7 +158,7 @@ def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
         typer.echo(f"{prefix}.bin: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens")
         for step in sidecar.steps:
             for reason, count in step.dropped.items():
-                if reason not in sidecar.quarantined:
+                if step.kind != "read" or reason not in sidecar.quarantined:
                     typer.echo(f"  {step.kind} left out {count:,}: {reason}")
         for kind, count in sidecar.quarantined.items():
             typer.echo(f"quarantined, {kind}: {count}", err=True)

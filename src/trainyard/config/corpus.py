@@ -180,6 +180,15 @@ def load_corpus(path: Path | None, given: dict[str, Any]) -> Corpus:
         corpus = Corpus.model_validate({**values, **given})
     except ValidationError as error:
         raise explain_problems(error, Corpus, origins, str(path or "command line")) from None
+    return corpus
+
+
+def check_complete(corpus: Corpus) -> None:
+    """Refuses a corpus that lacks what only its user can say.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
     missing = [name for name in ("inputs", "output", "tokenizer") if not getattr(corpus, name)]
     if missing:
         hints = {
@@ -189,7 +198,6 @@ def load_corpus(path: Path | None, given: dict[str, Any]) -> Corpus:
             "4096 to make one",
         }
         raise ConfigError(f"no {missing[0]} given", hints[missing[0]])
-    return corpus
 
 
 def _read(path: Path) -> dict[str, Any]:

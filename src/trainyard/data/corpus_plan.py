@@ -41,7 +41,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     options: dict[str, Any]
     unit_bytes: int
-    tokenizer: TokenizerRecord
+    tokenizer: str
+    """The fingerprint; neither its name nor its place decides a byte."""
     sources: list[SourceRecord]
 
     def check_equal(self, other: Identity, place: str, hint: str) -> None:
@@ -55,6 +56,31 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             DataError: names the first difference.
         """
+        self._check_sources(other, place, hint)
+        for name, value in self.options.items():
+            if other.options.get(name) != value:
+                raise DataError(
+                    f"{place} was begun with {name}={other.options.get(name)!r}, "
+                    f"not {name}={value!r}",
+                    hint,
+                )
+        if other.tokenizer != self.tokenizer:
+            raise DataError(
+                f"{place} was begun with another tokenizer, of the fingerprint "
+                f"{other.tokenizer[:16]}, not {self.tokenizer[:16]}",
+                hint,
+            )
+        if other.unit_bytes != self.unit_bytes:
+            raise DataError(
+                f"{place} was begun in units of {other.unit_bytes} bytes, not {self.unit_bytes}",
+                hint,
+            )
+        if other.version != self.version:
+            raise DataError(f"{place} was begun by {other.version}, this is {self.version}", hint)
+        if other != self:
+            raise DataError(f"{place} was begun with the inputs in another order", hint)
+
+    def _check_sources(self, other: Identity, place: str, hint: str) -> None:
         mine = {source.path: source for source in self.sources}
         for theirs in other.sources:
             ours = mine.pop(theirs.path, None)
@@ -69,24 +95,6 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
                 raise DataError(f"{theirs.path} changed since {place} was begun: {how}", hint)
         if mine:
             raise DataError(f"{place} was begun without {next(iter(mine))}", hint)
-        for name, value in self.options.items():
-            if other.options.get(name) != value:
-                raise DataError(
-                    f"{place} was begun with {name}={other.options.get(name)!r}, "
-                    f"not {name}={value!r}",
-                    hint,
-                )
-        if other.tokenizer.fingerprint != self.tokenizer.fingerprint:
-            raise DataError(
-                f"{place} was begun with the tokenizer {other.tokenizer.name} "
-                f"(fingerprint {other.tokenizer.fingerprint[:16]}), not with "
-                f"{self.tokenizer.name} (fingerprint {self.tokenizer.fingerprint[:16]})",
-                hint,
-            )
-        if other.version != self.version:
-            raise DataError(f"{place} was begun by {other.version}, this is {self.version}", hint)
-        if other != self:
-            raise DataError(f"{place} was begun with the inputs in another order", hint)
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,7 @@ class CorpusPlan:
     """The pieces of work of a corpus, in order."""
 
     corpus: Corpus
+    tokenizer: TokenizerRecord
     identity: Identity
     units: list[list[Segment]]
     outputs: list[Output]
@@ -145,10 +154,10 @@ def plan_corpus(corpus: Corpus, tokenizer: TokenizerRecord, unit_bytes: int) -> 
         version=_version(corpus),
         options=options,
         unit_bytes=unit_bytes,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer.fingerprint,
         sources=sources,
     )
-    return CorpusPlan(corpus, identity, units, outputs)
+    return CorpusPlan(corpus, tokenizer, identity, units, outputs)
 
 
 def _version(corpus: Corpus) -> str:

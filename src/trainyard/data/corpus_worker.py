@@ -62,9 +62,14 @@ def piece_names(plan: CorpusPlan) -> list[str]:
 def is_prepared(plan: CorpusPlan) -> bool:
     """Tells whether every output is there and was made from just this plan."""
     try:
-        return all(load_sidecar(output.prefix).recipe == plan.recipe for output in plan.outputs)
+        for output in plan.outputs:
+            sidecar = load_sidecar(output.prefix)
+            sidecar.check_sizes(output.prefix)
+            if sidecar.recipe != plan.recipe:
+                return False
     except DataError:
         return False
+    return True
 
 
 class CorpusWorker:
@@ -75,6 +80,7 @@ class CorpusWorker:
     ) -> None:
         self._plan = plan
         self._folder = folder
+        self._quarantine = quarantine
         self._units = UnitWorker(plan.corpus, tokenizer, quarantine=quarantine)
         self._state = WorkerState(started=time.time())
 
@@ -104,7 +110,7 @@ class CorpusWorker:
                 raise
             raise MachineError(
                 f"{error.filename or self._folder.path}: {error.strerror or error}",
-                "free space or mend the disk; then run the same command again, what is done is kept",
+                "free space or mend the disk; then run the same command again: it goes on",
             ) from error
 
     def _beat(self, ended: threading.Event, on_beat: Callable[[], None]) -> None:
@@ -112,7 +118,7 @@ class CorpusWorker:
         while not ended.wait(BEAT_SECONDS):
             with suppress(OSError):
                 self._folder.beat(self._state)
-            on_beat()
+                on_beat()
             if os.getppid() != parent:  # killed: whoever wanted the work is gone
                 os._exit(1)
 
@@ -210,6 +216,12 @@ class CorpusWorker:
         output = self._plan.outputs[number]
         results = [self._read_result(unit) for unit in output.units]
         before = self._lines_before(list(output.units), results)
+        for result, lines in zip(results, before, strict=True):
+            if result.places and not self._quarantine:
+                raise DataError(
+                    f"{result.places[0].render(lines)}; an earlier attempt set it aside",
+                    "pass --on-error quarantine to agree, or --overwrite to begin again",
+                )
         units = [
             FinishedUnit(result, self._part(unit), lines)
             for unit, result, lines in zip(output.units, results, before, strict=True)

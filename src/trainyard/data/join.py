@@ -14,7 +14,13 @@ import numpy.typing as npt
 from trainyard.data.corpus_plan import CorpusPlan, Output
 from trainyard.data.indexed import explain_disk_errors, optimal_dtype
 from trainyard.data.merge import Part, merge_parts, publish_files
-from trainyard.data.sidecar import GroupCount, Sidecar, StepCount, save_sidecar
+from trainyard.data.sidecar import (
+    GroupCount,
+    Sidecar,
+    StepCount,
+    load_sidecar,
+    save_sidecar,
+)
 from trainyard.data.unit import PLACES_PER_KIND, Place, QuarantinedDocument, UnitResult
 from trainyard.errors import DataError
 
@@ -34,27 +40,21 @@ def join_output(
     """Merges the parts of an output into its token files and writes its record.
 
     Raises:
-        DataError: an input changed, or no document holds text.
+        DataError: an input changed.
         MachineError: the disk is full or the folder cannot be written.
     """
     check_unchanged(plan, output)
     made = scratch / "joined"
-    dtype = optimal_dtype(plan.identity.tokenizer.vocabulary_size)
+    dtype = optimal_dtype(plan.tokenizer.vocabulary_size)
     totals = _Totals(plan)
     parts = [totals.add(unit) for unit in units]
     result = totals.result
-    if result.documents == result.empty_documents and len(plan.outputs) == 1:
-        raise DataError(
-            f"the corpus is empty: {result.documents} documents with no text in them came "
-            f"through; {_describe_losses(result)}",
-            "check the inputs, json_key and the steps",
-        )
     bin_record, idx_record = merge_parts(parts, made, dtype)
     if result.quarantined:
         _join_quarantine(units, Path(f"{made}.quarantine.jsonl"))
     sidecar = Sidecar(
         recipe=plan.recipe,
-        tokenizer=plan.identity.tokenizer,
+        tokenizer=plan.tokenizer,
         json_key=plan.corpus.json_key,
         append_eod=plan.corpus.append_eod,
         dtype=dtype.name,
@@ -71,9 +71,16 @@ def join_output(
         idx=idx_record,
         sources=plan.identity.sources[output.files.start : output.files.stop],
     )
-    publish_files(made, Path(output.prefix))
-    save_sidecar(sidecar, output.prefix)
+    save_sidecar(sidecar, made)
+    publish_files(made, Path(output.prefix), replaces_other=_is_of_another(plan, output))
     return sidecar
+
+
+def _is_of_another(plan: CorpusPlan, output: Output) -> bool:
+    try:
+        return load_sidecar(output.prefix).recipe != plan.recipe
+    except DataError:
+        return True
 
 
 def check_unchanged(plan: CorpusPlan, output: Output) -> None:
@@ -162,15 +169,6 @@ class _Totals:
             group.documents -= len(mine)
             group.text_bytes -= int(mine["text_bytes"].sum())
             group.tokens -= int(mine["tokens"].sum())
-
-
-def _describe_losses(result: UnitResult) -> str:
-    losses = [
-        f"{count} dropped by {step.kind}: {reason}"
-        for step in result.steps
-        for reason, count in step.dropped.items()
-    ]
-    return "; ".join(losses) or "nothing was dropped"
 
 
 def _join_quarantine(units: list[FinishedUnit], path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,9 +25,10 @@ from trainyard.data.indexed import (
     token_paths,
     write_index,
 )
+from trainyard.errors import DataError, MachineError
 
 _COPY_BYTES = 16 * 2**20
-_NOT_BY_THE_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_NOT_BY_THE_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,18 @@ def _copy(source: BinaryIO, target: BinaryIO, n_bytes: int) -> None:
             if error.errno not in _NOT_BY_THE_KERNEL:
                 raise
             break
-        if not copied:
-            raise EOFError(f"{source.name} is {left} bytes shorter than it was")
+        if not copied:  # some file systems say so when they cannot
+            break
         left -= copied
     source.seek(n_bytes - left)
     target.seek(0, os.SEEK_END)
     while left:
         data = source.read(min(_COPY_BYTES, left))
         if not data:
-            raise EOFError(f"{source.name} is {left} bytes shorter than it was")
+            raise DataError(
+                f"{source.name} is {left} bytes shorter than it was",
+                "remove the work folder; then run the same command again",
+            )
         target.write(data)
         left -= len(data)
 
@@ -123,16 +126,34 @@ def _copy_some(dataset: IndexedDataset, stays: NDArray[np.bool_], target: Binary
     return checked.close_block()
 
 
-def publish_files(made: Path, prefix: Path) -> None:
-    """Gives finished token files their final names; an old record beside them goes first.
+def publish_files(made: Path, prefix: Path, *, replaces_other: bool) -> None:
+    """Gives finished token files and their record their final names, the record last.
+
+    Two processes may do so with the same content; each of them leaves whole files.
+
+    Args:
+        made: prefix of the finished files.
+        prefix: what they are to be called.
+        replaces_other: whether files of other content may be there; an old record then goes first.
 
     Raises:
+        FileNotFoundError: a finished file is gone; what stood under the final names still stands.
         MachineError: the folder cannot be written.
     """
-    with explain_disk_errors(prefix):
-        Path(f"{prefix}.json").unlink(missing_ok=True)
-        for suffix in (".idx", ".quarantine.jsonl"):
-            Path(f"{prefix}{suffix}").unlink(missing_ok=True)
-        for suffix in (".bin", ".idx", ".quarantine.jsonl"):
-            with suppress(FileNotFoundError):
-                Path(f"{made}{suffix}").replace(f"{prefix}{suffix}")
+    suffixes = [".bin", ".idx", ".json"]
+    if Path(f"{made}.quarantine.jsonl").exists():
+        suffixes.insert(2, ".quarantine.jsonl")
+    try:
+        for suffix in suffixes:
+            Path(f"{made}{suffix}").stat()
+        if replaces_other:
+            for suffix in (".json", ".idx", ".quarantine.jsonl"):
+                Path(f"{prefix}{suffix}").unlink(missing_ok=True)
+        for suffix in suffixes:
+            Path(f"{made}{suffix}").replace(f"{prefix}{suffix}")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise MachineError(
+            f"{prefix}: {error.strerror}", "mend the folder; then run the same command again"
+        ) from error

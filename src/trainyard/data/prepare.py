@@ -23,6 +23,7 @@ import glob
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -71,13 +72,12 @@ def prepare(
         MachineError: the disk is full or cannot be written, or workers keep dying.
     """
     plan = plan_corpus(corpus, _record_tokenizer(corpus), unit_bytes)
-    path = work_path(corpus)
-    for left in path.parent.glob(f"{glob.escape(path.name)}.done-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    if not overwrite and not path.exists() and is_prepared(plan):
-        return [load_sidecar(output.prefix) for output in plan.outputs]
+    folder = WorkFolder(work_path(corpus), name_process(os.getpid()))
+    folder.sweep()
+    if not overwrite and not folder.path.exists() and is_prepared(plan):
+        return _load_results(plan, on_error)
     _check_output(plan, overwrite)
-    folder = WorkFolder(path, name_process(os.getpid()))
+    stale = _find_stale(plan)
     _enter(folder, plan, overwrite)
 
     def on_beat() -> None:
@@ -91,7 +91,54 @@ def prepare(
         CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(on_beat)
     else:
         work_in_processes(plan, folder, n_workers, on_beat, quarantine=quarantine)
-    return [load_sidecar(output.prefix) for output in plan.outputs]
+    for path in stale:
+        path.unlink(missing_ok=True)
+    return _load_results(plan, on_error)
+
+
+def _find_stale(plan: CorpusPlan) -> list[Path]:
+    """Lists outputs of the corpus that is being replaced which nothing will replace."""
+    kept = {output.prefix for output in plan.outputs}
+    try:
+        replaced = load_sidecar(plan.outputs[0].prefix).recipe
+    except DataError:
+        return []
+    stale = []
+    name = Path(plan.corpus.output).name
+    for path in Path(plan.outputs[0].prefix).parent.glob(f"{glob.escape(name)}_*_document.json"):
+        prefix = str(path.with_suffix(""))
+        with suppress(DataError):
+            if prefix not in kept and load_sidecar(prefix).recipe == replaced != plan.recipe:
+                suffixes = (".json", ".idx", ".bin", ".quarantine.jsonl")
+                stale += [Path(f"{prefix}{suffix}") for suffix in suffixes]
+    return stale
+
+
+def _load_results(plan: CorpusPlan, on_error: OnError) -> list[Sidecar]:
+    sidecars = [load_sidecar(output.prefix) for output in plan.outputs]
+    places = [place for sidecar in sidecars for place in sidecar.quarantined_places]
+    if places and on_error == "stop":
+        raise DataError(
+            f"{places[0]}; an earlier run set it aside",
+            "pass --on-error quarantine to agree, or --overwrite to begin again",
+        )
+    if not any(sidecar.sequences for sidecar in sidecars):
+        raise DataError(
+            "the corpus is empty: no document with text in it came through; "
+            + (describe_losses(sidecars) or "nothing was dropped"),
+            "check the inputs, json_key and the steps",
+        )
+    return sidecars
+
+
+def describe_losses(sidecars: Sequence[Sidecar]) -> str:
+    """Says how many documents fell, at which step and why."""
+    losses: dict[tuple[str, str], int] = {}
+    for sidecar in sidecars:
+        for step in sidecar.steps:
+            for reason, count in step.dropped.items():
+                losses[step.kind, reason] = losses.get((step.kind, reason), 0) + count
+    return "; ".join(f"{step} left out {n:,}: {why}" for (step, why), n in losses.items())
 
 
 def read_status(corpus: Corpus) -> Progress | None:
@@ -101,11 +148,11 @@ def read_status(corpus: Corpus) -> Progress | None:
         DataError: an input is missing, or the work is on another corpus.
     """
     folder = WorkFolder(work_path(corpus), name_process(os.getpid()))
-    try:
-        begun = msgspec.json.decode(folder.read_plan(), type=Identity)
-    except FileNotFoundError:
+    begun = _read_identity(folder)
+    if begun is None:
         return None
-    plan = plan_corpus(corpus, begun.tokenizer, begun.unit_bytes)
+    plan = plan_corpus(corpus, _record_tokenizer(corpus), begun.unit_bytes)
+    plan.identity.check_equal(begun, str(folder.path), "ask with the command that began it")
     return read_progress(folder, plan.unit_bytes)
 
 
@@ -114,27 +161,32 @@ def work_path(corpus: Corpus) -> Path:
     return Path(f"{corpus.output}.work")
 
 
-def train_on_inputs(corpus: Corpus, vocabulary_size: int, *, overwrite: bool) -> None:
+def train_on_inputs(
+    corpus: Corpus, vocabulary_size: int, *, overwrite: bool, on_error: OnError = "stop"
+) -> None:
     """Trains a tokenizer on the documents of a corpus and saves it as `corpus.tokenizer`.
+
+    One that is there already is left alone if the work on this corpus was begun with it.
 
     Raises:
         DataError: an input or a document is wrong, or the text is too little.
     """
     folder = Path(corpus.tokenizer)
     if (folder / "tokenizer.json").exists() and not overwrite:
-        if work_path(corpus).exists():
-            return  # trained by the attempt that is to be finished
+        plan = plan_corpus(corpus, _record_tokenizer(corpus), UNIT_BYTES)
+        if work_path(corpus).exists() or is_prepared(plan):
+            return
         hint = "data may depend on it: use it with --tokenizer, or pass --overwrite"
         raise DataError(f"the tokenizer {folder / 'tokenizer.json'} is there already", hint)
-    train_tokenizer(_read_texts(corpus), vocabulary_size, folder)
+    train_tokenizer(_read_texts(corpus, on_error), vocabulary_size, folder)
 
 
-def _read_texts(corpus: Corpus) -> Iterator[str]:
+def _read_texts(corpus: Corpus, on_error: OnError) -> Iterator[str]:
     counts = [StepCount(kind=step.kind) for step in corpus.document_steps]
     for path in find_files(corpus.inputs):
         segment = Segment(path, 0, path.stat().st_size)
         for batch in read_documents(segment, corpus.json_key, corpus.metadata_fields):
-            for fault in batch.faults:
+            for fault in batch.faults if on_error == "stop" else ():
                 place = Place(str(path), fault.position, fault.kind, fault.detail, fault.hint)
                 raise DataError(place.render(0), place.hint)
             yield from apply_steps(corpus.document_steps, batch.texts, batch.fields, counts)[0]
@@ -158,24 +210,33 @@ def _enter(folder: WorkFolder, plan: CorpusPlan, overwrite: bool) -> None:
     if not folder.path.exists():
         folder.create(folder.path, text, piece_names(plan), folder.worker)
     try:
-        begun = msgspec.json.decode(folder.read_plan(), type=Identity)
-        if begun == plan.identity:
-            folder.retry_stopped()
-            folder.forgive()
-            folder.take_back()
-            return
-    except FileNotFoundError:
-        return  # finished by somebody else just now
-    except msgspec.MsgspecError as error:
-        raise DataError(
-            f"{folder.path}/plan.json cannot be read: {error}",
-            f"remove {folder.path}; then run the same command again",
-        ) from error
-    if not overwrite:
+        begun = _read_identity(folder)
+        if begun is None:
+            return  # finished by somebody else just now
         hint = "pass --overwrite to begin again; what is done of the other work is lost"
         plan.identity.check_equal(begun, str(folder.path), hint)
-    folder.remove()
-    _enter(folder, plan, overwrite)
+    except DataError:
+        if not overwrite:
+            raise
+        folder.remove()
+        _enter(folder, plan, overwrite)
+        return
+    with suppress(FileNotFoundError):
+        folder.retry_stopped()
+        folder.take_back(count=False)
+        folder.forgive()
+
+
+def _read_identity(folder: WorkFolder) -> Identity | None:
+    try:
+        return msgspec.json.decode(folder.read_plan(), type=Identity)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise DataError(
+            f"{folder.path}/plan.json is not a plan of this version of Trainyard: {error}",
+            "pass --overwrite to begin again",
+        ) from error
 
 
 def _check_output(plan: CorpusPlan, overwrite: bool) -> None:
@@ -185,7 +246,13 @@ def _check_output(plan: CorpusPlan, overwrite: bool) -> None:
         raise DataError(f"the output folder {folder} does not exist", "create it first")
     if not os.access(folder, os.W_OK):
         raise MachineError(f"the output folder {folder} cannot be written", "choose another")
-    if not overwrite and not work_path(plan.corpus).exists():
+    for item in map(Path, plan.corpus.inputs):
+        if item.is_dir() and folder.resolve().is_relative_to(item.resolve()):
+            raise DataError(
+                f"the output folder {folder} lies in the input folder {item}",
+                "write outside of it, or the next run would read what this one writes",
+            )
+    if not overwrite and not work_path(plan.corpus).exists() and not is_prepared(plan):
         _check_absent([output.prefix for output in plan.outputs])
     if not plan.corpus.steps and not work_path(plan.corpus).exists():
         _check_space(folder, plan)

@@ -46,7 +46,7 @@ def read_progress(folder: WorkFolder, unit_bytes: Sequence[int]) -> Progress | N
     units = [int(name.partition("-")[2]) for name in done if name.startswith("unit-")]
     alive = [state for state, is_alive in states.values() if is_alive]
     done_bytes = sum(unit_bytes[unit] for unit in units)
-    working_bytes = sum(state.piece_bytes for state in alive)
+    working_bytes = sum(state.piece_bytes for state in alive if state.piece not in done)
     now = time.time()
     rate = sum(
         (state.finished_bytes + state.piece_bytes) / max(now - state.started, 1.0)

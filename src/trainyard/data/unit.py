@@ -21,10 +21,12 @@ from trainyard.data.sources import Batch, Fault, Segment, read_documents
 from trainyard.data.sources.files import format_of
 from trainyard.data.steps import apply_steps, count_bytes
 from trainyard.data.tokenizer import Encoded, Tokenizer
+from trainyard.errors import DataError
 
 # Takes what was done since the last call: bytes of input, documents, tokens.
 Report = Callable[[int, int, int], None]
 PLACES_PER_KIND = 5
+MAX_GROUPS = 1000
 
 # What the join must know of each document to leave it out: its bytes, its tokens (with the end of
 # document) and the number of its group.
@@ -213,13 +215,20 @@ def _count_groups(
 ) -> None:
     for value in dict.fromkeys(values):
         groups.setdefault(value, GroupCount())
+    if len(groups) > MAX_GROUPS:
+        raise DataError(
+            f"count_by: the field has more than {MAX_GROUPS} different values, such as "
+            f"{values[-1][:40]!r}",
+            "count by a field with few values, such as the name of a source",
+        )
     numbers = {value: number for number, value in enumerate(groups)}
     rows["group"] = [numbers[value] for value in values]
-    for number, count in enumerate(groups.values()):
-        mine = rows[rows["group"] == number]
-        count.documents += len(mine)
-        count.text_bytes += int(mine["text_bytes"].sum())
-        count.tokens += int(mine["tokens"].sum())
+    counts = np.bincount(rows["group"], minlength=len(groups))
+    text_bytes = np.bincount(rows["group"], rows["text_bytes"], len(groups))
+    tokens = np.bincount(rows["group"], rows["tokens"], len(groups))
+    for number, group in enumerate(groups.values()):
+        added = GroupCount(int(counts[number]), int(text_bytes[number]), int(tokens[number]))
+        group.add(added)
 
 
 def _render_raw(fault: Fault) -> str:

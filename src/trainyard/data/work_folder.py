@@ -22,6 +22,7 @@ rename replaces equal by equal.
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import socket
@@ -143,8 +144,8 @@ class WorkFolder:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def names(self, folder: str) -> list[str]:
-        """Lists the files in one of the folders, sorted."""
-        return sorted(name for name in os.listdir(self.path / folder) if ".partial" not in name)  # noqa: PTH208 (59,000 names)
+        """Lists the files in one of the folders, sorted; what begins with a dot is not ours."""
+        return sorted(name for name in os.listdir(self.path / folder) if name[0] != ".")  # noqa: PTH208 (59,000 names)
 
     def claim(self, is_ready: Iterator[str] | list[str]) -> Claim | None:
         """Takes the first of some entries of `todo` that nobody else takes before."""
@@ -212,8 +213,10 @@ class WorkFolder:
             if piece in done:
                 path.unlink(missing_ok=True)
                 continue
-            with suppress(FileNotFoundError):
+            try:
                 path.rename(self.path / "todo" / f"{piece}.{int(attempt) + count}")
+            except FileNotFoundError:  # finished, or taken back by another, just now
+                continue
             if int(attempt) + count >= MAX_ATTEMPTS:
                 raise MachineError(
                     f"{MAX_ATTEMPTS} workers died at {piece}, the last one {owner}",
@@ -224,7 +227,7 @@ class WorkFolder:
     def _is_alive(self, worker: str) -> bool:
         machine, pid, start = worker.rsplit("-", 2)
         if machine == _machine():
-            return _start_of(int(pid)) == start
+            return start != "gone" and _start_of(int(pid)) == start
         try:
             beat = (self.path / "workers" / worker).read_bytes()
         except FileNotFoundError:
@@ -258,3 +261,10 @@ class WorkFolder:
         with suppress(FileNotFoundError):
             self.path.rename(away)
         shutil.rmtree(away, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Takes away what processes left that were killed while they made or removed the folder."""
+        for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.*-*-*-*"):
+            kind, _, worker = left.name.removeprefix(f"{self.path.name}.").partition("-")
+            if kind == "done" or (kind == "draft" and not self._is_alive(worker)):
+                shutil.rmtree(left, ignore_errors=True)

@@ -11,6 +11,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -19,8 +20,8 @@ from pathlib import Path
 from trainyard.data.corpus_plan import CorpusPlan
 from trainyard.data.corpus_worker import CorpusWorker, is_prepared
 from trainyard.data.tokenizer import load_tokenizer
-from trainyard.data.work_folder import WorkFolder, name_process
-from trainyard.errors import UserError
+from trainyard.data.work_folder import MAX_ATTEMPTS, WorkFolder, name_process
+from trainyard.errors import MachineError, UserError
 from trainyard.log import build_logger
 
 _PROGRESS_SECONDS = 0.5
@@ -54,23 +55,58 @@ def work_in_processes(
         UserError: what a worker raised, or that workers keep dying.
     """
     children = [_start(plan, folder.path, quarantine) for _ in range(workers)]
+    deaths = _Deaths(folder, workers * MAX_ATTEMPTS)
     try:
         while children:
-            wait([child.process.sentinel for child in children], timeout=_PROGRESS_SECONDS)
+            # A message may be too long for a pipe; its sender waits until it is read.
+            waiting = [child.process.sentinel for child in children]
+            waiting += [child.connection for child in children]  # type: ignore[misc]
+            wait(waiting, timeout=_PROGRESS_SECONDS)
             on_beat()
-            for child in [child for child in children if not child.process.is_alive()]:
-                children.remove(child)
-                if _died(child):
-                    if folder.path.exists():
-                        folder.take_back(child.name)
-                    if not is_prepared(plan):
+            for child in list(children):
+                if child.connection.poll() or not child.process.is_alive():
+                    _raise_what_it_raised(child)
+                    children.remove(child)
+                    if _was_killed(child) and not is_prepared(plan):
+                        deaths.add(child.name)
                         children.append(_start(plan, folder.path, quarantine))
     finally:
         for child in children:
             child.process.terminate()
             child.process.join()
-            if folder.path.exists():
+            child.connection.close()
+            with suppress(FileNotFoundError):
                 folder.take_back(child.name, count=False)
+
+
+class _Deaths:
+    """Counts workers that died since a piece was last finished."""
+
+    def __init__(self, folder: WorkFolder, most: int) -> None:
+        self._folder = folder
+        self._most = most
+        self._deaths = 0
+        self._n_done = -1
+
+    def add(self, worker: str) -> None:
+        """Puts the worker's piece back.
+
+        Raises:
+            MachineError: the piece, or the work in all, ended too many workers.
+        """
+        try:
+            n_done = len(self._folder.names("done"))
+            self._folder.take_back(worker)
+        except FileNotFoundError:
+            return
+        self._deaths = 1 if n_done != self._n_done else self._deaths + 1
+        self._n_done = n_done
+        if self._deaths > self._most:
+            raise MachineError(
+                f"{self._deaths} workers died, one after the other, and nothing was finished",
+                "out of memory is the usual reason: use fewer workers; then run the same command "
+                "again",
+            )
 
 
 def _start(plan: CorpusPlan, path: Path, quarantine: bool) -> _Child:
@@ -84,24 +120,36 @@ def _start(plan: CorpusPlan, path: Path, quarantine: bool) -> _Child:
     return _Child(process, ours, name_process(process.pid))
 
 
-def _died(child: _Child) -> bool:
-    """Tells whether a worker that ended was killed; raises what it raised."""
-    child.process.join()
+def _raise_what_it_raised(child: _Child) -> None:
     message = None
-    try:
+    with suppress(EOFError, ConnectionResetError):
         if child.connection.poll():
             message = child.connection.recv()
-    except (EOFError, ConnectionResetError):
-        pass
     if isinstance(message, UserError):
         raise message
     if isinstance(message, _Crash):
         raise RuntimeError(f"a worker failed:\n{message.trace}")
+
+
+def _was_killed(child: _Child) -> bool:
+    """Waits for a worker that has ended, and tells whether it was killed.
+
+    Raises:
+        MachineError: it ended by itself and said nothing.
+    """
+    child.process.join()
+    child.connection.close()
     code = child.process.exitcode or 0
+    if code > 0:
+        raise MachineError(
+            f"a worker ended with exit code {code} before it began",
+            "its own messages stand above; a program that calls prepare() with several workers "
+            'does so below `if __name__ == "__main__":`',
+        )
     if code < 0:
         name = signal.Signals(-code).name
         build_logger().warning("a worker was killed by %s; another takes its place", name)
-    return code != 0
+    return code < 0
 
 
 def _work(connection: Connection, plan: CorpusPlan, path: Path, quarantine: bool) -> None:

@@ -13,11 +13,15 @@ import zstandard
 from trainyard.data.sources.files import Segment, format_of
 
 BLOCK_BYTES = 4 * 2**20
-# Small, because one chunk of repetitive text can grow a thousandfold when it is unpacked.
 _CHUNK_BYTES = 64 * 2**10
+# The most that is unpacked at once: a chunk of a file made to fill memory grows to gigabytes.
+_PIECE_BYTES = 2**20
 # Text shrinks by 3 to 10, repetitive logs by 100; a file made to fill disks, by 1,000 and more.
 _BOMB_RATIO = 500
 _BOMB_BYTES = 2**30
+_CUT_SHORT = "the file ends in the middle of the compressed data"
+# Corrupt bzip2 data is an OSError, as if the disk had failed.
+_CORRUPT_ERRORS = (zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError, OSError)
 
 
 class DamagedFileError(Exception):
@@ -25,21 +29,44 @@ class DamagedFileError(Exception):
 
 
 class _Decompressor(Protocol):
-    def decompress(self, data: bytes, /) -> bytes: ...
+    """Unpacks one frame; what `max_length` held back comes with the next calls."""
+
+    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
     @property
     def eof(self) -> bool: ...
+    @property
+    def needs_input(self) -> bool: ...
     @property
     def unused_data(self) -> bytes: ...
 
 
-def _build_decompressor(compression: str) -> _Decompressor:
-    build: dict[str, Callable[[], _Decompressor]] = {
-        ".gz": lambda: zlib.decompressobj(wbits=31),
-        ".bz2": bz2.BZ2Decompressor,
-        ".xz": lzma.LZMADecompressor,
-        ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj(),
-    }
-    return build[compression]()
+class _Gzip:
+    """Keeps, as bz2 and lzma do themselves, the input for which there was no room."""
+
+    def __init__(self) -> None:
+        self._inner = zlib.decompressobj(wbits=31)
+
+    def decompress(self, data: bytes, max_length: int, /) -> bytes:
+        return self._inner.decompress(self._inner.unconsumed_tail + data, max_length)
+
+    @property
+    def eof(self) -> bool:
+        return self._inner.eof
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._inner.unconsumed_tail
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._inner.unused_data
+
+
+_DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {
+    ".gz": _Gzip,
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+}
 
 
 def read_blocks(segment: Segment) -> Iterator[tuple[bytes, int]]:
@@ -63,33 +90,90 @@ def read_blocks(segment: Segment) -> Iterator[tuple[bytes, int]]:
 
 def _unpack(file: BinaryIO, compression: str) -> Iterator[tuple[bytes, int]]:
     ready: list[bytes] = []
-    taken = unpacked = 0
+    n_ready = taken = unpacked = 0
+    build = _DECOMPRESSORS.get(compression)
     try:
-        for piece in _unpack_frames(file, compression):
+        for piece in _unpack_frames(file, build) if build else _unpack_zst(file):
             unpacked += len(piece)
             if unpacked > max(_BOMB_BYTES, _BOMB_RATIO * file.tell()):
-                raise EOFError(f"it unpacks to more than {_BOMB_RATIO} times its size")
+                raise DamagedFileError(f"it unpacks to more than {_BOMB_RATIO} times its size")
             ready.append(piece)
-            if sum(map(len, ready)) >= BLOCK_BYTES:
+            n_ready += len(piece)
+            if n_ready >= BLOCK_BYTES:
                 yield b"".join(ready), file.tell() - taken
-                ready, taken = [], file.tell()
-    except (zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError, OSError) as error:
+                ready, n_ready, taken = [], 0, file.tell()
+    except DamagedFileError:
         yield b"".join(ready), file.tell() - taken
-        raise DamagedFileError(str(error)) from error
+        raise
     yield b"".join(ready), file.tell() - taken
 
 
-def _unpack_frames(file: BinaryIO, compression: str) -> Iterator[bytes]:
+def _unpack_frames(file: BinaryIO, build: Callable[[], _Decompressor]) -> Iterator[bytes]:
     """Unpacks one frame after another, as `cat a.gz b.gz` makes them."""
-    decompressor, inside_frame = _build_decompressor(compression), False
+    decompressor: _Decompressor | None = None  # of the frame that has begun
+    n_frames = 0
     while chunk := file.read(_CHUNK_BYTES):
-        while chunk:
-            inside_frame = True
-            yield decompressor.decompress(chunk)
-            if not decompressor.eof:
+        while True:
+            if decompressor is None:
+                # Tapes and some tools pad a file with zero bytes after its last frame.
+                chunk = chunk.lstrip(b"\0") if n_frames else chunk
+                if not chunk:
+                    break
+                decompressor, n_frames = build(), n_frames + 1
+            try:
+                piece = decompressor.decompress(chunk, _PIECE_BYTES)
+            except _CORRUPT_ERRORS as error:
+                raise DamagedFileError(str(error)) from error
+            if piece:
+                yield piece
+            chunk = b""
+            if decompressor.eof:
+                chunk, decompressor = decompressor.unused_data, None
+            elif decompressor.needs_input:
                 break
-            # Tapes and some tools pad a file with zero bytes after its last frame.
-            chunk = decompressor.unused_data.lstrip(b"\0")
-            decompressor, inside_frame = _build_decompressor(compression), False
-    if inside_frame:
-        raise EOFError("the file ends in the middle of the compressed data")
+    if decompressor is not None:
+        raise DamagedFileError(_CUT_SHORT)
+
+
+def _unpack_zst(file: BinaryIO) -> Iterator[bytes]:
+    """Unpacks one frame after another; zstandard itself would unpack a chunk whole."""
+    zero = b""
+    while start := file.read(1):
+        if start == zero:
+            continue
+        zero = b"\0"  # the padding that may stand behind a frame
+        frame = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+        for part in _cut_zst_frame(start + file.read(3), file):
+            try:
+                piece = frame.decompress(part)
+            except zstandard.ZstdError as error:
+                raise DamagedFileError(str(error)) from error
+            if piece:
+                yield piece
+        if not frame.eof:
+            raise DamagedFileError(_CUT_SHORT)
+
+
+def _cut_zst_frame(magic: bytes, file: BinaryIO) -> Iterator[bytes]:
+    """Yields the parts of a frame, none of which unpacks to more than 128 KiB (RFC 8878, 3.1)."""
+    if int.from_bytes(magic, "little") >> 4 == 0x184D2A5:  # it holds no data
+        length = file.read(4)
+        yield magic + length
+        left = int.from_bytes(length, "little")
+        while left and (data := file.read(min(left, _CHUNK_BYTES))):
+            left -= len(data)
+            yield data
+        return
+    descriptor = file.read(1)
+    flags = int.from_bytes(descriptor, "little")
+    is_single = flags >> 5 & 1
+    n_sizes = (is_single, 2, 4, 8)[flags >> 6] + (0, 1, 2, 4)[flags & 3] + 1 - is_single
+    yield magic + descriptor + file.read(n_sizes)
+    while header := file.read(3):
+        block = int.from_bytes(header, "little")
+        is_one_byte_repeated = block >> 1 & 3 == 1
+        yield header + file.read(1 if is_one_byte_repeated else block >> 3)
+        if block & 1:
+            break
+    if flags & 4:
+        yield file.read(4)  # the checksum
