@@ -35,7 +35,7 @@ def read_documents(segment: Segment, key: str, fields: Sequence[str] = ()) -> It
             n_lines += batch.n_lines
             yield batch
     except OSError as error:
-        problem = f"{segment.path} cannot be read: {error.strerror}"
+        problem = f"{segment.path} cannot be read: {error.strerror or error}"
         raise DataError(problem, "check that the file is there and may be read") from error
     except DamagedFileError as error:
         detail = f"the file is damaged after document {n_lines}: {error}"

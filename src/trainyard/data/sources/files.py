@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -57,18 +58,31 @@ def format_of(path: Path) -> tuple[str, str] | None:
 def find_files(inputs: Sequence[str]) -> list[Path]:
     """Lists the files that files, folders (recursive) and globs name, each input's names sorted.
 
+    A folder is read with what its links lead to; hidden files and folders are passed over.
+
     Raises:
-        DataError: an input is missing, matches nothing, has an unknown extension or comes twice.
+        DataError: an input is missing, matches nothing, has an unknown extension, a name that is
+            not UTF-8, comes twice, or is a folder that cannot be read.
     """
-    files = [path for item in inputs for path in _expand(item)]
+    files: list[Path] = []
+    for item in inputs:
+        try:
+            files += _expand(item)
+        except OSError as error:
+            problem = f"{_printable(error.filename)} cannot be read: {error.strerror}"
+            raise DataError(problem, "check that it may be read, or leave it out") from error
     seen: set[Path] = set()
+    folders: dict[Path, Path] = {}
     for path in files:
-        if path.resolve() in seen:
+        if path.parent not in folders:
+            folders[path.parent] = path.parent.resolve()
+        real = path.resolve() if path.is_symlink() else folders[path.parent] / path.name
+        if real in seen:
             raise DataError(
                 f"{path} is given twice; every document in it would be tokenised twice",
                 "name each input once, or make the folders and globs not overlap",
             )
-        seen.add(path.resolve())
+        seen.add(real)
     if not files:
         raise DataError("no input was given", "name at least one file, folder or glob")
     return files
@@ -77,23 +91,65 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
 def _expand(item: str) -> list[Path]:
     path = Path(item)
     if path.is_dir():
-        found = [file for file in _sorted(path.rglob("*")) if format_of(file)]
+        found = _search(path)
         if not found:
             raise DataError(f"the folder {item} holds no file with a known extension", _KNOWN)
-        return found
-    found = [path] if path.exists() else _sorted(map(Path, glob.glob(item, recursive=True)))  # noqa: PTH207 (absolute patterns)
+    elif path.exists():
+        found = [path]
+    else:
+        matches = map(Path, glob.glob(item, recursive=True))  # noqa: PTH207 (absolute patterns)
+        found = sorted(file for file in matches if file.is_file() and file.name[0] != ".")
     if not found and glob.has_magic(item):
         raise DataError(f"no file matches {item}", "check the pattern; quote it for the shell")
     if not found:
-        raise DataError(f"{item} does not exist", "check the path of the input")
+        raise DataError(f"{_printable(item)} does not exist", "check the path of the input")
     for file in found:
+        if _printable(file) != str(file):
+            raise DataError(
+                f"the name of {_printable(file)} is not UTF-8", "rename the file or its folder"
+            )
         if format_of(file) is None:
             raise DataError(f"{file} has no known extension", _KNOWN)
     return found
 
 
-def _sorted(paths: Iterable[Path]) -> list[Path]:
-    return sorted(path for path in paths if path.is_file() and not path.name.startswith("."))
+def _printable(path: str | Path) -> str:
+    """Shows the bytes of a name that are no text as backslash escapes."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def _search(top: Path) -> list[Path]:
+    """Lists the files of known formats in a folder, each real file and folder once."""
+    files: list[Path] = []
+    links: list[Path] = []  # they come last: what is there without them keeps its plain path
+    folders = [top]
+    seen: set[Path] = set()
+    while folders:
+        folder = folders.pop()
+        real = folder.resolve()
+        if real not in seen:
+            seen.add(real)
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    path = folder / entry.name
+                    if entry.name.startswith("."):
+                        continue
+                    if entry.is_symlink():
+                        links.append(path)
+                    elif entry.is_dir():
+                        folders.append(path)
+                    elif format_of(path) and entry.is_file():
+                        files.append(path)
+                        seen.add(real / entry.name)
+        links.sort(reverse=True)
+        while links and not folders:
+            path = links.pop()
+            if path.is_dir():
+                folders.append(path)
+            elif format_of(path) and path.is_file() and path.resolve() not in seen:
+                files.append(path)
+                seen.add(path.resolve())
+    return sorted(files)
 
 
 def split_into_units(files: Sequence[Path], unit_bytes: int = UNIT_BYTES) -> list[list[Segment]]:

@@ -10,7 +10,6 @@ import codecs
 import difflib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -23,7 +22,7 @@ from trainyard.data.sources.files import Segment
 MAX_DOCUMENT_BYTES = 32 * 2**20
 LENGTH_HINT = "split it into documents; 32 MiB is the most that one may have"
 _TOO_LONG = b"\0 this line is longer than MAX_DOCUMENT_BYTES"
-_DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def read_jsonl(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Batch]:
@@ -35,13 +34,13 @@ def read_jsonl(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Ba
         faults: list[Fault] = []
         try:
             documents = [decoder.decode(line) for line in lines if line]
+            metadata = decoder.columns(documents)
         except _DECODE_ERRORS:
             # Counted back from the end, because a line that was too long is not there any more.
             start = offset - sum(map(len, lines)) - len(lines)
             texts, metadata, faults = _decode_one_by_one(lines, decoder, (line_number, start))
         else:
             texts = [document.text for document in documents]
-            metadata = decoder.columns(documents)
         yield Batch(texts, len(lines), n_bytes, faults, metadata)
         line_number += len(lines)
 
@@ -52,10 +51,10 @@ def _attribute(name: str) -> str:
 
 
 def render_value(value: object) -> str:
-    """Renders metadata as text: "" for none, JSON for what is no string."""
-    if isinstance(value, str):
-        return value
-    return "" if value is None else json.dumps(value)
+    """Renders metadata as text: "" for none, JSON for what is of a type of JSON."""
+    if isinstance(value, bool | int | float | list | dict):
+        return json.dumps(value, default=str)
+    return "" if value is None else str(value)
 
 
 def _read_lines(segment: Segment) -> Iterator[tuple[list[bytes], int, int]]:
@@ -106,27 +105,25 @@ class _LineDecoder:
     """Makes an object with `text` and the asked metadata of a line of JSON."""
 
     def __init__(self, key: str, fields: Sequence[str]) -> None:
-        tree: dict[str, Any] = {}
-        for field in fields:
-            *folders, leaf = field.split(".")
-            inside = tree
-            for folder in folders:
-                inside = inside.setdefault(folder, {})
-            inside[leaf] = None
         self._key = key
-        self._kind = _build_struct(tree, key)
-        self._getters = {
-            field: attrgetter(".".join(_attribute(part) for part in field.split(".")))
-            for field in fields
-        }
+        self._paths = {field: field.split(".") for field in fields}
+        self._names = {path[0]: _attribute(path[0]) for path in self._paths.values()}
+        self._names.pop(key, None)
+        members = [("text", str), *((name, Any, None) for name in self._names.values())]
+        rename = {"text": key, **{name: top for top, name in self._names.items()}}
+        self._kind = msgspec.defstruct("Document", members, rename=rename)
         self.decode: Callable[[bytes], Any] = msgspec.json.Decoder(self._kind).decode
 
     def columns(self, documents: list[Any]) -> dict[str, list[str]]:
-        """Gives a column of metadata for each field."""
-        return {
-            field: [render_value(get(document)) for document in documents]
-            for field, get in self._getters.items()
-        }
+        """Gives a column of metadata for each field; what is of another shape is missing."""
+        columns: dict[str, list[str]] = {}
+        for field, (top, *inside) in self._paths.items():
+            name = self._names.get(top, "text")
+            values = [getattr(document, name) for document in documents]
+            for part in inside:
+                values = [v.get(part) if isinstance(v, dict) else None for v in values]
+            columns[field] = [render_value(value) for value in values]
+        return columns
 
     def decode_with_care(self, line: bytes, number: int, offset: int) -> Any | Fault | None:
         """Gives the document of one line, what is wrong with it, or None for a blank line."""
@@ -135,77 +132,53 @@ class _LineDecoder:
         if line == _TOO_LONG:
             return Fault("too long", number, "the line is too long", LENGTH_HINT)
         try:
-            return self.decode(line)
+            document = self.decode(line)
+            self.columns([document])
+            return document
         except _DECODE_ERRORS:
             pass
         # Python's decoder lets a little more pass (NaN in another field) and says more.
         try:
-            value = json.loads(line.decode())
+            return self._read_value(json.loads(line.decode()), number, line)
         except UnicodeDecodeError as error:
             return invalid_utf8(error, number, offset)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             detail = f"the line is not valid JSON: {error}"
             hint = (
                 "write one JSON object a line; --on-error quarantine sets bad lines aside and "
                 "counts them"
             )
             return Fault("malformed JSON", number, detail, hint, line)
-        text = _text_of(value, self._key, number, line)
-        if isinstance(text, Fault):
-            return text
-        return _fill(self._kind, text, value)
 
-
-def _build_struct(tree: dict[str, Any], key: str | None) -> type[msgspec.Struct]:
-    members: list[Any] = [("text", str)] if key is not None else []
-    rename = {"text": key} if key is not None else {}
-    for name, inner in tree.items():
-        rename[_attribute(name)] = name
-        if inner is None:
-            members.append((_attribute(name), Any, None))
-        else:
-            struct = _build_struct(inner, None)
-            members.append((_attribute(name), struct, msgspec.field(default_factory=struct)))
-    return msgspec.defstruct("Document", members, rename=rename)
-
-
-def _fill(kind: type[msgspec.Struct], text: str | None, value: dict[Any, Any]) -> msgspec.Struct:
-    """Makes a document of decoded JSON; what is missing or of another shape counts as missing."""
-    document = kind() if text is None else kind(text)
-    for member in msgspec.structs.fields(kind):
-        inside = value.get(member.encode_name)
-        if member.type is Any:
-            setattr(document, member.name, inside)
-        elif isinstance(inside, dict) and member.name != "text":
-            setattr(document, member.name, _fill(member.type, None, inside))
-    return document
-
-
-def _text_of(value: object, key: str, number: int, line: bytes) -> str | Fault:
-    if not isinstance(value, dict):
-        detail = f"expected a JSON object, found {json.dumps(value)[:40]}"
-        return Fault("malformed JSON", number, detail, f'write {{"{key}": "..."}}', line)
-    if key not in value:
-        return missing_key(key, [str(name) for name in value], number, line)
-    text = value[key]
-    if not isinstance(text, str):
-        detail = f'the value of "{key}" is {json.dumps(text)[:40]}, not a string'
-        return Fault("not a string", number, detail, "mend the line, or leave it out", line)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = f"\\u{ord(text[error.start]):04x}"
-        detail = f'"{key}" holds the lone surrogate {code} at character {error.start}'
-        return Fault(
-            "lone surrogate", number, detail, "it is half a character: write it whole", line
-        )
-    return text
+    def _read_value(self, value: object, number: int, line: bytes) -> Any | Fault:
+        if not isinstance(value, dict):
+            detail = f"expected a JSON object, found {json.dumps(value)[:40]}"
+            return Fault("malformed JSON", number, detail, f'write {{"{self._key}": "..."}}', line)
+        if self._key not in value:
+            return missing_key(self._key, list(value), number, line)
+        text = value[self._key]
+        if not isinstance(text, str):
+            detail = f'the value of "{self._key}" is {json.dumps(text)[:40]}, not a string'
+            return Fault("not a string", number, detail, "mend the line, or leave it out", line)
+        document = self._kind(text, *map(value.get, self._names))
+        rendered = {field: column[0] for field, column in self.columns([document]).items()}
+        for name, found in {self._key: text, **rendered}.items():
+            try:
+                found.encode()
+            except UnicodeEncodeError as error:
+                code = f"\\u{ord(found[error.start]):04x}"
+                detail = f'"{name}" holds the lone surrogate {code} at character {error.start}'
+                hint = "it is half a character: write it whole"
+                return Fault("lone surrogate", number, detail, hint, line)
+        return document
 
 
 def missing_key(key: str, present: list[str], number: int, raw: bytes = b"") -> Fault:
     """Builds the fault of a document, or a table, without the key."""
-    near = difflib.get_close_matches(key, present, n=1)
-    listing = ", ".join(present[:10]) or "none"
+    # A key may be a megabyte, or hold half a character, which no message can.
+    shown = [name[:40].encode(errors="backslashreplace").decode() for name in present[:100]]
+    near = difflib.get_close_matches(key, shown, n=1)
+    listing = ", ".join(shown[:10]) or "none"
     detail = f'there is no key "{key}"; the keys are: {listing}'
     hint = f'did you mean "{near[0]}"? name it as json_key' if near else "name another json_key"
     return Fault("missing key", number, detail, hint, raw)

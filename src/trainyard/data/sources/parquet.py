@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainyard.data.sources.batch import Batch, Fault
-from trainyard.data.sources.blocks import DamagedFileError
+from trainyard.data.sources.blocks import BLOCK_BYTES, DamagedFileError
 from trainyard.data.sources.files import Segment
 from trainyard.data.sources.jsonl import (
     LENGTH_HINT,
@@ -15,7 +15,9 @@ from trainyard.data.sources.jsonl import (
     render_value,
 )
 
-_ROWS = 512
+_MAX_ROWS = 512
+# Without a buffer the column of a whole row group is read at once, and a row group may be the file.
+_BUFFER_BYTES = 2**20
 
 
 def read_parquet(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Batch]:
@@ -28,7 +30,9 @@ def read_parquet(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(segment.path) as file:
+        with pyarrow.parquet.ParquetFile(
+            segment.path, pre_buffer=False, buffer_size=_BUFFER_BYTES
+        ) as file:
             names = file.schema_arrow.names
             if key not in names:
                 yield Batch([], 0, segment.end, [missing_key(key, names, 0)])
@@ -37,7 +41,9 @@ def read_parquet(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[
             present = [field for field in fields if field.split(".")[0] in names]
             row = 1
             columns = [key, *dict.fromkeys(field.split(".")[0] for field in present)]
-            for rows in file.iter_batches(_ROWS, columns=columns, use_threads=False):
+            for rows in file.iter_batches(
+                _rows_per_batch(file.metadata), columns=columns, use_threads=False
+            ):
                 good, texts, faults = _read_texts(rows.column(key), key, row)
                 metadata = {field: [""] * len(texts) for field in fields}
                 for field in present:
@@ -46,19 +52,42 @@ def read_parquet(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[
                 yield Batch(texts, len(rows), share, faults, metadata)
                 row += len(rows)
     except (pyarrow.ArrowException, OSError) as error:
+        # Damage is an OSError too, but one that the system knows no number for.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise DamagedFileError(str(error)) from error
 
 
+def _rows_per_batch(metadata: Any) -> int:
+    """Makes a batch of long texts no larger than one of short texts, as far as they are alike."""
+    n_bytes = sum(metadata.row_group(n).total_byte_size for n in range(metadata.num_row_groups))
+    return max(1, min(_MAX_ROWS, BLOCK_BYTES * metadata.num_rows // max(n_bytes, 1)))
+
+
 def _read_field(rows: Any, field: str, good: list[int]) -> list[str]:
-    column, *inside = field.split(".")
-    values = rows.column(column).to_pylist()
-    found = []
-    for index in good:
-        value = values[index]
-        for part in inside:
-            value = value.get(part) if isinstance(value, dict) else None
-        found.append(render_value(value))
-    return found
+    import pyarrow
+    import pyarrow.compute
+
+    name, *inside = field.split(".")
+    column = rows.column(name)
+    for part in inside:
+        if not pyarrow.types.is_struct(column.type) or column.type.get_field_index(part) < 0:
+            return [""] * len(good)
+        column = pyarrow.compute.struct_field(column, part)
+    return [_render_field(column, index) for index in good]
+
+
+def _render_field(column: Any, index: int) -> str:
+    try:
+        value = column[index].as_py()
+    except UnicodeDecodeError as error:
+        value = error.object
+    except (ValueError, ArithmeticError, LookupError):
+        # A time that Python has no type for: of nanoseconds, or of the year 10,000.
+        return str(column.slice(index, 1).to_string(skip_new_lines=True))[1:-1]
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    return render_value(value)
 
 
 def _read_texts(column: Any, key: str, row: int) -> tuple[list[int], list[str], list[Fault]]:
@@ -74,7 +103,10 @@ def _read_texts(column: Any, key: str, row: int) -> tuple[list[int], list[str], 
             hint = "write the file from UTF-8 text"
             faults.append(Fault("invalid UTF-8", row + index, detail, hint, error.object))
             continue
-        if isinstance(value, str) and len(value) <= MAX_DOCUMENT_BYTES:
+        # A character has 4 bytes at most, so ordinary texts are not encoded to count them.
+        if isinstance(value, str) and (
+            4 * len(value) <= MAX_DOCUMENT_BYTES or len(value.encode()) <= MAX_DOCUMENT_BYTES
+        ):
             good.append(index)
             texts.append(value)
         elif isinstance(value, str):
