@@ -49,6 +49,7 @@ def test_verbs_of_the_readme_are_those_of_the_program() -> None:
     table = re.findall(r"^\| (`.*?`) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     written = {verb for cell in table for verb in re.findall(r"`(\w+)`", cell)}
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    names |= {group.name for group in app.registered_groups}
     assert written == names
 
 

@@ -210,8 +210,9 @@ class WorkFolder:
                 continue
             piece, _, attempt = claimed.rpartition(".")
             path = self.path / "claimed" / name
-            # Half-written parts take space, which may be just what is lacking.
-            shutil.rmtree(self.path / "scratch" / owner, ignore_errors=True)
+            if worker is not None or owner.startswith(f"{_machine()}-"):  # dead for certain
+                # Half-written parts take space, which may be just what is lacking.
+                shutil.rmtree(self.path / "scratch" / owner, ignore_errors=True)
             if piece in done:
                 path.unlink(missing_ok=True)
                 continue

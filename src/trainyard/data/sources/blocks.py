@@ -65,7 +65,8 @@ class _Gzip:
 _DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {
     ".gz": _Gzip,
     ".bz2": bz2.BZ2Decompressor,
-    ".xz": lzma.LZMADecompressor,
+    # Left to guess, it takes zero bytes for an empty file of an older format.
+    ".xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -69,14 +69,15 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
         try:
             files += _expand(item)
         except OSError as error:
-            problem = f"{_printable(error.filename)} cannot be read: {error.strerror}"
+            problem = f"{_printable(error.filename or item)} cannot be read: {error.strerror}"
             raise DataError(problem, "check that it may be read, or leave it out") from error
-    seen: set[Path] = set()
-    folders: dict[Path, Path] = {}
+    seen: set[str] = set()
+    folders: dict[str, str] = {}
     for path in files:
-        if path.parent not in folders:
-            folders[path.parent] = path.parent.resolve()
-        real = path.resolve() if path.is_symlink() else folders[path.parent] / path.name
+        folder, _, name = str(path).rpartition(os.sep)
+        if folder not in folders:
+            folders[folder] = str(path.parent.resolve())
+        real = str(path.resolve()) if path.is_symlink() else f"{folders[folder]}{os.sep}{name}"
         if real in seen:
             raise DataError(
                 f"{path} is given twice; every document in it would be tokenised twice",
@@ -89,20 +90,20 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
 
 
 def _expand(item: str) -> list[Path]:
-    path = Path(item)
+    path, shown = Path(item), _printable(item)
     if path.is_dir():
         found = _search(path)
         if not found:
-            raise DataError(f"the folder {item} holds no file with a known extension", _KNOWN)
+            raise DataError(f"the folder {shown} holds no file with a known extension", _KNOWN)
     elif path.exists():
         found = [path]
     else:
         matches = map(Path, glob.glob(item, recursive=True))  # noqa: PTH207 (absolute patterns)
         found = sorted(file for file in matches if file.is_file() and file.name[0] != ".")
     if not found and glob.has_magic(item):
-        raise DataError(f"no file matches {item}", "check the pattern; quote it for the shell")
+        raise DataError(f"no file matches {shown}", "check the pattern; quote it for the shell")
     if not found:
-        raise DataError(f"{_printable(item)} does not exist", "check the path of the input")
+        raise DataError(f"{shown} does not exist", "check the path of the input")
     for file in found:
         if _printable(file) != str(file):
             raise DataError(
@@ -120,36 +121,38 @@ def _printable(path: str | Path) -> str:
 
 def _search(top: Path) -> list[Path]:
     """Lists the files of known formats in a folder, each real file and folder once."""
-    files: list[Path] = []
-    links: list[Path] = []  # they come last: what is there without them keeps its plain path
+    files: list[str] = []
     folders = [top]
-    seen: set[Path] = set()
-    while folders:
-        folder = folders.pop()
-        real = folder.resolve()
-        if real not in seen:
-            seen.add(real)
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    path = folder / entry.name
-                    if entry.name.startswith("."):
-                        continue
-                    if entry.is_symlink():
-                        links.append(path)
-                    elif entry.is_dir():
-                        folders.append(path)
-                    elif format_of(path) and entry.is_file():
-                        files.append(path)
-                        seen.add(real / entry.name)
-        links.sort(reverse=True)
-        while links and not folders:
-            path = links.pop()
-            if path.is_dir():
-                folders.append(path)
-            elif format_of(path) and path.is_file() and path.resolve() not in seen:
-                files.append(path)
-                seen.add(path.resolve())
-    return sorted(files)
+    # Links come last, so that what is there without them keeps its plain path.
+    folder_links: list[Path] = []
+    file_links: list[Path] = []
+    seen: set[str] = set()
+    while folders or folder_links:
+        folder_links.sort(reverse=True)
+        folder = (folders or folder_links).pop()
+        real = str(folder.resolve())
+        if real in seen:
+            continue
+        seen.add(real)
+        for entry in _list_folder(folder):
+            if entry.is_symlink():
+                path = folder / entry.name
+                (folder_links if path.is_dir() else file_links).append(path)
+            elif entry.is_dir():
+                folders.append(folder / entry.name)
+            elif format_of(Path(entry.name)) and entry.is_file():
+                files.append(entry.path)
+                seen.add(f"{real}{os.sep}{entry.name}")
+    for link in sorted(file_links):
+        if format_of(link) and link.is_file() and str(link.resolve()) not in seen:
+            files.append(str(link))
+            seen.add(str(link.resolve()))
+    return sorted(map(Path, files), key=lambda path: path.parts)
+
+
+def _list_folder(folder: Path) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        yield from (entry for entry in entries if not entry.name.startswith("."))
 
 
 def split_into_units(files: Sequence[Path], unit_bytes: int = UNIT_BYTES) -> list[list[Segment]]:

@@ -52,6 +52,8 @@ def _attribute(name: str) -> str:
 
 def render_value(value: object) -> str:
     """Renders metadata as text: "" for none, JSON for what is of a type of JSON."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, bool | int | float | list | dict):
         return json.dumps(value, default=str)
     return "" if value is None else str(value)
@@ -109,7 +111,7 @@ class _LineDecoder:
         self._paths = {field: field.split(".") for field in fields}
         self._names = {path[0]: _attribute(path[0]) for path in self._paths.values()}
         self._names.pop(key, None)
-        members = [("text", str), *((name, Any, None) for name in self._names.values())]
+        members: list[Any] = [("text", str), *((name, Any, None) for name in self._names.values())]
         rename = {"text": key, **{name: top for top, name in self._names.items()}}
         self._kind = msgspec.defstruct("Document", members, rename=rename)
         self.decode: Callable[[bytes], Any] = msgspec.json.Decoder(self._kind).decode

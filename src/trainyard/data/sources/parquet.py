@@ -60,8 +60,11 @@ def read_parquet(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[
 
 def _rows_per_batch(metadata: Any) -> int:
     """Makes a batch of long texts no larger than one of short texts, as far as they are alike."""
-    n_bytes = sum(metadata.row_group(n).total_byte_size for n in range(metadata.num_row_groups))
-    return max(1, min(_MAX_ROWS, BLOCK_BYTES * metadata.num_rows // max(n_bytes, 1)))
+    n_rows: int = metadata.num_rows
+    n_bytes: int = sum(
+        metadata.row_group(n).total_byte_size for n in range(metadata.num_row_groups)
+    )
+    return max(1, min(_MAX_ROWS, BLOCK_BYTES * n_rows // max(n_bytes, 1)))
 
 
 def _read_field(rows: Any, field: str, good: list[int]) -> list[str]:

@@ -1,0 +1,140 @@
+"""Tests of which files a corpus is made of: names, folders, links, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainyard.data.sources import Segment, find_files, read_documents
+from trainyard.errors import DataError
+
+
+def test_files_are_sorted_and_folders_searched(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a/z.txt.gz", "a/y.parquet", "a/notes.md", ".hidden.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    names = ["a/y.parquet", "a/z.txt.gz", "b.jsonl"]
+    assert find_files([str(tmp_path)]) == [tmp_path / name for name in names]
+    assert find_files([str(tmp_path / "**/*.*l"), str(tmp_path / "a/z.txt.gz")]) == [
+        tmp_path / "b.jsonl",
+        tmp_path / "a/z.txt.gz",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("item", "problem", "hint"),
+    [
+        ("missing.jsonl", "missing.jsonl does not exist", "check the path"),
+        ("*.zst", "no file matches", "check the pattern"),
+        ("a.md", "a.md has no known extension", "known are .jsonl"),
+        ("a.parquet.gz", "a.parquet.gz has no known extension", "known are .jsonl"),
+        ("empty", "holds no file with a known extension", "known are .jsonl"),
+    ],
+)
+def test_a_wrong_input_is_named(tmp_path: Path, item: str, problem: str, hint: str) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("a.md", "a.parquet.gz"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError) as caught:
+        find_files([str(tmp_path / item)])
+    assert problem in caught.value.problem
+    assert hint in caught.value.hint
+
+
+def test_an_input_given_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(DataError, match="is given twice"):
+        find_files([str(tmp_path), str(tmp_path / "a.jsonl")])
+    with pytest.raises(DataError, match="no input was given"):
+        find_files([])
+
+
+ODD_NAMES = [
+    "a b.jsonl",
+    "quote'\".jsonl",
+    "new\nline.jsonl",
+    "[1]*?.jsonl",
+    "漢.jsonl",
+]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_files_may_have_any_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b'{"text": "good"}\n')
+    (tmp_path / "1x.jsonl").touch()
+    assert find_files([str(tmp_path / name)]) == [tmp_path / name]
+    assert tmp_path / name in find_files([str(tmp_path)])
+    (batch,) = read_documents(Segment(tmp_path / name, 0, 17), "text")
+    assert (batch.texts, batch.faults) == (["good"], [])
+
+
+def test_a_loop_of_links_ends(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").touch()
+    (tmp_path / "in/loop").symlink_to(tmp_path / "in")
+    (tmp_path / "in/self.jsonl").symlink_to("self.jsonl")
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    assert find_files([str(tmp_path / "in")]) == [tmp_path / "in/a.jsonl"]
+    assert find_files([str(tmp_path / "link")]) == [tmp_path / "link/a.jsonl"]
+    with pytest.raises(DataError, match="is given twice"):
+        find_files([str(tmp_path / "in/**/*.jsonl")])
+    (tmp_path / "again.jsonl").symlink_to(tmp_path / "in/a.jsonl")
+    with pytest.raises(DataError, match=r"in/a.jsonl is given twice"):
+        find_files([str(tmp_path / "again.jsonl"), str(tmp_path / "in")])
+
+
+@pytest.mark.parametrize("item", ["\udcff.jsonl", "\udcff", "."])
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, item: str) -> None:
+    folder = tmp_path / "\udcff"
+    folder.mkdir()
+    (folder / "a.jsonl").touch()
+    (tmp_path / "\udcff.jsonl").touch()
+    with pytest.raises(DataError, match=r"the name of .*\\xff\S* is not UTF-8") as caught:
+        find_files([str(tmp_path / item)])
+    assert caught.value.hint == "rename the file or its folder"
+    with pytest.raises(DataError, match=r"\\xfe does not exist"):
+        find_files([str(tmp_path / "\udcfe")])
+
+
+def test_linked_folders_and_files_are_read_once(tmp_path: Path) -> None:
+    for name in (
+        "in/b/1.jsonl",
+        "in/b/.hidden/2.jsonl",
+        "else/3.jsonl",
+        "else/deep/4.jsonl",
+        "lone.jsonl",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for link, target in {
+        "in/a": "in/b",  # is there without the link
+        "in/c": "else",
+        "in/d": "else",
+        "in/e": "else/deep",
+        "in/0.jsonl": "else/3.jsonl",
+        "in/f.jsonl": "in/b/1.jsonl",
+        "in/g.jsonl": "lone.jsonl",
+        "in/i.jsonl": "lone.jsonl",
+        "in/h.jsonl": "nowhere.jsonl",
+        "else/deep/up": "else",
+        "else/around": "in",
+    }.items():
+        (tmp_path / link).symlink_to(tmp_path / target)
+    names = ["in/b/1.jsonl", "in/c/3.jsonl", "in/c/deep/4.jsonl", "in/g.jsonl"]
+    assert find_files([str(tmp_path / "in")]) == [tmp_path / name for name in names]
+    with pytest.raises(DataError, match=r"else/3.jsonl is given twice"):
+        find_files([str(tmp_path / "in"), str(tmp_path / "else/3.jsonl")])
+
+
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    for _ in range(20):  # so deep that the system takes no such path
+        Path("d" * 250).mkdir()
+        monkeypatch.chdir("d" * 250)
+    with pytest.raises(DataError, match=r"d{250} cannot be read: File name too long") as caught:
+        find_files([str(tmp_path)])
+    assert "check that it may be read" in caught.value.hint
