@@ -283,14 +283,16 @@ def test_wall_clock_limit_saves_and_can_be_resumed(tiny_run: Run, tmp_path: Path
 
 
 def test_data_of_another_tokenizer_is_refused(tiny_run: Run, tmp_path: Path) -> None:
-    from trainyard.data.prepare import PrepareOptions, prepare
+    from trainyard.config.corpus import load_corpus
+    from trainyard.data.prepare import prepare
     from trainyard.data.tokenizer import train_tokenizer
 
     words = [f"{a}{b} " for a in "abcdefgh" for b in "ijklmnop"]
     (tmp_path / "text.txt").write_text("".join(words) * 40)
     mine = train_tokenizer(["".join(words)] * 4, 300, tmp_path / "mine").parent
     other = train_tokenizer(["".join(reversed(words))] * 4, 299, tmp_path / "other").parent
-    prepare(PrepareOptions((str(tmp_path / "text.txt"),), tmp_path / "tokens", mine))
+    corpus = {"inputs": [str(tmp_path / "text.txt")], "output": str(tmp_path / "tokens")}
+    prepare(load_corpus(None, {**corpus, "tokenizer": str(mine)}))
     run = with_fields(
         tiny_run,
         data={"train": {"prefixes": [f"{tmp_path}/tokens_text_document"]}, "blend": {}},
