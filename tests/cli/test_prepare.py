@@ -16,9 +16,9 @@ import typer
 from typer.testing import CliRunner
 
 from trainyard.cli.prepare import prepare as prepare_verb
+from trainyard.data.preparation.unit import UnitWorker
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
-from trainyard.data.unit import UnitWorker
 from trainyard.errors import ConfigError, DataError
 
 DATA_FILE = """
@@ -171,7 +171,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
 def prepare_until(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves work behind with the units before a file done."""
     from trainyard.config.corpus import load_corpus
-    from trainyard.data.prepare import prepare
+    from trainyard.data.preparation.prepare import prepare
 
     for number in range(4):
         Path(f"in/{number}.txt").write_text(f"the cat {number}")

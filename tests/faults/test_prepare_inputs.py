@@ -24,7 +24,7 @@ import zstandard
 
 from trainyard.config.corpus import Corpus
 from trainyard.data.indexed import IndexedDataset
-from trainyard.data.prepare import OnError, prepare
+from trainyard.data.preparation.prepare import OnError, prepare
 from trainyard.data.sidecar import Sidecar, load_sidecar
 from trainyard.data.tokenizer import load_tokenizer
 from trainyard.errors import DataError

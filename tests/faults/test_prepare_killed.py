@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.data.prepare import prepare
+from trainyard.data.preparation.prepare import prepare
 
 from .conftest import describe_corpus, read_all, write_corpus
 
@@ -24,7 +24,7 @@ PREAMBLE = f"""
 import os, random, shutil, signal, sys, time
 from pathlib import Path
 from trainyard.config.corpus import Corpus
-from trainyard.data.prepare import prepare
+from trainyard.data.preparation.prepare import prepare
 
 def run(description, workers):
     prepare(Corpus.model_validate_json(description), workers=workers, unit_bytes={UNIT_BYTES})

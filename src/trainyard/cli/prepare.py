@@ -12,7 +12,7 @@ from trainyard.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainyard.config.corpus import Corpus
-    from trainyard.data.progress import Progress
+    from trainyard.data.preparation.progress import Progress
     from trainyard.data.sidecar import Sidecar
 
 
@@ -92,8 +92,8 @@ def prepare(
     goes on when it is run again.
     """
     from trainyard.config.corpus import check_complete, load_corpus
-    from trainyard.data.prepare import prepare as prepare_tokens
-    from trainyard.data.prepare import train_on_inputs
+    from trainyard.data.preparation.prepare import prepare as prepare_tokens
+    from trainyard.data.preparation.prepare import train_on_inputs
     from trainyard.log import show_progress
 
     if fetch:
@@ -151,7 +151,7 @@ def _split(inputs: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
-    from trainyard.data.corpus_plan import output_prefixes
+    from trainyard.data.preparation.plan import output_prefixes
 
     prefixes = output_prefixes(corpus, len(sidecars))
     for prefix, sidecar in zip(prefixes, sidecars, strict=True):
@@ -169,7 +169,7 @@ def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
 
 
 def _print_status(corpus: Corpus) -> None:
-    from trainyard.data.prepare import read_status
+    from trainyard.data.preparation.prepare import read_status
 
     progress = read_status(corpus)
     if progress is None:
@@ -193,9 +193,9 @@ def _print_status(corpus: Corpus) -> None:
 
 
 def _fetch(name: str, folder: str, only: str, network: tuple[str, str]) -> None:
-    from trainyard.data.catalogue import describe
-    from trainyard.data.fetch import fetch
-    from trainyard.data.web import Network
+    from trainyard.data.fetching.catalogue import describe
+    from trainyard.data.fetching.fetch import fetch
+    from trainyard.data.fetching.web import Network
     from trainyard.log import show_progress
 
     if not folder:

@@ -19,7 +19,7 @@ from itertools import compress
 import numpy as np
 
 from trainyard.config.corpus import DocumentStep, Keep, LengthLimits, Normalize, Quality
-from trainyard.data.characters import LETTER, SPACE, code_points, kinds_of
+from trainyard.data.preparation.characters import LETTER, SPACE, code_points, kinds_of
 from trainyard.data.sidecar import StepCount
 
 KEPT = ""

@@ -11,9 +11,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trainyard.data.corpus_plan import CorpusPlan, Output
 from trainyard.data.indexed import explain_disk_errors, optimal_dtype
 from trainyard.data.merge import Part, merge_parts, publish_files
+from trainyard.data.preparation.plan import CorpusPlan, Output
+from trainyard.data.preparation.unit import PLACES_PER_KIND, Place, QuarantinedDocument, UnitResult
 from trainyard.data.sidecar import (
     GroupCount,
     Sidecar,
@@ -21,7 +22,6 @@ from trainyard.data.sidecar import (
     load_sidecar,
     save_sidecar,
 )
-from trainyard.data.unit import PLACES_PER_KIND, Place, QuarantinedDocument, UnitResult
 from trainyard.errors import DataError
 
 

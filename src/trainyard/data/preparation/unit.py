@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trainyard.config.corpus import Corpus
-from trainyard.data.duplicates import document_keys
 from trainyard.data.file_record import Block
 from trainyard.data.indexed import Array, IndexedWriter, explain_disk_errors, optimal_dtype
+from trainyard.data.preparation.duplicates import document_keys
+from trainyard.data.preparation.steps import apply_steps, count_bytes
 from trainyard.data.sidecar import GroupCount, StepCount
 from trainyard.data.sources import Batch, Fault, Segment, read_documents
 from trainyard.data.sources.files import format_of
-from trainyard.data.steps import apply_steps, count_bytes
 from trainyard.data.tokenizer import Encoded, Tokenizer
 from trainyard.errors import DataError
 

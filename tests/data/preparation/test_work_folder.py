@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.data.progress import read_progress
-from trainyard.data.work_folder import Claim, WorkerState, WorkFolder, name_process
+from trainyard.data.preparation.progress import read_progress
+from trainyard.data.preparation.work_folder import Claim, WorkerState, WorkFolder, name_process
 from trainyard.errors import MachineError
 
 PIECES = ["unit-000000", "unit-000001", "unit-000002"]
@@ -105,7 +105,7 @@ RACER = """
 import sys, time
 from pathlib import Path
 from random import Random
-from trainyard.data.work_folder import WorkFolder, name_process
+from trainyard.data.preparation.work_folder import WorkFolder, name_process
 import os
 folder = WorkFolder(Path(sys.argv[1]), name_process(os.getpid()))
 folder.join()

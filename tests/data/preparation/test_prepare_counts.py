@@ -16,7 +16,7 @@ import pytest
 
 from trainyard.config.corpus import Corpus
 from trainyard.data.indexed import IndexedDataset
-from trainyard.data.prepare import prepare
+from trainyard.data.preparation.prepare import prepare
 from trainyard.data.sidecar import GroupCount, Sidecar, StepCount
 from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
 from trainyard.errors import DataError

@@ -30,18 +30,18 @@ from typing import Literal
 import msgspec
 
 from trainyard.config.corpus import Corpus
-from trainyard.data.corpus_plan import CorpusPlan, Identity, plan_corpus
-from trainyard.data.corpus_worker import CorpusWorker, is_prepared, piece_names
-from trainyard.data.progress import Progress, read_progress
+from trainyard.data.preparation.plan import CorpusPlan, Identity, plan_corpus
+from trainyard.data.preparation.pool import work_in_processes
+from trainyard.data.preparation.progress import Progress, read_progress
+from trainyard.data.preparation.steps import apply_steps
+from trainyard.data.preparation.unit import Place
+from trainyard.data.preparation.work_folder import WorkFolder, name_process
+from trainyard.data.preparation.worker import CorpusWorker, is_prepared, piece_names
 from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
 from trainyard.data.sources import Segment, find_files, read_documents
 from trainyard.data.sources.files import UNIT_BYTES, format_of
-from trainyard.data.steps import apply_steps
 from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
-from trainyard.data.unit import Place
 from trainyard.data.vocabulary import END_OF_DOCUMENT, load_vocabulary
-from trainyard.data.work_folder import WorkFolder, name_process
-from trainyard.data.worker_pool import work_in_processes
 from trainyard.errors import DataError, MachineError
 from trainyard.units import format_bytes
 

@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from trainyard.data.corpus_plan import CorpusPlan
-from trainyard.data.corpus_worker import CorpusWorker, is_prepared
+from trainyard.data.preparation.plan import CorpusPlan
+from trainyard.data.preparation.work_folder import MAX_ATTEMPTS, WorkFolder, name_process
+from trainyard.data.preparation.worker import CorpusWorker, is_prepared
 from trainyard.data.tokenizer import load_tokenizer
-from trainyard.data.work_folder import MAX_ATTEMPTS, WorkFolder, name_process
 from trainyard.errors import MachineError, UserError
 from trainyard.log import build_logger
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainyard.data.work_folder import WorkerState, WorkFolder
+from trainyard.data.preparation.work_folder import WorkerState, WorkFolder
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,16 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.data.catalogue import Listing, RemoteFile, check_paths, describe, find_corpus
-from trainyard.data.fetch import LISTING_NAME, FetchResult, fetch
+from trainyard.data.fetching.catalogue import (
+    Listing,
+    RemoteFile,
+    check_paths,
+    describe,
+    find_corpus,
+)
+from trainyard.data.fetching.fetch import LISTING_NAME, FetchResult, fetch
+from trainyard.data.fetching.web import Network
 from trainyard.data.sources import find_files
-from trainyard.data.web import Network
 from trainyard.errors import ConfigError, DataError, MachineError
 
 COMMIT = "5" * 40
@@ -188,7 +194,7 @@ def get(server: Server, folder: Path, corpus: str = "openwebtext", only: str = "
 A, B, C = (f"plain_text/train-{n:05d}.parquet" for n in range(3))
 
 
-SHIPPED = Path(__file__).parents[2] / "src/trainyard/config/corpora/openwebtext.toml"
+SHIPPED = Path(__file__).parents[3] / "src/trainyard/config/corpora/openwebtext.toml"
 
 
 def test_a_corpus_of_ones_own_needs_no_mirror(server: Server, tmp_path: Path) -> None:
@@ -639,8 +645,8 @@ def test_a_killed_download_goes_on(server: Server, tmp_path: Path, death: signal
     server.faults[RESOLVE + B] = ["stall"]
     code = (
         "from pathlib import Path\n"
-        "from trainyard.data.fetch import fetch\n"
-        "from trainyard.data.web import Network\n"
+        "from trainyard.data.fetching.fetch import fetch\n"
+        "from trainyard.data.fetching.web import Network\n"
         f"fetch('openwebtext', Path({str(tmp_path)!r}), network=Network({server.address!r}))\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainyard.config.corpus import Deduplicate, NearDeduplicate
-from trainyard.data import duplicates
-from trainyard.data.duplicates import document_keys, find_repeats
+from trainyard.data.preparation import duplicates
+from trainyard.data.preparation.duplicates import document_keys, find_repeats
 
 EXACT = Deduplicate(kind="deduplicate")
 NEAR = NearDeduplicate(kind="near_deduplicate")
@@ -179,7 +179,7 @@ def test_keys_depend_on_the_seed() -> None:
 KEYS_IN_A_PROCESS = """
 import numpy, zlib
 from trainyard.config.corpus import Deduplicate, NearDeduplicate
-from trainyard.data.duplicates import document_keys
+from trainyard.data.preparation.duplicates import document_keys
 texts = [" ".join(str(n * n % 1009) for n in range(size)) for size in (0, 1, 4, 50, 300, 5000)]
 texts.append("naïve Ünïcode, 漢字 and ไทย")
 for step in (Deduplicate(kind="deduplicate"), NearDeduplicate(kind="near_deduplicate")):

@@ -33,7 +33,7 @@ import msgspec
 import urllib3
 from urllib3.exceptions import HTTPError
 
-from trainyard.data.catalogue import (
+from trainyard.data.fetching.catalogue import (
     Corpus,
     Listing,
     RemoteFile,
@@ -41,8 +41,8 @@ from trainyard.data.catalogue import (
     find_corpus,
     list_files,
 )
+from trainyard.data.fetching.web import Client, Network, PassingError, StoppedError
 from trainyard.data.publish import publish_text
-from trainyard.data.web import Client, Network, PassingError, StoppedError
 from trainyard.errors import DataError, MachineError
 from trainyard.log import ProgressUpdate
 from trainyard.units import format_bytes

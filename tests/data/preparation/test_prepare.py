@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from trainyard.config.corpus import Corpus
-from trainyard.data import corpus_worker
-from trainyard.data.corpus_plan import output_prefixes
 from trainyard.data.indexed import IndexedDataset
-from trainyard.data.prepare import prepare, read_status, train_on_inputs, work_path
-from trainyard.data.progress import Progress
+from trainyard.data.preparation import worker
+from trainyard.data.preparation.plan import output_prefixes
+from trainyard.data.preparation.prepare import prepare, read_status, train_on_inputs, work_path
+from trainyard.data.preparation.progress import Progress
+from trainyard.data.preparation.unit import UnitWorker
+from trainyard.data.preparation.work_folder import name_process
 from trainyard.data.sidecar import Sidecar, load_sidecar
 from trainyard.data.sources import Segment
 from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
-from trainyard.data.unit import UnitWorker
-from trainyard.data.work_folder import name_process
 from trainyard.errors import DataError, MachineError
 
 EOD = 279
@@ -358,7 +358,7 @@ def test_an_empty_corpus_is_refused(small: Corpus, tmp_path: Path, data: bytes) 
 
 
 def test_progress_is_told(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_worker, "BEAT_SECONDS", 0.001)
+    monkeypatch.setattr(worker, "BEAT_SECONDS", 0.001)
     (tmp_path / "in/e.jsonl").write_bytes(lines(["the cat sat " * 50] * 5000))
     seen: list[Progress] = []
     sidecar = run(corpus, unit_bytes=50_000, on_progress=seen.append)

@@ -22,19 +22,19 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from trainyard.data.corpus_plan import CorpusPlan
-from trainyard.data.duplicates import find_repeats
-from trainyard.data.join import FinishedUnit, join_output
-from trainyard.data.sidecar import load_sidecar
-from trainyard.data.tokenizer import Tokenizer
-from trainyard.data.unit import (
+from trainyard.data.preparation.duplicates import find_repeats
+from trainyard.data.preparation.join import FinishedUnit, join_output
+from trainyard.data.preparation.plan import CorpusPlan
+from trainyard.data.preparation.unit import (
     Place,
     UnitResult,
     UnitWorker,
     UnreadableDocumentError,
     save_array,
 )
-from trainyard.data.work_folder import Claim, WorkerState, WorkFolder
+from trainyard.data.preparation.work_folder import Claim, WorkerState, WorkFolder
+from trainyard.data.sidecar import load_sidecar
+from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import DataError, MachineError
 
 BEAT_SECONDS = 2.0

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainyard.config.corpus import DocumentStep, Keep, LengthLimits, Normalize, Quality
-from trainyard.data.characters import ALONE, LETTER, SPACE, WORD, code_points, kinds_of
+from trainyard.data.preparation.characters import ALONE, LETTER, SPACE, WORD, code_points, kinds_of
+from trainyard.data.preparation.steps import KEPT, apply_steps, normalize, quality_fault
 from trainyard.data.sidecar import StepCount
-from trainyard.data.steps import KEPT, apply_steps, normalize, quality_fault
 
 PROSE = {
     "English": "The quick brown fox jumps over the lazy dog, and nobody knows why it does so.",

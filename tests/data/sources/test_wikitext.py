@@ -129,7 +129,7 @@ def test_a_hostile_page_takes_linear_time(piece: str) -> None:
 
 
 def test_the_excerpt_has_hardly_any_markup_left(shared_data: Path) -> None:
-    file = Path(__file__).parent.parent.parent / "benchmarks" / "wikitext.py"
+    file = Path(__file__).parents[3] / "benchmarks" / "wikitext.py"
     spec = importlib.util.spec_from_file_location("wikitext_benchmark", file)
     assert spec is not None and spec.loader is not None
     benchmark = importlib.util.module_from_spec(spec)

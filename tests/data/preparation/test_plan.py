@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from trainyard.config.corpus import Corpus
-from trainyard.data.corpus_plan import CorpusPlan, Identity, output_prefixes, plan_corpus
+from trainyard.data.preparation.plan import CorpusPlan, Identity, output_prefixes, plan_corpus
 from trainyard.data.sidecar import TokenizerRecord
 from trainyard.errors import DataError
 
