@@ -184,8 +184,9 @@ def split_into_units(files: Sequence[Path], unit_bytes: int = UNIT_BYTES) -> lis
 
 def _cut_between_lines(path: Path, size: int, unit_bytes: int) -> list[Segment]:
     cuts = [0]
+    n_units = -(-size // unit_bytes)  # equal ones, so that two workers end together
     with path.open("rb") as file:
-        for position in range(unit_bytes, size, unit_bytes):
+        for position in [size * number // n_units for number in range(1, n_units)]:
             if position > cuts[-1]:
                 cuts.append(_next_line_start(file, position, size))
     if cuts[-1] < size:
