@@ -21,7 +21,7 @@ check: $(SETUP)
 
 bench: $(SETUP)
 	$(BIN)/python benchmarks/sample_index.py
-	$(BIN)/python benchmarks/tokenizing.py
+	$(BIN)/python benchmarks/merging.py
 	$(BIN)/python benchmarks/cpu_step.py
 
 $(SETUP): pyproject.toml constraints.txt
