@@ -148,7 +148,7 @@ def test_windows_have_the_ids_of_the_whole(
 @pytest.fixture(scope="module")
 def without_contractions(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
-    words = "lama lava sad dad read vera mama veto resin "
+    words = "llama lava sad dad read vera mama veto resin "
     return load_tokenizer(train_tokenizer([words * 9], 280, folder))
 
 
