@@ -22,6 +22,8 @@ check: $(SETUP)
 bench: $(SETUP)
 	$(BIN)/python benchmarks/sample_index.py
 	$(BIN)/python benchmarks/merging.py
+	$(BIN)/python benchmarks/bubble.py
+	$(BIN)/python benchmarks/wrapping.py
 	$(BIN)/python benchmarks/cpu_step.py
 
 $(SETUP): pyproject.toml constraints.txt

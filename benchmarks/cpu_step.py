@@ -112,14 +112,14 @@ def build_ours(cell: Cell, compiled: bool) -> Step:
     from trainyard.model.gpt import compile_blocks
     from trainyard.model.loss import summed_cross_entropy
     from trainyard.optim.adamw import build_adamw
-    from trainyard.optim.clip import apply_update, gradient_norm
+    from trainyard.optim.clip import Totals, apply_update, norms_of
     from trainyard.train.allocator import keep_freed_memory
 
     keep_freed_memory()
     model = build_our_model(cell)
     if compiled:
         compile_blocks(model)
-    optimizer = build_adamw(model, Optimizer(learning_rate=1e-4))
+    optimizer = build_adamw(list(model.parameters()), Optimizer(learning_rate=1e-4))
     tokens, labels = batch(cell)
 
     def step() -> float:
@@ -128,7 +128,9 @@ def build_ours(cell: Cell, compiled: bool) -> Step:
             hidden, model.head_weight, labels, cell.vocabulary_size, scale=1 / labels.numel()
         )
         loss.backward()
-        apply_update(optimizer, gradient_norm(model.parameters()), 1.0)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        norm = norms_of(gradients).square().sum().sqrt().float()
+        apply_update(optimizer, Totals(loss, norm, loss.new_ones(())), 1.0)
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,3 +22,124 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("the real corpora and golden files (../shared/data) are not on this machine")
     return folder
+
+
+LIMIT_SECONDS = 60.0
+
+
+class _RankError(Exception):
+    """Carries the traceback of another process, as the cause of the error raised here."""
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
+    """`run_ranks(n, function, *arguments)` calls the function in `n` processes joined by gloo.
+
+    Gives what each returned, by rank: numbers, bytes, NumPy arrays, but no tensors, whose memory
+    ends with the process. The first error of any rank is raised here; a minute is the limit.
+    Processes are forked: arguments need not travel, and functions may be local.
+    """
+    n_calls = 0
+
+    def run(n: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        import torch
+        import torch._dynamo  # at first use in every rank it would take 4 s
+
+        nonlocal n_calls
+        n_calls += 1
+        # Threads do not survive a fork, but locks they held do.
+        torch.set_num_threads(1)
+        fork = multiprocessing.get_context("fork")
+        pipes = [fork.Pipe(duplex=False) for _ in range(n)]
+        store = tmp_path / f"store{n_calls}"
+        ranks = [
+            fork.Process(target=_be_rank, args=(rank, n, store, pipes, function, arguments))
+            for rank in range(n)
+        ]
+        try:
+            for rank in ranks:
+                rank.start()
+            for _, sender in pipes:
+                sender.close()
+            return _collect([receiver for receiver, _ in pipes])
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+            for receiver, _ in pipes:
+                receiver.close()
+
+    return run
+
+
+def _collect(receivers: list[Connection]) -> list[Any]:
+    results: dict[int, Any] = {}
+    end = time.monotonic() + LIMIT_SECONDS
+    while len(results) < len(receivers):
+        waiting = [r for rank, r in enumerate(receivers) if rank not in results]
+        ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            missing = [rank for rank in range(len(receivers)) if rank not in results]
+            raise TimeoutError(f"no result of ranks {missing} after {LIMIT_SECONDS:.0f} seconds")
+        for receiver in ready:
+            rank = receivers.index(receiver)
+            try:
+                results[rank], error, trace = receiver.recv()
+            except EOFError:
+                raise RuntimeError(f"rank {rank} ended without a result") from None
+            if error is not None:
+                raise error from _RankError(f"in rank {rank}:\n{trace}")
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _be_rank(
+    rank: int,
+    n: int,
+    store: Path,
+    pipes: list[tuple[Connection, Connection]],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    import torch.distributed as dist
+
+    # Held open by a sister, a pipe would outlive its rank.
+    for other, (receiver, sender) in enumerate(pipes):
+        receiver.close()
+        if other != rank:
+            sender.close()
+    sender = pipes[rank][1]
+    try:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(store), n),
+            rank=rank,
+            world_size=n,
+            timeout=timedelta(seconds=LIMIT_SECONDS),
+        )
+        result = function(*arguments)
+        dist.barrier()  # nobody leaves while another still talks to it
+        dist.destroy_process_group()
+        sender.send((result, None, ""))
+    except BaseException as error:
+        trace = traceback.format_exc()
+        try:
+            sender.send((None, error, trace))
+        except Exception:  # some errors cannot be sent
+            sender.send((None, RuntimeError(repr(error)), trace))
+        # Leaving now would break what its peers do; their error might be heard first.
+        time.sleep(LIMIT_SECONDS)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints how far each layout of the parity tests was from the single device."""
+    reports = [r for r in terminalreporter.getreports("passed") if r.when == "call"]
+    lines = [
+        f"{value}  {report.nodeid.rpartition('[')[2].rstrip(']')}"
+        for report in reports
+        for name, value in report.user_properties
+        if name == "difference"
+    ]
+    if lines:
+        terminalreporter.section("relative differences from the single device")
+        terminalreporter.write("\n".join(sorted(lines)) + "\n")

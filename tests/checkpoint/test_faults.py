@@ -92,6 +92,35 @@ verify_checkpoint(before)
 """
 
 
+# Three more inodes are left: one rank or another cannot write its files, or its list of them.
+FULL_DISK_OF_RANKS = """
+import threading
+from trainyard.checkpoint.save import Ranks
+from trainyard.parallel.placement import whole
+
+before = save(1, 20_000)
+barrier, errors = threading.Barrier(4, timeout=60), {}
+
+def one(rank):
+    ranks = Ranks(rank, 4, lambda: barrier.wait())
+    facts = Facts(step=2, consumed_sequences=0, consumed_tokens=0, run={})
+    place = {"model.a": whole((1_600_000,)).cut(0, rank, 4)}
+    try:
+        save_checkpoint(folder, facts, {"model.a": torch.ones(400_000)}, place, ranks)
+    except MachineError as error:
+        errors[rank] = str(error)
+
+threads = [threading.Thread(target=one, args=(rank,)) for rank in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert len(errors) == 4, errors
+assert len(set(errors.values())) == 1, errors
+print(errors[0])
+assert [p.name for p in folder.iterdir()] == ["step-00000001"], list(folder.iterdir())
+verify_checkpoint(before)
+"""
+
+
 def _python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PREAMBLE + code, *map(str, arguments)]
@@ -139,12 +168,20 @@ def test_a_disk_that_fills_while_writing_leaves_older_checkpoints(tmp_path):
     assert done.stdout.count("hint: free space or quota on that disk") == 4
 
 
-def test_a_really_full_disk(tmp_path):
-    """Inodes run out: the disk has room, and yet nothing more can be written."""
-    mount = f"mount -t tmpfs -o size=64m,nr_inodes=6 none {shlex.quote(str(tmp_path))}"
+@pytest.mark.parametrize(
+    "limits, code",
+    [
+        # Inodes run out: the disk has room, and yet nothing more can be written.
+        ("size=64m,nr_inodes=6", FULL_DISK),
+        ("size=64m,nr_inodes=9", FULL_DISK_OF_RANKS),
+    ],
+    ids=["one rank", "four ranks"],
+)
+def test_a_really_full_disk(tmp_path, limits, code):
+    mount = f"mount -t tmpfs -o {limits} none {shlex.quote(str(tmp_path))}"
     inside = ["bash", "-c", f'{mount} || exit 77; exec "$@"', "-"]
     unshare = ["unshare", "--user", "--map-root-user", "--mount"]
-    script = [sys.executable, "-c", PREAMBLE + FULL_DISK, str(tmp_path)]
+    script = [sys.executable, "-c", PREAMBLE + code, str(tmp_path)]
     try:
         done = subprocess.run(
             [*unshare, *inside, *script], capture_output=True, text=True, timeout=120

@@ -1,13 +1,25 @@
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
+import math
 import os
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from trainyard.checkpoint import format as checkpoint_format
-from trainyard.checkpoint.format import MANIFEST, read_manifest, render_manifest
+from trainyard.checkpoint.format import (
+    MANIFEST,
+    Chunk,
+    StoredTensor,
+    grid_problem,
+    read_manifest,
+    render_manifest,
+)
 from trainyard.checkpoint.load import load_tensors
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.errors import CheckpointError
@@ -18,7 +30,7 @@ def checkpoint(tmp_path, make_facts, tensors) -> Path:
     return save_checkpoint(tmp_path, make_facts(7), tensors)
 
 
-def test_a_manifest_holds_what_was_saved_and_is_plain_json(checkpoint, make_facts, run):
+def test_a_manifest_holds_what_was_saved_and_is_plain_json(checkpoint, make_facts, run, tensors):
     manifest = read_manifest(checkpoint)
     facts = make_facts(7)
     assert {name: getattr(manifest, name) for name in type(facts).model_fields} == dict(facts)
@@ -26,13 +38,14 @@ def test_a_manifest_holds_what_was_saved_and_is_plain_json(checkpoint, make_fact
     raw = (checkpoint / MANIFEST).read_bytes()
     assert render_manifest(manifest) == raw
     content = json.loads(raw)
-    stored = content["tensors"]["model.blocks.1.attention.qkv.weight"]
+    name = "model.blocks.1.attention.qkv.weight"
+    stored = content["tensors"][name]
+    sha256 = hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()
+    file = "model-00000-of-00001.safetensors"
     assert stored == {
         "dtype": "float32",
         "shape": [48, 16],
-        "chunks": [
-            {"offset": [0, 0], "shape": [48, 16], "file": "model-00000-of-00001.safetensors"}
-        ],
+        "chunks": [{"offset": [0, 0], "shape": [48, 16], "file": file, "sha256": sha256}],
     }
 
 
@@ -97,6 +110,17 @@ def _set_shape(shape):
     return change
 
 
+def _set_chunks(shape, *chunks):
+    """Gives the tensor of 16 values another shape, in chunks of an offset and a shape each."""
+
+    def change(content):
+        stored, first = content["tensors"][NAME], _chunk(content)
+        stored["shape"] = shape
+        stored["chunks"] = [{**first, "offset": offset, "shape": size} for offset, size in chunks]
+
+    return change
+
+
 HOSTILE = {
     "path upwards": (_rename_file("../../secret"), "malformed: .*should match pattern"),
     "absolute path": (_rename_file("/etc/passwd"), "malformed: .*should match pattern"),
@@ -113,15 +137,45 @@ HOSTILE = {
         lambda c: c["tensors"][NAME].update(dtype="object"),
         "unknown dtype 'object'; known: float64, float32",
     ),
-    "two chunks": (
-        lambda c: c["tensors"][NAME]["chunks"].append(dict(_chunk(c))),
-        "one chunk of its whole shape",
+    "negative offset": (_set_chunks([16], ([-1], [17])), "greater than or equal to 0"),
+    "huge offset": (_set_chunks([16], ([2**63], [16])), "less than 9223372036854775808"),
+    "the same chunk twice": (
+        _set_chunks([4], ([0], [4]), ([0], [4])),
+        "tensor 'model.final_norm.bias' of shape .4.: two chunks overlap",
     ),
-    "chunk elsewhere": (lambda c: _chunk(c).update(offset=[1]), "one chunk of its whole shape"),
-    "no chunk": (lambda c: c["tensors"][NAME]["chunks"].clear(), "one chunk of its whole shape"),
+    "chunks overlap": (
+        _set_chunks([6], ([0], [4]), ([2], [4])),
+        "overlap at, or reach beyond, 2:4 of dimension 0",
+    ),
+    "chunk within a chunk": (
+        _set_chunks([6], ([0], [6]), ([0], [2])),
+        "overlap at, or reach beyond, 0:2 of dimension 0",
+    ),
+    "chunks like bricks": (
+        _set_chunks([2, 4], ([0, 0], [1, 2]), ([0, 2], [1, 2]), ([1, 0], [1, 1]), ([1, 1], [1, 3])),
+        "overlap at, or reach beyond, .* of dimension 1",
+    ),
+    "chunk elsewhere": (_set_chunks([16], ([1], [16])), "no chunk holds 0:1 of dimension 0"),
+    "chunk beyond": (_set_chunks([15], ([0], [16])), "or reach beyond, 15:16 of dimension 0"),
+    "a hole": (_set_chunks([6], ([0], [2]), ([4], [2])), "no chunk holds 2:4 of dimension 0"),
+    "a hole at the end": (_set_chunks([6], ([0], [5])), "no chunk holds 5:6 of dimension 0"),
+    "a hole within": (
+        _set_chunks([4, 4], ([0, 0], [2, 2]), ([0, 2], [2, 2]), ([2, 0], [2, 2])),
+        r"no chunk holds what begins at \[2, 2\]",
+    ),
+    "a hole of petabytes": (_set_chunks([2**62], ([0], [16])), "no chunk holds 16:4611686"),
+    "empty chunk": (_set_chunks([4], ([0], [4]), ([4], [0])), "a chunk is empty"),
+    "other dimensions": (_set_chunks([16], ([0, 0], [4, 4])), "another number of dimensions"),
+    "offset missing": (_set_chunks([16], ([], [16])), "another number of dimensions"),
+    "empty in chunks": (
+        _set_chunks([0, 4], ([0, 0], [0, 4]), ([0, 0], [0, 4])),
+        "must be one chunk of its whole shape",
+    ),
+    "no chunk": (lambda c: c["tensors"][NAME]["chunks"].clear(), "no chunk holds 0:16"),
+    "chunk's checksum of text": (lambda c: _chunk(c).update(sha256="x"), "malformed: tensors"),
     "step of text": (lambda c: c.update(step="7"), "malformed: step"),
     "negative step": (lambda c: c.update(step=-1), "malformed: step"),
-    "checksum of text": (lambda c: c["files"][FILE].update(sha256="x"), "malformed: files"),
+    "checksum of text": (lambda c: c["files"][FILE].update(header_sha256="x"), "malformed: files"),
     "field missing": (lambda c: c.pop("tensors"), "malformed: tensors: Field required"),
     "field unknown": (lambda c: c.update(exec="rm"), "malformed: exec"),
     "size beyond": (lambda c: c["files"][FILE].update(n_bytes=2**62), "bytes instead of"),
@@ -154,9 +208,50 @@ def test_what_is_sealed_but_no_manifest_is_refused(checkpoint, body):
         read_manifest(checkpoint)
 
 
+def _cuts(draw, length):
+    inner = draw.sample(range(1, length), draw.randrange(length))
+    return itertools.pairwise(sorted([0, length, *inner]))
+
+
+def test_chunks_are_accepted_just_when_they_hold_every_value_once():
+    """Grids, and grids with a chunk moved, resized, added or lost, against counting."""
+    draw, n_accepted = random.Random(0), 0
+    for _ in range(2000):
+        shape = (draw.randint(1, 5), draw.randint(1, 5))
+        boxes = [
+            [a, c, b - a, d - c]
+            for (a, b), (c, d) in itertools.product(*(list(_cuts(draw, n)) for n in shape))
+        ]
+        for _ in range(draw.choice([0, 0, 1, 2])):
+            box = draw.choice(boxes)
+            change = draw.choice(["move", "resize", "add", "lose"])
+            if change == "add":
+                boxes.append(list(box))
+            elif change == "lose" and len(boxes) > 1:
+                boxes.remove(box)
+            else:
+                at = draw.randrange(2) + 2 * (change == "resize")
+                box[at] = max(0, box[at] + draw.choice([-1, 1]))
+        counts = np.zeros((12, 12), int)
+        for row, column, n_rows, n_columns in boxes:
+            counts[row : row + n_rows, column : column + n_columns] += 1
+        expected = np.zeros((12, 12), int)
+        expected[: shape[0], : shape[1]] = 1
+        chunks = tuple(
+            Chunk(offset=(a, b), shape=(c, d), file="f", sha256="0" * 64) for a, b, c, d in boxes
+        )
+        problem = grid_problem(StoredTensor(dtype="uint8", shape=shape, chunks=chunks))
+        is_exact = np.array_equal(counts, expected) and not any(0 in c.shape for c in chunks)
+        # Bricks hold every value once too, and are no grid; no layout makes them.
+        is_grid = len(chunks) == math.prod(len({c.offset[i] for c in chunks}) for i in range(2))
+        assert (problem == "") == (is_exact and is_grid), (shape, boxes, problem)
+        n_accepted += problem == ""
+    assert 500 < n_accepted < 1500
+
+
 def test_a_manifest_of_absurd_size_is_not_read(checkpoint):
     os.truncate(checkpoint / MANIFEST, 2**40)
-    with pytest.raises(CheckpointError, match=r"has 1\.0 TiB; no manifest is above 256\.0 MiB"):
+    with pytest.raises(CheckpointError, match=r"has 1\.0 TiB; no manifest is above 1\.0 GiB"):
         read_manifest(checkpoint)
 
 

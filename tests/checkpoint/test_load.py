@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
-from trainyard.checkpoint.format import sha256_of
+from trainyard.checkpoint.format import header_sha256, values_sha256
 from trainyard.checkpoint.load import (
     build_model_from_checkpoint,
     find_checkpoint,
@@ -93,13 +94,21 @@ def test_a_user_names_a_run_folder_or_a_checkpoint(checkpoint, tmp_path):
         find_checkpoint(tmp_path / "nowhere")
 
 
-def test_a_changed_byte_is_named_with_both_checksums(checkpoint):
-    expected = sha256_of(checkpoint / FILE)
+def test_a_changed_byte_is_named_with_both_checksums(checkpoint, tensors):
     content = bytearray((checkpoint / FILE).read_bytes())
     content[-5] ^= 16
     (checkpoint / FILE).write_bytes(content)
-    found = sha256_of(checkpoint / FILE)
-    message = f"{checkpoint / FILE} is damaged: its sha256 is {found}, the manifest says {expected}"
+    with safe_open(checkpoint / FILE, framework="pt") as opened:
+        (name,) = (
+            name
+            for name in opened.keys()  # noqa: SIM118
+            if not torch.equal(opened.get_tensor(name), tensors[name])
+        )
+        found = values_sha256(opened.get_tensor(name))
+    message = (
+        f"{checkpoint / FILE} is damaged: the sha256 of {name!r} in it is {found}, "
+        f"the manifest says {values_sha256(tensors[name])}"
+    )
     for read in (verify_checkpoint, load_tensors, build_model_from_checkpoint):
         with pytest.raises(CheckpointError) as raised:
             read(checkpoint)
@@ -120,11 +129,9 @@ def test_a_pickle_in_place_of_tensors_is_not_run(checkpoint, edit_manifest, tmp_
     payload = pickle.dumps(_Bomb(marker))
     padded = payload + b"\0" * ((checkpoint / FILE).stat().st_size - len(payload))
     (checkpoint / FILE).write_bytes(padded)
-    edit_manifest(
-        checkpoint, lambda c: c["files"][FILE].update(sha256=sha256_of(checkpoint / FILE))
-    )
-    verify_checkpoint(checkpoint)
-    for read in (load_tensors, build_model_from_checkpoint):
+    header = header_sha256(checkpoint / FILE)
+    edit_manifest(checkpoint, lambda c: c["files"][FILE].update(header_sha256=header))
+    for read in (load_tensors, build_model_from_checkpoint, verify_checkpoint):
         with pytest.raises(CheckpointError, match="is no safetensors file with what its manifest"):
             read(checkpoint)
     assert not marker.exists()

@@ -59,6 +59,19 @@ def test_long_lists_are_shortened() -> None:
     assert '["a", ... 4 more]' in value_line(lines, "data.blend.prefixes")
 
 
+def test_a_layout_names_its_smallest_number_of_ranks_and_its_stages() -> None:
+    cut = ["parallel.tensor=2", "parallel.pipeline=2", "parallel.chunks=2"]
+    lines = summary("tiny", "model.n_layers=6", *cut, "parallel.schedule=interleaved")
+    assert "layout     tensor 2 x pipeline 2, ZeRO stage 1, fp32" in lines
+    assert "ranks      4 at least; micro batches of each in a step: 2 of 4 sequences" in lines
+    assert "stages     interleaved, blocks by pipeline rank: 0, 3-4 | 1-2, 5" in lines
+    lines = summary("tiny", "parallel.replicas=2")
+    assert "layout     data 2, ZeRO stage 1 in 2 replicas, fp32" in lines
+    lines = summary("tiny")
+    assert "layout     one rank, ZeRO stage 1, fp32" in lines
+    assert not any(line.startswith(("ranks ", "stages ")) for line in lines)
+
+
 def test_untied_head_is_counted() -> None:
     lines = summary("tiny", "model.tied_embeddings=false")
     assert any("head 32,768" in line for line in lines)

@@ -192,9 +192,10 @@ def test_conflicts_name_the_origin_of_both_fields() -> None:
     error = problem_of("tiny", "parallel.tensor=3")
     assert error.problem.splitlines() == [
         "2 problems in the run tiny:",
-        "  model.n_heads=4 must be divisible by parallel.tensor=3 x parallel.context=1"
-        "  [tiny, command line]",
-        "  model.d_ff=256 must be divisible by parallel.tensor=3  [tiny, command line]",
+        "  model.n_heads=4 must be divisible by parallel.tensor=3 x parallel.context=1: "
+        "a rank has whole heads; nearest that works: parallel.tensor=2  [tiny, command line]",
+        "  model.d_ff=256 must be divisible by parallel.tensor=3: "
+        "a rank has an equal part; nearest that works: parallel.tensor=2  [tiny, command line]",
     ]
 
 

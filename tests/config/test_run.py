@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from trainyard.config import rules
@@ -88,10 +90,14 @@ IMPOSSIBLE = [
     ("parallel.chunks=3", "is fewer than parallel.pipeline=1 x parallel.chunks=3"),
     (
         "model.sequence_length=63; parallel.tensor=2; parallel.sequence=true",
-        "model.sequence_length=63 must be divisible by parallel.tensor=2 when",
+        "model.sequence_length=63 must be divisible by parallel.tensor=2 x parallel.context=1 when",
     ),
     (
-        "model.sequence_length=62; parallel.context=2",
+        "model.sequence_length=63; parallel.context=2",
+        "model.sequence_length=63 must be divisible by parallel.context=2",
+    ),
+    (
+        "model.sequence_length=62; parallel.context=2; parallel.context_method=ring",
         "model.sequence_length=62 must be divisible by 2 x parallel.context=2",
     ),
     (
@@ -142,6 +148,125 @@ IMPOSSIBLE = [
 ]
 
 
+REFUSED_LAYOUTS = [  # the whole sentence
+    (
+        "model.n_heads=4; parallel.tensor=8",
+        "model.n_heads=4 must be divisible by parallel.tensor=8 x parallel.context=1: "
+        "a rank has whole heads; nearest that works: parallel.tensor=4",
+    ),
+    (
+        "parallel.tensor=4; parallel.context=2; model.dropout=0.0",
+        "model.n_heads=4 must be divisible by parallel.tensor=4 x parallel.context=2: a rank has "
+        "whole heads; nearest that works: parallel.context=1, or parallel.context_method="
+        '"ring"',
+    ),
+    (
+        "parallel.tensor=8; parallel.context=2; parallel.context_method=ring; model.dropout=0.0",
+        "model.n_heads=4 must be divisible by parallel.tensor=8: a rank has whole heads; "
+        "nearest that works: parallel.tensor=4",
+    ),
+    (
+        "model.d_ff=255; parallel.tensor=2",
+        "model.d_ff=255 must be divisible by parallel.tensor=2: a rank has an equal part; "
+        "nearest that works: parallel.tensor=1",
+    ),
+    (
+        "model.sequence_length=62; parallel.tensor=4; parallel.sequence=true",
+        "model.sequence_length=62 must be divisible by parallel.tensor=4 x parallel.context=1 when "
+        "parallel.sequence is true: a rank has an equal part; nearest that works: "
+        "parallel.tensor=2, or model.sequence_length=60",
+    ),
+    (
+        "model.sequence_length=62; parallel.context=2; parallel.context_method=ring; "
+        "model.dropout=0.0",
+        "model.sequence_length=62 must be divisible by 2 x parallel.context=2: a rank has an equal "
+        "part of each half; nearest that works: parallel.context=1, or "
+        'parallel.context_method="ulysses", or model.sequence_length=60',
+    ),
+    (
+        "parallel.context=2; parallel.context_method=ring; model.dropout=0.1",
+        "model.dropout=0.1 cannot stand with parallel.context_method='ring': its attention weights "
+        'are never whole; nearest that works: parallel.context_method="ulysses", or '
+        "model.dropout=0.0",
+    ),
+    (
+        "model.n_layers=3; parallel.pipeline=2; parallel.chunks=2; parallel.schedule=interleaved",
+        "model.n_layers=3 is fewer than parallel.pipeline=2 x parallel.chunks=2: a stage has a "
+        "block at least; nearest that works: parallel.pipeline=1 with parallel.chunks=1",
+    ),
+    (
+        "parallel.chunks=2",
+        "parallel.chunks=2 needs parallel.pipeline above 1; nearest that works: parallel.chunks=1",
+    ),
+    (
+        "model.n_layers=4; parallel.pipeline=2; parallel.chunks=2",
+        "parallel.chunks=2 cannot stand with parallel.schedule='1f1b': it has one on each rank; "
+        'nearest that works: parallel.chunks=1, or parallel.schedule="interleaved"',
+    ),
+    (
+        "model.n_layers=4; parallel.pipeline=2; parallel.schedule=interleaved",
+        "parallel.chunks=1 cannot stand with parallel.schedule='interleaved': there is nothing to "
+        'interleave; nearest that works: parallel.chunks=2, or parallel.schedule="1f1b"',
+    ),
+    (
+        "parallel.pipeline=2; parallel.schedule=zero_bubble; train.compile=gpu",
+        "train.compile='gpu' cannot stand with parallel.schedule='zero_bubble': compiled blocks "
+        "give wrong gradients when the backward pass is split; nearest that works: "
+        'train.compile="never", or parallel.schedule="1f1b"',
+    ),
+    (
+        "parallel.pipeline=2; parallel.schedule=zero_bubble; train.compile=never; "
+        "parallel.recompute=block",
+        "parallel.recompute='block' cannot stand with parallel.schedule='zero_bubble': it splits "
+        "the backward pass, and each part would compute again, which takes longer than the bubble; "
+        'nearest that works: parallel.recompute="none", or parallel.schedule="1f1b"',
+    ),
+    (
+        "parallel.pipeline=2; parallel.zero_stage=2",
+        "parallel.zero_stage=2 cannot stand with parallel.pipeline=2: a pipeline keeps whole "
+        "gradients until the end of a step, so it would be stage 1; nearest that works: "
+        "parallel.zero_stage=1",
+    ),
+    (
+        "parallel.pipeline=2; parallel.schedule=zero_bubble; train.compile=never; "
+        "parallel.zero_stage=3",
+        "parallel.zero_stage=3 cannot stand with parallel.schedule='zero_bubble': weights are "
+        "released before the second part of the backward pass, and their gradients lost; nearest "
+        'that works: parallel.zero_stage=1, or parallel.schedule="1f1b"',
+    ),
+    (
+        "parallel.zero_stage=0; parallel.replicas=2",
+        "parallel.replicas=2 cannot stand with parallel.zero_stage=0: there every rank is a "
+        "replica; nearest that works: parallel.zero_stage=1, or parallel.replicas=1",
+    ),
+    (
+        "train.micro_batch_size=4; train.global_batch_size=6",
+        "train.global_batch_size=6 must be divisible by train.micro_batch_size=4; nearest that "
+        "works: train.micro_batch_size=3, or train.global_batch_size=4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), REFUSED_LAYOUTS)
+def test_a_layout_is_refused_with_its_reason_and_what_is_near(
+    overrides: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run("tiny", overrides.split("; "))
+    heading, *lines = caught.value.problem.splitlines()
+    assert heading == "1 problem in the run tiny:"
+    assert [line.strip().partition("  [")[0] for line in lines] == [sentence]
+
+
+def test_all_problems_are_said_at_once_and_one_change_may_mend_several() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run("tiny", ["parallel.tensor=3", "parallel.chunks=3", "parallel.zero_stage=0"])
+    lines = caught.value.problem.splitlines()
+    assert lines[0] == "4 problems in the run tiny:"
+    assert [line.count("nearest that works") for line in lines[1:]] == [1, 1, 1, 1]
+    assert [line.count("parallel.chunks=1") for line in lines[1:]] == [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize(("overrides", "message"), IMPOSSIBLE)
 def test_what_cannot_be_is_said(overrides: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -161,6 +286,12 @@ def test_what_cannot_be_is_said(overrides: str, message: str) -> None:
         "train.batch_ramp=none",
         "model.tied_embeddings=false",
         "schedule.decay=1M tokens",  # units that differ are compared by the plan
+        "parallel.sequence=true",  # without effect when parallel.tensor=1
+        "parallel.schedule=interleaved",  # without effect when parallel.pipeline=1
+        "parallel.schedule=zero_bubble",
+        "parallel.context_method=ring",  # without effect when parallel.context=1
+        "parallel.zero_stage=2",
+        "train.batch_ramp={start=8,increment=3,length='99 tokens'}",  # no increments
     ],
 )
 def test_edges_that_are_allowed(override: str) -> None:
@@ -195,3 +326,19 @@ def test_defaults_are_the_125m_of_the_paper() -> None:
 )
 def test_nearest_divisor(number: int, near: int, divisor: int) -> None:
     assert rules.nearest_divisor(number, near) == divisor
+
+
+@given(factor=st.integers(1, 20), near=st.integers(1, 100), n_beyond=st.integers(1, 9))
+def test_nearest_multiples(factor: int, near: int, n_beyond: int) -> None:
+    multiples = list(rules.nearest_multiples(factor, near, n_beyond))
+    distances = [abs(multiple - near) for multiple in multiples]
+    assert distances == sorted(distances)
+    assert len(set(multiples)) == len(multiples)
+    below = set(range(factor, near + 1, factor))
+    assert below | {factor * n for n in range(1, n_beyond + 1)} <= set(multiples)
+    assert all(multiple % factor == 0 for multiple in multiples)
+
+
+@given(st.integers(1, 5000))
+def test_divisors(number: int) -> None:
+    assert rules.divisors(number) == [d for d in range(1, number + 1) if number % d == 0]

@@ -15,6 +15,7 @@ from trainyard.evaluate.loss import (
     evaluate_documents,
     evaluate_sequences,
     held_out_loss,
+    loss_of_model,
     unigram_loss,
 )
 from trainyard.model.gpt import GPT
@@ -39,7 +40,11 @@ def test_held_out_loss_equals_the_direct_computation(model: GPT) -> None:
     tokens = torch.tensor([row[:-1] for row in ids])
     labels = torch.tensor([row[1:] for row in ids])
     labels[2, 5:] = -100
-    found = held_out_loss(model, [(tokens[:2], labels[:2]), (tokens[2:], labels[2:])])
+    found = held_out_loss(
+        loss_of_model(model),
+        [(tokens[:2], labels[:2]), (tokens[2:], labels[2:])],
+        model.vocabulary_size,
+    )
     expected = direct_loss(model, ids[0]) + direct_loss(model, ids[1])
     expected += direct_loss(model, ids[2][:6])
     assert found.n_tokens == 2 * T + 5
@@ -53,9 +58,12 @@ def test_held_out_loss_equals_the_direct_computation(model: GPT) -> None:
 
 def test_held_out_loss_leaves_the_mode_and_no_gradients(model: GPT) -> None:
     batch = (torch.ones(1, T, dtype=torch.int64), torch.ones(1, T, dtype=torch.int64))
-    first = held_out_loss(model, [batch])
+    first = held_out_loss(loss_of_model(model), [batch], model.vocabulary_size)
     model.train()  # dropout 0.5 would change the loss, were it on
-    assert held_out_loss(model, [batch]).summed_loss == first.summed_loss
+    assert (
+        held_out_loss(loss_of_model(model), [batch], model.vocabulary_size).summed_loss
+        == first.summed_loss
+    )
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -63,13 +71,17 @@ def test_held_out_loss_leaves_the_mode_and_no_gradients(model: GPT) -> None:
 def test_the_mode_is_restored_after_an_error(model: GPT) -> None:
     model.train()
     with pytest.raises(IndexError):
-        held_out_loss(model, [(torch.full((1, T), 999), torch.ones(1, T, dtype=torch.int64))])
+        held_out_loss(
+            loss_of_model(model),
+            [(torch.full((1, T), 999), torch.ones(1, T, dtype=torch.int64))],
+            model.vocabulary_size,
+        )
     assert model.training
 
 
 def test_nothing_to_predict_is_an_error(model: GPT) -> None:
     with pytest.raises(DataError, match="no token to predict\nhint: give a longer text"):
-        held_out_loss(model, [])
+        held_out_loss(loss_of_model(model), [], model.vocabulary_size)
 
 
 @pytest.mark.parametrize("n_tokens", [1, T - 1, T, T + 1, 3 * T, 5 * T + 3])
@@ -142,9 +154,16 @@ def test_sequences_of_a_split_count_the_bytes_of_what_is_predicted(
 ) -> None:
     tokens = torch.tensor([[4, 4, 4]])
     labels = torch.tensor([[4, 1, -100]])
-    found = evaluate_sequences(model, [(tokens, labels)], letters)
+    found = evaluate_sequences(
+        loss_of_model(model), [(tokens, labels)], model.vocabulary_size, letters
+    )
     assert (found.n_tokens, found.n_bytes) == (2, 4)
-    assert evaluate_sequences(model, [(tokens, labels)], None).n_bytes is None
+    assert (
+        evaluate_sequences(
+            loss_of_model(model), [(tokens, labels)], model.vocabulary_size, None
+        ).n_bytes
+        is None
+    )
 
 
 def test_unigram_loss_by_hand() -> None:

@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from trainyard.config.run import Model
+from trainyard.model.cut import WHOLE, Part
+from trainyard.model.dropout import Dropout, sequence_keys
 from trainyard.model.gpt import GPT, Recompute, compile_blocks
 from trainyard.model.init import initialise
-from trainyard.model.loss import summed_cross_entropy
 
 SHAPE = Model(
     n_layers=2,
@@ -23,17 +25,24 @@ SHAPE = Model(
 
 
 def build(
-    shape: Model = SHAPE, dtype: torch.dtype = torch.float32, recompute: Recompute = "none"
+    shape: Model = SHAPE,
+    dtype: torch.dtype = torch.float32,
+    recompute: Recompute = "none",
+    part: Part = WHOLE,
 ) -> GPT:
-    model = GPT(shape, 64, dtype, recompute)
+    model = GPT(shape, 64, dtype, recompute, part)
     initialise(model, shape, seed=3)
     # Biases and norms too, so that nothing is trivially right.
-    generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            generator = torch.Generator().manual_seed(len(name))
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return model.train()
+
+
+def with_dropout(rate: float) -> Model:
+    return SHAPE.model_copy(update={"dropout": rate})
 
 
 def some_tokens(n_tokens: int = 16) -> tuple[Tensor, Tensor]:
@@ -44,8 +53,7 @@ def some_tokens(n_tokens: int = 16) -> tuple[Tensor, Tensor]:
 
 def loss_and_gradients(model: GPT) -> tuple[Tensor, dict[str, Tensor]]:
     tokens, labels = some_tokens()
-    torch.manual_seed(6)
-    loss = summed_cross_entropy(model(tokens), model.head_weight, labels, 61)
+    loss = model.summed_loss(model(tokens, sequence_keys(6, 0, 0, 3)), labels)
     loss.backward()
     return loss.detach(), {
         name: p.grad for name, p in model.named_parameters() if p.grad is not None
@@ -175,7 +183,7 @@ def test_a_cache_gives_the_logits_of_the_whole_sequence(pieces: list[int]) -> No
     model = build().eval()
     tokens, _ = some_tokens()
     caches = model.build_caches(3, 16)
-    parts = [model.logits(model(part, caches)) for part in tokens.split(pieces, 1)]
+    parts = [model.logits(model(part, caches=caches)) for part in tokens.split(pieces, 1)]
     expected = model.logits(model(tokens))
     assert expected.shape == (3, 16, 61)
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-5, atol=1e-5)
@@ -192,24 +200,141 @@ def test_no_token_sees_a_later_one() -> None:
     assert (before[:, 9:] != after[:, 9:]).any(-1).all()
 
 
-def test_dropout_acts_in_training_alone() -> None:
-    model = build(SHAPE.model_copy(update={"dropout": 0.3}))
+def test_dropout_acts_in_training_with_keys_alone() -> None:
+    model = build(with_dropout(0.3))
     tokens, _ = some_tokens()
-    assert not torch.equal(model(tokens), model(tokens))
+    keys, others = sequence_keys(1, 0, 0, 3), sequence_keys(1, 1, 0, 3)
+    plain, dropped = model(tokens), model(tokens, keys)
+    assert torch.equal(model(tokens, keys), dropped)
+    assert not torch.equal(dropped, plain)
+    assert not torch.equal(model(tokens, others), dropped)
     model.eval()
-    assert torch.equal(model(tokens), model(tokens))
+    assert torch.equal(model(tokens, keys), plain)
+    assert torch.equal(build()(tokens, keys), plain)  # a rate of zero
+
+
+def test_every_site_drops_elements_of_its_own() -> None:
+    """Were two sites alike, silencing one of them would change nothing at the other."""
+    model, tokens = build(with_dropout(0.3)), some_tokens()[0]
+    seen = []
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout):
+            module.register_forward_hook(
+                lambda _module, inputs, out, name=name: seen.append((name, inputs[0], out))
+            )
+    model(tokens, sequence_keys(1, 0, 0, 3))
+    assert [name for name, _, _ in seen] == [
+        "dropout",
+        *("blocks.0.attention_dropout", "blocks.0.mlp_dropout"),
+        *("blocks.1.attention_dropout", "blocks.1.mlp_dropout"),
+    ]
+    masks = [(out != 0).tolist() for _, _, out in seen]
+    assert all(masks[i] != masks[j] for i in range(5) for j in range(i))
+
+
+def test_micro_batches_of_any_size_have_the_same_gradients_with_dropout() -> None:
+    def gradients(size: int) -> dict[str, Tensor]:
+        model = build(with_dropout(0.2), torch.float64).double()
+        tokens, labels = (torch.cat([each, each.flip(1)]) for each in some_tokens())
+        for first in range(0, 6, size):
+            here = slice(first, first + size)
+            hidden = model(tokens[here], sequence_keys(1, 2, first, size))
+            model.summed_loss(hidden, labels[here], scale=1 / labels.numel()).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    whole = gradients(6)
+    for size in (1, 2, 3):
+        for name, gradient in gradients(size).items():
+            torch.testing.assert_close(gradient, whole[name], rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_parts_one_after_the_other_are_the_whole(tied: bool, recompute: Recompute) -> None:
+    shape = with_dropout(0.2).model_copy(update={"tied_embeddings": tied, "n_layers": 5})
+    whole = build(shape, recompute=recompute)
+    cuts = [(0, 2), (2, 3), (3, 5)]
+    parts = [
+        build(shape, recompute=recompute, part=Part(range(*cut), cut == cuts[0], cut == cuts[-1]))
+        for cut in cuts
+    ]
+    tokens, labels = some_tokens()
+    keys = sequence_keys(6, 0, 0, 3)
+    hidden = tokens
+    for part in parts:
+        hidden = part(hidden, keys)
+    loss = parts[-1].summed_loss(hidden, labels)
+    loss.backward()
+    expected, gradients = loss_and_gradients(whole)
+    assert torch.equal(loss, expected)
+    for number, part in enumerate(parts):
+        for name, parameter in part.named_parameters():
+            if tied and name == "embedding.weight":
+                assert number != 1
+                other = parts[2 - number].embedding
+                assert other is not None
+                both = parameter.grad + other.weight.grad
+                torch.testing.assert_close(both, gradients[name], rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(parameter.grad, gradients[name]), name
+    names = [name for part in parts for name, _ in part.named_parameters()]
+    assert set(names) == gradients.keys()
+    assert len(names) == len(gradients) + tied
+
+
+def test_a_part_has_only_what_it_needs() -> None:
+    first = GPT(SHAPE, 64, part=Part(range(0, 1), takes_tokens=True, gives_loss=False))
+    middle = GPT(SHAPE, 64, part=Part(range(1, 2), takes_tokens=False, gives_loss=False))
+    last = GPT(SHAPE, 64, part=Part(range(2, 2), takes_tokens=False, gives_loss=True))
+    modules = ("embedding", "positions", "blocks", "final_norm", "head", "cross_entropy")
+    held = [{name for name in modules if getattr(part, name)} for part in (first, middle, last)]
+    assert held == [
+        {"embedding", "positions", "blocks"},
+        {"blocks"},
+        {"embedding", "final_norm", "cross_entropy"},  # the embedding as head
+    ]
+    with pytest.raises(AssertionError, match="gives no loss"):
+        first.summed_loss(torch.zeros(1, 2, 32), torch.zeros(1, 2, dtype=torch.int64))
+    with pytest.raises(AssertionError, match="has no head"):
+        _ = middle.head_weight
+
+
+@torch.no_grad()
+def test_positions_survive_a_model_built_without_memory() -> None:
+    with torch.device("meta"):
+        model = GPT(SHAPE, 64)
+    model.to_empty(device="cpu")
+    expected = build()
+    model.load_state_dict(expected.state_dict())
+    tokens, _ = some_tokens()
+    assert torch.equal(model(tokens), expected(tokens))
+    assert torch.equal(model.token_positions, torch.arange(16))
+    assert torch.equal(model.blocks["1"].attention.core.positions, torch.arange(16))
+
+
+def test_positions_of_the_residual_stream_can_be_cut() -> None:
+    """A stage that holds half of the tokens adds and drops what they have in the whole."""
+    model = build(with_dropout(0.3), part=Part(range(0), takes_tokens=True, gives_loss=False))
+    tokens, keys = some_tokens()[0], sequence_keys(1, 0, 0, 3)
+    whole = model(tokens, keys)
+    for half in (slice(0, 8), slice(8, 16)):
+        model.residual_positions = model.token_positions[half]
+        assert torch.equal(model(tokens[:, half], keys), whole[:, half])
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 @pytest.mark.parametrize("recompute", ["none", "attention", "block"])
 def test_compiled_blocks_equal_eager_ones(recompute: Recompute) -> None:
-    loss, gradients = loss_and_gradients(build())
-    model = build(recompute=recompute)
+    shape = with_dropout(0.2)
+    loss, gradients = loss_and_gradients(build(shape))
+    model = build(shape, recompute=recompute)
     names = list(model.state_dict())
     compile_blocks(model)
     assert list(model.state_dict()) == names
+    n_graphs = counters["stats"]["unique_graphs"]
     again, same = loss_and_gradients(model)
+    assert counters["stats"]["unique_graphs"] == n_graphs + 1  # one serves both blocks
     torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)
     for name, gradient in gradients.items():
         torch.testing.assert_close(same[name], gradient, rtol=1e-4, atol=1e-5)

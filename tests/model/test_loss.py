@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -127,17 +130,22 @@ def test_scale_is_a_factor_of_loss_and_gradients(dtype: torch.dtype, bound: floa
         assert summed_cross_entropy(*made, 50, scale=0.003).item() == pytest.approx(scaled.item())
 
 
-def test_a_second_backward_pass_adds_the_same_or_is_refused() -> None:
-    hidden, weight, labels = make()
-    loss = summed_cross_entropy(hidden, weight, labels, 50)
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_gradients_can_be_asked_for_again_and_one_by_one(factor: float) -> None:
+    made = make()
+    loss = factor * summed_cross_entropy(*made, 50)
+    hidden, weight = made[:2]
+    expected = [gradient.clone() for gradient in torch.autograd.grad(loss, (hidden, weight))]
+    loss = factor * summed_cross_entropy(*made, 50)
+    for _ in range(2):  # as a zero-bubble pipeline does: for inputs now, for weights later
+        (of_hidden,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        (of_weight,) = torch.autograd.grad(loss, weight, retain_graph=True)
+        assert torch.equal(of_hidden, expected[0])
+        assert torch.equal(of_weight, expected[1])
     loss.backward(retain_graph=True)
-    once = weight.grad.clone()
     loss.backward()
-    assert torch.equal(weight.grad, 2 * once)
-    loss = 0.5 * summed_cross_entropy(hidden, weight, labels, 50)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    assert torch.equal(weight.grad, 2 * expected[1])
+    assert torch.equal(hidden.grad, 2 * expected[0])
 
 
 @pytest.mark.parametrize("n_rows", [1, 1333, 1334, 1335, 4096])
@@ -148,3 +156,103 @@ def test_chunks_cover_all_rows_once_and_fit(n_rows: int) -> None:
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) * 50304 * 4 <= CPU_CHUNK_BYTES
     assert len(sizes) == -(-n_rows // 1334)
+
+
+class Rank:
+    """One of several threads that share a vocabulary; combines tensors with the others."""
+
+    def __init__(self, number: int, first_row: int, meeting: Barrier, table: list[Tensor]) -> None:
+        self.first_row = first_row
+        self.sent: list[torch.Size] = []
+        self._number, self._meeting, self._table = number, meeting, table
+
+    def maximum(self, x: Tensor) -> Tensor:
+        return self._gather(x).amax(0)
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self._gather(x).sum(0)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        self.sent.append(x.shape)
+        self._table[self._number] = x
+        self._meeting.wait(timeout=60)
+        gathered = torch.stack(self._table)
+        self._meeting.wait(timeout=60)  # nobody writes before everybody has read
+        return gathered
+
+
+def shared(
+    made: Made, real: int, n_ranks: int, scale: float = 1.0
+) -> tuple[list[Tensor], Tensor, Tensor, list[Rank]]:
+    """Losses of every rank, the gradient of hidden states, that of the weight, and the ranks."""
+    hidden, weight, labels = made
+    table, meeting = [hidden] * n_ranks, Barrier(n_ranks)
+    parts = [part.clone().requires_grad_() for part in weight.detach().chunk(n_ranks)]
+    inputs = [hidden.detach().clone().requires_grad_() for _ in parts]
+    ranks = [Rank(n, n * len(parts[0]), meeting, table) for n in range(n_ranks)]
+
+    def compute(n: int) -> Tensor:
+        loss = summed_cross_entropy(inputs[n], parts[n], labels, real, scale, ranks[n])
+        loss.backward()
+        return loss.detach()
+
+    with ThreadPoolExecutor(n_ranks) as pool:
+        losses = list(pool.map(compute, range(n_ranks)))
+    of_hidden = torch.stack([each.grad for each in inputs]).double().sum(0)
+    return losses, of_hidden, torch.cat([part.grad for part in parts]), ranks
+
+
+# With 4 ranks of 16 rows: all real; the last with two real rows; the last, then three, with none.
+@pytest.mark.parametrize("real", [64, 50, 48, 9])
+@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 6e-3)]
+)
+def test_a_shared_vocabulary_changes_nothing(
+    dtype: torch.dtype, bound: float, n_ranks: int, real: int
+) -> None:
+    made = make(dtype, n_rows=60, real=real)
+    hidden, weight, labels = made
+    exact = (hidden.detach().double().requires_grad_(), weight.detach().double(), labels)
+    exact[1].copy_(weight.to(dtype)).requires_grad_()  # the matrix as it is used
+    expected = 0.3 * plain(*exact, real)
+    losses, of_hidden, of_weight, _ = shared(made, real, n_ranks, scale=0.3)
+    for loss in losses:
+        assert torch.equal(loss, losses[0])
+        assert loss.item() == pytest.approx(expected.item(), rel=bound)
+    correct = torch.autograd.grad(expected, exact[:2])
+    assert relative(of_hidden, correct[0]) < bound
+    assert relative(of_weight, correct[1]) < bound
+    assert of_weight[real:].count_nonzero() == 0
+    assert of_hidden[labels == -100].count_nonzero() == 0
+
+
+def test_ranks_exchange_three_numbers_a_token() -> None:
+    _, _, _, ranks = shared(make(n_rows=22), 50, 2)
+    assert [rank.sent for rank in ranks] == [[(22, 1), (2, 22, 1)]] * 2
+
+
+def test_a_shared_vocabulary_without_gradients() -> None:
+    made = make()
+    with torch.no_grad():
+        found = summed_cross_entropy(*made, 50, share=Rank(0, 0, Barrier(1), [made[0]]))
+    assert not found.requires_grad
+    torch.testing.assert_close(found, summed_cross_entropy(*made, 50).detach())
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_improbable_labels_in_another_share_have_a_finite_loss(label: int) -> None:
+    hidden = torch.full((1, 1, 1), 1e4, requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    losses, of_hidden, of_weight, _ = shared((hidden, weight, torch.tensor([[label]])), 2, 2)
+    assert [loss.item() for loss in losses] == [label * 2e4] * 2
+    assert of_hidden.item() == label * 2
+    assert of_weight.flatten().tolist() == [label * 1e4, label * -1e4]
+
+
+def test_a_share_that_is_not_finite_makes_all_losses_so() -> None:
+    hidden, weight, labels = make()
+    weight = weight.detach().clone()
+    weight[40] = torch.nan
+    losses, _, _, _ = shared((hidden, weight, labels), 50, 2)
+    assert all(loss.isnan() for loss in losses)

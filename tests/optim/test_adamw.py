@@ -12,7 +12,7 @@ SHAPE = Model(n_layers=2, d_model=16, n_heads=2, d_ff=32, sequence_length=8, voc
 
 def test_matrices_and_embeddings_are_decayed_biases_and_norms_are_not() -> None:
     model = GPT(SHAPE, 64)
-    optimizer = build_adamw(model, Optimizer(weight_decay=0.25))
+    optimizer = build_adamw(list(model.parameters()), Optimizer(weight_decay=0.25))
     decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     for name, parameter in model.named_parameters():
         plain = name.endswith(".bias") or "norm" in name
@@ -24,7 +24,7 @@ def test_settings_arrive_and_the_step_is_that_of_the_paper() -> None:
     model = GPT(SHAPE, 64)
     initialise(model, SHAPE, seed=1)
     settings = Optimizer(learning_rate=0.01, betas=(0.8, 0.9), epsilon=1e-6, weight_decay=0.5)
-    optimizer = build_adamw(model, settings)
+    optimizer = build_adamw(list(model.parameters()), settings)
     weight = model.blocks["1"].mlp.up.weight
     expected, mean, square = weight.detach().double(), 0.0, 0.0
     for step in (1, 2, 3):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trainyard.config.load import load_run
 from trainyard.config.run import BatchRamp, Run, Train
 from trainyard.errors import ConfigError
-from trainyard.plan.batches import BatchSchedule
+from trainyard.plan.batches import BatchSchedule, batch_sizes
 from trainyard.plan.resolve import resolve
 from trainyard.units import Length
 
@@ -69,10 +69,22 @@ def test_order_sizes_follow_megatron() -> None:
     assert plan.order_sequences == (400, (50 // 20 + 1) * 3 * 8, 3 * 8)
 
 
-def test_ranks_that_do_not_divide_are_refused() -> None:
-    run = load_run("tiny", ["parallel.tensor=2", "parallel.pipeline=2"]).run
-    assert resolve(run, 8).data_parallel_size == 2
-    with pytest.raises(ConfigError, match=r"6 ranks cannot be divided.*\n?.*multiple of 4"):
-        resolve(run, 6)
-    with pytest.raises(ConfigError, match="global_batch_size=8 cannot be divided"):
-        resolve(run, 24)
+def test_ranks_that_are_left_see_different_sequences() -> None:
+    layout = ["parallel.tensor=2", "parallel.pipeline=2", "train.micro_batch_size=1"]
+    assert resolve(load_run("tiny", layout).run, 8).data_parallel_size == 2
+
+
+def test_a_ramp_shorter_than_a_sequence_is_none() -> None:
+    batches = BatchSchedule(run_with_ramp(4, 4, 8, "63 tokens"))
+    assert (batches.batch_size(0), batches.consumed(1)) == (8, 8)
+
+
+@given(start=st.integers(1, 40), increment=st.integers(1, 40), n_increments=st.integers(0, 12))
+def test_sizes_a_batch_grows_through(start: int, increment: int, n_increments: int) -> None:
+    full = start + increment * n_increments
+    ramp = BatchRamp(start=start, increment=increment, length=Length(9000, "sequences"))
+    train = Train(micro_batch_size=1, global_batch_size=full, batch_ramp=ramp)
+    batches = BatchSchedule(Run(train=train))
+    seen = {batches.batch_size(step) for step in range(9000 // start + 2)}
+    assert set(batch_sizes(train)) == seen
+    assert batch_sizes(Train(global_batch_size=7)) == [7]

@@ -2,9 +2,10 @@
 
     runs/demo/checkpoints/
       step-00001000/
-        model-00000-of-00002.safetensors
+        model-00000-of-00002.safetensors         rank 0 of 2
         model-00001-of-00002.safetensors
-        optimizer-00000-of-00001.safetensors
+        optimizer-00000-of-00002.safetensors
+        optimizer-00001-of-00002.safetensors
         manifest.json
       .step-00002000.partial/        being written, or left by a save that was killed
 
@@ -13,12 +14,24 @@
      "step": 1000, "consumed_sequences": 256000, "consumed_tokens": 524288000,
      "run": {...}, "plan": {...}, "versions": {...}, "data_fingerprint": "...", "training": {...},
      "tensors": {"model.final_norm.weight": {"dtype": "float32", "shape": [768], "chunks": [
-         {"offset": [0], "shape": [768], "file": "model-00001-of-00002.safetensors"}]}, ...},
-     "files": {"model-00000-of-00002.safetensors": {"n_bytes": 1073740800, "sha256": "..."}, ...}}
+         {"offset": [0], "shape": [384], "file": "model-00000-of-00002.safetensors",
+          "sha256": "..."},
+         {"offset": [384], "shape": [384], "file": "model-00001-of-00002.safetensors",
+          "sha256": "..."}]}, ...},
+     "files": {"model-00000-of-00002.safetensors": {"n_bytes": 1073740800,
+                                                    "header_sha256": "..."}, ...}}
 
 Tensor names are global: `model.blocks.17.attention.qkv.weight`, `optimizer.<parameter>.exp_avg`.
-Inside its file a tensor has the same name. `chunks` leaves room for tensors stored in parts;
-so far each has one.
+A tensor is stored in chunks, as it was cut when it was saved; each has the tensor's name inside
+its file. The chunks of a tensor form a grid, so that a hole or an overlap is found from lengths:
+
+    offset   0        512      800        rows cut over data ranks, columns over tensor ranks
+        0    +--------+--------+
+      100    |        |        |          {0, 512} x {0, 100, 200}: every corner has its chunk
+      200    +--------+--------+
+
+The checksums of the chunks and of the header cover every byte of a file; a reader hashes just the
+chunks it needs. Only one rank writes what several hold, so that no byte is stored twice.
 
 Whatever is read may have been made by somebody else: sizes, names and shapes are checked against
 the files before anything is allocated or opened by name.
@@ -27,6 +40,7 @@ the files before anything is allocated or opened by name.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 import stat
@@ -43,6 +57,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from torch import Tensor
 
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
@@ -50,7 +65,8 @@ from trainyard.units import format_bytes
 
 FORMAT: Final = 1
 MANIFEST = "manifest.json"
-MANIFEST_LIMIT_BYTES = 256 * 2**20
+MANIFEST_LIMIT_BYTES = 2**30  # 105 MB were measured for 3468 tensors in 128 chunks each
+_HEADER_LIMIT_BYTES = 100_000_000
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -82,6 +98,8 @@ class Chunk(_Part):
     offset: tuple[Count, ...]
     shape: tuple[Count, ...]
     file: PlainName
+    sha256: Sha256
+    """Of the values, as they lie in the file."""
 
 
 class StoredTensor(_Part):
@@ -95,22 +113,14 @@ class StoredTensor(_Part):
     def _readable(self) -> Self:
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
-        whole = (tuple(0 for _ in self.shape), self.shape)
-        if [(chunk.offset, chunk.shape) for chunk in self.chunks] != [whole]:
-            raise ValueError("a tensor must be stored as one chunk of its whole shape")
         return self
-
-    @property
-    def n_bytes(self) -> int:
-        """Size of the values."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class StoredFile(_Part):
-    """A file's size and checksum."""
+    """A file's size, and the checksum of what precedes its values."""
 
     n_bytes: Count
-    sha256: Sha256
+    header_sha256: Sha256
 
 
 class Facts(_Part):
@@ -156,20 +166,51 @@ class Manifest(Facts):
     def _tensors_fit_their_files(self) -> Self:
         needed = dict.fromkeys(self.files, 0)
         for name, tensor in self.tensors.items():
-            file = tensor.chunks[0].file
-            if file not in needed:
-                raise ValueError(f"tensor {name!r} is in {file!r}, which is not among the files")
-            needed[file] += tensor.n_bytes
-            if needed[file] > self.files[file].n_bytes:
-                raise ValueError(
-                    f"tensor {name!r} with shape {list(tensor.shape)} does not fit in {file!r}, "
-                    f"which has {self.files[file].n_bytes} bytes"
-                )
+            for chunk in tensor.chunks:
+                file = chunk.file
+                if file not in needed:
+                    raise ValueError(f"tensor {name!r} is in {file!r}, not among the files")
+                needed[file] += math.prod(chunk.shape) * DTYPES[tensor.dtype].itemsize
+                if needed[file] > self.files[file].n_bytes:
+                    raise ValueError(
+                        f"tensor {name!r} with shape {list(chunk.shape)} does not fit in {file!r}, "
+                        f"which has {self.files[file].n_bytes} bytes"
+                    )
+            problem = grid_problem(tensor)
+            if problem:
+                raise ValueError(f"tensor {name!r} of shape {list(tensor.shape)}: {problem}")
         return self
 
 
 class _OnlyFormat(BaseModel):
     format: int
+
+
+def grid_problem(tensor: StoredTensor) -> str:
+    """Says why the chunks of a tensor do not fill its shape exactly; empty when they do."""
+    n_dimensions = len(tensor.shape)
+    if any(len(c.offset) != n_dimensions or len(c.shape) != n_dimensions for c in tensor.chunks):
+        return "a chunk has another number of dimensions"
+    if 0 in tensor.shape:
+        is_whole = [chunk.shape for chunk in tensor.chunks] == [tensor.shape]
+        return "" if is_whole else "an empty tensor must be one chunk of its whole shape"
+    if any(0 in chunk.shape for chunk in tensor.chunks):
+        return "a chunk is empty"
+    starts: list[list[int]] = []
+    for dimension, length in enumerate(tensor.shape):
+        spans = sorted({(c.offset[dimension], c.shape[dimension]) for c in tensor.chunks})
+        end = 0
+        for start, span in [*spans, (length, 0)]:
+            if start != end:
+                what = "no chunk holds" if start > end else "chunks overlap at, or reach beyond,"
+                return f"{what} {min(start, end)}:{max(start, end)} of dimension {dimension}"
+            end = start + span
+        starts.append([start for start, _ in spans])
+    found = {chunk.offset for chunk in tensor.chunks}
+    if len(found) < len(tensor.chunks):
+        return "two chunks overlap: they have the same offset"
+    hole = next((corner for corner in itertools.product(*starts) if corner not in found), None)
+    return f"no chunk holds what begins at {list(hole)}" if hole else ""
 
 
 def render_manifest(manifest: Manifest) -> bytes:
@@ -223,10 +264,21 @@ def step_folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def sha256_of(path: Path) -> str:
-    """Computes a file's SHA-256, in hex."""
+def header_sha256(path: Path) -> str:
+    """Computes the SHA-256 of a safetensors file's header, its length included, in hex.
+
+    A length beyond the limit of the format, which damage can make, gives the checksum of nothing.
+    """
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        length = file.read(8)
+        n_bytes = int.from_bytes(length, "little")
+        header = length + file.read(n_bytes) if n_bytes <= _HEADER_LIMIT_BYTES else b""
+    return hashlib.sha256(header).hexdigest()
+
+
+def values_sha256(tensor: Tensor) -> str:
+    """Computes the SHA-256 of a contiguous CPU tensor's values, in hex."""
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -1,18 +1,24 @@
 """Reads checkpoints: finds the newest complete one, checks its files, fills tensors from it.
 
 Nothing is unpickled: JSON says what there is, safetensors holds the values, mapped into memory.
-Every file that is read is compared with its checksum first.
+
+A rank reads the chunks that overlap what it holds, however they were cut, and from them what it
+needs; nothing is known of the layout that saved, and nothing is said to other ranks:
+
+    saved by 2 ranks, rows       0.......3 4.......7
+    wanted by 3 ranks            0.....2 3.....5 6.7     the second reads one row of the first
+                                                         chunk and two of the second
+Each chunk that is read is compared with its checksum before any of it is used, by every rank that
+reads it: what a rank trusts is what came to its own memory.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,16 +28,19 @@ from trainyard.checkpoint.format import (
     DTYPES,
     MANIFEST,
     OLDER_IS_KEPT,
+    Chunk,
     Manifest,
     StoredTensor,
+    header_sha256,
     list_checkpoints,
     read_manifest,
-    sha256_of,
     step_of,
+    values_sha256,
 )
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
 from trainyard.model.gpt import GPT
+from trainyard.parallel.placement import Placement, whole
 from trainyard.plan.size import parameter_shapes
 
 logger = logging.getLogger("trainyard")
@@ -74,52 +83,82 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def verify_checkpoint(path: Path) -> Manifest:
-    """Compares every file of a checkpoint with its checksum.
+    """Compares every byte of a checkpoint with its checksums.
 
     Raises:
         CheckpointError: names each damaged file, with the expected and the found checksum.
     """
     manifest = read_manifest(path)
-    _require_intact(path, manifest, manifest.files)
+    chunks = _by_file(manifest, manifest.tensors)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(
+            lambda file: _damage(path, manifest, file, chunks.get(file, [])), manifest.files
+        )
+        damaged = [problem for problem in found if problem]
+    if damaged:
+        raise CheckpointError("\n".join(damaged), OLDER_IS_KEPT)
     return manifest
 
 
 def load_tensors(path: Path, prefix: str = "model.") -> dict[str, Tensor]:
-    """Reads the tensors whose names begin with `prefix`, under the rest of their names.
+    """Reads the whole tensors whose names begin with `prefix`, under the rest of their names.
 
-    They are mapped from the files: read when first used, and private to this process.
+    Those stored in one chunk are mapped from their file, and private to this process; the others
+    are put together in memory.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
     manifest = read_manifest(path)
-    names = [name for name in manifest.tensors if name.startswith(prefix)]
-    return {name.removeprefix(prefix): tensor for name, tensor in _read(path, manifest, names)}
+    stored = {name: t for name, t in manifest.tensors.items() if name.startswith(prefix)}
+    tensors = {
+        name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+        for name, tensor in stored.items()
+        if len(tensor.chunks) > 1
+    }
+
+    def take(name: str, chunk: Chunk, values: Tensor) -> None:
+        if name not in tensors:
+            tensors[name] = values
+        else:
+            _copy_overlap(tensors[name], whole(stored[name].shape), chunk, values)
+
+    _read(path, _by_file(manifest, stored), take)
+    return {name.removeprefix(prefix): tensors[name] for name in stored}
 
 
-@torch.no_grad()
-def load_into(path: Path, tensors: Mapping[str, Tensor], vocabulary_size: int) -> None:
+def load_into(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    vocabulary_size: int,
+    placements: Mapping[str, Placement] | None = None,
+) -> None:
     """Fills tensors in place, wherever they are, from those of the same names.
 
     Args:
-        path: a checkpoint folder; what it holds beyond `tensors` is not read.
+        path: a checkpoint folder, saved under any layout; what it holds beyond `tensors` is not
+            read.
         tensors: by global name.
-        vocabulary_size: rows of embedding and head that must be there; padding above may differ.
+        vocabulary_size: rows of embedding and head that must be there; padding above may differ,
+            and what the checkpoint has no row for stays as it was.
+        placements: where they lie in the whole tensors; without one, a tensor is whole.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or a tensor is missing or of another shape or
             type.
     """
     manifest = read_manifest(path)
+    places = {name: whole(tensor.shape) for name, tensor in tensors.items()}
+    places.update(placements or {})
     for name, tensor in tensors.items():
+        assert tuple(tensor.shape) == places[name].local_shape, (name, tensor.shape, places[name])
         stored = _require_tensor(path, manifest, name, tensor.dtype)
-        _check_shape(path, name, stored, tuple(tensor.shape), vocabulary_size)
-    for name, value in _read(path, manifest, tensors):
-        target = tensors[name]
-        if target.shape != value.shape:
-            n_rows = min(target.shape[0], value.shape[0])
-            target, value = target[:n_rows], value[:n_rows]
-        target.copy_(value)
+        _check_shape(path, name, stored, places[name].shape, vocabulary_size)
+
+    def take(name: str, chunk: Chunk, values: Tensor) -> None:
+        _copy_overlap(tensors[name].detach(), places[name], chunk, values)
+
+    _read(path, _by_file(manifest, {name: places[name] for name in tensors}), take)
 
 
 def build_model_from_checkpoint(
@@ -194,42 +233,106 @@ def _check_shape(
         )
 
 
-def _read(path: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields tensors file by file, so that few are mapped at once."""
-    in_files = sorted((manifest.tensors[name].chunks[0].file, name) for name in names)
-    _require_intact(path, manifest, {file for file, _ in in_files})
-    for file, group in groupby(in_files, key=lambda item: item[0]):
-        try:
-            with safe_open(path / file, framework="pt") as opened:
-                for _, name in group:
-                    yield name, _take(opened, path / file, name, manifest.tensors[name])
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{path / file} is no safetensors file with what its manifest lists: {error}",
-                OLDER_IS_KEPT,
-            ) from None
+_Chunks = list[tuple[str, str, Chunk]]
+"""Names of tensors, their types, and chunks of them."""
 
 
-def _take(opened: Any, file: Path, name: str, stored: StoredTensor) -> Tensor:
-    tensor: Tensor = opened.get_tensor(name)
-    if (tensor.dtype, tuple(tensor.shape)) != (DTYPES[stored.dtype], stored.shape):
-        raise CheckpointError(
-            f"tensor {name!r} in {file} is {tensor.dtype} {list(tensor.shape)}; "
-            f"the manifest says {stored.dtype} {list(stored.shape)}",
-            OLDER_IS_KEPT,
-        )
-    return tensor
+def _by_file(
+    manifest: Manifest, wanted: Mapping[str, Placement | StoredTensor]
+) -> dict[str, _Chunks]:
+    """Lists by file the chunks that hold something of each wanted part, or of a whole tensor."""
+    found: dict[str, _Chunks] = {}
+    for name, part in wanted.items():
+        stored = manifest.tensors[name]
+        for chunk in stored.chunks:
+            if isinstance(part, StoredTensor) or _overlap(part, chunk) is not None:
+                found.setdefault(chunk.file, []).append((name, stored.dtype, chunk))
+    return found
 
 
-def _require_intact(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    ordered = sorted(names)
+def _overlap(place: Placement, chunk: Chunk) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Says what a part and a chunk share: slices of the part, and of the chunk."""
+    of_part, of_chunk = [], []
+    for part_start, part_length, start, length in zip(
+        place.offsets, place.local_shape, chunk.offset, chunk.shape, strict=True
+    ):
+        first = max(part_start, start)
+        last = min(part_start + part_length, start + length)
+        if first >= last:
+            return None
+        of_part.append(slice(first - part_start, last - part_start))
+        of_chunk.append(slice(first - start, last - start))
+    return tuple(of_part), tuple(of_chunk)
+
+
+def _copy_overlap(target: Tensor, place: Placement, chunk: Chunk, values: Tensor) -> None:
+    shared = _overlap(place, chunk)
+    if shared is not None:
+        of_part, of_chunk = shared
+        target[of_part].copy_(values[of_chunk])
+
+
+def _read(
+    path: Path, chunks: Mapping[str, _Chunks], take: Callable[[str, Chunk, Tensor], None]
+) -> None:
+    """Gives chunks to `take` once their checksums match, file by file, so that few are mapped."""
+
+    def check_and_take(name: str, chunk: Chunk, values: Tensor) -> str:
+        problem = _chunk_damage(path, name, chunk, values)
+        if not problem:
+            take(name, chunk, values)
+        return problem
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(sha256_of, [path / name for name in ordered])
-        damaged = [
-            f"{path / name} is damaged: its sha256 is {checksum}, "
-            f"the manifest says {manifest.files[name].sha256}"
-            for name, checksum in zip(ordered, found, strict=True)
-            if checksum != manifest.files[name].sha256
-        ]
-    if damaged:
-        raise CheckpointError("\n".join(damaged), OLDER_IS_KEPT)
+        for file in sorted(chunks):
+            opened = list(_open_chunks(path / file, chunks[file]))
+            damaged = list(filter(None, pool.map(lambda each: check_and_take(*each), opened)))
+            if damaged:
+                raise CheckpointError("\n".join(damaged), OLDER_IS_KEPT)
+
+
+def _open_chunks(file: Path, chunks: _Chunks) -> Iterator[tuple[str, Chunk, Tensor]]:
+    """Maps chunks of a file into memory, none of their values read yet."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name, dtype, chunk in chunks:
+                values: Tensor = opened.get_tensor(name)
+                if (values.dtype, tuple(values.shape)) != (DTYPES[dtype], chunk.shape):
+                    raise CheckpointError(
+                        f"tensor {name!r} in {file} is {values.dtype} {list(values.shape)}; "
+                        f"the manifest says {dtype} {list(chunk.shape)}",
+                        OLDER_IS_KEPT,
+                    )
+                yield name, chunk, values
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{file} is no safetensors file with what its manifest lists: {error}", OLDER_IS_KEPT
+        ) from None
+
+
+def _chunk_damage(path: Path, name: str, chunk: Chunk, values: Tensor) -> str:
+    found = values_sha256(values)
+    if found == chunk.sha256:
+        return ""
+    return (
+        f"{path / chunk.file} is damaged: the sha256 of {name!r} in it is {found}, "
+        f"the manifest says {chunk.sha256}"
+    )
+
+
+def _damage(path: Path, manifest: Manifest, file: str, chunks: _Chunks) -> str:
+    """Says what of a file is not as it was written; empty when all of it is."""
+    found = header_sha256(path / file)
+    if found != manifest.files[file].header_sha256:
+        return (
+            f"{path / file} is damaged: the sha256 of its header is {found}, "
+            f"the manifest says {manifest.files[file].header_sha256}"
+        )
+    try:
+        for name, chunk, values in _open_chunks(path / file, chunks):
+            problem = _chunk_damage(path, name, chunk, values)
+            if problem:
+                return problem
+    except CheckpointError as error:
+        return error.problem
+    return ""

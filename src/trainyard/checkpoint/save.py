@@ -3,71 +3,128 @@
 Everything is written and flushed under a hidden name; one rename makes it a checkpoint:
 
     .step-00002000.partial/  ->  step-00002000/
+
+Ranks save together through that folder, with nothing between them but a barrier:
+
+    rank 0       makes the folder
+    ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
+    every rank   writes its tensors, then parts-00003.json: what is where, or why it could not
+    ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
+    rank 0       joins these lists to the manifest and renames; or writes why not to failure.json
+    ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
+    every rank   looks how it ended
+    ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
+    rank 0       removes the folder of a save that failed
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
+from pydantic import BaseModel, ValidationError
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from trainyard.checkpoint.format import (
     MANIFEST,
-    Chunk,
     Facts,
     Manifest,
     StoredFile,
-    StoredTensor,
+    first_problem,
+    header_sha256,
     list_checkpoints,
     read_manifest,
     render_manifest,
-    sha256_of,
     step_folder_name,
+    values_sha256,
+)
+from trainyard.checkpoint.parts import (
+    EXPECTED,
+    FREE_SPACE,
+    Failure,
+    Parts,
+    describe_part,
+    failure_of,
+    join_parts,
+    parts_name,
+    read_parts,
 )
 from trainyard.errors import CheckpointError, MachineError
+from trainyard.parallel.placement import Placement, whole
 from trainyard.units import format_bytes
 
 # Small enough that several cores share the hashing of one model, large enough for few files.
 SHARD_LIMIT_BYTES = 2**30
 _ROOM_FOR_MANIFEST_BYTES = 2**20
 _PARTIAL = ".partial"
+_FAILURE = "failure.json"
+_RANK_0_KNOWS = "rank 0 failed, and says why"
 
 
-def save_checkpoint(folder: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Path:
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among those that save a checkpoint together."""
+
+    rank: int
+    n_ranks: int
+    barrier: Callable[[], object]
+    """Returns when every rank has called it."""
+
+
+ALONE = Ranks(0, 1, lambda: None)
+
+
+def save_checkpoint(
+    folder: Path,
+    facts: Facts,
+    tensors: Mapping[str, Tensor],
+    placements: Mapping[str, Placement] | None = None,
+    ranks: Ranks = ALONE,
+) -> Path:
     """Writes the checkpoint of one step into `folder` and returns its path.
 
     A checkpoint of the same step is replaced. No second copy of the tensors is held, except of one
-    shard of those that are on a GPU.
+    shard of those that are on a GPU. All ranks call it, and it fails on all of them or on none.
 
     Args:
-        folder: the run's checkpoints, made when absent.
-        facts: the step and what belongs to it.
-        tensors: by global name; the part before the first dot names the files.
+        folder: the run's checkpoints, made when absent; the same for all ranks.
+        facts: the step and what belongs to it; those of rank 0 are written.
+        tensors: what this rank writes, by global name; the part before the first dot names the
+            files. Of ranks that hold the same part, one gives it.
+        placements: where they lie in the whole tensors; without one, a tensor is whole.
+        ranks: this rank among those that save.
 
     Raises:
         MachineError: no room, or the disk cannot be written; older checkpoints are as they were.
     """
     final = folder / step_folder_name(facts.step)
     partial = folder / f".{final.name}{_PARTIAL}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_partials(folder)
-        _require_space(folder, sum(tensor.nbytes for tensor in tensors.values()))
-        partial.mkdir()
-        _write(partial, facts, tensors)
-        _publish(partial, final)
-    except (OSError, SafetensorError) as error:
+    leads = ranks.rank == 0
+    error = _attempt(lambda: _prepare(folder, partial)) if leads else None
+    ranks.barrier()
+    if error is None:
+        error = _attempt(lambda: _write_parts(partial, tensors, placements or {}, ranks))
+    ranks.barrier()
+    if leads:
+        error = error or _attempt(lambda: _join_and_publish(partial, final, facts, ranks))
+        if error is not None:
+            _tell_failure(partial, error)
+    ranks.barrier()
+    failure = _find_failure(partial, final, error)
+    ranks.barrier()
+    if leads and error is not None:
         shutil.rmtree(partial, ignore_errors=True)
-        raise MachineError(
-            f"cannot write the checkpoint {final}: {error}",
-            "free space or quota on that disk; the checkpoints before this one are untouched",
-        ) from error
+    if error is not None and not isinstance(error, EXPECTED):
+        raise error
+    if failure is not None:
+        problem = f"cannot write the checkpoint {final}: {failure.problem}"
+        raise MachineError(problem, failure.hint) from error
     return final
 
 
@@ -117,51 +174,145 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write(partial: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
-    stored: dict[str, StoredTensor] = {}
-    names: list[str] = []
-    # The disk and the checksum of one shard are waited for while the next ones are written.
+def _attempt(step: Callable[[], None]) -> Exception | None:
+    """Runs a step and gives its error, because a rank that left would let the others wait."""
+    try:
+        step()
+    except Exception as error:
+        return error
+    return None
+
+
+def _prepare(folder: Path, partial: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_partials(folder)
+    partial.mkdir()
+
+
+def _write_parts(
+    partial: Path, tensors: Mapping[str, Tensor], placements: Mapping[str, Placement], ranks: Ranks
+) -> None:
+    """Writes this rank's files and the list of what is in them; removes them if it cannot."""
+    if not partial.is_dir():
+        raise MachineError(_RANK_0_KNOWS, FREE_SPACE)
+    written: list[Path] = []
+    own = partial / parts_name(ranks.rank)
+    try:
+        _require_space(partial.parent, sum(tensor.nbytes for tensor in tensors.values()))
+        places = {name: placements.get(name) or whole(t.shape) for name, t in tensors.items()}
+        _write_flushed(own, _write_files(partial, tensors, places, ranks, written))
+    except Exception as error:
+        for path in written:
+            path.unlink(missing_ok=True)
+        parts = Parts(failure=failure_of(error))
+        _attempt(lambda: _write_flushed(own, parts))
+        raise
+
+
+def _write_files(
+    partial: Path,
+    tensors: Mapping[str, Tensor],
+    places: Mapping[str, Placement],
+    ranks: Ranks,
+    written: list[Path],
+) -> Parts:
+    held = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.numel() or tensor.shape == places[name].shape
+    }
+    parts = Parts()
+    # The disk and the checksums of one shard are waited for while the next ones are written.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         finished = []
-        for name, shard in _named_shards(tensors):
+        for name, shard in _named_shards(held, ranks):
+            written.append(partial / name)
             write_shard(partial / name, shard)
-            finished.append(pool.submit(_finish_file, partial / name))
-            names.append(name)
-            stored |= {key: _describe(tensor, name) for key, tensor in shard.items()}
-        files = {name: future.result() for name, future in zip(names, finished, strict=True)}
-    manifest = Manifest(**dict(facts), tensors=stored, files=files)
-    (partial / MANIFEST).write_bytes(render_manifest(manifest))
-    flush(partial / MANIFEST)
-    flush(partial)
+            future = pool.submit(_finish_file, partial / name, tuple(shard))
+            finished.append((name, shard, future))
+        for file, shard, future in finished:
+            parts.files[file], checksums = future.result()
+            for name, tensor in shard.items():
+                parts.tensors[name] = describe_part(tensor, places[name], file, checksums[name])
+    return parts
 
 
-def _named_shards(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _named_shards(
+    tensors: Mapping[str, Tensor], ranks: Ranks
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yields files: model-RANK-of-RANKS, and where a rank has several, -FILE-of-FILES."""
     for part in dict.fromkeys(name.partition(".")[0] for name in tensors):
         own = {name: t for name, t in tensors.items() if name.startswith(f"{part}.")}
         shards = split_in_shards(own)
         for index, shard in enumerate(shards):
-            yield f"{part}-{index:05d}-of-{len(shards):05d}.safetensors", shard
+            numbers = [(ranks.rank, ranks.n_ranks)] if ranks.n_ranks > 1 else []
+            if len(shards) > 1 or not numbers:
+                numbers.append((index, len(shards)))
+            of = "".join(f"-{number:05d}-of-{count:05d}" for number, count in numbers)
+            yield f"{part}{of}.safetensors", shard
 
 
-def _finish_file(path: Path) -> StoredFile:
+def _finish_file(path: Path, names: tuple[str, ...]) -> tuple[StoredFile, dict[str, str]]:
+    """Flushes a file; gives its size and the checksums of its header and of each tensor."""
     flush(path)
-    return StoredFile(n_bytes=path.stat().st_size, sha256=sha256_of(path))
+    with safe_open(path, framework="pt") as opened:
+        checksums = {name: values_sha256(opened.get_tensor(name)) for name in names}
+    header = header_sha256(path)
+    return StoredFile(n_bytes=path.stat().st_size, header_sha256=header), checksums
 
 
-def _describe(tensor: Tensor, file: str) -> StoredTensor:
-    shape = tuple(tensor.shape)
-    chunk = Chunk(offset=(0,) * len(shape), shape=shape, file=file)
-    return StoredTensor(
-        dtype=str(tensor.dtype).removeprefix("torch."), shape=shape, chunks=(chunk,)
-    )
-
-
-def _publish(partial: Path, final: Path) -> None:
+def _join_and_publish(partial: Path, final: Path, facts: Facts, ranks: Ranks) -> None:
+    tensors, files = join_parts(read_parts(partial, ranks.n_ranks))
+    try:
+        manifest = Manifest(**dict(facts), tensors=tensors, files=files)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
+    (partial / MANIFEST).write_bytes(render_manifest(manifest))
+    flush(partial / MANIFEST)
+    for rank in range(ranks.n_ranks):
+        (partial / parts_name(rank)).unlink()
+    flush(partial)
     replaced = _rename_to_partial(final) if final.exists() else None
     partial.rename(final)
     flush(final.parent)
     if replaced:
-        shutil.rmtree(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)  # if not now, then by the next save
+
+
+def _tell_failure(partial: Path, error: Exception) -> None:
+    """Leaves word for the other ranks, in the room that everything else had taken."""
+    failure = failure_of(error)
+
+    def tell() -> None:
+        for path in partial.iterdir():
+            path.unlink()
+        _write_flushed(partial / _FAILURE, failure)
+
+    _attempt(tell)
+
+
+def _find_failure(partial: Path, final: Path, error: Exception | None) -> Failure | None:
+    """Finds out why a save failed, on any rank, if it did.
+
+    Only names that nobody has looked up before are opened, since a network file system may remember
+    for a while that a name was there, or was not.
+    """
+    try:
+        return Failure.model_validate_json((partial / _FAILURE).read_bytes())
+    except (OSError, ValidationError):  # none, or no room for it
+        pass
+    if error is not None:
+        return failure_of(error)
+    try:
+        (final / MANIFEST).open("rb").close()
+    except OSError:
+        return Failure(problem=_RANK_0_KNOWS, hint=FREE_SPACE)
+    return None
+
+
+def _write_flushed(path: Path, content: BaseModel) -> None:
+    path.write_text(content.model_dump_json(), encoding="utf-8")
+    flush(path)
 
 
 def _require_space(folder: Path, tensors_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""`trainyard check`: reads files whole, and says what is wrong with them and where."""
+"""`trainyard check`: reads files whole, or tries a layout, and says what is wrong and where."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainyard.cli.check_layout import layout
 from trainyard.errors import DataError
 
 if TYPE_CHECKING:
@@ -15,13 +16,9 @@ if TYPE_CHECKING:
 check = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Read files whole and say what is wrong with them, and where.",
+    help="Prove that token files are whole, or that a layout computes the right thing.",
 )
-
-
-@check.callback()
-def _group() -> None:
-    """Keeps `data` a word of the command line while it is the only one here."""
+check.command()(layout)
 
 
 @check.command()

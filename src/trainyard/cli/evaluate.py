@@ -86,7 +86,7 @@ def _evaluate_data(trained: Trained, data: str, stride: int) -> HeldOut:
 def _evaluate_test_split(trained: Trained, order: SequenceOrder | None, batches: int) -> HeldOut:
     from trainyard.data.loader import held_out_batches
     from trainyard.errors import ConfigError
-    from trainyard.evaluate.loss import evaluate_sequences
+    from trainyard.evaluate.loss import evaluate_sequences, loss_of_model
 
     run = trained.run
     n_sequences = (batches or run.evaluate.batches) * run.train.global_batch_size
@@ -102,7 +102,9 @@ def _evaluate_test_split(trained: Trained, order: SequenceOrder | None, batches:
         run.train.micro_batch_size,
         trained.model.vocabulary_size,
     )
-    return evaluate_sequences(trained.model, pieces, trained.tokenizer)
+    model = trained.model
+    loss_of = loss_of_model(model)
+    return evaluate_sequences(loss_of, pieces, model.vocabulary_size, trained.tokenizer)
 
 
 def _render(result: dict[str, Any], checkpoint: Path, data: str) -> str:

@@ -79,7 +79,7 @@ def _append_field(text: Text, field: str, default: Any, manual: str) -> None:
 
 
 def _facts(run: Run, plan: Plan) -> dict[str, str]:
-    model, parallel, train = run.model, run.parallel, run.train
+    model, train = run.model, run.train
     count = parameter_count(model, plan.padded_vocabulary_size)
     parts = ", ".join(f"{part} {n:,}" for part, n in asdict(count).items() if n)
     batch_tokens = train.global_batch_size * model.sequence_length
@@ -98,9 +98,40 @@ def _facts(run: Run, plan: Plan) -> dict[str, str]:
         "batch": f"{train.global_batch_size:,} sequences = {batch_tokens:,} tokens{growth}",
         "length": f"{plan.n_steps:,} steps = {plan.n_sequences:,} sequences = "
         f"{plan.n_tokens:,} tokens ({format_large(plan.n_tokens)})",
-        "layout": f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x context "
-        f"{parallel.context}, ZeRO stage {parallel.zero_stage}, {run.precision.kind}",
+        **_layout(run, plan),
     }
+
+
+def _layout(run: Run, plan: Plan) -> dict[str, str]:
+    """Describes the smallest layout; more ranks of the same layout are more data parallel ones."""
+    parallel, topology = run.parallel, plan.topology
+    sharding = f"ZeRO stage {parallel.zero_stage}"
+    if topology.replica > 1:
+        sharding += f" in {topology.replica} replicas"
+    axes = {
+        "data": topology.data,
+        "tensor": topology.tensor,
+        "pipeline": topology.pipeline,
+        "context": topology.context,
+    }
+    product = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one rank"
+    found = {"layout": f"{product}, {sharding}, {run.precision.kind}"}
+    if plan.n_ranks == 1:
+        return found
+    per_step = run.train.global_batch_size // run.train.micro_batch_size // topology.data
+    found["ranks"] = (
+        f"{plan.n_ranks} at least; micro batches of each in a step: {per_step} of "
+        f"{run.train.micro_batch_size} sequences"
+    )
+    if topology.pipeline > 1:
+        stages = [
+            f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in plan.stages
+        ]
+        by_rank = [
+            ", ".join(stages[rank :: topology.pipeline]) for rank in range(topology.pipeline)
+        ]
+        found["stages"] = f"{parallel.schedule}, blocks by pipeline rank: {' | '.join(by_rank)}"
+    return found
 
 
 def _render_values(loaded: LoadedRun, with_defaults: bool) -> Text:

@@ -1,13 +1,21 @@
-"""`trainyard train`: one run file to checkpoints, on this machine."""
+"""`trainyard train`: one run file to checkpoints, on this machine or as one rank of many."""
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from trainyard.config.run import Run
+from trainyard.errors import LaunchError
+from trainyard.launch.environment import Process, read_process
+
 RUNS_FOLDER = Path("runs")
+WAIT_SECONDS = 60.0
+POLL_SECONDS = 0.1
 
 
 def train(
@@ -19,20 +27,78 @@ def train(
         Literal["auto", "must", "never"],
         typer.Option(help="auto continues where there is a checkpoint, must insists on one."),
     ] = "auto",
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes on this machine. Default: one for each GPU, or as many as the run "
+            "is cut into.",
+        ),
+    ] = None,
 ) -> None:
     """Train a run; its folder is runs/NAME.
 
     Example: trainyard train recipes/laptop/gpt-10m.toml train.length="500 steps"
 
-    Ctrl-C and SIGTERM save at the next step and exit with 0; the same command continues.
+    Ctrl-C and SIGTERM save at the next step and exit with 0; the same command continues. Below
+    torchrun, srun or mpiexec this command is one rank: start it once for each.
     """
     from trainyard.config.load import load_run
     from trainyard.plan.resolve import resolve
 
+    process = read_process()
+    if ranks is not None and process.n_ranks > 1:
+        raise LaunchError(
+            f"--ranks {ranks}: a launcher has started {process.n_ranks} ranks already",
+            "leave out --ranks, or the launcher",
+        )
     run = load_run(run_file, overrides).run
-    resolve(run)  # refuses what cannot be before torch takes its seconds to import
+    if process.n_ranks > 1:
+        ranks = process.n_ranks
+    plan = resolve(run, ranks)  # refuses what cannot be before torch takes its seconds to import
     from trainyard.train.worker import run_worker, write_run_folder
 
+    if ranks is None:
+        plan = resolve(run, max(plan.n_ranks, _count_gpus()))
     folder = RUNS_FOLDER / run.name
-    write_run_folder(folder, run, resume)
-    run_worker(folder, resume)
+    if process.rank > 0:
+        wait_for_run_folder(folder, run, process)
+    else:
+        write_run_folder(folder, run, resume)
+    if plan.n_ranks == process.n_ranks:
+        run_worker(folder, resume)
+        return
+    from trainyard.launch.local import run_ranks
+
+    worker = [sys.executable, "-P", "-m", "trainyard.train.worker", str(folder)]
+    run_ranks(plan.n_ranks, [*worker, "--resume", resume], folder / "logs")
+
+
+def wait_for_run_folder(
+    folder: Path, run: Run, process: Process, timeout_seconds: float = WAIT_SECONDS
+) -> None:
+    """Waits until rank 0 has written this very run into the folder.
+
+    Raises:
+        LaunchError: it has not, or another run is there.
+    """
+    from trainyard.config.load import render_run
+
+    path, wanted = folder / "run.toml", render_run(run)
+    deadline = time.monotonic() + timeout_seconds
+    while not (path.exists() and path.read_text(encoding="utf-8") == wanted):
+        if time.monotonic() > deadline:
+            found = "holds another run than this rank was given" if path.exists() else "is missing"
+            raise LaunchError(
+                f"rank {process.rank} of {process.n_ranks}: {path.resolve()} {found}, "
+                f"{timeout_seconds:g} s after its start",
+                "rank 0 writes it, see what that says; all ranks need the same run file and "
+                "overrides, and a folder that all machines see",
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

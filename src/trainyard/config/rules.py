@@ -1,108 +1,362 @@
-"""Rules that bind fields of several sections of a run: what cannot be, said with both values."""
+"""Rules that bind fields of several sections of a run: what cannot be, why, and what is near it.
+
+Each rule gives one sentence with both values. What could be changed is then tried, nearest values
+first, and the first change that breaks no other rule is named:
+
+    model.n_heads=12 must be divisible by parallel.tensor=8 x parallel.context=1: a rank has whole
+    heads; nearest that works: parallel.tensor=6
+
+Rules that need the number of ranks are in `plan/layout.py`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from trainyard.config.run import Run
+
+Changes = dict[str, Any]
+"""New values by dotted field, made together."""
+
+MOST_TRIALS = 1000
+_Section = TypeVar("_Section", bound="BaseModel")
 
 
 def disagreements(run: Run) -> list[str]:
-    """Lists every pair of fields that cannot stand together."""
-    return [*_layout_problems(run), *_batch_problems(run), *_schedule_problems(run)]
+    """Lists every rule that a run breaks, each with the nearest changes that mend it."""
+    found = broken_rules(run)
+    return [text + _remedies(run, rule, found) for rule, text in found.items()]
 
 
-def _layout_problems(run: Run) -> list[str]:
+def broken_rules(run: Run) -> dict[str, str]:
+    """Maps the rules a run breaks, by name, to what is wrong."""
+    return {
+        **_cut_problems(run),
+        **_pipeline_problems(run),
+        **_sharding_problems(run),
+        **_batch_problems(run),
+        **_length_problems(run),
+    }
+
+
+def batch_fields(run: Run) -> dict[str, int]:
+    """Maps the fields that make up all batch sizes to their values."""
+    fields = {"train.global_batch_size": run.train.global_batch_size}
+    ramp = run.train.batch_ramp
+    if ramp and ramp.start != run.train.global_batch_size:
+        fields["train.batch_ramp.start"] = ramp.start
+        fields["train.batch_ramp.increment"] = ramp.increment
+    return fields
+
+
+def change(section: _Section, changes: Changes) -> _Section:
+    """Gives a copy with other values, which are not validated."""
+    for field, value in changes.items():
+        head, _, rest = field.partition(".")
+        if rest:
+            value = change(getattr(section, head), {rest: value})
+        section = section.model_copy(update={head: value})
+    return section
+
+
+def nearest(values: Iterable[int], near: int) -> list[int]:
+    """Sorts numbers by their distance to one of them, the smaller first."""
+    return sorted(values, key=lambda value: (abs(value - near), value))
+
+
+def divisors(number: int) -> list[int]:
+    """Lists the whole numbers that divide `number`."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def nearest_divisor(number: int, near: int) -> int:
+    """Gives the divisor of `number` that is closest to `near`."""
+    return nearest(divisors(number), near)[0]
+
+
+def nearest_multiples(factor: int, near: int, n_beyond: int = 1) -> Iterator[int]:
+    """Lists multiples of `factor` by their distance to a number: down to 1 x, up to `n_beyond`."""
+    below, rest = divmod(near, factor)
+    for distance in range(max(below, n_beyond)):
+        pair = [below - distance, below + 1 + distance]
+        for multiple in pair if rest <= factor - rest else reversed(pair):
+            if multiple > 0:
+                yield multiple * factor
+
+
+def _cut_problems(run: Run) -> dict[str, str]:
+    """Finds what ranks that share a layer or a sequence cannot have equal parts of."""
     model, parallel = run.model, run.parallel
-    problems = []
-    if model.n_heads % (parallel.tensor * parallel.context):
-        problems.append(
-            f"model.n_heads={model.n_heads} must be divisible by "
-            f"parallel.tensor={parallel.tensor} x parallel.context={parallel.context}"
+    tensor, context, method = parallel.tensor, parallel.context, parallel.context_method
+    problems = {}
+    if method == "ulysses" and model.n_heads % (tensor * context):
+        problems["heads"] = (
+            f"model.n_heads={model.n_heads} must be divisible by parallel.tensor={tensor} x "
+            f"parallel.context={context}: a rank has whole heads"
         )
-    if model.d_ff % parallel.tensor:
-        problems.append(
-            f"model.d_ff={model.d_ff} must be divisible by parallel.tensor={parallel.tensor}"
+    elif model.n_heads % tensor:
+        problems["heads"] = (
+            f"model.n_heads={model.n_heads} must be divisible by parallel.tensor={tensor}: "
+            "a rank has whole heads"
         )
-    if model.n_layers < parallel.pipeline * parallel.chunks:
-        problems.append(
-            f"model.n_layers={model.n_layers} is fewer than "
-            f"parallel.pipeline={parallel.pipeline} x parallel.chunks={parallel.chunks}"
+    if model.d_ff % tensor:
+        problems["d_ff"] = (
+            f"model.d_ff={model.d_ff} must be divisible by parallel.tensor={tensor}: "
+            "a rank has an equal part"
         )
-    if parallel.sequence and model.sequence_length % parallel.tensor:
-        problems.append(
+    is_ring = method == "ring" and context > 1
+    if model.sequence_length % (2 * context if is_ring else context):
+        problems["context"] = (
             f"model.sequence_length={model.sequence_length} must be divisible by "
-            f"parallel.tensor={parallel.tensor} when parallel.sequence is true"
+            f"{'2 x ' if is_ring else ''}parallel.context={context}: "
+            f"a rank has an equal part{' of each half' if is_ring else ''}"
         )
-    if model.sequence_length % (2 * parallel.context) and parallel.context > 1:
-        problems.append(
-            f"model.sequence_length={model.sequence_length} must be divisible by "
-            f"2 x parallel.context={parallel.context}"
+    elif parallel.sequence and model.sequence_length // context % tensor:
+        problems["sequence"] = (
+            f"model.sequence_length={model.sequence_length} must be divisible by parallel.tensor="
+            f"{tensor} x parallel.context={context} when parallel.sequence is true: "
+            "a rank has an equal part"
+        )
+    if is_ring and model.dropout:
+        problems["ring_dropout"] = (
+            f"model.dropout={model.dropout} cannot stand with parallel.context_method='ring': "
+            "its attention weights are never whole"
         )
     return problems
 
 
-def _batch_problems(run: Run) -> list[str]:
-    train = run.train
-    problems = []
-    sizes = {"train.global_batch_size": train.global_batch_size}
-    if train.batch_ramp:
-        sizes["train.batch_ramp.start"] = train.batch_ramp.start
-        sizes["train.batch_ramp.increment"] = train.batch_ramp.increment
-        distance = train.global_batch_size - train.batch_ramp.start
-        if distance < 0 or distance % train.batch_ramp.increment:
-            problems.append(
-                f"train.batch_ramp goes from {train.batch_ramp.start} to global_batch_size="
+def _pipeline_problems(run: Run) -> dict[str, str]:
+    """Finds what stages, and the order of passes through them, cannot be."""
+    parallel = run.parallel
+    pipeline, chunks, schedule = parallel.pipeline, parallel.chunks, parallel.schedule
+    problems = {}
+    if run.model.n_layers < pipeline * chunks:
+        problems["stages"] = (
+            f"model.n_layers={run.model.n_layers} is fewer than parallel.pipeline={pipeline} x "
+            f"parallel.chunks={chunks}: a stage has a block at least"
+        )
+    if pipeline == 1:
+        if chunks > 1:
+            problems["chunks"] = f"parallel.chunks={chunks} needs parallel.pipeline above 1"
+        return problems
+    if schedule in ("gpipe", "1f1b") and chunks > 1:
+        problems["chunks"] = (
+            f"parallel.chunks={chunks} cannot stand with parallel.schedule={schedule!r}: "
+            "it has one on each rank"
+        )
+    if schedule == "interleaved" and chunks == 1:
+        problems["chunks"] = (
+            "parallel.chunks=1 cannot stand with parallel.schedule='interleaved': "
+            "there is nothing to interleave"
+        )
+    if schedule == "zero_bubble" and run.train.compile != "never":
+        problems["zero_bubble_compile"] = (
+            f"train.compile={run.train.compile!r} cannot stand with "
+            "parallel.schedule='zero_bubble': compiled blocks give wrong gradients "
+            "when the backward pass is split"
+        )
+    if schedule == "zero_bubble" and parallel.recompute != "none":
+        problems["zero_bubble_recompute"] = (
+            f"parallel.recompute={parallel.recompute!r} cannot stand with "
+            "parallel.schedule='zero_bubble': it splits the backward pass, and each part would "
+            "compute again, which takes longer than the bubble"
+        )
+    return problems
+
+
+def _sharding_problems(run: Run) -> dict[str, str]:
+    parallel = run.parallel
+    problems = {}
+    if parallel.zero_stage == 2 and parallel.pipeline > 1:
+        problems["zero_pipeline"] = (
+            f"parallel.zero_stage=2 cannot stand with parallel.pipeline={parallel.pipeline}: "
+            "a pipeline keeps whole gradients until the end of a step, so it would be stage 1"
+        )
+    splits_backward = parallel.schedule == "zero_bubble" and parallel.pipeline > 1
+    if parallel.zero_stage == 3 and splits_backward:
+        problems["zero_bubble_sharding"] = (
+            "parallel.zero_stage=3 cannot stand with parallel.schedule='zero_bubble': weights are "
+            "released before the second part of the backward pass, and their gradients lost"
+        )
+    if parallel.replicas > 1 and parallel.zero_stage == 0:
+        problems["replicas"] = (
+            f"parallel.replicas={parallel.replicas} cannot stand with parallel.zero_stage=0: "
+            "there every rank is a replica"
+        )
+    return problems
+
+
+def _batch_problems(run: Run) -> dict[str, str]:
+    train, ramp = run.train, run.train.batch_ramp
+    problems = {}
+    if ramp:
+        distance = train.global_batch_size - ramp.start
+        if distance < 0 or distance % ramp.increment:
+            problems["ramp"] = (
+                f"train.batch_ramp goes from {ramp.start} to global_batch_size="
                 f"{train.global_batch_size}: not a whole number of increments of "
-                f"{train.batch_ramp.increment}"
+                f"{ramp.increment}"
             )
-    for name, size in sizes.items():
+    for field, size in batch_fields(run).items():
         if size % train.micro_batch_size:
-            problems.append(
-                f"{name}={size} must be divisible by "
+            problems[field] = (
+                f"{field}={size} must be divisible by "
                 f"train.micro_batch_size={train.micro_batch_size}"
             )
     return problems
 
 
-def _schedule_problems(run: Run) -> list[str]:
+def _length_problems(run: Run) -> dict[str, str]:
     schedule = run.schedule
     lengths = {"train.length": run.train.length, "schedule.decay": schedule.decay}
     if run.train.batch_ramp:
         lengths["train.batch_ramp.length"] = run.train.batch_ramp.length
-    problems = [
-        f"{name}={str(length)!r} must be more than nothing"
-        for name, length in lengths.items()
+    problems = {
+        field: f"{field}={str(length)!r} must be more than nothing"
+        for field, length in lengths.items()
         if not length.amount
-    ]
+    }
     if schedule.minimum_learning_rate > run.optimizer.learning_rate:
-        problems.append(
+        problems["rates"] = (
             f"schedule.minimum_learning_rate={schedule.minimum_learning_rate} is above "
             f"optimizer.learning_rate={run.optimizer.learning_rate}"
         )
-    falls = schedule.kind != "constant"
-    if (
-        falls
-        and schedule.warmup.unit == schedule.decay.unit
-        and schedule.warmup.amount >= schedule.decay.amount
-    ):
-        problems.append(
-            f"schedule.warmup={str(schedule.warmup)!r} must be shorter than "
-            f"schedule.decay={str(schedule.decay)!r}"
+    warmup, decay, cooldown = schedule.warmup, schedule.decay, schedule.cooldown
+    if schedule.kind != "constant" and warmup.unit == decay.unit and warmup.amount >= decay.amount:
+        problems["warmup"] = (
+            f"schedule.warmup={str(warmup)!r} must be shorter than schedule.decay={str(decay)!r}"
         )
-    if (
-        schedule.kind == "warmup_stable_decay"
-        and schedule.cooldown.unit == schedule.decay.unit
-        and schedule.cooldown.amount > schedule.decay.amount
-    ):
-        problems.append(
-            f"schedule.cooldown={str(schedule.cooldown)!r} must not be longer than "
-            f"schedule.decay={str(schedule.decay)!r}"
+    cools = schedule.kind == "warmup_stable_decay" and cooldown.unit == decay.unit
+    if cools and cooldown.amount > decay.amount:
+        problems["cooldown"] = (
+            f"schedule.cooldown={str(cooldown)!r} must not be longer than "
+            f"schedule.decay={str(decay)!r}"
         )
     return problems
 
 
-def nearest_divisor(number: int, near: int) -> int:
-    """Gives the divisor of `number` that is closest to `near`."""
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - near))
+def _remedies(run: Run, rule: str, found: dict[str, str]) -> str:
+    """Names, for each way to mend a rule, the change that mends most others and breaks none."""
+    working = []
+    for way in _ways(run, rule):
+        best, fewest = None, len(found)
+        for changes in itertools.islice(way, MOST_TRIALS):
+            rest = broken_rules(change(run, changes)).keys()
+            if rest <= found.keys() - {rule} and len(rest) < fewest:
+                best, fewest = changes, len(rest)
+            if fewest == 0:
+                break
+        if best:
+            working.append(describe(run, best))
+    return f"; nearest that works: {', or '.join(working)}" if working else ""
+
+
+def describe(run: Run, changes: Changes) -> str:
+    """Writes what differs as a run file would: "parallel.tensor=4"."""
+    old = {field: _value(run, field) for field in changes}
+    new = {field: value for field, value in changes.items() if value != old[field]}
+    return " with ".join(f"{field}={_as_toml(value)}" for field, value in new.items())
+
+
+def _value(section: Any, field: str) -> Any:
+    for name in field.split("."):
+        section = getattr(section, name)
+    return section
+
+
+def _as_toml(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower()
+
+
+def _ways(run: Run, rule: str) -> list[Iterable[Changes]]:
+    """Lists the ways to mend a rule, each as changes to try, nearest first."""
+    match rule:
+        case "heads" | "d_ff" | "context" | "sequence" | "ring_dropout":
+            return _ways_to_cut(run, rule)
+        case "stages":
+            n_layers, parallel = run.model.n_layers, run.parallel
+            pipelines = {1, n_layers // 2, n_layers // parallel.chunks, parallel.pipeline} - {0}
+            chunks = {1, 2, n_layers // parallel.pipeline, parallel.chunks} - {0}
+            return [_pairs(run, {"parallel.pipeline": pipelines, "parallel.chunks": chunks})]
+        case "chunks":
+            return [_one_of("parallel.chunks", [1, 2]), _schedules()]
+        case "zero_bubble_compile":
+            return [_one_of("train.compile", ["never"]), _schedules()]
+        case "zero_bubble_recompute":
+            return [_one_of("parallel.recompute", ["none"]), _schedules()]
+        case "zero_bubble_sharding":
+            return [_one_of("parallel.zero_stage", [1]), _schedules()]
+        case "zero_pipeline":
+            return [_one_of("parallel.zero_stage", [1])]
+        case "replicas":
+            return [_one_of("parallel.zero_stage", [1]), _one_of("parallel.replicas", [1])]
+    return _ways_to_batch(run, rule)
+
+
+def _ways_to_cut(run: Run, rule: str) -> list[Iterable[Changes]]:
+    model, parallel = run.model, run.parallel
+    methods = _one_of("parallel.context_method", ["ulysses", "ring"])
+    if rule == "ring_dropout":
+        return [methods, _one_of("model.dropout", [0.0])]
+    candidates = {
+        "parallel.tensor": divisors(math.gcd(model.n_heads, model.d_ff)),
+        "parallel.context": divisors(model.sequence_length),
+    }
+    n_parts = parallel.context * (parallel.tensor if parallel.sequence else 1)
+    if parallel.context_method == "ring":
+        n_parts = math.lcm(n_parts, 2 * parallel.context)
+    lengths = nearest_multiples(n_parts, model.sequence_length)
+    ways: list[Iterable[Changes]] = [_pairs(run, candidates)]
+    if rule in ("heads", "context") and parallel.context > 1:
+        ways.append(methods)
+    if rule in ("context", "sequence"):
+        ways.append(_one_of("model.sequence_length", lengths))
+    return ways
+
+
+def _ways_to_batch(run: Run, rule: str) -> list[Iterable[Changes]]:
+    train, ramp = run.train, run.train.batch_ramp
+    if rule == "ramp" and ramp:
+        distance = train.global_batch_size - ramp.start
+        increments = nearest(divisors(distance) if distance > 0 else [], ramp.increment)
+        # A ramp of one stage is none.
+        starts = range(train.global_batch_size, 0, -ramp.increment)
+        return [
+            _one_of("train.batch_ramp.increment", increments),
+            _one_of("train.batch_ramp.start", nearest(starts, ramp.start)),
+        ]
+    fields = batch_fields(run)
+    if rule not in fields:
+        return []
+    sizes = nearest(divisors(math.gcd(*fields.values())), train.micro_batch_size)
+    return [
+        _one_of("train.micro_batch_size", sizes),
+        _one_of(rule, nearest_multiples(train.micro_batch_size, fields[rule])),
+    ]
+
+
+def _schedules() -> Iterator[Changes]:
+    return _one_of("parallel.schedule", ["1f1b", "interleaved", "gpipe"])
+
+
+def _one_of(field: str, values: Iterable[Any]) -> Iterator[Changes]:
+    return ({field: value} for value in values)
+
+
+def _pairs(run: Run, candidates: Mapping[str, Iterable[int]]) -> list[Changes]:
+    """Combines values of fields, changes of one field before changes of more, then nearest."""
+    old = {field: _value(run, field) for field in candidates}
+
+    def distance(changes: Changes) -> tuple[int, int]:
+        distances = [abs(value - old[field]) for field, value in changes.items()]
+        return sum(map(bool, distances)), sum(distances)
+
+    combined = itertools.product(*candidates.values())
+    return sorted((dict(zip(old, values, strict=True)) for values in combined), key=distance)

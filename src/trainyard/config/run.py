@@ -202,7 +202,7 @@ class Parallel(Section):
     """How one model replica is cut over ranks; data parallelism takes the ranks that are left."""
 
     tensor: int = Field(default=1, ge=1)
-    """Ranks that share each block."""
+    """Ranks that share each block: heads, MLP features and rows of the vocabulary."""
     sequence: bool = False
     """Cut activations along the sequence between the tensor-parallel regions."""
     pipeline: int = Field(default=1, ge=1)
@@ -210,13 +210,14 @@ class Parallel(Section):
     chunks: int = Field(default=1, ge=1)
     """Model chunks on each pipeline rank (interleaving)."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """Order of forward and backward passes in a pipeline."""
+    """Order of forward and backward passes in a pipeline; interleaved needs more than one chunk."""
     context: int = Field(default=1, ge=1)
     """Ranks that share each sequence."""
     context_method: Literal["ulysses", "ring"] = "ulysses"
-    """How attention sees the whole sequence when it is shared."""
+    """How attention sees the whole sequence when it is shared; the ring has no dropout."""
     zero_stage: int = Field(default=1, ge=0, le=3)
-    """What data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters."""
+    """What data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters; with a
+    pipeline, gradients are whole until the end of a step."""
     replicas: int = Field(default=1, ge=1)
     """Groups that each hold a full sharded copy (hybrid sharding)."""
     recompute: Literal["none", "attention", "block"] = "none"

@@ -30,12 +30,13 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Loader:
-    """Reads the training batches.
+    """Reads the training batches, or an equal share of each.
 
     Args:
         order: the sequences of the train split.
         batches: which of them each step takes.
         vocabulary_size: ids must be below this.
+        share: which of how many consecutive shares of a batch.
         pin_memory: put batches where a GPU can fetch them by itself.
     """
 
@@ -44,12 +45,14 @@ class Loader:
         order: SequenceOrder,
         batches: BatchSchedule,
         vocabulary_size: int,
+        share: tuple[int, int] = (0, 1),
         *,
         pin_memory: bool = False,
     ) -> None:
         self._order = order
         self._batches = batches
         self._vocabulary_size = vocabulary_size
+        self._share = share
         self._pin_memory = pin_memory
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: tuple[int, Future[Batch]] | None = None
@@ -68,7 +71,9 @@ class Loader:
         return batch
 
     def _read(self, step: int) -> Batch:
-        first, count = self._batches.consumed(step), self._batches.batch_size(step)
+        number, n_shares = self._share
+        count = self._batches.batch_size(step) // n_shares
+        first = self._batches.consumed(step) + number * count
         if first + count > len(self._order):  # read ahead past the last step
             count = max(0, len(self._order) - first)
             first = min(first, len(self._order))

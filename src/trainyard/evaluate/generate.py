@@ -89,7 +89,7 @@ def generate_steps(
     When the model's sequence_length is full, the last half of the text is read afresh and the rest
     forgotten: positions are learned, so what is kept cannot simply slide.
     """
-    sequence_length = model.positions.weight.shape[0]
+    sequence_length = len(model.token_positions)
     prompt_ids = _checked_prompt(prompt_ids, model.vocabulary_size, sequence_length, eod_id)
     device = model.head_weight.device
     # Drawn on the CPU, so that a seed means the same on every device.
@@ -106,7 +106,7 @@ def generate_steps(
                 caches = model.build_caches(n_samples, sequence_length)
                 new = text[:, -max(1, sequence_length // 2) :]
             with torch.compiler.set_stance("force_eager"):  # each token has another length
-                hidden = model(new.to(device), caches)[:, -1]  # (B, D)
+                hidden = model(new.to(device), caches=caches)[:, -1]  # (B, D)
             chosen = choose(model.logits(hidden).cpu(), sampling, generator)
             yield chosen
             new = chosen[:, None]

@@ -24,7 +24,7 @@ are S / ln 2 / 3: the number to compare models with different tokenizers by.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -35,9 +35,11 @@ from torch import Tensor
 
 from trainyard.errors import DataError
 from trainyard.model.gpt import GPT
-from trainyard.model.loss import LABEL_OF_NOTHING, summed_cross_entropy
+from trainyard.model.loss import LABEL_OF_NOTHING
 
 Ids = NDArray[Any]
+LossOf = Callable[[Tensor, Tensor], Tensor]
+"""Gives the summed loss, in nats, of token ids and labels, (B, T) each."""
 
 
 class Decoder(Protocol):
@@ -93,33 +95,42 @@ class HeldOut:
         }
 
 
-@torch.no_grad()
-def held_out_loss(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> HeldOut:
-    """Adds up the loss of every labelled token, without dropout and without gradients.
+def loss_of_model(model: GPT) -> LossOf:
+    """Makes a function of a model on one device; it leaves the model in the mode it came in."""
+
+    @torch.no_grad()
+    def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
+        device = model.head_weight.device
+        was_training = model.training
+        model.eval()
+        try:
+            return model.summed_loss(model(tokens.to(device)), labels.to(device))
+        finally:
+            model.train(was_training)
+
+    return loss_of
+
+
+def held_out_loss(
+    loss_of: LossOf, batches: Iterable[tuple[Tensor, Tensor]], vocabulary_size: int
+) -> HeldOut:
+    """Adds up the loss of every labelled token.
 
     Args:
-        model: left in the mode, training or evaluation, it came in.
+        loss_of: computes it, without dropout.
         batches: token ids and labels, (B, T) each, int64; label -100 where nothing is predicted.
+        vocabulary_size: labels are below this.
 
     Raises:
         DataError: no token is labelled.
     """
-    device = model.head_weight.device
-    was_training = model.training
-    model.eval()
     summed_loss = 0.0
-    token_counts = np.zeros(model.vocabulary_size, np.int64)
-    try:
-        for tokens, labels in batches:
-            hidden = model(tokens.to(device))
-            loss = summed_cross_entropy(
-                hidden, model.head_weight, labels.to(device), model.vocabulary_size
-            )
-            summed_loss += loss.item()  # fp64 from here on: many batches add up exactly enough
-            predicted = labels[labels != LABEL_OF_NOTHING]
-            np.add.at(token_counts, predicted.cpu().numpy(), 1)
-    finally:
-        model.train(was_training)
+    token_counts = np.zeros(vocabulary_size, np.int64)
+    for tokens, labels in batches:
+        # fp64 from here on: many batches add up exactly enough.
+        summed_loss += loss_of(tokens, labels).item()
+        predicted = labels[labels != LABEL_OF_NOTHING].cpu().numpy()
+        token_counts += np.bincount(predicted, minlength=vocabulary_size)
     n_tokens = int(token_counts.sum())
     if n_tokens == 0:
         raise DataError(
@@ -148,7 +159,7 @@ def evaluate_documents(
     Raises:
         DataError: a token id the model does not know, or nothing to predict.
     """
-    sequence_length = model.positions.weight.shape[0]
+    sequence_length = len(model.token_positions)
     n_bytes = 0
 
     def checked() -> Iterator[Ids]:
@@ -161,12 +172,16 @@ def evaluate_documents(
 
     first = [tokenizer.eod_id] if tokenizer else []
     windows = _cut_windows(checked(), first, sequence_length, stride or sequence_length)
-    found = held_out_loss(model, _stack(windows, sequence_length, batch_size))
+    batches = _stack(windows, sequence_length, batch_size)
+    found = held_out_loss(loss_of_model(model), batches, model.vocabulary_size)
     return replace(found, n_bytes=n_bytes if tokenizer else None)
 
 
 def evaluate_sequences(
-    model: GPT, batches: Iterable[tuple[Tensor, Tensor]], tokenizer: Decoder | None
+    loss_of: LossOf,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    vocabulary_size: int,
+    tokenizer: Decoder | None,
 ) -> HeldOut:
     """Predicts sequences of a split, as `held_out_loss`, and counts their bytes.
 
@@ -181,7 +196,7 @@ def evaluate_sequences(
                 n_bytes += sum(count_bytes(row.numpy(), tokenizer) for row in labels)
             yield tokens, labels
 
-    found = held_out_loss(model, counted())
+    found = held_out_loss(loss_of, counted(), vocabulary_size)
     return replace(found, n_bytes=n_bytes if tokenizer else None)
 
 

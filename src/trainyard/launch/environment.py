@@ -1,35 +1,158 @@
-"""The only reader of the environment: which process this is, of how many, and where."""
+"""The only reader of the environment: which process this is, of how many, and where they meet.
+
+Every launcher tells each process its place in variables of its own:
+
+    trainyard train --ranks 4    TRAINYARD_RANK, TRAINYARD_RANKS, and a file to meet in
+    torchrun                     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, ..PORT
+    srun                         SLURM_PROCID, and the SLURM_STEP_ variables
+    mpiexec of Open MPI          OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+    mpiexec of the others        PMI_RANK, PMI_SIZE, and one of several names for the local rank
+
+They are asked in this order, the innermost launcher first: below torchrun inside srun both sets are
+there and torchrun's is right, and mpiexec may use srun to reach the machines. A shell inside an
+allocation (salloc, sbatch) has variables of Slurm as well, but of no step: it is one process.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
+import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 
 from trainyard import __version__
+from trainyard.errors import LaunchError
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "gigatoken")
+LOOPBACK = "127.0.0.1"
+# Below the ports that Linux gives to outgoing connections.
+FIRST_PORT, N_PORTS = 12_000, 18_000
+# What tells jobs apart, so that two on one machine do not use the same port.
+JOB_NAMES = ("PMIX_NAMESPACE", "PALS_APID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID")
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+MEANING = "start all ranks with torchrun, srun or mpiexec, or one process without its variables"
+ADDRESS_HINT = "export MASTER_ADDR, the name of the first machine, and MASTER_PORT to every rank"
 
 
 @dataclass(frozen=True)
 class Process:
-    """This process among those that train together."""
+    """This process among those that train together, and where they meet."""
 
     rank: int = 0
     n_ranks: int = 1
     local_rank: int = 0
+    """Its number among the ranks of this machine."""
+    n_local_ranks: int = 1
+    """Ranks on this machine."""
+    address: str = LOOPBACK
+    """The machine of rank 0, as the others reach it."""
+    port: int = 0
+    """Where rank 0 listens there."""
+    store_file: Path | None = None
+    """All ranks are on this machine and meet in this file; nothing listens."""
+    launcher_listens: bool = False
+    """The launcher listens at the address already, instead of rank 0."""
+    attempt: int = 0
+    """How often the launcher has started these ranks again."""
+    parent_pipe: int | None = None
+    """A file descriptor that comes to its end when the process that started this one does."""
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """All ranks are on this machine."""
+        return self.n_local_ranks == self.n_ranks
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The variables of a launcher; where one value has several names, versions differ."""
+
+    rank: Sequence[str]
+    n_ranks: Sequence[str]
+    local_rank: Sequence[str]
+    n_local_ranks: Sequence[str]
+
+    def are_in(self, environment: Mapping[str, str]) -> bool:
+        """At least one of them is set."""
+        return any(name in environment for names in self._all() for name in names)
+
+    def are_complete_in(self, environment: Mapping[str, str]) -> bool:
+        """Each value is said."""
+        return all(any(name in environment for name in names) for names in self._all())
+
+    def _all(self) -> tuple[Sequence[str], ...]:
+        return self.rank, self.n_ranks, self.local_rank, self.n_local_ranks
+
+
+OURS = _Names(["TRAINYARD_RANK"], ["TRAINYARD_RANKS"], ["TRAINYARD_RANK"], ["TRAINYARD_RANKS"])
+TORCHRUN = _Names(["RANK"], ["WORLD_SIZE"], ["LOCAL_RANK"], ["LOCAL_WORLD_SIZE"])
+OPEN_MPI = _Names(
+    ["OMPI_COMM_WORLD_RANK"],
+    ["OMPI_COMM_WORLD_SIZE"],
+    ["OMPI_COMM_WORLD_LOCAL_RANK"],
+    ["OMPI_COMM_WORLD_LOCAL_SIZE"],
+)
+PMI = _Names(
+    ["PMI_RANK", "PALS_RANKID"],
+    ["PMI_SIZE"],
+    ["PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "MPI_LOCALRANKID"],
+    ["PMI_LOCAL_SIZE", "MPI_LOCALNRANKS"],
+)
 
 
 def read_process(environment: Mapping[str, str] = os.environ) -> Process:
-    """Reads what torchrun set; without it this is the only process."""
-    return Process(
-        rank=int(environment.get("RANK", 0)),
-        n_ranks=int(environment.get("WORLD_SIZE", 1)),
-        local_rank=int(environment.get("LOCAL_RANK", 0)),
-    )
+    """Reads what the launcher of this process set; without one this is the only process.
+
+    Raises:
+        LaunchError: variables are missing, broken, or contradict each other.
+    """
+    in_step = "SLURM_STEP_ID" in environment
+    if OURS.are_in(environment):
+        return _complete_ours(environment, _read_place(environment, OURS))
+    if TORCHRUN.are_in(environment):
+        return _complete_torchrun(environment, _read_place(environment, TORCHRUN))
+    if OPEN_MPI.are_in(environment):
+        return _with_meeting_point(environment, _read_place(environment, OPEN_MPI))
+    # Plug-ins of Slurm set some of these without the rest: then the step knows it all.
+    if PMI.are_in(environment) and (PMI.are_complete_in(environment) or not in_step):
+        return _with_meeting_point(environment, _read_place(environment, PMI))
+    if in_step:
+        return _with_meeting_point(environment, _read_slurm_place(environment))
+    return Process()
+
+
+def rank_environment(
+    process: Process, n_threads: int, environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Gives the environment of a process started on this machine: `read_process` reads it there.
+
+    Args:
+        process: with a `store_file` and a `parent_pipe`.
+        n_threads: for its computations, unless the environment says OMP_NUM_THREADS.
+        environment: what the process inherits.
+    """
+    return {
+        "OMP_NUM_THREADS": str(n_threads),
+        **environment,
+        "TRAINYARD_RANK": str(process.rank),
+        "TRAINYARD_RANKS": str(process.n_ranks),
+        "TRAINYARD_STORE_FILE": str(process.store_file),
+        "TRAINYARD_PARENT_PIPE": str(process.parent_pipe),
+    }
+
+
+def keep_off_the_network() -> None:
+    """Lets gloo and NCCL use this machine's loopback interface only; call it before they start."""
+    names = {name for _, name in socket.if_nameindex()}
+    for loopback in names & {"lo", "lo0"}:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+        os.environ["NCCL_SOCKET_IFNAME"] = loopback
 
 
 def read_versions() -> dict[str, str]:
@@ -56,3 +179,110 @@ def _processor_name() -> str:
     except OSError:
         return platform.machine()
     return f"{names[0]}, {len(names)} cores" if names else platform.machine()
+
+
+def _read_place(environment: Mapping[str, str], names: _Names) -> Process:
+    rank_name, rank = _read_one(environment, names.rank)
+    n_ranks_name, n_ranks = _read_one(environment, names.n_ranks)
+    local_rank_name, local_rank = _read_one(environment, names.local_rank)
+    n_local_ranks_name, n_local_ranks = _read_one(environment, names.n_local_ranks)
+    for below, value, above, limit in (
+        (rank_name, rank, n_ranks_name, n_ranks),
+        (local_rank_name, local_rank, n_local_ranks_name, n_local_ranks),
+        (n_local_ranks_name, n_local_ranks - 1, n_ranks_name, n_ranks),
+    ):
+        if not value < limit:
+            raise LaunchError(
+                f"{below}={environment[below]} contradicts {above}={environment[above]}",
+                "ranks are numbered from 0, below their count: let the launcher set all of these",
+            )
+    return Process(rank, n_ranks, local_rank, n_local_ranks)
+
+
+def _read_slurm_place(environment: Mapping[str, str]) -> Process:
+    counts = _text(environment, "SLURM_STEP_TASKS_PER_NODE")  # "2(x3),1": 2 on three nodes, then 1
+    node_name, node = _read_one(environment, ["SLURM_NODEID"])
+    n_tasks: list[int] = []
+    for part in counts.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not found:
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={counts!r} cannot be read", MEANING)
+        n_tasks += [int(found[1])] * int(found[2] or 1)
+    if node >= len(n_tasks):
+        raise LaunchError(
+            f"{node_name}={node} contradicts SLURM_STEP_TASKS_PER_NODE={counts}", MEANING
+        )
+    local = "SLURM_STEP_TASKS_PER_NODE"
+    names = _Names(["SLURM_PROCID"], ["SLURM_STEP_NUM_TASKS"], ["SLURM_LOCALID"], [local])
+    return _read_place({**environment, local: str(n_tasks[node])}, names)
+
+
+def _complete_ours(environment: Mapping[str, str], process: Process) -> Process:
+    _, parent_pipe = _read_one(environment, ["TRAINYARD_PARENT_PIPE"])
+    store_file = Path(_text(environment, "TRAINYARD_STORE_FILE"))
+    return replace(process, store_file=store_file, parent_pipe=parent_pipe)
+
+
+def _complete_torchrun(environment: Mapping[str, str], process: Process) -> Process:
+    if process.n_ranks == 1:
+        return process
+    launcher_listens = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = _text(environment, "MASTER_ADDR")
+    if process.is_on_one_machine and not launcher_listens:
+        address = LOOPBACK
+    return replace(
+        process,
+        address=address,
+        port=_read_port(environment),
+        launcher_listens=launcher_listens,
+        attempt=_read_one({ATTEMPT: "0", **environment}, [ATTEMPT])[1],
+    )
+
+
+def _with_meeting_point(environment: Mapping[str, str], process: Process) -> Process:
+    """Adds where rank 0 listens: all ranks must come to the same answer on their own."""
+    if process.n_ranks == 1:
+        return process
+    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST"))
+    if process.is_on_one_machine:
+        address = LOOPBACK
+    elif "MASTER_ADDR" in environment or nodes is None:
+        address = _text(environment, "MASTER_ADDR")
+    else:
+        address = first_host(nodes)
+    if "MASTER_PORT" in environment:
+        return replace(process, address=address, port=_read_port(environment))
+    job = ".".join(environment[name] for name in JOB_NAMES if name in environment)
+    return replace(process, address=address, port=FIRST_PORT + zlib.crc32(job.encode()) % N_PORTS)
+
+
+def first_host(nodes: str) -> str:
+    """Gives the first host of a node list as Slurm writes it: of "n[03-05,9],login1" it is n03."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
+
+
+def _read_port(environment: Mapping[str, str]) -> int:
+    name, port = _read_one(environment, ["MASTER_PORT"])
+    if not 0 < port < 2**16:
+        raise LaunchError(f"{name}={port} is not a port", "ports are from 1 to 65535")
+    return port
+
+
+def _read_one(environment: Mapping[str, str], names: Sequence[str]) -> tuple[str, int]:
+    """Reads a value that has several names: gives a name that is set, and the number."""
+    found = [name for name in names if name in environment] or [names[0]]
+    for name in found:
+        if not re.fullmatch("[0-9]+", _text(environment, name)):
+            raise LaunchError(f"{name}={environment[name]!r} is not a number from 0", MEANING)
+    values = {name: int(environment[name]) for name in found}
+    if len(set(values.values())) > 1:
+        shown = ", ".join(f"{name}={value}" for name, value in values.items())
+        raise LaunchError(f"{shown} contradict each other", MEANING)
+    return found[0], values[found[0]]
+
+
+def _text(environment: Mapping[str, str], name: str) -> str:
+    if name not in environment:
+        hint = ADDRESS_HINT if name.startswith("MASTER_") else MEANING
+        raise LaunchError(f"{name} is not set; the launcher of this process set others", hint)
+    return environment[name]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainyard.config.run import Model
+from trainyard.model.dropout import ATTENTION_WEIGHTS, at_site, dropout, rows_of_heads
 from trainyard.model.linear import Linear
 
 
@@ -34,37 +38,90 @@ class KeyValueCache:
         return self._keys[:, :, :end], self._values[:, :, :end]
 
 
+class CausalAttention(nn.Module):
+    """Mixes the values of each token and those before it; has no weights.
+
+    Dropout of the attention weights is computed by itself on a CPU. On a GPU it is that of
+    `scaled_dot_product_attention`, which draws from the device's generator: as likely, but other
+    elements.
+
+    Attributes:
+        first_head: number in the whole model of the first head there is.
+        positions: of the tokens in the sequence, rising, int64, on the CPU.
+    """
+
+    def __init__(self, dropout: float, site: int, sequence_length: int) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.site = site
+        self.first_head = 0
+        # No buffer: a model built on "meta" gets memory with nothing in it for its buffers.
+        self.positions = torch.arange(sequence_length, device="cpu")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Maps queries, keys and values, (B, H, T, K) each, to as many mixed values.
+
+        Args:
+            q: queries.
+            k: keys.
+            v: values.
+            keys: dropout keys of the block, (B,); None for no dropout.
+        """
+        if keys is not None and q.is_cpu:
+            return self._mix_with_dropout(q, k, v, at_site(keys, self.site))
+        rate = 0.0 if keys is None else self.dropout
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+
+    def _mix_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
+        B, H, T, K = q.shape
+        precise = torch.promote_types(q.dtype, torch.float32)
+        queries, keys_of_tokens, values = (x.to(precise).flatten(0, 1) for x in (q, k, v))
+        positions = self.positions[:T]
+        later = torch.zeros(T, T, dtype=precise)
+        later.masked_fill_(positions > positions[:, None], -torch.inf)
+        scores = torch.baddbmm(
+            later, queries, keys_of_tokens.transpose(1, 2), alpha=1 / math.sqrt(K)
+        )
+        weights = scores.softmax(-1).view(B, H, T, T)
+        rows = rows_of_heads(self.first_head, H, positions)
+        weights = dropout(weights, self.dropout, keys, rows, positions)
+        return (weights.flatten(0, 1) @ values).view(B, H, T, K).to(q.dtype)
+
+
 class Attention(nn.Module):
     """Multi-head causal self-attention.
 
     The rows of `qkv` are ordered (H, 3, K), so that cutting them in equal parts keeps heads whole.
     """
 
-    def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
-        self.d_head = d_model // n_heads
-        self.dropout = dropout
-        self.qkv = Linear(d_model, 3 * d_model)
-        self.out = Linear(d_model, d_model)
+        self.n_heads = model.n_heads
+        self.d_head = model.d_model // model.n_heads
+        self.qkv = Linear(model.d_model, 3 * model.d_model)
+        self.core = CausalAttention(model.dropout, ATTENTION_WEIGHTS, model.sequence_length)
+        self.out = Linear(model.d_model, model.d_model)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Attends from each token of `x`, (B, T, D), to itself and those before it."""
-        B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, -1, 3, self.d_head)  # (B, T, H, 3, K)
+    def forward(
+        self, x: Tensor, keys: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """Attends from each token of `x`, (B, T, D), to itself and those before it.
+
+        Args:
+            x: the normalised residual stream.
+            keys: dropout keys of the block, (B,); None for no dropout.
+            cache: keys and values of the tokens before `x`, when generating.
+        """
+        qkv = self.qkv(x)  # a cut may lend it more tokens than `x` has, and gives it fewer heads
+        B, T, _ = qkv.shape
+        qkv = qkv.view(B, T, -1, 3, self.d_head)  # (B, T, H, 3, K)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # (B, H, T, K)
         if cache is None:
-            mask = None
+            mixed = self.core(q, k, v, keys)
         else:
             k, v = cache.append(k, v)
             mask = _new_tokens_see_all_before(T, k.shape[2], x.device)
-        mixed = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None,
-        )
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
         return out
 

@@ -9,6 +9,7 @@ L n_layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -18,21 +19,38 @@ from torch.utils.checkpoint import checkpoint
 
 from trainyard.config.run import Model
 from trainyard.model.attention import Attention, KeyValueCache
+from trainyard.model.cut import WHOLE, Part
+from trainyard.model.dropout import (
+    ATTENTION_OUTPUT,
+    MLP_OUTPUT,
+    SITES_PER_BLOCK,
+    Dropout,
+    at_site,
+)
 from trainyard.model.linear import LayerNorm, Linear
+from trainyard.model.loss import CrossEntropy
 
 Recompute = Literal["none", "attention", "block"]
 
 
 class GPT(nn.Module):
-    """A stack of blocks between token embedding and final norm.
+    """A stack of blocks between token embedding and final norm, or a part of it.
 
     Weights are left uninitialised: `initialise` or a checkpoint fills them.
 
     Args:
-        model: the shape.
+        model: the shape of the whole.
         padded_vocabulary_size: rows of the embedding, V.
         compute_dtype: precision of activations and matrix products; parameters are always fp32.
         recompute: what the backward pass computes again instead of storing.
+        part: what of the model is built; names of parameters are those of the whole.
+
+    Attributes:
+        embedding: (V, D); also the head of a part that ends with a tied one.
+        blocks: by their number in the whole model.
+        cross_entropy: of a part that gives the loss.
+        token_positions: of the tokens in a sequence, int64, on the CPU.
+        residual_positions: of those tokens that the residual stream has.
     """
 
     def __init__(
@@ -41,55 +59,79 @@ class GPT(nn.Module):
         padded_vocabulary_size: int,
         compute_dtype: torch.dtype = torch.float32,
         recompute: Recompute = "none",
+        part: Part = WHOLE,
     ) -> None:
         super().__init__()
         self.compute_dtype = compute_dtype
         self.vocabulary_size = model.vocabulary_size
-        self.n_heads = model.n_heads
-        self.dropout = model.dropout
-        self.embedding = nn.Embedding(
-            padded_vocabulary_size,
-            model.d_model,
-            _weight=torch.empty(padded_vocabulary_size, model.d_model),
-        )
-        self.positions = nn.Embedding(
-            model.sequence_length,
-            model.d_model,
-            _weight=torch.empty(model.sequence_length, model.d_model),
-        )
-        # Keyed by index, so that a part of the stack keeps the names of the whole.
-        self.blocks = nn.ModuleDict(
-            {str(index): Block(model, recompute) for index in range(model.n_layers)}
-        )
-        self.final_norm = LayerNorm(model.d_model, model.layer_norm_epsilon)
-        self.head = None
-        if not model.tied_embeddings:
-            self.head = nn.Embedding(
-                padded_vocabulary_size,
-                model.d_model,
-                _weight=torch.empty(padded_vocabulary_size, model.d_model),
-            )
+        self.d_model, self.n_heads = model.d_model, model.n_heads
+        self.takes_tokens = part.takes_tokens
+        # No buffers: a model built on "meta" gets memory with nothing in it for its buffers.
+        self.token_positions = torch.arange(model.sequence_length, device="cpu")
+        self.residual_positions = self.token_positions
+        is_tied = model.tied_embeddings
+        vocabulary, D = padded_vocabulary_size, model.d_model
+        embeds = part.takes_tokens or (part.gives_loss and is_tied)
+        self.embedding = _embedding(vocabulary, D) if embeds else None
+        self.positions = _embedding(model.sequence_length, D) if part.takes_tokens else None
+        self.dropout = Dropout(model.dropout, site=0)
+        numbers = [number for number in range(model.n_layers) if number in part.blocks]
+        self.blocks = nn.ModuleDict({str(number): Block(model, recompute) for number in numbers})
+        gives_loss = part.gives_loss
+        self.final_norm = LayerNorm(D, model.layer_norm_epsilon) if gives_loss else None
+        self.head = _embedding(vocabulary, D) if gives_loss and not is_tied else None
+        self.cross_entropy: nn.Module | None = CrossEntropy() if gives_loss else None
 
     @property
     def head_weight(self) -> Tensor:
         """The output matrix, (V, D)."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        layer = self.embedding if self.head is None else self.head
+        assert layer is not None, "this part of the model has no head"
+        return layer.weight
 
-    def forward(self, tokens: Tensor, caches: list[KeyValueCache] | None = None) -> Tensor:
-        """Computes the final hidden states, (B, T, D), of token ids (B, T).
+    def forward(
+        self,
+        x: Tensor,
+        keys: Tensor | None = None,
+        caches: list[KeyValueCache] | None = None,
+    ) -> Tensor:
+        """Computes the hidden states after this part, (B, T, D).
 
         Args:
-            tokens: ids below the vocabulary size, int64.
-            caches: one per block when generating; `tokens` then continue what they hold.
+            x: token ids below the vocabulary size, (B, T), int64; or the hidden states before this
+                part, if it does not take tokens.
+            keys: one for each sequence, (B,), int64, from `sequence_keys`; without them, and in
+                evaluation mode, there is no dropout.
+            caches: one per block when generating; `x` then continues what they hold.
         """
+        if not self.training or self.dropout.rate == 0:
+            keys = None
         start = caches[0].n_tokens if caches else 0
-        positions = self.positions.weight[start : start + tokens.shape[1]]  # (T, D)
-        x = F.embedding(tokens, self.embedding.weight) + positions  # (B, T, D)
-        x = F.dropout(x.to(self.compute_dtype), self.dropout, self.training)
-        for index, block in enumerate(self.blocks.values()):
-            x = block(x, caches[index] if caches else None)
-        out: Tensor = self.final_norm(x)
-        return out
+        x = self.embedding(x) if self.takes_tokens and self.embedding is not None else x
+        positions = self.residual_positions[start : start + x.shape[1]]
+        positions = positions.to(x.device, non_blocking=True)
+        if self.positions is not None:
+            x = (x + self.positions(positions)).to(self.compute_dtype)  # (B, T, D)
+            x = self.dropout(x, keys, positions)
+        for index, (number, block) in enumerate(self.blocks.items()):
+            # Keys that already count the site leave blocks alike, so that one compiled serves all.
+            block_keys = None if keys is None else at_site(keys, SITES_PER_BLOCK * int(number))
+            x = block(x, block_keys, positions, caches[index] if caches else None)
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def summed_loss(self, hidden: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
+        """Sums the cross entropy of every labelled token, as `summed_cross_entropy` does.
+
+        Args:
+            hidden: what `forward` gave, (B, T, D).
+            labels: next token ids, (B, T), int64; -100 where there is nothing to learn.
+            scale: multiplies the sum.
+        """
+        assert self.cross_entropy is not None, "this part of the model gives no loss"
+        loss: Tensor = self.cross_entropy(
+            hidden, self.head_weight, labels, self.vocabulary_size, scale
+        )
+        return loss
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores the real vocabulary: (..., D) -> (..., vocabulary_size), fp32."""
@@ -98,9 +140,13 @@ class GPT(nn.Module):
 
     def build_caches(self, batch_size: int, n_tokens: int) -> list[KeyValueCache]:
         """Makes empty key-value caches with room for `n_tokens`, one per block."""
-        weight = self.embedding.weight
-        shape = (batch_size, self.n_heads, n_tokens, weight.shape[1] // self.n_heads)
-        return [KeyValueCache(shape, self.compute_dtype, weight.device) for _ in self.blocks]
+        shape = (batch_size, self.n_heads, n_tokens, self.d_model // self.n_heads)
+        device = self.head_weight.device
+        return [KeyValueCache(shape, self.compute_dtype, device) for _ in self.blocks]
+
+
+def _embedding(n_rows: int, d_model: int) -> nn.Embedding:
+    return nn.Embedding(n_rows, d_model, _weight=torch.empty(n_rows, d_model))
 
 
 class Block(nn.Module):
@@ -108,27 +154,56 @@ class Block(nn.Module):
 
     def __init__(self, model: Model, recompute: Recompute) -> None:
         super().__init__()
-        self.dropout = model.dropout
         self.recompute = recompute
         self.attention_norm = LayerNorm(model.d_model, model.layer_norm_epsilon)
-        self.attention = Attention(model.d_model, model.n_heads, model.dropout)
+        self.attention = Attention(model)
+        self.attention_dropout = Dropout(model.dropout, ATTENTION_OUTPUT)
         self.mlp_norm = LayerNorm(model.d_model, model.layer_norm_epsilon)
         self.mlp = MLP(model.d_model, model.d_ff)
+        self.mlp_dropout = Dropout(model.dropout, MLP_OUTPUT)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Maps the residual stream, (B, T, D), to the next."""
+    def forward(
+        self,
+        x: Tensor,
+        keys: Tensor | None,
+        positions: Tensor,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Maps the residual stream, (B, T, D), to the next.
+
+        Args:
+            x: the residual stream.
+            keys: dropout keys of this block, (B,); None for no dropout.
+            positions: of the tokens of `x`, (T,).
+            cache: keys and values of the tokens before, when generating.
+        """
         if self.recompute == "block" and self.training:
-            out: Tensor = checkpoint(self._add_both, x, cache, use_reentrant=False)
-            return out
-        return self._add_both(x, cache)
+            return _recompute(self._add_both, keys, x, keys, positions)
+        return self._add_both(x, keys, positions, cache)
 
-    def _add_both(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def _add_both(
+        self,
+        x: Tensor,
+        keys: Tensor | None,
+        positions: Tensor,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         if self.recompute == "attention" and self.training:
-            mixed = checkpoint(self.attention, self.attention_norm(x), use_reentrant=False)
+            mixed = _recompute(self.attention, keys, self.attention_norm(x), keys)
         else:
-            mixed = self.attention(self.attention_norm(x), cache)
-        x = x + F.dropout(mixed, self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
+            mixed = self.attention(self.attention_norm(x), keys, cache)
+        x = x + self.attention_dropout(mixed, keys, positions)
+        out: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), keys, positions)
+        return out
+
+
+def _recompute(
+    function: Callable[..., Tensor], keys: Tensor | None, *arguments: Tensor | None
+) -> Tensor:
+    # Only attention with dropout on a GPU draws from a generator.
+    draws = keys is not None and not keys.is_cpu
+    out: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=draws)
+    return out
 
 
 class MLP(nn.Module):

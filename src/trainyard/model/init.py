@@ -4,24 +4,52 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from trainyard.config.run import Model
+from trainyard.model.cut import cut_dimension
 
 RESIDUAL_OUTPUTS = ("attention.out.weight", "mlp.down.weight")
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which of the equal parts of every layer that is cut."""
+
+    rank: int
+    n_ranks: int
+
+
 @torch.no_grad()
-def initialise(module: nn.Module, model: Model, seed: int) -> None:
+def initialise(
+    module: nn.Module,
+    model: Model,
+    seed: int,
+    tensor: Share = Share(0, 1),
+) -> None:
     """Fills every parameter as GPT-2 and Megatron-LM do.
 
     Weights and embeddings are normal with `init_std`, residual outputs with init_std / sqrt(2 L);
     biases are zero, norms one.
+
+    Args:
+        module: the model or a part of it, its parameters named as in the whole.
+        model: the shape of the whole.
+        seed: the same seed gives the same weights, however the model is cut.
+        tensor: which part of every layer `module` has.
     """
     for name, parameter in module.named_parameters():
-        parameter.copy_(initial_value(name, parameter.shape, model, seed))
+        dimension = cut_dimension(name)
+        if dimension is None:
+            parameter.copy_(initial_value(name, parameter.shape, model, seed))
+            continue
+        shape = list(parameter.shape)
+        shape[dimension] *= tensor.n_ranks
+        whole = initial_value(name, torch.Size(shape), model, seed)
+        parameter.copy_(whole.chunk(tensor.n_ranks, dimension)[tensor.rank])
 
 
 def initial_value(name: str, shape: torch.Size, model: Model, seed: int) -> Tensor:
@@ -35,4 +63,8 @@ def initial_value(name: str, shape: torch.Size, model: Model, seed: int) -> Tens
     std = model.init_std
     if name.endswith(RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * model.n_layers)
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    # torch draws in sixteens, a last few otherwise: whole ones, so that rows of padding, of which
+    # there are more where more ranks share the vocabulary, change nothing before them.
+    n_elements = math.prod(shape)
+    drawn = torch.empty(math.ceil(n_elements / 16) * 16).normal_(0.0, std, generator=generator)
+    return drawn[:n_elements].view(shape)

@@ -13,16 +13,27 @@ At vocabulary 50,304 the logits of a micro batch are the largest tensor of a tra
 The gradient of a sum of cross entropies is known as soon as the logits are, so both backward
 products are taken at once and the logits are dropped. What comes from above in the backward pass is
 one number; `scale` brings it in beforehand, so that the large gradient need not be read again.
+
+Where several ranks share the rows of the weight, each has the logits of its own. Two small sums go
+round, and no logits:
+
+    rank           0            1
+    logits         2.0  1.0     3.0  0.5
+    largest        2.0          3.0               of all: 3.0
+    sum of exp(logit - 3.0)
+                   0.50         1.08              of all: 1.59
+    logit of the label, in row 1, less 3.0
+                   -2.0         0                 of all: -2.0; its log probability: -2.0 - ln 1.59
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 LABEL_OF_NOTHING = -100
@@ -31,8 +42,36 @@ CPU_CHUNK_BYTES = 256 * 2**20
 GPU_CHUNK_BYTES = 512 * 2**20
 
 
+class VocabularyShare(Protocol):
+    """The rows of the weight that a rank holds, and how it hears of the others."""
+
+    first_row: int
+    """Number of its first row in the whole weight."""
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """Takes the largest of every rank, element by element."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Adds up what every rank has, element by element."""
+
+
+class CrossEntropy(nn.Module):
+    """The last step of the model, where a cut of the vocabulary can take its place."""
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int, scale: float
+    ) -> Tensor:
+        """Sums over the labels, as `summed_cross_entropy`."""
+        return summed_cross_entropy(hidden, weight, labels, vocabulary_size, scale)
+
+
 def summed_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int, scale: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocabulary_size: int,
+    scale: float = 1.0,
+    share: VocabularyShare | None = None,
 ) -> Tensor:
     """Sums the cross entropy of every labelled token.
 
@@ -40,15 +79,19 @@ def summed_cross_entropy(
         hidden: final hidden states, (B, T, D), in the compute precision.
         weight: output matrix, (V, D), fp32.
         labels: next token ids, (B, T), int64; -100 where there is nothing to learn.
-        vocabulary_size: rows of `weight` that are real; the padding above gets no probability.
+        vocabulary_size: rows of the whole matrix that are real; the padding above gets no
+            probability.
         scale: multiplies the sum; one over the tokens of a step makes it a share of their mean.
+        share: which rows `weight` has, where ranks share them, (V/tp, D) each. The sum is then the
+            same on all; the gradient of `hidden` is a part, which the caller adds up.
 
     Returns:
         a scalar in fp32, in nats; it can be differentiated once.
     """
     rows, targets = hidden.flatten(0, -2), labels.flatten()  # (N, D), (N)
+    factor = scale if torch.is_grad_enabled() else None
     loss: Tensor = _SummedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows, weight, targets, vocabulary_size, scale if torch.is_grad_enabled() else None
+        rows, weight, targets, vocabulary_size, factor, share
     )
     return loss if torch.is_grad_enabled() else scale * loss
 
@@ -64,6 +107,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         vocabulary_size: int,
         scale: float | None,
+        share: VocabularyShare | None,
     ) -> Tensor:
         precise = torch.promote_types(torch.float32, hidden.dtype)
         matrix = weight.to(hidden.dtype)
@@ -75,14 +119,26 @@ class _SummedCrossEntropy(torch.autograd.Function):
             nothing = targets == LABEL_OF_NOTHING  # (n, 1)
             targets = targets.masked_fill(nothing, 0)
             logits = F.linear(rows, matrix)  # (n, V)
-            logits[:, vocabulary_size:] = -torch.inf
-            log_probabilities = F.log_softmax(logits, -1, dtype=precise)
-            target = log_probabilities.gather(1, targets)  # (n, 1)
+            if share is None:
+                is_here = None
+                logits[:, vocabulary_size:] = -torch.inf
+                log_probabilities = F.log_softmax(logits, -1, dtype=precise)
+                target = log_probabilities.gather(1, targets)  # (n, 1)
+            else:
+                row = targets - share.first_row
+                is_here = (row >= 0) & (row < weight.shape[0])
+                targets = row.masked_fill(~is_here, 0)
+                log_probabilities, target = _shared_log_softmax(
+                    logits, targets, is_here, vocabulary_size, share
+                )
             loss -= target.masked_fill(nothing, 0.0).sum()
             if scale is not None:
                 error = torch.exp(log_probabilities, out=logits)
                 del logits, log_probabilities  # two of them at once are enough
-                error.scatter_(1, targets, torch.expm1(target).to(error.dtype))
+                less_one = torch.expm1(target).to(error.dtype)
+                if is_here is not None:
+                    less_one = torch.where(is_here, less_one, error.gather(1, targets))
+                error.scatter_(1, targets, less_one)
                 # Rows without a label are left out here, where they are D wide instead of V.
                 hidden_gradient[start:end] = (error @ matrix).masked_fill_(nothing, 0.0).mul_(scale)
                 rows = rows.masked_fill(nothing, 0.0)
@@ -96,9 +152,43 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         if not (upstream.is_cpu and upstream.item() == 1.0):  # a GPU would have to be waited for
-            hidden_gradient.mul_(upstream)
-            weight_gradient.mul_(upstream)
-        return hidden_gradient, weight_gradient, None, None, None
+            # Not in place: a pipeline may ask for one of the two now and for the other later.
+            hidden_gradient = hidden_gradient * upstream
+            weight_gradient = weight_gradient * upstream
+        return hidden_gradient, weight_gradient, None, None, None, None
+
+
+def _shared_log_softmax(
+    logits: Tensor,
+    targets: Tensor,
+    is_here: Tensor,
+    vocabulary_size: int,
+    share: VocabularyShare,
+) -> tuple[Tensor, Tensor]:
+    """Computes the log probabilities, (n, V/tp), of a share, and those of targets, (n, 1).
+
+    Args:
+        logits: of the share, (n, V/tp); padding is overwritten.
+        targets: columns of the labels, (n, 1), where they are in the share; else any.
+        is_here: whether they are.
+        vocabulary_size: of all shares.
+        share: hears of the others.
+    """
+    precise = torch.promote_types(torch.float32, logits.dtype)
+    n_real = vocabulary_size - share.first_row
+    if n_real > 0:
+        logits[:, n_real:] = -torch.inf
+        largest = logits.amax(1, keepdim=True).to(precise)  # (n, 1)
+    else:  # nothing but padding: any numbers, that weigh nothing beside those of other shares
+        logits.zero_()
+        largest = torch.full_like(logits[:, :1], -torch.inf, dtype=precise)
+    among_these = F.log_softmax(logits, -1, dtype=precise)
+    # The logarithm of the sum of exp(logit - largest) is minus the largest log probability.
+    log_sum = largest - share.maximum(largest) - among_these.amax(1, keepdim=True)
+    target = (among_these.gather(1, targets) + log_sum).masked_fill(~is_here, 0.0)
+    total, target = share.sum(torch.stack((log_sum.exp(), target))).unbind()
+    log_total = total.log()
+    return among_these.add_(log_sum - log_total), target - log_total
 
 
 def _chunks(hidden: Tensor, n_columns: int) -> list[tuple[int, int]]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from trainyard.config.run import Optimizer
 
 
-def build_adamw(module: nn.Module, optimizer: Optimizer) -> torch.optim.AdamW:
+def build_adamw(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> torch.optim.AdamW:
     """Builds AdamW; biases and norms, which have one dimension, are not decayed."""
-    parameters = list(module.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optimizer.weight_decay},
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},

@@ -19,9 +19,15 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from trainyard.config.run import Run
+from trainyard.config.run import Run, Train
 from trainyard.errors import ConfigError
 from trainyard.units import Length
+
+
+def batch_sizes(train: Train) -> list[int]:
+    """Lists the sizes a batch grows through, in sequences; a short ramp skips some."""
+    ramp, full = train.batch_ramp, train.global_batch_size
+    return [full] if ramp is None else [*range(ramp.start, full, ramp.increment), full]
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,8 @@ class BatchSchedule:
             )
         self._stages = [_Stage(0, 0, full)]
         total = self.sequences(ramp.length)
+        if total == 0:
+            return self._stages
         n_increments = (full - ramp.start) // ramp.increment
         per_increment = total / n_increments
         stages = []

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainyard.config.run import Run
-from trainyard.errors import ConfigError
-from trainyard.plan import flops, size
+from trainyard.plan import flops, layout, size
 from trainyard.plan.batches import BatchSchedule
+from trainyard.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,11 @@ class Plan:
     """All processes: tensor x pipeline x context x data."""
     data_parallel_size: int
     """Replicas that see different sequences."""
+    topology: Topology
+    """How many ranks there are along each axis."""
+    stages: layout.Stages
+    """First block of each pipeline stage and the one after its last; stage s is on pipeline rank
+    s % parallel.pipeline."""
     padded_vocabulary_size: int
     """Rows of the embedding."""
     n_parameters: int
@@ -42,7 +47,11 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Gives the values as JSON can hold them."""
-        return asdict(self) | {"order_sequences": list(self.order_sequences)}
+        lists = {
+            "order_sequences": list(self.order_sequences),
+            "stages": [list(stage) for stage in self.stages],
+        }
+        return asdict(self) | lists
 
 
 def resolve(run: Run, n_ranks: int | None = None) -> Plan:
@@ -50,23 +59,22 @@ def resolve(run: Run, n_ranks: int | None = None) -> Plan:
 
     Args:
         run: what was asked for.
-        n_ranks: all processes; absent: the fewest the layout can have.
+        n_ranks: all processes; absent: the fewest with which the run can be.
 
     Raises:
         ConfigError: the ranks or the batch cannot be divided as asked.
     """
-    parallel = run.parallel
-    ranks_per_replica = parallel.tensor * parallel.pipeline * parallel.context
-    n_ranks = n_ranks or ranks_per_replica
-    data_parallel_size = _divide_ranks(run, n_ranks, ranks_per_replica)
-    padded = size.padded_vocabulary_size(run.model, parallel.tensor)
+    topology = layout.find_topology(run, n_ranks)
+    padded = size.padded_vocabulary_size(run.model, topology.tensor)
     batches = BatchSchedule(run)
     asked = batches.sequences(run.train.length)
     n_steps = batches.steps_within(asked)
     n_sequences = batches.consumed(n_steps)
     return Plan(
-        n_ranks=n_ranks,
-        data_parallel_size=data_parallel_size,
+        n_ranks=topology.n_ranks,
+        data_parallel_size=topology.data,
+        topology=topology,
+        stages=layout.find_stages(run, padded),
         padded_vocabulary_size=padded,
         n_parameters=size.parameter_count(run.model, padded).total,
         n_steps=n_steps,
@@ -78,24 +86,6 @@ def resolve(run: Run, n_ranks: int | None = None) -> Plan:
         decay_sequences=_exact_sequences(run, batches, "decay"),
         cooldown_sequences=_exact_sequences(run, batches, "cooldown"),
     )
-
-
-def _divide_ranks(run: Run, n_ranks: int, ranks_per_replica: int) -> int:
-    if n_ranks % ranks_per_replica:
-        raise ConfigError(
-            f"{n_ranks} ranks cannot be divided by parallel.tensor={run.parallel.tensor} x "
-            f"parallel.pipeline={run.parallel.pipeline} x parallel.context={run.parallel.context}",
-            f"use a multiple of {ranks_per_replica} ranks",
-        )
-    data_parallel_size = n_ranks // ranks_per_replica
-    step = run.train.micro_batch_size * data_parallel_size
-    if run.train.global_batch_size % step:
-        raise ConfigError(
-            f"train.global_batch_size={run.train.global_batch_size} cannot be divided by "
-            f"train.micro_batch_size={run.train.micro_batch_size} x {data_parallel_size} replicas",
-            f"nearest: {max(1, run.train.global_batch_size // step) * step}",
-        )
-    return data_parallel_size
 
 
 def _order_sequences(run: Run, asked: int, n_steps: int) -> tuple[int, int, int]:

@@ -21,17 +21,55 @@ def padded_vocabulary_size(model: Model, tensor: int = 1) -> int:
 
 def parameter_shapes(model: Model, padded_vocabulary_size: int) -> dict[str, Shape]:
     """Maps every parameter's global name, as in `GPT.state_dict()`, to its shape."""
+    return stage_shapes(model, padded_vocabulary_size, (0, model.n_layers))
+
+
+def stage_shapes(
+    model: Model, padded_vocabulary_size: int, blocks: tuple[int, int], tensor: int = 1
+) -> dict[str, Shape]:
+    """Maps the parameters of a pipeline stage to their shapes on one of the ranks that share it.
+
+    Args:
+        model: the shape.
+        padded_vocabulary_size: rows of the embedding.
+        blocks: the first of the stage and the one after its last.
+        tensor: ranks that share each layer.
+    """
     V, D = padded_vocabulary_size, model.d_model
-    shapes: dict[str, Shape] = {
-        "embedding.weight": (V, D),
-        "positions.weight": (model.sequence_length, D),
-    }
-    for index in range(model.n_layers):
+    shapes: dict[str, Shape] = {}
+    if blocks[0] == 0:
+        shapes |= {"embedding.weight": (V, D), "positions.weight": (model.sequence_length, D)}
+    for index in range(*blocks):
         shapes |= {f"blocks.{index}.{name}": shape for name, shape in block_shapes(model).items()}
-    shapes |= _layer("final_norm", (D,))
-    if not model.tied_embeddings:
-        shapes["head.weight"] = (V, D)
-    return shapes
+    if blocks[1] == model.n_layers:
+        shapes |= _layer("final_norm", (D,))
+        shapes["embedding.weight" if model.tied_embeddings else "head.weight"] = (V, D)
+    return {name: _cut(name, shape, tensor) for name, shape in shapes.items()}
+
+
+def is_cut(name: str) -> bool:
+    """Says whether each tensor rank has a part of a parameter rather than all of it."""
+    return name.endswith((*_ROWS_ARE_CUT, *_COLUMNS_ARE_CUT))
+
+
+# The table of model/cut.py, for the names of parameters.
+_ROWS_ARE_CUT = (
+    "embedding.weight",
+    "head.weight",
+    "qkv.weight",
+    "qkv.bias",
+    "up.weight",
+    "up.bias",
+)
+_COLUMNS_ARE_CUT = ("out.weight", "down.weight")
+
+
+def _cut(name: str, shape: Shape, tensor: int) -> Shape:
+    if name.endswith(_ROWS_ARE_CUT):
+        return (shape[0] // tensor, *shape[1:])
+    if name.endswith(_COLUMNS_ARE_CUT):
+        return (shape[0], shape[1] // tensor)
+    return shape
 
 
 def block_shapes(model: Model) -> dict[str, Shape]:

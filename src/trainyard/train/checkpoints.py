@@ -12,9 +12,10 @@ from torch import Tensor
 from trainyard.checkpoint.format import Facts, Manifest, read_manifest
 from trainyard.checkpoint.load import load_into, newest_checkpoint
 from trainyard.checkpoint.resume import check_resumable
-from trainyard.checkpoint.save import keep_newest, save_checkpoint
+from trainyard.checkpoint.save import ALONE, Ranks, keep_newest, save_checkpoint
 from trainyard.errors import CheckpointError
 from trainyard.launch.environment import read_versions
+from trainyard.parallel.placement import Placement, is_writer, local_part, place
 from trainyard.train.state import Parts, SkippedSteps, State
 
 logger = logging.getLogger("trainyard")
@@ -41,8 +42,15 @@ def save_state(parts: Parts, state: State) -> Path:
         training={"skipped_steps": state.skipped.total},
     )
     folder = checkpoint_folder(parts.folder)
-    path = save_checkpoint(folder, facts, _named_tensors(parts))
-    keep_newest(folder, parts.run.checkpoint.keep_last)
+    mesh = parts.replica.mesh
+    ranks = (
+        ALONE
+        if mesh.topology.n_ranks == 1
+        else Ranks(mesh.rank, mesh.topology.n_ranks, mesh.barrier)
+    )
+    path = save_checkpoint(folder, facts, *_named_parts(parts, to_write=True), ranks)
+    if parts.is_first_rank:
+        keep_newest(folder, parts.run.checkpoint.keep_last)
     return path
 
 
@@ -93,19 +101,35 @@ def load_state(parts: Parts, resume: Resume) -> State:
 def _fill(parts: Parts, path: Path, manifest: Manifest, n_updates: int) -> None:
     """Copies a checkpoint's tensors into model and optimizer; at step 0 there is only a model."""
     if manifest.step > 0:
-        for parameter in parts.model.parameters():
+        for held in parts.replica.held:
+            parameter = held.parameter
             moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
             n_updates_so_far = torch.tensor(float(n_updates), device=parameter.device)
             parts.optimizer.state[parameter] = {"step": n_updates_so_far, **moments}
-    load_into(path, _named_tensors(parts), parts.run.model.vocabulary_size)
+    tensors, placements = _named_parts(parts, to_write=False)
+    load_into(path, tensors, parts.run.model.vocabulary_size, placements)
 
 
-def _named_tensors(parts: Parts) -> dict[str, Tensor]:
-    named = dict(parts.model.named_parameters())
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
-    for name, parameter in named.items():
+def _named_parts(parts: Parts, *, to_write: bool) -> tuple[dict[str, Tensor], dict[str, Placement]]:
+    """Names what this rank holds of weights and moments, and says where it lies in the whole.
+
+    Args:
+        parts: of the run.
+        to_write: leave out what another rank writes.
+    """
+    share = parts.replica.tensor_share
+    tensors: dict[str, Tensor] = {}
+    placements: dict[str, Placement] = {}
+    for held in parts.replica.held:
+        parameter, dimension = held.parameter, held.dimension
+        if to_write and (held.is_copy or not is_writer(parameter, dimension, share)):
+            continue
+        values: dict[str, Tensor] = {f"model.{held.name}": parameter}
         for moment in MOMENTS:
             if parameter in parts.optimizer.state:
                 value = parts.optimizer.state[parameter][moment]
-                tensors[f"optimizer.{name}.{moment}"] = value
-    return tensors
+                values[f"optimizer.{held.name}.{moment}"] = value
+        for name, value in values.items():
+            tensors[name] = local_part(value)
+            placements[name] = place(parameter, dimension, share)
+    return tensors, placements

@@ -54,7 +54,7 @@ def train(
             show(state.step, evaluate(parts, state, metrics))
         if every(state.step, run.evaluate.sample_interval):
             show(state.step, sample(parts, state, metrics))
-        reason = guard.reason_to_stop()
+        reason = parts.replica.mesh.agree(guard.reason_to_stop())
         if is_last or reason or every(state.step, run.checkpoint.interval):
             save_state(parts, state)
     return reason or DONE

@@ -30,12 +30,13 @@ from trainyard.units import format_bytes, format_large, format_seconds
 class Metrics:
     """Collects the results of steps and writes them every `log.interval` steps.
 
-    Losses stay on the device between two lines, so that logging does not slow the steps.
+    Losses stay on the device between two lines, so that logging does not slow the steps. Every rank
+    collects, the first one writes.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._outputs = Outputs(parts.folder, parts.run)
+        self._outputs = Outputs(parts.folder, parts.run) if parts.is_first_rank else None
         self._peak_flops = _peak_flops_per_second(parts.run, parts.device)
         self._loss_sum = torch.zeros((), device=parts.device)
         self._skipped = torch.zeros((), device=parts.device)
@@ -55,7 +56,7 @@ class Metrics:
     def write_steps(self, state: State, result: StepResult) -> str:
         """Writes the metrics of the steps since the last line; returns that line."""
         values = self._values(state, result)
-        self._outputs.write("train", values)
+        self.write("train", values)
         self._loss_sum.zero_()
         self._skipped.zero_()
         self._n_steps, self._step_seconds, self._tokens = 0, 0.0, 0
@@ -63,11 +64,13 @@ class Metrics:
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """Writes an event that is not a step: evaluate, sample, start or end."""
-        self._outputs.write(kind, values)
+        if self._outputs is not None:
+            self._outputs.write(kind, values)
 
     def close(self) -> None:
         """Flushes and closes everything."""
-        self._outputs.close()
+        if self._outputs is not None:
+            self._outputs.close()
 
     def _values(self, state: State, result: StepResult) -> dict[str, Any]:
         parts = self._parts

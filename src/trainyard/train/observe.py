@@ -17,9 +17,11 @@ def evaluate(parts: Parts, state: State, metrics: Metrics) -> str:
     order = parts.valid_order
     if order is None:
         return "no evaluation: the valid split is empty, or evaluate.batches is 0"
-    n_sequences = min(len(order), parts.run.evaluate.batches * train.global_batch_size)
-    batches = held_out_batches(order, n_sequences, train.micro_batch_size, vocabulary_size)
-    found = evaluate_sequences(parts.model, batches, parts.tokenizer)
+    # As many as the order was built for: whole batches, which every rank has an equal share of.
+    n_sequences = parts.run.evaluate.batches * train.global_batch_size
+    batches = held_out_batches(order, n_sequences, train.global_batch_size, vocabulary_size)
+    loss_of = parts.replica.held_out_loss
+    found = evaluate_sequences(loss_of, batches, vocabulary_size, parts.tokenizer)
     consumed = parts.batches.consumed(state.step) * parts.run.model.sequence_length
     values = {"step": state.step, "tokens": consumed, "split": "valid", **found.as_dict()}
     metrics.write("evaluate", values)
@@ -31,13 +33,16 @@ def evaluate(parts: Parts, state: State, metrics: Metrics) -> str:
 
 def sample(parts: Parts, state: State, metrics: Metrics) -> str:
     """Continues each prompt; returns the texts."""
+    model = parts.replica.whole_model
     if parts.tokenizer is None:
         return "no samples: tokenizer.path is empty"
+    if model is None:
+        return "no samples while ranks share a model; trainyard generate takes a checkpoint of it"
     texts = []
     for prompt in parts.run.evaluate.sample_prompts:
         ids = parts.tokenizer.encode(prompt)
         n_tokens, end = parts.run.evaluate.sample_tokens, parts.tokenizer.eod_id
-        (new,) = generate(parts.model, ids, n_tokens, SAMPLING, end)
+        (new,) = generate(model, ids, n_tokens, SAMPLING, end)
         text = parts.tokenizer.decode(new)
         metrics.write("sample", {"step": state.step, "prompt": prompt, "text": text})
         texts.append(f"sample: {prompt}{text}")

@@ -12,7 +12,7 @@ from trainyard.config.run import Run
 from trainyard.data.loader import Loader
 from trainyard.data.order import SequenceOrder
 from trainyard.data.tokenizer import Tokenizer
-from trainyard.model.gpt import GPT
+from trainyard.parallel.replica import Replica
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import Plan
 
@@ -61,8 +61,8 @@ class Parts:
     run: Run
     plan: Plan
     batches: BatchSchedule
-    device: torch.device
-    model: GPT
+    replica: Replica
+    """This rank's share of the model."""
     optimizer: torch.optim.AdamW
     train_data: Loader
     valid_order: SequenceOrder | None
@@ -70,3 +70,13 @@ class Parts:
     tokenizer: Tokenizer | None
     data_fingerprint: str
     """Identifies the contents of the token files."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.replica.mesh.device
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.replica.mesh.rank == 0

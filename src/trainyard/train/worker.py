@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 import torch
+from torch.torch_version import TorchVersion
 
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.resume import check_resumable
@@ -26,12 +27,13 @@ from trainyard.data.loader import Loader, build_orders, data_fingerprint, data_p
 from trainyard.data.publish import publish_text
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
-from trainyard.errors import ConfigError, UserError
-from trainyard.launch.environment import read_process, read_versions
+from trainyard.errors import ConfigError, MachineError, UserError
+from trainyard.launch.environment import Process, read_process, read_versions
 from trainyard.log import build_logger, show_progress
-from trainyard.model.gpt import GPT, compile_blocks
-from trainyard.model.init import initialise
 from trainyard.optim.adamw import build_adamw
+from trainyard.parallel.mesh import Mesh, build_mesh
+from trainyard.parallel.replica import Replica
+from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.hardware import cpu_multiplies_bf16_natively
 from trainyard.plan.resolve import Plan, resolve
@@ -62,20 +64,37 @@ def run_worker(folder: Path, resume: Resume = "auto") -> str:
     Raises:
         UserError: the run, its data or its checkpoint is not usable.
     """
+    run_text = (folder / "run.toml").read_text(encoding="utf-8")
     run = load_run(str(folder / "run.toml")).run
     process = read_process()
+    if process.rank > 0:
+        logger.setLevel(logging.ERROR)  # rank 0 speaks for all
     plan = resolve(run, process.n_ranks)
-    refuse_what_is_not_built(run, plan)
-    device = _choose_device(process.local_rank)
-    _warn_of_slow_precision(run, device)
-    parts = build_parts(folder, run, plan, device)
+    refuse_what_is_not_built(run)
+    device = _choose_device(process)
+
+    def facts() -> dict[str, str]:
+        newest = find_checkpoint(folder, resume)
+        started_from = {"checkpoint": newest.name if newest else "none"}
+        return gather_facts(run_text, data_fingerprint(run)) | started_from
+
+    with start_ranks(process, device, facts):
+        _warn_of_slow_precision(run, device)
+        mesh = build_mesh(plan.topology, process.rank, device)
+        return _train_on(build_parts(folder, run, plan, mesh), resume)
+
+
+def _train_on(parts: Parts, resume: Resume) -> str:
+    folder, run, plan = parts.folder, parts.run, parts.plan
     state = load_state(parts, resume)
-    _write_facts(folder, plan)
+    if parts.is_first_rank:
+        _write_facts(folder, plan)
+    device = parts.device
     metrics = Metrics(parts)
     metrics.write("start", {"step": state.step, "resumed": state.step > 0, "device": str(device)})
     guard = Guard(run.train.stop_after_minutes)
     try:
-        with guard.catch_signals(), show_training(state.step, plan.n_steps) as show:
+        with guard.catch_signals(), show_training(parts, state.step) as show:
             show(state.step, _describe(parts, state))
             reason = train(parts, state, metrics, guard, show)
             metrics.write("end", {"step": state.step, "reason": reason})
@@ -91,7 +110,7 @@ def write_run_folder(folder: Path, run: Run, resume: Resume) -> None:
     Raises:
         UserError: the run cannot be trained here, or differs from the one already in the folder.
     """
-    refuse_what_is_not_built(run, resolve(run))
+    refuse_what_is_not_built(run)
     fingerprint = data_fingerprint(run)
     checkpoint = find_checkpoint(folder, resume)
     if checkpoint is not None:
@@ -100,33 +119,38 @@ def write_run_folder(folder: Path, run: Run, resume: Resume) -> None:
     publish_text(folder / "run.toml", render_run(run))
 
 
-def build_parts(folder: Path, run: Run, plan: Plan, device: torch.device) -> Parts:
+def build_parts(folder: Path, run: Run, plan: Plan, mesh: Mesh) -> Parts:
     """Builds model, optimizer and data; checks that data, tokenizer and model belong together."""
     tokenizer = load_tokenizer(Path(run.tokenizer.path)) if run.tokenizer.path else None
     _check_vocabularies(run, tokenizer)
     batches = BatchSchedule(run)
+    # The first rank fills the cache of orders, the others find it there.
+    if mesh.rank > 0:
+        mesh.barrier()
     orders = build_orders(run, plan, ("train", "valid"))
+    if mesh.rank == 0:
+        mesh.barrier()
     if orders["train"] is None:
         raise ConfigError(
             f"data.split={run.data.split!r} leaves no sequences for training",
             "give the first share more than 0",
         )
-    if device.type == "cpu":
+    if mesh.device.type == "cpu":
         keep_freed_memory()
-    model = build_model(run, plan, device)
+    replica = Replica(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
     return Parts(
         folder=folder,
         run=run,
         plan=plan,
         batches=batches,
-        device=device,
-        model=model,
-        optimizer=build_adamw(model, run.optimizer),
+        replica=replica,
+        optimizer=build_adamw([held.parameter for held in replica.held], run.optimizer),
         train_data=Loader(
             orders["train"],
             batches,
             run.model.vocabulary_size,
-            pin_memory=device.type == "cuda",
+            mesh.data_share,
+            pin_memory=mesh.device.type == "cuda",
         ),
         valid_order=orders["valid"],
         tokenizer=tokenizer,
@@ -134,18 +158,7 @@ def build_parts(folder: Path, run: Run, plan: Plan, device: torch.device) -> Par
     )
 
 
-def build_model(run: Run, plan: Plan, device: torch.device) -> GPT:
-    """Builds the model with its initial weights."""
-    dtype = COMPUTE_DTYPES[run.precision.kind]
-    model = GPT(run.model, plan.padded_vocabulary_size, dtype, run.parallel.recompute)
-    initialise(model, run.model, run.train.seed)
-    model.to(device).train()
-    if run.train.compile == "always" or (run.train.compile == "gpu" and device.type == "cuda"):
-        compile_blocks(model)
-    return model
-
-
-def refuse_what_is_not_built(run: Run, plan: Plan) -> None:
+def refuse_what_is_not_built(run: Run) -> None:
     """Refuses runs that this version can describe but not train.
 
     Raises:
@@ -156,18 +169,25 @@ def refuse_what_is_not_built(run: Run, plan: Plan) -> None:
             f"precision.kind={run.precision.kind!r} cannot be trained yet",
             "precision.kind=bf16 and precision.kind=fp32 can",
         )
-    if plan.n_ranks > 1:
+    is_zero_bubble = run.parallel.pipeline > 1 and run.parallel.schedule == "zero_bubble"
+    # Older ones fail to split the backward pass of our own functions.
+    if is_zero_bubble and TorchVersion(torch.__version__) < "2.13":
         raise ConfigError(
-            f"this run is cut over {plan.n_ranks} ranks (parallel.tensor={run.parallel.tensor}, "
-            f"pipeline={run.parallel.pipeline}, context={run.parallel.context}); "
-            "training on several ranks is not built yet",
-            "for one process: parallel.tensor=1 parallel.pipeline=1 parallel.context=1",
+            f"parallel.schedule='zero_bubble' needs torch 2.13; this is {torch.__version__}",
+            "parallel.schedule='interleaved' with parallel.chunks=2, or a newer torch",
         )
 
 
 @contextmanager
-def show_training(first_step: int, n_steps: int) -> Iterator[Show]:
-    """Yields a function that shows a line of training, with a progress bar on a terminal."""
+def show_training(parts: Parts, first_step: int) -> Iterator[Show]:
+    """Yields a function that shows a line of training, with a progress bar on a terminal.
+
+    Only the first rank has something to show.
+    """
+    if not parts.is_first_rank:
+        yield lambda _step, _text: None
+        return
+    n_steps = parts.plan.n_steps
     with show_progress("training", plain_lines=False) as update:
 
         def show(step: int, text: str) -> None:
@@ -178,10 +198,20 @@ def show_training(first_step: int, n_steps: int) -> Iterator[Show]:
         yield show
 
 
-def _choose_device(local_rank: int) -> torch.device:
+def _choose_device(process: Process) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
+    n_devices = torch.cuda.device_count()
+    # A launcher may show each process a GPU of its own; ours shows all to each.
+    has_own = n_devices == 1 and process.store_file is None
+    index = 0 if has_own else process.local_rank
+    if index >= n_devices:
+        raise MachineError(
+            f"rank {process.rank} is number {index} on its machine, which has {n_devices} GPU"
+            f"{'s' if n_devices > 1 else ''}",
+            "start as many ranks on a machine as it has GPUs",
+        )
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 

@@ -1,0 +1,132 @@
+"""`trainyard check layout`: proves on this machine that a layout computes the right thing."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainyard.errors import MachineError
+
+if TYPE_CHECKING:
+    from trainyard.config.run import Run
+    from trainyard.plan.rehearsal import Rehearsal
+    from trainyard.train.rehearsal import Result
+
+WIDTH = 96
+
+
+def layout(
+    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or the name of a preset.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.field=value, as many as needed.")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Whose layout to check. Default: the fewest ranks the run is cut into, and data "
+            "parallel ones where it shares weights (ZeRO).",
+        ),
+    ] = None,
+) -> None:
+    """Prove that the layout of a run computes what a single device computes.
+
+    Trains a small model for three steps in the layout of the run, every degree cut to 2, with up to
+    8 processes on this machine's CPU, and on a single device. Compares losses, gradient norms, all
+    gradients and all weights; in fp64, where nothing but a fault can differ, and in the precision
+    of the run. Needs no data and no GPU; takes about a minute. Exit code 2 if they differ.
+
+    Example: trainyard check layout recipes/azure/175b.toml --ranks 1024
+    """
+    from trainyard.config.load import load_run
+    from trainyard.plan.rehearsal import plan_rehearsal
+
+    run = load_run(run_file, overrides).run
+    rehearsal = plan_rehearsal(run, ranks)  # refuses what cannot be before torch is imported
+    typer.echo(describe_rehearsal(run, rehearsal))
+    from trainyard.train.rehearsal import precisions_of, rehearse
+
+    precisions = precisions_of(run)
+    if run.precision.kind not in precisions:
+        typer.echo(f"precision   {run.precision.kind} cannot be trained yet: fp64 alone is tried")
+    start = time.monotonic()
+    results = rehearse(rehearsal, precisions)
+    typer.echo(f"\n{render_results(results)}\n\n{time.monotonic() - start:.0f} s")
+    refuse_differences(run, results)
+
+
+def describe_rehearsal(run: Run, rehearsal: Rehearsal) -> str:
+    """Says what is tried, and what was made smaller for it."""
+    from trainyard.plan.rehearsal import describe_layout
+
+    whole = f"{run.name} on {_count(rehearsal.topology.n_ranks, 'rank')}: "
+    facts = [("run", whole + describe_layout(run, rehearsal.topology))]
+    n_layouts = len(rehearsal.layouts)
+    tried = f"{_count(rehearsal.n_ranks, 'process')} on this machine"
+    if rehearsal.n_ranks == 1:
+        tried += ": no axis is cut; --ranks N tries the layout of N ranks"
+    elif rehearsal.topology.n_ranks < rehearsal.n_ranks:
+        tried += ": ZeRO shares weights, which takes two data parallel ranks"
+    elif n_layouts > 1:
+        tried += f", in {n_layouts} layouts that together cut every pair of axes"
+    facts.append(("tried with", tried))
+    topologies = rehearsal.topologies
+    for number, (small, topology) in enumerate(zip(rehearsal.layouts, topologies, strict=True), 1):
+        facts.append((f"layout {number}", describe_layout(small, topology)))
+    facts += [(f"  {section}", text) for section, text in rehearsal.changes.items()]
+    facts.append(("  data", "random token ids, a fifth of the labels left out"))
+    return "\n".join(
+        textwrap.fill(text, WIDTH, initial_indent=f"{name:<12}", subsequent_indent=" " * 12)
+        for name, text in facts
+    )
+
+
+def render_results(results: list[Result]) -> str:
+    """Lays out the differences of all layouts, in all precisions, as a table."""
+    lines = ["largest relative difference from the single device, of 3 steps"]
+    titles = ("loss", "norm", "gradients", "weights", "bound")
+    lines.append(f"{'':18}" + "".join(f"{title:>11}" for title in titles))
+    layouts = list(dict.fromkeys(result.layout.model_dump_json() for result in results))
+    for result in results:
+        number = 1 + layouts.index(result.layout.model_dump_json())
+        found = result.difference
+        numbers = (found.loss, found.norm, found.gradient, found.weight, result.bound)
+        verdict = "same" if result.is_same else "DIFFERENT"
+        if found.between_ranks:
+            verdict += f", copies on two ranks by {found.between_ranks:.1e}"
+        row = "".join(f"{each:>11.1e}" for each in numbers)
+        lines.append(f"layout {number:<3}{result.precision:<8}{row}   {verdict}")
+    return "\n".join(lines)
+
+
+def refuse_differences(run: Run, results: list[Result]) -> None:
+    """Raises if a layout does not compute what the single device computes.
+
+    Raises:
+        MachineError: names the precisions, and how to find the axis at fault.
+    """
+    wrong = [result for result in results if not result.is_same]
+    if not wrong:
+        return
+    kinds = list(dict.fromkeys(result.precision for result in wrong))
+    parallel = run.parallel
+    degrees = {"pipeline": 1, "context": 1, "tensor": 1, "replicas": 1, "zero_stage": 0}
+    cut = [
+        f"parallel.{name}={one}" for name, one in degrees.items() if getattr(parallel, name) > one
+    ]
+    hint = "do not train in this layout on this machine, whose torch or processor is at fault"
+    if cut:
+        hint += f"; to see which axis: the same with {', or '.join(cut)}"
+    raise MachineError(
+        f"{run.name}: the layout does not compute what a single device computes "
+        f"({', '.join(kinds)})",
+        hint,
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

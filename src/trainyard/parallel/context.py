@@ -1,0 +1,94 @@
+"""Context parallelism: the tokens of a sequence shared by ranks, which meet only in attention.
+
+    method     rank r of p holds         in attention
+    ulysses    r-th of p parts           all-to-all: all tokens of some heads, computed as ever
+    ring       r-th of 2p chunks from    own queries, with keys and values that travel round
+               either end                (see ring.py)
+
+Ulysses sends less and computes dropout; the ring has no limit by the number of heads, and no rank
+holds a whole sequence. Everything else in the model sees each token alone: it gets this rank's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainyard.model.attention import Attention, CausalAttention
+from trainyard.model.gpt import GPT
+from trainyard.parallel.collectives import exchange_parts
+from trainyard.parallel.ring import RingAttention
+
+Method = Literal["ulysses", "ring"]
+
+
+class UlyssesAttention(nn.Module):
+    """Attention over a shared sequence: each rank computes some heads, over all tokens.
+
+    Args:
+        core: what computes them.
+        group: the ranks, each with the tokens that `take_share` gives it.
+    """
+
+    def __init__(self, core: CausalAttention, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.core = core
+        self.first_head = core.first_head
+        self._group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Attends from this rank's tokens, (B, H, T/p, K), to themselves and all before them.
+
+        `keys` are those of dropout, which `core` computes.
+        """
+        n_ranks = self._group.size()
+        B, H, n_tokens, K = q.shape
+        heads = H // n_ranks  # of which there are fewer if a tensor cut came after
+        self.core.first_head = self.first_head + self._group.rank() * heads
+        # Ranks and tokens first, for heads and tokens to join without a copy on arrival.
+        parts = [
+            x.view(B, n_ranks, heads, n_tokens, K).permute(1, 3, 0, 2, 4) for x in (q, k, v)
+        ]  # (p, T/p, B, H/p, K) each
+        received = exchange_parts(torch.stack(parts, dim=2), self._group)
+        q, k, v = received.flatten(0, 1).permute(1, 2, 3, 0, 4).unbind()  # (B, H/p, T, K)
+        mixed = self.core(q, k, v, keys)
+        parts_of_tokens = mixed.view(B, heads, n_ranks, n_tokens, K).permute(2, 1, 0, 3, 4)
+        received = exchange_parts(parts_of_tokens, self._group)  # (p, H/p, B, T/p, K)
+        return received.flatten(0, 1).transpose(0, 1)
+
+
+def take_share(x: Tensor, rank: int, n_ranks: int, method: Method, dimension: int) -> Tensor:
+    """Takes this rank's tokens of whole sequences.
+
+    Args:
+        x: tokens along `dimension`, a multiple of twice `n_ranks` for the ring.
+        rank: among those that share the sequence.
+        n_ranks: how many they are.
+        method: which cut.
+        dimension: that of tokens.
+    """
+    n_chunks = n_ranks if method == "ulysses" else 2 * n_ranks
+    assert x.shape[dimension] % n_chunks == 0, "rules.py refuses such lengths"
+    chunks = x.chunk(n_chunks, dimension)
+    if method == "ulysses":
+        return chunks[rank]
+    return torch.cat((chunks[rank], chunks[-1 - rank]), dimension)
+
+
+def cut_context(model: GPT, group: dist.ProcessGroup, method: Method) -> None:
+    """Leaves `model` to compute with this rank's tokens of each sequence, cut as by `take_share`.
+
+    Call it before `cut_tensor`, which may cut the residual stream further.
+    """
+    positions = take_share(model.token_positions, group.rank(), group.size(), method, 0)
+    model.token_positions = model.residual_positions = positions
+    for module in list(model.modules()):
+        if not isinstance(module, Attention):
+            continue
+        if method == "ulysses":
+            module.core = UlyssesAttention(module.core, group)  # type: ignore[assignment]
+        else:
+            module.core = RingAttention(group)  # type: ignore[assignment]

@@ -1,0 +1,102 @@
+"""The process groups of a layout: which ranks talk to which, axis by axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainyard.topology import Coordinates, Topology
+
+TEXT_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The groups this rank belongs to; None where it is alone on an axis."""
+
+    topology: Topology
+    rank: int
+    device: torch.device
+    pipeline: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+    context: dist.ProcessGroup | None = None
+    first_and_last_stage: dist.ProcessGroup | None = None
+    """The two ends of this rank's pipeline, for the ranks at its ends."""
+    data: DeviceMesh | None = None
+    """Ranks that hold the same part of the model: the last dimension shares it, a first one before
+    it replicates it (hybrid sharding)."""
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank is."""
+        return self.topology.coordinates(self.rank)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        if self.topology.n_ranks > 1:
+            self.agree(None)
+
+    def agree(self, text: str | None) -> str | None:
+        """Gives all ranks the text of the lowest of those that have one; None if none has."""
+        n_ranks = self.topology.n_ranks
+        if n_ranks == 1:
+            return text
+        speaker = torch.tensor(n_ranks if text is None else self.rank)
+        dist.all_reduce(speaker, dist.ReduceOp.MIN)
+        if speaker == n_ranks:
+            return None
+        said = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+        if speaker == self.rank and text is not None:
+            encoded = text.encode()[:TEXT_BYTES]
+            said[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        dist.broadcast(said, int(speaker))
+        return bytes(said.tolist()).rstrip(b"\0").decode(errors="replace")
+
+    @property
+    def data_share(self) -> tuple[int, int]:
+        """Which of how many equal shares of a batch this rank works on."""
+        here = self.coordinates
+        return here.replica * self.topology.shard + here.shard, self.topology.data
+
+
+def build_mesh(topology: Topology, rank: int, device: torch.device) -> Mesh:
+    """Makes the groups of every axis longer than 1; every rank must call this."""
+    if topology.n_ranks == 1:
+        return Mesh(topology, rank, device)
+    # Ranks that share a sequence are data-parallel ones too, and their neighbours.
+    share = topology.shard * topology.context
+    sizes = (topology.pipeline, topology.replica, share, topology.tensor)
+    names = ("pipeline", "replica", "share", "tensor")
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    data = None
+    if topology.replica > 1:
+        data = mesh["replica", "share"]
+    elif share > 1:
+        data = mesh["share"]
+    return Mesh(
+        topology,
+        rank,
+        device,
+        pipeline=mesh.get_group("pipeline") if topology.pipeline > 1 else None,
+        tensor=mesh.get_group("tensor") if topology.tensor > 1 else None,
+        context=_own_group(topology.groups(["context"]), rank) if topology.context > 1 else None,
+        first_and_last_stage=_own_group(_ends(topology), rank) if topology.pipeline > 1 else None,
+        data=data,
+    )
+
+
+def _ends(topology: Topology) -> list[list[int]]:
+    return [[group[0], group[-1]] for group in topology.groups(["pipeline"])]
+
+
+def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
+    """Makes all groups, as every rank must, and keeps the one this rank is in."""
+    own = None
+    for ranks in groups:
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            own = group
+    return own

@@ -1,0 +1,104 @@
+"""Which part of a whole parameter this rank holds, and whether it is the one that writes it.
+
+A parameter is cut over tensor ranks in equal parts first, and each of these over data ranks, by the
+rule of `torch.chunk`: parts of ceil(n / ranks) rows, the last ones shorter or empty.
+
+    attention.out.weight, (10, 8); dimension 1 cut over 2 tensor ranks, rows over 4 data ranks
+
+                         columns 0:4         columns 4:8
+    data rank 0          rows 0:3            rows 0:3
+    data rank 1          rows 3:6            rows 3:6
+    data rank 2          rows 6:9            rows 6:9
+    data rank 3          row  9              row  9
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from trainyard.model.init import Share
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a part lies in a whole tensor."""
+
+    shape: Shape
+    """Of the whole tensor."""
+    offsets: Shape
+    """Of the part's first value."""
+    local_shape: Shape
+    """Of the part; a zero in it means that this rank holds nothing."""
+
+    def cut(self, dimension: int, rank: int, n_ranks: int) -> Placement:
+        """Gives what `rank` of `n_ranks` holds of this part, by the rule of `torch.chunk`."""
+        length = self.local_shape[dimension]
+        longest = -(-length // n_ranks)
+        start = min(rank * longest, length)
+        offsets, local_shape = list(self.offsets), list(self.local_shape)
+        offsets[dimension] += start
+        local_shape[dimension] = min(longest, length - start)
+        return Placement(self.shape, tuple(offsets), tuple(local_shape))
+
+
+def whole(shape: Shape) -> Placement:
+    """Places a tensor that is not cut."""
+    return Placement(tuple(shape), (0,) * len(shape), tuple(shape))
+
+
+def place(parameter: Tensor, dimension: int | None, tensor: Share) -> Placement:
+    """Says which part of the whole parameter this rank holds.
+
+    Args:
+        parameter: plain, or as FSDP2 made it: a DTensor over a mesh of one or two dimensions.
+        dimension: along which it is cut over tensor ranks; None where each has all of it.
+        tensor: this rank among the tensor ranks.
+    """
+    shape = list(parameter.shape)
+    if dimension is not None:
+        shape[dimension] *= tensor.n_ranks
+    placement = whole(tuple(shape))
+    if dimension is not None:
+        placement = placement.cut(dimension, tensor.rank, tensor.n_ranks)
+    for cut, rank, n_ranks in _cuts(parameter):
+        if cut is not None:
+            placement = placement.cut(cut, rank, n_ranks)
+    return placement
+
+
+def is_writer(parameter: Tensor, dimension: int | None, tensor: Share) -> bool:
+    """Whether this rank is the first of those that hold the same part of a parameter.
+
+    Takes the arguments of `place`. That a parameter is the copy of a tied embedding on the last
+    stage of a pipeline cannot be seen here: nobody writes it.
+    """
+    is_first = dimension is not None or tensor.rank == 0
+    return is_first and all(rank == 0 for cut, rank, _ in _cuts(parameter) if cut is None)
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """Gives the values that this rank holds, sharing their memory, outside of any graph."""
+    from torch.distributed.tensor import DTensor
+
+    part = parameter.detach()
+    return part.to_local() if isinstance(part, DTensor) else part
+
+
+def _cuts(parameter: Tensor) -> Iterator[tuple[int | None, int, int]]:
+    """Yields for each axis of a mesh: the dimension it cuts (None: replicates), rank, ranks."""
+    # A second of imports that whoever reads a checkpoint into one process is spared.
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for axis, cut in enumerate(parameter.placements):
+            assert type(cut) in (Shard, Replicate), cut
+            dimension = cut.dim if isinstance(cut, Shard) else None
+            yield dimension, mesh.get_local_rank(axis), mesh.size(axis)

@@ -1,0 +1,225 @@
+"""What one rank holds of a model, and the passes of a step through it: the layout from outside.
+
+    GPT, this rank's stages  ->  tokens cut  ->  layers cut  ->  initial weights  ->  shared by data
+         parallel/pipeline       context         tensor          model/init           parallel/data
+
+Step, loop and optimizer see parameters with gradients and one loss; what is below sees one axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainyard.config.run import Run
+from trainyard.model.cut import Part, cut_dimension
+from trainyard.model.gpt import GPT, compile_blocks
+from trainyard.model.init import Share, initialise
+from trainyard.parallel.context import cut_context, take_share
+from trainyard.parallel.data import prepare_micro_batch, share_model
+from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.pipeline import Pipeline
+from trainyard.parallel.placement import local_part
+from trainyard.parallel.tensor import cut_tensor
+from trainyard.plan.resolve import Plan
+
+EMBEDDING = "embedding.weight"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of this rank, and who else holds it."""
+
+    name: str
+    """Its name in the whole model."""
+    parameter: nn.Parameter
+    dimension: int | None
+    """Along which tensor ranks cut it."""
+    is_copy: bool
+    """The second copy of a tied embedding, on the last stage of a pipeline."""
+
+    def share_of_norm(self, n_tensor_ranks: int) -> float:
+        """One over the ranks that hold just this part; 0 for a copy."""
+        n_holders = n_tensor_ranks if self.dimension is None else 1
+        if isinstance(self.parameter, DTensor):
+            mesh = self.parameter.device_mesh
+            for placement, size in zip(self.parameter.placements, mesh.shape, strict=True):
+                n_holders *= size if placement.is_replicate() else 1
+        return 0.0 if self.is_copy else 1 / n_holders
+
+    @property
+    def gradient(self) -> Tensor:
+        """What the last backward pass left; every parameter has one by then."""
+        gradient = self.parameter.grad
+        assert gradient is not None, f"{self.name} has no gradient"
+        return gradient
+
+
+class Replica:
+    """This rank's share of the model.
+
+    Args:
+        run: the run.
+        plan: what follows from it for the ranks there are.
+        mesh: the groups of this rank.
+        compute_dtype: precision of activations and matrix products.
+
+    Attributes:
+        stages: its parts of the model, by number of the pipeline stage.
+        held: its parameters, stage by stage.
+        shares_of_norm: what the square of the norm of each counts in that of all ranks, fp64.
+    """
+
+    def __init__(self, run: Run, plan: Plan, mesh: Mesh, compute_dtype: torch.dtype) -> None:
+        self.mesh = mesh
+        self._parallel = run.parallel
+        self._is_tied = run.model.tied_embeddings
+        self._compute_dtype = compute_dtype
+        self._micro_batch_size = run.train.micro_batch_size
+        numbers = range(mesh.coordinates.pipeline, len(plan.stages), mesh.topology.pipeline)
+        self.stages = {number: self._build_stage(run, plan, number) for number in numbers}
+        # Now, since FSDP shows other parameters between a forward and a backward pass.
+        self.held = [
+            Held(
+                name,
+                parameter,
+                cut_dimension(name) if mesh.tensor is not None else None,
+                is_copy=number > 0 and name == EMBEDDING,
+            )
+            for number, model in self.stages.items()
+            for name, parameter in model.named_parameters()
+        ]
+        shares = [each.share_of_norm(mesh.topology.tensor) for each in self.held]
+        self.shares_of_norm = torch.tensor(shares, dtype=torch.float64, device=mesh.device)
+        self._pipeline: Pipeline | None = None
+        if mesh.pipeline is not None:
+            any_stage = next(iter(self.stages.values()))
+            shape = (self._micro_batch_size, len(any_stage.token_positions))
+            example = torch.empty(shape, dtype=torch.int64, device=mesh.device)
+            self._pipeline = Pipeline(
+                self.stages, len(plan.stages), mesh.pipeline, run.parallel.schedule, example
+            )
+
+    def _build_stage(self, run: Run, plan: Plan, number: int) -> GPT:
+        mesh, parallel = self.mesh, run.parallel
+        is_last = number == len(plan.stages) - 1
+        part = Part(range(*plan.stages[number]), takes_tokens=number == 0, gives_loss=is_last)
+        padded = plan.padded_vocabulary_size
+        model = GPT(run.model, padded, self._compute_dtype, parallel.recompute, part)
+        if mesh.context is not None:
+            cut_context(model, mesh.context, parallel.context_method)
+        if mesh.tensor is not None:
+            cut_tensor(model, mesh.tensor, sequence=parallel.sequence)
+        initialise(model, run.model, run.train.seed, self.tensor_share)
+        on_gpu = mesh.device.type == "cuda"
+        if run.train.compile == "always" or (run.train.compile == "gpu" and on_gpu):
+            compile_blocks(model)
+        if mesh.data is not None:
+            share_model(model, mesh.data, parallel.zero_stage)
+        return model.to(mesh.device).train()
+
+    @property
+    def tensor_share(self) -> Share:
+        """Which part of every layer that is cut this rank has."""
+        return Share(self.mesh.coordinates.tensor, self.mesh.topology.tensor)
+
+    @property
+    def whole_model(self) -> GPT | None:
+        """The model, where this rank computes all of it; its weights may be shared (ZeRO)."""
+        topology = self.mesh.topology
+        alone = topology.pipeline == topology.context == topology.tensor == 1
+        return self.stages[0] if alone else None
+
+    def forward_backward(
+        self, tokens: Tensor, labels: Tensor, keys: Tensor | None, scale: float
+    ) -> Tensor:
+        """Computes gradients of the summed loss of this rank's sequences, complete on every rank.
+
+        Args:
+            tokens: ids of the sequences of this rank, (sequences, T).
+            labels: the ids that follow.
+            keys: dropout keys of the sequences; None without dropout.
+            scale: multiplies the loss.
+
+        Returns:
+            this rank's part of the loss of the whole batch; to be added up over all ranks.
+        """
+        n_micro_batches = len(tokens) // self._micro_batch_size
+        tokens, labels = self._take(tokens), self._take(labels)
+        keys = keys if keys is None else keys.to(self.mesh.device)
+        if self._pipeline is not None:
+            loss = self._pipeline.forward_backward(tokens, labels, keys, n_micro_batches, scale)
+        else:
+            loss = self._accumulate(tokens, labels, keys, scale)
+        self._add_up_gradients()
+        if loss is None:
+            return torch.zeros((), device=self.mesh.device)
+        return loss / self.mesh.topology.tensor  # each tensor rank has the whole of it
+
+    def _take(self, ids: Tensor) -> Tensor:
+        """Takes this rank's tokens of its sequences, (sequences, T) to (sequences, T/cp)."""
+        group = self.mesh.context
+        if group is not None:
+            method = self._parallel.context_method
+            ids = take_share(ids, group.rank(), group.size(), method, dimension=1)
+        return ids.to(self.mesh.device, non_blocking=True)
+
+    def _accumulate(
+        self, tokens: Tensor, labels: Tensor, keys: Tensor | None, scale: float
+    ) -> Tensor:
+        (model,) = self.stages.values()
+        total = torch.zeros((), device=self.mesh.device)
+        size = self._micro_batch_size
+        for start in range(0, len(tokens), size):
+            here = slice(start, start + size)
+            is_last = start + size >= len(tokens)
+            if start == 0 or is_last:  # nothing changes between
+                prepare_micro_batch(model, self._parallel.zero_stage, is_last=is_last)
+            hidden = model(tokens[here], None if keys is None else keys[here])
+            loss = model.summed_loss(hidden, labels[here], scale)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total = total + loss.detach()
+        return total
+
+    @torch.no_grad()
+    def held_out_loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Computes the summed loss of a batch, (G, T), without dropout; the same on every rank."""
+        share, n_shares = self.mesh.data_share
+        tokens, labels = (self._take(ids.chunk(n_shares)[share]) for ids in (tokens, labels))
+        for model in self.stages.values():
+            model.eval()
+        total = torch.zeros((), device=self.mesh.device)
+        if self._pipeline is not None:
+            loss = self._pipeline.evaluate(tokens, labels, len(tokens) // self._micro_batch_size)
+            total += 0.0 if loss is None else loss
+        else:
+            (model,) = self.stages.values()
+            size = self._micro_batch_size
+            micro_batches = (torch.split(ids, size) for ids in (tokens, labels))
+            for inputs, targets in zip(*micro_batches, strict=True):
+                total += model.summed_loss(model(inputs), targets)
+        for model in self.stages.values():
+            model.train()
+        if self.mesh.topology.n_ranks > 1:
+            total /= self.mesh.topology.tensor  # each tensor rank has the whole of it
+            dist.all_reduce(total)
+        return total
+
+    def _add_up_gradients(self) -> None:
+        """Adds what several ranks, or both ends of a pipeline, found for the same parameter."""
+        if self.mesh.tensor is not None and self._parallel.sequence:
+            # Layers that are whole saw this rank's tokens alone.
+            gradients = [local_part(each.gradient) for each in self.held if each.dimension is None]
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=self.mesh.tensor)
+            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+        if self.mesh.first_and_last_stage is not None and self._is_tied:
+            for each in self.held:
+                if each.name == EMBEDDING:
+                    dist.all_reduce(local_part(each.gradient), group=self.mesh.first_and_last_stage)

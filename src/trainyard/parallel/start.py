@@ -1,0 +1,382 @@
+"""From single processes to ranks that know of each other, or one message that says why not.
+
+Ranks that differ in a version, a run or their data would train nonsense, and a rank that is missing
+leaves the others waiting. So before the process group there is a roll call, in the store in which
+all ranks meet (a file on one machine, else a small server of rank 0):
+
+    every rank    rank/3   = {"host": "n2", "facts": {"torch": "2.13.0", "run": "5e1c..", ..}}
+    rank 0        verdict  = {} once all have come and agree, else what is wrong, for all to raise
+    a failing one failure  = what went wrong there, so that nobody waits for it
+
+Keys stay in the store, so a rank that fails later tells the others why in the same way: they see a
+broken connection, look there, and raise the true reason.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from trainyard import __version__
+from trainyard.errors import LaunchError, MachineError, UserError
+from trainyard.launch.environment import Process, keep_off_the_network
+from trainyard.launch.local import end_with_parent
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # gloo's own
+FAREWELL_SECONDS = 10.0
+FAILURE_SECONDS = 2.0
+POLL_SECONDS = 0.1
+N_SHOWN, N_HOSTS = 16, 3
+
+Facts = Callable[[], Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among those that have started together."""
+
+    process: Process
+    device: torch.device
+    store: Store | None
+    """Keys and values that all ranks see; None with one rank, which has no process group."""
+
+
+@contextmanager
+def start_ranks(
+    process: Process, device: torch.device, facts: Facts, timeout_seconds: float = 60.0
+) -> Iterator[Ranks]:
+    """Initialises the process group of all ranks inside its block; nothing at all for one rank.
+
+    Args:
+        process: as `read_process` gives it.
+        device: of this rank, chosen already.
+        facts: gives what must be equal on all ranks, by name; if it raises, all ranks stop.
+        timeout_seconds: for all ranks to come.
+
+    Raises:
+        LaunchError: a rank is missing, or cannot be reached, or facts differ; names the ranks.
+        MachineError: another rank failed before this one, for the reason it names.
+    """
+    if process.n_ranks == 1:
+        yield Ranks(process, device, None)
+        return
+    if process.parent_pipe is not None:
+        end_with_parent(process.parent_pipe)
+    meeting = _Meeting(process, timeout_seconds)
+    meeting.call_roll(facts)
+    try:
+        _init_group(process, device, meeting)
+        yield Ranks(process, device, meeting.store)
+    except BaseException as error:
+        reason = meeting.tell_failure(error)
+        # Communication that was cut short can keep this from returning.
+        _call_within(FAILURE_SECONDS, dist.destroy_process_group)
+        meeting.keep_store_until_all("heard", FAILURE_SECONDS)
+        if reason is not None:
+            raise reason from error
+        raise
+    meeting.wait_for_all("done", FAREWELL_SECONDS)
+    dist.destroy_process_group()
+    meeting.keep_store_until_all("left", FAREWELL_SECONDS)
+
+
+def gather_facts(run_text: str, data_fingerprint: str) -> dict[str, str]:
+    """Gives what must be equal on all ranks of a training run."""
+    return {
+        "trainyard": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "run": sha256(run_text.encode()).hexdigest(),
+        "data": data_fingerprint,
+    }
+
+
+class _Meeting:
+    """The store in which the ranks meet, and what they say to each other in it."""
+
+    def __init__(self, process: Process, timeout_seconds: float) -> None:
+        self._process = process
+        self.timeout_seconds = timeout_seconds
+        self._host = socket.gethostname()
+        self._listens_at = ""
+        store = self._open_store()
+        self.store = PrefixStore(f"attempt-{process.attempt}", store)
+        self._deadline = time.monotonic() + timeout_seconds
+
+    @property
+    def me(self) -> str:
+        """This rank, as messages name it."""
+        return f"rank {self._process.rank} on {self._host}"
+
+    @property
+    def place(self) -> str:
+        """Where the ranks meet, as messages name it."""
+        process = self._process
+        return str(process.store_file or f"{process.address}:{process.port}")
+
+    def call_roll(self, facts: Facts) -> None:
+        """Returns on all ranks once all have come with equal facts, or raises on all."""
+        try:
+            record = json.dumps({"host": self._host, "facts": dict(facts())})
+        except BaseException as error:
+            self.tell_failure(error)
+            self.keep_store_until_all("heard", FAILURE_SECONDS)
+            raise
+        try:
+            self._say_present(record)
+            if self._process.rank == 0:
+                self.store.set("verdict", json.dumps(self._judge()))
+            problem = self._await_verdict()
+        except RuntimeError as error:
+            raise LaunchError(
+                f"{self.me}: rank 0 at {self.place} ended while the ranks were starting",
+                "see what rank 0 said",
+            ) from error
+        if problem is not None:
+            self.keep_store_until_all("heard", FAILURE_SECONDS)
+            raise problem
+
+    def tell_failure(self, error: BaseException) -> MachineError | None:
+        """Tells all ranks that this one fails.
+
+        Returns:
+            the true reason, where this failure only follows from that of another rank.
+        """
+        record: dict[str, Any] = {
+            "rank": self._process.rank,
+            "host": self._host,
+            "problem": f"{type(error).__name__}: {error}",
+            "hint": "see what that rank said",
+            "exit_code": 1,
+        }
+        if isinstance(error, UserError):
+            record |= {
+                "problem": error.problem,
+                "hint": error.hint,
+                "exit_code": error.exit_code,
+            }
+        try:
+            first = json.loads(self.store.compare_set("failure", "", json.dumps(record)))
+        except RuntimeError:  # the store has ended with rank 0
+            return None
+        is_symptom = isinstance(error.__cause__ or error, RuntimeError) and first != record
+        return _describe_failure(first) if is_symptom else None
+
+    def wait_for_all(self, key: str, seconds: float) -> None:
+        """Waits until all ranks are here, or gone, or the time is over."""
+        deadline = time.monotonic() + seconds
+        try:
+            n_here = self.store.add(key, 1)
+            while n_here < self._process.n_ranks and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+                n_here = self.store.add(key, 0)
+        except RuntimeError:  # rank 0 has left, and the store with it
+            return
+
+    def keep_store_until_all(self, key: str, seconds: float) -> None:
+        """Waits on rank 0, with which the store ends, until all ranks are here too."""
+        self.wait_for_all(key, seconds if self._process.rank == 0 else 0.0)
+
+    def _say_present(self, record: str) -> None:
+        token = f"{record}{time.time_ns()}"
+        key = f"rank/{self._process.rank}"
+        if self.store.compare_set(f"{key}/token", "", token).decode() != token:
+            raise LaunchError(
+                f"{self.me} meets the ranks of another run at {self.place}",
+                "runs on one machine at the same time need ports of their own: set MASTER_PORT",
+            )
+        self.store.set(key, record)
+
+    def _judge(self) -> dict[str, str]:
+        """On rank 0: waits for all ranks; gives what is wrong with them."""
+        keys = [f"rank/{rank}" for rank in range(self._process.n_ranks)]
+        # The others wait as long as this rank does, and must still hear of it.
+        deadline = self._deadline - 0.1 * self.timeout_seconds
+        while time.monotonic() < deadline and not self.store.check(["failure"]):
+            if self.store.check(keys):
+                break
+            time.sleep(POLL_SECONDS)
+        return self._find_problem()
+
+    def _find_problem(self) -> dict[str, str]:
+        n_ranks = self._process.n_ranks
+        records: dict[int, dict[str, Any]] = {
+            rank: json.loads(self.store.get(f"rank/{rank}"))
+            for rank in range(n_ranks)
+            if self.store.check([f"rank/{rank}"])
+        }
+        hosts = {rank: record["host"] for rank, record in records.items()}
+        missing = [rank for rank in range(n_ranks) if rank not in records]
+        if missing:
+            hint = "see what the missing ranks said; all need the same address and port"
+            if self._listens_at.startswith("127.") and not self._process.is_on_one_machine:
+                hint = (
+                    f"rank 0 listens at {self._listens_at}, as it is told that "
+                    f"{self._process.address} is; if the others are on other machines, set "
+                    "MASTER_ADDR to an address they can reach"
+                )
+            return {
+                "problem": f"{_name_ranks(missing)} of {n_ranks} did not come to {self.place} "
+                f"within {self.timeout_seconds:g} s; {_name_ranks(list(hosts))} did, on "
+                f"{_name_hosts(list(hosts), hosts)}",
+                "hint": hint,
+            }
+        facts = {rank: record["facts"] for rank, record in records.items()}
+        names = list(dict.fromkeys(name for each in facts.values() for name in each))
+        problems = [_describe_difference(name, facts, hosts) for name in names]
+        if not any(problems):
+            return {}
+        return {
+            "problem": "the ranks differ\n" + "\n".join(filter(None, problems)),
+            "hint": "start all ranks from one installation, one run file and the same token files",
+        }
+
+    def _await_verdict(self) -> UserError | None:
+        # A file gives no sign of rank 0 before it says something; a server of its own does.
+        while time.monotonic() < self._deadline:
+            if self.store.check(["failure"]):
+                return _describe_failure(json.loads(self.store.get("failure")))
+            if self.store.check(["verdict"]):
+                verdict = json.loads(self.store.get("verdict"))
+                return LaunchError(**verdict) if verdict else None
+            time.sleep(POLL_SECONDS)
+        silent = {"problem": f"rank 0 at {self.place} is silent", "hint": "see what it said"}
+        return LaunchError(**(self._find_problem() or silent))
+
+    def _open_store(self) -> Store:
+        process = self._process
+        if process.store_file is not None:
+            return FileStore(str(process.store_file), process.n_ranks)
+        listener = None
+        if process.rank == 0 and not process.launcher_listens:
+            listener = self._listen()
+        else:
+            self._reach()
+        return TCPStore(
+            process.address,
+            process.port,
+            is_master=listener is not None,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self.timeout_seconds),
+            # Its own socket would listen on every interface.
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+
+    def _listen(self) -> socket.socket:
+        try:
+            place = (self._process.address, self._process.port)
+            family, *_, address = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0]
+            self._listens_at = str(address[0])
+            return socket.create_server(address[:2], family=family, backlog=2048)
+        except OSError as error:
+            raise LaunchError(
+                f"{self.me} cannot listen at {self.place}: "
+                f"{str(error.strerror).partition(' (')[0]}",
+                "rank 0 runs on the machine that MASTER_ADDR names; MASTER_PORT must be free there",
+            ) from error
+
+    def _reach(self) -> None:
+        """Waits until rank 0 listens; torch would wait too, and print pages of stack frames."""
+        deadline = time.monotonic() + self.timeout_seconds
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                address = (self._process.address, self._process.port)
+                socket.create_connection(address, timeout=max(left, POLL_SECONDS)).close()
+                return
+            except OSError as error:
+                if left <= 0:
+                    raise LaunchError(
+                        f"{self.me} cannot reach rank 0 at {self.place} "
+                        f"within {self.timeout_seconds:g} s: {error.strerror or error}",
+                        "see what rank 0 said; MASTER_ADDR must be its machine for every rank, and "
+                        "no firewall between them",
+                    ) from error
+            time.sleep(POLL_SECONDS)
+
+
+def _init_group(process: Process, device: torch.device, meeting: _Meeting) -> None:
+    if process.is_on_one_machine:
+        keep_off_the_network()
+    # Groups of some ranks use it later, when ranks can be minutes apart.
+    meeting.store.set_timeout(COLLECTIVE_TIMEOUT)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("group", meeting.store),
+            rank=process.rank,
+            world_size=process.n_ranks,
+            timeout=timedelta(seconds=meeting.timeout_seconds),
+        )
+    except RuntimeError as error:
+        raise LaunchError(
+            f"{meeting.me} has met the others, but cannot connect to them: "
+            f"{str(error).splitlines()[0]}",
+            "the address of the host's name is used, unless GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME name a network interface",
+        ) from error
+    # Private, yet the same in torch 2.11 and 2.13: a short time to connect, a long one to compute.
+    dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT)
+
+
+def _call_within(seconds: float, function: Callable[[], None]) -> None:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _describe_failure(record: Mapping[str, Any]) -> MachineError:
+    error = MachineError(
+        f"rank {record['rank']} on {record['host']} failed: {record['problem']}", record["hint"]
+    )
+    error.exit_code = record["exit_code"]
+    return error
+
+
+def _describe_difference(
+    name: str, facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]
+) -> str:
+    """Such as `torch: 2.13.0 on ranks 0-2 (n1); 2.11.0 on rank 3 (n2)`; empty if all agree."""
+    holders: dict[str, list[int]] = {}
+    for rank, each in facts.items():
+        holders.setdefault(each.get(name, "nothing"), []).append(rank)
+    if len(holders) == 1:
+        return ""
+    shown = [
+        f"{value if len(value) <= N_SHOWN else value[:N_SHOWN] + '..'} on "
+        f"{_name_ranks(ranks)} ({_name_hosts(ranks, hosts)})"
+        for value, ranks in holders.items()
+    ]
+    return f"{name}: {'; '.join(shown)}"
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """Such as `ranks 0-2, 7`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    shown = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _name_hosts(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    more = f" and {len(names) - N_HOSTS} more" if len(names) > N_HOSTS else ""
+    return ", ".join(names[:N_HOSTS]) + more

@@ -1,0 +1,137 @@
+"""Tensor and sequence parallelism: modules of the single-device model swapped by its table of cuts.
+
+    residual stream (B, T, D)          the same on every rank, or cut by tokens ("sequence")
+        |  every rank reads it whole
+    qkv, up     columns cut            this rank's heads, or features of the MLP
+        |
+    out, down   rows cut               a part of every output
+        |  parts are added up, then the bias
+    residual stream
+
+Parameters are plain tensors of this rank's part; the names stay those of the whole model.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainyard.model.attention import Attention
+from trainyard.model.cut import kind_of_cut
+from trainyard.model.gpt import GPT
+from trainyard.model.linear import Linear
+from trainyard.model.loss import summed_cross_entropy
+from trainyard.parallel.collectives import (
+    all_reduce,
+    copy_to_group,
+    gather_tokens,
+    reduce_from_group,
+    scatter_tokens,
+)
+
+
+class ColumnLinear(Linear):
+    """A linear layer of which this rank holds some outputs."""
+
+    def __init__(self, whole: Linear, group: dist.ProcessGroup, *, sequence: bool) -> None:
+        n_outputs, n_inputs = whole.weight.shape
+        super().__init__(n_inputs, n_outputs // group.size())
+        self._group = group
+        self._spread = gather_tokens if sequence else copy_to_group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (B, T or T/tp, in_features) to (B, T, out_features/tp)."""
+        return super().forward(self._spread(x, self._group))
+
+
+class RowLinear(Linear):
+    """A linear layer of which this rank holds some inputs, and the whole bias."""
+
+    def __init__(self, whole: Linear, group: dist.ProcessGroup, *, sequence: bool) -> None:
+        n_outputs, n_inputs = whole.weight.shape
+        super().__init__(n_inputs // group.size(), n_outputs)
+        self._group = group
+        self._collect = scatter_tokens if sequence else reduce_from_group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (B, T, in_features/tp) to (B, T or T/tp, out_features)."""
+        partial = F.linear(x, self.weight.to(x.dtype))
+        return self._collect(partial, self._group) + self.bias.to(x.dtype)
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """An embedding of which this rank holds some rows."""
+
+    def __init__(self, whole: nn.Embedding, group: dist.ProcessGroup, *, sequence: bool) -> None:
+        rows = whole.num_embeddings // group.size()
+        super().__init__(rows, whole.embedding_dim, _weight=torch.empty(rows, whole.embedding_dim))
+        self._group = group
+        self._first_row = rows * group.rank()
+        self._collect = scatter_tokens if sequence else reduce_from_group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Maps ids (B, T) to (B, T or T/tp, D)."""
+        rows = tokens - self._first_row
+        elsewhere = (rows < 0) | (rows >= self.num_embeddings)
+        found = super().forward(rows.masked_fill(elsewhere, 0))
+        return self._collect(found.masked_fill(elsewhere[..., None], 0.0), self._group)
+
+
+class VocabularyShare:
+    """Which rows of the vocabulary this rank holds, and how it hears of the others."""
+
+    def __init__(self, group: dist.ProcessGroup, first_row: int) -> None:
+        self.first_row = first_row
+        self._group = group
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest of every rank, element by element."""
+        return all_reduce(x, self._group, "max")
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks, element by element."""
+        return all_reduce(x, self._group)
+
+
+class VocabularyCrossEntropy(nn.Module):
+    """Cross entropy with logits that stay where their rows are."""
+
+    def __init__(self, group: dist.ProcessGroup, *, sequence: bool) -> None:
+        super().__init__()
+        self._group = group
+        self._spread = gather_tokens if sequence else copy_to_group
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int, scale: float
+    ) -> Tensor:
+        """Sums over the labels (B, T) of this rank's tokens; `weight` is (V/tp, D)."""
+        share = VocabularyShare(self._group, weight.shape[0] * self._group.rank())
+        hidden = self._spread(hidden, self._group)
+        return summed_cross_entropy(hidden, weight, labels, vocabulary_size, scale, share)
+
+
+def cut_tensor(model: GPT, group: dist.ProcessGroup, *, sequence: bool) -> None:
+    """Leaves `model` with this rank's part of every layer, its weights not yet filled.
+
+    Args:
+        model: the single-device model, or a pipeline stage of it.
+        group: the ranks that share it.
+        sequence: cut the residual stream by tokens between the layers that are cut.
+    """
+    kinds = {"columns": ColumnLinear, "rows": RowLinear, "vocabulary": VocabularyEmbedding}
+    for name, module in list(model.named_modules()):
+        kind = kind_of_cut(name)
+        if kind is not None:
+            parent, _, attribute = name.rpartition(".")
+            part = kinds[kind](module, group, sequence=sequence)
+            setattr(model.get_submodule(parent), attribute, part)
+        if isinstance(module, Attention):
+            module.core.first_head = group.rank() * (module.n_heads // group.size())
+    if model.cross_entropy is not None:
+        model.cross_entropy = VocabularyCrossEntropy(group, sequence=sequence)
+    if sequence:
+        n_tokens = len(model.token_positions) // group.size()
+        start = group.rank() * n_tokens
+        model.residual_positions = model.token_positions[start : start + n_tokens]

@@ -1,0 +1,82 @@
+"""Where a rank stands in a layout: pure arithmetic.
+
+The axes, from the outermost to the innermost, are `pipeline, replica, shard, context, tensor`:
+tensor ranks are neighbours, since they talk most. 8 ranks as 2 pipeline x 2 shard x 2 tensor:
+
+    rank        0  1  2  3  4  5  6  7
+    pipeline    0  0  0  0  1  1  1  1
+    shard       0  0  1  1  0  0  1  1
+    tensor      0  1  0  1  0  1  0  1
+
+    groups(["tensor"])             [0, 1] [2, 3] [4, 5] [6, 7]
+    groups(["shard"])              [0, 2] [1, 3] [4, 6] [5, 7]
+    groups(["pipeline", "shard"])  [0, 2, 4, 6] [1, 3, 5, 7]
+
+`replica` x `shard` is the data parallel size: ZeRO cuts over `shard` and `context` together, and
+keeps a copy in each `replica`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+
+AXES = ("pipeline", "replica", "shard", "context", "tensor")
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """The place of one rank on each axis, counted from 0."""
+
+    pipeline: int = 0
+    replica: int = 0
+    shard: int = 0
+    context: int = 0
+    tensor: int = 0
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How many ranks there are along each axis."""
+
+    pipeline: int = 1
+    replica: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def n_ranks(self) -> int:
+        """All processes."""
+        return math.prod(astuple(self))
+
+    @property
+    def data(self) -> int:
+        """Groups of ranks that see different sequences."""
+        return self.replica * self.shard
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Finds the place of a rank."""
+        assert 0 <= rank < self.n_ranks, (rank, self)
+        places = []
+        for size in reversed(astuple(self)):
+            rank, place = divmod(rank, size)
+            places.append(place)
+        return Coordinates(*reversed(places))
+
+    def rank(self, coordinates: Coordinates) -> int:
+        """Finds the rank at a place."""
+        rank = 0
+        for place, size in zip(astuple(coordinates), astuple(self), strict=True):
+            assert 0 <= place < size, (coordinates, self)
+            rank = rank * size + place
+        return rank
+
+    def groups(self, axes: Sequence[str]) -> list[list[int]]:
+        """Lists every group of ranks that differ along just these axes, each in rising order."""
+        groups: dict[Coordinates, list[int]] = {}
+        for rank in range(self.n_ranks):
+            rest = replace(self.coordinates(rank), **dict.fromkeys(axes, 0))
+            groups.setdefault(rest, []).append(rank)
+        return list(groups.values())

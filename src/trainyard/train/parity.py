@@ -1,0 +1,272 @@
+"""A small run trained for three steps in any layout, and how far it ends from the single device.
+
+Every number of the run is compared: the loss and the gradient norm of each step, every gradient of
+each step, every weight at the end. What a rank holds of a tensor is put where it belongs in the
+whole; parts that several ranks hold must be equal on all of them. With a weight of 4 rows cut over
+two ranks, of whose halves each is held twice:
+
+    rank 0, rank 2    Piece(shape=(4, 8), offsets=(0, 0), value of (2, 8))
+    rank 1, rank 3    Piece(shape=(4, 8), offsets=(2, 0), value of (2, 8))
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from trainyard.config.run import Run
+from trainyard.data.loader import Loader
+from trainyard.model.loss import LABEL_OF_NOTHING
+from trainyard.optim.adamw import build_adamw
+from trainyard.parallel.mesh import build_mesh
+from trainyard.parallel.placement import local_part, place
+from trainyard.parallel.replica import Replica
+from trainyard.plan.batches import BatchSchedule
+from trainyard.plan.rehearsal import N_STEPS
+from trainyard.plan.resolve import resolve
+from trainyard.train.state import Parts
+from trainyard.train.step import train_step
+
+Array = NDArray[Any]
+
+BOUNDS = {torch.float64: 1e-10, torch.float32: 2.4e-6, torch.bfloat16: 7.8e-2}
+"""Largest relative difference that another order of sums explains (docs/decisions/013)."""
+
+
+@dataclass
+class Piece:
+    """What one rank holds of a tensor of the whole model."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    value: Array
+
+
+@dataclass
+class Outcome:
+    """What three steps left on one rank."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[list[Piece]]
+    """Of each step, before clipping."""
+    weights: list[Piece]
+
+
+class RandomBatches:
+    """Stands in for the loader: batches of random ids, the same in every layout."""
+
+    def __init__(self, run: Run, batches: BatchSchedule, share: tuple[int, int]) -> None:
+        self._run, self._batches, self._share = run, batches, share
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Gives this rank's sequences of a step."""
+        size = self._batches.batch_size(step)
+        generator = torch.Generator().manual_seed(1000 + step)
+        model = self._run.model
+        shape = (size, model.sequence_length + 1)
+        ids = torch.randint(0, model.vocabulary_size, shape, generator=generator)
+        tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        # Not every rank has as much to learn, as a mean of means would take for granted.
+        chances = torch.rand(labels.shape, generator=generator, dtype=torch.float64)
+        labels[chances < 0.2] = LABEL_OF_NOTHING
+        index, n_shares = self._share
+        mine = slice(index * size // n_shares, (index + 1) * size // n_shares)
+        return tokens[mine], labels[mine]
+
+
+def train_three_steps(run: Run, rank: int, n_ranks: int, dtype: torch.dtype) -> Outcome:
+    """Trains on the CPU in this process, which is one rank of `n_ranks`.
+
+    Args:
+        run: small, and of three steps.
+        rank: of this process.
+        n_ranks: with more than one, the process group is there.
+        dtype: of matrix products; weights are fp64 for fp64, else fp32.
+    """
+    plan = resolve(run, n_ranks)
+    mesh = build_mesh(plan.topology, rank, torch.device("cpu"))
+    batches = BatchSchedule(run)
+    with _weights_in(torch.float64 if dtype == torch.float64 else torch.float32):
+        replica = Replica(run, plan, mesh, dtype)
+        optimizer = build_adamw([held.parameter for held in replica.held], run.optimizer)
+        parts = Parts(
+            folder=Path(),
+            run=run,
+            plan=plan,
+            batches=batches,
+            replica=replica,
+            optimizer=optimizer,
+            train_data=cast(Loader, RandomBatches(run, batches, mesh.data_share)),
+            valid_order=None,
+            tokenizer=None,
+            data_fingerprint="",
+        )
+        gradients: list[list[Piece]] = []
+        optimizer.register_step_pre_hook(lambda *_: gradients.append(_copy(replica, "gradient")))
+        results = [train_step(parts, step) for step in range(N_STEPS)]
+    return Outcome(
+        losses=[result.loss.item() for result in results],
+        norms=[result.gradient_norm.item() for result in results],
+        gradients=gradients,
+        weights=_copy(replica, "parameter"),
+    )
+
+
+@contextmanager
+def _weights_in(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _copy(replica: Replica, what: str) -> list[Piece]:
+    """Copies what this rank holds of every parameter, or of its gradient."""
+    found = []
+    for held in replica.held:
+        placement = place(held.parameter, held.dimension, replica.tensor_share)
+        value = local_part(getattr(held, what)).detach().double().numpy().copy()
+        found.append(Piece(held.name, placement.shape, placement.offsets, value))
+    return found
+
+
+def save_outcome(outcome: Outcome, path: Path) -> None:
+    """Writes an outcome as one safetensors file."""
+    lists = {f"gradients {n}": pieces for n, pieces in enumerate(outcome.gradients)}
+    lists["weights"] = outcome.weights
+    tensors: dict[str, Array] = {
+        "losses": np.array(outcome.losses),
+        "norms": np.array(outcome.norms),
+    }
+    places = {}
+    for title, pieces in lists.items():
+        places[title] = [[piece.name, piece.shape, piece.offsets] for piece in pieces]
+        tensors |= {f"{title} {n}": piece.value for n, piece in enumerate(pieces)}
+    save_file(tensors, path, {"places": json.dumps(places)})
+
+
+def load_outcome(path: Path) -> Outcome:
+    """Reads what `save_outcome` wrote."""
+    with safe_open(path, "numpy") as file:
+        places = json.loads(file.metadata()["places"])
+        lists = {
+            title: [
+                Piece(name, tuple(shape), tuple(offsets), file.get_tensor(f"{title} {n}"))
+                for n, (name, shape, offsets) in enumerate(entries)
+            ]
+            for title, entries in places.items()
+        }
+        losses, norms = file.get_tensor("losses").tolist(), file.get_tensor("norms").tolist()
+    weights = lists.pop("weights")
+    return Outcome(losses, norms, list(lists.values()), weights)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a layout is from the single device; relative, the worst over steps and tensors."""
+
+    loss: float
+    norm: float
+    gradient: float
+    weight: float
+    between_ranks: float
+    """The largest difference, not relative, between two ranks' copies of the same number."""
+
+    @property
+    def worst(self) -> float:
+        """The largest of all, NaN if one is."""
+        return float(np.max([self.loss, self.norm, self.gradient, self.weight]))
+
+    def is_within(self, bound: float) -> bool:
+        """Says whether a layout computes the same; what is not a number never does."""
+        return self.worst <= bound and self.between_ranks == 0.0
+
+    def __str__(self) -> str:
+        numbers = (self.loss, self.norm, self.gradient, self.weight)
+        names = ("loss", "norm", "gradients", "weights")
+        return "  ".join(f"{name} {n:.1e}" for name, n in zip(names, numbers, strict=True))
+
+
+def compare(reference: Outcome, ranks: list[Outcome]) -> Difference:
+    """Compares all ranks of a layout with the single device."""
+    lists = [lambda outcome, n=n: outcome.gradients[n] for n in range(len(reference.gradients))]
+    gradients = [_compare_tensors(reference, ranks, get) for get in lists]
+    weights = _compare_tensors(reference, ranks, lambda outcome: outcome.weights)
+    return Difference(
+        loss=_worst(_distance_of_numbers(each.losses, reference.losses) for each in ranks),
+        norm=_worst(_distance_of_numbers(each.norms, reference.norms) for each in ranks),
+        gradient=_worst(distance for distance, _ in gradients),
+        weight=weights[0],
+        between_ranks=_worst(apart for _, apart in (*gradients, weights)),
+    )
+
+
+def _compare_tensors(
+    reference: Outcome, ranks: list[Outcome], get: Callable[[Outcome], list[Piece]]
+) -> tuple[float, float]:
+    expected, _ = assemble([get(reference)])
+    found, apart = assemble([get(outcome) for outcome in ranks])
+    assert expected.keys() == found.keys()
+    return _worst(_distance(found[name], expected[name]) for name in expected), apart
+
+
+def assemble(ranks: list[list[Piece]]) -> tuple[dict[str, Array], float]:
+    """Puts the pieces of all ranks together.
+
+    Returns:
+        the whole tensors, and the largest difference between two ranks' copies of the same number.
+    """
+    whole: dict[str, Array] = {}
+    is_known: dict[str, Array] = {}
+    differences = [0.0]
+    for piece in (piece for pieces in ranks for piece in pieces):
+        target = whole.setdefault(piece.name, np.zeros(piece.shape))
+        known = is_known.setdefault(piece.name, np.zeros(piece.shape, dtype=bool))
+        window = tuple(
+            slice(start, start + length)
+            for start, length in zip(piece.offsets, piece.value.shape, strict=True)
+        )
+        both = known[window]
+        if both.any():
+            differences.append(float(np.abs(target[window][both] - piece.value[both]).max()))
+        target[window], known[window] = piece.value, True
+    for name, known in is_known.items():
+        assert known.all(), f"nobody holds some of {name}"
+    return whole, float(np.max(differences))
+
+
+def _worst(numbers: Iterable[float]) -> float:
+    """The largest, NaN if one is, which Python's own `max` may not see."""
+    return float(np.max(list(numbers)))
+
+
+def _distance_of_numbers(found: list[float], expected: list[float]) -> float:
+    """The worst relative difference of two lists of numbers."""
+    return _worst(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def _distance(found: Array, expected: Array) -> float:
+    """The norm of the difference over the norm; rows of padding, which are zero, may be missing."""
+    n_rows = max(len(found), len(expected))
+    found, expected = (_with_rows(each, n_rows) for each in (found, expected))
+    size = float(np.linalg.norm(expected))
+    return float(np.linalg.norm(found - expected)) / (size or 1.0)
+
+
+def _with_rows(tensor: Array, n_rows: int) -> Array:
+    return np.pad(tensor, [(0, n_rows - len(tensor)), *[(0, 0)] * (tensor.ndim - 1)])

@@ -1,0 +1,423 @@
+"""Saved under one layout, loaded under another: ranks are threads, tensors are cut by hand."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainyard.checkpoint.format import read_manifest
+from trainyard.checkpoint.load import (
+    build_model_from_checkpoint,
+    load_into,
+    load_tensors,
+    verify_checkpoint,
+)
+from trainyard.checkpoint.save import Ranks, save_checkpoint
+from trainyard.config.load import load_run
+from trainyard.config.run import Run
+from trainyard.errors import CheckpointError, MachineError
+from trainyard.export.to_huggingface import export_huggingface
+from trainyard.model.cut import cut_dimension
+from trainyard.parallel.placement import Placement, whole
+from trainyard.plan.size import padded_vocabulary_size, parameter_shapes
+from trainyard.topology import Topology
+
+VOCABULARY, MOST_ROWS = 300, 512
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Layout:
+    topology: Topology
+    zero: int = 0
+    chunks: int = 1  # stages of the pipeline on each rank
+
+
+# Widths 12, 20, 36 and 5: most data ranks get uneven parts, the last ones none.
+LAYOUTS = {
+    "single": Layout(Topology()),
+    "zero 0 of 3": Layout(Topology(shard=3)),
+    "zero 1 of 5": Layout(Topology(shard=5), 1),
+    "zero 3 of 8": Layout(Topology(shard=8), 3),
+    "hybrid 2 x 3": Layout(Topology(replica=2, shard=3), 2),
+    "context 2, zero 3 of 2": Layout(Topology(shard=2, context=2), 3),
+    "tensor 2": Layout(Topology(tensor=2)),
+    "tensor 4": Layout(Topology(tensor=4)),
+    "tensor 4, zero 1 of 3": Layout(Topology(shard=3, tensor=4), 1),
+    "pipeline 3": Layout(Topology(pipeline=3)),
+    "pipeline 2 x 2 chunks, zero 1 of 3": Layout(Topology(pipeline=2, shard=3), 1, chunks=2),
+    "pipeline 2, tensor 2, hybrid 2 x 2": Layout(
+        Topology(pipeline=2, replica=2, shard=2, tensor=2), 1
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of one tensor."""
+
+    values: Tensor
+    placement: Placement
+    writes: bool
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    sizes = ("n_layers=4", "d_model=12", "n_heads=4", "d_ff=20", "sequence_length=5")
+    overrides = [f"model.{size}" for size in (*sizes, f"vocabulary_size={VOCABULARY}")]
+    return load_run("tiny", [*overrides, "tokenizer.path="]).run
+
+
+@pytest.fixture(scope="module")
+def wholes(run: Run) -> dict[str, Tensor]:
+    """Weights and moments by global name, with as many rows as the largest padding."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for name, shape in parameter_shapes(run.model, MOST_ROWS).items():
+        for whole_name in (f"model.{name}", *(f"optimizer.{name}.{m}" for m in MOMENTS)):
+            tensors[whole_name] = torch.randn(shape, generator=generator)
+    return tensors
+
+
+def n_rows(run: Run, layout: Layout) -> int:
+    return padded_vocabulary_size(run.model, layout.topology.tensor)
+
+
+def names_of_stage(run: Run, stage: int, n_stages: int) -> list[str]:
+    """Parameters of one stage; the last has a copy of the tied embedding."""
+    bounds = [run.model.n_layers * i // n_stages for i in range(n_stages + 1)]
+    prefixes = tuple(f"blocks.{i}." for i in range(bounds[stage], bounds[stage + 1]))
+    prefixes += ("embedding.", "positions.") if stage == 0 else ()
+    prefixes += ("embedding.", "final_norm.") if stage == n_stages - 1 else ()
+    return [name for name in parameter_shapes(run.model, 1) if name.startswith(prefixes)]
+
+
+def take_part(value: Tensor, dimension: int, index: int, n: int) -> Tensor:
+    parts = value.chunk(n, dimension)
+    return parts[index] if index < len(parts) else value.narrow(dimension, 0, 0)
+
+
+def hold(run: Run, layout: Layout, wholes: Mapping[str, Tensor], rank: int) -> dict[str, Held]:
+    """What a rank of a layout holds of whole tensors."""
+    topology = layout.topology
+    at = topology.coordinates(rank)
+    n_stages = topology.pipeline * layout.chunks
+    held = {}
+    for stage in range(at.pipeline, n_stages, topology.pipeline):
+        for parameter in names_of_stage(run, stage, n_stages):
+            dimension = cut_dimension(parameter)
+            is_copy = parameter == "embedding.weight" and stage > 0
+            writes = at.replica == 0 and not is_copy
+            writes &= dimension is not None or at.tensor == 0
+            writes &= layout.zero > 0 or (at.shard, at.context) == (0, 0)
+            for name in (f"model.{parameter}", *(f"optimizer.{parameter}.{m}" for m in MOMENTS)):
+                value = wholes[name]
+                if parameter == "embedding.weight":
+                    value = value[: n_rows(run, layout)]
+                place = whole(value.shape)
+                if dimension is not None:
+                    value = take_part(value, dimension, at.tensor, topology.tensor)
+                    place = place.cut(dimension, at.tensor, topology.tensor)
+                if layout.zero > 0:
+                    index = at.shard * topology.context + at.context
+                    n = topology.shard * topology.context
+                    value, place = take_part(value, 0, index, n), place.cut(0, index, n)
+                held[name] = Held(value, place, writes)
+    return held
+
+
+def call_ranks(n: int, call: Callable[[Ranks], Any]) -> list[Any]:
+    """Calls a function for each rank at once; gives results, or errors in their place."""
+    barrier = threading.Barrier(n, timeout=60)
+
+    def one(rank: int) -> Any:
+        try:
+            return call(Ranks(rank, n, barrier.wait))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(n) as pool:
+        return list(pool.map(one, range(n)))
+
+
+def save(
+    folder: Path, facts: Any, run: Run, layout: Layout, wholes: Mapping[str, Tensor]
+) -> list[Any]:
+    def one(ranks: Ranks) -> Path:
+        held = {n: h for n, h in hold(run, layout, wholes, ranks.rank).items() if h.writes}
+        tensors = {name: h.values for name, h in held.items()}
+        places = {name: h.placement for name, h in held.items()}
+        return save_checkpoint(folder, facts(ranks.rank), tensors, places, ranks)
+
+    return call_ranks(layout.topology.n_ranks, one)
+
+
+@pytest.fixture(scope="module")
+def saved(run, wholes, tmp_path_factory) -> dict[str, Path]:
+    """A checkpoint of each layout, of the same tensors."""
+
+    def facts(rank: int) -> Any:
+        from trainyard.checkpoint.format import Facts
+
+        dumped = run.model_dump(mode="json")
+        return Facts(step=7, consumed_sequences=rank, consumed_tokens=0, run=dumped)
+
+    paths = {}
+    for name, layout in LAYOUTS.items():
+        folder = tmp_path_factory.mktemp("checkpoints")
+        results = save(folder, facts, run, layout, wholes)
+        assert results == [folder / "step-00000007"] * layout.topology.n_ranks
+        paths[name] = results[0]
+    return paths
+
+
+@pytest.mark.parametrize("wanted", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_loads_any_layout_bit_for_bit(saved, run, wholes, layout, wanted):
+    rows = n_rows(run, LAYOUTS[layout])
+    expected = {name: value.clone() for name, value in wholes.items()}
+    for name, value in expected.items():
+        if "embedding" in name:
+            value[rows:] = -7.0  # stays as it was
+    for rank in range(LAYOUTS[wanted].topology.n_ranks):
+        held = hold(run, LAYOUTS[wanted], expected, rank)
+        filled = {name: torch.full_like(h.values, -7.0) for name, h in held.items()}
+        places = {name: h.placement for name, h in held.items()}
+        load_into(saved[layout], filled, VOCABULARY, places)
+        wrong = [name for name, h in held.items() if not torch.equal(filled[name], h.values)]
+        assert not wrong, (rank, wrong)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_of_any_layout_is_whole_and_nothing_in_it_is_twice(saved, run, wholes, layout):
+    checkpoint, n_ranks = saved[layout], LAYOUTS[layout].topology.n_ranks
+    manifest = verify_checkpoint(checkpoint)
+    assert manifest.consumed_sequences == 0, "the facts are not those of rank 0"
+    assert manifest.tensors.keys() == wholes.keys()
+    n_bytes = sum(
+        value[: n_rows(run, LAYOUTS[layout])].nbytes if "embedding" in name else value.nbytes
+        for name, value in wholes.items()
+    )
+    assert {path.name for path in checkpoint.iterdir()} == {"manifest.json", *manifest.files}
+    headers = sum(
+        8 + int.from_bytes((checkpoint / name).read_bytes()[:8], "little")
+        for name in manifest.files
+    )
+    assert sum(file.n_bytes for file in manifest.files.values()) == n_bytes + headers
+    number = 0 if n_ranks == 1 else n_ranks
+    assert f"model-00000-of-{max(number, 1):05d}.safetensors" in manifest.files
+    assert len(list(checkpoint.parent.iterdir())) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_process_reads_any_layout(saved, run, wholes, layout, tmp_path):
+    model, loaded_run, _ = build_model_from_checkpoint(saved[layout])
+    assert loaded_run == run
+    rows = n_rows(run, LAYOUTS[layout])
+    whole_tensors = load_tensors(saved[layout])
+    for name, parameter in model.named_parameters():
+        expected = wholes[f"model.{name}"]
+        expected = expected[:rows] if name == "embedding.weight" else expected
+        assert torch.equal(parameter, expected), name
+        assert torch.equal(whole_tensors[name], expected), name
+    written = [tmp_path / "one", tmp_path / "many"]
+    for checkpoint, output in zip((saved["single"], saved[layout]), written, strict=True):
+        export_huggingface(checkpoint, output)
+    one, many = ((output / "model.safetensors").read_bytes() for output in written)
+    assert one == many
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def thirds(tmp_path, make_facts) -> Path:
+    """A tensor of 12 rows, four of each of three ranks."""
+    rows = torch.arange(24.0).reshape(12, 2)
+
+    def one(ranks: Ranks) -> Path:
+        place = whole(rows.shape).cut(0, ranks.rank, 3)
+        tensors = {"model.a": rows.chunk(3)[ranks.rank]}
+        return save_checkpoint(tmp_path, make_facts(1), tensors, {"model.a": place}, ranks)
+
+    return call_ranks(3, one)[0]
+
+
+def load_half(checkpoint: Path, half: int) -> Tensor:
+    place = whole((12, 2)).cut(0, half, 2)
+    filled = torch.zeros(place.local_shape)
+    load_into(checkpoint, {"model.a": filled}, 1, {"model.a": place})
+    return filled
+
+
+def test_damage_is_named_by_those_who_read_it(thirds):
+    last = thirds / "model-00002-of-00003.safetensors"
+    flip(last, -1)
+    assert load_half(thirds, 0)[-1].tolist() == [10.0, 11.0]
+    for read in (lambda path: load_half(path, 1), load_tensors, verify_checkpoint):
+        with pytest.raises(CheckpointError, match=r"model-00002-.* is damaged: the sha256 of 'mod"):
+            read(thirds)
+    flip(last, -1)
+    flip(last, 12)
+    with pytest.raises(CheckpointError, match=r"model-00002-.*the sha256 of its header is"):
+        verify_checkpoint(thirds)
+
+
+def test_files_in_each_others_place_are_found(thirds):
+    first, last = (thirds / f"model-0000{i}-of-00003.safetensors" for i in (0, 2))
+    first.rename(thirds / "third")
+    last.rename(first)
+    (thirds / "third").rename(last)
+    with pytest.raises(CheckpointError, match=r"00000-of-00003\..* is damaged: the sha256 of 'm"):
+        load_half(thirds, 0)
+
+
+def test_a_missing_file_is_named(thirds):
+    (thirds / "model-00001-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00003\.safetensors is missing"):
+        load_half(thirds, 0)
+
+
+def test_a_missing_chunk_is_named(thirds, edit_manifest):
+    edit_manifest(thirds, lambda c: c["tensors"]["model.a"]["chunks"].pop(1))
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'model\.a' of shape \[12, 2\]: no chunk holds 4:8 of dimen"
+    ):
+        load_half(thirds, 0)
+
+
+Change = Callable[[int, dict[str, Tensor], dict[str, Placement]], None]
+
+
+def save_changed(folder: Path, make_facts: Any, change: Change) -> list[Any]:
+    """Saves a tensor in halves of two ranks, after a change to what one of them gives."""
+
+    def one(ranks: Ranks) -> Path:
+        place = whole((8,)).cut(0, ranks.rank, 2)
+        tensors, places = {"model.a": torch.zeros(4)}, {"model.a": place}
+        change(ranks.rank, tensors, places)
+        return save_checkpoint(folder, make_facts(2), tensors, places, ranks)
+
+    return call_ranks(2, one)
+
+
+@pytest.fixture
+def before(tmp_path, make_facts) -> Iterator[Path]:
+    """An older checkpoint, which must be all there is in the end."""
+    path = save_checkpoint(tmp_path, make_facts(1), {"model.a": torch.zeros(8)})
+    yield path
+    assert list(tmp_path.iterdir()) == [path]
+    verify_checkpoint(path)
+
+
+def test_no_room_for_one_rank_fails_all(before, make_facts):
+    def change(rank, tensors, places):
+        if rank == 1:
+            tensors["model.b"] = torch.empty(2**58, device="meta")
+
+    first, second = save_changed(before.parent, make_facts, change)
+    for error in (first, second):
+        assert isinstance(error, MachineError)
+        assert error.problem.startswith(
+            f"cannot write the checkpoint {before.parent}/step-00000002: "
+            "rank 1: a checkpoint of 1049624.6 TiB does not fit in"
+        )
+        assert "checkpoint.keep_last" in error.hint
+
+
+def test_a_bug_on_one_rank_fails_all_and_stays_a_bug_there(before, make_facts):
+    def change(rank, tensors, places):
+        if rank == 1:
+            places["model.a"] = whole((9,))
+
+    first, second = save_changed(before.parent, make_facts, change)
+    assert isinstance(second, AssertionError)
+    assert isinstance(first, MachineError)
+    assert "step-00000002: rank 1: AssertionError" in first.problem
+
+
+BROKEN: dict[str, tuple[Change, str]] = {
+    "a rank forgets its part": (
+        lambda rank, tensors, places: tensors.clear() if rank == 1 else None,
+        "no chunk holds 4:8 of dimension 0",
+    ),
+    "two ranks write one part": (
+        lambda rank, tensors, places: (
+            tensors.update({"model.a": torch.zeros(8)}),
+            places.update({"model.a": whole((8,))}),
+        ),
+        r"tensor 'model\.a' of shape \[8\]: two chunks overlap",
+    ),
+    "ranks disagree on the shape": (
+        lambda rank, tensors, places: (
+            places.update({"model.a": whole((8 + rank,)).cut(0, 0, 2)})
+            if rank == 0
+            else places.update({"model.a": Placement((9,), (5,), (4,))})
+        ),
+        r"'model\.a' is float32 \[8\] on one rank, float32 \[9\] on another",
+    ),
+    "ranks disagree on the type": (
+        lambda rank, tensors, places: (
+            tensors.update({"model.a": torch.zeros(4).half()}) if rank == 1 else None
+        ),
+        r"'model\.a' is float32 \[8\] on one rank, float16 \[8\] on another",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, message", BROKEN.values(), ids=BROKEN)
+def test_parts_that_do_not_fit_together_are_refused(before, make_facts, change, message):
+    first, second = save_changed(before.parent, make_facts, change)
+    with pytest.raises(ValueError, match=message):  # on the rank that joins them: a bug
+        raise first
+    with pytest.raises(MachineError, match=message):
+        raise second
+
+
+def test_a_folder_that_rank_0_cannot_make_fails_all(tmp_path, make_facts):
+    blocked = tmp_path / "a-file"
+    blocked.write_text("")
+    first, second = save_changed(blocked, make_facts, lambda *_: None)
+    assert "a-file/step-00000002: " in first.problem
+    assert isinstance(first.__cause__, FileExistsError)
+    assert second.problem.endswith("step-00000002: rank 0 failed, and says why")
+
+
+def test_a_second_save_of_a_step_replaces_the_first(thirds, make_facts):
+    def one(ranks: Ranks) -> Path:
+        place = whole((4,)).cut(0, ranks.rank, 2)
+        tensors = {"model.b": torch.full((2,), float(ranks.rank))}
+        return save_checkpoint(thirds.parent, make_facts(1), tensors, {"model.b": place}, ranks)
+
+    assert call_ranks(2, one) == [thirds, thirds]
+    assert load_tensors(thirds)["b"].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert os.listdir(thirds.parent) == [thirds.name]  # noqa: PTH208
+
+
+def test_large_parts_are_spread_over_files(tmp_path, make_facts, monkeypatch):
+    monkeypatch.setattr("trainyard.checkpoint.save.split_in_shards.__defaults__", (20,))
+
+    def one(ranks: Ranks) -> Path:
+        tensors = {f"model.{name}": torch.full((4,), float(ranks.rank)) for name in "ab"}
+        places = dict.fromkeys(tensors, whole((8,)).cut(0, ranks.rank, 2))
+        return save_checkpoint(tmp_path, make_facts(1), tensors, places, ranks)
+
+    path, _ = call_ranks(2, one)
+    assert list(read_manifest(path).files) == [
+        f"model-0000{rank}-of-00002-0000{file}-of-00002.safetensors"
+        for rank in range(2)
+        for file in range(2)
+    ]
+    assert load_tensors(path)["b"].tolist() == [0.0] * 4 + [1.0] * 4

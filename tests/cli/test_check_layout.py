@@ -1,0 +1,114 @@
+"""`trainyard check layout`, as a user meets it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainyard.cli.check_layout import refuse_differences, render_results
+from trainyard.config.load import load_run
+from trainyard.errors import MachineError
+from trainyard.train.parity import Difference
+from trainyard.train.rehearsal import Result
+
+FAULT = """
+from trainyard.parallel import tensor
+tensor.reduce_from_group = lambda x, group: x
+"""
+
+
+def check_layout(
+    *arguments: str, folder: Path, python_path: str = ""
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from trainyard.cli.main import main; main()"]
+    paths = [python_path, os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return subprocess.run(
+        [*command, "check", "layout", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        timeout=300,
+    )
+
+
+@pytest.mark.dist
+def test_a_layout_is_proven_and_what_was_made_smaller_is_said(tmp_path: Path) -> None:
+    result = check_layout(
+        "mds-125m", "parallel.tensor=4", "parallel.sequence=true", "--ranks", "4", folder=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "run         mds-125m on 4 ranks: tensor 4 (sequence)"
+    assert lines[1] == "tried with  2 processes on this machine"
+    assert lines[2] == "layout 1    tensor 2 (sequence)"
+    assert "n_layers 12 -> 2, d_model 768 -> 32" in result.stdout
+    verdicts = [line for line in lines if line.endswith("same")]
+    assert [line.split()[2] for line in verdicts] == ["fp64", "bf16"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.dist
+def test_a_fault_is_seen_and_the_exit_code_says_so(tmp_path: Path) -> None:
+    # Python imports this module, if there is one, at its start: here in every rank.
+    (tmp_path / "sitecustomize.py").write_text(FAULT)
+    result = check_layout(
+        *("tiny", "parallel.tensor=2", "parallel.zero_stage=0", "precision.kind=fp16"),
+        folder=tmp_path,
+        python_path=str(tmp_path),
+    )
+    assert result.returncode == 2, result.stderr
+    assert "precision   fp16 cannot be trained yet: fp64 alone is tried" in result.stdout
+    assert "DIFFERENT" in result.stdout
+    assert "tiny: the layout does not compute what a single device computes (fp64)" in result.stderr
+    assert "to see which axis: the same with parallel.tensor=1\n" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_one_process_is_compared_with_itself(tmp_path: Path) -> None:
+    result = check_layout("tiny", "--ranks", "1", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "1 process on this machine: no axis is cut; --ranks N tries" in result.stdout
+    assert " 0.0e+00    0.0e+00    0.0e+00    0.0e+00    1.0e-10   same" in result.stdout
+
+
+def test_ranks_that_cannot_be_are_refused_with_what_can(tmp_path: Path) -> None:
+    result = check_layout("tiny", "parallel.tensor=2", "--ranks", "3", folder=tmp_path)
+    assert result.returncode == 2
+    assert "3 ranks cannot be divided by parallel.tensor=2" in result.stderr
+    assert "hint: nearest that works: 2 ranks" in result.stderr
+
+
+def test_help_has_an_example() -> None:
+    shown = check_layout("--help", folder=Path.cwd()).stdout
+    assert "Example: trainyard check layout recipes/azure/175b.toml --ranks 1024" in shown
+
+
+def result_of(difference: Difference, precision: str = "fp64") -> Result:
+    return Result(load_run("tiny").run, precision, difference)
+
+
+def test_what_is_no_number_or_not_equal_on_all_ranks_is_different() -> None:
+    nan = float("nan")
+    results = [
+        result_of(Difference(1e-12, 1e-12, 1e-12, 1e-12, 0.0)),
+        result_of(Difference(0.0, 0.0, 1e-7, 0.0, 0.0)),
+        result_of(Difference(0.0, 0.0, 1e-7, 0.0, 0.0), "fp32"),
+        result_of(Difference(0.0, nan, 0.0, 0.0, 0.0)),
+        result_of(Difference(0.0, 0.0, 0.0, 0.0, 1e-20)),
+    ]
+    assert [result.is_same for result in results] == [True, False, True, False, False]
+    shown = render_results(results).splitlines()
+    assert shown[-2].endswith("DIFFERENT")
+    assert shown[-1].endswith("DIFFERENT, copies on two ranks by 1.0e-20")
+    refuse_differences(load_run("tiny").run, [results[0], results[2]])
+    run = load_run("mds-125m", ["parallel.pipeline=4", "parallel.zero_stage=0"]).run
+    wrong = Difference(1.0, 0.0, 0.0, 0.0, 0.0)
+    with pytest.raises(MachineError, match=r"single device computes \(fp64, fp32\)") as raised:
+        refuse_differences(run, [results[1], results[3], result_of(wrong, "fp32")])
+    assert "the same with parallel.pipeline=1" in raised.value.hint

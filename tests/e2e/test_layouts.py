@@ -1,0 +1,456 @@
+"""Training in every kind of layout, from the run folder to text: all is as with one process.
+
+Most ranks here are forks of this process, which has imported torch already: the environment and the
+store file are those `trainyard train --ranks` gives them, the worker is the real one. Tests of the
+command itself, and of what it does when a rank dies, start real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainyard.checkpoint.load import load_tensors, newest_checkpoint
+from trainyard.cli.main import main
+from trainyard.config.corpus import load_corpus
+from trainyard.config.load import load_run
+from trainyard.config.run import Run
+from trainyard.data.preparation.prepare import prepare
+from trainyard.data.tokenizer import train_tokenizer
+from trainyard.launch.environment import Process, rank_environment
+from trainyard.train import worker
+from trainyard.train.guard import Guard
+from trainyard.train.worker import write_run_folder
+
+pytestmark = pytest.mark.dist
+
+DOCUMENTS = Path(__file__).parent.parent.parent / "docs"
+TRAIN = "import sys; from trainyard.cli.main import main; main(['train', *sys.argv[1:]])"
+N_STEPS = 8
+SEQUENCE_LENGTH = 64
+LIMIT_SECONDS = 100.0
+# Of a loss: sums of some thousand fp32 numbers in another order.
+CLOSE = 3e-6
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "data 2, ZeRO 0": (2, ["parallel.zero_stage=0"]),
+    "data 2, ZeRO 1": (2, ["parallel.zero_stage=1"]),
+    "data 2, ZeRO 2": (2, ["parallel.zero_stage=2"]),
+    "data 2, ZeRO 3": (2, ["parallel.zero_stage=3"]),
+    "data 2 x tensor 2": (4, ["parallel.tensor=2"]),
+    "tensor 2 x pipeline 2": (
+        4,
+        ["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true"],
+    ),
+    "interleaved": (
+        2,
+        ["parallel.pipeline=2", "parallel.chunks=2", "parallel.schedule=interleaved"],
+    ),
+    "context 2": (2, ["parallel.context=2"]),
+    "data 2 x tensor 2 x pipeline 2": (8, ["parallel.tensor=2", "parallel.pipeline=2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that name a small real corpus, its tokenizer and its cache."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = [path.read_text(encoding="utf-8") for path in sorted(DOCUMENTS.glob("**/*.md"))]
+    tokenizer = train_tokenizer(texts, 512, folder / "tokenizer").parent
+    for number, text in enumerate(texts):
+        (folder / f"{number:03d}.txt").write_text(text, encoding="utf-8")
+    inputs = sorted(str(path) for path in folder.glob("*.txt"))
+    output = {"inputs": inputs, "output": f"{folder}/tokens", "tokenizer": str(tokenizer)}
+    prepare(load_corpus(None, output))
+    return [
+        f"data.blend.prefixes=['{folder}/tokens_text_document']",
+        f"data.cache_folder='{folder}/cache'",
+        f"tokenizer.path='{tokenizer}'",
+    ]
+
+
+def run_of(corpus: list[str], *overrides: str) -> Run:
+    return load_run("tiny", arguments(corpus, *overrides)).run
+
+
+def arguments(corpus: list[str], *overrides: str) -> list[str]:
+    return [
+        *corpus,
+        "name=run",
+        "model.n_layers=4",
+        "model.dropout=0.1",
+        "data.split='80,10,10'",
+        f"train.length='{N_STEPS} steps'",
+        "train.micro_batch_size=2",
+        f"schedule.decay='{N_STEPS} steps'",
+        "schedule.warmup='2 steps'",
+        "evaluate.batches=1",
+        "evaluate.interval=4",
+        "evaluate.sample_interval=4",
+        "evaluate.sample_prompts=['The rank']",
+        "evaluate.sample_tokens=8",
+        "log.interval=1",
+        "log.tensorboard=false",
+        *overrides,
+    ]
+
+
+def train(
+    folder: Path,
+    run: Run,
+    n_ranks: int = 1,
+    prepare_rank: Callable[[int], None] = lambda _rank: None,
+) -> list[int]:
+    """Trains in forks of this process, each with a log of its own; gives their exit codes."""
+    write_run_folder(folder, run, "auto")
+    (folder / "logs").mkdir(exist_ok=True)
+    (folder / "store").unlink(missing_ok=True)
+    reading, writing = os.pipe()
+    torch.set_num_threads(1)
+    ranks = []
+    for number in range(n_ranks):
+        place = Process(
+            number, n_ranks, number, n_ranks, store_file=folder / "store", parent_pipe=reading
+        )
+        pid = os.fork()
+        if pid == 0:
+            os.close(writing)
+            _be_rank(folder, place, prepare_rank)
+        ranks.append(pid)
+    try:
+        return _wait_for(ranks)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def _be_rank(folder: Path, place: Process, prepare_rank: Callable[[int], None]) -> None:
+    code = 1
+    try:
+        sys.stdout = sys.stderr = (folder / "logs" / f"{place.rank}.log").open("a", buffering=1)
+        os.environ.update(rank_environment(place, 1) if place.n_ranks > 1 else {})
+        prepare_rank(place.rank)
+        sys.argv = ["worker", str(folder)]
+        worker.main()
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _wait_for(ranks: list[int]) -> list[int]:
+    codes: dict[int, int] = {}
+    end = time.monotonic() + LIMIT_SECONDS
+    while len(codes) < len(ranks):
+        for pid in ranks:
+            if pid not in codes and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if time.monotonic() > end:
+            for pid in set(ranks) - set(codes):
+                os.kill(pid, signal.SIGKILL)
+                codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        time.sleep(0.02)
+    return [codes[pid] for pid in ranks]
+
+
+def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    return [line for line in map(json.loads, text.splitlines()) if line["kind"] == kind]
+
+
+def losses(folder: Path, kind: str = "train") -> list[float]:
+    return [line["loss"] for line in lines(folder, kind)]
+
+
+def said(folder: Path, rank: int) -> str:
+    return (folder / "logs" / f"{rank}.log").read_text(encoding="utf-8")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = newest_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None
+    return load_tensors(checkpoint, "")
+
+
+@pytest.fixture(scope="module")
+def alone(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process, to which all others are compared."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert train(folder, run_of(corpus)) == [0], said(folder, 0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the run folder of a layout, trained once."""
+    folders: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in folders:
+            folder = tmp_path_factory.mktemp("layout")
+            n_ranks, overrides = LAYOUTS[name]
+            codes = train(folder, run_of(corpus, *overrides), n_ranks)
+            assert codes == [0] * n_ranks, said(folder, 0)
+            folders[name] = folder
+        return folders[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_as_one_process(
+    trained: Callable[[str], Path], alone: Path, name: str
+) -> None:
+    folder, n_ranks = trained(name), LAYOUTS[name][0]
+    assert [line["step"] for line in lines(folder, "train")] == list(range(1, N_STEPS + 1))
+    assert losses(folder) == pytest.approx(losses(alone), rel=CLOSE)
+    assert losses(folder, "evaluate") == pytest.approx(losses(alone, "evaluate"), rel=CLOSE)
+    assert [line["step"] for line in lines(folder, "evaluate")] == [4, 8]
+    for line in lines(folder, "train"):
+        tokens_per_second = line["sequences_per_second"] * SEQUENCE_LENGTH
+        assert line["tokens_per_second_per_device"] * n_ranks == pytest.approx(tokens_per_second)
+    assert [line["kind"] for line in map(json.loads, open_metrics(folder))].count("end") == 1
+    expected, found = weights(alone), weights(folder)
+    assert found.keys() == expected.keys()
+    for tensor, whole in expected.items():
+        torch.testing.assert_close(found[tensor], whole, rtol=1e-4, atol=2e-5, msg=tensor)
+
+
+def open_metrics(folder: Path) -> list[str]:
+    return (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+
+
+def test_only_rank_0_speaks(trained: Callable[[str], Path]) -> None:
+    folder = trained("tensor 2 x pipeline 2")
+    screen = said(folder, 0)
+    assert [screen.count(f"step {step:>6}/{N_STEPS}") for step in (1, N_STEPS)] == [1, 1]
+    assert screen.count("no samples while ranks share a model") == 2
+    assert [said(folder, rank) for rank in (1, 2, 3)] == ["", "", ""]
+
+
+@pytest.mark.parametrize("name", ["data 2, ZeRO 0", "data 2, ZeRO 3"])
+def test_samples_are_those_of_one_process(
+    trained: Callable[[str], Path], alone: Path, name: str
+) -> None:
+    texts = [line["text"] for line in lines(alone, "sample")]
+    assert len(texts) == 2
+    assert [line["text"] for line in lines(trained(name), "sample")] == texts
+
+
+class StopsAt(Guard):
+    """Asks to stop at the n-th step boundary, and only on some ranks."""
+
+    def __init__(self, n_steps: int, *, here: bool) -> None:
+        super().__init__()
+        self.left, self.here = n_steps, here
+
+    def reason_to_stop(self) -> str | None:
+        self.left -= 1
+        return "told to" if self.left == 0 and self.here else None
+
+
+def stop_at(n_steps: int, rank: int) -> Callable[[int], None]:
+    """Lets one rank of a run ask to stop."""
+
+    def prepare_rank(number: int) -> None:
+        worker.Guard = lambda _minutes: StopsAt(n_steps, here=number == rank)  # type: ignore
+
+    return prepare_rank
+
+
+def test_one_run_in_three_layouts(corpus: list[str], alone: Path, tmp_path: Path) -> None:
+    first = run_of(corpus, *LAYOUTS["tensor 2 x pipeline 2"][1])
+    assert train(tmp_path, first, 4, stop_at(3, rank=2)) == [0] * 4
+    assert "told to: step 3 is saved in" in said(tmp_path, 0)
+    second = run_of(corpus, "parallel.zero_stage=3", "train.micro_batch_size=1")
+    assert train(tmp_path, second, 2, stop_at(3, rank=1)) == [0] * 2
+    assert "parallel.tensor: 2 in the checkpoint, now 1" in said(tmp_path, 0)
+    third = run_of(corpus, "parallel.zero_stage=3")
+    assert train(tmp_path, third) == [0]
+    assert [line["step"] for line in lines(tmp_path, "train")] == list(range(1, N_STEPS + 1))
+    assert [line["step"] for line in lines(tmp_path, "start")] == [0, 3, 6]
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=CLOSE)
+
+
+@pytest.mark.parametrize("name", ["data 2, ZeRO 3", "tensor 2 x pipeline 2"])
+def test_resumed_in_the_same_layout_to_the_last_bit(
+    corpus: list[str], trained: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    n_ranks, overrides = LAYOUTS[name]
+    run = run_of(corpus, *overrides)
+    for _ in range(2):
+        assert train(tmp_path, run, n_ranks, stop_at(5, rank=1)) == [0] * n_ranks
+    assert losses(tmp_path) == losses(trained(name))
+    expected, found = weights(trained(name)), weights(tmp_path)
+    assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected)
+
+
+def test_a_time_limit_stops_all_at_the_same_step(corpus: list[str], tmp_path: Path) -> None:
+    run = run_of(corpus, "train.stop_after_minutes=1e-9")
+    assert train(tmp_path, run, 2) == [0, 0]
+    assert "train.stop_after_minutes=1e-09 is over: step 1 is saved in" in said(tmp_path, 0)
+    assert len(losses(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("name", ["tensor 2 x pipeline 2", "data 2, ZeRO 3"])
+def test_what_is_done_with_a_checkpoint(
+    trained: Callable[[str], Path],
+    alone: Path,
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def answers(folder: Path) -> tuple[float, str, dict[str, torch.Tensor]]:
+        main_returns(["evaluate", str(folder), "--json"])
+        loss = json.loads(capsys.readouterr().out)["loss"]
+        main_returns(["generate", str(folder), "--prompt", "The", "--temperature", "0"])
+        text = capsys.readouterr().out
+        output = tmp_path / folder.name
+        main_returns(["export", str(folder), "--output", str(output), "--no-verify"])
+        capsys.readouterr()
+        return loss, text, load_file(output / "model.safetensors")
+
+    expected, found = answers(alone), answers(trained(name))
+    assert found[0] == pytest.approx(expected[0], rel=CLOSE)
+    assert found[1] == expected[1]
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=2e-5)
+
+
+def main_returns(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+
+
+def raise_at_step(step: int, error: Exception) -> None:
+    """Makes a step of this rank fail."""
+    original = worker.train.__globals__["train_step"]
+
+    def failing(parts: Any, number: int) -> Any:
+        if number == step:
+            raise error
+        return original(parts, number)
+
+    worker.train.__globals__["train_step"] = failing
+
+
+def test_a_rank_that_raises_is_named(corpus: list[str], tmp_path: Path) -> None:
+    def prepare_rank(rank: int) -> None:
+        if rank == 3:
+            raise_at_step(3, ValueError("rank 3 has had enough"))
+
+    started = time.monotonic()
+    run = run_of(corpus, *LAYOUTS["tensor 2 x pipeline 2"][1])
+    assert train(tmp_path, run, 4, prepare_rank) == [1] * 4
+    assert time.monotonic() - started < 40
+    for rank in (0, 1, 2):
+        assert "rank 3 on " in said(tmp_path, rank)
+        assert "failed: ValueError: rank 3 has had enough" in said(tmp_path, rank)
+    assert "Traceback" in said(tmp_path, 3)
+
+
+@pytest.mark.parametrize("moment", ["evaluate", "save_state"])
+def test_one_rank_fails_beside_the_steps(corpus: list[str], tmp_path: Path, moment: str) -> None:
+    def prepare_rank(rank: int) -> None:
+        def failing(*_arguments: Any) -> None:
+            raise OSError("the disk is gone")
+
+        if rank == 1:
+            worker.train.__globals__[moment] = failing
+
+    assert train(tmp_path, run_of(corpus), 2, prepare_rank) == [1, 1]
+    assert "rank 1 on " in said(tmp_path, 0)
+    assert "failed: OSError: the disk is gone" in said(tmp_path, 0)
+
+
+def test_ranks_that_differ_are_refused(corpus: list[str], tmp_path: Path) -> None:
+    def prepare_rank(rank: int) -> None:
+        if rank == 1:
+            read = Path.read_text
+            Path.read_text = lambda path, **options: (  # type: ignore[method-assign]
+                read(path, **options) + ("#" if path.name == "run.toml" else "")
+            )
+            from trainyard.parallel import start
+
+            start.__version__ = "0.0.1"
+            worker.find_checkpoint = lambda *_: Path("step-00000007")
+
+    assert train(tmp_path, run_of(corpus), 2, prepare_rank) == [2, 2]
+    for rank in (0, 1):
+        told = said(tmp_path, rank)
+        assert "the ranks differ\ntrainyard: " in told
+        assert "0.0.1 on rank 1" in told
+        assert "checkpoint: none on rank 0" in told
+        assert "step-00000007 on rank 1" in told
+        assert "\nrun: " in told
+
+
+def start_train(folder: Path, corpus: list[str], *words: str) -> subprocess.Popen[str]:
+    """Starts the command as a user does."""
+    (folder / "tmp").mkdir()
+    long = ["train.length='5000 steps'", "schedule.decay='4999 steps'"]
+    long += ["evaluate.interval=0", "evaluate.sample_interval=0"]
+    return subprocess.Popen(
+        [sys.executable, "-c", TRAIN, "tiny", *arguments(corpus, *long), *words],
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")},
+    )
+
+
+def wait_for_steps(folder: Path, n_steps: int) -> None:
+    metrics, end = folder / "runs/run/metrics.jsonl", time.monotonic() + LIMIT_SECONDS
+    while not metrics.exists() or metrics.read_text().count('"train"') < n_steps:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def ranks_of(parent: int) -> list[int]:
+    """Process ids of the ranks, by rank."""
+    pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return sorted(map(int, pids))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_once_and_exits_with_zero(
+    corpus: list[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    process = start_train(tmp_path, corpus, "--ranks", "2")
+    wait_for_steps(tmp_path, 2)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 0, errors
+    assert errors.count(f"received {number.name}: step ") == 1
+    assert len(list((tmp_path / "runs/run/checkpoints").iterdir())) == 1
+    assert [path.name for path in (tmp_path / "runs/run/logs").iterdir()] == ["rank-00001.log"]
+    assert (tmp_path / "runs/run/logs/rank-00001.log").read_text() == ""
+    assert "Warning" not in errors
+
+
+def test_a_rank_that_is_killed_ends_the_command(corpus: list[str], tmp_path: Path) -> None:
+    layout = ["parallel.tensor=2", "parallel.pipeline=2"]
+    process = start_train(tmp_path, corpus, *layout, "--ranks", "4")
+    wait_for_steps(tmp_path, 2)
+    ranks = ranks_of(process.pid)
+    os.kill(ranks[2], signal.SIGKILL)
+    killed = time.monotonic()
+    _, errors = process.communicate(timeout=LIMIT_SECONDS)
+    assert time.monotonic() - killed < 15
+    assert process.returncode == 2, errors
+    assert "error: rank 2 of 4 was ended by SIGKILL; the end of " in errors
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)

@@ -1,0 +1,61 @@
+"""`trainyard train` as one rank of many: what it refuses before torch is even imported."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from trainyard.cli.main import main
+from trainyard.cli.train import wait_for_run_folder
+from trainyard.config.load import load_run, render_run
+from trainyard.errors import LaunchError
+from trainyard.launch.environment import Process
+
+RANK_1 = Process(1, 2, 1, 2)
+
+
+def test_ranks_below_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "tiny", "--ranks", "2"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: --ranks 2: a launcher has started 4 ranks already\n"
+        "hint: leave out --ranks, or the launcher\n"
+    )
+
+
+def test_ranks_that_do_not_fit_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "tiny", "parallel.tensor=2", "--ranks", "3"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "3 ranks cannot be divided by parallel.tensor=2" in error
+    assert "hint: nearest that works: 2 ranks" in error
+
+
+def test_the_run_folder_is_waited_for(tmp_path: Path) -> None:
+    run = load_run("tiny", []).run
+    (tmp_path / "run.toml").write_text("# of an earlier run")
+    writes = threading.Timer(0.3, (tmp_path / "run.toml").write_text, [render_run(run)])
+    writes.start()
+    wait_for_run_folder(tmp_path, run, RANK_1, timeout_seconds=10)
+    writes.join()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_run_folder_is_not_there(tmp_path: Path, there: bool) -> None:
+    run = load_run("tiny", []).run
+    if there:
+        (tmp_path / "run.toml").write_text(render_run(load_run("tiny", ["train.seed=9"]).run))
+    with pytest.raises(LaunchError) as caught:
+        wait_for_run_folder(tmp_path, run, RANK_1, timeout_seconds=0.2)
+    what = "holds another run than this rank was given" if there else "is missing"
+    assert caught.value.problem == f"rank 1 of 2: {tmp_path}/run.toml {what}, 0.2 s after its start"

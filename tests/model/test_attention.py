@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainyard.model.attention import CausalAttention
+from trainyard.model.dropout import at_site, dropout, rows_of_heads, sequence_keys
+
+KEYS = sequence_keys(1, 0, 0, 2)
+
+
+def queries_keys_values(
+    dtype: torch.dtype = torch.float64, n_tokens: int = 12
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(2, 4, T, 8) each, laid out in memory as `Attention` gives them."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(2, n_tokens, 4, 3, 8, generator=generator, dtype=torch.float64)
+    q, k, v = (x.transpose(1, 2).to(dtype).requires_grad_() for x in drawn.unbind(3))
+    return q, k, v
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+def test_a_rate_near_zero_is_attention_without_dropout(dtype: torch.dtype, bound: float) -> None:
+    q, k, v = queries_keys_values(dtype)
+    found = CausalAttention(1e-13, 1, 16)(q, k, v, KEYS)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+    upstream = torch.randn_like(found)
+    mine = torch.autograd.grad(found, (q, k, v), upstream)
+    for one, other in zip(mine, torch.autograd.grad(expected, (q, k, v), upstream), strict=True):
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+
+
+def test_dropout_acts_on_the_attention_weights() -> None:
+    q, k, v = queries_keys_values()
+    positions = torch.arange(12)
+    scores = q @ k.transpose(2, 3) / 8**0.5
+    weights = scores.masked_fill(positions > positions[:, None], -torch.inf).softmax(-1)
+    rows = rows_of_heads(0, 4, positions)
+    expected = dropout(weights, 0.3, at_site(KEYS, 5), rows, positions) @ v
+    torch.testing.assert_close(CausalAttention(0.3, 5, 12)(q, k, v, KEYS), expected)
+
+
+def test_without_keys_there_is_none() -> None:
+    q, k, v = queries_keys_values()
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(CausalAttention(0.3, 1, 12)(q, k, v), expected)
+
+
+def test_some_heads_are_part_of_all() -> None:
+    q, k, v = queries_keys_values()
+    whole = CausalAttention(0.3, 1, 16)(q, k, v, KEYS)
+    core = CausalAttention(0.3, 1, 16)
+    core.first_head = 2
+    torch.testing.assert_close(core(q[:, 2:], k[:, 2:], v[:, 2:], KEYS), whole[:, 2:])
+
+
+def test_tokens_at_other_positions_have_other_masks_and_see_as_far() -> None:
+    q, k, v = queries_keys_values(n_tokens=6)
+    core = CausalAttention(0.3, 1, 16)
+    before = core(q, k, v, KEYS)
+    core.positions = core.positions[8:14]
+    after = core(q, k, v, KEYS)
+    assert not torch.equal(before, after)
+    changed = core(q, k, torch.cat([v[:, :, :3], 2 * v[:, :, 3:]], 2), KEYS)
+    assert torch.equal(changed[:, :, :3], after[:, :, :3])

@@ -1,0 +1,109 @@
+"""Starts ranks for test_start.py: torch is imported once, each rank is a fork of this process.
+
+Reads one scenario a line from standard input and answers each with one line: for every rank what it
+found (nothing for one that was killed), as JSON. A scenario is a list of ranks, each of them
+
+    {"process": fields of Process, "facts": {..}, "timeout": seconds, "delay": seconds before,
+     "do": "sum", "no facts", or of what comes instead of the sum "raise", "refuse" or "die",
+     and before the group is there "die early"}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainyard.errors import DataError, UserError
+from trainyard.launch.environment import Process
+from trainyard.parallel.start import start_ranks
+
+
+def listening_addresses() -> list[str]:
+    """Addresses, in hexadecimal, at which this process listens."""
+    descriptors = Path("/proc/self/fd").iterdir()
+    links = [str(path.readlink()) for path in descriptors if path.is_symlink()]
+    rows = [
+        line.split()
+        for family in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{family}").read_text().splitlines()[1:]
+    ]
+    listening = "0A"
+    return [row[1] for row in rows if row[3] == listening and f"socket:[{row[9]}]" in links]
+
+
+class DeadlyDevice:
+    """Kills the process that asks for its type, which is after the roll call."""
+
+    @property
+    def type(self) -> str:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+
+def run_rank(wanted: dict[str, Any]) -> dict[str, Any]:
+    fields = wanted["process"]
+    if "store_file" in fields:
+        fields["store_file"] = Path(fields["store_file"])
+
+    def facts() -> dict[str, str]:
+        if wanted["do"] == "no facts":
+            raise DataError("corpus.bin is missing", "copy it here")
+        return dict(wanted["facts"])
+
+    time.sleep(wanted["delay"])
+    process = Process(**fields)
+    device: Any = DeadlyDevice() if wanted["do"] == "die early" else torch.device("cpu")
+    answer: dict[str, Any] = {}
+    started = time.monotonic()
+    try:
+        with start_ranks(process, device, facts, wanted["timeout"]) as ranks:
+            started = time.monotonic()
+            answer["listening"] = listening_addresses()
+            if wanted["do"] == "raise":
+                raise ValueError("a bug")
+            if wanted["do"] == "refuse":
+                raise DataError("token 7 is damaged", "prepare it again")
+            if wanted["do"] == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            total = torch.tensor([float(process.rank)])
+            dist.all_reduce(total)
+            answer["sum"] = total.item()
+            assert ranks.store is not None
+    except Exception as error:
+        code = error.exit_code if isinstance(error, UserError) else 1
+        answer |= {"error": type(error).__name__, "message": str(error), "exit_code": code}
+    answer["seconds"] = time.monotonic() - started
+    answer["has_group"] = dist.is_initialized()
+    return answer
+
+
+def main() -> None:
+    for line in sys.stdin:
+        with tempfile.TemporaryDirectory() as folder:
+            children = []
+            for number, wanted in enumerate(json.loads(line)):
+                child = os.fork()
+                if child == 0:
+                    answer = json.dumps(run_rank(wanted))
+                    Path(folder, f"{number}").write_text(answer)
+                    os._exit(0)
+                children.append(child)
+            for child in children:
+                os.waitpid(child, 0)
+            paths = [Path(folder, f"{number}") for number in range(len(children))]
+            answers = [json.loads(p.read_text()) if p.exists() else None for p in paths]
+        sys.stdout.write(json.dumps(answers) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainyard.config.run import Model
+from trainyard.model.attention import CausalAttention
+from trainyard.model.dropout import sequence_keys
+from trainyard.model.gpt import GPT, Recompute
+from trainyard.model.init import initialise
+from trainyard.parallel import ring
+from trainyard.parallel.context import Method, UlyssesAttention, cut_context, take_share
+from trainyard.parallel.ring import RingAttention
+
+pytestmark = pytest.mark.dist
+
+RunRanks = Callable[..., list[Any]]
+METHODS: tuple[Method, ...] = ("ulysses", "ring")
+B, T, K = 3, 32, 8  # the batch does not divide by the ranks
+
+
+def whole_inputs(n_heads: int, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys, values, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (B, n_heads, T, K)
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4)]
+    return [x.to(dtype) for x in inputs]
+
+
+def results_of(core: Any, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:
+    """The output, and the gradients of queries, keys and values."""
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = core(*leaves)
+    out.backward(gradient)
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def all_ranks() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def cut_core(method: Method) -> nn.Module:
+    if method == "ring":
+        return RingAttention(all_ranks())
+    return UlyssesAttention(CausalAttention(0.0, 1, T), all_ranks())
+
+
+def share_of(x: Tensor, method: Method, dimension: int = 2) -> Tensor:
+    return take_share(x, dist.get_rank(), dist.get_world_size(), method, dimension)
+
+
+def worst_difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    pairs = zip(found, expected, strict=True)
+    return max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in pairs)
+
+
+def differences(method: Method, n_heads: int, dtype: torch.dtype) -> tuple[float, bool]:
+    """This rank's worst difference from fp64; are all bits those of plain attention?"""
+    inputs = whole_inputs(n_heads, dtype)
+    core = cut_core(method)
+    found = results_of(core, *(share_of(x, method) for x in inputs))
+    exact = results_of(plain, *(x.double() for x in inputs))
+    same = results_of(plain, *inputs)
+    is_same = all(torch.equal(a, share_of(b, method)) for a, b in zip(found, same, strict=True))
+    return worst_difference(found, [share_of(x, method) for x in exact]), is_same
+
+
+# fp64 has no slack. In fp32, sums of 32 products in another order: a few units of 2^-24. In bf16 an
+# output is rounded, by 2^-9 of its size at most, after each set of keys and after the merge; the
+# kernels' backward rounds scores and their gradients besides.
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("n_ranks", "n_heads"), [(2, 4), (2, 2), (4, 4)])
+def test_ranks_compute_what_one_device_does(
+    run_ranks: RunRanks, method: Method, n_ranks: int, n_heads: int, dtype: torch.dtype
+) -> None:
+    results = run_ranks(n_ranks, differences, method, n_heads, dtype)
+    assert max(difference for difference, _ in results) < BOUNDS[dtype]
+    if method == "ulysses":
+        assert all(is_same for _, is_same in results)
+
+
+def dropout_difference(first_head: int) -> float:
+    inputs = whole_inputs(8, torch.float64)
+    keys = sequence_keys(seed=1, step=2, first=3, count=B)
+    whole = CausalAttention(0.3, 1, T)
+    expected = results_of(lambda q, k, v: whole(q, k, v, keys), *inputs)
+    # As if a tensor cut had left the last heads to these ranks.
+    cut = UlyssesAttention(CausalAttention(0.3, 1, T), all_ranks())
+    cut.first_head = first_head
+    heads = [share_of(x[:, first_head:], "ulysses") for x in inputs]
+    found = results_of(lambda q, k, v: cut(q, k, v, keys), *heads)
+    return worst_difference(found, [share_of(x[:, first_head:], "ulysses") for x in expected])
+
+
+@pytest.mark.parametrize("first_head", [0, 4])
+def test_ulysses_drops_the_weights_that_one_device_drops(
+    run_ranks: RunRanks, first_head: int
+) -> None:
+    assert max(run_ranks(2, dropout_difference, first_head)) < 1e-12
+
+
+class _Watch(TorchDispatchMode):
+    """Notes sends (s), computations (c) and waits (w), and how many received keys there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = ""
+        self.most_received = 0
+        self._received: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        names = {"all_to_all_single": "s", "flash_attention": "c", "wait_tensor": "w"}
+        self.order += "".join(letter for name, letter in names.items() if name in str(func))
+        # Gradients of bf16 keys travel in fp32.
+        if "all_to_all_single" in str(func) and out.dtype == torch.bfloat16:
+            self._received.append(StorageWeakRef(out.untyped_storage()))
+        # gloo's thread lets go of what it sent a moment after the send is waited for.
+        end = time.monotonic() + 5.0
+        while (n_held := sum(not each.expired() for each in self._received)) > 2:
+            if time.monotonic() > end:
+                break
+        self.most_received = max(self.most_received, n_held)
+        return out
+
+
+def watched_ring() -> tuple[str, str, int]:
+    q, k, v, gradient = (share_of(x, "ring") for x in whole_inputs(2, torch.bfloat16))
+    core = cut_core("ring")
+    with _Watch() as forward:
+        out = core(q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+    with _Watch() as backward:
+        out.backward(gradient)
+    return forward.order, backward.order, max(forward.most_received, backward.most_received)
+
+
+def test_ring_computes_on_keys_while_the_next_arrive(run_ranks: RunRanks) -> None:
+    for forward, backward, most_received in run_ranks(4, watched_ring):
+        assert forward == "sc wsc wsc wc".replace(" ", "")
+        # Each rank's part of the gradients of the keys is sent after its computation.
+        assert backward == "sc wsc ws wsc ws wc ws w".replace(" ", "")
+        assert most_received == 2
+
+
+SHAPE = Model(
+    n_layers=2,
+    d_model=32,
+    n_heads=4,
+    d_ff=64,
+    sequence_length=T,
+    vocabulary_size=61,
+    dropout=0.0,
+    init_std=0.2,
+)
+
+
+def model_differences(method: Method, dropout: float, how: str) -> float:
+    """This rank's worst difference in hidden states, and in gradients summed over ranks."""
+    shape = SHAPE.model_copy(update={"dropout": dropout})
+    tokens = torch.arange(B * T).view(B, T) * 7 % 61
+    keys = sequence_keys(seed=1, step=2, first=3, count=B)
+    gradient = torch.randn(
+        (B, T, 32), dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    results = []
+    for is_cut in (False, True):
+        recompute: Recompute = "block" if is_cut and how == "recomputed" else "none"
+        model = GPT(shape, 64, torch.float64, recompute)
+        initialise(model, shape, seed=3)
+        model.double().train()
+        inputs = [tokens, gradient]
+        if is_cut:
+            cut_context(model, all_ranks(), method)
+            inputs = [share_of(x, method, 1) for x in inputs]
+            if how == "compiled":
+                for block in model.blocks.values():
+                    block.compile(backend="aot_eager", fullgraph=True)
+        hidden = model(inputs[0], keys)
+        hidden.backward(inputs[1])
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        if is_cut:
+            for each in gradients:
+                dist.all_reduce(each)
+        results.append([hidden.detach(), *gradients])
+    results[0][0] = share_of(results[0][0], method, 1)
+    return worst_difference(results[1], results[0])
+
+
+@pytest.mark.parametrize(("method", "dropout"), [("ulysses", 0.2), ("ring", 0.0)])
+@pytest.mark.parametrize("how", ["plainly", "recomputed", "compiled"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler's own
+def test_model_cut_by_tokens_is_the_same_model(
+    run_ranks: RunRanks, method: Method, dropout: float, how: str
+) -> None:
+    assert max(run_ranks(2, model_differences, method, dropout, how)) < 1e-12
+
+
+def test_shares() -> None:
+    tokens = torch.arange(16).view(2, 8)
+    assert take_share(tokens, 1, 2, "ulysses", 1)[0].tolist() == [4, 5, 6, 7]
+    assert take_share(tokens, 0, 2, "ring", 1)[0].tolist() == [0, 1, 6, 7]
+    assert take_share(tokens, 1, 2, "ring", 1)[1].tolist() == [10, 11, 12, 13]
+
+
+def test_kernels_of_a_gpu_take_what_the_ring_gives_them() -> None:
+    """Shapes and signatures alone; computing needs a GPU."""
+    q = torch.empty((B, 4, 16, K), dtype=torch.bfloat16, device="meta")
+    for queries, is_causal in ((q, True), (q[:, :, 8:], False)):
+        kv = torch.stack((q, q))
+        out, lse, random = ring._attend(queries, kv, causal=is_causal)
+        rows = (out, queries, out, lse)
+        q_part, kv_part = ring._attend_backward(rows, kv, random, causal=is_causal)
+        assert out.shape == q_part.shape == queries.shape
+        assert lse.shape == queries.shape[:3]
+        assert kv_part.shape == kv.shape
+
+
+def fail_in_rank_1(how: str) -> int:
+    if dist.get_rank() == 1:
+        if how == "raises":
+            raise ValueError("of rank 1")
+        os._exit(9)
+    dist.barrier()
+    return 0
+
+
+def test_errors_of_ranks_are_raised_here(run_ranks: RunRanks) -> None:
+    with pytest.raises(ValueError, match="of rank 1") as error:
+        run_ranks(2, fail_in_rank_1, "raises")
+    assert "in rank 1:\nTraceback" in str(error.value.__cause__)
+    assert "line" in str(error.value.__cause__)
+    with pytest.raises(RuntimeError, match=r"rank 1 ended without a result|Connection"):
+        run_ranks(2, fail_in_rank_1, "dies")
+    assert run_ranks(3, lambda x: (dist.get_rank(), np.arange(x).sum()), 4) == [
+        (0, 6),
+        (1, 6),
+        (2, 6),
+    ]

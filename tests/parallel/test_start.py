@@ -1,0 +1,283 @@
+"""Ranks start together or not at all, and every one of them says the same about why not."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainyard.launch.environment import Process
+from trainyard.parallel.start import gather_facts, start_ranks
+
+Answers = list[dict[str, Any]]
+Start = Callable[[list[dict[str, Any]]], Answers]
+
+HOST = socket.gethostname()
+FACTS = {"torch": "2.13.0", "run": "5e1c", "data": "0" * 64}
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """Starts ranks, each a process of its own, and gives what they found."""
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "rank_server.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    stdin, stdout = server.stdin, server.stdout
+
+    def run(ranks: list[dict[str, Any]]) -> Answers:
+        stdin.write(json.dumps(ranks) + "\n")
+        stdin.flush()
+        answers: Answers = json.loads(stdout.readline())
+        return answers
+
+    yield run
+    server.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(params=["file", "port"])
+def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """Fields of `Process` that say where the ranks meet: each way there is on one machine."""
+    if request.param == "file":
+        return {"store_file": str(tmp_path / "store")}
+    return {"address": "127.0.0.1", "port": free_port()}
+
+
+def place(meeting: dict[str, Any]) -> str:
+    return meeting.get("store_file") or f"127.0.0.1:{meeting['port']}"
+
+
+def ranks_at(
+    meeting: dict[str, Any], n_ranks: int = 3, do: str = "sum", timeout: float = 20.0
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "process": {"rank": r, "n_ranks": n_ranks, "local_rank": r, "n_local_ranks": n_ranks}
+            | meeting,
+            "facts": FACTS,
+            "do": do,
+            "timeout": timeout,
+            "delay": 0.0,
+        }
+        for r in range(n_ranks)
+    ]
+
+
+@pytest.mark.dist
+def test_they_add_up_and_listen_to_nobody_outside(start: Start, meeting: dict[str, Any]) -> None:
+    answers = start(ranks_at(meeting, 4))
+    assert [answer.get("sum") for answer in answers] == [6.0] * 4, answers
+    listening = [address for answer in answers for address in answer["listening"]]
+    assert len(listening) == (4 if "store_file" in meeting else 5)  # gloo's, and rank 0's own
+    assert {address.partition(":")[0] for address in listening} == {"0100007F"}
+    assert not any(answer["has_group"] for answer in answers)
+
+
+@pytest.mark.dist
+def test_late_ranks_are_waited_for(start: Start, meeting: dict[str, Any]) -> None:
+    ranks = ranks_at(meeting)
+    ranks[0]["delay"] = 1.0
+    ranks[2]["delay"] = 0.5
+    assert [answer.get("sum") for answer in start(ranks)] == [3.0] * 3
+
+
+def test_one_rank_starts_nothing() -> None:
+    def facts() -> dict[str, str]:
+        raise AssertionError("nobody to compare with")
+
+    with start_ranks(Process(), torch.device("cpu"), facts) as ranks:
+        assert ranks.store is None
+        assert not dist.is_initialized()
+
+
+@pytest.mark.dist
+def test_a_rank_is_missing(start: Start, meeting: dict[str, Any]) -> None:
+    answers = start(ranks_at(meeting, 4, timeout=2.0)[:2])
+    problem = (
+        f"ranks 2-3 of 4 did not come to {place(meeting)} within 2 s; ranks 0-1 did, on {HOST}"
+    )
+    hint = "see what the missing ranks said; all need the same address and port"
+    for answer in answers:
+        assert (answer["error"], answer["exit_code"]) == ("LaunchError", 2)
+        assert answer["message"] == f"{problem}\nhint: {hint}"
+        assert answer["seconds"] < 5
+
+
+@pytest.mark.dist
+def test_rank_0_is_missing_from_a_file(start: Start, tmp_path: Path) -> None:
+    file = str(tmp_path / "store")
+    answers = start(ranks_at({"store_file": file}, timeout=1.0)[1:])
+    for answer in answers:
+        assert answer["error"] == "LaunchError"
+        start_of_message = f"rank 0 of 3 did not come to {file} within 1 s; ranks 1-2 did, on "
+        assert answer["message"].startswith(start_of_message)
+
+
+@pytest.mark.dist
+def test_rank_0_listens_where_other_machines_cannot_come(start: Start) -> None:
+    (rank_0, _) = ranks_at({"address": "localhost", "port": free_port()}, 2, timeout=0.5)
+    rank_0["process"]["n_local_ranks"] = 1
+    (answer,) = start([rank_0])
+    assert answer["message"].partition("hint: ")[2] == (
+        "rank 0 listens at 127.0.0.1, as it is told that localhost is; if the others are on other "
+        "machines, set MASTER_ADDR to an address they can reach"
+    )
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [("127.0.0.2", "Connection refused"), ("no.such.host.invalid", "Name or service not known")],
+)
+def test_a_rank_has_another_address(start: Start, address: str, reason: str) -> None:
+    meeting = {"address": "127.0.0.1", "port": free_port()}
+    ranks = ranks_at(meeting, timeout=2.0)
+    ranks[1]["process"]["address"] = address
+    answers = start(ranks)
+    assert {answer["error"] for answer in answers} == {"LaunchError"}
+    where = f"{address}:{meeting['port']}"
+    assert answers[1]["message"].startswith(f"rank 1 on {HOST} cannot reach rank 0 at {where} ")
+    assert reason in answers[1]["message"] or "Temporary failure" in answers[1]["message"]
+    for answer in (answers[0], answers[2]):
+        assert answer["message"].startswith(f"rank 1 of 3 did not come to {place(meeting)} within")
+    assert max(answer["seconds"] for answer in answers) < 10
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("torch", "2.11.0", "torch: 2.13.0 on ranks 0, 2 ({h}); 2.11.0 on rank 1 ({h})"),
+        ("run", "77aa", "run: 5e1c on ranks 0, 2 ({h}); 77aa on rank 1 ({h})"),
+        (
+            "data",
+            "1" * 64,
+            "data: 0000000000000000.. on ranks 0, 2 ({h}); 1111111111111111.. on rank 1 ({h})",
+        ),
+        ("more", "x", "more: nothing on ranks 0, 2 ({h}); x on rank 1 ({h})"),
+    ],
+)
+def test_a_rank_differs(
+    start: Start, meeting: dict[str, Any], name: str, value: str, shown: str
+) -> None:
+    ranks = ranks_at(meeting)
+    ranks[1]["facts"] = FACTS | {name: value}
+    for answer in start(ranks):
+        assert (answer["error"], answer["exit_code"]) == ("LaunchError", 2)
+        assert answer["message"] == (
+            "the ranks differ\n" + shown.format(h=HOST) + "\n"
+            "hint: start all ranks from one installation, one run file and the same token files"
+        )
+        assert answer["seconds"] < 4
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_fails_before_it_has_facts(
+    start: Start, meeting: dict[str, Any], failing: int
+) -> None:
+    ranks = ranks_at(meeting, 4)
+    ranks[failing]["do"] = "no facts"
+    for rank, answer in enumerate(start(ranks)):
+        own = rank == failing
+        expected = "corpus.bin is missing\nhint: copy it here"
+        if not own:
+            expected = f"rank {failing} on {HOST} failed: {expected}"
+        assert answer["message"] == expected
+        assert answer["error"] == ("DataError" if own else "MachineError")
+        assert answer["exit_code"] == 2
+        assert answer["seconds"] < 4
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("do", ["raise", "refuse"])
+def test_a_rank_fails_later(start: Start, meeting: dict[str, Any], failing: int, do: str) -> None:
+    ranks = ranks_at(meeting)
+    ranks[failing]["do"] = do
+    answers = start(ranks)
+    own = answers.pop(failing)
+    expected = {"raise": ("ValueError", "a bug"), "refuse": ("DataError", "token 7 is damaged")}[do]
+    assert (own["error"], own["message"].splitlines()[0]) == expected
+    shown = "ValueError: a bug" if do == "raise" else expected[1]
+    for answer in answers:
+        assert answer["error"] == "MachineError"
+        assert answer["message"].startswith(f"rank {failing} on {HOST} failed: {shown}\nhint: ")
+        assert answer["exit_code"] == own["exit_code"] == (1 if do == "raise" else 2)
+    assert max(answer["seconds"] for answer in [own, *answers]) < 8
+    assert not any(answer["has_group"] for answer in [own, *answers])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dying", [0, 2])
+def test_a_rank_is_killed(start: Start, meeting: dict[str, Any], dying: int) -> None:
+    ranks = ranks_at(meeting)
+    ranks[dying]["do"] = "die"
+    answers = start(ranks)
+    assert answers.pop(dying) is None
+    assert all("error" in answer and answer["seconds"] < 8 for answer in answers)
+
+
+@pytest.mark.dist
+def test_a_rank_is_killed_after_the_roll_call(start: Start, meeting: dict[str, Any]) -> None:
+    ranks = ranks_at(meeting, timeout=3.0)
+    ranks[2]["do"] = "die early"
+    answers = start(ranks)
+    assert answers.pop() is None
+    messages = [answer["message"] for answer in answers]
+    assert any(" has met the others, but cannot connect to them: " in each for each in messages)
+    for answer in answers:
+        assert (answer["error"] in ("LaunchError", "MachineError"), answer["exit_code"]) == (
+            True,
+            2,
+        )
+        assert answer["seconds"] < 10
+
+
+@pytest.mark.dist
+def test_a_port_is_taken(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        meeting = {"address": "127.0.0.1", "port": other.getsockname()[1]}
+        (answer,) = start(ranks_at(meeting)[:1])
+    assert answer["message"].startswith(
+        f"rank 0 on {HOST} cannot listen at {place(meeting)}: Address already in use\nhint: "
+    )
+
+
+@pytest.mark.dist
+def test_ranks_of_another_run_are_not_mistaken_for_ours(start: Start) -> None:
+    meeting = {"address": "127.0.0.1", "port": free_port()}
+    ranks, stranger = ranks_at(meeting), ranks_at(meeting)[1]
+    stranger["delay"] = 0.5
+    ranks[2]["delay"] = 1.0
+    *ours, refused = start([*ranks, stranger])
+    assert [answer.get("sum") for answer in ours] == [3.0] * 3
+    assert refused["message"].startswith(
+        f"rank 1 on {HOST} meets the ranks of another run at {place(meeting)}\nhint: "
+    )
+
+
+def test_facts_of_a_run() -> None:
+    facts = gather_facts("name = 'x'\n", "abc")
+    assert facts.keys() == {"trainyard", "torch", "python", "run", "data"}
+    assert facts["torch"] == torch.__version__
+    assert facts["run"] != gather_facts("name = 'y'\n", "abc")["run"]

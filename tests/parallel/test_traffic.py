@@ -1,0 +1,180 @@
+"""What ranks really send in a step, call by call, against the formulas of the plan.
+
+Every collective and every send of a step is counted below PyTorch's dispatcher, by the group it is
+on, while real ranks train over gloo. Calls and bytes must be those of `plan.traffic`, exactly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainyard.config.load import load_run
+from trainyard.config.run import Run
+from trainyard.model.dropout import sequence_keys
+from trainyard.parallel.mesh import Mesh, build_mesh
+from trainyard.parallel.replica import Replica
+from trainyard.plan.resolve import resolve
+from trainyard.plan.traffic import rank_traffic
+
+pytestmark = pytest.mark.dist
+
+# Calls and bytes by axis and kind of call.
+Counts = dict[tuple[str, str], tuple[int, int]]
+
+KINDS = {
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_single": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+    "send": "send",
+}
+# The other end of a send; and what only waits or marks, without a message.
+NO_MESSAGE = {"recv_", "wait_tensor", "_wrap_tensor_autograd"}
+
+BASE = """train.compile=never train.micro_batch_size=1 train.global_batch_size=8 precision.kind=fp32
+    model.n_layers=4 model.sequence_length=32 model.dropout=0.0 parallel.zero_stage=0"""
+
+# Changes to the run, and the number of ranks.
+TABLE = {
+    "tensor, dropout, recompute block": ("tensor=2 recompute=block model.dropout=0.1", 2),
+    "tensor, bf16, recompute attention": ("tensor=2 recompute=attention precision.kind=bf16", 2),
+    "tensor, sequence, untied": ("tensor=2 sequence=true model.tied_embeddings=false", 2),
+    "ulysses, recompute attention": ("context=2 recompute=attention", 2),
+    "ring of 4, bf16": ("context=4 context_method=ring precision.kind=bf16", 4),
+    "zero 0": ("", 2),
+    "zero 1": ("zero_stage=1", 2),
+    "replicas, zero 2": ("zero_stage=2 replicas=2", 4),
+    "zero 3, bf16, uneven shares": (
+        "zero_stage=3 precision.kind=bf16 train.global_batch_size=6",
+        3,
+    ),
+    "gpipe on 4": ("pipeline=4 schedule=gpipe", 4),
+    "1f1b, bf16, zero 3": ("pipeline=2 zero_stage=3 precision.kind=bf16", 4),
+    "interleaved, untied": (
+        "pipeline=2 chunks=2 schedule=interleaved model.tied_embeddings=false",
+        2,
+    ),
+    "zero bubble, zero 1": ("pipeline=2 chunks=2 schedule=zero_bubble zero_stage=1", 4),
+    "tensor, sequence, pipeline, zero 3": ("tensor=2 sequence=true pipeline=2 zero_stage=3", 8),
+}
+
+
+def build_run(changes: str) -> Run:
+    words = [word if "." in word else f"parallel.{word}" for word in changes.split()]
+    return load_run("tiny", [*BASE.split(), *words]).run
+
+
+class Count(TorchDispatchMode):
+    """Counts messages by the name of their group and their kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.n_bytes: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        name = function._opname
+        if "c10d" in function.namespace and name not in NO_MESSAGE:
+            leaves = tree_leaves((args, kwargs, out))
+            kind = group_of(leaves), KINDS[name]
+            self.calls[kind] += 1
+            self.n_bytes[kind] += max(x.nbytes for x in leaves if isinstance(x, torch.Tensor))
+        return out
+
+
+def group_of(leaves: list[Any]) -> str:
+    """Finds the group among the arguments: as an object, or, in functional calls, as a name."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            name: str = dist.ProcessGroup.unbox(leaf).group_name
+            return name
+    return str([leaf for leaf in leaves if isinstance(leaf, str)][-1])
+
+
+def name_groups(mesh: Mesh) -> dict[str, str]:
+    """Gives the axis of each group of this rank."""
+    axes: dict[str, list[Any]] = {
+        "tensor": [mesh.tensor],
+        "context": [mesh.context],
+        "pipeline": [mesh.pipeline, mesh.first_and_last_stage],
+        "shard": [mesh.data.get_group(mesh.data.ndim - 1)] if mesh.data is not None else [],
+        "replica": [mesh.data.get_group(0)] if mesh.topology.replica > 1 and mesh.data else [],
+    }
+    return {g.group_name: axis for axis, groups in axes.items() for g in groups if g is not None}
+
+
+def count_step(run: Run, n_ranks: int) -> tuple[Counts, Counts]:
+    """Counts the second step of this rank, after what is built at first use; and asks the plan."""
+    plan = resolve(run, n_ranks)
+    mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
+    dtype = torch.bfloat16 if run.precision.kind == "bf16" else torch.float32
+    replica = Replica(run, plan, mesh, dtype)
+    size = run.train.global_batch_size // plan.topology.data
+    tokens = torch.zeros(size, run.model.sequence_length, dtype=torch.int64)
+    keys = sequence_keys(1, 0, 0, size) if run.model.dropout else None
+    for _ in range(2):
+        with Count() as count:
+            replica.forward_backward(tokens, tokens, keys, 1.0)
+        for held in replica.held:
+            held.parameter.grad = None
+    axes = name_groups(mesh)
+    # Shares travel round a ring by calls that could send to all, but send to one neighbour.
+    rings = run.parallel.context_method == "ring"
+    counted = {}
+    for (group, kind), calls in count.calls.items():
+        axis = axes[group]
+        sent = "send" if axis == "context" and rings else kind
+        assert (axis, sent) not in counted, "the ends of a pipeline only add up"
+        counted[axis, sent] = (calls, count.n_bytes[group, kind])
+    traffic = rank_traffic(run, plan, mesh.coordinates.pipeline)
+    return counted, {(t.axis, t.collective): (t.calls, t.n_bytes) for t in traffic}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_ranks_send_what_the_plan_says(
+    name: str, run_ranks: Callable[..., list[tuple[Counts, Counts]]]
+) -> None:
+    changes, n_ranks = TABLE[name]
+    run = build_run(changes)
+    results = run_ranks(n_ranks, partial(count_step, run, n_ranks))
+    for counted, planned in results:
+        assert counted == planned
+        assert counted, "some axis is longer than 1"
+
+
+def test_every_kind_of_call_of_every_axis_is_in_the_table() -> None:
+    kinds = set()
+    for changes, n_ranks in TABLE.values():
+        run = build_run(changes)
+        plan = resolve(run, n_ranks)
+        kinds |= {(t.axis, t.collective) for t in rank_traffic(run, plan, 0)}
+    assert kinds == {
+        ("tensor", "all-reduce"),
+        ("tensor", "all-gather"),
+        ("tensor", "reduce-scatter"),
+        ("context", "all-to-all"),
+        ("context", "send"),
+        ("pipeline", "send"),
+        ("pipeline", "all-reduce"),
+        ("shard", "all-reduce"),
+        ("shard", "all-gather"),
+        ("shard", "reduce-scatter"),
+        ("replica", "all-reduce"),
+    }

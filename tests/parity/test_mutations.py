@@ -1,0 +1,180 @@
+"""The mutation table: faults that parallel code is known for, each seen by the parity table.
+
+A fault is patched before the ranks start, after the single device was run, and must show in the row
+that stands beside it, far above the bound of fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainyard.model.gpt import GPT
+from trainyard.optim import clip
+from trainyard.parallel import mesh, replica, tensor
+from trainyard.plan.resolve import Plan, resolve
+from trainyard.train import parity, step
+from trainyard.train.parity import BOUNDS, Outcome, compare
+
+from .layouts import Row, train_rank
+from .test_parity import DROPOUT, PP2, SP2, TP2, Z1
+
+pytestmark = pytest.mark.dist
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def missing_all_reduce(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tensor, "reduce_from_group", lambda x, group: x)
+
+
+def gradients_of_norms_not_added_up(patch: pytest.MonkeyPatch) -> None:
+    built = replica.Replica.__init__
+
+    def build(self: replica.Replica, *arguments: Any) -> None:
+        built(self, *arguments)
+        self._parallel = self._parallel.model_copy(update={"sequence": False})
+
+    patch.setattr(replica.Replica, "__init__", build)
+
+
+def scaled_by_the_micro_batch(patch: pytest.MonkeyPatch) -> None:
+    right = replica.Replica.forward_backward
+
+    def wrong(
+        self: replica.Replica, tokens: Tensor, labels: Tensor, keys: Tensor | None, scale: float
+    ) -> Tensor:
+        return right(self, tokens, labels, keys, scale * len(tokens))
+
+    patch.setattr(replica.Replica, "forward_backward", wrong)
+
+
+def unsynced_tied_embedding(patch: pytest.MonkeyPatch) -> None:
+    def alone(topology: Any) -> list[list[int]]:
+        return [[rank] for group in topology.groups(["pipeline"]) for rank in group]
+
+    patch.setattr(mesh, "_ends", alone)
+
+
+def clipped_by_the_local_norm(patch: pytest.MonkeyPatch) -> None:
+    def local(self: Any, held: replica.Replica, *arguments: Any) -> clip.Totals:
+        right = clip.add_up(self, held, *arguments)
+        squares = [clip.local_part(each.gradient).square().sum() for each in self.held]
+        return replace(right, norm=torch.stack(squares).sum().sqrt() * right.multiplier)
+
+    patch.setattr(step, "add_up", local)
+
+
+def dropout_shared_across_the_cut(patch: pytest.MonkeyPatch) -> None:
+    right = tensor.cut_tensor
+
+    def wrong(model: GPT, group: dist.ProcessGroup, *, sequence: bool) -> None:
+        right(model, group, sequence=sequence)
+        for block in model.blocks.values():
+            block.attention.core.first_head = 0
+
+    patch.setattr(replica, "cut_tensor", wrong)
+
+
+def stage_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: Any) -> Plan:
+        plan = resolve(*arguments)
+        (start, end), *others = plan.stages
+        return replace(plan, stages=((start, end + 1), *others))
+
+    patch.setattr(parity, "resolve", wrong)
+
+
+def wrong_vocabulary_offset(patch: pytest.MonkeyPatch) -> None:
+    built = tensor.VocabularyShare.__init__
+
+    def wrong(self: tensor.VocabularyShare, group: dist.ProcessGroup, first_row: int) -> None:
+        built(self, group, first_row + (1 if first_row else 0))
+
+    patch.setattr(tensor.VocabularyShare, "__init__", wrong)
+
+
+def mean_of_means(patch: pytest.MonkeyPatch) -> None:
+    right = clip.add_up
+
+    def wrong(held: replica.Replica, loss: Tensor, n_labelled: int, n_expected: int) -> clip.Totals:
+        n_ranks = held.mesh.topology.data
+        share = n_labelled * n_ranks / n_expected
+        for each in held.held:
+            clip.local_part(each.gradient).div_(share)
+        return right(held, loss / share, n_expected // n_ranks, n_expected)
+
+    patch.setattr(step, "add_up", wrong)
+
+
+def padding_of_the_vocabulary_counts(patch: pytest.MonkeyPatch) -> None:
+    right = tensor.VocabularyCrossEntropy.forward
+
+    def wrong(
+        self: tensor.VocabularyCrossEntropy,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocabulary_size: int,
+        scale: float,
+    ) -> Tensor:
+        return right(self, hidden, weight, labels, 10**6, scale)
+
+    patch.setattr(tensor.VocabularyCrossEntropy, "forward", wrong)
+
+
+def stale_shard(patch: pytest.MonkeyPatch) -> None:
+    right = step.apply_update
+
+    def wrong(optimizer: torch.optim.AdamW, *arguments: Any) -> Tensor:
+        parameters = [
+            clip.local_part(p) for group in optimizer.param_groups for p in group["params"]
+        ]
+        before = [parameter.detach().clone() for parameter in parameters]
+        skipped = right(optimizer, *arguments)
+        if dist.is_initialized() and dist.get_rank() == 1:
+            with torch.no_grad():
+                parameters[0].copy_(before[0])
+        return skipped
+
+    patch.setattr(step, "apply_update", wrong)
+
+
+FAULTS: dict[str, tuple[Patch, Row]] = {
+    "missing all-reduce": (missing_all_reduce, Row(TP2)),
+    "gradients of norms not added up": (gradients_of_norms_not_added_up, Row(SP2)),
+    "scaled by the micro batch": (scaled_by_the_micro_batch, Row(data=2)),
+    "unsynced tied embedding": (unsynced_tied_embedding, Row(PP2)),
+    "clipped by the local norm": (clipped_by_the_local_norm, Row(TP2)),
+    "dropout shared across the cut": (dropout_shared_across_the_cut, Row(TP2, model=DROPOUT)),
+    "stage off by one": (stage_off_by_one, Row(PP2)),
+    "wrong vocabulary offset": (wrong_vocabulary_offset, Row(TP2)),
+    "mean of means": (mean_of_means, Row(data=2)),
+    "padding of the vocabulary counts": (padding_of_the_vocabulary_counts, Row(TP2)),
+    "stale shard": (stale_shard, Row(Z1, data=2)),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_seen(
+    name: str,
+    run_ranks: Callable[..., list[Outcome]],
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    patch, row = FAULTS[name]
+    alone = partial(train_rank, row.build_run(cut=False), 1, row.dtype)
+    (reference,) = run_ranks(1, alone)
+    patch(monkeypatch)
+    cut = partial(train_rank, row.build_run(), row.n_ranks, row.dtype)
+    difference = compare(reference, run_ranks(row.n_ranks, cut))
+    record_property("difference", f"{difference}")
+    seen = max(difference.worst, difference.between_ranks)
+    assert seen > 1e4 * BOUNDS[row.dtype], difference

@@ -1,0 +1,164 @@
+"""The parity table: every layout computes what the single device computes.
+
+fp64 shows that the mathematics is the same (1e-10); fp32 and bf16 that nothing is lost in the
+precision used. Bounds are derived in docs/decisions/013-parity.md; the differences that were
+found are printed at the end of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from trainyard.train.parity import BOUNDS, Outcome, compare
+
+from .layouts import Row, train_rank
+
+pytestmark = pytest.mark.dist
+
+UNTIED = {"tied_embeddings": False}
+DROPOUT = {"dropout": 0.2}
+RAMP = {"batch_ramp": {"start": 4, "increment": 4, "length": "8 sequences"}}
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def layout(**parallel: Any) -> dict[str, Any]:
+    return parallel
+
+
+TP2, TP4 = layout(tensor=2), layout(tensor=4)
+SP2, SP4 = layout(tensor=2, sequence=True), layout(tensor=4, sequence=True)
+PP2, PP4 = layout(pipeline=2), layout(pipeline=4)
+INTERLEAVED = layout(pipeline=2, chunks=2, schedule="interleaved")
+ZERO_BUBBLE = layout(pipeline=2, chunks=2, schedule="zero_bubble")
+ZERO_BUBBLE_1 = layout(pipeline=2, schedule="zero_bubble")
+GPIPE = layout(pipeline=2, schedule="gpipe")
+ULYSSES2, ULYSSES4 = layout(context=2), layout(context=4)
+RING2 = layout(context=2, context_method="ring")
+RING4 = layout(context=4, context_method="ring")
+Z1, Z2, Z3 = layout(zero_stage=1), layout(zero_stage=2), layout(zero_stage=3)
+HYBRID = layout(replicas=2)
+BLOCK, ATTENTION = layout(recompute="block"), layout(recompute="attention")
+
+TABLE = {
+    # One axis.
+    "single, recompute block": Row(BLOCK, model=DROPOUT),
+    "single, micro batch 4": Row(train={"micro_batch_size": 4}, model=DROPOUT),
+    "dp2": Row(data=2),
+    "dp4": Row(data=4, model=DROPOUT),
+    "dp2 zero 1": Row(Z1, data=2),
+    "dp2 zero 2": Row(Z2, data=2),
+    "dp2 zero 3": Row(Z3, data=2),
+    "dp4 zero 1, dropout": Row(Z1, data=4, model=DROPOUT),
+    "dp4 zero 2, untied": Row(Z2, data=4, model=UNTIED),
+    "dp4 zero 3, recompute": Row(Z3 | BLOCK, data=4, model=DROPOUT),
+    "dp3 uneven shards zero 1": Row(Z1, data=3, train={"global_batch_size": 6}),
+    "dp3 uneven shards zero 3": Row(Z3, data=3, train={"global_batch_size": 6}),
+    "hybrid 2x2 zero 1": Row(HYBRID | Z1, data=4),
+    "hybrid 2x2 zero 2": Row(HYBRID | Z2, data=4),
+    "hybrid 2x2 zero 3": Row(HYBRID | Z3, data=4, model=DROPOUT),
+    "tp2": Row(TP2),
+    "tp2, dropout": Row(TP2, model=DROPOUT),
+    "tp4, untied": Row(TP4, model=UNTIED),
+    "tp2 sequence": Row(SP2, model=DROPOUT),
+    "tp4 sequence": Row(SP4, model=DROPOUT | UNTIED),
+    "tp2 sequence, recompute block": Row(SP2 | BLOCK, model=DROPOUT),
+    "tp2 sequence, recompute attention": Row(SP2 | ATTENTION, model=DROPOUT),
+    "pp2 gpipe": Row(GPIPE, model=DROPOUT),
+    "pp2 1f1b": Row(PP2, model=DROPOUT),
+    "pp2 1f1b, untied": Row(PP2, model=UNTIED),
+    "pp4 1f1b": Row(PP4),
+    "pp2 uneven layers": Row(PP2, model={"n_layers": 5}),
+    "pp2 interleaved": Row(INTERLEAVED, model=DROPOUT),
+    "pp2 interleaved, uneven, untied": Row(INTERLEAVED, model=UNTIED | {"n_layers": 7}),
+    "pp2 zero bubble": Row(ZERO_BUBBLE),
+    "pp2 zero bubble, one chunk": Row(ZERO_BUBBLE_1, model=DROPOUT),
+    "pp2 recompute block": Row(PP2 | BLOCK, model=DROPOUT),
+    "cp2 ulysses": Row(ULYSSES2, model=DROPOUT),
+    "cp4 ulysses": Row(ULYSSES4),
+    "cp2 ring": Row(RING2),
+    "cp4 ring, untied": Row(RING4, model=UNTIED),
+    "cp2 ring, recompute attention": Row(RING2 | ATTENTION),
+    # Two axes.
+    "dp2 tp2": Row(TP2, data=2, model=DROPOUT),
+    "dp2 tp2 zero 1": Row(TP2 | Z1, data=2),
+    "dp2 tp2 sequence zero 3": Row(SP2 | Z3, data=2, model=DROPOUT),
+    "dp2 tp4 sequence zero 2": Row(SP4 | Z2, data=2),
+    "dp2 pp2": Row(PP2, data=2, model=DROPOUT),
+    "dp2 pp2 zero 1": Row(PP2 | Z1, data=2),
+    "dp2 pp2 zero 3": Row(PP2 | Z3, data=2),
+    "dp2 pp2 interleaved zero 1": Row(INTERLEAVED | Z1, data=2),
+    "dp2 pp2 zero bubble zero 1": Row(ZERO_BUBBLE | Z1, data=2),
+    "dp4 pp2 hybrid zero 1": Row(PP2 | HYBRID | Z1, data=4),
+    "dp2 cp2 ulysses": Row(ULYSSES2, data=2, model=DROPOUT),
+    "dp2 cp2 ulysses zero 3": Row(ULYSSES2 | Z3, data=2),
+    "dp2 cp2 ring zero 1": Row(RING2 | Z1, data=2),
+    "dp2 cp2 hybrid zero 2": Row(ULYSSES2 | HYBRID | Z2, data=2),
+    "tp2 pp2": Row(TP2 | PP2, model=DROPOUT),
+    "tp2 pp2 sequence": Row(SP2 | PP2, model=DROPOUT),
+    "tp2 pp2 sequence interleaved": Row(SP2 | INTERLEAVED),
+    "tp2 pp4 zero bubble": Row(SP2 | layout(pipeline=4, schedule="zero_bubble")),
+    "tp2 cp2 ulysses": Row(TP2 | ULYSSES2, model=DROPOUT),
+    "tp2 cp2 sequence ulysses": Row(SP2 | ULYSSES2, model=DROPOUT),
+    "tp2 cp2 sequence ring": Row(SP2 | RING2),
+    "pp2 cp2 ulysses": Row(PP2 | ULYSSES2, model=DROPOUT),
+    "pp2 cp2 ring interleaved": Row(INTERLEAVED | RING2),
+    # Three axes and more, on eight processes.
+    "dp2 tp2 pp2": Row(TP2 | PP2, data=2),
+    "dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, model=DROPOUT),
+    "dp2 tp2 pp2 sequence zero 3 recompute": Row(SP2 | PP2 | Z3 | BLOCK, data=2, model=DROPOUT),
+    "dp2 tp2 pp2 zero bubble zero 1, untied": Row(SP2 | ZERO_BUBBLE | Z1, data=2, model=UNTIED),
+    "dp2 tp2 cp2 ulysses sequence zero 1": Row(SP2 | ULYSSES2 | Z1, data=2, model=DROPOUT),
+    "dp2 tp2 cp2 ring sequence zero 3": Row(SP2 | RING2 | Z3, data=2),
+    "dp2 pp2 cp2 ulysses zero 1": Row(PP2 | ULYSSES2 | Z1, data=2, model=DROPOUT),
+    "tp2 pp2 cp2 ulysses sequence": Row(SP2 | PP2 | ULYSSES2, model=DROPOUT),
+    "tp2 pp2 cp2 ring sequence interleaved": Row(SP2 | INTERLEAVED | RING2),
+    # A batch that grows, and larger micro batches.
+    "dp2 tp2 batch ramp": Row(TP2, data=2, train=RAMP, model=DROPOUT),
+    "pp2 batch ramp": Row(PP2, train=RAMP, model=DROPOUT),
+    "dp2 pp2 micro batch 2": Row(PP2, data=2, train={"micro_batch_size": 2}, model=DROPOUT),
+    # Compiled blocks.
+    "dp2 tp2 sequence zero 1 compiled": Row(
+        SP2 | Z1, data=2, train={"compile": "always"}, model=DROPOUT
+    ),
+    # The precisions of training.
+    "fp32 dp2 zero 3": Row(Z3, data=2, dtype=F32, model=DROPOUT),
+    "fp32 tp2 sequence": Row(SP2, dtype=F32, model=DROPOUT),
+    "fp32 dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, dtype=F32, model=DROPOUT),
+    "fp32 cp2 ring": Row(RING2, dtype=F32),
+    "fp32 pp2 zero bubble": Row(ZERO_BUBBLE, dtype=F32),
+    "bf16 dp2 zero 1": Row(Z1, data=2, dtype=BF16, model=DROPOUT),
+    "bf16 dp2 zero 3": Row(Z3, data=2, dtype=BF16, model=DROPOUT),
+    "bf16 tp2 sequence": Row(SP2, dtype=BF16, model=DROPOUT),
+    "bf16 pp2": Row(PP2, dtype=BF16, model=DROPOUT),
+    "bf16 cp2 ulysses": Row(ULYSSES2, dtype=BF16, model=DROPOUT),
+    "bf16 dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, dtype=BF16, model=DROPOUT),
+}
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Outcome]:
+    """Outcomes of the single device, by the run that made them."""
+    return {}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_layout_computes_what_one_device_computes(
+    name: str,
+    run_ranks: Callable[..., list[Outcome]],
+    references: dict[str, Outcome],
+    record_property: Callable[[str, object], None],
+) -> None:
+    row = TABLE[name]
+    alone, cut = row.build_run(cut=False), row.build_run()
+    key = f"{alone.model_dump_json()} {row.dtype}"
+    if key not in references:
+        (references[key],) = run_ranks(1, partial(train_rank, alone, 1, row.dtype))
+    outcomes = run_ranks(row.n_ranks, partial(train_rank, cut, row.n_ranks, row.dtype))
+    difference = compare(references[key], outcomes)
+    record_property("difference", f"{difference}")
+    assert difference.is_within(BOUNDS[row.dtype]), difference

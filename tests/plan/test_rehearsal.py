@@ -1,0 +1,219 @@
+"""What a run is shrunk to, and which layouts it is tried in."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from trainyard.config.load import load_run
+from trainyard.config.run import Run
+from trainyard.errors import ConfigError
+from trainyard.plan.batches import BatchSchedule
+from trainyard.plan.rehearsal import N_STEPS, cover_pairs, describe_layout, plan_rehearsal
+from trainyard.plan.resolve import resolve
+from trainyard.topology import AXES
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def load(source: str, *overrides: str) -> Run:
+    return load_run(source, list(overrides)).run
+
+
+@pytest.mark.parametrize("n_axes", range(6))
+def test_layouts_cut_every_pair_of_axes_with_three_at_most(n_axes: int) -> None:
+    for axes in itertools.combinations(AXES, n_axes):
+        layouts = cover_pairs(axes)
+        assert len(layouts) == {4: 3, 5: 4}.get(n_axes, 1)
+        assert all(len(layout) <= 3 for layout in layouts)
+        assert {axis for layout in layouts for axis in layout} == set(axes)
+        for pair in itertools.combinations(axes, 2):
+            assert any(set(pair) <= set(layout) for layout in layouts)
+
+
+def test_a_thousand_ranks_become_eight() -> None:
+    run = load(str(RECIPES / "azure" / "175b.toml"))
+    rehearsal = plan_rehearsal(run, 1024)
+    assert (rehearsal.topology.n_ranks, rehearsal.n_ranks) == (1024, 8)
+    (layout,) = rehearsal.layouts
+    (topology,) = rehearsal.topologies
+    assert (topology.pipeline, topology.shard, topology.tensor) == (2, 2, 2)
+    assert layout.parallel.sequence
+    assert (layout.parallel.zero_stage, layout.parallel.schedule) == (1, "1f1b")
+    assert layout.model.dropout == run.model.dropout == 0.1
+    assert layout.model.n_layers == 4
+    assert rehearsal.alone.parallel.pipeline == rehearsal.alone.parallel.tensor == 1
+    assert rehearsal.alone.model == layout.model
+    assert "n_layers 96 -> 4" in rehearsal.changes["model"]
+    assert "epsilon 1e-08 -> 0.001" in rehearsal.changes["optimizer"]
+
+
+def test_what_the_mathematics_depends_on_stays() -> None:
+    run = load(
+        "tiny",
+        "model.tied_embeddings=false",
+        "model.dropout=0.3",
+        "optimizer.betas=[0.8, 0.9]",
+        "optimizer.weight_decay=0.3",
+        "optimizer.clip_norm=inf",
+        "schedule.kind=warmup_stable_decay",
+        "schedule.cooldown=5 steps",
+        "parallel.recompute=block",
+    )
+    small = plan_rehearsal(run).layouts[0]
+    assert not small.model.tied_embeddings
+    assert small.model.dropout == 0.3
+    assert (small.optimizer.betas, small.optimizer.weight_decay) == ((0.8, 0.9), 0.3)
+    assert math.isinf(small.optimizer.clip_norm)
+    assert small.schedule.kind == "warmup_stable_decay"
+    assert small.parallel.recompute == "block"
+
+
+def test_axes_are_those_of_the_ranks_there_are() -> None:
+    # Without a number of ranks, one to share weights with; with one, what it says.
+    assert plan_rehearsal(load("tiny")).n_ranks == 2
+    assert plan_rehearsal(load("tiny"), 1).n_ranks == 1
+    assert plan_rehearsal(load("tiny", "parallel.zero_stage=0")).n_ranks == 1
+    assert plan_rehearsal(load("tiny", "parallel.zero_stage=0"), 2).n_ranks == 2
+    hybrid = plan_rehearsal(load("mds-125m", "parallel.replicas=4"), 16)
+    assert (hybrid.topologies[0].replica, hybrid.topologies[0].shard) == (2, 2)
+    alone = plan_rehearsal(load("mds-125m", "parallel.replicas=4"), 4)
+    assert (alone.topologies[0].replica, alone.topologies[0].shard) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "pipeline", "chunks", "expected"),
+    [
+        (24, 1, 1, 2),
+        (1, 1, 1, 1),
+        (24, 4, 1, 4),
+        (10, 4, 1, 3),
+        (3, 2, 1, 3),
+        (24, 4, 3, 4),
+        (25, 4, 3, 5),
+        (8, 4, 1, 4),
+        (4, 2, 2, 4),
+        (6, 4, 1, 3),
+    ],
+)
+def test_stages_are_as_uneven_as_those_of_the_run(
+    n_layers: int, pipeline: int, chunks: int, expected: int
+) -> None:
+    run = load(
+        "mds-125m",
+        f"model.n_layers={n_layers}",
+        f"parallel.pipeline={pipeline}",
+        f"parallel.chunks={chunks}",
+        f"parallel.schedule={'interleaved' if chunks > 1 else '1f1b'}",
+        "model.d_model=8192",  # the head weighs little beside such blocks
+        "model.n_heads=8",
+        "model.d_ff=32768",
+    )
+    rehearsal = plan_rehearsal(run)
+    assert rehearsal.alone.model.n_layers == expected
+    sizes = {end - start for start, end in resolve(run).stages}
+    small = resolve(rehearsal.layouts[0], rehearsal.n_ranks).stages
+    assert len({end - start for start, end in small}) == min(2, len(sizes))
+
+
+def test_a_growing_batch_grows() -> None:
+    run = load(str(RECIPES / "benchmark64" / "full.toml"))
+    rehearsal = plan_rehearsal(run)
+    for small in (rehearsal.alone, *rehearsal.layouts):
+        batches = BatchSchedule(small)
+        assert [batches.batch_size(step) for step in range(N_STEPS)] == [2, 2, 4]
+    assert "batch_ramp.start 16 -> 2" in rehearsal.changes["train"]
+
+
+@pytest.mark.parametrize(
+    "batch", [f"train.global_batch_size={n}" for n in (8, 16, 24, 32, 40, 128)]
+)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_every_schedule_can_order_what_is_left_of_the_micro_batches(
+    schedule: str, batch: str
+) -> None:
+    chunks = 3 if schedule in ("interleaved", "zero_bubble") else 1
+    run = load(
+        "mds-125m",
+        batch,
+        "train.micro_batch_size=4",
+        "train.compile=never",
+        "parallel.pipeline=2",
+        "parallel.replicas=2" if batch.endswith("28") else "parallel.tensor=2",
+        f"parallel.schedule={schedule}",
+        f"parallel.chunks={chunks}",
+    )
+    rehearsal = plan_rehearsal(run)
+    assert all(topology.n_ranks == 8 for topology in rehearsal.topologies)
+    assert {small.train.micro_batch_size for small in rehearsal.layouts} == {2}
+
+
+def test_several_layouts_for_more_axes() -> None:
+    run = load(
+        "mds-125m",
+        "parallel.pipeline=2",
+        "parallel.tensor=4",
+        "parallel.context=3",
+        "model.sequence_length=2304",
+        "parallel.replicas=2",
+        "parallel.recompute=attention",
+    )
+    rehearsal = plan_rehearsal(run, 96)
+    texts = [
+        describe_layout(small, topology)
+        for small, topology in zip(rehearsal.layouts, rehearsal.topologies, strict=True)
+    ]
+    assert texts == [
+        "pipeline 2 (1f1b) x replicas 2 x data 2 (ZeRO 1), recompute attention",
+        "pipeline 2 (1f1b) x replicas 2 x context 2 (ulysses), recompute attention",
+        "pipeline 2 (1f1b) x replicas 2 x tensor 2, recompute attention",
+        "data 2 (ZeRO 1) x context 2 (ulysses) x tensor 2, recompute attention",
+    ]
+
+
+def test_a_number_of_ranks_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"1000 ranks cannot be divided by parallel\.tensor=8"):
+        plan_rehearsal(load(str(RECIPES / "azure" / "175b.toml")), 1000)
+
+
+def test_every_run_that_can_be_can_be_tried() -> None:
+    space = {
+        "pipeline": (1, 2, 4),
+        "chunks": (1, 2, 3),
+        "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
+        "context": (1, 2),
+        "context_method": ("ulysses", "ring"),
+        "tensor": (1, 4),
+        "sequence": (False, True),
+        "zero_stage": (0, 1, 2, 3),
+        "replicas": (1, 2, 3),
+    }
+    whole = load("mds-125m", "model.dropout=0.0", "train.compile=never").model_dump()
+    whole["train"].pop("batch_ramp")
+    ramp = {"batch_ramp": {"start": 4, "increment": 4, "length": "100 sequences"}}
+    chance = random.Random(1)
+    n_tried = 0
+    for _ in range(2000):
+        batch = {"global_batch_size": chance.choice([8, 12, 16, 24, 36])}
+        batch |= {"micro_batch_size": chance.choice([1, 2])} | chance.choice([{}, ramp])
+        values = {
+            "model": whole["model"] | {"n_layers": chance.choice([12, 13, 16])},
+            "train": whole["train"] | batch,
+            "parallel": {name: chance.choice(choices) for name, choices in space.items()},
+        }
+        n_ranks = chance.choice([None, 16, 32, 48])
+        try:
+            run = Run.model_validate(whole | values)
+            plan = resolve(run, n_ranks)
+        except (ValidationError, ConfigError):
+            continue
+        rehearsal = plan_rehearsal(run, n_ranks)
+        assert rehearsal.topology == plan.topology
+        assert all(topology.n_ranks == rehearsal.n_ranks for topology in rehearsal.topologies)
+        n_tried += 1
+    assert n_tried > 100
