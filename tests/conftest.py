@@ -24,6 +24,8 @@ def shared_data() -> Path:
     return folder
 
 
+# Forked ranks would wait for ever for the threads of a pool of compilers that their parent started.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 LIMIT_SECONDS = 240.0  # compiling takes a minute where nothing is cached
 
 
