@@ -149,7 +149,7 @@ def test_status_from_elsewhere(root: Path) -> None:
     )
     said = ""
     while running.poll() is None and "heard of" not in said:
-        said = run([str(data_file), "--status"])
+        said += run([str(data_file), "--status"])
         time.sleep(0.05)
     assert "of 8 units" in said
     assert "documents" in said and "heard of" in said
