@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -144,14 +145,18 @@ def test_status_from_elsewhere(root: Path) -> None:
     assert (
         run([str(data_file), "--status"]) == "no work is in flight: it is finished, or not begun\n"
     )
-    running = subprocess.Popen(
+    with subprocess.Popen(
         [*PROGRAM, str(data_file)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    said = ""
-    while running.poll() is None and "heard of" not in said:
-        said += run([str(data_file), "--status"])
-        time.sleep(0.05)
-    assert "of 8 units" in said
-    assert "documents" in said and "heard of" in said
-    running.communicate()
+    ) as running:
+        claimed = root / "status" / "slim.work" / "claimed"
+        while running.poll() is None and not (claimed.is_dir() and any(claimed.iterdir())):
+            time.sleep(0.001)
+        running.send_signal(signal.SIGSTOP)  # or it may be done before it is asked for
+        try:
+            said = run([str(data_file), "--status"])
+        finally:
+            running.send_signal(signal.SIGCONT)
+        assert "of 8 units" in said
+        assert "documents" in said and "heard of" in said
+        running.communicate()
     assert running.returncode == 0
