@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--layouts", type=int, default=4, help="how many test_layout_walk.py visits")
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real corpora and golden files, beside the checkout."""

@@ -6,12 +6,19 @@
         ├── DataError        text, token files, tokenizers
         ├── CheckpointError  a checkpoint that is missing, damaged or of another run
         ├── LaunchError      a job script, a scheduler, a cluster file
-        └── MachineError     disk, memory, devices, drivers
+        ├── MachineError     disk, memory, devices, drivers
+        │   └── LostRankError   another rank died or hung: exit code 75
+        └── GuardError       training gave itself up: exit code 93
 
 Anything else that reaches the top is a bug in Trainyard: exit code 1, with its traceback.
 """
 
 from __future__ import annotations
+
+EXIT_REQUEUE = 75
+"""Stopped early, or stopped by a failing machine: start the same command again."""
+EXIT_HOLD = 93
+"""Do not start again before a person has looked."""
 
 
 class UserError(Exception):
@@ -51,3 +58,15 @@ class LaunchError(UserError):
 
 class MachineError(UserError):
     """The machine cannot do what was asked: disk full, no such device, too little memory."""
+
+
+class LostRankError(MachineError):
+    """Another rank died or hung, so this one cannot go on."""
+
+    exit_code = EXIT_REQUEUE
+
+
+class GuardError(UserError):
+    """Training gave itself up: going on would waste time, or make things worse."""
+
+    exit_code = EXIT_HOLD

@@ -5,23 +5,38 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TextIO
 
 PLAIN_LINE_EVERY_SECONDS = 10.0
 
 
-def build_logger(name: str = "trainyard") -> logging.Logger:
-    """Sets up the program's logger: plain lines on standard error."""
-    logger = logging.getLogger(name)
+def build_logger(hide: Callable[[str], str] = str) -> logging.Logger:
+    """Sets up the program's logger: plain lines on standard error.
+
+    Args:
+        hide: takes out of each line what must not be written down.
+    """
+    logger = logging.getLogger("trainyard")
     if not logger.handlers:
         handler = _StandardErrorHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_HidingFormatter(hide))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
     return logger
+
+
+class _HidingFormatter(logging.Formatter):
+    """Writes the message alone, and a traceback where there is one."""
+
+    def __init__(self, hide: Callable[[str], str]) -> None:
+        super().__init__("%(message)s")
+        self._hide = hide
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._hide(super().format(record))
 
 
 class _StandardErrorHandler(logging.StreamHandler[TextIO]):

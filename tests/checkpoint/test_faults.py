@@ -7,20 +7,23 @@ import random
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from trainyard.checkpoint.load import verify_checkpoint
 from trainyard.checkpoint.save import save_checkpoint
+from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.errors import CheckpointError, MachineError
 
 PREAMBLE = """
-import os, random, resource, signal, sys, time
+import os, random, resource, shutil, signal, subprocess, sys, time
 from pathlib import Path
 import torch
 from trainyard.checkpoint.format import Facts, list_checkpoints
-from trainyard.checkpoint.load import load_tensors, newest_checkpoint, verify_checkpoint
-from trainyard.checkpoint.save import keep_newest, save_checkpoint
+from trainyard.checkpoint.load import load_tensors, newest_checkpoint
+from trainyard.checkpoint.background import Retention, Saver, probe
+from trainyard.checkpoint.save import ALONE, save_checkpoint
+from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.errors import MachineError
 
 folder = Path(sys.argv[1])
@@ -35,34 +38,46 @@ def save(step, n=200_000):
 # from two saves' time after the child is ready, so that most kills fall into a save.
 KILLER = """
 moments = random.Random(0)
-save(1)
+
+def train(first, last):
+    values = {name: torch.empty(n) for name, n in (("model.a", 200_000), ("optimizer.a", 300_001))}
+    saver = Saver(folder, ALONE, Retention(2), background=sys.argv[2] == "background")
+    for step in range(first, last + 1):
+        [value.fill_(step) for value in values.values()]
+        facts = Facts(step=step, consumed_sequences=8 * step, consumed_tokens=0, run={})
+        saver.save(facts, values, {}, 2_000_004)
+        [value.fill_(-1) for value in values.values()]
+    saver.wait()
+
 started = time.perf_counter()
-save(2)
-one_save_seconds = time.perf_counter() - started
-newest_steps, n_half_written = [2], 0
-for round in range(20):
+train(1, 3)
+two_saves_seconds = 2 / 3 * (time.perf_counter() - started)
+newest_steps, n_half_written = [3], 0
+for _ in range(int(sys.argv[3])):
     ready, tell = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.write(tell, b"x")
-            for step in range(newest_steps[-1] + 1, 10**6):
-                save(step)
-                keep_newest(folder, 2)
+            train(newest_steps[-1] + 1, 10**6)
         finally:
             os._exit(1)
     os.read(ready, 1)
-    time.sleep(moments.uniform(0.0, 2 * one_save_seconds))
+    time.sleep(moments.uniform(0.0, two_saves_seconds))
     os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
     os.close(ready)
     os.close(tell)
     n_half_written += any(folder.glob(".*"))
-    steps = [verify_checkpoint(path).step for path in list_checkpoints(folder)]
+    manifests = [check_checkpoint(path).manifest for path in list_checkpoints(folder)]
     newest = newest_checkpoint(folder)
-    assert verify_checkpoint(newest).step == max(steps)
-    assert all((t == max(steps)).all() for t in load_tensors(newest, "").values())
-    newest_steps.append(max(steps))
+    step = check_checkpoint(newest).manifest.step
+    assert step == max(manifest.step for manifest in manifests)
+    assert all(manifest.consumed_sequences == 8 * manifest.step for manifest in manifests)
+    found = load_tensors(newest, "")
+    assert sorted(value.numel() for value in found.values()) == [200_000, 300_001]
+    assert all((value == step).all() for value in found.values())
+    newest_steps.append(step)
 assert newest_steps == sorted(newest_steps), newest_steps
 print(newest_steps[-1], n_half_written)
 """
@@ -78,7 +93,7 @@ for limit in map(int, sys.argv[2:]):
     except MachineError as error:
         print(error)
     assert [p.name for p in folder.iterdir()] == ["step-00000001"], list(folder.iterdir())
-    verify_checkpoint(before)
+    check_checkpoint(before)
 """
 
 FULL_DISK = """
@@ -88,7 +103,7 @@ try:
 except MachineError as error:
     print(error)
 assert [p.name for p in folder.iterdir()] == ["step-00000001"], list(folder.iterdir())
-verify_checkpoint(before)
+check_checkpoint(before)
 """
 
 
@@ -117,7 +132,65 @@ assert len(errors) == 4, errors
 assert len(set(errors.values())) == 1, errors
 print(errors[0])
 assert [p.name for p in folder.iterdir()] == ["step-00000001"], list(folder.iterdir())
-verify_checkpoint(before)
+check_checkpoint(before)
+"""
+
+
+# Somebody else fills the disk after it was looked at (total_bytes 0), or has filled it before.
+FILLED_BY_OTHERS = """
+saver = Saver(folder, ALONE, Retention(1), background=True)
+values = {"model.a": torch.zeros(1_000_000), "optimizer.a": torch.zeros(1_000_000)}
+
+def save_filled(step, total_bytes):
+    [value.fill_(step) for value in values.values()]
+    saver.save(
+        Facts(step=step, consumed_sequences=0, consumed_tokens=0, run={}), values, {}, total_bytes
+    )
+    try:
+        saver.wait()
+    except MachineError as error:
+        print(error)
+        assert str(saver.take_failure()) == str(error)
+    left = [path.name for path in folder.iterdir()]
+    assert left == [f"step-{saver.last.step:08d}"], left
+    check_checkpoint(folder / left[0])
+    assert all((t == saver.last.step).all() for t in load_tensors(folder / left[0], "").values())
+    return saver.last.step
+
+assert save_filled(1, 8_000_000) == 1
+others = folder.parent / "others"
+for room in (7_500_000, 4_500_000, 2_000_000, 1_100_000):
+    n_bytes = shutil.disk_usage(folder).free - room
+    others.write_bytes(bytes(n_bytes))
+    assert save_filled(2, 0) == 1
+    assert save_filled(3, 8_000_000) == 1
+    others.unlink()
+assert save_filled(4, 8_000_000) == 4
+"""
+
+READ_ONLY = """
+disk = folder.parent
+saver = Saver(folder, ALONE, Retention(1), background=True)
+values = {"model.a": torch.ones(1000)}
+
+def save_at(step):
+    facts = Facts(step=step, consumed_sequences=0, consumed_tokens=0, run={})
+    saver.save(facts, values, {}, 4000)
+    saver.wait()
+
+save_at(1)
+subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+for attempt in (lambda: probe(folder, 4000), lambda: probe(disk / "new", 1), lambda: save_at(2)):
+    try:
+        attempt()
+    except MachineError as error:
+        print(error)
+check_checkpoint(newest_checkpoint(folder))
+subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+probe(folder, 4000)
+save_at(3)
+assert [path.name for path in folder.iterdir()] == ["step-00000003"]
 """
 
 
@@ -132,7 +205,7 @@ def test_every_flipped_bit_is_found(tmp_path, make_facts, tensors):
         name: tensors[name] for name in list(tensors)[:4]
     }
     checkpoint = save_checkpoint(tmp_path, make_facts(1), small)
-    verify_checkpoint(checkpoint)
+    check_checkpoint(checkpoint)
     files = sorted(checkpoint.iterdir())
     assert [path.suffix for path in files] == [".json", ".safetensors", ".safetensors"]
     draw = random.Random(0)
@@ -146,18 +219,20 @@ def test_every_flipped_bit_is_found(tmp_path, make_facts, tensors):
             file.write(bytes([byte ^ bit]))
             file.flush()
             with pytest.raises(CheckpointError, match=path.name):
-                verify_checkpoint(checkpoint)
+                check_checkpoint(checkpoint)
             file.seek(position)
             file.write(bytes([byte]))
-    verify_checkpoint(checkpoint)
+    check_checkpoint(checkpoint)
 
 
-def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
-    done = _python(KILLER, tmp_path)
+@pytest.mark.dist
+@pytest.mark.parametrize("mode, n_kills", [("background", 60), ("at once", 20)])
+def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, mode, n_kills):
+    done = _python(KILLER, tmp_path, mode, n_kills)
     assert done.returncode == 0, done.stderr
     newest_step, n_half_written = map(int, done.stdout.split())
-    assert newest_step > 2, "the children were killed before they saved anything"
-    assert n_half_written > 2, "the children were not killed while they saved"
+    assert newest_step > n_kills // 4, "the children were killed before they saved anything"
+    assert n_half_written > n_kills // 4, "the children were not killed while they saved"
 
 
 def test_a_disk_that_fills_while_writing_leaves_older_checkpoints(tmp_path):
@@ -178,10 +253,34 @@ def test_a_disk_that_fills_while_writing_leaves_older_checkpoints(tmp_path):
     ids=["one rank", "four ranks"],
 )
 def test_a_really_full_disk(tmp_path, limits, code):
-    mount = f"mount -t tmpfs -o {limits} none {shlex.quote(str(tmp_path))}"
+    done = _python_on_a_disk_of_its_own(code, tmp_path, limits, tmp_path)
+    assert "No space left on device" in done.stdout
+
+
+def test_a_disk_that_others_fill_is_told_and_saved_to_once_they_make_room(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    done = _python_on_a_disk_of_its_own(FILLED_BY_OTHERS, tmp_path, "size=24m", checkpoints)
+    assert done.stdout.count(f"cannot write the checkpoint {checkpoints}/step-00000002: ") == 4
+    assert done.stdout.count("No space left on device") == 4
+    assert done.stdout.count("step-00000003: a checkpoint of 8.6 MiB does not fit in") == 4
+
+
+def test_a_disk_that_turns_read_only_is_told_and_left_as_it_is(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    done = _python_on_a_disk_of_its_own(READ_ONLY, tmp_path, "size=24m", checkpoints)
+    assert done.stdout.count("Read-only file system") == 3
+    assert f"cannot write checkpoints to {checkpoints}: " in done.stdout
+    assert f"cannot write checkpoints to {tmp_path / 'new'}: " in done.stdout
+    assert f"cannot write the checkpoint {checkpoints}/step-00000002: " in done.stdout
+
+
+def _python_on_a_disk_of_its_own(
+    code: str, disk: Path, limits: str, folder: Path
+) -> subprocess.CompletedProcess[str]:
+    mount = f"mount -t tmpfs -o {limits} none {shlex.quote(str(disk))}"
     inside = ["bash", "-c", f'{mount} || exit 77; exec "$@"', "-"]
     unshare = ["unshare", "--user", "--map-root-user", "--mount"]
-    script = [sys.executable, "-c", PREAMBLE + code, str(tmp_path)]
+    script = [sys.executable, "-c", PREAMBLE + code, str(folder)]
     try:
         done = subprocess.run(
             [*unshare, *inside, *script], capture_output=True, text=True, timeout=120
@@ -191,7 +290,7 @@ def test_a_really_full_disk(tmp_path, limits, code):
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"no private file system here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
-    assert "No space left on device" in done.stdout
+    return done
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, make_facts):

@@ -19,9 +19,9 @@ from trainyard.checkpoint.load import (
     build_model_from_checkpoint,
     load_into,
     load_tensors,
-    verify_checkpoint,
 )
 from trainyard.checkpoint.save import Ranks, save_checkpoint
+from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, MachineError
@@ -200,7 +200,7 @@ def test_any_layout_loads_any_layout_bit_for_bit(saved, run, wholes, layout, wan
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_of_any_layout_is_whole_and_nothing_in_it_is_twice(saved, run, wholes, layout):
     checkpoint, n_ranks = saved[layout], LAYOUTS[layout].topology.n_ranks
-    manifest = verify_checkpoint(checkpoint)
+    manifest = check_checkpoint(checkpoint).manifest
     assert manifest.consumed_sequences == 0, "the facts are not those of rank 0"
     assert manifest.tensors.keys() == wholes.keys()
     n_bytes = sum(
@@ -266,13 +266,13 @@ def test_damage_is_named_by_those_who_read_it(thirds):
     last = thirds / "model-00002-of-00003.safetensors"
     flip(last, -1)
     assert load_half(thirds, 0)[-1].tolist() == [10.0, 11.0]
-    for read in (lambda path: load_half(path, 1), load_tensors, verify_checkpoint):
+    for read in (lambda path: load_half(path, 1), load_tensors, check_checkpoint):
         with pytest.raises(CheckpointError, match=r"model-00002-.* is damaged: the sha256 of 'mod"):
             read(thirds)
     flip(last, -1)
     flip(last, 12)
     with pytest.raises(CheckpointError, match=r"model-00002-.*the sha256 of its header is"):
-        verify_checkpoint(thirds)
+        check_checkpoint(thirds)
 
 
 def test_files_in_each_others_place_are_found(thirds):
@@ -319,22 +319,22 @@ def before(tmp_path, make_facts) -> Iterator[Path]:
     path = save_checkpoint(tmp_path, make_facts(1), {"model.a": torch.zeros(8)})
     yield path
     assert list(tmp_path.iterdir()) == [path]
-    verify_checkpoint(path)
+    check_checkpoint(path)
 
 
-def test_no_room_for_one_rank_fails_all(before, make_facts):
-    def change(rank, tensors, places):
-        if rank == 1:
-            tensors["model.b"] = torch.empty(2**58, device="meta")
-
-    first, second = save_changed(before.parent, make_facts, change)
-    for error in (first, second):
-        assert isinstance(error, MachineError)
-        assert error.problem.startswith(
-            f"cannot write the checkpoint {before.parent}/step-00000002: "
-            "rank 1: a checkpoint of 1049624.6 TiB does not fit in"
+def test_no_room_for_all_ranks_together_fails_all_before_anything_is_written(before, make_facts):
+    def one(ranks: Ranks) -> Path:
+        place = whole((8,)).cut(0, ranks.rank, 2)
+        tensors = {"model.a": torch.zeros(4)}
+        return save_checkpoint(
+            before.parent, make_facts(2), tensors, {"model.a": place}, ranks, total_bytes=2**60
         )
-        assert "checkpoint.keep_last" in error.hint
+
+    first, second = call_ranks(2, one)
+    cannot = f"cannot write the checkpoint {before.parent}/step-00000002: "
+    assert first.problem.startswith(f"{cannot}a checkpoint of 1049624.6 TiB does not fit in")
+    assert "checkpoint.keep_last" in first.hint
+    assert second.problem == f"{cannot}rank 0 failed, and says why"
 
 
 def test_a_bug_on_one_rank_fails_all_and_stays_a_bug_there(before, make_facts):

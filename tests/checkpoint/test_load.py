@@ -16,9 +16,9 @@ from trainyard.checkpoint.load import (
     load_into,
     load_tensors,
     newest_checkpoint,
-    verify_checkpoint,
 )
 from trainyard.checkpoint.save import save_checkpoint
+from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.errors import CheckpointError
 
 FILE = "model-00000-of-00001.safetensors"
@@ -106,13 +106,17 @@ def test_a_changed_byte_is_named_with_both_checksums(checkpoint, tensors):
         )
         found = values_sha256(opened.get_tensor(name))
     message = (
-        f"{checkpoint / FILE} is damaged: the sha256 of {name!r} in it is {found}, "
+        f"{FILE} is damaged: the sha256 of {name!r} in it is {found}, "
         f"the manifest says {values_sha256(tensors[name])}"
     )
-    for read in (verify_checkpoint, load_tensors, build_model_from_checkpoint):
+    for read, expected in (
+        (check_checkpoint, f"{checkpoint}: 1 problem\n  {message}"),
+        (load_tensors, f"{checkpoint}/{message}"),
+        (build_model_from_checkpoint, f"{checkpoint}/{message}"),
+    ):
         with pytest.raises(CheckpointError) as raised:
             read(checkpoint)
-        assert raised.value.problem == message
+        assert raised.value.problem == expected
     assert load_tensors(checkpoint, "optimizer.")  # the other file is whole
 
 
@@ -131,8 +135,8 @@ def test_a_pickle_in_place_of_tensors_is_not_run(checkpoint, edit_manifest, tmp_
     (checkpoint / FILE).write_bytes(padded)
     header = header_sha256(checkpoint / FILE)
     edit_manifest(checkpoint, lambda c: c["files"][FILE].update(header_sha256=header))
-    for read in (load_tensors, build_model_from_checkpoint, verify_checkpoint):
-        with pytest.raises(CheckpointError, match="is no safetensors file with what its manifest"):
+    for read in (load_tensors, build_model_from_checkpoint, check_checkpoint):
+        with pytest.raises(CheckpointError, match="is no safetensors file: "):
             read(checkpoint)
     assert not marker.exists()
 

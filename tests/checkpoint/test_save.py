@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainyard.checkpoint.format import list_checkpoints, read_manifest
-from trainyard.checkpoint.load import load_tensors, newest_checkpoint, verify_checkpoint
-from trainyard.checkpoint.save import keep_newest, save_checkpoint, split_in_shards
-from trainyard.errors import CheckpointError, MachineError
+from trainyard.checkpoint.format import list_checkpoints
+from trainyard.checkpoint.load import load_tensors, newest_checkpoint
+from trainyard.checkpoint.save import save_checkpoint, split_in_shards
+from trainyard.checkpoint.verify import check_checkpoint
+from trainyard.errors import MachineError
 
 
 def test_tensors_come_back_bit_for_bit(tmp_path, make_facts):
@@ -69,39 +70,8 @@ def test_too_little_room_is_found_before_writing(tmp_path, make_facts):
     assert f"does not fit in {tmp_path}: " in raised.value.problem
     assert "a checkpoint of 1049624.6 TiB" in raised.value.problem
     assert raised.value.problem.endswith("iB free")
-    assert "checkpoint.keep_last; nothing was removed" in raised.value.hint
+    assert "checkpoint.keep_last); nothing was removed" in raised.value.hint
     assert list(tmp_path.iterdir()) == [first]
-
-
-def test_keep_newest_removes_the_oldest(tmp_path, make_facts):
-    for step in (5, 100, 20, 3):
-        save_checkpoint(tmp_path, make_facts(step), {"model.a": torch.zeros(3)})
-    removed = keep_newest(tmp_path, 2)
-    assert [path.name for path in removed] == ["step-00000005", "step-00000003"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000020", "step-00000100"]
-    assert keep_newest(tmp_path, 2) == []
-
-
-def test_keep_newest_counts_only_complete_ones(tmp_path, make_facts):
-    for step in (1, 2, 3, 4):
-        save_checkpoint(tmp_path, make_facts(step), {"model.a": torch.zeros(3)})
-    for step in (1, 3, 4):
-        (tmp_path / f"step-0000000{step}" / "manifest.json").unlink()
-    assert keep_newest(tmp_path, 2) == []
-    keep_newest(tmp_path, 1)
-    left = [path.name for path in list_checkpoints(tmp_path)]
-    assert left == ["step-00000004", "step-00000003", "step-00000002"]
-    newest = newest_checkpoint(tmp_path)
-    assert newest is not None
-    assert newest.name == "step-00000002"
-
-
-def test_keep_newest_on_damaged_ones_alone_removes_nothing(tmp_path):
-    (tmp_path / "step-00000001").mkdir()
-    assert keep_newest(tmp_path, 1) == []
-    assert keep_newest(tmp_path / "nowhere", 1) == []
-    with pytest.raises(CheckpointError):
-        read_manifest(tmp_path / "step-00000001")
 
 
 def test_steps_are_ordered_by_number(tmp_path, make_facts):
@@ -109,5 +79,5 @@ def test_steps_are_ordered_by_number(tmp_path, make_facts):
         save_checkpoint(tmp_path, make_facts(step), {"model.a": torch.zeros(1)})
     (tmp_path / "step-five").mkdir()
     (tmp_path / "step-00000007").write_text("a file")
-    steps = [verify_checkpoint(path).step for path in list_checkpoints(tmp_path)]
+    steps = [check_checkpoint(path).manifest.step for path in list_checkpoints(tmp_path)]
     assert steps == [100_000_000, 99_999_999, 5]

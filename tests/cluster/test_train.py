@@ -126,7 +126,7 @@ def test_other_overrides_on_one_rank(tmp_path: Path, token_prefix: str) -> None:
     program = tmp_path / "trainyard.py.txt"
     differs = (
         "import os, sys\nfrom trainyard.cli import train\n"
-        "train.wait_for_run_folder.__defaults__ = (2.0,)\n"
+        "train.wait_for_run_folder.__defaults__ = (12.0,)\n"
         "sys.argv += ['train.seed=7'] * (os.environ['RANK'] == '1')\n"
     )
     program.write_text(differs + PROGRAM, encoding="utf-8")

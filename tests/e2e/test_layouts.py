@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from trainyard.data.preparation.prepare import prepare
 from trainyard.data.tokenizer import train_tokenizer
 from trainyard.launch.environment import Process, rank_environment
 from trainyard.train import worker
-from trainyard.train.guard import Guard
+from trainyard.train.stop import Ending, Stop
 from trainyard.train.worker import write_run_folder
 
 pytestmark = pytest.mark.dist
@@ -251,23 +252,23 @@ def test_samples_are_those_of_one_process(
     assert [line["text"] for line in lines(trained(name), "sample")] == texts
 
 
-class StopsAt(Guard):
+class StopsAt(Stop):
     """Asks to stop at the n-th step boundary, and only on some ranks."""
 
     def __init__(self, n_steps: int, *, here: bool) -> None:
-        super().__init__()
+        super().__init__(folder=None)
         self.left, self.here = n_steps, here
 
-    def reason_to_stop(self) -> str | None:
+    def wish(self) -> str | None:
         self.left -= 1
-        return "told to" if self.left == 0 and self.here else None
+        return str(Ending("told to")) if self.left == 0 and self.here else None
 
 
 def stop_at(n_steps: int, rank: int) -> Callable[[int], None]:
     """Lets one rank of a run ask to stop."""
 
     def prepare_rank(number: int) -> None:
-        worker.Guard = lambda _minutes: StopsAt(n_steps, here=number == rank)  # type: ignore
+        worker.Stop = lambda *_: StopsAt(n_steps, here=number == rank)  # type: ignore
 
     return prepare_rank
 
@@ -301,7 +302,7 @@ def test_resumed_in_the_same_layout_to_the_last_bit(
 
 def test_a_time_limit_stops_all_at_the_same_step(corpus: list[str], tmp_path: Path) -> None:
     run = run_of(corpus, "train.stop_after_minutes=1e-9")
-    assert train(tmp_path, run, 2) == [0, 0]
+    assert train(tmp_path, run, 2) == [75, 75]
     assert "train.stop_after_minutes=1e-09 is over: step 1 is saved in" in said(tmp_path, 0)
     assert len(losses(tmp_path)) == 1
 
@@ -340,10 +341,10 @@ def raise_at_step(step: int, error: Exception) -> None:
     """Makes a step of this rank fail."""
     original = worker.train.__globals__["train_step"]
 
-    def failing(parts: Any, number: int) -> Any:
-        if number == step:
+    def failing(parts: Any, state: Any) -> Any:
+        if state.step == step:
             raise error
-        return original(parts, number)
+        return original(parts, state)
 
     worker.train.__globals__["train_step"] = failing
 
@@ -415,9 +416,14 @@ def start_train(folder: Path, corpus: list[str], *words: str) -> subprocess.Pope
 
 def wait_for_steps(folder: Path, n_steps: int) -> None:
     metrics, end = folder / "runs/run/metrics.jsonl", time.monotonic() + LIMIT_SECONDS
-    while not metrics.exists() or metrics.read_text().count('"train"') < n_steps:
+    while not metrics.exists() or count_steps(folder) < n_steps:
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def count_steps(folder: Path) -> int:
+    """Counts lines of steps."""
+    return (folder / "runs/run/metrics.jsonl").read_text().count('"train"')
 
 
 def ranks_of(parent: int) -> list[int]:
@@ -426,15 +432,15 @@ def ranks_of(parent: int) -> list[int]:
     return sorted(map(int, pids))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_once_and_exits_with_zero(
-    corpus: list[str], tmp_path: Path, number: signal.Signals
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 93)])
+def test_a_signal_saves_once_on_all_ranks(
+    corpus: list[str], tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     process = start_train(tmp_path, corpus, "--ranks", "2")
     wait_for_steps(tmp_path, 2)
     process.send_signal(number)
     _, errors = process.communicate(timeout=LIMIT_SECONDS)
-    assert process.returncode == 0, errors
+    assert process.returncode == code, errors
     assert errors.count(f"received {number.name}: step ") == 1
     assert len(list((tmp_path / "runs/run/checkpoints").iterdir())) == 1
     assert [path.name for path in (tmp_path / "runs/run/logs").iterdir()] == ["rank-00001.log"]
@@ -442,15 +448,20 @@ def test_a_signal_saves_once_and_exits_with_zero(
     assert "Warning" not in errors
 
 
-def test_a_rank_that_is_killed_ends_the_command(corpus: list[str], tmp_path: Path) -> None:
-    layout = ["parallel.tensor=2", "parallel.pipeline=2"]
+def test_a_rank_that_is_killed_is_named_and_all_start_again(
+    corpus: list[str], tmp_path: Path
+) -> None:
+    layout = ["parallel.tensor=2", "parallel.pipeline=2", "checkpoint.interval=1"]
     process = start_train(tmp_path, corpus, *layout, "--ranks", "4")
-    wait_for_steps(tmp_path, 2)
-    ranks = ranks_of(process.pid)
-    os.kill(ranks[2], signal.SIGKILL)
-    killed = time.monotonic()
+    wait_for_steps(tmp_path, 3)
+    first = ranks_of(process.pid)
+    os.kill(first[2], signal.SIGKILL)
+    wait_for_steps(tmp_path, count_steps(tmp_path) + 3)  # less than a save apart
+    second = ranks_of(process.pid)
+    process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=LIMIT_SECONDS)
-    assert time.monotonic() - killed < 15
-    assert process.returncode == 2, errors
-    assert "error: rank 2 of 4 was ended by SIGKILL; the end of " in errors
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert process.returncode == 75, errors
+    assert re.search(r"rank 2 of 4 on \S+ was ended by SIGKILL at step \d+, in ", errors)
+    assert re.search(r"restart 1 of 3: from step-\d{8}", errors)
+    assert not set(first) & set(second)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (*first, *second))

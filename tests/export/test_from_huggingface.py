@@ -11,7 +11,8 @@ import typer
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from trainyard.checkpoint.load import build_model_from_checkpoint, verify_checkpoint
+from trainyard.checkpoint.load import build_model_from_checkpoint
+from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.cli.import_ import import_
 from trainyard.config.load import load_run
 from trainyard.errors import CheckpointError
@@ -60,7 +61,7 @@ def test_there_and_back_is_bitwise_with_equal_logits(tmp_path, options):
     model = _random_gpt2(tmp_path / "theirs", **options)
     checkpoint = import_huggingface(tmp_path / "theirs", tmp_path / "runs" / "mine")
     assert checkpoint == tmp_path / "runs" / "mine" / "checkpoints" / "step-00000000"
-    verify_checkpoint(checkpoint)
+    check_checkpoint(checkpoint)
     ours, _, manifest = build_model_from_checkpoint(checkpoint)
     assert manifest.step == 0
     tokens = torch.randint(259, (2, 48), generator=torch.Generator().manual_seed(0))
@@ -159,7 +160,9 @@ def test_pickles_are_refused_with_a_way_out(theirs, tmp_path):
         import_huggingface(theirs, tmp_path / "mine")
     assert "from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)" in raised.value.hint
     (theirs / "model.safetensors").write_bytes(payload)
-    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"theirs/model\.safetensors is no safetensors file: "
+    ):
         import_huggingface(theirs, tmp_path / "mine")
     assert not (tmp_path / "marker").exists()
 
@@ -179,6 +182,21 @@ def test_pickles_are_refused_with_a_way_out(theirs, tmp_path):
 def test_a_hostile_index_is_refused(theirs, tmp_path, index, message):
     (theirs / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
+        import_huggingface(theirs, tmp_path / "mine")
+
+
+def test_pipes_do_not_block(theirs, tmp_path):
+    os.mkfifo(theirs / "weights.pipe")
+    index = {"weight_map": {"a": "weights.pipe"}}
+    (theirs / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        CheckpointError, match="pipe cannot be read: not an ordinary file"
+    ) as raised:
+        import_huggingface(theirs, tmp_path / "mine")
+    assert "copy or download it again" in raised.value.hint
+    (theirs / "config.json").unlink()
+    os.mkfifo(theirs / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json: not an ordinary file"):
         import_huggingface(theirs, tmp_path / "mine")
 
 

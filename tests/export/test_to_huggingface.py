@@ -6,13 +6,13 @@ import logging
 import pytest
 import torch
 import typer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from trainyard.checkpoint.format import read_manifest, render_manifest
 from trainyard.cli.export import export
 from trainyard.data.vocabulary import byte_symbols
 from trainyard.errors import CheckpointError, MachineError
-from trainyard.export import to_huggingface
 from trainyard.export.to_huggingface import (
     compare_logits,
     export_huggingface,
@@ -135,6 +135,28 @@ def test_large_models_are_sharded_with_an_index(make_checkpoint, tmp_path):
     assert compare_logits(checkpoint, tmp_path / "out") < 2e-6
 
 
+def test_a_damaged_checkpoint_is_not_exported(make_checkpoint, tmp_path):
+    checkpoint, _ = make_checkpoint()
+    (file,) = checkpoint.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"safetensors is damaged: the sha256 of 'model\."):
+        export_huggingface(checkpoint, tmp_path / "out")
+    file.write_bytes(content[:8] + b" " * (len(content) - 8))
+    with pytest.raises(CheckpointError, match="is no safetensors file"):
+        export_huggingface(checkpoint, tmp_path / "out")
+    manifest = read_manifest(checkpoint)
+    for name, problem in {"model.blocks.1.mlp.up.bias": "is missing", None: "too few for"}.items():
+        kept = {key: tensor for key, tensor in manifest.tensors.items() if name and key != name}
+        (checkpoint / "manifest.json").write_bytes(
+            render_manifest(manifest.model_copy(update={"tensors": kept}))
+        )
+        with pytest.raises(CheckpointError, match=problem):
+            export_huggingface(checkpoint, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
 def test_an_output_that_exists_is_left_alone(make_checkpoint, tmp_path):
     checkpoint, _ = make_checkpoint()
     (tmp_path / "out").mkdir()
@@ -153,7 +175,7 @@ def test_a_wrong_export_is_noticed(make_checkpoint, tmp_path):
     path = tmp_path / "out" / "model.safetensors"
     weights = load_file(path)
     weights["transformer.h.0.attn.c_attn.weight"] *= 1.1
-    to_huggingface.write_shard(path, weights)
+    save_file(weights, path)
     with pytest.raises(RuntimeError, match=r"gives other logits than .*: they differ by"):
         require_equal_logits(checkpoint, tmp_path / "out", torch.float32)
 

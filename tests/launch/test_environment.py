@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from trainyard.launch.environment import (
     first_host,
     rank_environment,
     read_process,
+    seconds_left,
 )
 
 TORCHRUN = {
@@ -166,6 +168,32 @@ def test_what_is_written_for_a_local_rank_is_read_there() -> None:
     assert read_process(environment) == process
     assert environment["OMP_NUM_THREADS"] == "3"
     assert rank_environment(process, 3, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+
+
+def test_a_worker_below_a_launcher_keeps_its_place() -> None:
+    process = replace(read_process(TORCHRUN), parent_pipe=5, pulse=6)
+    environment = rank_environment(process, 3, TORCHRUN | {"OMP_NUM_THREADS": "2,1"})
+    assert read_process(environment) == process
+    assert environment["OMP_NUM_THREADS"] == "2,1"
+    assert "OMP_NUM_THREADS" not in rank_environment(process, 3, TORCHRUN)
+
+
+def test_torchrun_starts_again_what_does_not_end_with_0() -> None:
+    assert read_process({"TORCHELASTIC_RUN_ID": "none"}).launcher_restarts
+    assert not read_process(STEP).launcher_restarts
+
+
+def test_time_until_the_limit_of_a_scheduler() -> None:
+    assert seconds_left({}) is None
+    in_a_minute = {"SLURM_JOB_END_TIME": str(int(time.time()) + 60)}
+    assert seconds_left(in_a_minute) == pytest.approx(60, abs=2)
+    short, long = (seconds_left({"PBS_WALLTIME": limit}) for limit in ("3600", "7200"))
+    assert short is not None
+    assert long is not None
+    assert short <= 3600  # the shell that runs this is not of this moment
+    assert long - short == pytest.approx(3600, abs=2)
+    with pytest.raises(LaunchError, match="PBS_WALLTIME='1:00:00' is not a number from 0"):
+        seconds_left({"PBS_WALLTIME": "1:00:00"})
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.launch.processes import WAIT_SECONDS, is_running, process_ids, wait_until
 
 from trainyard.errors import MachineError
 from trainyard.launch.local import run_ranks
 
 pytestmark = pytest.mark.dist
 
-WAIT_SECONDS = 30.0
-POLL_SECONDS = 0.02
 # Says that it is there and waits; what happens on SIGTERM is the test's.
 RANK = """
 import os, pathlib, signal, sys, time
@@ -53,25 +51,6 @@ def start_run_ranks(folder: Path, n_ranks: int, body: str) -> subprocess.Popen[s
         text=True,
         env=os.environ | {"TMPDIR": str(folder)},  # what a killed one leaves is pytest's to remove
     )
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(POLL_SECONDS)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"  # ended, and not yet collected by whoever has to
-
-
-def process_ids(folder: Path) -> list[int]:
-    return [int(path.read_text()) for path in sorted(folder.glob("*.pid"))]
 
 
 def test_all_end_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

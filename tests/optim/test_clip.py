@@ -99,3 +99,18 @@ def test_a_skipped_first_step_leaves_the_optimizer_as_new() -> None:
     assert all(
         tensor.count_nonzero() == 0 for s in optimizer.state.values() for tensor in s.values()
     )
+
+
+def test_a_step_is_left_out_for_another_reason_or_a_loss_that_is_not_finite() -> None:
+    module = net()
+    optimizer = build_adamw(list(module.parameters()), Optimizer())
+    fill_gradients(module, 0, 1.0)
+    apply_update(optimizer, totals(module), 1.0, torch.zeros(()))
+    before = everything(module, optimizer)
+    assert apply_update(optimizer, totals(module), 1.0, torch.ones(())).item() == 1
+    spoilt = Totals(torch.tensor(math.nan), totals(module).norm, torch.ones(()))
+    assert apply_update(optimizer, spoilt, 1.0).item() == 1
+    for old, new in zip(before, everything(module, optimizer), strict=True):
+        assert torch.equal(old, new)
+    assert apply_update(optimizer, totals(module), 1.0, torch.zeros(())).item() == 0
+    assert not torch.equal(before[0], module[0].weight)

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainyard.checkpoint.format import Facts
-from trainyard.checkpoint.load import load_into, load_tensors, verify_checkpoint
+from trainyard.checkpoint.load import load_into, load_tensors
 from trainyard.checkpoint.save import Ranks, save_checkpoint
+from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.model.init import Share
 from trainyard.parallel.placement import Placement, is_writer, local_part, place, whole
 
@@ -160,7 +161,7 @@ def test_ranks_of_fsdp_save_and_load_any_layout(run_ranks: RunRanks, tmp_path):
         if layout in N_WRITERS:
             assert tuple(len(places) for places in writers.values()) == N_WRITERS[layout]
         checkpoint = tmp_path / layout / "step-00000003"
-        verify_checkpoint(checkpoint)
+        check_checkpoint(checkpoint)
         for key, value in load_tensors(checkpoint, "").items():
             assert torch.equal(value, whole_values()[key]), (layout, key)
     for saved, wanted in zip(LAYOUTS, (*LAYOUTS[1:], LAYOUTS[0]), strict=True):

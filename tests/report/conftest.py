@@ -15,6 +15,16 @@ from trainyard.config.load import load_run, render_run
 EVIL = '</script><script>alert(1)</script><img src="http://evil.example/x" onerror=alert(2)>'
 
 
+PLAN = {
+    "n_parameters": 137000,
+    "n_steps": 50,
+    "n_tokens": 25600,
+    "n_ranks": 1,
+    "model_flops_per_token": 8e5,
+    "topology": {"pipeline": 1, "replica": 1, "shard": 1, "context": 1, "tensor": 1},
+}
+
+
 def train_line(step: int, loss: float, **values: Any) -> dict[str, Any]:
     line = {
         "kind": "train",
@@ -25,11 +35,14 @@ def train_line(step: int, loss: float, **values: Any) -> dict[str, Any]:
         "learning_rate": 1e-3,
         "loss": loss,
         "gradient_norm": 0.5,
+        "loss_scale": 1.0,
         "sequences_per_second": 8.0,
+        "tokens_per_second_per_device": 512.0,
         "tflops_per_second_per_device": 0.02,
         "model_flops_utilisation": None,
         "memory_bytes": 3 * 2**30,
-        "skipped_steps": 2,
+        "skipped_steps": 2 if step > 4 else 0,
+        "seconds_left": 50.0 - step,
     }
     return line | values
 
@@ -56,7 +69,7 @@ def write_run_folder(folder: Path, lines: list[dict[str, Any]]) -> Path:
     folder.mkdir()
     overrides = [f"name={folder.name}", f"description='{EVIL}'", "train.seed=7"]
     (folder / "run.toml").write_text(render_run(load_run("tiny", overrides).run))
-    (folder / "plan.json").write_text('{"n_parameters": 137000, "n_steps": 50}')
+    (folder / "plan.json").write_text(json.dumps(PLAN))
     (folder / "versions.json").write_text('{"torch": "9.9.9", "command": "<script>"}')
     (folder / "metrics.jsonl").write_text(dump(lines))
     return folder

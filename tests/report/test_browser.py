@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -29,27 +30,37 @@ def chromium() -> str:
     pytest.skip("no Chromium on this machine")
 
 
-def screenshot(chromium: str, page: Path, scheme: str, width: int) -> np.ndarray:
-    picture = page.with_name(f"{scheme}-{width}.png")
-    subprocess.run(
-        [
-            *(chromium, *FLAGS, f"--user-data-dir={page.parent / 'profile'}"),
-            f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}",
-            *(f"--window-size={width},900", f"--screenshot={picture}", page.as_uri()),
-        ],
+def run_chromium(chromium: str, folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [chromium, *FLAGS, f"--user-data-dir={folder / 'profile'}", *arguments],
         check=True,
         capture_output=True,
+        text=True,
         timeout=120,
+    )
+    return done.stdout
+
+
+def screenshot(chromium: str, page: Path, scheme: str, width: int) -> np.ndarray:
+    picture = page.with_name(f"{scheme}-{width}.png")
+    run_chromium(
+        *(chromium, page.parent),
+        f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}",
+        *(f"--window-size={width},900", f"--screenshot={picture}", page.as_uri()),
     )
     return np.asarray(matplotlib.image.imread(picture))[..., :3]
 
 
+@pytest.fixture(scope="module")
+def page(make_run_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    page = tmp_path_factory.mktemp("browser") / "report.html"
+    long_name = "a-run-with-a-name-that-is-too-long-for-a-phone-" + "x" * 53
+    write_report([make_run_folder(), make_run_folder(long_name)], page)
+    return page
+
+
 @pytest.mark.slow
-def test_it_renders_in_light_and_dark(
-    make_run_folder: Callable[..., Path], chromium: str, tmp_path: Path
-) -> None:
-    page = tmp_path / "report.html"
-    write_report([make_run_folder()], page)
+def test_it_renders_in_light_and_dark(page: Path, chromium: str) -> None:
     light = screenshot(chromium, page, "light", 1200)
     dark = screenshot(chromium, page, "dark", 500)
     # The background is what most pixels have; text and curves are what differs from it.
@@ -59,3 +70,31 @@ def test_it_renders_in_light_and_dark(
         background = np.median(picture, axis=(0, 1))
         drawn = np.abs(picture - background).max(axis=2) > 0.2
         assert 0.01 < drawn.mean() < 0.6
+
+
+@pytest.mark.slow
+def test_no_width_makes_the_page_scroll_sideways(page: Path, chromium: str) -> None:
+    """A browser's window is no narrower than 500 pixels: frames stand for phones."""
+    widths = (320, 360, 500, 700, 1000, 1400)
+    frames = "".join(
+        f'<iframe style="width:{width}px;height:900px" src="{page.as_uri()}"></iframe>'
+        for width in widths
+    )
+    measure = """
+    addEventListener("load", () => {
+      const found = [...document.querySelectorAll("iframe")].map(frame => {
+        const page = frame.contentDocument, root = page.documentElement;
+        const large = page.querySelector(".plots .large"), small = page.querySelector(".small");
+        const shown = [large, small].map(each => each.getBoundingClientRect().width > 0);
+        return [root.scrollWidth - frame.clientWidth, ...shown];
+      });
+      document.body.textContent = "found " + JSON.stringify(found);
+    });"""
+    outer = page.with_name("frames.html")
+    outer.write_text(f"<!DOCTYPE html><body>{frames}<script>{measure}</script></body>")
+    flags = ("--allow-file-access-from-files", "--dump-dom")
+    dom = run_chromium(chromium, page.parent, *flags, outer.as_uri())
+    found = json.loads(dom[dom.index("found ") + 6 : dom.index("</body>")])
+    # The loss is drawn twice, and one of the drawings shown.
+    expected = [[0, width > 672, width <= 672] for width in widths]
+    assert found == expected

@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 
 from trainyard.errors import DataError
-from trainyard.report.metrics import curve, read_metrics
+from trainyard.report.history import Metrics
+from trainyard.report.metrics import LINE_LIMIT_BYTES, MetricsFile, read_metrics
 
 
-def start(step: int, time: float, resumed: bool = True) -> dict[str, Any]:
-    return {"kind": "start", "time": time, "step": step, "resumed": resumed, "device": "cpu"}
-
-
-def trained(step: int, time: float, loss: float | None) -> dict[str, Any]:
-    return {"kind": "train", "time": time, "step": step, "tokens": 100 * step, "loss": loss}
+def trained(step: int, loss: float | None = 1.0) -> dict[str, Any]:
+    return {"kind": "train", "time": step, "step": step, "tokens": 100 * step, "loss": loss}
 
 
 def write(folder: Path, *lines: dict[str, Any], tail: str = "") -> Path:
@@ -24,95 +21,84 @@ def write(folder: Path, *lines: dict[str, Any], tail: str = "") -> Path:
     return path
 
 
+def steps(metrics: Metrics) -> list[float]:
+    return metrics.train["step"].tolist()
+
+
 def test_every_kind_is_sorted_out(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
     metrics = read_metrics(write(tmp_path, *lines, {"kind": "later-version", "step": 3}))
-    assert [line["step"] for line in metrics.train] == list(range(1, 21))
+    assert steps(metrics) == list(range(1, 21))
     assert [line["loss"] for line in metrics.evaluations] == [4.5]
     assert [line["prompt"] for line in metrics.samples] == ["The"]
-    assert (metrics.seconds, metrics.device, metrics.reason) == (21.0, "a <b>GPU</b>", "done")
-    assert metrics.restarts == []
-
-
-def test_a_resumed_run_takes_back_what_it_does_again(tmp_path: Path) -> None:
-    path = write(
-        tmp_path,
-        start(0, 0.0, resumed=False),
-        trained(10, 9.0, 9.1),
-        trained(20, 18.0, 8.0),
-        trained(30, 27.0, 7.5),
-        {"kind": "evaluate", "step": 30, "tokens": 3000, "loss": 7.6},
-        {"kind": "sample", "step": 30, "prompt": "a", "text": "b"},
-        {"kind": "end", "time": 28.0, "step": 30, "reason": "received SIGTERM"},
-        start(10, 60.0),
-        trained(20, 69.0, 7.9),
-    )
-    metrics = read_metrics(path)
-    assert curve(metrics.train, "loss")[1].tolist() == [9.1, 7.9]
-    assert (metrics.evaluations, metrics.samples) == ([], [])
-    assert metrics.restarts == [10]
-    assert metrics.tokens_at([10, 15]).tolist() == [1000, 1500]
-    assert metrics.seconds == 28.0 + 9.0  # not the pause between
-    assert metrics.reason == ""
+    assert (metrics.seconds, metrics.device) == (21.0, "a <b>GPU</b>")
+    assert [event.kind for event in metrics.events] == ["skipped"]
+    assert metrics.damage == ""
 
 
 def test_a_run_started_afresh_forgets_the_one_before(tmp_path: Path) -> None:
-    path = write(
-        tmp_path,
-        start(0, 0.0, resumed=False),
-        trained(10, 9.0, 9.1),
-        start(10, 10.0),
-        start(0, 60.0, resumed=False),
-        trained(5, 61.0, 8.0),
-    )
+    start = {"kind": "start", "step": 0, "resumed": False}
+    later = [{"kind": "start", "time": 60.0, **start}, trained(65)]
+    path = write(tmp_path, {"kind": "start", "time": 0.0, **start}, trained(10), *later)
     metrics = read_metrics(path)
-    assert [line["step"] for line in metrics.train] == [5]
-    assert (metrics.restarts, metrics.seconds) == ([], 1.0)
-
-
-def test_the_later_line_of_a_step_wins(tmp_path: Path) -> None:
-    metrics = read_metrics(write(tmp_path, trained(1, 0, 5.0), trained(1, 1, 4.0)))
-    assert curve(metrics.train, "loss")[1].tolist() == [4.0]
+    assert steps(metrics) == [65]
+    assert metrics.seconds == 5.0
+    assert [event.text for event in metrics.events] == [
+        "began anew; 10 steps of before are not shown"
+    ]
 
 
 @pytest.mark.parametrize("tail", ['{"kind": "tra', "{", '{"kind": "train"}', "\u00e9"])
-def test_a_last_line_cut_short_is_tolerated(tmp_path: Path, tail: str) -> None:
-    metrics = read_metrics(write(tmp_path, trained(1, 0, 5.0), tail=tail))
-    assert len(metrics.train) == 1
-
-
-def test_a_last_line_cut_within_a_character_is_tolerated(tmp_path: Path) -> None:
-    path = write(tmp_path, trained(1, 0, 5.0))
-    path.write_bytes(path.read_bytes() + b'{"kind": "sample", "text": "\xe6\xbc')
-    assert len(read_metrics(path).train) == 1
-
-
-def test_a_last_line_that_lacks_only_its_end_counts(tmp_path: Path) -> None:
-    tail = json.dumps(trained(2, 1, 4.0))
-    assert len(read_metrics(write(tmp_path, trained(1, 0, 5.0), tail=tail)).train) == 2
+def test_a_last_line_cut_short_is_not_there_yet(tmp_path: Path, tail: str) -> None:
+    metrics = read_metrics(write(tmp_path, trained(1), tail=tail))
+    assert (len(metrics.train), metrics.damage) == (1, "")
 
 
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"kind": "tra', "line 2 is not JSON"),
-        ("", "line 2 is not JSON"),
-        ("[1]", "line 2 has no kind, such as train, evaluate, sample, start, end"),
-        ('{"step": 3}', "line 2 has no kind"),
-        ('{"kind": "train", "tokens": 1}', "line 2 has no step"),
-        ('{"kind": "train", "step": "3"}', "line 2 has no step, or one that is not a number"),
-        ('{"kind": "train", "step": 3, "loss": "low"}', "line 2: loss is 'low', not a number"),
-        ('{"kind": "end", "step": 3, "time": "now"}', "line 2: time is 'now', not a number"),
+        ('{"kind": "tra', "Unterminated string"),
+        ("", "Expecting value"),
+        ("\0\0\0\0", "Expecting value"),
+        ("[" * 100_000, "it nests too deeply"),
+        ("[1]", "it has no kind, such as train or evaluate"),
+        ('{"step": 3}', "it has no kind"),
+        ('{"kind": "train", "tokens": 1}', "step is 'None', not a whole number"),
+        ('{"kind": "train", "step": "3"}', "step is '3', not a whole number"),
+        ('{"kind": "train", "step": NaN}', "step is 'nan', not a whole number"),
+        ('{"kind": "train", "step": 1e999}', "step is 'inf', not a whole number"),
+        ('{"kind": "train", "step": -1}', "step is '-1', not a whole number"),
+        ('{"kind": "train", "step": 3, "loss": "low"}', "loss is 'low', not a number"),
+        ('{"kind": "train", "step": 3, "loss": true}', "loss is 'True', not a number"),
+        ('{"kind": "end", "step": 3, "time": "now"}', "time is 'now', not a number"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
+def test_a_damaged_line_is_left_out_and_named(tmp_path: Path, line: str, problem: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    good = json.dumps(trained(1, 0, 5.0))
-    path.write_text(f"{good}\n{line}\n{good}\n")
-    with pytest.raises(DataError) as caught:
+    path.write_text(f"{json.dumps(trained(1))}\n{line}\n{json.dumps(trained(2))}\n")
+    metrics = read_metrics(path)
+    assert steps(metrics) == [1, 2]
+    said = "1 line of metrics.jsonl cannot be read and is left out; line 2: "
+    assert metrics.damage.startswith(said + problem)
+
+
+def test_bytes_that_are_no_text_are_shown_as_such(tmp_path: Path) -> None:
+    path = write(tmp_path, trained(1))
+    path.write_bytes(b'{"kind": "sample", "step": 1, "text": "\xe6\xbc"}\n' + path.read_bytes())
+    assert read_metrics(path).samples[0]["text"] == "\ufffd"
+
+
+def test_a_file_without_a_readable_line_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("nothing\nof it\n")
+    with pytest.raises(DataError, match=r"has no line that can be read; line 1: Expecting value"):
         read_metrics(path)
-    assert problem in str(caught.value)
-    assert str(path) in str(caught.value)
-    assert "hint: remove the line" in str(caught.value)
+
+
+def test_a_line_without_end_is_damage(tmp_path: Path) -> None:
+    path = write(tmp_path, trained(1))
+    with path.open("ab") as file:
+        file.truncate(2 * LINE_LIMIT_BYTES)
+    assert "is left out; line 2" in read_metrics(path).damage
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
@@ -120,14 +106,24 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_values_that_are_no_number_leave_a_gap(tmp_path: Path) -> None:
-    path = write(
-        tmp_path, trained(1, 0, None), trained(2, 1, float("nan")), trained(3, 2, float("inf"))
-    )
-    assert curve(read_metrics(path).train, "loss")[0].tolist() == []
-    assert curve([{"step": 1, "loss": 2.0}, trained(4, 0, 2.0)], "loss")[0].tolist() == [400]
-
-
 def test_an_empty_file_is_a_run_that_has_not_begun(tmp_path: Path) -> None:
     metrics = read_metrics(write(tmp_path))
-    assert (metrics.train, metrics.seconds) == ([], 0.0)
+    assert (len(metrics.train), metrics.abandoned, metrics.seconds) == (0, [], 0.0)
+
+
+def test_a_file_that_grows_is_read_on(tmp_path: Path) -> None:
+    file = MetricsFile(write(tmp_path, trained(1), tail='{"kind": "train", '))
+    assert [line["step"] for line in file.new_lines()] == [1]
+    assert list(file.new_lines()) == []
+    with (tmp_path / "metrics.jsonl").open("a") as growing:
+        growing.write('"step": 2}\n')
+    assert [line["step"] for line in file.new_lines()] == [2]
+    assert steps(file.metrics()) == [1, 2]
+
+
+def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    file = MetricsFile(write(tmp_path, trained(1), trained(2)))
+    assert len(list(file.new_lines())) == 2
+    write(tmp_path, trained(7))
+    assert [line["step"] for line in file.new_lines()] == [7]
+    assert steps(file.metrics()) == [7]

@@ -16,10 +16,9 @@ import torch
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import load_tensors, newest_checkpoint
 from trainyard.config.run import Run
-from trainyard.errors import CheckpointError, ConfigError, DataError, MachineError
+from trainyard.errors import CheckpointError, ConfigError, DataError, GuardError, MachineError
 from trainyard.launch.environment import Process
-from trainyard.train import loop
-from trainyard.train.guard import Guard
+from trainyard.train.stop import DONE, Ending, Stop
 from trainyard.train.worker import _choose_device, run_worker, write_run_folder
 
 
@@ -30,7 +29,7 @@ def with_fields(run: Run, **sections: dict[str, object]) -> Run:
     return Run.model_validate(values)
 
 
-def start(folder: Path, run: Run, resume: str = "auto") -> str:
+def start(folder: Path, run: Run, resume: str = "auto") -> Ending:
     write_run_folder(folder, run, resume)
     return run_worker(folder, resume)
 
@@ -46,16 +45,16 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_tensors(checkpoint, "")
 
 
-class StopsAfter(Guard):
+class StopsAfter(Stop):
     """Asks to stop at the n-th step boundary, as a signal would."""
 
     def __init__(self, n_steps: int) -> None:
-        super().__init__()
+        super().__init__(folder=None)
         self.left = n_steps
 
-    def reason_to_stop(self) -> str | None:
+    def wish(self) -> str | None:
         self.left -= 1
-        return "told to" if self.left == 0 else None
+        return str(Ending("told to", 75)) if self.left == 0 else None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -70,11 +69,11 @@ def test_stopped_and_resumed_equals_uninterrupted_to_the_last_bit(
     run = with_fields(
         tiny_run, precision={"kind": precision}, train={"micro_batch_size": accumulate}
     )
-    assert start(tmp_path / "whole", run) == "done"
-    monkeypatch.setattr("trainyard.train.worker.Guard", lambda _minutes: StopsAfter(5))
-    assert start(tmp_path / "parts", run) == "told to"
+    assert start(tmp_path / "whole", run) == DONE
+    monkeypatch.setattr("trainyard.train.worker.Stop", lambda *_: StopsAfter(5))
+    assert start(tmp_path / "parts", run) == Ending("told to", 75)
     monkeypatch.undo()
-    assert start(tmp_path / "parts", run, "must") == "done"
+    assert start(tmp_path / "parts", run, "must") == DONE
 
     whole, parts = train_losses(tmp_path / "whole"), train_losses(tmp_path / "parts")
     assert parts == whole
@@ -101,8 +100,11 @@ def test_it_learns(tiny_run: Run, tmp_path: Path) -> None:
 def test_run_folder_says_everything(tiny_run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     start(folder, with_fields(tiny_run, log={"tensorboard": True}))
+    plan = json.loads((folder / "plan.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["start", *["train"] * 12, "evaluate", "end"]
+    kinds = ["start", *["train"] * 12, "evaluate", "save", "end"]
+    assert [line["kind"] for line in lines] == kinds
+    assert (lines[14]["step"], lines[14]["bytes"]) == (12, 12 * plan["n_parameters"])
     train = lines[12]
     assert (train["step"], train["sequences"], train["tokens"]) == (12, 96, 96 * 64)
     assert all(train[key] > 0 for key in ("loss", "gradient_norm", "milliseconds_per_step"))
@@ -110,7 +112,7 @@ def test_run_folder_says_everything(tiny_run: Run, tmp_path: Path) -> None:
     assert list((folder / "tensorboard").glob("events*"))
     versions = json.loads((folder / "versions.json").read_text())
     assert versions["torch"] == torch.__version__.partition("+")[0] or versions["torch"]
-    assert json.loads((folder / "plan.json").read_text())["n_steps"] == 12
+    assert plan["n_steps"] == 12
     manifest = read_manifest(folder / "checkpoints" / "step-00000012")
     assert manifest.build_run() == with_fields(tiny_run, log={"tensorboard": True})
 
@@ -196,9 +198,11 @@ def test_steps_whose_gradients_are_not_finite_stop_the_run(tiny_run: Run, tmp_pa
         model={"init_std": 1e30},
         guard={"skipped_steps_limit": 3},
     )
-    with pytest.raises(MachineError, match="3 steps in a row up to step 3 were not finite"):
+    with pytest.raises(GuardError, match="3 steps in a row up to step 3 were left out") as caught:
         start(tmp_path / "run", hopeless)
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert "sequences 16 to 23: loss nan" in caught.value.problem
+    assert json.loads((tmp_path / "run" / "outcome.json").read_text())["exit_code"] == 93
+    assert newest_checkpoint(tmp_path / "run" / "checkpoints") is None
 
 
 @pytest.mark.parametrize(
@@ -237,9 +241,11 @@ def test_token_outside_the_vocabulary(tiny_run: Run, tmp_path: Path) -> None:
         start(tmp_path / "run", small)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_saves_and_exits_with_zero(
-    tiny_run: Run, tmp_path: Path, number: signal.Signals
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 93)]
+)
+def test_a_signal_saves_and_its_exit_code_tells_a_scheduler(
+    tiny_run: Run, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     folder = tmp_path / "run"
     run = with_fields(tiny_run, train={"length": "100000 steps"}, schedule={"decay": "99999 steps"})
@@ -258,8 +264,10 @@ def test_signal_saves_and_exits_with_zero(
         time.sleep(0.05)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    assert process.returncode == code, errors
     assert f"received {number.name}" in errors
+    outcome = json.loads((folder / "outcome.json").read_text())
+    assert (outcome["reason"], outcome["exit_code"]) == (f"received {number.name}", code)
     checkpoint = newest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
     assert read_manifest(checkpoint).step >= 3
@@ -276,9 +284,9 @@ def test_half_a_line_of_a_killed_run_is_dropped(tiny_run: Run, tmp_path: Path) -
 
 def test_wall_clock_limit_saves_and_can_be_resumed(tiny_run: Run, tmp_path: Path) -> None:
     limited = with_fields(tiny_run, train={"stop_after_minutes": 1e-9})
-    reason = start(tmp_path / "run", limited)
-    assert "stop_after_minutes" in reason
-    assert start(tmp_path / "run", tiny_run, "must") == loop.DONE
+    ending = start(tmp_path / "run", limited)
+    assert (ending.reason, ending.exit_code) == ("train.stop_after_minutes=1e-09 is over", 75)
+    assert start(tmp_path / "run", tiny_run, "must") == DONE
 
 
 def test_data_of_another_tokenizer_is_refused(tiny_run: Run, tmp_path: Path) -> None:

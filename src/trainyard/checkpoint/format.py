@@ -66,7 +66,7 @@ from trainyard.units import format_bytes
 FORMAT: Final = 1
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT_BYTES = 2**30  # 105 MB were measured for 3468 tensors in 128 chunks each
-_HEADER_LIMIT_BYTES = 100_000_000
+HEADER_LIMIT_BYTES = 100_000_000
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -219,16 +219,25 @@ def render_manifest(manifest: Manifest) -> bytes:
     return _SEAL_START + hashlib.sha256(body).hexdigest().encode() + _SEAL_END + body
 
 
+def load_manifest(path: Path) -> Manifest:
+    """Reads and checks the manifest of the checkpoint folder `path`, and looks at no other file.
+
+    Raises:
+        CheckpointError: no checkpoint, or a manifest that is damaged, malformed or of a newer
+            version.
+    """
+    return _parse_manifest(path / MANIFEST, _read_bytes(path / MANIFEST))
+
+
 def read_manifest(path: Path) -> Manifest:
     """Reads and checks the manifest of the checkpoint folder `path`, and the sizes of its files.
 
     Raises:
-        CheckpointError: no checkpoint, a damaged or malformed manifest, one of a newer version, or
-            a file that is missing or of another size.
+        CheckpointError: as `load_manifest`, or a file is missing or of another size.
     """
-    manifest = _parse_manifest(path / MANIFEST, _read_bytes(path / MANIFEST))
+    manifest = load_manifest(path)
     for name, file in manifest.files.items():
-        found = _regular_file_size(path / name)
+        found = regular_file_size(path / name)
         if found is None:
             raise CheckpointError(f"{path / name} is missing", OLDER_IS_KEPT)
         if found != file.n_bytes:
@@ -272,7 +281,7 @@ def header_sha256(path: Path) -> str:
     with path.open("rb") as file:
         length = file.read(8)
         n_bytes = int.from_bytes(length, "little")
-        header = length + file.read(n_bytes) if n_bytes <= _HEADER_LIMIT_BYTES else b""
+        header = length + file.read(n_bytes) if n_bytes <= HEADER_LIMIT_BYTES else b""
     return hashlib.sha256(header).hexdigest()
 
 
@@ -281,13 +290,22 @@ def values_sha256(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
+def regular_file_size(path: Path) -> int | None:
+    """Looks up the bytes of an ordinary file; None where there is none, or something else."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
 def _read_bytes(path: Path) -> bytes:
     if not path.parent.is_dir():
         raise CheckpointError(
             f"no checkpoint folder {path.parent}",
             "give a run folder, or one of the step-... folders in its checkpoints/",
         )
-    size = _regular_file_size(path)
+    size = regular_file_size(path)
     if size is None:
         raise CheckpointError(
             f"{path.parent} is not a checkpoint: it has no {MANIFEST}",
@@ -323,14 +341,6 @@ def _parse_manifest(path: Path, raw: bytes) -> Manifest:
         raise CheckpointError(
             f"{path} is malformed: {first_problem(error)}", OLDER_IS_KEPT
         ) from None
-
-
-def _regular_file_size(path: Path) -> int | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _short(problem: object) -> str:

@@ -1,6 +1,6 @@
 """Reads checkpoints: finds the newest complete one, checks its files, fills tensors from it.
 
-Nothing is unpickled: JSON says what there is, safetensors holds the values, mapped into memory.
+Nothing is unpickled: JSON says what there is, safetensors holds the values.
 
 A rank reads the chunks that overlap what it holds, however they were cut, and from them what it
 needs; nothing is known of the layout that saved, and nothing is said to other ranks:
@@ -8,20 +8,18 @@ needs; nothing is known of the layout that saved, and nothing is said to other r
     saved by 2 ranks, rows       0.......3 4.......7
     wanted by 3 ranks            0.....2 3.....5 6.7     the second reads one row of the first
                                                          chunk and two of the second
-Each chunk that is read is compared with its checksum before any of it is used, by every rank that
-reads it: what a rank trusts is what came to its own memory.
+Each chunk that is read is compared with its checksum by every rank that reads it: what a rank
+trusts is what came to its own memory. A chunk that is wanted whole is read to where it is wanted.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainyard.checkpoint.format import (
@@ -31,12 +29,11 @@ from trainyard.checkpoint.format import (
     Chunk,
     Manifest,
     StoredTensor,
-    header_sha256,
     list_checkpoints,
     read_manifest,
     step_of,
-    values_sha256,
 )
+from trainyard.checkpoint.shard import THREADS, Values, read_header, read_values
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
 from trainyard.model.gpt import GPT
@@ -49,10 +46,10 @@ logger = logging.getLogger("trainyard")
 _PADDED_PARAMETERS = ("embedding.weight", "head.weight")
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Finds the checkpoint of the highest step in `folder` whose manifest and file sizes are right.
+def complete_checkpoints(folder: Path) -> Iterator[Path]:
+    """Yields the checkpoints in `folder` whose manifest and file sizes are right, newest first.
 
-    Newer ones that are incomplete are passed over with a warning.
+    Those that are not are passed over with a warning.
     """
     for path in list_checkpoints(folder):
         try:
@@ -60,8 +57,12 @@ def newest_checkpoint(folder: Path) -> Path | None:
         except CheckpointError as error:
             logger.warning("passing over %s: %s", path.name, error.problem)
         else:
-            return path
-    return None
+            yield path
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Finds the complete checkpoint of the highest step in `folder`."""
+    return next(complete_checkpoints(folder), None)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -82,49 +83,17 @@ def find_checkpoint(path: Path) -> Path:
     return newest
 
 
-def verify_checkpoint(path: Path) -> Manifest:
-    """Compares every byte of a checkpoint with its checksums.
-
-    Raises:
-        CheckpointError: names each damaged file, with the expected and the found checksum.
-    """
-    manifest = read_manifest(path)
-    chunks = _by_file(manifest, manifest.tensors)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(
-            lambda file: _damage(path, manifest, file, chunks.get(file, [])), manifest.files
-        )
-        damaged = [problem for problem in found if problem]
-    if damaged:
-        raise CheckpointError("\n".join(damaged), OLDER_IS_KEPT)
-    return manifest
-
-
 def load_tensors(path: Path, prefix: str = "model.") -> dict[str, Tensor]:
     """Reads the whole tensors whose names begin with `prefix`, under the rest of their names.
-
-    Those stored in one chunk are mapped from their file, and private to this process; the others
-    are put together in memory.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
     manifest = read_manifest(path)
     stored = {name: t for name, t in manifest.tensors.items() if name.startswith(prefix)}
-    tensors = {
-        name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
-        for name, tensor in stored.items()
-        if len(tensor.chunks) > 1
-    }
-
-    def take(name: str, chunk: Chunk, values: Tensor) -> None:
-        if name not in tensors:
-            tensors[name] = values
-        else:
-            _copy_overlap(tensors[name], whole(stored[name].shape), chunk, values)
-
-    _read(path, _by_file(manifest, stored), take)
-    return {name.removeprefix(prefix): tensors[name] for name in stored}
+    tensors = {name: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for name, t in stored.items()}
+    _fill(path, manifest, tensors, {name: whole(t.shape) for name, t in stored.items()})
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def load_into(
@@ -145,7 +114,7 @@ def load_into(
 
     Raises:
         CheckpointError: the checkpoint is damaged, or a tensor is missing or of another shape or
-            type.
+            type. Of damage, which is found late, some tensors may have been filled.
     """
     manifest = read_manifest(path)
     places = {name: whole(tensor.shape) for name, tensor in tensors.items()}
@@ -155,10 +124,7 @@ def load_into(
         stored = _require_tensor(path, manifest, name, tensor.dtype)
         _check_shape(path, name, stored, places[name].shape, vocabulary_size)
 
-    def take(name: str, chunk: Chunk, values: Tensor) -> None:
-        _copy_overlap(tensors[name].detach(), places[name], chunk, values)
-
-    _read(path, _by_file(manifest, {name: places[name] for name in tensors}), take)
+    _fill(path, manifest, tensors, places)
 
 
 def build_model_from_checkpoint(
@@ -237,15 +203,13 @@ _Chunks = list[tuple[str, str, Chunk]]
 """Names of tensors, their types, and chunks of them."""
 
 
-def _by_file(
-    manifest: Manifest, wanted: Mapping[str, Placement | StoredTensor]
-) -> dict[str, _Chunks]:
-    """Lists by file the chunks that hold something of each wanted part, or of a whole tensor."""
+def _by_file(manifest: Manifest, wanted: Mapping[str, Placement]) -> dict[str, _Chunks]:
+    """Lists by file the chunks that hold something of each wanted part."""
     found: dict[str, _Chunks] = {}
     for name, part in wanted.items():
         stored = manifest.tensors[name]
         for chunk in stored.chunks:
-            if isinstance(part, StoredTensor) or _overlap(part, chunk) is not None:
+            if _overlap(part, chunk) is not None:
                 found.setdefault(chunk.file, []).append((name, stored.dtype, chunk))
     return found
 
@@ -265,74 +229,68 @@ def _overlap(place: Placement, chunk: Chunk) -> tuple[tuple[slice, ...], tuple[s
     return tuple(of_part), tuple(of_chunk)
 
 
-def _copy_overlap(target: Tensor, place: Placement, chunk: Chunk, values: Tensor) -> None:
-    shared = _overlap(place, chunk)
-    if shared is not None:
-        of_part, of_chunk = shared
-        target[of_part].copy_(values[of_chunk])
-
-
-def _read(
-    path: Path, chunks: Mapping[str, _Chunks], take: Callable[[str, Chunk, Tensor], None]
+def _fill(
+    path: Path,
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor],
+    places: Mapping[str, Placement],
 ) -> None:
-    """Gives chunks to `take` once their checksums match, file by file, so that few are mapped."""
+    """Reads every chunk that has something of these tensors, and checks it."""
 
-    def check_and_take(name: str, chunk: Chunk, values: Tensor) -> str:
-        problem = _chunk_damage(path, name, chunk, values)
-        if not problem:
-            take(name, chunk, values)
-        return problem
+    def take(name: str, chunk: Chunk, values: Values) -> None:
+        found = _read_shared(tensors[name].detach(), places[name], chunk, values)
+        _compare(path, name, chunk, found)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for file in sorted(chunks):
-            opened = list(_open_chunks(path / file, chunks[file]))
-            damaged = list(filter(None, pool.map(lambda each: check_and_take(*each), opened)))
-            if damaged:
-                raise CheckpointError("\n".join(damaged), OLDER_IS_KEPT)
-
-
-def _open_chunks(file: Path, chunks: _Chunks) -> Iterator[tuple[str, Chunk, Tensor]]:
-    """Maps chunks of a file into memory, none of their values read yet."""
+    chunks = _by_file(manifest, {name: places[name] for name in tensors})
+    pool = ThreadPoolExecutor(THREADS)
     try:
-        with safe_open(file, framework="pt") as opened:
-            for name, dtype, chunk in chunks:
-                values: Tensor = opened.get_tensor(name)
-                if (values.dtype, tuple(values.shape)) != (DTYPES[dtype], chunk.shape):
-                    raise CheckpointError(
-                        f"tensor {name!r} in {file} is {values.dtype} {list(values.shape)}; "
-                        f"the manifest says {dtype} {list(chunk.shape)}",
-                        OLDER_IS_KEPT,
-                    )
-                yield name, chunk, values
-    except SafetensorError as error:
+        started = [
+            pool.submit(take, *found)
+            for file in sorted(chunks)
+            for found in _find_values(path / file, chunks[file])
+        ]
+        for future in started:
+            future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _read_shared(target: Tensor, place: Placement, chunk: Chunk, values: Values) -> str:
+    """Reads what a part and a chunk share into the part; gives the SHA-256 of the chunk."""
+    shared = _overlap(place, chunk)
+    assert shared is not None, (place, chunk)
+    of_part, of_chunk = shared
+    wanted = target[of_part]
+    if wanted.shape == values.shape and wanted.is_contiguous() and wanted.is_cpu:
+        return read_values(values, into=wanted)
+    found = torch.empty(values.shape, dtype=values.dtype)
+    sha256 = read_values(values, into=found)
+    wanted.copy_(found[of_chunk])
+    return sha256
+
+
+def _find_values(file: Path, chunks: _Chunks) -> list[tuple[str, Chunk, Values]]:
+    """Finds where in a file its chunks are, in the order in which they lie there."""
+    header = read_header(file)
+    found = []
+    for name, dtype, chunk in chunks:
+        if name not in header:
+            raise CheckpointError(f"{file} has no tensor {name!r}", OLDER_IS_KEPT)
+        values = header[name]
+        if (values.dtype, values.shape) != (DTYPES[dtype], chunk.shape):
+            raise CheckpointError(
+                f"tensor {name!r} in {file} is {values.dtype} {list(values.shape)}; "
+                f"the manifest says {dtype} {list(chunk.shape)}",
+                OLDER_IS_KEPT,
+            )
+        found.append((name, chunk, values))
+    return sorted(found, key=lambda each: each[2].start)
+
+
+def _compare(path: Path, name: str, chunk: Chunk, found: str) -> None:
+    if found != chunk.sha256:
         raise CheckpointError(
-            f"{file} is no safetensors file with what its manifest lists: {error}", OLDER_IS_KEPT
-        ) from None
-
-
-def _chunk_damage(path: Path, name: str, chunk: Chunk, values: Tensor) -> str:
-    found = values_sha256(values)
-    if found == chunk.sha256:
-        return ""
-    return (
-        f"{path / chunk.file} is damaged: the sha256 of {name!r} in it is {found}, "
-        f"the manifest says {chunk.sha256}"
-    )
-
-
-def _damage(path: Path, manifest: Manifest, file: str, chunks: _Chunks) -> str:
-    """Says what of a file is not as it was written; empty when all of it is."""
-    found = header_sha256(path / file)
-    if found != manifest.files[file].header_sha256:
-        return (
-            f"{path / file} is damaged: the sha256 of its header is {found}, "
-            f"the manifest says {manifest.files[file].header_sha256}"
+            f"{path / chunk.file} is damaged: the sha256 of {name!r} in it is {found}, "
+            f"the manifest says {chunk.sha256}",
+            OLDER_IS_KEPT,
         )
-    try:
-        for name, chunk, values in _open_chunks(path / file, chunks):
-            problem = _chunk_damage(path, name, chunk, values)
-            if problem:
-                return problem
-    except CheckpointError as error:
-        return error.problem
-    return ""

@@ -6,7 +6,7 @@ Everything is written and flushed under a hidden name; one rename makes it a che
 
 Ranks save together through that folder, with nothing between them but a barrier:
 
-    rank 0       makes the folder
+    rank 0       looks for room, and makes the folder
     ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
     every rank   writes its tensors, then parts-00003.json: what is where, or why it could not
     ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
@@ -22,27 +22,19 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from trainyard.checkpoint.format import (
     MANIFEST,
     Facts,
     Manifest,
-    StoredFile,
     first_problem,
-    header_sha256,
-    list_checkpoints,
-    read_manifest,
     render_manifest,
     step_folder_name,
-    values_sha256,
 )
 from trainyard.checkpoint.parts import (
     EXPECTED,
@@ -55,11 +47,12 @@ from trainyard.checkpoint.parts import (
     parts_name,
     read_parts,
 )
-from trainyard.errors import CheckpointError, MachineError
+from trainyard.checkpoint.shard import write_shards
+from trainyard.errors import MachineError
 from trainyard.parallel.placement import Placement, whole
 from trainyard.units import format_bytes
 
-# Small enough that several cores share the hashing of one model, large enough for few files.
+# Few files, and none too large to move about.
 SHARD_LIMIT_BYTES = 2**30
 _ROOM_FOR_MANIFEST_BYTES = 2**20
 _PARTIAL = ".partial"
@@ -86,11 +79,12 @@ def save_checkpoint(
     tensors: Mapping[str, Tensor],
     placements: Mapping[str, Placement] | None = None,
     ranks: Ranks = ALONE,
+    total_bytes: int | None = None,
 ) -> Path:
     """Writes the checkpoint of one step into `folder` and returns its path.
 
-    A checkpoint of the same step is replaced. No second copy of the tensors is held, except of one
-    shard of those that are on a GPU. All ranks call it, and it fails on all of them or on none.
+    A checkpoint of the same step is replaced. No second copy of the tensors is held. All ranks
+    call it, and it fails on all of them or on none.
 
     Args:
         folder: the run's checkpoints, made when absent; the same for all ranks.
@@ -99,6 +93,8 @@ def save_checkpoint(
             files. Of ranks that hold the same part, one gives it.
         placements: where they lie in the whole tensors; without one, a tensor is whole.
         ranks: this rank among those that save.
+        total_bytes: of the tensors of all ranks, for which there must be room before anything is
+            written; None: those of rank 0 are all there is.
 
     Raises:
         MachineError: no room, or the disk cannot be written; older checkpoints are as they were.
@@ -106,7 +102,9 @@ def save_checkpoint(
     final = folder / step_folder_name(facts.step)
     partial = folder / f".{final.name}{_PARTIAL}"
     leads = ranks.rank == 0
-    error = _attempt(lambda: _prepare(folder, partial)) if leads else None
+    if total_bytes is None:
+        total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    error = _attempt(lambda: _prepare(folder, partial, total_bytes)) if leads else None
     ranks.barrier()
     if error is None:
         error = _attempt(lambda: _write_parts(partial, tensors, placements or {}, ranks))
@@ -128,23 +126,6 @@ def save_checkpoint(
     return final
 
 
-def keep_newest(folder: Path, n_checkpoints: int) -> list[Path]:
-    """Removes what is older than the newest complete checkpoints, and returns what it removed.
-
-    With fewer than `n_checkpoints` complete ones, nothing is removed.
-    """
-    assert n_checkpoints >= 1, n_checkpoints
-    newest_first = list_checkpoints(folder)
-    complete = [path for path in newest_first if _is_complete(path)]
-    if len(complete) < n_checkpoints:
-        return []
-    oldest_kept = newest_first.index(complete[n_checkpoints - 1])
-    removed = newest_first[oldest_kept + 1 :]
-    for path in removed:
-        _remove(path)
-    return removed
-
-
 def split_in_shards(
     tensors: Mapping[str, Tensor], limit_bytes: int = SHARD_LIMIT_BYTES
 ) -> list[dict[str, Tensor]]:
@@ -160,9 +141,29 @@ def split_in_shards(
     return shards
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes one safetensors file; flushing it is left to the caller."""
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+def remove_checkpoint(path: Path) -> None:
+    """Removes a step folder.
+
+    Its name goes first, so that half a folder is never taken for a checkpoint.
+    """
+    shutil.rmtree(_rename_to_partial(path))
+
+
+def require_space(folder: Path, tensors_bytes: int) -> None:
+    """Makes sure that a checkpoint with so many bytes in its tensors fits.
+
+    Raises:
+        MachineError: says how much it needs and how much is free.
+    """
+    needed = tensors_bytes + tensors_bytes // 1000 + _ROOM_FOR_MANIFEST_BYTES
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise MachineError(
+            f"a checkpoint of {format_bytes(needed)} does not fit in {folder}: "
+            f"{format_bytes(free)} free",
+            "free space there or write elsewhere (training: a lower checkpoint.keep_last); "
+            "nothing was removed",
+        )
 
 
 def flush(path: Path) -> None:
@@ -183,9 +184,10 @@ def _attempt(step: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _prepare(folder: Path, partial: Path) -> None:
+def _prepare(folder: Path, partial: Path, total_bytes: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_partials(folder)
+    remove_partials(folder)
+    require_space(folder, total_bytes)
     partial.mkdir()
 
 
@@ -195,46 +197,28 @@ def _write_parts(
     """Writes this rank's files and the list of what is in them; removes them if it cannot."""
     if not partial.is_dir():
         raise MachineError(_RANK_0_KNOWS, FREE_SPACE)
-    written: list[Path] = []
-    own = partial / parts_name(ranks.rank)
-    try:
-        _require_space(partial.parent, sum(tensor.nbytes for tensor in tensors.values()))
-        places = {name: placements.get(name) or whole(t.shape) for name, t in tensors.items()}
-        _write_flushed(own, _write_files(partial, tensors, places, ranks, written))
-    except Exception as error:
-        for path in written:
-            path.unlink(missing_ok=True)
-        parts = Parts(failure=failure_of(error))
-        _attempt(lambda: _write_flushed(own, parts))
-        raise
-
-
-def _write_files(
-    partial: Path,
-    tensors: Mapping[str, Tensor],
-    places: Mapping[str, Placement],
-    ranks: Ranks,
-    written: list[Path],
-) -> Parts:
+    places = {name: placements.get(name) or whole(t.shape) for name, t in tensors.items()}
     held = {
         name: tensor
         for name, tensor in tensors.items()
         if tensor.numel() or tensor.shape == places[name].shape
     }
-    parts = Parts()
-    # The disk and the checksums of one shard are waited for while the next ones are written.
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        finished = []
-        for name, shard in _named_shards(held, ranks):
-            written.append(partial / name)
-            write_shard(partial / name, shard)
-            future = pool.submit(_finish_file, partial / name, tuple(shard))
-            finished.append((name, shard, future))
-        for file, shard, future in finished:
-            parts.files[file], checksums = future.result()
-            for name, tensor in shard.items():
-                parts.tensors[name] = describe_part(tensor, places[name], file, checksums[name])
-    return parts
+    shards = {partial / name: shard for name, shard in _named_shards(held, ranks)}
+    own = partial / parts_name(ranks.rank)
+    try:
+        parts = Parts()
+        for path, written in write_shards(shards).items():
+            parts.files[path.name] = written.file
+            for name, sha256 in written.sha256.items():
+                part = describe_part(held[name], places[name], path.name, sha256)
+                parts.tensors[name] = part
+        _write_flushed(own, parts)
+    except Exception as error:
+        for path in shards:
+            path.unlink(missing_ok=True)
+        failed = Parts(failure=failure_of(error))
+        _attempt(lambda: _write_flushed(own, failed))
+        raise
 
 
 def _named_shards(
@@ -250,15 +234,6 @@ def _named_shards(
                 numbers.append((index, len(shards)))
             of = "".join(f"-{number:05d}-of-{count:05d}" for number, count in numbers)
             yield f"{part}{of}.safetensors", shard
-
-
-def _finish_file(path: Path, names: tuple[str, ...]) -> tuple[StoredFile, dict[str, str]]:
-    """Flushes a file; gives its size and the checksums of its header and of each tensor."""
-    flush(path)
-    with safe_open(path, framework="pt") as opened:
-        checksums = {name: values_sha256(opened.get_tensor(name)) for name in names}
-    header = header_sha256(path)
-    return StoredFile(n_bytes=path.stat().st_size, header_sha256=header), checksums
 
 
 def _join_and_publish(partial: Path, final: Path, facts: Facts, ranks: Ranks) -> None:
@@ -315,34 +290,11 @@ def _write_flushed(path: Path, content: BaseModel) -> None:
     flush(path)
 
 
-def _require_space(folder: Path, tensors_bytes: int) -> None:
-    needed = tensors_bytes + tensors_bytes // 1000 + _ROOM_FOR_MANIFEST_BYTES
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise MachineError(
-            f"a checkpoint of {format_bytes(needed)} does not fit in {folder}: "
-            f"{format_bytes(free)} free",
-            "free space there, or keep fewer with checkpoint.keep_last; nothing was removed",
-        )
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        read_manifest(path)
-    except CheckpointError:
-        return False
-    return True
-
-
-def _remove(path: Path) -> None:
-    """Takes the name away first, so that half a folder is never taken for a checkpoint."""
-    shutil.rmtree(_rename_to_partial(path))
-
-
 def _rename_to_partial(path: Path) -> Path:
     return path.rename(path.with_name(f".{path.name}.old{_PARTIAL}"))
 
 
-def _remove_partials(folder: Path) -> None:
+def remove_partials(folder: Path) -> None:
+    """Removes what saves and removals that were killed have left in `folder`."""
     for path in folder.glob(f".step-*{_PARTIAL}"):
         shutil.rmtree(path)

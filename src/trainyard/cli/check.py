@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainyard.cli.check_checkpoint import checkpoint
 from trainyard.cli.check_layout import layout
 from trainyard.errors import DataError
 
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 check = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Prove that token files are whole, or that a layout computes the right thing.",
+    help="Prove that token files or checkpoints are whole, or that a layout computes right.",
 )
+check.command()(checkpoint)
 check.command()(layout)
 
 

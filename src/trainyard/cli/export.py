@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
+_VERIFIED_BYTES = 4 * 2**30
+
 
 def export(
     source: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
@@ -18,7 +20,10 @@ def export(
     ] = "float32",
     verify: Annotated[
         bool | None,
-        typer.Option(help="Load the folder back and compare; default: if transformers is there."),
+        typer.Option(
+            help="Load the folder back and compare; default: if transformers is there and the "
+            "weights are below 4 GiB, since it needs memory for both models."
+        ),
     ] = None,
 ) -> None:
     """Write a checkpoint as a plain GPT-2 folder for Hugging Face libraries.
@@ -36,7 +41,8 @@ def export(
     names = export_huggingface(checkpoint, output, getattr(torch, dtype))
     typer.echo(f"{checkpoint} is now {output}: {', '.join(names)}")
     if verify is None:
-        verify = importlib.util.find_spec("transformers") is not None
+        n_bytes = sum((output / name).stat().st_size for name in names)
+        verify = n_bytes < _VERIFIED_BYTES and importlib.util.find_spec("transformers") is not None
     if verify:
         difference = require_equal_logits(checkpoint, output, getattr(torch, dtype))
         typer.echo(

@@ -1,27 +1,36 @@
-"""`trainyard import`: a Hugging Face GPT-2 as a run to train on from."""
+"""`trainyard import`: a model trained elsewhere as a run to train on from."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 
 def import_(
     folder: Annotated[
-        Path, typer.Argument(help="A folder with config.json and model.safetensors.")
+        Path, typer.Argument(help="A folder with config.json, or what Megatron saved.")
     ],
     output: Annotated[Path, typer.Option(help="The run folder to make.")],
+    source: Annotated[
+        Literal["huggingface", "megatron"], typer.Option("--from", help="The layout.")
+    ] = "huggingface",
 ) -> None:
-    """Make a run folder from a GPT-2 in Hugging Face's layout.
+    """Make a run folder from a GPT-2 in Hugging Face's layout, or from a Megatron checkpoint.
 
     Example: trainyard import gpt2 --output runs/gpt2
 
-    Fill in data and schedule in its run.toml; trainyard train then goes on from the weights.
-    """
-    from trainyard.export.from_huggingface import import_huggingface
+    Example: trainyard import checkpoints --from megatron --output runs/mine
 
-    checkpoint = import_huggingface(folder, output)
-    typer.echo(f"{folder} is now {checkpoint}")
+    Fill in data and schedule in its run.toml; trainyard train then goes on from the weights.
+    Optimizer state is not imported: moments start from zero.
+    """
+    if source == "megatron":
+        from trainyard.export.from_megatron import import_megatron as import_it
+    else:
+        from trainyard.export.from_huggingface import import_huggingface as import_it
+
+    checkpoint = import_it(folder, output)
+    typer.echo(f"{folder} is now {checkpoint}: weights alone, its optimizer starts afresh")
     typer.echo(f"its run file is {output / 'run.toml'}: fill in data, batches and schedule")

@@ -22,7 +22,9 @@ from trainyard.cli.prepare import prepare
 from trainyard.cli.report import report
 from trainyard.cli.show import show
 from trainyard.cli.train import train
+from trainyard.cli.watch import watch
 from trainyard.errors import UserError
+from trainyard.launch.environment import hide_secrets
 from trainyard.log import build_logger
 
 app = typer.Typer(
@@ -55,7 +57,7 @@ def _options(
     """Pretrains GPT-3-class language models from raw text, from one run file."""
 
 
-for verb in (prepare, train, evaluate, generate, report, show, demo):
+for verb in (prepare, train, evaluate, generate, report, watch, show, demo):
     app.command()(verb)
 app.add_typer(check, name="check")
 app.command("export")(export)
@@ -65,11 +67,11 @@ app.command("import")(import_)
 def main(arguments: list[str] | None = None) -> None:
     """Runs one verb and ends the program with its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    build_logger()
+    build_logger(hide_secrets)
     try:
         app(arguments)
     except UserError as error:
         if "--debug" in arguments:
-            traceback.print_exc()
-        typer.echo(f"error: {error}", err=True)
+            typer.echo(hide_secrets(traceback.format_exc()), err=True)
+        typer.echo(hide_secrets(f"error: {error}"), err=True)
         sys.exit(error.exit_code)

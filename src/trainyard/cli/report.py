@@ -13,17 +13,22 @@ def report(
     output: Annotated[
         Path | None, typer.Option(help="The file to write; default: report.html in the first run.")
     ] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="A folder for the curves as PNG files, as papers need them.")
+    ] = None,
 ) -> None:
     """Write curves, samples and settings of runs to one HTML file that needs no network.
 
     Example: trainyard report runs/tiny
 
-    Example: trainyard report runs/small runs/large --output compare.html
+    Example: trainyard report runs/small runs/large --output compare.html --png figures
 
-    Each curve is also written as a PNG into the plots/ folder of its run.
+    A run may still be training, or may have been killed; trainyard watch shows it live.
     """
     from trainyard.report.page import write_report
 
     output = output or run_folders[0] / "report.html"
-    write_report(run_folders, output)
+    write_report(run_folders, output, png)
     typer.echo(f"wrote {output}")
+    if png is not None:
+        typer.echo(f"wrote the curves as PNG into {png}")

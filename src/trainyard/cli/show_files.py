@@ -40,10 +40,11 @@ def show_checkpoint(path: Path, console: Console, *, verify: bool) -> None:
         CheckpointError: there is none, or it is damaged.
     """
     from trainyard.checkpoint.format import read_manifest
-    from trainyard.checkpoint.load import find_checkpoint, verify_checkpoint
+    from trainyard.checkpoint.load import find_checkpoint
+    from trainyard.checkpoint.verify import check_checkpoint
 
     checkpoint = find_checkpoint(path)
-    manifest = verify_checkpoint(checkpoint) if verify else read_manifest(checkpoint)
+    manifest = check_checkpoint(checkpoint).manifest if verify else read_manifest(checkpoint)
     run = manifest.build_run()
     size = format_bytes(sum(file.n_bytes for file in manifest.files.values()))
     facts = {

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import textwrap
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from rich.text import Text
 
+from trainyard.cli.show_saving import describe_saving
+from trainyard.cli.train import RUNS_FOLDER
 from trainyard.config.corpus import (
     Corpus,
     Deduplicate,
@@ -29,12 +32,15 @@ from trainyard.units import Length, format_large
 WIDTH = 96
 
 
-def render_run_summary(loaded: LoadedRun, all_fields: bool = False) -> Text:
+def render_run_summary(
+    loaded: LoadedRun, all_fields: bool = False, runs_folder: Path = RUNS_FOLDER
+) -> Text:
     """Describes a run: its meaning, size and length, then its values and where they came from.
 
     Args:
         loaded: a run with the origins of its values.
         all_fields: shows fields at their defaults too.
+        runs_folder: where the run may have been trained already.
 
     Raises:
         ConfigError: the run cannot be resolved.
@@ -42,7 +48,9 @@ def render_run_summary(loaded: LoadedRun, all_fields: bool = False) -> Text:
     run = loaded.run
     text = Text(run.name, style="bold")
     text.append("\n" + textwrap.fill(" ".join(run.description.split()), WIDTH), style="not bold")
-    for title, line in _facts(run, resolve(run)).items():
+    plan = resolve(run)
+    facts = _facts(run, plan) | describe_saving(run, plan, runs_folder / run.name)
+    for title, line in facts.items():
         text.append(f"\n{title:<11}", style="cyan not bold").append(line, style="not bold")
     text.append("\n\nfields" if all_fields else "\n\nfields that are set")
     text.append_text(_render_values(loaded, all_fields))

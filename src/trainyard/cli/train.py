@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,10 @@ import typer
 from trainyard.config.run import Run
 from trainyard.errors import LaunchError
 from trainyard.launch.environment import Process, read_process
+from trainyard.launch.lock import hold
+from trainyard.launch.supervise import Job, exit_code_below, supervise
+
+Resume = Literal["auto", "must", "never"]
 
 RUNS_FOLDER = Path("runs")
 WAIT_SECONDS = 60.0
@@ -24,7 +29,7 @@ def train(
         list[str] | None, typer.Argument(help="section.field=value, as many as needed.")
     ] = None,
     resume: Annotated[
-        Literal["auto", "must", "never"],
+        Resume,
         typer.Option(help="auto continues where there is a checkpoint, must insists on one."),
     ] = "auto",
     ranks: Annotated[
@@ -40,8 +45,10 @@ def train(
 
     Example: trainyard train recipes/laptop/gpt-10m.toml train.length="500 steps"
 
-    Ctrl-C and SIGTERM save at the next step and exit with 0; the same command continues. Below
-    torchrun, srun or mpiexec this command is one rank: start it once for each.
+    Ctrl-C, SIGTERM, SIGUSR1 and a file STOP in the run folder save at the next step; the same
+    command continues. Exit codes: 0 done, 75 start it again, 93 look at it before that, 2 mend
+    what the message says. Below torchrun, srun or mpiexec this command is one rank: start it once
+    for each.
     """
     from trainyard.config.load import load_run
     from trainyard.plan.resolve import resolve
@@ -56,22 +63,41 @@ def train(
     if process.n_ranks > 1:
         ranks = process.n_ranks
     plan = resolve(run, ranks)  # refuses what cannot be before torch takes its seconds to import
-    from trainyard.train.worker import run_worker, write_run_folder
-
     if ranks is None:
         plan = resolve(run, max(plan.n_ranks, _count_gpus()))
     folder = RUNS_FOLDER / run.name
     if process.rank > 0:
         wait_for_run_folder(folder, run, process)
+        code = _supervise(process, plan.n_ranks, folder, resume)
     else:
-        write_run_folder(folder, run, resume)
-    if plan.n_ranks == process.n_ranks:
-        run_worker(folder, resume)
-        return
-    from trainyard.launch.local import run_ranks
+        code = _train_first_rank(process, plan.n_ranks, run, folder, resume)
+    if code != 0:
+        raise typer.Exit(code)
 
-    worker = [sys.executable, "-P", "-m", "trainyard.train.worker", str(folder)]
-    run_ranks(plan.n_ranks, [*worker, "--resume", resume], folder / "logs")
+
+def _train_first_rank(
+    process: Process, n_ranks: int, run: Run, folder: Path, resume: Resume
+) -> int:
+    """Trains rank 0, or all ranks of this machine; gives the exit code."""
+    from trainyard.train.worker import run_worker, write_run_folder
+
+    with hold(folder) as lock:
+        write_run_folder(folder, run, "auto" if process.attempt else resume)
+        if n_ranks == 1:
+            return exit_code_below(process, run_worker(folder, resume).exit_code)
+        return _supervise(process, n_ranks, folder, resume, [lock])
+
+
+def _supervise(
+    process: Process, n_ranks: int, folder: Path, resume: Resume, inherited: Sequence[int] = ()
+) -> int:
+    def command(attempt: int) -> list[str]:
+        # A start before this one may have saved: that is this run's own.
+        how = "auto" if attempt else resume
+        watched = [sys.executable, "-P", "-m", "trainyard.launch.watched"]
+        return [*watched, "trainyard.train.worker", str(folder), "--resume", how]
+
+    return supervise(Job(process, n_ranks, folder, command, inherited))
 
 
 def wait_for_run_folder(

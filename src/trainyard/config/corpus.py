@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from trainyard.config.load import explain_problems, parse_toml
+from trainyard.config.reading import SETTINGS_LIMIT_BYTES, read_file
 from trainyard.config.run import Section
 from trainyard.errors import ConfigError
 
@@ -202,7 +203,7 @@ def check_complete(corpus: Corpus) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path, SETTINGS_LIMIT_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the data file {path}: {error}") from None
     return parse_toml(text, str(path))

@@ -17,10 +17,12 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from trainyard.config.reading import SETTINGS_LIMIT_BYTES, read_file
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
 
 COMMAND_LINE = "command line"
+_DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]+[ \t]*\.[ \t]*){100}""")
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,12 @@ def _read(source: str, folder: Path) -> tuple[str, dict[str, Any], Path]:
         return source, _read_preset(source), folder
     path = folder / source
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path, SETTINGS_LIMIT_BYTES).decode()
     except FileNotFoundError:
         raise ConfigError(f"no run file {path}", _closest(source, preset_names())) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read {path}: {problem}") from None
     return str(path), parse_toml(text, str(path)), path.parent
 
 
@@ -134,8 +137,12 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
         ConfigError: it is not valid TOML.
     """
     try:
+        if _DEEP_KEY.search(text):  # would take the parser time in proportion to its square
+            raise RecursionError
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigError(f"{name} nests too deeply", "values are in sections, no deeper") from None
+    except ValueError as error:  # TOMLDecodeError, or a number with thousands of digits
         raise ConfigError(
             f"{name} is not valid TOML: {error}", 'texts need quotes: name = "my-run"'
         ) from None
@@ -150,7 +157,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
         )
     try:
         return field.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return field.strip(), value
 
 

@@ -16,6 +16,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainyard.config.secrets import secret_problems
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
@@ -42,6 +44,7 @@ def broken_rules(run: Run) -> dict[str, str]:
         **_sharding_problems(run),
         **_batch_problems(run),
         **_length_problems(run),
+        **secret_problems(run),
     }
 
 

@@ -253,6 +253,13 @@ class Checkpoint(Section):
     """Steps between checkpoints; 0 saves at the end alone."""
     keep_last: int = Field(default=3, ge=1)
     """Newest checkpoints that stay; older ones are removed after a new one is complete."""
+    keep_every: int = Field(default=0, ge=0)
+    """Checkpoints of steps that are a multiple of this stay for good; 0: of none."""
+    keep_best: int = Field(default=0, ge=0)
+    """So many of those with the lowest held-out loss stay too; it is known where the evaluation was
+    at the step of the checkpoint."""
+    background: bool = True
+    """Write while training goes on, which waits for the copy to host memory alone."""
 
 
 class Evaluate(Section):
@@ -282,10 +289,23 @@ class Log(Section):
 
 
 class Guard(Section):
-    """When training stops by itself."""
+    """What training does about errors of machines and numbers."""
 
     skipped_steps_limit: int = Field(default=10, ge=1)
     """Stops after this many steps in a row whose gradients were not finite and were skipped."""
+    spikes: Literal["off", "warn", "skip", "rollback"] = "warn"
+    """When loss or gradient norm jump: say so; leave out the update; or go back to the checkpoint
+    before and skip the data since."""
+    spike_window: int = Field(default=128, ge=8)
+    """Steps that a loss or gradient norm is compared with."""
+    spike_deviations: float = Field(default=6.0, gt=0)
+    """Standard deviations above their mean at which it is a spike."""
+    compare_interval: int = Field(default=1000, ge=0)
+    """Steps between comparisons of the weights that several ranks have a copy of; 0: none."""
+    step_timeout_minutes: float = Field(default=20.0, gt=0)
+    """A rank that is longer in one part of a step hangs: it is named, and all ranks are ended."""
+    slow_timeout_minutes: float = Field(default=60.0, gt=0)
+    """The same while starting, in the first step, evaluating, loading and saving."""
 
 
 class Run(Section):
@@ -318,7 +338,7 @@ class Run(Section):
     log: Log = Log()
     """Lines, metrics, TensorBoard."""
     guard: Guard = Guard()
-    """Stopping by itself."""
+    """Errors of machines and numbers."""
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from trainyard.config.reading import open_file, parse_json, read_file
 from trainyard.data.file_record import BLOCK_BYTES, Block, FileRecord
 from trainyard.data.indexed import token_paths
 from trainyard.errors import MachineError
@@ -54,13 +56,16 @@ class IndexCache:
             return None
         path = self.folder / f"{name}.npy"
         try:
-            stored = np.load(path, mmap_mode="r", allow_pickle=False)
-            size_bytes = path.stat().st_size
-        except (OSError, ValueError, EOFError):
+            with open_file(path) as file:
+                version = np.lib.format.read_magic(file)
+                found = np.lib.format.read_array_header_1_0(file) if version == (1, 0) else None
+                offset, size_bytes = file.tell(), os.fstat(file.fileno()).st_size
+        except (OSError, ValueError, TypeError, RecursionError, MemoryError):
+            return None  # no header, or one that only looks like it
+        expected_bytes = offset + math.prod(shape) * dtype.itemsize
+        if found != (shape, False, dtype) or size_bytes != expected_bytes:
             return None
-        if not isinstance(stored, np.memmap) or (stored.shape, stored.dtype) != (shape, dtype):
-            return None
-        return np.asarray(stored) if stored.offset + stored.nbytes == size_bytes else None
+        return np.asarray(np.memmap(path, dtype, "r", offset, shape))
 
     def save(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], slabs: Iterable[Array]
@@ -128,8 +133,8 @@ class _Record(msgspec.Struct):
 def _load_record(prefix: str) -> _Record | None:
     """Reads the checksums that `prepare` wrote, if there are any and the sizes are right."""
     try:
-        record = msgspec.json.decode(Path(f"{prefix}.json").read_bytes(), type=_Record)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        record = msgspec.json.decode(read_file(Path(f"{prefix}.json")), type=_Record)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     fits = all(
         path.stat().st_size == file.size_bytes and all(block.n_bytes > 0 for block in file.blocks)
@@ -146,7 +151,7 @@ def _is_older(prefix: str) -> bool:
 
 def _load_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_file(path))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

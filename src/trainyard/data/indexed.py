@@ -32,6 +32,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from trainyard.config.reading import open_file
 from trainyard.data.file_record import Block, BlockWriter
 from trainyard.errors import DataError, MachineError
 
@@ -112,7 +113,7 @@ class IndexedDataset:
 
 def _size_bytes(path: Path) -> int:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(

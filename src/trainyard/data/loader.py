@@ -1,7 +1,12 @@
 """Batches of a run: the batch of a step is a pure function of the step number.
 
 The order of sequences is fixed before training (`data/order.py`), so resuming means knowing the
-step, and nothing here has state that a checkpoint would have to keep. One batch is read ahead.
+step, and how many sequences were left out on the way; nothing here has state that a checkpoint
+would have to keep. One batch is read ahead.
+
+A run that leaves out sequences reads past the end of an order that is just long enough for it, and
+goes on at its start: with 1000 sequences of which 16 were left out, the last 16 of the run are
+sequences 0 to 15, for the second time.
 """
 
 from __future__ import annotations
@@ -55,30 +60,40 @@ class Loader:
         self._share = share
         self._pin_memory = pin_memory
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._ahead: tuple[int, Future[Batch]] | None = None
+        self._ahead: tuple[tuple[int, int], Future[Batch]] | None = None
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int, offset: int = 0) -> Batch:
         """Gives the batch of step `step`, counted from 0, and begins to read the next one.
+
+        Args:
+            step: says how many sequences are consumed.
+            offset: sequences left out before it; what is past the end of the order is at its start.
 
         Raises:
             DataError: a token id is outside the model's vocabulary.
         """
-        if self._ahead is not None and self._ahead[0] == step:
+        if self._ahead is not None and self._ahead[0] == (step, offset):
             batch = self._ahead[1].result()
         else:
-            batch = self._read(step)
-        self._ahead = (step + 1, self._reader.submit(self._read, step + 1))
+            batch = self._read(step, offset)
+        self._ahead = ((step + 1, offset), self._reader.submit(self._read, step + 1, offset))
         return batch
 
-    def _read(self, step: int) -> Batch:
+    def _read(self, step: int, offset: int) -> Batch:
         number, n_shares = self._share
         count = self._batches.batch_size(step) // n_shares
-        first = self._batches.consumed(step) + number * count
-        if first + count > len(self._order):  # read ahead past the last step
-            count = max(0, len(self._order) - first)
-            first = min(first, len(self._order))
-        tokens, labels = split_labels(self._order.sequences(first, count), self._vocabulary_size)
+        first = self._batches.consumed(step) + offset + number * count
+        sequences = self._sequences(first % len(self._order), count)
+        tokens, labels = split_labels(sequences, self._vocabulary_size)
         return (tokens.pin_memory(), labels.pin_memory()) if self._pin_memory else (tokens, labels)
+
+    def _sequences(self, first: int, count: int) -> NDArray[np.int64]:
+        parts = []
+        while count > 0:
+            n_here = min(count, len(self._order) - first)
+            parts.append(self._order.sequences(first, n_here))
+            first, count = 0, count - n_here
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def held_out_batches(

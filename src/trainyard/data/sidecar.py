@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from trainyard.config.reading import read_file
 from trainyard.data.file_record import FileRecord
 from trainyard.data.publish import publish_text
 from trainyard.data.tokenizer import SpecialTokens, Tokenizer
@@ -159,13 +160,13 @@ def load_sidecar(prefix: str | Path) -> Sidecar:
     """
     path = Path(f"{prefix}.json")
     try:
-        sidecar = msgspec.json.decode(path.read_bytes(), type=Sidecar)
+        sidecar = msgspec.json.decode(read_file(path), type=Sidecar)
     except FileNotFoundError as error:
         raise DataError(
             f"{path} is missing, so nothing says which tokenizer made {prefix}.bin",
             "copy it along with the .bin and .idx, or prepare the data with `trainyard prepare`",
         ) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(
             f"{path} is not a record of token files: {error}",
             "copy it again, or prepare the data again with this version of Trainyard",

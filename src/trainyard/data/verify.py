@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trainyard.config.reading import open_file
 from trainyard.data.block_checker import (
     BlockChecker,
     Finding,
@@ -216,7 +217,7 @@ def _open_spans(
     files = (None, None) if record is None else (record.bin, record.idx)
     for path, written in zip(token_paths(prefix), files, strict=True):
         try:
-            file_descriptor = stack.enter_context(path.open("rb")).fileno()
+            file_descriptor = stack.enter_context(open_file(path)).fileno()
             size_bytes = os.fstat(file_descriptor).st_size
         except OSError as error:
             problems.add(f"{path}: {error.strerror}")

@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trainyard.config.reading import parse_json, read_file
 from trainyard.data.publish import publish_text
 from trainyard.errors import DataError
 
@@ -231,7 +232,7 @@ def _check_merges(path: Path, ids: dict[str, int], merges: list[Any]) -> None:
     for rank, merge in enumerate(merges):
         if len(merge) != 2 or not (isinstance(merge[0], str) and isinstance(merge[1], str)):
             hint = "a merge is two tokens with one space between them"
-            raise DataError(f"{path}: merge {rank} is {merge!r}, not two tokens", hint)
+            raise DataError(f"{path}: merge {rank} is {_short(merge)}, not two tokens", hint)
         left, right = merge
         if not (left in ids and right in ids and left + right in ids):
             unknown = next(part for part in (left, right, left + right) if part not in ids)
@@ -243,17 +244,32 @@ def _check_merges(path: Path, ids: dict[str, int], merges: list[Any]) -> None:
 
 
 def _read_merges(path: Path) -> list[tuple[str, ...]]:
-    lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        lines = read_file(path).decode().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}", "fetch or save it again") from error
     if lines[0].startswith("#version"):
         lines = lines[1:]
-    return [tuple(line.rstrip("\r").split(" ")) for line in lines if line.strip()]
+    merges = [tuple(line.rstrip("\r").split(" ")) for line in lines if line.strip()]
+    for rank, merge in enumerate(merges):
+        if len(merge) != 2:
+            hint = "a merge is two tokens with one space between them"
+            raise DataError(f"{path}: merge {rank} is {_short(merge)}, not two tokens", hint)
+    return merges
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = parse_json(read_file(path))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}", "fetch or save it again") from error
+    except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}", "fetch or save it again") from error
     if not isinstance(content, dict):
         raise DataError(f"{path} is not a JSON object", "fetch or save the file again")
     return content
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

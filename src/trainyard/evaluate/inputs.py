@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import build_model_from_checkpoint, find_checkpoint
+from trainyard.config.reading import FILE_LIMIT_BYTES, read_file
 from trainyard.config.run import Run
 from trainyard.data.indexed import IndexedDataset, token_paths
 from trainyard.data.order import SequenceOrder
@@ -109,7 +110,7 @@ def count_training_tokens(order: SequenceOrder, vocabulary_size: int) -> NDArray
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
+        return read_file(path, 16 * FILE_LIMIT_BYTES).decode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}",

@@ -1,4 +1,8 @@
-"""From a checkpoint to a GPT-2 folder that Hugging Face libraries open as it is."""
+"""From a checkpoint to a GPT-2 folder that Hugging Face libraries open as it is.
+
+A tensor is read, converted and written when its turn comes, so that memory for the largest one
+suffices, whatever layout saved the checkpoint. Comparing logits afterwards needs both models whole.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from trainyard.checkpoint.format import read_manifest
-from trainyard.checkpoint.load import build_model_from_checkpoint, load_tensors
-from trainyard.checkpoint.save import flush, split_in_shards, write_shard
+from trainyard.checkpoint.format import OLDER_IS_KEPT
+from trainyard.checkpoint.load import build_model_from_checkpoint
+from trainyard.checkpoint.save import flush, split_in_shards
 from trainyard.config.run import Model, Run
 from trainyard.data.vocabulary import END_OF_DOCUMENT, Vocabulary, load_vocabulary
 from trainyard.errors import CheckpointError, MachineError
-from trainyard.export.gpt2 import CONFIG, WEIGHTS, WEIGHTS_INDEX, config_of, their_name, to_theirs
+from trainyard.export.gpt2 import (
+    CONFIG,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    config_of,
+    their_name,
+    their_shape,
+    to_theirs,
+)
+from trainyard.export.run_folder import require_new
+from trainyard.export.stream import CheckpointWeights, outline, write_tensors
+from trainyard.plan.size import parameter_shapes
 
 logger = logging.getLogger("trainyard")
 
@@ -45,23 +59,24 @@ def export_huggingface(
         CheckpointError: the checkpoint is damaged, or `output` exists.
         MachineError: `output` cannot be written.
     """
-    if output.exists():
-        raise CheckpointError(f"{output} exists already", "name another --output, or remove it")
-    run = read_manifest(checkpoint).build_run()
+    require_new(output)
+    weights = CheckpointWeights.open(checkpoint)
+    run = weights.manifest.build_run()
+    outlines = _outline(weights, run.model, dtype)
     vocabulary = _find_vocabulary(run)
     partial = output.with_name(f".{output.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_texts(partial, run.model, vocabulary, dtype)
-        shards = split_in_shards(load_tensors(checkpoint), shard_limit_bytes)
-        _write_weights(partial, shards, run.model, dtype)
+        _write_weights(partial, split_in_shards(outlines, shard_limit_bytes), weights, run.model)
         for path in partial.iterdir():
             flush(path)
         partial.rename(output)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
         raise MachineError(f"cannot write {output}: {error}", "free space on that disk") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return sorted(path.name for path in output.iterdir())
 
 
@@ -130,19 +145,35 @@ def _write_texts(
         _write_json(folder / "tokenizer_config.json", settings)
 
 
+def _outline(weights: CheckpointWeights, model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Describes what will be written, by our names in their shapes, once all of it is there."""
+    n_rows = weights.n_rows()
+    if model.n_layers > len(weights.manifest.tensors):
+        raise CheckpointError(
+            f"{weights.path} holds {len(weights.manifest.tensors)} tensors, too few for "
+            f"model.n_layers={model.n_layers} of its run",
+            OLDER_IS_KEPT,
+        )
+    shapes = parameter_shapes(model, n_rows)
+    for name, shape in shapes.items():
+        weights.require(name, shape)
+    return outline({name: their_shape(name, s, model) for name, s in shapes.items()}, dtype)
+
+
 def _write_weights(
-    folder: Path, shards: list[dict[str, Tensor]], model: Model, dtype: torch.dtype
+    folder: Path, shards: list[dict[str, Tensor]], weights: CheckpointWeights, model: Model
 ) -> None:
     file_of: dict[str, str] = {}
     for index, shard in enumerate(shards, start=1):
         number = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         file = WEIGHTS.replace(".", f"{number}.")
-        converted = {
-            their_name(name): to_theirs(name, tensor, model).to(dtype)
-            for name, tensor in shard.items()
-        }
-        write_shard(folder / file, converted)
-        file_of |= dict.fromkeys(converted, file)
+        ours = {their_name(name): name for name in shard}
+
+        def make(name: str, ours: dict[str, str] = ours) -> Tensor:
+            return to_theirs(ours[name], weights.read(ours[name]), model)
+
+        write_tensors(folder / file, {their_name(n): tensor for n, tensor in shard.items()}, make)
+        file_of |= dict.fromkeys(ours, file)
     if len(shards) > 1:
         _write_json(folder / WEIGHTS_INDEX, {"metadata": {}, "weight_map": file_of})
 

@@ -18,8 +18,10 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import socket
 import sys
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +29,7 @@ from importlib import metadata
 from pathlib import Path
 
 from trainyard import __version__
+from trainyard.config.secrets import hide, secret_values
 from trainyard.errors import LaunchError
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "gigatoken")
@@ -35,6 +38,7 @@ LOOPBACK = "127.0.0.1"
 FIRST_PORT, N_PORTS = 12_000, 18_000
 # What tells jobs apart, so that two on one machine do not use the same port.
 JOB_NAMES = ("PMIX_NAMESPACE", "PALS_APID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID")
+COMMAND = "TRAINYARD_COMMAND"
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 MEANING = "start all ranks with torchrun, srun or mpiexec, or one process without its variables"
 ADDRESS_HINT = "export MASTER_ADDR, the name of the first machine, and MASTER_PORT to every rank"
@@ -62,6 +66,10 @@ class Process:
     """How often the launcher has started these ranks again."""
     parent_pipe: int | None = None
     """A file descriptor that comes to its end when the process that started this one does."""
+    pulse: int | None = None
+    """A file descriptor of the memory in which it tells that process what it does."""
+    launcher_restarts: bool = False
+    """The launcher starts all ranks again when this process does not end with 0."""
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -112,6 +120,15 @@ def read_process(environment: Mapping[str, str] = os.environ) -> Process:
     Raises:
         LaunchError: variables are missing, broken, or contradict each other.
     """
+    return replace(
+        _read_launcher(environment),
+        parent_pipe=_read_optional(environment, "TRAINYARD_PARENT_PIPE"),
+        pulse=_read_optional(environment, "TRAINYARD_PULSE"),
+        launcher_restarts="TORCHELASTIC_RUN_ID" in environment,
+    )
+
+
+def _read_launcher(environment: Mapping[str, str]) -> Process:
     in_step = "SLURM_STEP_ID" in environment
     if OURS.are_in(environment):
         return _complete_ours(environment, _read_place(environment, OURS))
@@ -133,18 +150,44 @@ def rank_environment(
     """Gives the environment of a process started on this machine: `read_process` reads it there.
 
     Args:
-        process: with a `store_file` and a `parent_pipe`.
+        process: with a `parent_pipe`; without a `store_file` its place is in the environment.
         n_threads: for its computations, unless the environment says OMP_NUM_THREADS.
         environment: what the process inherits.
     """
-    return {
-        "OMP_NUM_THREADS": str(n_threads),
-        **environment,
-        "TRAINYARD_RANK": str(process.rank),
-        "TRAINYARD_RANKS": str(process.n_ranks),
-        "TRAINYARD_STORE_FILE": str(process.store_file),
-        "TRAINYARD_PARENT_PIPE": str(process.parent_pipe),
+    given: dict[str, int | str | Path | None] = {
+        "TRAINYARD_PARENT_PIPE": process.parent_pipe,
+        "TRAINYARD_PULSE": process.pulse,
+        COMMAND: shlex.join(sys.argv),
     }
+    threads: dict[str, str] = {}
+    if process.store_file is not None:
+        threads = {"OMP_NUM_THREADS": str(n_threads)}
+        given |= {
+            "TRAINYARD_RANK": process.rank,
+            "TRAINYARD_RANKS": process.n_ranks,
+            "TRAINYARD_STORE_FILE": process.store_file,
+        }
+    said = {name: str(value) for name, value in given.items() if value is not None}
+    return threads | dict(environment) | said
+
+
+def seconds_left(environment: Mapping[str, str] = os.environ) -> float | None:
+    """Gives the time until the scheduler's limit, or None where there is none."""
+    if "SLURM_JOB_END_TIME" in environment:
+        return _read_one(environment, ["SLURM_JOB_END_TIME"])[1] - time.time()
+    if "PBS_WALLTIME" in environment:
+        # From the start of the job, of which its script is the oldest process here.
+        return _read_one(environment, ["PBS_WALLTIME"])[1] - _seconds_since_start(os.getsid(0))
+    return None
+
+
+def _seconds_since_start(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    ticks_since_boot = int(fields[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks_since_boot / os.sysconf("SC_CLK_TCK")
 
 
 def keep_off_the_network() -> None:
@@ -155,14 +198,19 @@ def keep_off_the_network() -> None:
         os.environ["NCCL_SOCKET_IFNAME"] = loopback
 
 
-def read_versions() -> dict[str, str]:
-    """Names the versions of everything that can change a result."""
+def hide_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Takes out what must not be written down: variables named as secrets, and logins in URLs."""
+    return hide(text, secret_values(environment))
+
+
+def read_versions(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Names the versions of everything that can change a result, and the user's command."""
     versions = {
         "trainyard": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": _processor_name(),
-        "command": " ".join(sys.argv),
+        "command": hide_secrets(environment.get(COMMAND, shlex.join(sys.argv))),
     }
     for package in PACKAGES:
         try:
@@ -218,9 +266,7 @@ def _read_slurm_place(environment: Mapping[str, str]) -> Process:
 
 
 def _complete_ours(environment: Mapping[str, str], process: Process) -> Process:
-    _, parent_pipe = _read_one(environment, ["TRAINYARD_PARENT_PIPE"])
-    store_file = Path(_text(environment, "TRAINYARD_STORE_FILE"))
-    return replace(process, store_file=store_file, parent_pipe=parent_pipe)
+    return replace(process, store_file=Path(_text(environment, "TRAINYARD_STORE_FILE")))
 
 
 def _complete_torchrun(environment: Mapping[str, str], process: Process) -> Process:
@@ -279,6 +325,10 @@ def _read_one(environment: Mapping[str, str], names: Sequence[str]) -> tuple[str
         shown = ", ".join(f"{name}={value}" for name, value in values.items())
         raise LaunchError(f"{shown} contradict each other", MEANING)
     return found[0], values[found[0]]
+
+
+def _read_optional(environment: Mapping[str, str], name: str) -> int | None:
+    return _read_one(environment, [name])[1] if name in environment else None
 
 
 def _text(environment: Mapping[str, str], name: str) -> str:

@@ -1,36 +1,75 @@
-"""Several ranks on this machine, as processes of this one: started, watched, and ended together.
+"""Processes of this machine that train together: started, signalled and ended together.
 
-    run_ranks(4, [sys.executable, "-m", "trainyard.train.worker", "runs/my-run"], logs)
+    run_ranks(4, [sys.executable, "-m", "trainyard.train.rehearsal", FOLDER, "fp64"], logs)
 
 The ranks meet in a file, so no port is open to anybody. Rank 0 shows what it has to say; the others
 write `logs/rank-00003.log`. SIGINT and SIGTERM are passed on to all. When one rank dies, the others
 would wait for it for ever: they are ended, and the error names the one that died first.
 
-This process may die itself without a chance to end its ranks (SIGKILL). So it holds the writing end
-of a pipe whose reading end every rank has, and which nobody writes to: the pipe comes to its end
-when this process does, whatever the reason, and `end_with_parent` in each rank notices.
+This process may die itself without a chance to end its workers (SIGKILL). So it holds the writing
+end of a pipe whose reading end every worker has, and which nobody writes to: the pipe comes to its
+end when this process does, whatever the reason, and `end_with_parent` in each worker notices.
+
+Real training is watched for more than deaths, and started again: `supervise.py`, from these parts.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from trainyard.errors import MachineError
+from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, MachineError
 from trainyard.launch.environment import Process, rank_environment
+from trainyard.launch.pulse import PulseReader
 
 POLL_SECONDS = 0.05
 OWN_END_SECONDS, TERM_SECONDS = 1.0, 3.0
 N_LINES, N_BYTES = 20, 8192
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process that this one has started, and what is known of it."""
+
+    process: Process
+    """Its place among the ranks."""
+    running: subprocess.Popen[bytes]
+    log: Path | None
+    """Where its output goes; None: where that of this process goes."""
+    log_start: int
+    """Size of the log before."""
+    pulse: PulseReader | None
+
+    @property
+    def rank(self) -> int:
+        """Its number among the ranks."""
+        return self.process.rank
+
+    @property
+    def name(self) -> str:
+        """Such as `rank 3 of 4 on n1`."""
+        host = f" on {socket.gethostname()}" if self.pulse else ""
+        return f"rank {self.rank} of {self.process.n_ranks}{host}"
+
+    @property
+    def is_victim(self) -> bool:
+        """It said that it fails because another rank does."""
+        return self.pulse is not None and self.pulse.read().is_victim
+
+    def describe_end(self) -> str:
+        """Such as `was ended by SIGKILL`."""
+        code = self.running.returncode
+        return f"was ended by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
 
 
 def run_ranks(n_ranks: int, command: Sequence[str], logs: Path) -> None:
@@ -45,74 +84,40 @@ def run_ranks(n_ranks: int, command: Sequence[str], logs: Path) -> None:
         MachineError: a rank died; tells which, how, and what it said last. The exit code is 1 where
             the rank's tells of a bug.
     """
-    logs.mkdir(parents=True, exist_ok=True)
-    with (
-        _note_signals() as received,
-        tempfile.TemporaryDirectory(prefix="trainyard-") as folder,
-        _open_pipe() as parent_pipe,
-    ):
-        ranks: list[_Rank] = []
+    with note_signals((signal.SIGINT, signal.SIGTERM)) as received, open_places(n_ranks) as places:
+        workers: list[Worker] = []
         try:
-            for number in range(n_ranks):
-                process = Process(
-                    *(number, n_ranks, number, n_ranks),
-                    store_file=Path(folder) / "store",
-                    parent_pipe=parent_pipe,
-                )
-                ranks.append(_start_rank(process, command, logs))
-            dead = _wait_for_first_death(ranks, received)
+            for place in places:
+                workers.append(start_worker(place, command, logs))
+            while any(worker.running.poll() is None for worker in workers):
+                if find_first_death(workers) is not None:
+                    break
+                while received:
+                    send(workers, received.pop(0))
+                time.sleep(POLL_SECONDS)
+            dead = find_first_death(workers)
         finally:
-            _end(ranks)
+            end(workers)
         if dead is not None:
             # Where all end for the same reason, rank 0 has shown it already.
-            all_refuse = dead.running.returncode == ranks[0].running.returncode == 2
-            raise _describe_death(ranks[0] if all_refuse else dead, n_ranks)
-
-
-def end_with_parent(pipe: int) -> None:
-    """Ends this process at once when the one that started it has ended, even while it waits.
-
-    Args:
-        pipe: `Process.parent_pipe`.
-    """
-
-    def wait() -> None:
-        with suppress(OSError):
-            os.read(pipe, 1)
-            # Not by the logger: the main thread may hold its lock for ever.
-            os.write(2, b"the process that started this rank has ended, and so does this one\n")
-        os._exit(1)
-
-    threading.Thread(target=wait, name="end with parent", daemon=True).start()
-
-
-@dataclass(frozen=True)
-class _Rank:
-    number: int
-    running: subprocess.Popen[bytes]
-    log: Path | None
-    log_start: int
-    """Size of the log before this run."""
+            all_refuse = dead.running.returncode == workers[0].running.returncode == 2
+            raise describe_death(workers[0] if all_refuse else dead)
 
 
 @contextmanager
-def _note_signals() -> Iterator[list[signal.Signals]]:
-    """Yields a list to which SIGINT and SIGTERM are added as they come."""
-    received: list[signal.Signals] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        received.append(signal.Signals(number))
-
-    before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def open_places(n_ranks: int) -> Iterator[list[Process]]:
+    """Yields places of ranks on this machine: they meet in a file and end with this process."""
+    with tempfile.TemporaryDirectory(prefix="trainyard-") as folder, open_pipe() as pipe:
+        store = Path(folder) / "store"
+        yield [
+            Process(number, n_ranks, number, n_ranks, store_file=store, parent_pipe=pipe)
+            for number in range(n_ranks)
+        ]
 
 
 @contextmanager
-def _open_pipe() -> Iterator[int]:
+def open_pipe() -> Iterator[int]:
+    """Yields the end of a pipe for `Process.parent_pipe`."""
     reading, writing = os.pipe()
     try:
         yield reading
@@ -121,10 +126,49 @@ def _open_pipe() -> Iterator[int]:
         os.close(writing)
 
 
-def _start_rank(process: Process, command: Sequence[str], logs: Path) -> _Rank:
+@contextmanager
+def note_signals(numbers: Sequence[signal.Signals]) -> Iterator[list[signal.Signals]]:
+    """Yields a list to which these signals are added as they come."""
+    received: list[signal.Signals] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def start_worker(
+    process: Process,
+    command: Sequence[str],
+    logs: Path | None,
+    pulse: PulseReader | None = None,
+    inherited: Sequence[int] = (),
+) -> Worker:
+    """Starts one process.
+
+    Args:
+        process: its place; with a `parent_pipe`.
+        command: what it runs.
+        logs: the folder for the output of all ranks but 0; None: it shows what it has to say.
+        pulse: where it is to say what it does.
+        inherited: file descriptors that it is to keep open.
+
+    Raises:
+        MachineError: there is no such program, or no more process can be started.
+    """
     assert process.parent_pipe is not None
-    n_threads = max(1, _count_cores() // process.n_ranks)
-    log = logs / f"rank-{process.rank:05d}.log" if process.rank else None
+    descriptors = [process.parent_pipe, *inherited]
+    if pulse is not None:
+        process = replace(process, pulse=pulse.descriptor)
+        descriptors.append(pulse.descriptor)
+    log = logs / f"rank-{process.rank:05d}.log" if logs is not None and process.rank else None
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
     output = log.open("ab") if log else None
     try:
         running = subprocess.Popen(
@@ -132,12 +176,12 @@ def _start_rank(process: Process, command: Sequence[str], logs: Path) -> _Rank:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=rank_environment(process, n_threads),
-            pass_fds=[process.parent_pipe],
-            # Else Ctrl-C on a terminal reaches the ranks twice, and the second means "at once".
+            env=rank_environment(process, max(1, _count_cores() // process.n_ranks)),
+            pass_fds=descriptors,
+            # Else Ctrl-C on a terminal reaches it twice, and the second means "at once".
             process_group=0,
         )
-        return _Rank(process.rank, running, log, output.tell() if output else 0)
+        return Worker(process, running, log, output.tell() if output else 0, pulse)
     except OSError as error:
         raise MachineError(f"rank {process.rank} cannot start {command[0]}: {error}") from error
     finally:
@@ -145,56 +189,51 @@ def _start_rank(process: Process, command: Sequence[str], logs: Path) -> _Rank:
             output.close()
 
 
-def _count_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def find_first_death(workers: Sequence[Worker]) -> Worker | None:
+    """Finds the worker that failed by itself, and not because of another; None if all are well."""
+    dead = [each for each in workers if each.running.poll() and not each.is_victim]
+    # Others, whom it left, can be as quick to end as our next look: the worst end was the first.
+    return min(dead, key=lambda each: (_severity(each.running.returncode), each.rank), default=None)
 
 
-def _wait_for_first_death(ranks: list[_Rank], received: list[signal.Signals]) -> _Rank | None:
-    """Waits until all have ended well, passing signals on, or until one has not: gives that one."""
-    while True:
-        codes = {rank.number: rank.running.poll() for rank in ranks}
-        dead = [rank for rank in ranks if codes[rank.number]]
-        if dead:
-            # One that a signal killed comes first: the others, whom it left, can be as quick to
-            # end as our next look.
-            return min(dead, key=lambda rank: (rank.running.returncode > 0, rank.number))
-        if None not in codes.values():
-            return None
-        while received:
-            _send(ranks, received.pop(0))
-        time.sleep(POLL_SECONDS)
-
-
-def _end(ranks: list[_Rank]) -> None:
+def end(workers: Sequence[Worker]) -> None:
     """Ends what is left; what one rank began, the others cannot go on with or save."""
-    _wait(ranks, OWN_END_SECONDS)  # most notice it themselves, and say what they know
-    _send(ranks, signal.SIGTERM)
-    _wait(ranks, TERM_SECONDS)
-    _send(ranks, signal.SIGKILL)
-    for rank in ranks:
-        rank.running.wait()
+    wait(workers, OWN_END_SECONDS)  # most notice it themselves, and say what they know
+    send(workers, signal.SIGTERM)
+    wait(workers, TERM_SECONDS)
+    kill(workers)
 
 
-def _wait(ranks: list[_Rank], seconds: float) -> None:
+def kill(workers: Sequence[Worker]) -> None:
+    """Ends all at once."""
+    send(workers, signal.SIGKILL)
+    for worker in workers:
+        worker.running.wait()
+
+
+def wait(workers: Sequence[Worker], seconds: float) -> None:
+    """Waits until all have ended, or the time is over."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(rank.running.poll() is None for rank in ranks):
+    while time.monotonic() < deadline and any(each.running.poll() is None for each in workers):
         time.sleep(POLL_SECONDS)
 
 
-def _send(ranks: list[_Rank], number: signal.Signals) -> None:
-    for rank in ranks:
-        rank.running.send_signal(number)  # does nothing to one that has ended
+def send(workers: Sequence[Worker], number: signal.Signals) -> None:
+    """Sends a signal to those that have not ended."""
+    for worker in workers:
+        worker.running.send_signal(number)
 
 
-def _describe_death(rank: _Rank, n_ranks: int) -> MachineError:
-    code = rank.running.returncode
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    problem = f"rank {rank.number} of {n_ranks} {how}"
+def describe_death(worker: Worker) -> MachineError:
+    """Says how a worker ended, where it was, and what it said last."""
+    code = worker.running.returncode
+    problem = f"{worker.name} {worker.describe_end()}"
+    if worker.pulse is not None:
+        beat = worker.pulse.read()
+        problem += f" at step {beat.step}, in {beat.phase}"
     hint = "what it said is above"
-    if rank.log:
-        problem += f"; the end of {rank.log}:\n" + _read_end(rank.log, rank.log_start)
+    if worker.log:
+        problem += f"; the end of {worker.log}:\n" + _read_end(worker.log, worker.log_start)
         hint = "the message above is that rank's own"
     if code == -signal.SIGKILL:
         hint = "SIGKILL is most often this machine out of memory: train with fewer ranks, or a "
@@ -207,6 +246,43 @@ def _describe_death(rank: _Rank, n_ranks: int) -> MachineError:
     by_others = (2, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
     error.exit_code = 2 if code in by_others else 1
     return error
+
+
+def signal_name(number: int) -> str:
+    """Such as SIGKILL; also for the numbers without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def end_with_parent(pipe: int) -> None:
+    """Ends this process at once when the one that started it has ended, even while it waits.
+
+    Args:
+        pipe: `Process.parent_pipe`.
+    """
+
+    def wait_for_end() -> None:
+        with suppress(OSError):
+            os.read(pipe, 1)
+            # Not by the logger: the main thread may hold its lock for ever.
+            os.write(2, b"the process that started this rank has ended, and so does this one\n")
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, name="end with parent", daemon=True).start()
+
+
+def _severity(code: int) -> int:
+    if code < 0:
+        return 0
+    return {2: 2, EXIT_HOLD: 3, EXIT_REQUEUE: 4}.get(code, 1)
+
+
+def _count_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _read_end(log: Path, start: int) -> str:

@@ -61,8 +61,13 @@ def norms_of(gradients: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(gradients)).double()
 
 
-def apply_update(optimizer: torch.optim.AdamW, totals: Totals, clip_norm: float) -> Tensor:
-    """Updates the weights with clipped gradients; leaves them alone when the norm is not finite.
+def apply_update(
+    optimizer: torch.optim.AdamW,
+    totals: Totals,
+    clip_norm: float,
+    leave_out: Tensor | None = None,
+) -> Tensor:
+    """Updates the weights with clipped gradients; leaves them alone when a total is not finite.
 
     The fused AdamW kernel divides gradients by `grad_scale` and skips when `found_inf` is 1, which
     torch.amp.GradScaler uses for loss scaling; here they carry the clipping, so that gradients are
@@ -72,11 +77,15 @@ def apply_update(optimizer: torch.optim.AdamW, totals: Totals, clip_norm: float)
         optimizer: built by `build_adamw`; weights, moments and step count stay if it is skipped.
         totals: of its gradients.
         clip_norm: the largest norm gradients keep; inf for any.
+        leave_out: 1 on the device to skip the step for another reason, else 0.
 
     Returns:
         1 if the step was skipped, else 0, on the device.
     """
-    skipped = (~torch.isfinite(totals.norm)).float()
+    is_finite = torch.isfinite(totals.norm) & torch.isfinite(totals.loss)
+    skipped = (~is_finite).float()
+    if leave_out is not None:
+        skipped = torch.maximum(skipped, leave_out)
     # The small number is the one torch.nn.utils.clip_grad_norm_ adds: both give the same weights.
     divisor = torch.clamp((totals.norm + 1e-6) / clip_norm, min=1.0) / totals.multiplier
     optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]

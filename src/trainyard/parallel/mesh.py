@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainyard.parallel.start import COLLECTIVE_TIMEOUT
 from trainyard.topology import Coordinates, Topology
 
 TEXT_BYTES = 256
@@ -25,6 +26,8 @@ class Mesh:
     context: dist.ProcessGroup | None = None
     first_and_last_stage: dist.ProcessGroup | None = None
     """The two ends of this rank's pipeline, for the ranks at its ends."""
+    saving: dist.ProcessGroup | None = None
+    """All ranks again, for a thread that saves while the others compute."""
     data: DeviceMesh | None = None
     """Ranks that hold the same part of the model: the last dimension shares it, a first one before
     it replicates it (hybrid sharding)."""
@@ -38,6 +41,11 @@ class Mesh:
         """Returns when every rank has called it."""
         if self.topology.n_ranks > 1:
             self.agree(None)
+
+    def saving_barrier(self) -> None:
+        """Returns when every rank has called it, from a thread that saves."""
+        if self.saving is not None:
+            dist.all_reduce(torch.zeros(1), group=self.saving)
 
     def agree(self, text: str | None) -> str | None:
         """Gives all ranks the text of the lowest of those that have one; None if none has."""
@@ -71,6 +79,8 @@ def build_mesh(topology: Topology, rank: int, device: torch.device) -> Mesh:
     sizes = (topology.pipeline, topology.replica, share, topology.tensor)
     names = ("pipeline", "replica", "share", "tensor")
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    for name in names:
+        dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, mesh.get_group(name))
     data = None
     if topology.replica > 1:
         data = mesh["replica", "share"]
@@ -84,6 +94,7 @@ def build_mesh(topology: Topology, rank: int, device: torch.device) -> Mesh:
         tensor=mesh.get_group("tensor") if topology.tensor > 1 else None,
         context=_own_group(topology.groups(["context"]), rank) if topology.context > 1 else None,
         first_and_last_stage=_own_group(_ends(topology), rank) if topology.pipeline > 1 else None,
+        saving=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
         data=data,
     )
 
@@ -96,7 +107,7 @@ def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
     """Makes all groups, as every rank must, and keeps the one this rank is in."""
     own = None
     for ranks in groups:
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
         if rank in ranks:
             own = group
     return own

@@ -9,13 +9,15 @@ all ranks meet (a file on one machine, else a small server of rank 0):
     a failing one failure  = what went wrong there, so that nobody waits for it
 
 Keys stay in the store, so a rank that fails later tells the others why in the same way: they see a
-broken connection, look there, and raise the true reason.
+broken connection, look there, and raise the true reason. One that dies without a word leaves them
+with `LostRankError`; its name is known to its parent process (`launch/supervise.py`).
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import re
 import socket
 import threading
 import time
@@ -32,11 +34,13 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trainyard import __version__
-from trainyard.errors import LaunchError, MachineError, UserError
+from trainyard.errors import LaunchError, LostRankError, MachineError, UserError
 from trainyard.launch.environment import Process, keep_off_the_network
 from trainyard.launch.local import end_with_parent
+from trainyard.launch.pulse import ANOTHER, Pulse, PulseReader
+from trainyard.launch.witness import name_ranks
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # gloo's own
+COLLECTIVE_TIMEOUT = timedelta(days=1)  # who hangs is for the parents to notice, and to name
 FAREWELL_SECONDS = 10.0
 FAILURE_SECONDS = 2.0
 POLL_SECONDS = 0.1
@@ -70,6 +74,7 @@ def start_ranks(
     Raises:
         LaunchError: a rank is missing, or cannot be reached, or facts differ; names the ranks.
         MachineError: another rank failed before this one, for the reason it names.
+        LostRankError: another rank died before it could say why.
     """
     if process.n_ranks == 1:
         yield Ranks(process, device, None)
@@ -151,30 +156,35 @@ class _Meeting:
             raise problem
 
     def tell_failure(self, error: BaseException) -> MachineError | None:
-        """Tells all ranks that this one fails.
+        """Tells all ranks that this one fails, unless it does because another has.
 
         Returns:
-            the true reason, where this failure only follows from that of another rank.
+            then the true reason, or that it is not known.
         """
-        record: dict[str, Any] = {
-            "rank": self._process.rank,
-            "host": self._host,
-            "problem": f"{type(error).__name__}: {error}",
-            "hint": "see what that rank said",
-            "exit_code": 1,
-        }
-        if isinstance(error, UserError):
-            record |= {
-                "problem": error.problem,
-                "hint": error.hint,
-                "exit_code": error.exit_code,
-            }
+        own = self._describe(error)
+        has_lost_another = _is_lost_connection(error)
+        first: dict[str, Any] | None = None
         try:
-            first = json.loads(self.store.compare_set("failure", "", json.dumps(record)))
+            if not has_lost_another:
+                first = json.loads(self.store.compare_set("failure", "", json.dumps(own)))
+            elif self.store.check(["failure"]):
+                first = json.loads(self.store.get("failure"))
         except RuntimeError:  # the store has ended with rank 0
+            pass
+        follows = first not in (None, own) and isinstance(error.__cause__ or error, RuntimeError)
+        if not follows and not has_lost_another:
             return None
-        is_symptom = isinstance(error.__cause__ or error, RuntimeError) and first != record
-        return _describe_failure(first) if is_symptom else None
+        # Its parent process must not take this rank for the one that failed.
+        Pulse(self._process.pulse).blame(ANOTHER if first is None else first["rank"])
+        return _describe_lost_rank(self._process) if first is None else _describe_failure(first)
+
+    def _describe(self, error: BaseException) -> dict[str, Any]:
+        place = {"rank": self._process.rank, "host": self._host}
+        if isinstance(error, UserError):
+            said = {"problem": error.problem, "hint": error.hint, "exit_code": error.exit_code}
+            return place | said
+        problem = f"{type(error).__name__}: {error}"
+        return place | {"problem": problem, "hint": "see what that rank said", "exit_code": 1}
 
     def wait_for_all(self, key: str, seconds: float) -> None:
         """Waits until all ranks are here, or gone, or the time is over."""
@@ -230,8 +240,8 @@ class _Meeting:
                     "MASTER_ADDR to an address they can reach"
                 )
             return {
-                "problem": f"{_name_ranks(missing)} of {n_ranks} did not come to {self.place} "
-                f"within {self.timeout_seconds:g} s; {_name_ranks(list(hosts))} did, on "
+                "problem": f"{name_ranks(missing)} of {n_ranks} did not come to {self.place} "
+                f"within {self.timeout_seconds:g} s; {name_ranks(list(hosts))} did, on "
                 f"{_name_hosts(list(hosts), hosts)}",
                 "hint": hint,
             }
@@ -323,6 +333,7 @@ def _init_group(process: Process, device: torch.device, meeting: _Meeting) -> No
             timeout=timedelta(seconds=meeting.timeout_seconds),
         )
     except RuntimeError as error:
+        Pulse(process.pulse).blame(ANOTHER)  # it may have died since
         raise LaunchError(
             f"{meeting.me} has met the others, but cannot connect to them: "
             f"{str(error).splitlines()[0]}",
@@ -337,6 +348,25 @@ def _call_within(seconds: float, function: Callable[[], None]) -> None:
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)
+
+
+def _is_lost_connection(error: BaseException | None) -> bool:
+    """Communication failed: not by a mistake of this rank, which other errors tell of."""
+    if error is None or isinstance(error, LaunchError):
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    if isinstance(error, RuntimeError) and re.search(r"\bgloo/|\bNCCL\b", str(error)):
+        return True
+    return _is_lost_connection(error.__cause__ or error.__context__)
+
+
+def _describe_lost_rank(process: Process) -> LostRankError:
+    step = f" at step {PulseReader(process.pulse).read().step}" if process.pulse else ""
+    return LostRankError(
+        f"rank {process.rank} lost the connection to another rank{step}",
+        "that rank died or its machine did: see what its own output, or its launcher, says",
+    )
 
 
 def _describe_failure(record: Mapping[str, Any]) -> MachineError:
@@ -358,22 +388,10 @@ def _describe_difference(
         return ""
     shown = [
         f"{value if len(value) <= N_SHOWN else value[:N_SHOWN] + '..'} on "
-        f"{_name_ranks(ranks)} ({_name_hosts(ranks, hosts)})"
+        f"{name_ranks(ranks)} ({_name_hosts(ranks, hosts)})"
         for value, ranks in holders.items()
     ]
     return f"{name}: {'; '.join(shown)}"
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    """Such as `ranks 0-2, 7`."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], rank]
-        else:
-            spans.append([rank])
-    shown = ", ".join("-".join(map(str, span)) for span in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _name_hosts(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from trainyard.config.run import Run
 from trainyard.data.publish import publish_text
 from trainyard.errors import MachineError
-from trainyard.report.metrics import Line
-from trainyard.report.plots import Plot, RunCurves, build_plots, render_svg, save_png
-from trainyard.report.style import STYLE
-from trainyard.report.summary import (
-    UNKNOWN,
-    ReportedRun,
-    load_reported_run,
-    summarise,
+from trainyard.report.history import Line
+from trainyard.report.pictures import render_svg, save_png
+from trainyard.report.planned import compare_with_plan
+from trainyard.report.plots import (
+    LOSS,
+    MARKS_LIMIT,
+    POINTS_IN_A_CURVE,
+    POINTS_IN_ALL,
+    RunCurves,
+    build_plot,
+    build_plots,
 )
+from trainyard.report.style import STYLE
+from trainyard.report.summary import UNKNOWN, ReportedRun, load_reported_run, summarise
+from trainyard.report.tables import as_text, render_events, render_settings, render_table
 
 SAMPLES_SHOWN = 8  # of each prompt, from the first to the last
-SAMPLE_CHARACTERS = 2000
+PROMPTS_SHOWN = 12
+SAMPLE_CHARACTERS = 1200
+PROMPT_CHARACTERS = 300
 # Even a text that got past the escaping could neither run nor fetch anything.
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
-Fields = dict[str, str]
 
+def write_report(run_folders: list[Path], output: Path, png_folder: Path | None = None) -> None:
+    """Writes the report of one or several runs.
 
-def write_report(run_folders: list[Path], output: Path) -> None:
-    """Writes the report of one or several runs, and each run's curves as PNG into its plots/.
+    Args:
+        run_folders: of the runs, in the order in which they are shown.
+        output: the file to write.
+        png_folder: where each curve is written as a PNG too.
 
     Raises:
         DataError: a folder is no run folder, or a file in it is malformed.
@@ -38,16 +48,17 @@ def write_report(run_folders: list[Path], output: Path) -> None:
         MachineError: a file cannot be written.
     """
     runs = _distinguish([load_reported_run(folder) for folder in run_folders])
-    for reported in runs:
-        _save_plots(reported.folder / "plots", build_plots([build_curves(reported)]))
-    together = build_plots([build_curves(reported) for reported in runs])
-    publish_text(output, render_page(runs, together))
+    if png_folder is not None:
+        _save_plots(png_folder, [build_curves(reported) for reported in runs])
+    publish_text(output, render_page(runs))
 
 
-def render_page(runs: list[ReportedRun], plots: list[Plot]) -> str:
+def render_page(runs: list[ReportedRun]) -> str:
     """Renders the whole page."""
-    title = f"Training report: {', '.join(reported.name for reported in runs)}"
-    figures = "\n".join(f'<figure class="card">{render_svg(plot)}</figure>' for plot in plots)
+    alone = len(runs) == 1
+    names = [reported.name for reported in runs]
+    title = f"Training report: {', '.join(names) if len(runs) <= 3 else f'{len(runs)} runs'}"
+    versions = [{k: as_text(v) for k, v in reported.versions.items()} for reported in runs]
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -60,20 +71,22 @@ def render_page(runs: list[ReportedRun], plots: list[Plot]) -> str:
 <body>
 <header>
 <h1>{escape(title)}</h1>
-{"".join(_render_heading(reported, alone=len(runs) == 1) for reported in runs)}
+{"".join(_render_heading(reported, alone=alone) for reported in runs)}
 </header>
 <main>
 <h2>Summary</h2>
-{_render_tiles(runs[0]) if len(runs) == 1 else _render_comparison(runs)}
+{_render_tiles(runs[0]) if alone else _render_comparison(runs)}
 <h2>Curves</h2>
-<div class="plots">
-{figures}
-</div>
-{"".join(_render_samples(reported, alone=len(runs) == 1) for reported in runs)}
+{_render_curves(runs)}
+<h2>Restarts, skipped steps and failed saves</h2>
+{render_events(runs)}
+<h2>Plan against measured</h2>
+{"".join(_render_planned(reported, alone=alone) for reported in runs)}
+{"".join(_render_samples(reported, alone=alone) for reported in runs)}
 <h2>Settings</h2>
-{_render_settings(runs)}
+{render_settings(runs)}
 <h2>Environment</h2>
-{_render_table([{k: _text(v) for k, v in reported.versions.items()} for reported in runs], runs)}
+{render_table(versions, [] if alone else names)}
 </main>
 </body>
 </html>
@@ -93,21 +106,18 @@ def _distinguish(runs: list[ReportedRun]) -> list[ReportedRun]:
 
 def build_curves(reported: ReportedRun) -> RunCurves:
     """Picks what is drawn of a run."""
-    unigram_loss = reported.evaluation.get("unigram_loss")
-    return RunCurves(
-        reported.name, reported.metrics, reported.run.model.sequence_length, unigram_loss
-    )
+    return RunCurves(reported.name, reported.metrics, reported.evaluation.get("unigram_loss"))
 
 
-def _save_plots(folder: Path, plots: list[Plot]) -> None:
+def _save_plots(folder: Path, runs: list[RunCurves]) -> None:
     try:
-        folder.mkdir(exist_ok=True)
-        for plot in plots:
+        folder.mkdir(parents=True, exist_ok=True)
+        for plot in build_plots(runs):
             save_png(plot, folder)
     except OSError as error:
         raise MachineError(
             f"cannot write plots into {folder}: {error.strerror}",
-            "make the run folder writable, or copy it to where you may write",
+            "give --png a folder that you may write to",
         ) from None
 
 
@@ -118,12 +128,15 @@ def _render_heading(reported: ReportedRun, *, alone: bool) -> str:
         f"sequences of {model.sequence_length} tokens",
         f"precision {reported.run.precision.kind}",
         *([f"on {metrics.device}"] if metrics.device else []),
-        f"ended: {metrics.reason}" if metrics.reason else "not ended, or ended without saying why",
+        f"ended: {reported.reason}"
+        if reported.reason
+        else "not ended, or ended without saying why",
     ]
     facts = escape("; ".join(parts))
+    damage = f'<p class="alert">{escape(metrics.damage)}.</p>\n' if metrics.damage else ""
     if not alone:
-        return f'<p class="muted"><b>{escape(reported.name)}</b>: {facts}.</p>\n'
-    return f'<p class="muted">{facts}.</p>\n<p>{escape(reported.run.description)}</p>\n'
+        return f'<p class="muted"><b>{escape(reported.name)}</b>: {facts}.</p>\n{damage}'
+    return f'<p class="muted">{facts}.</p>\n<p>{escape(reported.run.description)}</p>\n{damage}'
 
 
 def _render_tiles(reported: ReportedRun) -> str:
@@ -139,22 +152,66 @@ def _render_tiles(reported: ReportedRun) -> str:
 
 def _render_comparison(runs: list[ReportedRun]) -> str:
     columns = [{figure.label: figure.value for figure in summarise(run)} for run in runs]
-    return _render_table(columns, runs, css="summary")
+    known = {key for column in columns for key, value in column.items() if value != UNKNOWN}
+    columns = [{key: column[key] for key in column if key in known} for column in columns]
+    return render_table(columns, [reported.name for reported in runs])
+
+
+def _render_curves(runs: list[ReportedRun]) -> str:
+    """Draws the loss twice: as large as a screen allows, and as small as a phone needs."""
+    curves = [build_curves(reported) for reported in runs]
+    large = render_svg(build_plot(LOSS, curves, scale=2), "large-")
+    loss, *others = (render_svg(plot) for plot in build_plots(curves))
+    figures = [
+        f'<figure class="card large">{large}</figure>',
+        f'<figure class="card small">{loss}</figure>',
+        *(f'<figure class="card">{svg}</figure>' for svg in others),
+    ]
+    n_points = min(POINTS_IN_A_CURVE, POINTS_IN_ALL // len(runs))
+    notes = []
+    if any(len(run.metrics.train) > n_points for run in curves):
+        notes.append(
+            f"Curves of more than {n_points} points are cut into so many stretches: the line is "
+            "the mean of each, the band goes from its least to its greatest."
+        )
+    if any(n > MARKS_LIMIT for run in curves for n in _count_by_kind(run)):
+        notes.append(f"Of more than {MARKS_LIMIT} marks of a kind, {MARKS_LIMIT} are drawn.")
+    if any(run.metrics.abandoned for run in curves):
+        notes.append(
+            "Faint lines are steps that were done again after a restart or on going back; only "
+            "what was done last counts."
+        )
+    note = f'\n<p class="muted">{" ".join(notes)}</p>' if notes else ""
+    return f'<div class="plots">\n{chr(10).join(figures)}\n</div>{note}'
+
+
+def _count_by_kind(run: RunCurves) -> Iterable[int]:
+    return Counter(event.kind for event in run.metrics.events).values()
+
+
+def _render_planned(reported: ReportedRun, *, alone: bool) -> str:
+    rows = compare_with_plan(reported)
+    columns = [{key: pair[side] for key, pair in rows.items()} for side in (0, 1)]
+    title = "" if alone else f"<h3>{escape(reported.name)}</h3>\n"
+    return title + render_table(columns, ["planned", "measured"])
 
 
 def _render_samples(reported: ReportedRun, *, alone: bool) -> str:
-    prompts = dict.fromkeys(str(line.get("prompt", "")) for line in reported.metrics.samples)
+    prompts = list(dict.fromkeys(str(line.get("prompt", "")) for line in reported.metrics.samples))
     if not prompts:
         return ""
     title = "Samples" if alone else f"Samples of {reported.name}"
     parts = [f"<h2>{escape(title)}</h2>\n"]
-    for prompt in prompts:
+    for prompt in prompts[:PROMPTS_SHOWN]:
         lines = [line for line in reported.metrics.samples if str(line.get("prompt", "")) == prompt]
         newest, *earlier = reversed(_spread(lines))
         parts.append(_render_sample(newest, prompt))
         if earlier:
             texts = "\n".join(_render_sample(line, prompt) for line in earlier)
             parts.append(f"<details><summary>Earlier in training</summary>\n{texts}</details>\n")
+    if len(prompts) > PROMPTS_SHOWN:
+        n_left_out = len(prompts) - PROMPTS_SHOWN
+        parts.append(f'<p class="muted">{n_left_out:,} more prompts are left out.</p>\n')
     return "".join(parts)
 
 
@@ -168,71 +225,5 @@ def _render_sample(line: Line, prompt: str) -> str:
     text = str(line.get("text", "")).removeprefix(prompt)[:SAMPLE_CHARACTERS]
     return (
         f'<div class="card sample"><small>step {line["step"]:,}</small>'
-        f"<blockquote><b>{escape(prompt)}</b>{escape(text)}</blockquote></div>\n"
+        f"<blockquote><b>{escape(prompt[:PROMPT_CHARACTERS])}</b>{escape(text)}</blockquote></div>\n"
     )
-
-
-def _render_settings(runs: list[ReportedRun]) -> str:
-    """Shows what differs from the defaults; the rest can be unfolded."""
-    defaults = _flatten(Run().model_dump(mode="json"))
-    columns = [_flatten(reported.run.model_dump(mode="json")) for reported in runs]
-    for fields in columns:
-        del fields["name"], fields["description"]
-    keys = list(dict.fromkeys(key for fields in columns for key in fields))
-    changed = {key for key in keys if any(f.get(key) != defaults.get(key) for f in columns)}
-    chosen = [{key: f.get(key, UNKNOWN) for key in keys if key in changed} for f in columns]
-    others = {key: defaults[key] for key in keys if key not in changed}
-    note = "Values that are not the default are <mark>marked</mark>." if len(runs) > 1 else ""
-    return (
-        f'<p class="muted">{len(changed)} settings differ from their defaults. {note}</p>\n'
-        f"{_render_table(chosen, runs, defaults)}\n"
-        f"<details><summary>{len(others)} settings at their defaults</summary>\n"
-        f"{_render_table([others], runs[:1])}</details>"
-    )
-
-
-def _render_table(
-    columns: list[Fields], runs: list[ReportedRun], defaults: Fields | None = None, css: str = ""
-) -> str:
-    """Renders one row for each field and one column for each run."""
-    keys = list(dict.fromkeys(key for column in columns for key in column))
-    if not keys:
-        return '<p class="muted">Nothing recorded.</p>'
-    head = ""
-    if len(columns) > 1:
-        names = "".join(f'<th scope="col">{escape(reported.name)}</th>' for reported in runs)
-        head = f"<thead><tr><td></td>{names}</tr></thead>\n"
-    rows = "\n".join(
-        f'<tr><th scope="row">{_breakable(key)}</th>'
-        + "".join(_render_cell(column.get(key, UNKNOWN), key, defaults) for column in columns)
-        + "</tr>"
-        for key in keys
-    )
-    table = f'<table class="{css}">\n{head}<tbody>\n{rows}\n</tbody></table>'
-    return f'<div class="card scroll" tabindex="0">{table}</div>'
-
-
-def _render_cell(value: str, key: str, defaults: Fields | None) -> str:
-    text = escape(value)
-    is_changed = defaults is not None and value != defaults.get(key)
-    return f"<td><mark>{text}</mark></td>" if is_changed else f"<td>{text}</td>"
-
-
-def _breakable(key: str) -> str:
-    """Lets a narrow screen break a field's name where its words end."""
-    return escape(key).replace(".", ".<wbr>").replace("_", "_<wbr>")
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> Fields:
-    """Names nested values by their dotted fields, as a run file on the command line does."""
-    fields: Fields = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            fields |= _flatten(value, f"{prefix}{key}.")
-        else:
-            fields[prefix + key] = _text(value)
-    return fields
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

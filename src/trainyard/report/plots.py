@@ -1,51 +1,57 @@
-"""Curves of one or several runs, as SVG for the page and as PNG for papers.
+"""Curves of one or several runs over the tokens consumed, with what befell them.
 
-One figure serves both: it is drawn in the colours of the light page. In the SVG each of these
-colours is replaced by a CSS variable of the page, so that the drawing turns with the dark mode.
+A curve of more points than a drawing can show is cut into stretches of equally many: the line is
+the mean of each, the band around it goes from the least to the greatest, so no spike is lost.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    MaxNLocator,
+    MultipleLocator,
+    NullLocator,
+)
 
-from trainyard.report.metrics import Curve, Metrics, curve
-from trainyard.units import format_large
+from trainyard.report.history import Curve, EventKind, Metrics, Table
+from trainyard.report.pictures import ALERT, MUTED, RUN_COLOURS, Plot, drawing_style
+from trainyard.report.thinning import Thin, thin_out
+from trainyard.units import format_bytes, format_large
 
-WIDTH_INCHES, HEIGHT_INCHES = 5.4, 3.3
+SIZE_INCHES = (4.0, 2.6)
+"""Of a column of a paper, without the legend; on the page it fills the width of a phone, or a third
+of a screen's."""
+LEGEND_ROW_INCHES = 0.17
+LEGEND_CHARACTERS_PER_INCH = 15
+LEGEND_HANDLE_CHARACTERS = 8
+NAME_CHARACTERS = 48
+POINTS_IN_ALL = 3000
 POINTS_IN_A_CURVE = 500
-HELD_OUT_POINTS = 50
+ABANDONED_POINTS = 300
+HELD_OUT_POINTS = 60
+MARKS_LIMIT = 100
 NATS_TICKS = (0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 15, 20)
-PNG_DOTS_PER_INCH = 200
 
-RESTART, HELD_OUT, UNIGRAM = "restart", "held out", "token frequencies alone"
+HELD_OUT, UNIGRAM, ABANDONED = "held out", "token frequencies alone", "done again later"
 HELD_OUT_STYLE: Any = {"marker": "o", "markersize": 3.5, "linestyle": ""}
-
-TEXT, MUTED, GRID, CARD = "#1d2430", "#5b6675", "#dde1e7", "#fefefe"
-# Okabe and Ito's palette, which colour-blind readers can tell apart, darkened to read on white.
-RUN_COLOURS = ("#0b6bb3", "#c2570a", "#11805a", "#9b4a8a", "#8a6d00", "#3b8ea5")
-CSS_OF_COLOUR = {
-    TEXT: "var(--text)",
-    MUTED: "var(--muted)",
-    GRID: "var(--grid)",
-    CARD: "var(--card)",
-    **{colour: f"var(--run-{number})" for number, colour in enumerate(RUN_COLOURS)},
+MARKS: dict[EventKind, tuple[str, str]] = {
+    "restart": ("restart", ":"),
+    "rollback": ("went back", "--"),
+    "save failed": ("save failed", "-."),
 }
+LINE_STYLES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1.5, 1)))
+"""Of the first six runs, of the next six, of all others."""
+SKIPPED, NOT_A_NUMBER = "skipped steps", "not a number"
+RUGS = {SKIPPED: "^", NOT_A_NUMBER: "x"}
+"""Markers along the lower edge."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,22 @@ class Quantity:
     unit: str = ""
     logarithmic_from: float = math.inf
     """Ratio of greatest to least from which a logarithmic axis shows more."""
+    from_zero: bool = False
+    only_if_it_changes: bool = False
 
 
+LOSS = Quantity("loss", "loss", "Loss", "nats per token", 2)
+MEMORY = Quantity("memory", "memory_bytes", "Peak memory", "device or process", from_zero=True)
 QUANTITIES = (
-    Quantity("loss", "loss", "Loss", "nats per token", 2),
-    Quantity("learning_rate", "learning_rate", "Learning rate"),
-    Quantity("throughput", "sequences_per_second", "Throughput", "tokens/s"),
+    LOSS,
+    Quantity("learning_rate", "learning_rate", "Learning rate", from_zero=True),
     Quantity("gradient_norm", "gradient_norm", "Gradient norm", "before clipping", 20),
+    Quantity(
+        *("throughput", "tokens_per_second_per_device", "Throughput", "tokens/s per device"),
+        from_zero=True,
+    ),
+    MEMORY,
+    Quantity("loss_scale", "loss_scale", "Loss scale", "fp16", 4, only_if_it_changes=True),
 )
 
 
@@ -74,185 +89,222 @@ class RunCurves:
 
     name: str
     metrics: Metrics
-    sequence_length: int
-    unigram_loss: float | None
-
-    def values(self, key: str) -> tuple[Curve, Curve]:
-        """Gives tokens consumed and one quantity of the training lines."""
-        x, y = curve(self.metrics.train, key)
-        return x, y * self.sequence_length if key == "sequences_per_second" else y
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A finished drawing and the sentence that stands for it where it cannot be seen."""
-
-    name: str
-    title: str
-    description: str
-    figure: Figure
+    unigram_loss: float | None = None
 
 
 def build_plots(runs: list[RunCurves]) -> list[Plot]:
-    """Draws loss, learning rate, throughput and gradient norm over the tokens consumed."""
-    return [_build_plot(quantity, runs) for quantity in QUANTITIES]
+    """Draws each quantity over the tokens consumed, all runs in one picture."""
+    return [
+        build_plot(quantity, runs)
+        for quantity in QUANTITIES
+        if not quantity.only_if_it_changes or any(_changes(run, quantity.key) for run in runs)
+    ]
 
 
-def render_svg(plot: Plot) -> str:
-    """Renders a plot to stand inside a page: text as text, colours from the page's CSS."""
-    buffer = io.StringIO()
-    with _style():
-        FigureCanvasSVG(plot.figure).print_svg(
-            buffer, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
-    # Several drawings share one page: their ids must differ.
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{plot.name}-", svg)
-    for colour, variable in CSS_OF_COLOUR.items():
-        svg = svg.replace(colour, variable)
-    size = re.search(r'viewBox="[^"]*"', svg)
-    assert size is not None
-    label = escape(f"{plot.title}. {plot.description}", quote=True)
-    opening = f'<svg role="img" aria-label="{label}" {size.group()}>'
-    return re.sub(r"<svg[^>]*>", lambda _: opening, svg, count=1).strip()
+def build_plot(quantity: Quantity, runs: list[RunCurves], scale: float = 1.0) -> Plot:
+    """Draws one quantity.
 
-
-def save_png(plot: Plot, folder: Path) -> None:
-    """Writes `folder/<name>.png` on white, sized for a column of a paper."""
-    buffer = io.BytesIO()
-    with _style():
-        FigureCanvasAgg(plot.figure)
-        plot.figure.savefig(buffer, format="png", dpi=PNG_DOTS_PER_INCH, facecolor="white")
-    (folder / f"{plot.name}.png").write_bytes(buffer.getvalue())
-
-
-@contextmanager
-def _style() -> Iterator[None]:
-    settings = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "trainyard",
-        "font.size": 9,
-        "text.color": TEXT,
-        "axes.titlecolor": TEXT,
-        "axes.labelcolor": MUTED,
-        "axes.edgecolor": MUTED,
-        "xtick.color": MUTED,
-        "ytick.color": MUTED,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": GRID,
-        "axes.axisbelow": True,
-        "legend.edgecolor": "none",
-        "legend.facecolor": CARD,
-        "legend.framealpha": 0.9,
-        "axes.unicode_minus": False,
-    }
-    with mpl.rc_context(settings):
-        yield
-
-
-def _build_plot(quantity: Quantity, runs: list[RunCurves]) -> Plot:
+    Args:
+        quantity: what to draw.
+        runs: of which.
+        scale: of the picture against its usual size; letters stay as they are.
+    """
     title = f"{quantity.title} ({quantity.unit})" if quantity.unit else quantity.title
-    with _style():
-        figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
+    width, height = SIZE_INCHES
+    with drawing_style():
+        figure = Figure(figsize=(scale * width, scale * height), layout="constrained")
         axes = figure.add_subplot()
         for patch in (figure.patch, axes.patch):
             patch.set_alpha(0)
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel("tokens consumed")
-        axes.xaxis.set_major_formatter(FuncFormatter(_format_tick))
+        n_points = min(POINTS_IN_A_CURVE, POINTS_IN_ALL // len(runs))
         for number, run in enumerate(runs):
             colour = RUN_COLOURS[number % len(RUN_COLOURS)]
-            _draw_run(axes, quantity, run, colour)
-            if quantity.name == "loss":
+            style = LINE_STYLES[min(number // len(RUN_COLOURS), len(LINE_STYLES) - 1)]
+            _draw_run(axes, quantity, run, {"color": colour, "linestyle": style}, n_points)
+            _draw_marks(axes, run.metrics, colour if len(runs) > 1 else None)
+            if quantity is LOSS:
                 _draw_held_out(axes, run, colour if len(runs) > 1 else RUN_COLOURS[1])
                 _draw_unigram_loss(axes, run)
         _scale(axes, quantity, runs)
-        _add_legend(axes, runs)
+        _add_legend(figure, axes, runs, scale)
     description = " ".join(_describe(quantity, run) for run in runs)
     return Plot(quantity.name, title, description, figure)
 
 
-def _draw_run(axes: Any, quantity: Quantity, run: RunCurves, colour: str) -> None:
-    x, y = run.values(quantity.key)
-    thin_x, middle, low, high = _thin_out(x, y)
-    axes.plot(thin_x, middle, color=colour, linewidth=1.3, label=run.name)
-    if len(thin_x) < len(x):
-        axes.fill_between(thin_x, low, high, color=colour, alpha=0.25, linewidth=0)
-    for tokens in run.metrics.tokens_at(run.metrics.restarts):
-        axes.axvline(tokens, color=MUTED, linestyle=":", linewidth=1, label=RESTART)
+def _draw_run(
+    axes: Any, quantity: Quantity, run: RunCurves, style: dict[str, Any], n_points: int
+) -> None:
+    thin = _thin(run.metrics.train, quantity.key, n_points)
+    _draw_line(axes, thin, style | {"linewidth": 1.3, "label": run.name})
+    if thin.n_in_each > 1:
+        axes.fill_between(
+            thin.x, thin.low, thin.high, color=style["color"], alpha=0.25, linewidth=0
+        )
+    n_ways = max(1, len(run.metrics.abandoned))
+    for way in run.metrics.abandoned[:MARKS_LIMIT]:
+        old = _thin(way, quantity.key, max(2, ABANDONED_POINTS // n_ways))
+        _draw_line(axes, old, style | {"linewidth": 0.9, "alpha": 0.45, "label": ABANDONED})
+    missing = np.flatnonzero(~np.isfinite(run.metrics.train[quantity.key]))
+    if 0 < len(missing) < len(run.metrics.train):
+        at = run.metrics.train["tokens"][_some(missing)]
+        _draw_rug(axes, at, NOT_A_NUMBER, ALERT)
+
+
+def _draw_line(axes: Any, thin: Thin, style: dict[str, Any]) -> None:
+    axes.plot(thin.x, thin.mean, **style)
+    # A number between two that are none has no line to be part of.
+    known = np.isfinite(np.concatenate([[np.nan], thin.mean, [np.nan]]))
+    alone = known[1:-1] & ~known[:-2] & ~known[2:]
+    if alone.any():
+        dots = {"color": style["color"], "alpha": style.get("alpha"), "linestyle": ""}
+        axes.plot(thin.x[alone], thin.mean[alone], marker=".", markersize=4, **dots)
+
+
+def _draw_marks(axes: Any, metrics: Metrics, colour: str | None) -> None:
+    """Marks where a run did not go straight on, in its own colour where there are several."""
+    across = axes.get_xaxis_transform()
+    for kind, (label, style) in MARKS.items():
+        steps = [event.step for event in metrics.events if event.kind == kind]
+        if steps:
+            at = metrics.tokens_at(steps)[_some(np.arange(len(steps)))]
+            mark = colour or (ALERT if kind == "save failed" else MUTED)
+            axes.vlines(
+                *(at, 0, 1), transform=across, color=mark, linestyle=style, linewidth=1, label=label
+            )
+    steps = [event.step for event in metrics.events if event.kind == "skipped"]
+    if steps:
+        at = metrics.tokens_at(steps)[_some(np.arange(len(steps)))]
+        _draw_rug(axes, at, SKIPPED, colour or ALERT)
+
+
+def _draw_rug(axes: Any, at: Curve, label: str, colour: str) -> None:
+    style: Any = {"marker": RUGS[label], "markersize": 4, "linestyle": "", "clip_on": False}
+    style["zorder"] = 6  # above the legend
+    edge = axes.get_xaxis_transform()
+    axes.plot(at, np.full(len(at), 0.02), color=colour, label=label, transform=edge, **style)
 
 
 def _draw_held_out(axes: Any, run: RunCurves, colour: str) -> None:
-    x, y = curve(run.metrics.evaluations, "loss")
-    if len(x):
-        x, y, _, _ = _thin_out(x, y, HELD_OUT_POINTS)
-        axes.plot(x, y, color=colour, label=HELD_OUT, **HELD_OUT_STYLE)
+    lines = [line for line in run.metrics.held_out_losses if line.get("tokens") is not None]
+    if lines:
+        x, y = (np.array([line[key] for line in lines], float) for key in ("tokens", "loss"))
+        thin = thin_out(x, y, HELD_OUT_POINTS)
+        axes.plot(thin.x, thin.mean, color=colour, label=HELD_OUT, **HELD_OUT_STYLE)
 
 
 def _draw_unigram_loss(axes: Any, run: RunCurves) -> None:
     if run.unigram_loss is not None:
-        axes.axhline(run.unigram_loss, color=MUTED, linestyle="--", linewidth=1, label=UNIGRAM)
+        axes.axhline(
+            run.unigram_loss, color=MUTED, linestyle=(0, (6, 2)), linewidth=1, label=UNIGRAM
+        )
 
 
-def _thin_out(
-    x: Curve, y: Curve, n_points: int = POINTS_IN_A_CURVE
-) -> tuple[Curve, Curve, Curve, Curve]:
-    """Gives x, mean, least and greatest of as many equal stretches as a drawing can show."""
-    if len(x) <= n_points:
-        return x, y, y, y
-    starts = np.linspace(0, len(x), n_points, endpoint=False).astype(int)
-    counts = np.diff([*starts, len(x)])
-    x, mean = (np.add.reduceat(values, starts) / counts for values in (x, y))
-    return x, mean, np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
+def _thin(table: Table, key: str, n_points: int) -> Thin:
+    known = np.isfinite(table["tokens"])
+    return thin_out(table["tokens"][known], table[key][known], n_points)
+
+
+def _some(rows: Any) -> Any:
+    """Picks as many as can be told apart, at equal distances."""
+    n_shown = min(MARKS_LIMIT, len(rows))
+    return rows[np.linspace(0, len(rows) - 1, n_shown).astype(int)]
+
+
+def _changes(run: RunCurves, key: str) -> bool:
+    values = run.metrics.train[key]
+    values = values[np.isfinite(values)]
+    return bool(len(values)) and values.min() < values.max()
 
 
 def _scale(axes: Any, quantity: Quantity, runs: list[RunCurves]) -> None:
-    values = np.concatenate([run.values(quantity.key)[1] for run in runs])
+    tables = [table for run in runs for table in (run.metrics.train, *run.metrics.abandoned)]
+    values = np.concatenate([table[quantity.key] for table in tables])
+    values = values[np.isfinite(values)]
     if not len(values):
         axes.text(0.5, 0.5, "nothing logged", transform=axes.transAxes, ha="center", color=MUTED)
         axes.set(xticks=[], yticks=[])
         return
     axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(FuncFormatter(_format_tick))
     low, high = values.min(), values.max()
-    if quantity.name in ("learning_rate", "throughput"):
+    if quantity.from_zero:
         axes.set_ylim(bottom=0, top=1.08 * high or 1)
     elif low > 0 and high > quantity.logarithmic_from * low:
         axes.set_yscale("log")
         if high < 10 * low:  # too short for powers of ten
             axes.yaxis.set_major_locator(FixedLocator(NATS_TICKS))
             axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(_format_tick))
+    if quantity is MEMORY:
+        step = 2.0 ** math.floor(math.log2(max(high, 1) / 2.5))
+        axes.yaxis.set_major_locator(MultipleLocator(step))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(_format_memory if quantity is MEMORY else _format_tick)
+    )
 
 
-def _add_legend(axes: Any, runs: list[RunCurves]) -> None:
-    """Names each kind of line once; names are text, never formulas."""
+def _add_legend(figure: Figure, axes: Any, runs: list[RunCurves], scale: float) -> None:
+    """Names each kind of line once, below the axes, where it hides nothing."""
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    lines = {run.name: handles[run.name] for run in runs}
-    handles = {label: handle for label, handle in handles.items() if label not in lines}
+    lines = {run.name: handles.pop(run.name) for run in runs}
     if len(runs) == 1:
-        lines = {"training": lines[runs[0].name]} if HELD_OUT in handles else {}
-    elif HELD_OUT in handles:  # each run has its own colour, so the legend shows none
-        handles[HELD_OUT] = Line2D([], [], color=MUTED, **HELD_OUT_STYLE)
+        lines = {"training": lines[runs[0].name]} if handles else {}
+    else:  # each run has its own colour, so what all have in common shows none
+        common: dict[str, Any] = {label: {"linestyle": style} for label, style in MARKS.values()}
+        common |= {HELD_OUT: HELD_OUT_STYLE, ABANDONED: {"linewidth": 0.9, "alpha": 0.45}}
+        common |= {label: {"marker": mark, "linestyle": ""} for label, mark in RUGS.items()}
+        for label in handles.keys() & common.keys():
+            handles[label] = Line2D([], [], color=MUTED, **common[label])
     handles = {**lines, **handles}
-    if handles:
-        legend = axes.legend(handles.values(), handles.keys(), fontsize=8)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+    if not handles:
+        return
+    labels = [_shorten(label) for label in handles]
+    width, height = figure.get_size_inches()
+    # As many rows as in the usual size, so that a larger picture keeps its proportions.
+    n_rows = -(-len(labels) // _legend_columns(labels, width / scale))
+    figure.set_size_inches(width, height + scale * LEGEND_ROW_INCHES * n_rows)
+    n_columns = _legend_columns(labels, width)
+    legend = figure.legend(
+        *(handles.values(), labels),
+        loc="outside lower left",
+        ncols=n_columns,
+        fontsize=8,
+        columnspacing=1.2,
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # names are text, never formulas
+
+
+def _legend_columns(labels: list[str], width: float) -> int:
+    """Finds into how many columns labels fit, which are filled one after another."""
+    room = width * LEGEND_CHARACTERS_PER_INCH
+    for n_columns in range(len(labels), 1, -1):
+        columns = np.array_split(labels, n_columns)
+        if sum(max(map(len, each)) + LEGEND_HANDLE_CHARACTERS for each in columns) <= room:
+            return n_columns
+    return 1
+
+
+def _shorten(name: str) -> str:
+    """Leaves the end of a long name, where a path says most."""
+    return name if len(name) <= NAME_CHARACTERS else f"…{name[1 - NAME_CHARACTERS :]}"
 
 
 def _format_tick(value: float, _position: int = 0) -> str:
     return "0" if value == 0 else format_large(value)
 
 
+def _format_memory(value: float, _position: int = 0) -> str:
+    return "0" if value == 0 else format_bytes(value).replace(".0 ", " ")
+
+
 def _describe(quantity: Quantity, run: RunCurves) -> str:
-    x, y = run.values(quantity.key)
-    if not len(x):
+    known = np.isfinite(run.metrics.train[quantity.key]) & np.isfinite(run.metrics.train["tokens"])
+    if not known.any():
         return f"{run.name}: nothing logged."
+    x, y = run.metrics.train["tokens"][known], run.metrics.train[quantity.key][known]
     return (
         f"{run.name}: from {y[0]:.4g} at {format_large(x[0])} tokens "
         f"to {y[-1]:.4g} at {format_large(x[-1])} tokens."

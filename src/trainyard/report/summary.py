@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import math
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainyard.config.load import load_run
+from trainyard.config.reading import parse_json, read_file
 from trainyard.config.run import Run
 from trainyard.errors import DataError
-from trainyard.report.metrics import Metrics, read_metrics
+from trainyard.report.history import Metrics, is_finite
+from trainyard.report.metrics import read_metrics
 from trainyard.units import format_bytes, format_large, format_seconds
 
 UNKNOWN = "–"  # noqa: RUF001  (the dash that tables use)
@@ -27,6 +26,7 @@ class ReportedRun:
         evaluation: evaluation.json, or what the last evaluation in training found.
         plan: plan.json; empty where there is none.
         versions: versions.json; empty where there is none.
+        outcome: outcome.json; empty while it runs, or when it was killed.
     """
 
     folder: Path
@@ -36,6 +36,12 @@ class ReportedRun:
     evaluation: dict[str, Any]
     plan: dict[str, Any]
     versions: dict[str, Any]
+    outcome: dict[str, Any]
+
+    @property
+    def reason(self) -> str:
+        """Why it ended; empty while it runs, or when it was killed."""
+        return self.metrics.reason or str(self.outcome.get("reason", "")).split("\n")[0]
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,23 @@ def load_reported_run(folder: Path) -> ReportedRun:
         DataError: it is no run folder, or a file in it is malformed.
         ConfigError: its run.toml is not valid.
     """
+    run = load_run_of(folder)
+    metrics = read_metrics(folder / "metrics.jsonl")
+    last = metrics.evaluations[-1] if metrics.evaluations else {}
+    evaluation = load_facts(folder / "evaluation.json") or last
+    plan, versions, outcome = (
+        load_facts(folder / f"{name}.json") for name in ("plan", "versions", "outcome")
+    )
+    return ReportedRun(folder, run.name, run, metrics, evaluation, plan, versions, outcome)
+
+
+def load_run_of(folder: Path) -> Run:
+    """Reads run.toml of a run folder.
+
+    Raises:
+        DataError: it is no run folder.
+        ConfigError: its run.toml is not valid.
+    """
     if not folder.is_dir():
         raise DataError(f"no folder {folder}", "give a run folder, such as runs/my-run")
     if not (folder / "run.toml").exists():
@@ -61,46 +84,17 @@ def load_reported_run(folder: Path) -> ReportedRun:
             f"{folder} is not a run folder: it has no run.toml",
             "give the folder that trainyard train wrote, such as runs/my-run",
         )
-    run = load_run(str(folder / "run.toml")).run
-    metrics = read_metrics(folder / "metrics.jsonl")
-    last = metrics.evaluations[-1] if metrics.evaluations else {}
-    evaluation = _load_json(folder / "evaluation.json") or last
-    plan, versions = (_load_json(folder / f"{name}.json") for name in ("plan", "versions"))
-    return ReportedRun(folder, run.name, run, metrics, evaluation, plan, versions)
+    return load_run(str(folder / "run.toml")).run
 
 
-def summarise(reported: ReportedRun) -> list[Figure]:
-    """Lists the numbers of a run, the most telling first."""
-    metrics, evaluation = reported.metrics, reported.evaluation
-    last = metrics.train[-1] if metrics.train else {}
-    step, n_steps = last.get("step"), reported.plan.get("n_steps")
-    rate = _median(reported, "sequences_per_second")
-    tokens_per_second = rate and rate * reported.run.model.sequence_length
-    utilisation = _median(reported, "model_flops_utilisation")
-    frequencies = "what token frequencies alone reach"
-    tflops = _show(_median(reported, "tflops_per_second_per_device"), "{:.3g}")
-    skipped = last.get("skipped_steps")
-    return [
-        Figure("Held-out loss", _show(evaluation.get("loss"), "{:.4f}"), "nats per token"),
-        Figure("Perplexity", _show(evaluation.get("perplexity"), "{:,.2f}"), "on held-out text"),
-        Figure("Bits per byte", _show(evaluation.get("bits_per_byte"), "{:.4f}"), "held-out text"),
-        Figure("Frequency loss", _show(evaluation.get("unigram_loss"), "{:.4f}"), frequencies),
-        Figure("Training loss", _show(last.get("loss"), "{:.4f}"), "at the last logged step"),
-        Figure("Parameters", _large(reported.plan.get("n_parameters"))),
-        Figure("Tokens", _large(last.get("tokens")), "consumed"),
-        Figure("Steps", _show(step, "{:,}"), f"of {n_steps:,}" if n_steps else ""),
-        Figure("Time", format_seconds(metrics.seconds), _time_meaning(metrics)),
-        Figure("Tokens/s", _large(tokens_per_second), "median, all devices"),
-        Figure("TFLOP/s", tflops, _utilisation(utilisation)),
-        Figure("Peak memory", _memory(last.get("memory_bytes")), metrics.device),
-        Figure("Skipped steps", _show(skipped, "{:,}"), "gradients not finite"),
-    ]
+def load_facts(path: Path) -> dict[str, Any]:
+    """Reads an object; one that is not there is empty.
 
-
-def _load_json(path: Path) -> dict[str, Any]:
-    """Reads an object; one that is not there is empty."""
+    Raises:
+        DataError: it cannot be read, or is none.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_file(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -110,31 +104,50 @@ def _load_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _median(reported: ReportedRun, key: str) -> float | None:
-    values = [line[key] for line in reported.metrics.train if line.get(key) is not None]
-    return statistics.median(values) if values else None
+def summarise(reported: ReportedRun) -> list[Figure]:
+    """Lists the numbers of a run, the most telling first."""
+    metrics, evaluation, train = reported.metrics, reported.evaluation, reported.metrics.train
+    step, n_steps = train.last("step"), reported.plan.get("n_steps")
+    of_steps = f"of {n_steps:,}" if is_finite(n_steps) else ""
+    best = min(metrics.held_out_losses, key=lambda line: line["loss"], default={})
+    best_at = f"nats per token, at step {best['step']:,}" if best else ""
+    tflops = show(train.median("tflops_per_second_per_device"), "{:.3g}")
+    utilisation = train.median("model_flops_utilisation")
+    of_peak = "" if utilisation is None else f", {utilisation:.1%} of its peak"
+    n_restarts, n_back = metrics.count("restart"), metrics.count("rollback")
+    return [
+        Figure("Held-out loss", show(evaluation.get("loss"), "{:.4f}"), "nats per token, the last"),
+        Figure("Best held-out loss", show(best.get("loss"), "{:.4f}"), best_at),
+        Figure("Training loss", show(train.last("loss"), "{:.4f}"), "at the last logged step"),
+        Figure("Perplexity", show(evaluation.get("perplexity"), "{:,.2f}"), "on held-out text"),
+        Figure("Bits per byte", show(evaluation.get("bits_per_byte"), "{:.4f}"), "held-out text"),
+        Figure(
+            "Frequency loss",
+            show(evaluation.get("unigram_loss"), "{:.4f}"),
+            "what token frequencies alone reach",
+        ),
+        Figure("Tokens/s", large(train.median("tokens_per_second_per_device")), "per device"),
+        Figure("TFLOP/s", tflops, f"per device{of_peak}"),
+        Figure("Time", format_seconds(metrics.seconds), "pauses left out"),
+        Figure("Steps", show(step, "{:,.0f}"), of_steps),
+        Figure("Tokens", large(train.last("tokens")), "consumed"),
+        Figure("Parameters", large(reported.plan.get("n_parameters"))),
+        Figure("Peak memory", memory(train.last("memory_bytes")), metrics.device),
+        Figure("Restarts", f"{n_restarts:,}", f"went back: {n_back:,}" if n_back else ""),
+        Figure("Skipped steps", show(train.last("skipped_steps"), "{:,.0f}"), "no update"),
+    ]
 
 
-def _show(value: Any, style: str) -> str:
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return UNKNOWN
-    return style.format(value)
+def show(value: Any, style: str) -> str:
+    """Formats a number; what is none is a dash."""
+    return style.format(value) if is_finite(value) else UNKNOWN
 
 
-def _large(value: Any) -> str:
-    return format_large(value) if isinstance(value, int | float) else UNKNOWN
+def large(value: Any) -> str:
+    """Formats a number to three digits and a prefix; what is none is a dash."""
+    return format_large(value) if is_finite(value) else UNKNOWN
 
 
-def _memory(value: Any) -> str:
-    return format_bytes(value) if isinstance(value, int | float) else UNKNOWN
-
-
-def _utilisation(value: float | None) -> str:
-    return "per device" if value is None else f"per device, {value:.1%} of its peak"
-
-
-def _time_meaning(metrics: Metrics) -> str:
-    n_restarts = len(metrics.restarts)
-    if not n_restarts:
-        return "without a restart"
-    return f"with {n_restarts} restart{'s' if n_restarts > 1 else ''}, pauses left out"
+def memory(value: Any) -> str:
+    """Formats a number of bytes; what is none is a dash."""
+    return format_bytes(value) if is_finite(value) else UNKNOWN

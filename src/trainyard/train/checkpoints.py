@@ -3,34 +3,61 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.format import Facts, Manifest, read_manifest
-from trainyard.checkpoint.load import load_into, newest_checkpoint
+from trainyard.checkpoint.background import Retention, Saver
+from trainyard.checkpoint.format import Facts, Manifest, read_manifest, step_of
+from trainyard.checkpoint.load import complete_checkpoints, load_into
 from trainyard.checkpoint.resume import check_resumable
-from trainyard.checkpoint.save import ALONE, Ranks, keep_newest, save_checkpoint
+from trainyard.checkpoint.save import ALONE, Ranks
 from trainyard.errors import CheckpointError
 from trainyard.launch.environment import read_versions
 from trainyard.parallel.placement import Placement, is_writer, local_part, place
-from trainyard.train.state import Parts, SkippedSteps, State
+from trainyard.plan.saving import checkpoint_bytes
+from trainyard.train.state import Parts, State
 
 logger = logging.getLogger("trainyard")
 
 Resume = Literal["auto", "must", "never"]
+WEIGHTS = "model."
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_state(parts: Parts, state: State) -> Path:
-    """Saves weights, optimizer and progress as the newest checkpoint, and removes the oldest.
+def build_saver(parts: Parts) -> Saver:
+    """Makes what saves the checkpoints of a run."""
+    mesh, settings = parts.replica.mesh, parts.run.checkpoint
+    ranks = ALONE
+    if mesh.topology.n_ranks > 1:
+        ranks = Ranks(mesh.rank, mesh.topology.n_ranks, mesh.saving_barrier)
+    keep = Retention(settings.keep_last, settings.keep_every, settings.keep_best)
+    folder = checkpoint_folder(parts.folder)
+    saver = Saver(folder, ranks, keep, background=settings.background)
+    weights, _ = _named_parts(parts, to_write=True)
+    weights_bytes = sum(
+        values.nbytes for name, values in weights.items() if name.startswith(WEIGHTS)
+    )
+    saver.reserve((1 + len(MOMENTS)) * weights_bytes, parts.device)
+    return saver
 
-    Raises:
-        MachineError: the disk is full or cannot be written; older checkpoints are as they were.
+
+def save_state(parts: Parts, state: State, saver: Saver, held_out_loss: float | None) -> None:
+    """Saves weights, optimizer and progress; in the background, from a copy, if the run says so.
+
+    Args:
+        parts: of the run.
+        state: how far it is.
+        saver: knows what became of it; see there.
+        held_out_loss: found at this very step; checkpoints are compared by it.
     """
     consumed = parts.batches.consumed(state.step)
+    training = state.as_json()
+    if held_out_loss is not None:
+        training["held_out_loss"] = held_out_loss
     facts = Facts(
         step=state.step,
         consumed_sequences=consumed,
@@ -39,19 +66,10 @@ def save_state(parts: Parts, state: State) -> Path:
         plan=parts.plan.as_json(),
         versions=read_versions(),
         data_fingerprint=parts.data_fingerprint,
-        training={"skipped_steps": state.skipped.total},
+        training=training,
     )
-    folder = checkpoint_folder(parts.folder)
-    mesh = parts.replica.mesh
-    ranks = (
-        ALONE
-        if mesh.topology.n_ranks == 1
-        else Ranks(mesh.rank, mesh.topology.n_ranks, mesh.barrier)
-    )
-    path = save_checkpoint(folder, facts, *_named_parts(parts, to_write=True), ranks)
-    if parts.is_first_rank:
-        keep_newest(folder, parts.run.checkpoint.keep_last)
-    return path
+    tensors, placements = _named_parts(parts, to_write=True)
+    saver.save(facts, tensors, placements, checkpoint_bytes(parts.plan))
 
 
 def checkpoint_folder(run_folder: Path) -> Path:
@@ -66,7 +84,7 @@ def find_checkpoint(run_folder: Path, resume: Resume) -> Path | None:
         CheckpointError: there is none and there must be, or there is one and there must not.
     """
     folder = checkpoint_folder(run_folder)
-    path = newest_checkpoint(folder)
+    path = next(complete_checkpoints(folder), None)
     if path is None and resume == "must":
         raise CheckpointError(
             f"no complete checkpoint in {folder}, and --resume must asks for one",
@@ -84,22 +102,62 @@ def load_state(parts: Parts, resume: Resume) -> State:
     """Fills the parts from the newest checkpoint of the run folder; without one, starts at step 0.
 
     Raises:
-        CheckpointError: it is damaged, of another run or other data, or `resume` forbids it.
+        CheckpointError: all are damaged, or it is of another run or other data, or `resume`
+            forbids it.
     """
-    path = find_checkpoint(parts.folder, resume)
-    if path is None:
-        return State(0, SkippedSteps(0, parts.device))
-    manifest = read_manifest(path)
+    if find_checkpoint(parts.folder, resume) is None:
+        return State.at_start(parts)
+    return load_newest(parts, lambda _step: True)
+
+
+def load_newest(parts: Parts, is_wanted: Callable[[int], bool]) -> State:
+    """Fills the parts from the newest checkpoint whose step is wanted and whose bytes are intact.
+
+    The first rank chooses, since others may see an older state of the folder. Every rank reads what
+    it needs; where one finds damage, all go on to the checkpoint before.
+
+    Raises:
+        CheckpointError: none is left, or it is of another run or other data.
+    """
+    mesh, folder = parts.replica.mesh, checkpoint_folder(parts.folder)
+    candidates = (path for path in complete_checkpoints(folder) if is_wanted(step_of(path) or 0))
+    problem: str | None = None
+    while True:
+        chosen = next(candidates, None) if parts.is_first_rank else None
+        name = mesh.agree((chosen.name if chosen else "") if parts.is_first_rank else None)
+        if not name:
+            break
+        problem, state = _try(parts, folder / name)
+        problem = mesh.agree(problem)
+        if problem is None and state is not None:
+            return state
+        logger.warning("%s cannot be used, so the one before it is: %s", name, problem)
+    raise CheckpointError(
+        f"no checkpoint in {folder} can be used; the last that was tried: "
+        f"{problem or 'none was old enough'}",
+        "trainyard check checkpoint says what is wrong with each; restore them from a copy",
+    )
+
+
+def _try(parts: Parts, path: Path) -> tuple[str | None, State | None]:
+    """Fills the parts from a checkpoint; gives what is wrong with it, or the state."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return error.problem, None
     for change in check_resumable(manifest, parts.run, parts.data_fingerprint):
         logger.info("changed since the checkpoint: %s", change)
-    skipped = manifest.training.get("skipped_steps", 0)
-    assert isinstance(skipped, int)
-    _fill(parts, path, manifest, n_updates=manifest.step - skipped)
-    return State(manifest.step, SkippedSteps(skipped, parts.device))
+    state = State.from_json(parts, manifest.step, manifest.training)
+    try:
+        _fill(parts, path, manifest, n_updates=manifest.step - state.skipped.total)
+    except CheckpointError as error:
+        return error.problem, None
+    return None, state
 
 
 def _fill(parts: Parts, path: Path, manifest: Manifest, n_updates: int) -> None:
     """Copies a checkpoint's tensors into model and optimizer; at step 0 there is only a model."""
+    parts.optimizer.state.clear()
     if manifest.step > 0:
         for held in parts.replica.held:
             parameter = held.parameter
@@ -124,7 +182,7 @@ def _named_parts(parts: Parts, *, to_write: bool) -> tuple[dict[str, Tensor], di
         parameter, dimension = held.parameter, held.dimension
         if to_write and (held.is_copy or not is_writer(parameter, dimension, share)):
             continue
-        values: dict[str, Tensor] = {f"model.{held.name}": parameter}
+        values: dict[str, Tensor] = {f"{WEIGHTS}{held.name}": parameter}
         for moment in MOMENTS:
             if parameter in parts.optimizer.state:
                 value = parts.optimizer.state[parameter][moment]

@@ -5,59 +5,81 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from trainyard.errors import MachineError
-from trainyard.train.checkpoints import save_state
-from trainyard.train.guard import Guard
+from trainyard.checkpoint.background import Saver
+from trainyard.errors import GuardError
+from trainyard.parallel.copies import differing_copies
+from trainyard.train.checkpoints import load_newest, save_state
+from trainyard.train.diagnosis import diagnose
 from trainyard.train.metrics import Metrics
 from trainyard.train.observe import evaluate, sample
+from trainyard.train.saves import Saves
 from trainyard.train.state import Parts, State
 from trainyard.train.step import train_step
+from trainyard.train.stop import DONE, Ending, Stop
 
-DONE = "done"
+ROLLBACKS_LIMIT = 3
+
+Show = Callable[[int, str], None]
 
 
 def train(
-    parts: Parts, state: State, metrics: Metrics, guard: Guard, show: Callable[[int, str], None]
-) -> str:
+    parts: Parts, state: State, metrics: Metrics, stop: Stop, saver: Saver, show: Show
+) -> tuple[Ending, State]:
     """Trains from `state.step` to the end of the plan, or until there is a reason to stop.
 
     Args:
         parts: what training is made of.
         state: how far it is; moved on here.
         metrics: where results go.
-        guard: knows when somebody asked to stop.
+        stop: knows what was asked for.
+        saver: of checkpoints.
         show: called with (step, text) for every log line.
 
     Returns:
-        why it ended: "done", or the guard's reason; the state is saved in either case.
+        why it ended, and how far it is, which is saved.
 
     Raises:
-        MachineError: too many steps in a row had gradients that were not finite.
+        GuardError: it gave up; nothing is saved, the newest checkpoint is from before.
+        MachineError: the last checkpoint could not be written.
     """
     run, plan = parts.run, parts.plan
-    reason: str | None = None
-    while state.step < plan.n_steps and reason is None:
+    saves = Saves(saver, metrics, show)
+    ending: Ending | None = None
+    while state.step < plan.n_steps and ending is None:
         started = time.perf_counter()
-        result = train_step(parts, state.step)
+        result = train_step(parts, state)
         n_sequences = parts.batches.batch_size(state.step)
         state.step += 1
-        state.skipped.add(result.skipped)
-        is_last = state.step == plan.n_steps
-        log_now = is_last or every(state.step, run.log.interval)
-        if log_now:
-            stop_if_stuck(parts, state)
         metrics.add(result, n_sequences, time.perf_counter() - started)
 
+        wish = parts.replica.mesh.agree(saves.wish(state.step) or stop.wish())
+        is_last = state.step == plan.n_steps
+        ending = DONE if is_last else Ending.of(wish)
+        log_now = is_last or every(state.step, run.log.interval)
+        save_now = is_last or wish is not None or every(state.step, run.checkpoint.interval)
         if log_now:
             show(state.step, metrics.write_steps(state, result))
+        if log_now or save_now:
+            spikes = state.settle()
+            stop_if_stuck(parts, state)
+            if spikes:
+                show(state.step, describe_spikes(parts, spikes))
+                if run.guard.spikes == "rollback":
+                    saves.pause(state.step)
+                    state = roll_back(parts, state, spikes[0], metrics, show)
+                    continue
+        held_out_loss = None
         if is_last or every(state.step, run.evaluate.interval):
-            show(state.step, evaluate(parts, state, metrics))
+            held_out_loss = evaluate(parts, state, metrics, show)
         if every(state.step, run.evaluate.sample_interval):
             show(state.step, sample(parts, state, metrics))
-        reason = parts.replica.mesh.agree(guard.reason_to_stop())
-        if is_last or reason or every(state.step, run.checkpoint.interval):
-            save_state(parts, state)
-    return reason or DONE
+        if every(state.step, run.guard.compare_interval):
+            require_equal_copies(parts, state)
+        if save_now:
+            parts.pulse.enter("save", state.step)
+            save_state(parts, state, saver, held_out_loss)
+    saves.finish(state.step)
+    return ending or DONE, state
 
 
 def every(step: int, interval: int) -> bool:
@@ -69,12 +91,72 @@ def stop_if_stuck(parts: Parts, state: State) -> None:
     """Gives up when the guard's number of steps in a row had to be skipped.
 
     Raises:
-        MachineError: says since when; nothing is saved, the newest checkpoint is from before.
+        GuardError: says since when, and what the gradients are; nothing is saved.
     """
     in_a_row, limit = state.skipped.in_a_row, parts.run.guard.skipped_steps_limit
     if in_a_row >= limit:
-        raise MachineError(
-            f"the gradients of {in_a_row} steps in a row up to step {state.step} were not finite "
-            f"(guard.skipped_steps_limit={limit})",
+        raise GuardError(
+            f"{in_a_row} steps in a row up to step {state.step} were left out "
+            f"(guard.skipped_steps_limit={limit})\n{diagnose(parts, state)}",
             "the newest checkpoint is from before; lower optimizer.learning_rate or check the data",
         )
+
+
+def require_equal_copies(parts: Parts, state: State) -> None:
+    """Compares what several ranks have a copy of.
+
+    Raises:
+        GuardError: names ranks and parameters; nothing is saved.
+    """
+    problems = differing_copies(parts.replica)
+    if problems:
+        interval = parts.run.guard.compare_interval
+        raise GuardError(
+            f"after step {state.step} ranks have different copies of the same weights, as a faulty "
+            "device or memory makes them:\n" + "\n".join(f"  {each}" for each in problems),
+            "leave out that machine, and remove the checkpoints after step "
+            f"{max(0, state.step - interval)}, when they were last compared and equal",
+        )
+
+
+def describe_spikes(parts: Parts, spikes: list[int]) -> str:
+    """Says where loss or gradient norm jumped, and what is done about it."""
+    guard = parts.run.guard
+    steps = ", ".join(str(step + 1) for step in spikes[:10]) + (", ..." if spikes[10:] else "")
+    done = {"skip": "left out", "rollback": "going back"}.get(guard.spikes, "nothing is changed")
+    return (
+        f"warning: loss or gradient norm of step {steps} is more than {guard.spike_deviations:g} "
+        f"standard deviations above the {guard.spike_window} steps before: {done} "
+        f"(guard.spikes={guard.spikes})"
+    )
+
+
+def roll_back(parts: Parts, state: State, spike: int, metrics: Metrics, show: Show) -> State:
+    """Goes back to the newest checkpoint before a spike, and skips the data since.
+
+    Args:
+        parts: of the run; weights and optimizer are loaded again.
+        state: how far it is.
+        spike: the step, counted from 0, that had it.
+        metrics: get a record of it.
+        show: gets a line.
+
+    Raises:
+        CheckpointError: there is no checkpoint before it.
+        GuardError: it was gone back to too often.
+    """
+    parts.pulse.enter("load", state.step)
+    before = load_newest(parts, lambda step: step <= spike)
+    n_skipped = parts.batches.consumed(state.step) - parts.batches.consumed(before.step)
+    before.skip_data(state, n_skipped, f"spike at step {spike + 1}")
+    if before.n_rollbacks_here > ROLLBACKS_LIMIT:
+        raise GuardError(
+            f"the spike at step {spike + 1} would be the {before.n_rollbacks_here}th way back to "
+            f"step {before.step}",
+            "lower optimizer.learning_rate, or set guard.spikes=warn",
+        )
+    metrics.write(
+        "rollback", {"step": before.step, "from_step": state.step, "skipped_sequences": n_skipped}
+    )
+    show(before.step, f"back at step {before.step}; {n_skipped} sequences are skipped")
+    return before

@@ -7,13 +7,18 @@ recomputation is not counted); MFU is that over the device's peak for the precis
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
+import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
@@ -25,6 +30,8 @@ from trainyard.plan.hardware import find_device
 from trainyard.train.state import Parts, State
 from trainyard.train.step import StepResult
 from trainyard.units import format_bytes, format_large, format_seconds
+
+logger = logging.getLogger("trainyard")
 
 
 class Metrics:
@@ -109,7 +116,7 @@ class Outputs:
 
     def __init__(self, folder: Path, run: Run) -> None:
         self._wandb = _start_wandb(folder, run) if run.log.wandb_project else None
-        self._file = _open_after_last_line(folder / "metrics.jsonl")
+        self._lines = _Lines(folder / "metrics.jsonl")
         self._tensorboard = (
             SummaryWriter(str(folder / "tensorboard")) if run.log.tensorboard else None
         )
@@ -118,34 +125,68 @@ class Outputs:
         """Writes one object to every output; numbers that are not finite become null."""
         finite = {k: v for k, v in values.items() if not _is_not_finite(v)}
         record = {"kind": kind, "time": time.time(), **dict.fromkeys(values), **finite}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._lines.add(json.dumps(record) + "\n")
         numbers = {f"{kind}/{k}": v for k, v in finite.items() if isinstance(v, int | float)}
         step = values.get("step", 0)
-        if self._tensorboard is not None:
-            for name, value in numbers.items():
-                self._tensorboard.add_scalar(name, value, step)
-            if kind == "sample":
-                self._tensorboard.add_text("sample", values["text"], step)
+        with self._without_tensorboard_if_it_fails():
+            if self._tensorboard is not None:
+                for name, value in numbers.items():
+                    self._tensorboard.add_scalar(name, value, step)
+                if kind == "sample":
+                    self._tensorboard.add_text("sample", values["text"], step)
         if self._wandb is not None:
             self._wandb.log(numbers, step=step)
 
     def close(self) -> None:
         """Flushes and closes everything."""
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        self._lines.close()
+        with self._without_tensorboard_if_it_fails():
+            if self._tensorboard is not None:
+                self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
+    @contextmanager
+    def _without_tensorboard_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            logger.warning("TensorBoard's files cannot be written, and end here: %s", error)
+            self._tensorboard = None
 
-def _open_after_last_line(path: Path) -> TextIO:
-    """Opens for appending, without the half line that a killed run may have left."""
-    if path.exists():
+
+class _Lines:
+    """A file that whole lines are added to; training does not end for want of room for them.
+
+    Half a line that a killed run has left is removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
         content = path.read_bytes()
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8")
+        self._end = content.rfind(b"\n") + 1
+        self._file.truncate(self._end)
+        self._is_failing = False
+
+    def add(self, line: str) -> None:
+        """Adds a line, or leaves it out and says so, once until one can be written again."""
+        encoded = line.encode()
+        try:
+            if self._file.write(encoded) < len(encoded):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(self._end)
+            if not self._is_failing:
+                logger.warning("%s is not written any further: %s", self._path, error.strerror)
+            self._is_failing = True
+        else:
+            self._end += len(encoded)
+            self._is_failing = False
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def render_line(values: dict[str, Any], n_steps: int) -> str:

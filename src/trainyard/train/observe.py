@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from trainyard.data.loader import held_out_batches
 from trainyard.evaluate.generate import Sampling, generate
 from trainyard.evaluate.loss import evaluate_sequences
@@ -11,12 +13,16 @@ from trainyard.train.state import Parts, State
 SAMPLING = Sampling(temperature=0.8, top_k=50, top_p=1.0, seed=0)
 
 
-def evaluate(parts: Parts, state: State, metrics: Metrics) -> str:
-    """Measures the loss on held-out sequences, the same ones each time; returns a log line."""
+def evaluate(
+    parts: Parts, state: State, metrics: Metrics, show: Callable[[int, str], None]
+) -> float | None:
+    """Measures and shows the loss on the same held-out sequences each time, if there are any."""
+    parts.pulse.enter("evaluate", state.step)
     train, vocabulary_size = parts.run.train, parts.run.model.vocabulary_size
     order = parts.valid_order
     if order is None:
-        return "no evaluation: the valid split is empty, or evaluate.batches is 0"
+        show(state.step, "no evaluation: the valid split is empty, or evaluate.batches is 0")
+        return None
     # As many as the order was built for: whole batches, which every rank has an equal share of.
     n_sequences = parts.run.evaluate.batches * train.global_batch_size
     batches = held_out_batches(order, n_sequences, train.global_batch_size, vocabulary_size)
@@ -28,11 +34,13 @@ def evaluate(parts: Parts, state: State, metrics: Metrics) -> str:
     line = f"step {state.step}: held-out loss {found.mean_loss:.4f}"
     line += f" | perplexity {found.perplexity:.2f}"
     bits = found.bits_per_byte
-    return line if bits is None else f"{line} | {bits:.3f} bits per byte"
+    show(state.step, line if bits is None else f"{line} | {bits:.3f} bits per byte")
+    return found.mean_loss
 
 
 def sample(parts: Parts, state: State, metrics: Metrics) -> str:
     """Continues each prompt; returns the texts."""
+    parts.pulse.enter("evaluate", state.step)
     model = parts.replica.whole_model
     if parts.tokenizer is None:
         return "no samples: tokenizer.path is empty"

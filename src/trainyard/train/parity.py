@@ -35,7 +35,7 @@ from trainyard.parallel.replica import Replica
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.rehearsal import N_STEPS
 from trainyard.plan.resolve import resolve
-from trainyard.train.state import Parts
+from trainyard.train.state import Parts, State
 from trainyard.train.step import train_step
 
 Array = NDArray[Any]
@@ -71,8 +71,9 @@ class RandomBatches:
     def __init__(self, run: Run, batches: BatchSchedule, share: tuple[int, int]) -> None:
         self._run, self._batches, self._share = run, batches, share
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Gives this rank's sequences of a step."""
+    def batch(self, step: int, offset: int) -> tuple[Tensor, Tensor]:
+        """Gives this rank's sequences of a step; nothing is ever left out."""
+        assert offset == 0
         size = self._batches.batch_size(step)
         generator = torch.Generator().manual_seed(1000 + step)
         model = self._run.model
@@ -116,7 +117,11 @@ def train_three_steps(run: Run, rank: int, n_ranks: int, dtype: torch.dtype) -> 
         )
         gradients: list[list[Piece]] = []
         optimizer.register_step_pre_hook(lambda *_: gradients.append(_copy(replica, "gradient")))
-        results = [train_step(parts, step) for step in range(N_STEPS)]
+        state = State.at_start(parts)
+        results = []
+        for step in range(N_STEPS):
+            state.step = step
+            results.append(train_step(parts, state))
     return Outcome(
         losses=[result.loss.item() for result in results],
         norms=[result.gradient_norm.item() for result in results],

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, ValidationError
 from torch import Tensor
+from typing_extensions import TypedDict
 
+from trainyard.checkpoint.format import first_problem
 from trainyard.config.run import Run
 from trainyard.data.loader import Loader
 from trainyard.data.order import SequenceOrder
 from trainyard.data.tokenizer import Tokenizer
+from trainyard.errors import CheckpointError
+from trainyard.launch.pulse import Pulse
 from trainyard.parallel.replica import Replica
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import Plan
+from trainyard.train.spikes import SavedWindow, SpikeWindow
+
+ROLLBACK = "rollback: "
+
+
+class SkippedRange(TypedDict):
+    """Sequences that the weights did not learn from, or no longer do."""
+
+    from_sequence: int
+    """The first one, counted as `Loader.batch` does: past the end of the order it starts over."""
+    to_sequence: int
+    """The one after the last."""
+    step: int
+    """Steps done before them."""
+    why: str
+    """"not finite", "spike", or "rollback: " and its reason."""
 
 
 class SkippedSteps:
-    """Counts steps that left the weights alone because a gradient was not finite.
+    """Counts steps that left the weights alone: a gradient was not finite, or it was a spike.
 
     The counts stay on the device until somebody reads them, so that counting waits for no step.
     """
@@ -43,13 +66,133 @@ class SkippedSteps:
         return int(self._in_a_row.item())
 
 
+class _Saved(BaseModel):
+    """The state in a checkpoint, among facts that others keep there."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    skipped_steps: NonNegativeInt = 0
+    data_offset: NonNegativeInt = 0
+    skipped_ranges: list[SkippedRange] = []
+    spikes: SavedWindow = SavedWindow()
+
+
 @dataclass
 class State:
     """How far the run is; consumed data, learning rate and dropout all follow from the step."""
 
     step: int
     """Steps done."""
+    batches: BatchSchedule
     skipped: SkippedSteps
+    spikes: SpikeWindow
+    """What loss and gradient norm of the next step are compared with."""
+    data_offset: int = 0
+    """Sequences that rollbacks left out: every step reads so much further on."""
+    ranges: list[SkippedRange] = field(default_factory=list)
+    """All data left out so far, up to the last `settle`."""
+    _unsettled: list[tuple[int, Tensor]] = field(default_factory=list, repr=False)
+    """Steps since then, and on the device whether each was skipped and a spike."""
+
+    @classmethod
+    def at_start(cls, parts: Parts) -> State:
+        """Gives the state before the first step."""
+        return cls.from_json(parts, 0, {})
+
+    @classmethod
+    def from_json(cls, parts: Parts, step: int, saved: Mapping[str, JsonValue]) -> State:
+        """Gives the state of a checkpoint.
+
+        Args:
+            parts: of the run.
+            step: steps done.
+            saved: what `as_json` gave, perhaps with other facts.
+
+        Raises:
+            CheckpointError: it is nothing that `as_json` gives.
+        """
+        try:
+            known = _Saved.model_validate_json(json.dumps(saved))
+        except ValidationError as error:
+            raise CheckpointError(
+                f"the training state in the checkpoint of step {step} is not valid: "
+                f"{first_problem(error)}",
+                "it was written by another version of Trainyard, or changed by hand",
+            ) from None
+        return cls(
+            step,
+            parts.batches,
+            SkippedSteps(known.skipped_steps, parts.device),
+            SpikeWindow(parts.run.guard, parts.device, known.spikes),
+            known.data_offset,
+            known.skipped_ranges,
+        )
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Gives what a checkpoint keeps beside the step, exactly; settles first."""
+        self.settle()
+        known = _Saved(
+            skipped_steps=self.skipped.total,
+            data_offset=self.data_offset,
+            skipped_ranges=self.ranges,
+            spikes=self.spikes.as_saved(),
+        )
+        return known.model_dump(mode="json")
+
+    def add(self, skipped: Tensor, spike: Tensor) -> None:
+        """Takes in what became of the next step, 1 or 0 on the device, without waiting for it."""
+        self.skipped.add(skipped)
+        self._unsettled.append((self.step, torch.stack([skipped, spike])))
+
+    def settle(self) -> list[int]:
+        """Reads from the device what became of the steps since the last time.
+
+        Returns:
+            those that were spikes, counted from 0, whether or not their update was left out.
+        """
+        if not self._unsettled:
+            return []
+        steps = [step for step, _ in self._unsettled]
+        found = torch.stack([each for _, each in self._unsettled]).tolist()
+        self._unsettled.clear()
+        for step, (skipped, spike) in zip(steps, found, strict=True):
+            if skipped:
+                first, end = (self.first_sequence(each) for each in (step, step + 1))
+                self._record(first, end, step, "spike" if spike else "not finite")
+        return [step for step, (_, spike) in zip(steps, found, strict=True) if spike]
+
+    def first_sequence(self, step: int) -> int:
+        """Says where a step begins to read."""
+        return self.batches.consumed(step) + self.data_offset
+
+    def skip_data(self, abandoned: State, n_sequences: int, why: str) -> None:
+        """Leaves out the data that an abandoned way on from here has read.
+
+        Args:
+            abandoned: how far it was.
+            n_sequences: that it consumed from this step on.
+            why: it was abandoned.
+        """
+        assert not self._unsettled and self.step <= abandoned.step
+        # Former ways on from this very step have left out what lies before.
+        before = [r for r in abandoned.ranges if r["step"] == self.step and is_rollback(r)]
+        self.ranges = [r for r in abandoned.ranges if r["step"] < self.step] + before
+        first = max([self.first_sequence(self.step), *(r["to_sequence"] for r in before)])
+        self.data_offset = abandoned.data_offset + n_sequences
+        self._record(first, self.first_sequence(self.step), self.step, ROLLBACK + why)
+
+    @property
+    def n_rollbacks_here(self) -> int:
+        """How often training came back to this step."""
+        return sum(r["step"] == self.step and is_rollback(r) for r in self.ranges)
+
+    def _record(self, first: int, end: int, step: int, why: str) -> None:
+        self.ranges.append(SkippedRange(from_sequence=first, to_sequence=end, step=step, why=why))
+
+
+def is_rollback(skipped: SkippedRange) -> bool:
+    """Whether data was left out by going back, not by leaving out an update."""
+    return skipped["why"].startswith(ROLLBACK)
 
 
 @dataclass(frozen=True)
@@ -70,6 +213,8 @@ class Parts:
     tokenizer: Tokenizer | None
     data_fingerprint: str
     """Identifies the contents of the token files."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """Tells the parent process what this one is doing."""
 
     @property
     def device(self) -> torch.device:

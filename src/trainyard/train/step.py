@@ -10,10 +10,10 @@ from torch import Tensor
 
 from trainyard.model.dropout import sequence_keys
 from trainyard.model.loss import LABEL_OF_NOTHING
-from trainyard.optim.clip import add_up, apply_update
+from trainyard.optim.clip import Totals, add_up, apply_update
 from trainyard.optim.schedule import learning_rate
 from trainyard.parallel.mesh import Mesh
-from trainyard.train.state import Parts
+from trainyard.train.state import Parts, State
 
 
 @dataclass(frozen=True)
@@ -25,30 +25,52 @@ class StepResult:
     gradient_norm: Tensor
     """Global norm before clipping."""
     skipped: Tensor
-    """1 where a gradient was not finite and nothing was changed, else 0."""
+    """1 where something was not finite, or a spike is to be left out: nothing was changed; or 0."""
+    spike: Tensor
+    """1 where loss or gradient norm were far above those before, else 0."""
     learning_rate: float
 
 
-def train_step(parts: Parts, step: int) -> StepResult:
-    """Does step `step`, counted from 0: a pure function of the step number and the weights."""
+def train_step(parts: Parts, state: State) -> StepResult:
+    """Does step `state.step`, counted from 0: it follows from the state and the weights alone.
+
+    The state learns what became of the step; whoever calls this counts it.
+    """
+    run, step = parts.run, state.step
+    _, totals = compute_gradients(parts, step, state.data_offset)
+    rate = learning_rate(run, parts.plan, parts.batches.consumed(step + 1))
+    for group in parts.optimizer.param_groups:
+        group["lr"] = rate
+    policy = run.guard.spikes
+    no = torch.zeros((), device=parts.device)
+    spike = no if policy == "off" else state.spikes.judge(totals)
+    leave_out = spike if policy == "skip" else None
+    skipped = apply_update(parts.optimizer, totals, run.optimizer.clip_norm, leave_out)
+    parts.optimizer.zero_grad(set_to_none=True)
+    state.add(skipped, spike)
+    return StepResult(totals.loss, totals.norm, skipped, spike, rate)
+
+
+def compute_gradients(parts: Parts, step: int, data_offset: int) -> tuple[Tensor, Totals]:
+    """Does the forward and backward passes of a step.
+
+    Returns:
+        this rank's part of the loss, and what all ranks found.
+    """
     run, replica = parts.run, parts.replica
-    tokens, labels = parts.train_data.batch(step)  # (G/dp, T) each: this rank's sequences
+    parts.pulse.enter("data", step)
+    tokens, labels = parts.train_data.batch(step, data_offset)  # (G/dp, T): this rank's sequences
     share, n_shares = replica.mesh.data_share
     keys = None
     if run.model.dropout:
         _seed_attention_dropout(run.train.seed, step, replica.mesh)
         keys = sequence_keys(run.train.seed, step, share * len(tokens), len(tokens))
     n_expected = n_shares * labels.numel()
+    parts.pulse.enter("forward and backward", step)
     loss = replica.forward_backward(tokens, labels, keys, scale=1 / n_expected)
     n_labelled = int((labels != LABEL_OF_NOTHING).sum())
-    totals = add_up(replica, loss, n_labelled, n_expected)
-
-    rate = learning_rate(run, parts.plan, parts.batches.consumed(step + 1))
-    for group in parts.optimizer.param_groups:
-        group["lr"] = rate
-    skipped = apply_update(parts.optimizer, totals, run.optimizer.clip_norm)
-    parts.optimizer.zero_grad(set_to_none=True)
-    return StepResult(totals.loss, totals.norm, skipped, rate)
+    parts.pulse.enter("update", step)
+    return loss, add_up(replica, loss, n_labelled, n_expected)
 
 
 def _seed_attention_dropout(seed: int, step: int, mesh: Mesh) -> None:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import get_args
 
 import torch
 from torch.torch_version import TorchVersion
 
+from trainyard.checkpoint.background import probe
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.resume import check_resumable
 from trainyard.config.load import load_run, render_run
@@ -27,8 +30,15 @@ from trainyard.data.loader import Loader, build_orders, data_fingerprint, data_p
 from trainyard.data.publish import publish_text
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
-from trainyard.errors import ConfigError, MachineError, UserError
-from trainyard.launch.environment import Process, read_process, read_versions
+from trainyard.errors import ConfigError, GuardError, MachineError, UserError
+from trainyard.launch.environment import (
+    Process,
+    hide_secrets,
+    read_process,
+    read_versions,
+    seconds_left,
+)
+from trainyard.launch.pulse import Pulse
 from trainyard.log import build_logger, show_progress
 from trainyard.optim.adamw import build_adamw
 from trainyard.parallel.mesh import Mesh, build_mesh
@@ -37,21 +47,29 @@ from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.hardware import cpu_multiplies_bf16_natively
 from trainyard.plan.resolve import Plan, resolve
+from trainyard.plan.saving import checkpoint_bytes
 from trainyard.train.allocator import keep_freed_memory
-from trainyard.train.checkpoints import Resume, find_checkpoint, load_state
-from trainyard.train.guard import Guard
+from trainyard.train.checkpoints import (
+    Resume,
+    build_saver,
+    checkpoint_folder,
+    find_checkpoint,
+    load_state,
+)
 from trainyard.train.loop import train
 from trainyard.train.metrics import Metrics
 from trainyard.train.state import Parts, State
+from trainyard.train.stop import Ending, Stop, refuse_stopped
 from trainyard.units import format_large
 
 logger = logging.getLogger("trainyard")
 
 Show = Callable[[int, str], None]
+OUTCOME = "outcome.json"
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def run_worker(folder: Path, resume: Resume = "auto") -> str:
+def run_worker(folder: Path, resume: Resume = "auto") -> Ending:
     """Trains the run of a folder from its newest checkpoint, or from the beginning.
 
     Args:
@@ -59,14 +77,19 @@ def run_worker(folder: Path, resume: Resume = "auto") -> str:
         resume: "auto" continues if there is a checkpoint, "must" insists on one, "never" on none.
 
     Returns:
-        why training ended, "done" at the end of the plan.
+        why training ended, `DONE` at the end of the plan; the first rank writes it to outcome.json.
 
     Raises:
         UserError: the run, its data or its checkpoint is not usable.
+        GuardError: training gave itself up.
     """
     run_text = (folder / "run.toml").read_text(encoding="utf-8")
     run = load_run(str(folder / "run.toml")).run
     process = read_process()
+    pulse = Pulse(
+        process.pulse, 60 * run.guard.step_timeout_minutes, 60 * run.guard.slow_timeout_minutes
+    )
+    pulse.enter("start", 0)
     if process.rank > 0:
         logger.setLevel(logging.ERROR)  # rank 0 speaks for all
     plan = resolve(run, process.n_ranks)
@@ -76,32 +99,52 @@ def run_worker(folder: Path, resume: Resume = "auto") -> str:
     def facts() -> dict[str, str]:
         newest = find_checkpoint(folder, resume)
         started_from = {"checkpoint": newest.name if newest else "none"}
+        if process.rank == 0:
+            probe(checkpoint_folder(folder), checkpoint_bytes(plan))
         return gather_facts(run_text, data_fingerprint(run)) | started_from
 
     with start_ranks(process, device, facts):
         _warn_of_slow_precision(run, device)
         mesh = build_mesh(plan.topology, process.rank, device)
-        return _train_on(build_parts(folder, run, plan, mesh), resume)
+        return _train_on(build_parts(folder, run, plan, mesh, pulse), resume)
 
 
-def _train_on(parts: Parts, resume: Resume) -> str:
+def _train_on(parts: Parts, resume: Resume) -> Ending:
     folder, run, plan = parts.folder, parts.run, parts.plan
+    parts.pulse.enter("load", 0)
     state = load_state(parts, resume)
-    if parts.is_first_rank:
-        _write_facts(folder, plan)
     device = parts.device
-    metrics = Metrics(parts)
-    metrics.write("start", {"step": state.step, "resumed": state.step > 0, "device": str(device)})
-    guard = Guard(run.train.stop_after_minutes)
     try:
-        with guard.catch_signals(), show_training(parts, state.step) as show:
+        if parts.is_first_rank:
+            _write_facts(folder, plan)
+        metrics = Metrics(parts)
+    except OSError as error:
+        raise MachineError(
+            f"cannot write to {folder}: {error}", "free space or quota there, or make it writable"
+        ) from error
+    metrics.write("start", {"step": state.step, "resumed": state.step > 0, "device": str(device)})
+    stop_folder = folder if parts.is_first_rank else None
+    stop = Stop(stop_folder, run.train.stop_after_minutes, seconds_left())
+    saver = build_saver(parts)
+    try:
+        with stop.catch_signals(), show_training(parts, state.step) as show:
             show(state.step, _describe(parts, state))
-            reason = train(parts, state, metrics, guard, show)
-            metrics.write("end", {"step": state.step, "reason": reason})
-            show(state.step, f"{reason}: step {state.step} is saved in {folder / 'checkpoints'}")
+            ending, state = train(parts, state, metrics, stop, saver, show)
+            parts.pulse.enter("end", state.step)
+            metrics.write("end", {"step": state.step, "reason": ending.reason})
+            show(
+                state.step,
+                f"{ending.reason}: step {state.step} is saved in {checkpoint_folder(folder)}",
+            )
+    except GuardError as error:
+        with suppress(MachineError):
+            saver.wait()  # for the checkpoint before
+        _write_outcome(parts, Ending(error.problem, error.exit_code), state.step)
+        raise
     finally:
         metrics.close()
-    return reason
+    _write_outcome(parts, ending, state.step)
+    return ending
 
 
 def write_run_folder(folder: Path, run: Run, resume: Resume) -> None:
@@ -111,6 +154,7 @@ def write_run_folder(folder: Path, run: Run, resume: Resume) -> None:
         UserError: the run cannot be trained here, or differs from the one already in the folder.
     """
     refuse_what_is_not_built(run)
+    refuse_stopped(folder)
     fingerprint = data_fingerprint(run)
     checkpoint = find_checkpoint(folder, resume)
     if checkpoint is not None:
@@ -119,7 +163,7 @@ def write_run_folder(folder: Path, run: Run, resume: Resume) -> None:
     publish_text(folder / "run.toml", render_run(run))
 
 
-def build_parts(folder: Path, run: Run, plan: Plan, mesh: Mesh) -> Parts:
+def build_parts(folder: Path, run: Run, plan: Plan, mesh: Mesh, pulse: Pulse) -> Parts:
     """Builds model, optimizer and data; checks that data, tokenizer and model belong together."""
     tokenizer = load_tokenizer(Path(run.tokenizer.path)) if run.tokenizer.path else None
     _check_vocabularies(run, tokenizer)
@@ -155,6 +199,7 @@ def build_parts(folder: Path, run: Run, plan: Plan, mesh: Mesh) -> Parts:
         valid_order=orders["valid"],
         tokenizer=tokenizer,
         data_fingerprint=data_fingerprint(run),
+        pulse=pulse,
     )
 
 
@@ -247,8 +292,16 @@ def _check_vocabularies(run: Run, tokenizer: Tokenizer | None) -> None:
 
 
 def _write_facts(folder: Path, plan: Plan) -> None:
+    (folder / OUTCOME).unlink(missing_ok=True)  # of an earlier start
     for name, facts in (("plan", plan.as_json()), ("versions", read_versions())):
         (folder / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_outcome(parts: Parts, ending: Ending, step: int) -> None:
+    """Leaves word of how training ended where the launcher's own exit code would not tell."""
+    if parts.is_first_rank:
+        facts = {"reason": ending.reason, "exit_code": ending.exit_code, "step": step}
+        publish_text(parts.folder / OUTCOME, json.dumps(facts, indent=2) + "\n")
 
 
 def _describe(parts: Parts, state: State) -> str:
@@ -266,12 +319,19 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--resume", choices=get_args(Resume), default="auto")
     arguments = parser.parse_args()
-    build_logger()
+    build_logger(hide_secrets)
     try:
-        run_worker(arguments.folder, arguments.resume)
+        code = run_worker(arguments.folder, arguments.resume).exit_code
     except UserError as error:
         logger.error("error: %s", error)
-        sys.exit(error.exit_code)
+        code = error.exit_code
+    except Exception:
+        sys.stderr.write(hide_secrets(traceback.format_exc()))
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Python's own way out would abort where the thread of a save waits for a rank that is dead.
+    os._exit(code)
 
 
 if __name__ == "__main__":

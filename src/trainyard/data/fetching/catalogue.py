@@ -29,6 +29,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainyard.config.load import parse_toml
+from trainyard.config.reading import SETTINGS_LIMIT_BYTES, read_file
 from trainyard.errors import ConfigError, DataError
 
 LISTING_HINT = "try again later; or describe the corpus in a .toml file of your own"
@@ -104,9 +105,12 @@ def find_corpus(name: str) -> Corpus:
     """
     stem, _, revision = name.partition("@")
     if stem.endswith(".toml"):
-        if not Path(stem).is_file():
+        if not Path(stem).exists():
             raise ConfigError(f"{stem} does not exist", "check the path of the corpus file")
-        text = Path(stem).read_text(encoding="utf-8")
+        try:
+            text = read_file(Path(stem), SETTINGS_LIMIT_BYTES).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{stem} cannot be read: {error}", "restore the file") from None
     elif stem in corpus_names():
         entry = resources.files("trainyard.config") / "corpora" / f"{stem}.toml"
         text = entry.read_text(encoding="utf-8")

@@ -22,6 +22,7 @@ from trainyard.data.preparation.work_folder import MAX_ATTEMPTS, WorkFolder, nam
 from trainyard.data.preparation.worker import CorpusWorker, is_prepared
 from trainyard.data.tokenizer import load_tokenizer
 from trainyard.errors import MachineError, UserError
+from trainyard.launch.environment import hide_secrets
 from trainyard.log import build_logger
 
 _PROGRESS_SECONDS = 0.5
@@ -154,7 +155,7 @@ def _was_killed(child: _Child) -> bool:
 
 def _work(connection: Connection, plan: CorpusPlan, path: Path, quarantine: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    build_logger()
+    build_logger(hide_secrets)
     try:
         tokenizer = load_tokenizer(Path(plan.corpus.tokenizer), plan.corpus.special_tokens)
         folder = WorkFolder(path, name_process(os.getpid()))

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
+from trainyard.config.reading import open_file
 from trainyard.errors import DataError
 
 FORMATS = {
@@ -96,6 +97,7 @@ def _expand(item: str) -> list[Path]:
         if not found:
             raise DataError(f"the folder {shown} holds no file with a known extension", _KNOWN)
     elif path.exists():
+        open_file(path).close()  # neither a pipe nor a device
         found = [path]
     else:
         matches = map(Path, glob.glob(item, recursive=True))  # noqa: PTH207 (absolute patterns)

@@ -1,0 +1,312 @@
+"""Saves while training goes on: a copy to host memory stops it, the disk does not.
+
+    training   step 100 | copy | step 101 | step 102 | step 103 | ...
+    writer                     | write, flush, publish | remove old |
+
+One save is in flight at a time: the next waits for it. The host memory is allocated once, by
+`reserve` while training begins, and used again by every save. A save that fails leaves what was
+there before, removes nothing, and is told by `Saver.take_failure` at the next step, and by
+`Saver.wait`.
+
+Old checkpoints go only after a newer one is complete. With `Retention(last=2, every=100, best=1)`:
+
+    step    100    120    140    160    180    200    220    240
+    loss   3.10   2.95   2.91   2.80   2.85   2.88   2.86   2.87      held-out
+    kept  every                 best          every   last   last
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainyard.checkpoint.format import Facts, Manifest, list_checkpoints, read_manifest
+from trainyard.checkpoint.save import (
+    Ranks,
+    remove_checkpoint,
+    remove_partials,
+    require_space,
+    save_checkpoint,
+)
+from trainyard.errors import CheckpointError, MachineError
+from trainyard.parallel.placement import Placement
+
+HELD_OUT_LOSS = "held_out_loss"
+"""Where `Facts.training` has what `Retention.best` goes by: a float, or nothing."""
+# Tensors begin at multiples of this, as an allocator would place them.
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which complete checkpoints stay; the newest always does."""
+
+    last: int
+    """The newest n."""
+    every: int = 0
+    """Those of steps that it divides; 0: none."""
+    best: int = 0
+    """The n of the lowest held-out loss; 0: none."""
+
+    def __post_init__(self) -> None:
+        assert self.last >= 1, self
+        assert self.every >= 0, self
+        assert self.best >= 0, self
+
+
+@dataclass(frozen=True)
+class SaveTimes:
+    """What the newest complete save took."""
+
+    step: int
+    n_bytes: int
+    """Of the tensors of all ranks."""
+    stall_seconds: float
+    """For which training stood still, with the wait for the save before."""
+    seconds: float
+    """From the call until it was complete."""
+
+
+class Saver:
+    """Saves one checkpoint after another, each while training goes on.
+
+    All ranks make one and call `save` and `wait` alike, and these fail on all of them or on none.
+
+    Args:
+        folder: the run's checkpoints; the same for all ranks.
+        ranks: this rank among those that save; the writer's thread calls its barrier.
+        keep: which checkpoints stay once a newer one is complete.
+        background: write while training goes on; else `save` returns when all is written, and no
+            host memory is taken.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks, keep: Retention, *, background: bool) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._keep = keep
+        self._host = _HostMemory() if background else None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._untold: deque[MachineError] = deque()
+        self._last: SaveTimes | None = None
+        if ranks.rank == 0:  # a start before this one may have ended between a save and this
+            remove_partials(folder)
+            self._remove_old()
+
+    @property
+    def last(self) -> SaveTimes | None:
+        """Of the newest save that is complete."""
+        return self._last
+
+    def reserve(self, n_bytes: int, device: torch.device) -> None:
+        """Begins to allocate the host memory, so that the first save need not.
+
+        Args:
+            n_bytes: of the tensors that this rank writes.
+            device: where they are.
+        """
+        if self._host is not None:
+            self._host.reserve(n_bytes, device)
+
+    def save(
+        self,
+        facts: Facts,
+        tensors: Mapping[str, Tensor],
+        placements: Mapping[str, Placement],
+        total_bytes: int,
+    ) -> None:
+        """Starts to save, once the save before has ended; the tensors may change on return.
+
+        That the disk is full or cannot be written is told by `take_failure` and `wait`, with
+        `background` or without.
+
+        Args:
+            facts: the step and what belongs to it.
+            tensors: what this rank writes, by global name.
+            placements: where they lie in the whole tensors.
+            total_bytes: of the tensors of all ranks.
+        """
+        started = time.perf_counter()
+        self._join()
+        if self._host is not None:
+            tensors = self._host.copy(tensors)
+        stall_seconds = time.perf_counter() - started
+
+        def write() -> None:
+            try:
+                save_checkpoint(self._folder, facts, tensors, placements, self._ranks, total_bytes)
+                seconds = time.perf_counter() - started
+                stalled = seconds if self._host is None else stall_seconds
+                self._last = SaveTimes(facts.step, total_bytes, stalled, seconds)
+                self._remove_old()
+            except Exception as error:
+                self._error = error
+                if isinstance(error, MachineError):
+                    self._untold.append(error)
+
+        self._error = None
+        if self._host is None:
+            write()
+            self._raise_bug()
+        else:
+            # A daemon, since a barrier that waits for a dead rank must not keep the process alive.
+            self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until nothing is in flight.
+
+        Raises:
+            MachineError: the newest save failed, whether or not `take_failure` has told so.
+        """
+        self._join()
+        if self._error is not None:
+            raise self._error
+
+    def take_failure(self) -> MachineError | None:
+        """Gives a failure that it has not given yet, without waiting; what is a bug is raised."""
+        self._raise_bug()
+        return self._untold.popleft() if self._untold else None
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise_bug()
+
+    def _raise_bug(self) -> None:
+        if self._error is not None and not isinstance(self._error, MachineError):
+            raise self._error
+
+    def _remove_old(self) -> None:
+        """Removes what need not stay; that it could not is a failure of this rank alone."""
+        if self._ranks.rank != 0:
+            return
+        try:
+            remove_old(self._folder, self._keep)
+        except OSError as error:
+            why = f"cannot remove an old checkpoint: {error}"
+            self._untold.append(MachineError(why, "the new one is complete"))
+
+
+def remove_old(folder: Path, keep: Retention) -> list[Path]:
+    """Removes the checkpoints that need not stay, and returns where they were.
+
+    With fewer than `keep.last` complete ones nothing is removed; nor is anything that is newer
+    than the last of these, complete or not.
+    """
+    newest_first = list_checkpoints(folder)
+    complete = {path: m for path in newest_first if (m := _manifest_of(path)) is not None}
+    newest = list(complete)[: keep.last]
+    if len(newest) < keep.last:
+        return []
+    kept = {*newest, *_best(complete, keep.best)}
+    if keep.every:
+        kept.update(path for path, m in complete.items() if m.step % keep.every == 0)
+    older = newest_first[newest_first.index(newest[-1]) :]
+    removed = [path for path in older if path not in kept]
+    for path in removed:
+        remove_checkpoint(path)
+    return removed
+
+
+def probe(folder: Path, total_bytes: int) -> None:
+    """Makes sure, before training starts, that a checkpoint can be written.
+
+    Args:
+        folder: the run's checkpoints, made when absent.
+        total_bytes: of the tensors of all ranks.
+
+    Raises:
+        MachineError: it cannot be written, or has no room for one checkpoint.
+    """
+    trial = folder / ".trial.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trial.mkdir(exist_ok=True)
+        (trial / "trial").write_bytes(b"x")
+        shutil.rmtree(trial)
+    except OSError as error:
+        raise MachineError(
+            f"cannot write checkpoints to {folder}: {error}",
+            "make it writable, free space on that disk, or name another folder with --output",
+        ) from error
+    require_space(folder, total_bytes)
+
+
+class _HostMemory:
+    """Room for a copy of the tensors, page-locked where they come from a GPU."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._reserving: threading.Thread | None = None
+
+    def reserve(self, n_bytes: int, device: torch.device) -> None:
+        """Allocates in a thread of its own: the first touch of memory takes longer than a copy."""
+
+        def allocate() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # else this thread would open another one
+            self._room = _allocate(n_bytes, page_locked=device.type == "cuda").zero_()
+
+        self._reserving = threading.Thread(target=allocate, name="host memory", daemon=True)
+        self._reserving.start()
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies tensors, and gives the copies, which last until the next call."""
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+        starts, n_bytes = {}, 0
+        for name, tensor in tensors.items():
+            starts[name] = n_bytes
+            n_bytes += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        if n_bytes > len(self._room):
+            self._room = _allocate(n_bytes, page_locked=on_gpu)
+        copies = {}
+        for name, tensor in tensors.items():
+            part = self._room[starts[name] : starts[name] + tensor.nbytes]
+            copies[name] = part.view(tensor.dtype).view(tensor.shape)
+            copies[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return copies
+
+
+def _allocate(n_bytes: int, *, page_locked: bool) -> Tensor:
+    """Allocates exactly this much; torch's own page-locked memory comes in powers of two."""
+    room = torch.empty(n_bytes, dtype=torch.uint8)
+    if page_locked:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(room.data_ptr(), n_bytes, 0))
+        release: Callable[[int], object] = runtime.cudaHostUnregister
+        weakref.finalize(room, release, room.data_ptr()).atexit = False
+    return room
+
+
+def _manifest_of(path: Path) -> Manifest | None:
+    try:
+        return read_manifest(path)
+    except CheckpointError:
+        return None
+
+
+def _best(complete: Mapping[Path, Manifest], n_best: int) -> list[Path]:
+    """Gives those of the lowest held-out loss, of equal ones the newest."""
+    losses = {
+        path: loss
+        for path, manifest in complete.items()
+        if isinstance(loss := manifest.training.get(HELD_OUT_LOSS), float) and math.isfinite(loss)
+    }
+    return sorted(losses, key=lambda path: losses[path])[:n_best]

@@ -1,0 +1,248 @@
+"""Safetensors files, written and read as fast as the disk goes, with checksums on the way.
+
+    byte 0    8                     8 + n                                  end of the file
+         +----+---------------------+------------------+-----------------+
+         | n  | JSON header, spaces | values of "b"    | values of "a"   |
+         +----+---------------------+------------------+-----------------+
+    {"b": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+     "a": {"dtype": "BF16", "shape": [5], "data_offsets": [24, 34]}}
+
+Values go from where they lie to the file and back in pieces, without another copy. A piece is
+hashed while the next ones are on their way: several threads take a tensor each, and neither the
+disk nor the checksum holds Python's lock. A disk that is left alone begins to write when it is
+asked to flush; here it is told after every piece, and the flush at the end finds little to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import BinaryIO, Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from trainyard.checkpoint.format import DTYPES, HEADER_LIMIT_BYTES, StoredFile
+from trainyard.config.reading import open_file
+from trainyard.errors import CheckpointError
+
+# More than two cores hash at the rate of most disks; one more thread than computes waits for those.
+THREADS: Final = 4
+# Large, because each piece waits for Python's lock, which a busy training loop gives up every 5 ms.
+_PIECE_BYTES = 8 * 2**20
+# Below this, the disk is not told: it would write the pages that two tensors share twice.
+_WORTH_TELLING_BYTES = 2**20
+# Values begin at a whole page of memory.
+_HEADER_ALIGNMENT_BYTES = 4096
+_TAKE_ANOTHER = "copy or download it again, or take an older checkpoint"
+_CODES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"},
+    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"},
+}
+_CODE_OF = {DTYPES[name]: code for code, name in _CODES.items()}
+
+
+@dataclass(frozen=True)
+class Values:
+    """Where the values of a tensor are."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """The first byte, from the start of the file."""
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is on the disk, and the checksums of the tensors in it."""
+
+    file: StoredFile
+    sha256: dict[str, str]
+
+
+class _Entry(msgspec.Struct):
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+def write_shards(shards: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, Written]:
+    """Writes files of named tensors, and returns when all are on the disk.
+
+    Of tensors on a GPU, or of those that do not lie in one piece, a few are copied at a time.
+
+    Raises:
+        OSError: no room, or the disk cannot be written; the files are left as they are then.
+    """
+    with ExitStack() as stack:
+        for path in shards:
+            path.unlink(missing_ok=True)  # not overwritten: tensors may be mapped from it
+        opened = [
+            (path, stack.enter_context(path.open("xb", buffering=0)), *_lay_out(tensors))
+            for path, tensors in shards.items()
+        ]
+        pool = ThreadPoolExecutor(THREADS)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        started = []
+        for path, file, header, starts in opened:
+            _write_all(file, memoryview(header), 0)
+            turn = Lock()
+            futures = {
+                name: pool.submit(_write_values, file, turn, start, shards[path][name])
+                for name, start in starts.items()
+            }
+            started.append((path, file, header, futures))
+        return {path: _finish(file, header, futures) for path, file, header, futures in started}
+
+
+def read_header(path: Path) -> dict[str, Values]:
+    """Reads where the tensors of a file are, in the order in which they lie there.
+
+    Together they fill it: no byte is left over, none belongs to two.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no such file.
+    """
+    try:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            n_bytes = int.from_bytes(file.read(8), "little")
+            if n_bytes > min(size - 8, HEADER_LIMIT_BYTES):
+                raise _malformed(path, f"its header would have {n_bytes} bytes")
+            entries = msgspec.json.decode(file.read(n_bytes), type=dict[str, _Entry])
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", _TAKE_ANOTHER) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _malformed(path, str(error)) from None
+    entries.pop("__metadata__", None)
+    found, filled = {}, 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, end = entry.data_offsets
+        dtype = DTYPES.get(_CODES.get(entry.dtype, ""))
+        if dtype is None or min(entry.shape, default=0) < 0:
+            raise _malformed(path, f"{name!r} is {entry.dtype} {list(entry.shape)}")
+        if not 0 <= start <= end <= size - 8 - n_bytes:
+            raise _malformed(path, f"{name!r} would lie at {start}:{end}, beyond its end")
+        if end - start != math.prod(entry.shape) * dtype.itemsize:
+            raise _malformed(path, f"{name!r} has {end - start} bytes for {list(entry.shape)}")
+        if start != filled:
+            raise _malformed(path, f"{name!r} begins at {start}, where {filled} is the next byte")
+        filled = end
+        found[name] = Values(path, dtype, entry.shape, 8 + n_bytes + start, end - start)
+    if filled != size - 8 - n_bytes:
+        raise _malformed(path, f"{size - 8 - n_bytes - filled} bytes belong to no tensor")
+    return found
+
+
+def read_values(values: Values, into: Tensor | None = None) -> str:
+    """Reads the values of a tensor from the disk and gives their SHA-256 in hex.
+
+    Args:
+        values: where they are.
+        into: filled with them; a contiguous CPU tensor of their type and number. Without it, they
+            are read for the checksum alone.
+
+    Raises:
+        CheckpointError: the disk fails, or the file has become shorter.
+    """
+    digest = hashlib.sha256()
+    whole = None if into is None else _bytes_of(into)
+    room = memoryview(bytearray(min(values.n_bytes, _PIECE_BYTES))) if whole is None else whole
+    try:
+        with values.path.open("rb", buffering=0) as file:
+            for done in range(0, values.n_bytes, _PIECE_BYTES):
+                n_bytes = min(_PIECE_BYTES, values.n_bytes - done)
+                piece = room[:n_bytes] if whole is None else whole[done : done + n_bytes]
+                _read_all(file, piece, values.start + done)
+                digest.update(piece)
+    except OSError as error:
+        raise CheckpointError(f"{values.path} cannot be read: {error}", _TAKE_ANOTHER) from None
+    return digest.hexdigest()
+
+
+def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
+    """Makes the start of a file, and says at which byte of the file each tensor begins."""
+    entries, offsets, end = {}, {}, 0
+    # Wide types first, so that all begin at a multiple of their width.
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        offsets[name], end = end, end + tensor.nbytes
+        code, shape = _CODE_OF[tensor.dtype], list(tensor.shape)
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [offsets[name], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT_BYTES)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + offset for name, offset in offsets.items()}
+
+
+def _write_values(file: BinaryIO, turn: Lock, start: int, tensor: Tensor) -> str:
+    """Writes the values of a tensor at a byte of a file; gives their SHA-256 in hex.
+
+    The kernel lets one thread at a time write to a file, and those that wait for it keep a core
+    busy: here they wait asleep.
+    """
+    digest = hashlib.sha256()
+    values = tensor.detach().reshape(-1)
+    n_values = _PIECE_BYTES // tensor.itemsize
+    for first in range(0, len(values), n_values):
+        piece = _bytes_of(values[first : first + n_values].cpu())
+        with turn:
+            _write_all(file, piece, start)
+        if len(piece) >= _WORTH_TELLING_BYTES:
+            _begin_to_flush(file, start, len(piece))
+        digest.update(piece)
+        start += len(piece)
+    return digest.hexdigest()
+
+
+def _finish(file: BinaryIO, header: bytes, futures: Mapping[str, Future[str]]) -> Written:
+    checksums = {name: future.result() for name, future in futures.items()}
+    os.fsync(file.fileno())
+    n_bytes = os.fstat(file.fileno()).st_size
+    stored = StoredFile(n_bytes=n_bytes, header_sha256=hashlib.sha256(header).hexdigest())
+    return Written(stored, checksums)
+
+
+def _begin_to_flush(file: BinaryIO, start: int, n_bytes: int) -> None:
+    """Has the kernel begin to write a part of a file, where it can be told; returns at once.
+
+    The advice is that these pages will not be read again soon. Linux hands those that are not on
+    the disk yet to it, without waiting.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(file.fileno(), start, n_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Gives the memory of a contiguous CPU tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _write_all(file: BinaryIO, piece: memoryview, start: int) -> None:
+    while piece:
+        n_bytes = os.pwrite(file.fileno(), piece, start)
+        piece, start = piece[n_bytes:], start + n_bytes
+
+
+def _read_all(file: BinaryIO, piece: memoryview, start: int) -> None:
+    while piece:
+        n_bytes = os.preadv(file.fileno(), [piece], start)
+        if n_bytes == 0:
+            raise OSError(f"it ends at byte {start}")
+        piece, start = piece[n_bytes:], start + n_bytes
+
+
+def _malformed(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is no safetensors file: {why}", _TAKE_ANOTHER)

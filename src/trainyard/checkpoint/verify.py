@@ -1,0 +1,184 @@
+"""Compares every byte of a checkpoint with its checksums, and says all that is wrong with it.
+
+    report = check_checkpoint(Path("runs/demo/checkpoints/step-00002000"))
+    report.manifest.step, report.n_bytes
+
+raises a CheckpointError that says what is wrong with each file, such as
+
+    runs/demo/checkpoints/step-00002000: 2 problems
+      model.safetensors is damaged: the sha256 of 'model.a' in it is 3f..., the manifest says 77...
+      optimizer.safetensors is missing
+
+Each byte belongs to exactly one of these, so that no flipped bit is missed:
+
+    manifest.json          its first line, which is compared whole | everything after it, sealed
+    NAME.safetensors       length and header, one checksum | values of a chunk, one checksum | ...
+
+Values are read once, in pieces, as plain bytes; memory does not grow with them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainyard.checkpoint.format import (
+    DTYPES,
+    MANIFEST,
+    OLDER_IS_KEPT,
+    Chunk,
+    Manifest,
+    StoredFile,
+    header_sha256,
+    load_manifest,
+    regular_file_size,
+    step_of,
+)
+from trainyard.checkpoint.shard import read_header, read_values
+from trainyard.errors import CheckpointError
+
+# Takes bytes done and bytes in all; called by several threads, one at a time.
+Progress = Callable[[int, int], None]
+
+SHOWN_PROBLEMS = 20
+_THREADS = min(os.cpu_count() or 1, 8)
+
+_Chunks = dict[str, tuple[str, Chunk]]
+"""The type and the chunk of each tensor in a file."""
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What was found good."""
+
+    path: Path
+    manifest: Manifest
+    n_bytes: int
+    """Of all files, the manifest included."""
+
+
+def check_checkpoint(path: Path, progress: Progress | None = None) -> CheckpointReport:
+    """Reads every byte of a step folder.
+
+    Args:
+        path: the step folder.
+        progress: told how far the reading has come.
+
+    Raises:
+        CheckpointError: lists what is missing, damaged, too much or misplaced.
+    """
+    manifest = load_manifest(path)
+    problems = _problems_of_folder(path, manifest)
+    counter = _Counter(sum(file.n_bytes for file in manifest.files.values()), progress)
+    chunks: dict[str, _Chunks] = {name: {} for name in manifest.files}
+    for name, tensor in manifest.tensors.items():
+        for chunk in tensor.chunks:
+            if name in chunks[chunk.file]:
+                problems.append(f"{chunk.file} would hold two chunks of {name!r}")
+            chunks[chunk.file][name] = (tensor.dtype, chunk)
+
+    def problem_of(name: str) -> str:
+        try:
+            return _problem_of_file(path / name, manifest.files[name], chunks[name], counter.add)
+        except CheckpointError as error:
+            return error.problem.removeprefix(f"{path}/")
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        problems += filter(None, pool.map(problem_of, sorted(manifest.files)))
+    _raise_if_any(path, problems)
+    return CheckpointReport(path, manifest, counter.total + (path / MANIFEST).stat().st_size)
+
+
+def _problems_of_folder(path: Path, manifest: Manifest) -> list[str]:
+    problems = []
+    step = step_of(path)
+    if step is not None and step != manifest.step:
+        problems.append(f"{MANIFEST} is of step {manifest.step}, the folder is named for {step}")
+    known = {MANIFEST, *manifest.files}
+    problems += [
+        f"{entry.name!r} is no part of this checkpoint: nothing vouches for it"
+        for entry in sorted(path.iterdir())
+        if entry.name not in known
+    ]
+    return problems
+
+
+def _problem_of_file(
+    path: Path, file: StoredFile, chunks: _Chunks, read: Callable[[int], None]
+) -> str:
+    """Says what is wrong with a file; empty when nothing is.
+
+    Raises:
+        CheckpointError, OSError: it cannot be read, or is no safetensors file.
+    """
+    name, size = path.name, regular_file_size(path)
+    if size is None:
+        return f"{name} is missing, or is no ordinary file"
+    if size != file.n_bytes:
+        return f"{name} has {size} bytes instead of {file.n_bytes}"
+    found = header_sha256(path)
+    if found != file.header_sha256:
+        return (
+            f"{name} is damaged: the sha256 of its header is {found}, the manifest says "
+            f"{file.header_sha256}"
+        )
+    header = read_header(path)
+    holds = {tensor: (values.dtype, values.shape) for tensor, values in header.items()}
+    listed = {tensor: (DTYPES[dtype], chunk.shape) for tensor, (dtype, chunk) in chunks.items()}
+    for tensor in sorted(holds.keys() | listed.keys()):
+        if holds.get(tensor) != listed.get(tensor):
+            return (
+                f"{name} does not hold what the manifest lists: of {tensor!r} it has "
+                f"{_describe(holds.get(tensor))}, not {_describe(listed.get(tensor))}"
+            )
+    read(size - sum(values.n_bytes for values in header.values()))
+    damaged = []
+    for tensor, values in header.items():  # in the order in which they lie
+        found, expected = read_values(values), chunks[tensor][1].sha256
+        read(values.n_bytes)
+        if found != expected:
+            damaged.append(
+                f"the sha256 of {tensor!r} in it is {found}, the manifest says {expected}"
+            )
+    if not damaged:
+        return ""
+    others = f"; so are {len(damaged) - 1} more of its {len(header)} tensors"
+    return f"{name} is damaged: {damaged[0]}{others if len(damaged) > 1 else ''}"
+
+
+def _describe(values: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return f"{str(values[0]).removeprefix('torch.')} {list(values[1])}" if values else "nothing"
+
+
+def _raise_if_any(path: Path, problems: list[str]) -> None:
+    if not problems:
+        return
+    lines = problems[:SHOWN_PROBLEMS]
+    if len(problems) > SHOWN_PROBLEMS:
+        lines.append(f"and {len(problems) - SHOWN_PROBLEMS} more")
+    title = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    raise CheckpointError("\n  ".join([f"{path}: {title}", *lines]), OLDER_IS_KEPT)
+
+
+class _Counter:
+    """Adds up what several threads have read."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.total = total
+        self._done = 0
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def add(self, n_bytes: int) -> None:
+        with self._lock:
+            self._done += n_bytes
+            if self._progress is not None:
+                self._progress(self._done, self.total)

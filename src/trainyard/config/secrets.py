@@ -1,0 +1,71 @@
+"""Finds passwords and keys in texts, so that none is ever written down.
+
+    secrets = secret_values({"HF_TOKEN": "hf_abc", "HOME": "/h"}) ["hf_abc"]
+    hide("login with hf_abc", secrets)                   "login with ***"
+    hide("get https://me:letmein@host/x?sig=1f", [])   "get https://***@host/x?sig=***"
+
+A run file is copied into the run folder, into every checkpoint and to Weights & Biases: one with a
+password in it is refused rather than changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+from pydantic import BaseModel
+
+HIDDEN = "***"
+# Shorter ones would hide parts of ordinary words.
+_FEWEST_LETTERS = 6
+_SECRET_WORDS = {
+    *("KEY", "APIKEY", "TOKEN", "SECRET", "CREDENTIAL", "CREDENTIALS", "AUTH", "COOKIE"),
+    *("PASSWORD", "PASSWD", "PASSPHRASE", "PASS", "PASSCODE", "BEARER", "WEBHOOK"),
+}
+# https://user:password@host (a path would have one slash), https://token@host, and ?sig=key
+_LOGIN = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*:/{1,2})[^\s/?#'\"]+(@)")
+_PARAMETER = re.compile(
+    r"([?&](?:[\w.-]*(?:key|token|secret|password|signature|credential)|sig|auth)=)[^\s&#'\"]+",
+    re.IGNORECASE,
+)
+
+
+def secret_values(environment: Mapping[str, str]) -> list[str]:
+    """Lists the values of variables whose name says that they are secret, the longest first."""
+    found = {
+        value.strip()
+        for name, value in environment.items()
+        if _SECRET_WORDS & set(re.split("[^A-Z]+", name.upper()))
+    }
+    return sorted((v for v in found if len(v) >= _FEWEST_LETTERS), key=lambda v: (-len(v), v))
+
+
+def hide(text: str, secrets: Iterable[str]) -> str:
+    """Replaces secrets, and logins and keys in URLs, by asterisks."""
+    for secret in secrets:
+        for form in {secret, quote(secret, safe="")}:
+            text = text.replace(form, HIDDEN)
+    return _PARAMETER.sub(rf"\1{HIDDEN}", _LOGIN.sub(rf"\1{HIDDEN}\2", text))
+
+
+def secret_problems(section: BaseModel) -> dict[str, str]:
+    """Maps the dotted fields that hold a URL with a login or a key to what is wrong, without it."""
+    return {
+        field: f"{field} holds a URL with a login or a key, which would be copied to the run folder"
+        " and to every checkpoint; give the address without it"
+        for field, text in _texts(section)
+        if _LOGIN.search(text) or _PARAMETER.search(text)
+    }
+
+
+def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield field, value
+    elif isinstance(value, BaseModel):
+        for name, inner in value:
+            yield from _texts(inner, f"{field}.{name}" if field else name)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, field)

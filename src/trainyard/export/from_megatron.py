@@ -1,0 +1,284 @@
+"""From a checkpoint of Megatron-LM or Megatron-DeepSpeed to a run folder.
+
+    Megatron-LM                                       Megatron-DeepSpeed
+    latest_checkpointed_iteration.txt   "1000"        latest   "global_step1000"
+    iter_0001000/                                     global_step1000/
+      mp_rank_00/model_optim_rng.pt                     mp_rank_00_model_states.pt
+      mp_rank_01/model_optim_rng.pt                     mp_rank_01_model_states.pt
+    with pipeline stages:                             with pipeline stages:
+      mp_rank_00_000/model_optim_rng.pt                 layer_01-model_00-model_states.pt
+      mp_rank_00_001/model_optim_rng.pt                 layer_02-model_00-model_states.pt ...
+
+A file is one of a grid of tensor ranks and pieces, pieces being whatever follows one another in the
+model: pipeline stages, chunks of virtual stages, or single layers. Weights alone are read; their
+optimizer states are cut in too many ways, and start afresh.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainyard.config.run import Model
+from trainyard.errors import CheckpointError
+from trainyard.export.megatron import (
+    Arguments,
+    model_of,
+    our_name,
+    our_row_order,
+    read_arguments,
+    vocabulary_size_of,
+)
+from trainyard.export.megatron_files import Grid, find_grid
+from trainyard.export.run_folder import build_run, require_new, write_run_folder
+from trainyard.export.stream import outline
+from trainyard.export.torch_file import Contents, StoredTensor, describe_file, read_tensor
+from trainyard.plan.size import padded_vocabulary_size, parameter_shapes, stage_shapes
+
+logger = logging.getLogger("trainyard")
+
+_OTHER_MODEL = "its arguments and its weights must belong together"
+_VERSIONS = (0, 1, 2, 3)
+_WITH_VOCABULARY_ROWS = ("embedding.weight", "head.weight")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor rank's part of a parameter."""
+
+    path: Path
+    tensor: StoredTensor
+
+
+_Sources = dict[str, list[_Source]]
+"""By our names: the parts of all tensor ranks."""
+
+
+def import_megatron(folder: Path, output: Path) -> Path:
+    """Writes `output` as a run folder with the weights as its checkpoint of step 0; returns that.
+
+    The files are pickles; nothing in them is run, and no class they name is imported.
+
+    Args:
+        folder: where Megatron-LM or Megatron-DeepSpeed saved, or one of the checkpoints in it.
+        output: the run folder to make; it appears complete or not at all.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is incomplete, damaged or hostile, or its
+            model computes something that ours does not; or `output` exists.
+        MachineError: `output` cannot be written.
+    """
+    require_new(output)
+    grid = find_grid(folder)
+    settings, contents = _describe(grid)
+    arguments = read_arguments(settings.values, str(grid.settings))
+    version = _version(settings, grid)
+    sources = _name_tensors(grid, contents, arguments)
+    tensor = len(grid.files[0])
+    n_rows_theirs = tensor * _rows(sources, grid)
+    vocabulary_size = vocabulary_size_of(arguments, n_rows_theirs, tensor)
+    if vocabulary_size is None:
+        vocabulary_size = n_rows_theirs
+        logger.warning(
+            "%s does not say how many tokens it knows: all %d rows of its embedding, padding "
+            "included, count as tokens",
+            grid.settings,
+            n_rows_theirs,
+        )
+    model = model_of(arguments, vocabulary_size, str(grid.settings))
+    _check_tensors(sources, model, n_rows_theirs, grid)
+    shapes = parameter_shapes(model, padded_vocabulary_size(model))
+    weights = _Weights(sources, model, shapes, version)
+    if model.tied_embeddings and "head.weight" in sources:
+        weights.require_equal_head()
+    description = f"Imported from {grid.folder.name} of {grid.folder.parent.name}."
+    run = build_run(output, model, description, has_tokenizer=False)
+    return write_run_folder(output, run, None, outline(shapes, torch.float32), weights.make)
+
+
+@dataclass(frozen=True)
+class _Weights:
+    sources: _Sources
+    model: Model
+    shapes: Mapping[str, tuple[int, ...]]
+    version: float
+
+    def make(self, name: str) -> Tensor:
+        """Puts a parameter together from the parts of all tensor ranks, in fp32."""
+        whole = torch.zeros(self.shapes[name])
+        sources = self.sources[name]
+        dimension = _cut_dimension(name)
+        if dimension is None:
+            return whole.copy_(read_tensor(sources[0].path, sources[0].tensor))
+        start = 0
+        end = self.model.vocabulary_size if name in _WITH_VOCABULARY_ROWS else len(whole)
+        limit = end if dimension == 0 else whole.shape[dimension]
+        for source in sources:
+            part = read_tensor(source.path, source.tensor)
+            if ".attention.qkv." in name:
+                part = our_row_order(part, self.version, self.model.n_heads // len(sources))
+            length = max(0, min(part.shape[dimension], limit - start))
+            whole.narrow(dimension, min(start, limit), length).copy_(
+                part.narrow(dimension, 0, length)
+            )
+            start += part.shape[dimension]
+        return whole
+
+    def require_equal_head(self) -> None:
+        """Makes sure that the last stage's copy of a tied embedding is one."""
+        pairs = zip(self.sources["embedding.weight"], self.sources["head.weight"], strict=True)
+        for first, last in pairs:
+            if not torch.equal(
+                read_tensor(first.path, first.tensor), read_tensor(last.path, last.tensor)
+            ):
+                raise CheckpointError(
+                    f"the output layer in {last.path} is not the embedding in {first.path}, "
+                    "but args.untie_embeddings_and_output_weights is off",
+                    _OTHER_MODEL,
+                )
+
+
+def _cut_dimension(name: str) -> int | None:
+    """Says which dimension of a parameter is cut over tensor ranks."""
+    if name in _WITH_VOCABULARY_ROWS or ".attention.qkv." in name or ".mlp.up." in name:
+        return 0
+    return 1 if name.endswith((".attention.out.weight", ".mlp.down.weight")) else None
+
+
+def _describe(grid: Grid) -> tuple[Contents, dict[Path, Contents]]:
+    """Finds out what the file of settings and all files of weights hold."""
+    paths = list(dict.fromkeys([grid.settings, *(path for row in grid.files for path in row)]))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        contents = dict(zip(paths, pool.map(describe_file, paths), strict=True))
+    iterations = {
+        str(found.values["iteration"]): path
+        for path, found in contents.items()
+        if "iteration" in found.values
+    }
+    if len(iterations) > 1:
+        places = ", ".join(f"{path} of {number}" for number, path in iterations.items())
+        raise CheckpointError(
+            f"files of different iterations lie together: {places}",
+            "copy the whole folder of one checkpoint",
+        )
+    return contents[grid.settings], contents
+
+
+def _version(settings: Contents, grid: Grid) -> float:
+    version = settings.values.get("checkpoint_version", 0)
+    if version not in _VERSIONS:
+        raise CheckpointError(
+            f"{grid.settings} has checkpoint_version {version!r}; "
+            f"known are {', '.join(map(str, _VERSIONS))}",
+            "the order of its queries, keys and values is not known",
+        )
+    return float(str(version))
+
+
+def _name_tensors(grid: Grid, contents: Mapping[Path, Contents], arguments: Arguments) -> _Sources:
+    """Gives every tensor our name, with layers numbered through the whole model."""
+    sources: _Sources = {}
+    first_block = 0
+    for row in _pieces(grid, contents):
+        names = [_our_names(path, piece, grid) for path, piece in row]
+        if any(other.keys() != names[0].keys() for other in names):
+            raise CheckpointError(
+                f"{row[0][0]} and {row[-1][0]} hold different tensors",
+                "copy the whole folder of one checkpoint",
+            )
+        n_blocks = 0
+        for name in names[0]:
+            number = re.match(r"blocks\.([0-9]+)\.", name)
+            if number:
+                n_blocks = max(n_blocks, int(number[1]) + 1)
+                ours = f"blocks.{int(number[1]) + first_block}.{name[number.end() :]}"
+            else:  # an embedding again: the copy of a tied one on the last stage
+                ours = "head.weight" if name == "embedding.weight" and name in sources else name
+            if ours in sources and ours != "positions.weight":
+                raise CheckpointError(f"{row[0][0]} has {name} once more", _OTHER_MODEL)
+            sources.setdefault(ours, [of_rank[name] for of_rank in names])
+        first_block += n_blocks
+    if first_block != arguments.num_layers:
+        raise CheckpointError(
+            f"{grid.folder} holds {first_block} layers; args.num_layers is {arguments.num_layers}",
+            "copy the whole folder of one checkpoint",
+        )
+    return sources
+
+
+_Piece = dict[str, StoredTensor]
+
+
+def _pieces(grid: Grid, contents: Mapping[Path, Contents]) -> list[list[tuple[Path, _Piece]]]:
+    """Lists by piece of the model, in order, the file and the tensors of each tensor rank."""
+    chunks: dict[str, list[list[tuple[Path, _Piece]]]] = {}
+    for row in grid.files:
+        of_row: dict[str, list[tuple[Path, _Piece]]] = {}
+        for path in row:
+            piece: dict[str, _Piece] = {}
+            for name, tensor in contents[path].tensors.items():
+                if not name.endswith("_extra_state"):  # of fp8, which is not in the weights
+                    chunk = re.match(r"model([0-9]*)\.", name)
+                    piece.setdefault(chunk[1] if chunk else "", {})[name] = tensor
+            for chunk_number, tensors in piece.items():
+                of_row.setdefault(chunk_number, []).append((path, tensors))
+        for chunk_number, ranks in of_row.items():
+            chunks.setdefault(chunk_number, []).append(ranks)
+    in_order = sorted(chunks, key=lambda number: int(number or 0))
+    return [ranks for number in in_order for ranks in chunks[number]]
+
+
+def _our_names(path: Path, piece: _Piece, grid: Grid) -> dict[str, _Source]:
+    found: dict[str, _Source] = {}
+    for name, tensor in piece.items():
+        ours = our_name(grid.full_name(name))
+        if ours is None or ours in found:
+            which = "which no GPT of ours has" if ours is None else f"a second one for {ours}"
+            raise CheckpointError(
+                f"{path} has the tensor {name!r}, {which}",
+                "only GPT with learned positions, LayerNorm, biases and GELU can be imported",
+            )
+        found[ours] = _Source(path, tensor)
+    return found
+
+
+def _rows(sources: _Sources, grid: Grid) -> int:
+    """Counts the rows of the embedding on each tensor rank."""
+    if "embedding.weight" not in sources:
+        raise CheckpointError(f"{grid.folder} has no word embeddings", _OTHER_MODEL)
+    shape = sources["embedding.weight"][0].tensor.shape
+    return shape[0] if shape else 0
+
+
+def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: Grid) -> None:
+    """Compares names and shapes with those of the model before anything is written."""
+    tensor = len(grid.files[0])
+    if model.n_heads % tensor or model.d_ff % tensor:
+        raise CheckpointError(
+            f"{grid.folder} has {tensor} tensor ranks, which cannot share {model.n_heads} heads "
+            f"and {model.d_ff} features",
+            _OTHER_MODEL,
+        )
+    wanted = stage_shapes(model, n_rows, (0, model.n_layers), tensor)
+    for name, shape in wanted.items():
+        if name not in sources:
+            raise CheckpointError(f"{grid.folder} has no tensor for {name}", _OTHER_MODEL)
+        for source in sources[name]:
+            if source.tensor.shape != shape:
+                raise CheckpointError(
+                    f"the part of {name} in {source.path} has shape {list(source.tensor.shape)}; "
+                    f"its arguments say {list(shape)}",
+                    _OTHER_MODEL,
+                )
+    copies = {"head.weight"} if model.tied_embeddings else set()
+    unknown = sorted(sources.keys() - wanted.keys() - copies)
+    if unknown:
+        raise CheckpointError(f"{grid.folder} has {unknown[0]} too", _OTHER_MODEL)

@@ -1,0 +1,230 @@
+"""GPT in the layout of Megatron-LM and Megatron-DeepSpeed, and in ours.
+
+    ours                         theirs, on one of t tensor ranks                       cut
+    embedding.weight   (V, D)    embedding.word_embeddings.weight            (V'/t, D)  rows
+    positions.weight   (T, D)    embedding.position_embeddings.weight        (T, D)     no
+    blocks.0.attention.qkv.weight   layers.0.self_attention.query_key_value  (3D/t, D)  rows
+    blocks.0.attention.out.weight   layers.0.self_attention.dense            (D, D/t)   columns
+    blocks.0.mlp.up.weight          layers.0.mlp.dense_h_to_4h               (F/t, D)   rows
+    blocks.0.mlp.down.weight        layers.0.mlp.dense_4h_to_h               (D, F/t)   columns
+    head.weight        (V, D)    output_layer.weight, when untied            (V'/t, D)  rows
+
+V' is the vocabulary, padded. Layers are numbered from 0 on each pipeline stage. Names have changed
+with the years, and so has the order of the rows of queries, keys and values on a tensor rank, which
+has H/t heads of K features each:
+
+    checkpoint_version 0      (3, H/t, K)
+                       1.0    (H/t, K, 3)
+                       2.0 on (H/t, 3, K), as ours
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal, Self
+
+from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
+from torch import Tensor
+
+from trainyard.checkpoint.format import first_problem
+from trainyard.config.run import Model
+from trainyard.errors import CheckpointError
+
+Off = Literal[False, None]
+
+_BLOCK_PARTS = {
+    "input_layernorm": "attention_norm",
+    "input_norm": "attention_norm",
+    "attention.query_key_value": "attention.qkv",
+    "self_attention.query_key_value": "attention.qkv",
+    "self_attention.linear_qkv": "attention.qkv",
+    "attention.dense": "attention.out",
+    "self_attention.dense": "attention.out",
+    "self_attention.linear_proj": "attention.out",
+    "post_attention_layernorm": "mlp_norm",
+    "post_attention_norm": "mlp_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.dense_h_to_4h": "mlp.up",
+    "mlp.linear_fc1": "mlp.up",
+    "mlp.dense_4h_to_h": "mlp.down",
+    "mlp.linear_fc2": "mlp.down",
+}
+_PARTS = {
+    "word_embeddings": "embedding",
+    "position_embeddings": "positions",
+    "final_layernorm": "final_norm",
+    "final_norm": "final_norm",
+    "output_layer": "head",
+    "word_embeddings_for_head": "head",
+}
+# Transformer Engine keeps a norm with the matrix that follows it.
+_NORM_INSIDE = {
+    "self_attention.linear_qkv.layer_norm": "attention_norm",
+    "mlp.linear_fc1.layer_norm": "mlp_norm",
+}
+_WRAPPERS = re.compile(
+    r"((model[0-9]*|module|language_model|embedding|encoder|transformer|decoder)\.)*"
+)
+_LAYER = re.compile(r"layers\.([0-9]{1,6})\.(.+)[._](weight|bias)")
+_OTHER = re.compile(r"([a-z_]+)\.(weight|bias)")
+_GPT2_VOCABULARY_SIZE = 50257
+
+
+class Arguments(BaseModel):
+    """The arguments of their training program that decide what the model computes."""
+
+    num_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    max_position_embeddings: int = Field(ge=1)
+    ffn_hidden_size: int | None = None
+    vocab_size: int | None = None
+    tokenizer_type: str | None = None
+    make_vocab_size_divisible_by: int = 128
+    layernorm_epsilon: float | None = None
+    norm_epsilon: float | None = None
+    init_method_std: float = 0.02
+    hidden_dropout: float = 0.1
+    untie_embeddings_and_output_weights: bool = False
+
+    bias_gelu_fusion: bool | None = True
+    openai_gelu: bool | None = False
+    kv_channels: int | None = None
+    num_key_value_heads: int | None = None
+    num_experts: int | list[int] | None = None
+    position_embedding_type: Literal[
+        "learned_absolute", "absolute", "PositionEmbeddingType(2)", "PositionEmbeddingType.absolute"
+    ] = "learned_absolute"
+    normalization: Literal["LayerNorm", "layernorm"] = "LayerNorm"
+    add_position_embedding: Literal[True] = True
+    add_bias_linear: Literal[True] = True
+    swiglu: Off = False
+    squared_relu: Off = False
+    glu_activation: None = None
+    group_query_attention: Off = False
+    use_rotary_position_embeddings: Off = False
+    apply_layernorm_1p: Off = False
+    apply_residual_connection_post_layernorm: Off = False
+    embed_layernorm: Off = False
+    qk_layernorm: Off = False
+    multi_latent_attention: Off = False
+
+    @model_validator(mode="after")
+    def _computes_what_ours_does(self) -> Self:
+        if not self.bias_gelu_fusion and not self.openai_gelu:
+            raise ValueError(
+                "bias_gelu_fusion and openai_gelu are off, so its GELU is the exact one; "
+                "ours is the tanh form that both of these are"
+            )
+        heads = self.num_attention_heads
+        if self.kv_channels not in (None, self.hidden_size // heads):
+            raise ValueError(f"kv_channels={self.kv_channels} is not hidden_size / {heads} heads")
+        if self.num_key_value_heads not in (None, heads):
+            raise ValueError(f"num_key_value_heads={self.num_key_value_heads} are not {heads}")
+        experts = self.num_experts if isinstance(self.num_experts, list) else [self.num_experts]
+        if any(count is not None and count > 1 for count in experts):
+            raise ValueError(f"num_experts={self.num_experts}; our models have no experts")
+        return self
+
+
+def read_arguments(values: Mapping[str, JsonValue], place: str) -> Arguments:
+    """Reads `args` as a checkpoint has them.
+
+    Raises:
+        CheckpointError: there are none, or they describe a model that ours is not.
+    """
+    given = {
+        name.removeprefix("args."): value
+        for name, value in values.items()
+        if name.startswith("args.")
+    }
+    if not given:
+        raise CheckpointError(
+            f"{place} has no 'args', so the number of heads is not known",
+            "load and save it once with a Megatron-LM that stores its arguments",
+        )
+    try:
+        return Arguments.model_validate(given)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{place} is not a GPT that can be imported: args.{first_problem(error)}",
+            "only GPT with learned positions, LayerNorm, biases and GELU computes what our models "
+            "compute",
+        ) from None
+
+
+def model_of(arguments: Arguments, vocabulary_size: int, place: str) -> Model:
+    """Makes the model section of a run.
+
+    Raises:
+        CheckpointError: no model has these numbers.
+    """
+    D = arguments.hidden_size
+    epsilon = arguments.layernorm_epsilon or arguments.norm_epsilon or 1e-5
+    try:
+        return Model(
+            n_layers=arguments.num_layers,
+            d_model=D,
+            n_heads=arguments.num_attention_heads,
+            d_ff=arguments.ffn_hidden_size or 4 * D,
+            sequence_length=arguments.max_position_embeddings,
+            vocabulary_size=vocabulary_size,
+            tied_embeddings=not arguments.untie_embeddings_and_output_weights,
+            dropout=arguments.hidden_dropout,
+            init_std=arguments.init_method_std,
+            layer_norm_epsilon=epsilon,
+        )
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{place} is not a GPT that can be imported: {first_problem(error)}",
+            "its arguments and its weights must belong together",
+        ) from None
+
+
+def vocabulary_size_of(arguments: Arguments, n_rows: int, tensor: int) -> int | None:
+    """Finds how many of the rows of the embedding belong to tokens; None where nothing says it.
+
+    Args:
+        arguments: theirs.
+        n_rows: of the whole embedding.
+        tensor: tensor ranks that it was padded for.
+    """
+    size = arguments.vocab_size
+    if size is not None and arguments.tokenizer_type == "NullTokenizer":
+        size += 1  # the end of a document, which that tokenizer adds
+    if size is None and arguments.tokenizer_type == "GPT2BPETokenizer":
+        size = _GPT2_VOCABULARY_SIZE
+    padding = arguments.make_vocab_size_divisible_by * tensor
+    return size if size is not None and n_rows - padding < size <= n_rows else None
+
+
+def our_name(name: str) -> str | None:
+    """Translates a parameter's name, `layers.0.mlp.dense_h_to_4h.bias` is `blocks.0.mlp.up.bias`.
+
+    The number of the layer is kept. None when our models have no such parameter.
+    """
+    name = name[_WRAPPERS.match(name).end() :]  # type: ignore[union-attr]  # it matches ""
+    if match := _LAYER.fullmatch(name):
+        number, part, kind = match.groups()
+        ours = (_NORM_INSIDE if part.endswith(".layer_norm") else _BLOCK_PARTS).get(part)
+        return f"blocks.{int(number)}.{ours}.{kind}" if ours else None
+    match = _OTHER.fullmatch(name)
+    ours = _PARTS.get(match[1]) if match else None
+    return f"{ours}.{match[2]}" if match and ours else None
+
+
+def our_row_order(qkv: Tensor, version: float, n_heads: int) -> Tensor:
+    """Brings the rows of queries, keys and values of one tensor rank into the order (H, 3, K).
+
+    Args:
+        qkv: weight or bias.
+        version: the checkpoint_version.
+        n_heads: of this rank.
+    """
+    K = qkv.shape[0] // (3 * n_heads)
+    if version == 0:
+        return qkv.reshape(3, n_heads, K, -1).transpose(0, 1).reshape(qkv.shape)
+    if version == 1:
+        return qkv.reshape(n_heads, K, 3, -1).transpose(1, 2).reshape(qkv.shape)
+    return qkv

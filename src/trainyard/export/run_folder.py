@@ -1,0 +1,86 @@
+"""A run folder made of weights from elsewhere, that training can go on from.
+
+runs/gpt2/
+  run.toml                          the model's shape; data and schedule are for the user
+  tokenizer/tokenizer.json          where there is one
+  checkpoints/step-00000000/        the weights; moments start from zero
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from trainyard.checkpoint.format import Facts
+from trainyard.checkpoint.save import require_space
+from trainyard.config.load import render_run
+from trainyard.config.run import Model, Run, Tokenizer
+from trainyard.data.vocabulary import Vocabulary, save_vocabulary
+from trainyard.errors import CheckpointError, MachineError
+from trainyard.export.stream import Make, write_weights
+
+TOKENIZER_FOLDER = "tokenizer"
+
+
+def require_new(output: Path) -> None:
+    """Makes sure that `output` can be made.
+
+    Raises:
+        CheckpointError: it exists.
+    """
+    if output.exists():
+        raise CheckpointError(f"{output} exists already", "name another --output, or remove it")
+
+
+def build_run(output: Path, model: Model, description: str, *, has_tokenizer: bool) -> Run:
+    """Makes the run: its model, and defaults elsewhere."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", output.name).lstrip("._-")[:100] or "imported"
+    tokenizer = Tokenizer(path=str(output / TOKENIZER_FOLDER) if has_tokenizer else "")
+    return Run(name=name, description=description, model=model, tokenizer=tokenizer)
+
+
+def write_run_folder(
+    output: Path,
+    run: Run,
+    vocabulary: Vocabulary | None,
+    outlines: Mapping[str, Tensor],
+    make: Make,
+) -> Path:
+    """Writes a run folder, which appears complete or not at all; returns its checkpoint.
+
+    Args:
+        output: the folder to make.
+        run: of `build_run`.
+        vocabulary: of its tokenizer.
+        outlines: of the parameters, named as in the model.
+        make: gives their values.
+
+    Raises:
+        MachineError: `output` cannot be written.
+    """
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    facts = Facts(step=0, consumed_sequences=0, consumed_tokens=0, run=run.model_dump(mode="json"))
+    try:
+        partial.mkdir(parents=True)
+        require_space(partial, sum(tensor.nbytes for tensor in outlines.values()))
+        checkpoint = write_weights(
+            partial / "checkpoints",
+            facts,
+            {f"model.{name}": tensor for name, tensor in outlines.items()},
+            lambda name: make(name.removeprefix("model.")),
+        )
+        (partial / "run.toml").write_text(render_run(run), encoding="utf-8")
+        if vocabulary:
+            (partial / TOKENIZER_FOLDER).mkdir()
+            save_vocabulary(vocabulary, partial / TOKENIZER_FOLDER / "tokenizer.json")
+        partial.rename(output)
+    except OSError as error:
+        raise MachineError(f"cannot write {output}: {error}", "free space on that disk") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return output / checkpoint.relative_to(partial)

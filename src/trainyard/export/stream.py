@@ -1,0 +1,201 @@
+"""Weights on their way from one layout to another, a tensor at a time.
+
+Nothing is mapped into memory and no list of tensors is ever held, so a model needs as much memory
+as its largest tensor and the copies its conversion makes, however large it is. A tensor that is
+still to be made is described by an outline: one of its type and shape on the device "meta".
+
+    outlines  {"model.embedding.weight": meta (50304, 768), ...}
+    make      "model.embedding.weight" -> its values, read and converted when it is its turn
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from trainyard.checkpoint.format import (
+    DTYPES,
+    MANIFEST,
+    OLDER_IS_KEPT,
+    Chunk,
+    Facts,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    header_sha256,
+    read_manifest,
+    render_manifest,
+    step_folder_name,
+    values_sha256,
+)
+from trainyard.checkpoint.parts import describe_part
+from trainyard.checkpoint.save import SHARD_LIMIT_BYTES, flush, split_in_shards
+from trainyard.checkpoint.shard import Values, read_header, read_values
+from trainyard.errors import CheckpointError
+from trainyard.parallel.placement import whole
+
+Make = Callable[[str], Tensor]
+Shape = tuple[int, ...]
+
+_CODE_OF = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def outline(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Describes tensors of one type without their values."""
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+
+
+@dataclass
+class CheckpointWeights:
+    """The model's weights in a checkpoint, whatever layout saved it, a whole tensor at a time."""
+
+    path: Path
+    manifest: Manifest
+    _headers: dict[str, dict[str, Values]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path) -> CheckpointWeights:
+        """Reads the manifest.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        return cls(path, read_manifest(path))
+
+    def n_rows(self) -> int:
+        """Counts the rows of the embedding, padding included; 0 where there is none."""
+        stored = self.manifest.tensors.get("model.embedding.weight")
+        return stored.shape[0] if stored and stored.shape else 0
+
+    def require(self, name: str, shape: Shape) -> None:
+        """Makes sure that a parameter is there.
+
+        Raises:
+            CheckpointError: it is not, or has another shape.
+        """
+        stored = self.manifest.tensors.get(f"model.{name}")
+        found = None if stored is None else list(stored.shape)
+        if found != list(shape):
+            raise CheckpointError(
+                f"tensor 'model.{name}' in {self.path} "
+                + ("is missing" if found is None else f"has shape {found}")
+                + f"; its run needs {list(shape)}",
+                OLDER_IS_KEPT,
+            )
+
+    def read(self, name: str) -> Tensor:
+        """Reads a parameter and compares it with its checksums.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        stored = self.manifest.tensors[f"model.{name}"]
+        if len(stored.chunks) == 1:
+            return self._read_chunk(f"model.{name}", stored, stored.chunks[0])
+        tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        for chunk in stored.chunks:
+            spans = zip(chunk.offset, chunk.shape, strict=True)
+            part = tuple(slice(start, start + length) for start, length in spans)
+            tensor[part] = self._read_chunk(f"model.{name}", stored, chunk)
+        return tensor
+
+    def _read_chunk(self, name: str, stored: StoredTensor, chunk: Chunk) -> Tensor:
+        path = self.path / chunk.file
+        if chunk.file not in self._headers:
+            self._headers[chunk.file] = read_header(path)
+        values = self._headers[chunk.file].get(name)
+        dtype = DTYPES[stored.dtype]
+        if values is None or (values.dtype, values.shape) != (dtype, chunk.shape):
+            raise CheckpointError(
+                f"{path} has no tensor {name!r} that is {stored.dtype} {list(chunk.shape)}, "
+                "as the manifest says",
+                OLDER_IS_KEPT,
+            )
+        tensor = torch.empty(chunk.shape, dtype=dtype)
+        found = read_values(values, into=tensor)
+        if found != chunk.sha256:
+            raise CheckpointError(
+                f"{path} is damaged: the sha256 of {name!r} in it is {found}, "
+                f"the manifest says {chunk.sha256}",
+                OLDER_IS_KEPT,
+            )
+        return tensor
+
+
+def write_tensors(path: Path, outlines: Mapping[str, Tensor], make: Make) -> dict[str, str]:
+    """Writes and flushes one safetensors file; gives the SHA-256 of the values of each tensor.
+
+    Args:
+        path: the file.
+        outlines: by name, in the order of the file.
+        make: gives the values, of any type, in the outline's shape.
+    """
+    header: dict[str, object] = {}
+    end = 0
+    for name, tensor in outlines.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _CODE_OF[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    checksums = {}
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, like in outlines.items():
+            checksums[name] = _write_values(file, name, like, make)
+        file.flush()
+        os.fsync(file.fileno())
+    return checksums
+
+
+def _write_values(file: IO[bytes], name: str, like: Tensor, make: Make) -> str:
+    """Writes one tensor, which is gone before the next one is made; gives its SHA-256."""
+    tensor = make(name).to(like.dtype).contiguous()
+    assert tensor.shape == like.shape, (name, tensor.shape, like.shape)
+    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return values_sha256(tensor)
+
+
+def write_weights(
+    folder: Path,
+    facts: Facts,
+    outlines: Mapping[str, Tensor],
+    make: Make,
+    limit_bytes: int = SHARD_LIMIT_BYTES,
+) -> Path:
+    """Writes a checkpoint of weights alone into `folder`, file by file; returns its path.
+
+    Args:
+        folder: that nobody looks into before it is renamed: the checkpoint is not made at once.
+        facts: of its manifest.
+        outlines: by global name, those of the model.
+        make: gives the values.
+        limit_bytes: of a file, unless a single tensor is larger.
+    """
+    final = folder / step_folder_name(facts.step)
+    final.mkdir(parents=True)
+    tensors: dict[str, StoredTensor] = {}
+    files: dict[str, StoredFile] = {}
+    shards = split_in_shards(outlines, limit_bytes)
+    for index, shard in enumerate(shards):
+        name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+        for tensor, checksum in write_tensors(final / name, shard, make).items():
+            place = whole(shard[tensor].shape)
+            tensors[tensor] = describe_part(shard[tensor], place, name, checksum)
+        size = (final / name).stat().st_size
+        files[name] = StoredFile(n_bytes=size, header_sha256=header_sha256(final / name))
+    manifest = Manifest(**dict(facts), tensors=tensors, files=files)
+    (final / MANIFEST).write_bytes(render_manifest(manifest))
+    flush(final / MANIFEST)
+    flush(final)
+    return final

@@ -1,0 +1,103 @@
+"""Reads tensors from files of `torch.save`, which are pickles, without unpickling them.
+
+What a file holds and where is told by a process of its own (`describe.py`), which looks up no name
+that the file gives; from then on there are only counts, which are checked, and bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from torch import Tensor
+
+from trainyard.checkpoint.format import DTYPES, Count, first_problem
+from trainyard.checkpoint.shard import Values, read_values
+from trainyard.errors import CheckpointError
+
+_TIMEOUT_SECONDS = 600
+_NO_CHECKPOINT = "it is damaged, or was not written by Megatron; nothing of it was run"
+
+
+class StoredTensor(BaseModel):
+    """Where a tensor's values lie in its file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: str
+    shape: tuple[Count, ...]
+    strides: tuple[Count, ...]
+    begin: Count
+    """The first byte."""
+
+
+class Contents(BaseModel):
+    """What a file holds, by path: keys joined by dots."""
+
+    values: dict[str, JsonValue]
+    """Numbers, truth values and texts; None for what is neither."""
+    tensors: dict[str, StoredTensor]
+
+
+def describe_file(path: Path) -> Contents:
+    """Finds out what a file of `torch.save` holds.
+
+    Raises:
+        CheckpointError: it is missing or malformed, or names a class or function that no checkpoint
+            needs.
+    """
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing, or is no ordinary file", "copy the whole folder of the checkpoint"
+        )
+    package = Path(__file__).parents[2]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-S", "-m", "trainyard.export.describe", str(path.absolute())],
+            env={"PYTHONPATH": str(package)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TIMEOUT_SECONDS,
+            check=True,
+        )
+        answer = json.loads(done.stdout)
+        if "refusal" not in answer:
+            return Contents.model_validate(answer)
+        problem = answer["refusal"]
+    except subprocess.TimeoutExpired:
+        problem = f"reading it took more than {_TIMEOUT_SECONDS} s"
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines()
+        problem = f"its reader ended with {error.returncode}: {said[-1] if said else 'no message'}"
+    except ValidationError as error:
+        problem = first_problem(error)
+    except (ValueError, TypeError, RecursionError):
+        problem = "its reader gave no answer"
+    raise CheckpointError(f"{path} cannot be read: {problem}", _NO_CHECKPOINT)
+
+
+def read_tensor(path: Path, stored: StoredTensor) -> Tensor:
+    """Reads one tensor.
+
+    Raises:
+        CheckpointError: the file ends before its values.
+    """
+    dtype = DTYPES[stored.dtype]
+    steps = zip(stored.shape, stored.strides, strict=True)
+    n_values = 1 + sum((n - 1) * stride for n, stride in steps)
+    n_bytes = n_values * dtype.itemsize
+    problem = ""
+    if math.prod(stored.shape) > n_values:
+        problem = "a tensor in it has more values than are stored"
+    elif stored.begin + n_bytes > path.stat().st_size:
+        problem = f"it ends before the {n_bytes} bytes from byte {stored.begin}"
+    if problem:
+        raise CheckpointError(f"{path} cannot be read: {problem}", _NO_CHECKPOINT)
+    values = torch.empty(n_values, dtype=dtype)
+    read_values(Values(path, dtype, (n_values,), stored.begin, n_bytes), into=values)
+    return values.as_strided(stored.shape, stored.strides)

@@ -1,0 +1,120 @@
+"""One run folder, one job: whoever comes second is refused and told who holds it.
+
+The lock is the kernel's (flock) on the open file RUN_FOLDER/lock. It lasts for as long as any
+process has that file open: the one that took it, and its workers, which are handed it. So there is
+nothing to clean up after a kill or a crash, and no job starts while a worker of the last one lives.
+What is written in the file is for people and messages alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from trainyard.config.reading import parse_json
+from trainyard.errors import LaunchError, MachineError
+
+logger = logging.getLogger("trainyard")
+
+WAIT_SECONDS = 10.0
+POLL_SECONDS = 0.1
+CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@contextmanager
+def hold(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[int]:
+    """Keeps others from training in a run folder inside its block; makes the folder.
+
+    Args:
+        folder: of the run.
+        wait_seconds: for a job before this one that is about to end.
+
+    Yields:
+        a file descriptor, for the processes that are to hold the lock as well.
+
+    Raises:
+        LaunchError: somebody trains there; says who.
+        MachineError: the folder cannot be written.
+    """
+    path = folder / "lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise MachineError(
+            f"{path} cannot be written: {error.strerror}",
+            "start where the disk has room and you may write",
+        ) from error
+    try:
+        _lock(descriptor, folder, wait_seconds)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def find_holder(folder: Path) -> str | None:
+    """Says who trains in a run folder; empty when nobody does, None where it cannot be known."""
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return ""
+    except OSError:
+        return None
+    try:
+        # Held for no longer than this; a run that is about to start waits ten seconds for it.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return ""
+    except BlockingIOError:
+        return _read_holder(descriptor)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path, wait_seconds: float) -> None:
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"{folder} is being trained by {_read_holder(descriptor)}",
+                    "stop that one, or give this run another name",
+                ) from None
+            time.sleep(POLL_SECONDS)
+        except OSError as error:
+            if error.errno not in CANNOT_LOCK:
+                raise
+            logger.warning(
+                "the file system of %s has no locks: see that no other job trains there", folder
+            )
+            break
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+    except OSError as error:
+        raise MachineError(
+            f"{folder / 'lock'} cannot be written: {error.strerror}", "free some space"
+        ) from error
+
+
+def _read_holder(descriptor: int) -> str:
+    try:
+        holder = parse_json(os.pread(descriptor, 4096, 0))
+        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+    except (ValueError, TypeError, KeyError):
+        return "another process"

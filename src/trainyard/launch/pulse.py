@@ -1,0 +1,146 @@
+"""How a worker shows that it lives: a few bytes of memory that its parent process sees too.
+
+The parent makes the memory and hands down its file descriptor, `Process.pulse`; the worker writes
+what it does, and the parent looks whenever it likes. Neither ever waits for the other:
+
+    parent   reader = PulseReader()                   worker   pulse = Pulse(process.pulse, 1200.0)
+             reader.read().count                  1            pulse.enter("data", 0)
+             reader.read()    Beat(count=2, step=0, phase="forward and backward", ..)
+                                                  2            pulse.enter("forward ..", 0)
+
+A count that stands still for longer than the limit beside it is a worker that hangs. The bytes are
+
+    0 count   8 limit in seconds   16 step   20 phase   24 process id   28 who is to blame
+
+and behind them come the stacks of the worker's threads, written by C code at each SIGUSR2: also
+while a thread holds Python's lock and nothing written in Python could run.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import struct
+import tempfile
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+Phase = Literal[
+    "start", "load", "data", "forward and backward", "update", "evaluate", "save", "end"
+]
+PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+PARTS_OF_A_STEP: Final = ("data", "forward and backward", "update")
+START_SECONDS: Final = 3600.0
+"""The limit before a worker has read its own."""
+STACK_SIGNAL: Final = signal.SIGUSR2
+NOBODY, ANOTHER = -1, -2
+_BEAT = struct.Struct("QdIII")
+_BLAME = struct.Struct("i")
+N_BYTES: Final = _BEAT.size + _BLAME.size
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a worker does."""
+
+    count: int
+    """How many parts of its work it has begun; 0 before it said anything."""
+    step: int
+    """Steps done."""
+    phase: Phase
+    limit_seconds: float
+    """Standing still for longer is a hang."""
+    pid: int
+    culprit: int
+    """The rank whose fault it is that this worker fails; `NOBODY`, or `ANOTHER` that it does not
+    know."""
+
+    @property
+    def is_victim(self) -> bool:
+        """It fails because another rank does."""
+        return self.culprit != NOBODY
+
+
+class Pulse:
+    """A worker's side: says what it does.
+
+    Args:
+        descriptor: `Process.pulse`; None says it to nobody.
+        step_seconds: limit for each part of a step, but for the first step after the start.
+        slow_seconds: limit for everything else.
+    """
+
+    def __init__(
+        self,
+        descriptor: int | None = None,
+        step_seconds: float = float("inf"),
+        slow_seconds: float = float("inf"),
+    ) -> None:
+        self._memory: mmap.mmap = mmap.mmap(-1 if descriptor is None else descriptor, N_BYTES)
+        self._step_seconds, self._slow_seconds = step_seconds, slow_seconds
+        self._pid = os.getpid()
+        self._count = int(_BEAT.unpack_from(self._memory)[0])
+        self._first_step: int | None = None
+        if self._count == 0:
+            self.blame(NOBODY)
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """Says that a part of the work begins; `step` counts the steps done."""
+        self._count += 1
+        limit = self._slow_seconds
+        if phase in PARTS_OF_A_STEP:
+            if self._first_step is None:
+                self._first_step = step
+            if step != self._first_step:
+                limit = self._step_seconds
+        place = PHASES.index(phase)
+        _BEAT.pack_into(self._memory, 0, self._count, limit, step, place, self._pid)
+
+    def blame(self, rank: int) -> None:
+        """Says whose fault it is that this worker fails: a rank, or `ANOTHER`."""
+        _BLAME.pack_into(self._memory, _BEAT.size, rank)
+
+
+class PulseReader:
+    """The parent's side; makes the memory.
+
+    Args:
+        descriptor: of memory that is there already.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.descriptor = _make_memory() if descriptor is None else descriptor
+        self._memory = mmap.mmap(self.descriptor, N_BYTES, access=mmap.ACCESS_READ)
+
+    def read(self) -> Beat:
+        """Gives what the worker does now."""
+        before, now = b"", self._memory[:]
+        while before != now:  # the worker is writing
+            before, now = now, self._memory[:]
+        count, limit, step, phase, pid = _BEAT.unpack_from(now)
+        (culprit,) = _BLAME.unpack_from(now, _BEAT.size)
+        if count == 0:
+            return Beat(0, 0, "start", START_SECONDS, pid, NOBODY)
+        return Beat(count, step, PHASES[phase], limit, pid, culprit)
+
+    def read_stacks(self) -> str:
+        """Gives what the worker has written at each `STACK_SIGNAL`, or nothing."""
+        n_bytes = os.fstat(self.descriptor).st_size - N_BYTES
+        # Reading in the ordinary way would move the place where the worker writes.
+        return os.pread(self.descriptor, n_bytes, N_BYTES).decode("utf-8", errors="replace")
+
+    def close(self) -> None:
+        """Gives the memory back; a worker keeps its own hold of it."""
+        self._memory.close()
+        os.close(self.descriptor)
+
+
+def _make_memory() -> int:
+    if hasattr(os, "memfd_create"):  # not on macOS
+        descriptor = os.memfd_create("pulse")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.truncate(descriptor, N_BYTES)
+    return descriptor

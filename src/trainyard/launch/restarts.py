@@ -1,0 +1,111 @@
+"""How often a run is started again by itself: as long as its checkpoints get newer, else 3 times.
+
+    start      newest checkpoint   starts without a newer one
+    0          none                                              fails
+    1          step-00000040       restart 1 of 3                fails: it is progress to come here
+    2          step-00000040       restart 2 of 3                fails
+    3          step-00000040       restart 3 of 3                fails
+    4                              refused: exit code 93, somebody has to look
+
+Below torchrun each start is a new process. So the count is in RUN_FOLDER/logs/restarts.json:
+
+    {"newest": 40, "without_progress": 2, "exit_code": null}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from trainyard.errors import EXIT_HOLD, GuardError, MachineError
+
+logger = logging.getLogger("trainyard")
+
+LIMIT = 3
+FINAL_CODES = (2, EXIT_HOLD)
+"""Starting again would not help."""
+
+
+@dataclass(frozen=True)
+class _Record:
+    newest: int | None = None
+    """Step of the newest complete checkpoint at the last start."""
+    without_progress: int = 0
+    exit_code: int | None = None
+    """What the last start ended with, where that was for good."""
+
+
+class Restarts:
+    """Counts the starts of a run.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "logs" / "restarts.json"
+        self._checkpoints = folder / "checkpoints"
+
+    def begin(self, attempt: int) -> None:
+        """Counts a start, for the process that supervises rank 0; says so from the second on.
+
+        Args:
+            attempt: 0 for the first start of a job.
+
+        Raises:
+            GuardError: the starts before brought nothing, or ended for a reason that stays.
+            MachineError: the count cannot be written.
+        """
+        if attempt == 0:
+            self._path.unlink(missing_ok=True)
+            return
+        before, newest = self._read(), self._newest()
+        if before.exit_code is not None:
+            problem = f"the run ended with code {before.exit_code}, and is not started again"
+            raise _refusal(problem, before.exit_code)
+        has_progress = newest is not None and newest > (
+            -1 if before.newest is None else before.newest
+        )
+        count = 1 if has_progress else before.without_progress + 1
+        place = "the beginning" if newest is None else f"step-{newest:08d}"
+        if count > LIMIT:
+            raise _refusal(f"{LIMIT} restarts from {place} brought no newer checkpoint", EXIT_HOLD)
+        self._write(_Record(newest, count))
+        logger.warning("restart %d of %d: from %s", count, LIMIT, place)
+
+    def end(self, exit_code: int) -> None:
+        """Remembers how a start ended, for a launcher that starts again whatever it was."""
+        if exit_code in FINAL_CODES:
+            self._write(replace(self._read(), exit_code=exit_code))
+
+    def _newest(self) -> int | None:
+        manifests = self._checkpoints.glob("step-*/manifest.json")
+        steps = [re.fullmatch(r"step-(\d+)", path.parent.name) for path in manifests]
+        return max((int(found[1]) for found in steps if found), default=None)
+
+    def _read(self) -> _Record:
+        try:
+            return _Record(**json.loads(self._path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return _Record()
+
+    def _write(self, record: _Record) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Parents of several ranks may do this at once.
+            new = self._path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
+            new.write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
+            new.replace(self._path)
+        except OSError as error:
+            raise MachineError(f"{self._path} cannot be written: {error.strerror}") from error
+
+
+def _refusal(problem: str, exit_code: int) -> GuardError:
+    error = GuardError(problem, "what each of them ended with is above; then start it yourself")
+    error.exit_code = exit_code
+    return error

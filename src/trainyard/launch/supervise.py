@@ -1,0 +1,307 @@
+"""The parent of training processes: names the one that dies or hangs, and starts all again.
+
+Every worker of a run of several ranks has a parent that watches it, whoever launched the run:
+
+    trainyard train --ranks 4      one parent, four workers
+    torchrun, srun, mpiexec        each rank they start is a parent with one worker
+
+    a worker ..                                    the parent ..
+    ends with 0, 2, 75 or 93                       ends with the same code once all have ended
+    dies by a signal, or ends with another code    names it, with the end of its log
+    does not move for longer than its limit        shows all stacks, names who is to blame, kills
+    lost another rank                              leaves the naming to that one's parent
+
+After a death or a hang the parent of all ranks starts them again from the newest checkpoint; the
+parent of one ends with a code other than 0, for its launcher to do so. `Restarts` counts either.
+
+Parents of one rank each know of each other only by files (`Witnesses`). They need them twice: to
+agree who hangs, and where a worker waits for a dead rank without noticing: it can neither train on
+nor save, and would sit there deaf to a launcher's SIGTERM until that kills it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE
+from trainyard.launch.environment import Process
+from trainyard.launch.local import (
+    OWN_END_SECONDS,
+    Worker,
+    describe_death,
+    end,
+    find_first_death,
+    kill,
+    note_signals,
+    open_pipe,
+    open_places,
+    send,
+    start_worker,
+    wait,
+)
+from trainyard.launch.pulse import PulseReader
+from trainyard.launch.restarts import FINAL_CODES, Restarts
+from trainyard.launch.witness import (
+    Sighting,
+    Witnesses,
+    describe_hang,
+    describe_stack,
+    look_at,
+    see_dead,
+)
+
+logger = logging.getLogger("trainyard")
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+POLL_SECONDS, LISTEN_SECONDS = 0.05, 1.0
+AT_ONCE_SECONDS = 1.0
+"""Between the second signal and the end of what is left."""
+STUCK_SECONDS = 8.0
+"""For a worker to notice that another has died or left, and to say so."""
+TESTIMONY_SECONDS = 5.0
+INTENDED_CODES = (0, EXIT_REQUEUE, EXIT_HOLD)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to run."""
+
+    process: Process
+    """This process, as its launcher knows it."""
+    n_ranks: int
+    folder: Path
+    """Of the run."""
+    command: Callable[[int], Sequence[str]]
+    """Of each worker, which is `watched`; given how often they were started before."""
+    inherited: Sequence[int] = ()
+    """File descriptors that workers keep open."""
+
+    @property
+    def is_launched(self) -> bool:
+        """Each rank has a parent of its own."""
+        return self.process.n_ranks > 1
+
+
+def supervise(job: Job) -> int:
+    """Runs a job to its end, over as many starts as are worth it.
+
+    Returns:
+        the exit code for this process.
+
+    Raises:
+        GuardError: it was started again in vain.
+        MachineError: a worker cannot be started.
+    """
+    restarts, attempt = Restarts(job.folder), job.process.attempt
+    with note_signals(STOP_SIGNALS) as received:
+        while True:
+            if job.process.rank == 0:
+                restarts.begin(attempt)
+            with _Attempt.start(job, attempt, received) as running:
+                outcome = running.watch()
+            if job.process.launcher_restarts and not outcome.is_failure:
+                restarts.end(outcome.exit_code)
+            helps = outcome.is_failure and outcome.exit_code not in FINAL_CODES
+            if job.is_launched or not helps or received:
+                return exit_code_below(job.process, outcome.exit_code, outcome.is_failure)
+            attempt += 1
+
+
+def exit_code_below(process: Process, exit_code: int, is_failure: bool = False) -> int:
+    """Gives what this process tells its launcher, which may start again whatever is not 0."""
+    is_stop = exit_code == EXIT_REQUEUE and not is_failure
+    return 0 if is_stop and process.launcher_restarts else exit_code
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    exit_code: int
+    is_failure: bool
+    """Of a machine or a program, so that another start may help."""
+
+
+@dataclass
+class _Attempt:
+    """One start of all workers of this process."""
+
+    job: Job
+    witnesses: Witnesses
+    received: list[signal.Signals]
+    """Grows as signals come."""
+    workers: list[Worker] = field(default_factory=list)
+    told_at: list[float] = field(default_factory=list)
+    """When each of the signals was passed on."""
+    counts: dict[int, int] = field(default_factory=dict)
+    """Of the pulse of each rank."""
+    still_since: dict[int, float] = field(default_factory=dict)
+    """When that moved last."""
+    heard: list[Sighting] = field(default_factory=list)
+    """What other parents tell."""
+    listened_at: float = 0.0
+    parted_since: float = 0.0
+    """When the first worker ended on purpose."""
+    mourns_since: float = 0.0
+    """When it was first heard that a rank has died."""
+
+    @classmethod
+    @contextmanager
+    def start(cls, job: Job, attempt: int, received: list[signal.Signals]) -> Iterator[_Attempt]:
+        """Starts the workers; nothing is left of them after the block."""
+        new = cls(job, Witnesses(job.folder / "logs" / f"attempt-{attempt}"), received)
+        with _open_own_places(job) as places:
+            logs = None if job.is_launched else job.folder / "logs"
+            try:
+                for place in places:
+                    pulse = PulseReader()
+                    new.workers.append(
+                        start_worker(place, job.command(attempt), logs, pulse, job.inherited)
+                    )
+                yield new
+            finally:
+                kill(new.workers)
+                for worker in new.workers:
+                    if worker.pulse is not None:
+                        worker.pulse.close()
+
+    def watch(self) -> _Outcome:
+        """Waits until all workers have ended, for whatever reason."""
+        while any(worker.running.poll() is None for worker in self.workers):
+            now = time.monotonic()
+            self._pass_signals(now)
+            self._take_pulses(now)
+            dead = self._find_dead()
+            if dead is not None:
+                break
+            self._listen(now)
+            if self._is_stuck(now):
+                return _Outcome(EXIT_REQUEUE, is_failure=True)
+            if self._is_hang(now):
+                self._report_hang()
+                return _Outcome(EXIT_REQUEUE, is_failure=True)
+            if self._is_left_behind(now):
+                kill(self.workers)
+                return self._agree_on_code()
+            time.sleep(POLL_SECONDS)
+        dead = self._find_dead()
+        return self._agree_on_code() if dead is None else self._bury(dead)
+
+    def _find_dead(self) -> Worker | None:
+        """Finds the worker that failed first, unless all is as somebody wanted it."""
+        dead = find_first_death(self.workers)
+        if dead is None or dead.running.returncode in INTENDED_CODES:
+            return None
+        was_told = -dead.running.returncode in self.received
+        return None if was_told or len(self.told_at) > 1 else dead
+
+    def _is_left_behind(self, now: float) -> bool:
+        """Some have ended as they should; the rest neither follows nor saves."""
+        if not any(worker.running.poll() for worker in self.workers):
+            return False
+        self.parted_since = self.parted_since or now
+        for worker in self.workers:
+            assert worker.pulse is not None
+            if worker.running.poll() is None and worker.pulse.read().phase in ("save", "end"):
+                return False
+        return now - max(self.parted_since, *self.still_since.values()) > STUCK_SECONDS
+
+    def _bury(self, dead: Worker) -> _Outcome:
+        """Names the dead, and ends those that it leaves."""
+        code = dead.running.returncode
+        if self.job.is_launched:
+            self.witnesses.tell([see_dead(dead)])
+        if code == 2:
+            wait(self.workers, OWN_END_SECONDS)
+        self._name(dead)
+        end(self.workers)
+        return _Outcome(EXIT_REQUEUE if code < 0 else code, is_failure=code != 2)
+
+    def _name(self, dead: Worker) -> None:
+        """Says how a worker ended, unless it has said that where it can be seen."""
+        code = dead.running.returncode
+        is_on_screen = dead.log is None or self.workers[0].running.poll() == code
+        if not (is_on_screen and code in (*INTENDED_CODES, 2)):
+            logger.error("%s", describe_death(dead))
+
+    def _agree_on_code(self) -> _Outcome:
+        codes = {worker.running.returncode for worker in self.workers}
+        is_failure = any(worker.is_victim for worker in self.workers)
+        if self.received and min(codes) < 0:  # it ended at once
+            code = EXIT_HOLD if signal.SIGINT in self.received else EXIT_REQUEUE
+            return _Outcome(code, is_failure=False)
+        code = max(codes)
+        first = next(each for each in self.workers if each.running.returncode == code)
+        if not first.is_victim:
+            self._name(first)
+        return _Outcome(code, is_failure and code != EXIT_HOLD)
+
+    def _pass_signals(self, now: float) -> None:
+        while len(self.told_at) < len(self.received):
+            send(self.workers, self.received[len(self.told_at)])
+            self.told_at.append(now)
+        if len(self.told_at) > 1 and now - self.told_at[1] > AT_ONCE_SECONDS:
+            send(self.workers, signal.SIGKILL)
+
+    def _take_pulses(self, now: float) -> None:
+        for worker in self.workers:
+            assert worker.pulse is not None
+            count = worker.pulse.read().count
+            if self.counts.get(worker.rank) != count:
+                self.counts[worker.rank] = count
+                self.still_since[worker.rank] = now
+
+    def _is_hang(self, now: float) -> bool:
+        """A worker stands still for too long, here or where another parent looks."""
+        if self.mourns_since:
+            return False
+        for worker in self.workers:
+            assert worker.pulse is not None
+            still = now - self.still_since[worker.rank]
+            if worker.running.poll() is None and still > worker.pulse.read().limit_seconds:
+                return True
+        return any(not seen.has_ended for seen in self.heard)
+
+    def _is_stuck(self, now: float) -> bool:
+        """The worker waits for a rank that has died."""
+        if not any(seen.has_ended for seen in self.heard):
+            return False
+        self.mourns_since = self.mourns_since or now
+        return now - max(self.mourns_since, *self.still_since.values()) > STUCK_SECONDS
+
+    def _listen(self, now: float) -> None:
+        if self.job.is_launched and now - self.listened_at > LISTEN_SECONDS:
+            self.listened_at = now
+            self.heard = self.witnesses.hear()
+
+    def _report_hang(self) -> None:
+        """Names who hangs, with all that is known."""
+        own = look_at(self.workers, self.still_since)
+        self.witnesses.tell(own)
+        deadline = time.monotonic() + TESTIMONY_SECONDS
+        all_seen = own
+        while len(all_seen) < self.job.n_ranks and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            ranks = {seen.rank for seen in own}
+            others = [seen for seen in self.witnesses.hear() if seen.rank not in ranks]
+            all_seen = sorted([*own, *others], key=lambda seen: seen.rank)
+        for seen in own:
+            logger.error("%s", describe_stack(seen))
+        says = describe_hang(all_seen, self.job.n_ranks)
+        # The table is the same for all.
+        is_first = own[0] is all_seen[0]
+        logger.error("%s", says if is_first else says.partition("\n")[0])
+
+
+@contextmanager
+def _open_own_places(job: Job) -> Iterator[list[Process]]:
+    if not job.is_launched:
+        with open_places(job.n_ranks) as places:
+            yield places
+        return
+    with open_pipe() as pipe:
+        yield [replace(job.process, parent_pipe=pipe)]

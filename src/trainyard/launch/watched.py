@@ -1,0 +1,34 @@
+"""A worker's first moments, before it imports anything slow: from here on its parent can watch it.
+
+    python -m trainyard.launch.watched trainyard.train.worker runs/my-run --resume auto
+
+runs that module with those arguments as `python -m trainyard.train.worker ..` does. Importing torch
+takes seconds, and minutes where a thousand processes read it from one busy disk: a worker that
+hangs or crashes there is to be named as well.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import runpy
+import sys
+
+from trainyard.launch.environment import Process, read_process
+from trainyard.launch.pulse import N_BYTES, STACK_SIGNAL, START_SECONDS, Pulse
+
+
+def be_watched(process: Process) -> None:
+    """Lets the process that started this one see how it does."""
+    faulthandler.enable()  # a crash says where
+    if process.pulse is None:
+        return
+    os.lseek(process.pulse, N_BYTES, os.SEEK_SET)
+    faulthandler.register(STACK_SIGNAL, file=process.pulse, all_threads=True)
+    Pulse(process.pulse, START_SECONDS, START_SECONDS).enter("start", 0)
+
+
+if __name__ == "__main__":
+    be_watched(read_process())
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,240 @@
+"""Who hangs: what all parents saw of their workers, put together until one rank is named.
+
+A rank that hangs makes all others wait, so every parent sees its worker stand still. Each writes
+what it saw into a file of the run folder, and reads those of the others:
+
+    runs/my-run/logs/attempt-0/rank-00002.json     {"rank": 2, "host": "n1", "step": 12,
+        "phase": "forward and backward", "count": 41, "seconds": 1201.3, "state": "stopped", ..}
+
+Then all come to the same answer: the rank that is stopped; else the one whose pulse is farthest
+behind, since nobody can overtake a collective operation; and of several that stand at the same
+place the one that is not inside of communication.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE
+from trainyard.launch.local import Worker
+from trainyard.launch.pulse import STACK_SIGNAL
+
+STACK_SECONDS, QUIET_SECONDS = 2.0, 0.2
+POLL_SECONDS = 0.05
+N_LOOKS = 6
+MEANT_CODES = (0, 2, EXIT_REQUEUE, EXIT_HOLD)
+STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk or device", "T": "stopped"}
+# Where a thread is that waits for others: in a collective operation, behind one, or to meet them.
+OF_THE_WAIT, OF_A_SAVE = "/checkpoint/background.py", "/checkpoint/save.py"
+OF_COMMUNICATION = re.compile(
+    r"/torch/(distributed/|autograd/|_ops\.py)|/trainyard/parallel/start\.py"
+)
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What was seen of one worker."""
+
+    rank: int
+    host: str
+    step: int
+    phase: str
+    count: int
+    """Of its pulse."""
+    seconds: float
+    """For how long that has not moved."""
+    state: str
+    """Of the process; or how it ended."""
+    has_ended: bool
+    has_failed: bool
+    """It ended otherwise than it should."""
+    stack: str
+    """Of all its threads, innermost call first; empty where it could not be had."""
+
+    @property
+    def is_waiting_for_others(self) -> bool:
+        """Its main thread, or that of a save it waits for, is inside of communication."""
+        *others, main = ["", *self.stack.split("hread 0x")]
+        saving = [each for each in others if OF_A_SAVE in each] if OF_THE_WAIT in main else []
+        lines = (saving or [main])[0].splitlines()
+        return len(lines) > 1 and bool(OF_COMMUNICATION.search(lines[1]))
+
+    def __str__(self) -> str:
+        """One line."""
+        stands = "" if self.has_ended else f" for {self.seconds:.0f} s"
+        return (
+            f"rank {self.rank} on {self.host}: step {self.step}, {self.phase}{stands}, {self.state}"
+        )
+
+
+class Witnesses:
+    """The files in which the parents of one start of a run tell each other what they saw.
+
+    Args:
+        folder: the same for all of them; made when there is something to tell.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # An earlier job may have left some; ours come later than this.
+        self._before = self._list()
+
+    def tell(self, sightings: Iterable[Sighting]) -> None:
+        """Writes what this process saw; a disk that fails must not keep it from ending."""
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for each in sightings:
+                path = self._folder / f"rank-{each.rank:05d}.json"
+                new = path.with_suffix(".new")
+                new.write_text(json.dumps(asdict(each), indent=2) + "\n", encoding="utf-8")
+                new.replace(path)
+
+    def hear(self) -> list[Sighting]:
+        """Reads what all have told since this object was made, by rank."""
+        told = []
+        for path, identity in sorted(self._list().items()):
+            if self._before.get(path) != identity:
+                with suppress(OSError, ValueError, TypeError):
+                    told.append(Sighting(**json.loads(path.read_text(encoding="utf-8"))))
+        return told
+
+    def _list(self) -> dict[Path, tuple[int, int]]:
+        found = {}
+        for path in self._folder.glob("rank-*.json"):
+            with suppress(OSError):
+                status = path.stat()
+                found[path] = (status.st_ino, status.st_mtime_ns)
+        return found
+
+
+def look_at(workers: Sequence[Worker], still_since: dict[int, float]) -> list[Sighting]:
+    """Sees what workers do, with the stacks of all that are able to write them.
+
+    Args:
+        workers: with a pulse.
+        still_since: by rank, when its pulse moved last, on the monotonic clock.
+    """
+    seen_often = []
+    for _ in range(N_LOOKS):
+        seen_often.append([_see(worker, still_since.get(worker.rank)) for worker in workers])
+        time.sleep(POLL_SECONDS)
+    # One that waits runs for a moment now and then.
+    sightings = [
+        next((seen for seen in each if seen.state != "running"), each[-1])
+        for each in zip(*seen_often, strict=True)
+    ]
+    asked = {
+        worker.rank: worker
+        for worker, seen in zip(workers, sightings, strict=True)
+        # Before its first beat the signal would end it.
+        if seen.count > 0 and not seen.has_ended and seen.state != "stopped"
+    }
+    for worker in asked.values():
+        worker.running.send_signal(STACK_SIGNAL)
+    stacks = _wait_for_stacks(asked)
+    return [replace(seen, stack=stacks.get(seen.rank, "")) for seen in sightings]
+
+
+def find_culprits(sightings: Sequence[Sighting]) -> list[Sighting]:
+    """Finds the ranks for which the others wait; all of them where none stands out."""
+    failed = [each for each in sightings if each.has_failed]
+    stopped = [each for each in sightings if each.state == "stopped"]
+    if failed or stopped:
+        return failed or stopped
+    running = [each for each in sightings if not each.has_ended] or list(sightings)
+    least = min(each.count for each in running)
+    behind = [each for each in running if each.count == least]
+    busy = [each for each in behind if not each.is_waiting_for_others] or behind
+    return [each for each in busy if each.state == "running"] or busy
+
+
+def describe_hang(sightings: Sequence[Sighting], n_ranks: int) -> str:
+    """Names the rank that hangs, then has a line for each rank."""
+    culprits = find_culprits(sightings)
+    missing = sorted(set(range(n_ranks)) - {each.rank for each in sightings})
+    if len(culprits) == 1:
+        (one,) = culprits
+        how = one.state if one.has_ended else f"has not moved for {one.seconds:.0f} s ({one.state})"
+        says = f"rank {one.rank} of {n_ranks} on {one.host} {how}"
+        says += f" at step {one.step}, in {one.phase}"
+    elif len(culprits) == len(sightings) and missing:
+        says = f"nothing is heard of {name_ranks(missing)} of {n_ranks}, and the others wait"
+    else:
+        which = name_ranks([each.rank for each in culprits])
+        says = f"{which} of {n_ranks} do not move, and none of them stands out"
+    lines = [f"    {each}" for each in sightings]
+    if missing:
+        lines.append(f"    nothing is heard of {name_ranks(missing)}")
+    return "\n".join([says, *lines])
+
+
+def describe_stack(seen: Sighting) -> str:
+    """Shows where a worker is in its program, or why that cannot be said."""
+    if seen.stack:
+        lines = "".join(f"\n    {line}" for line in seen.stack.splitlines())
+        return f"rank {seen.rank} is in (innermost call first):{lines}"
+    why = "is stopped and" if seen.state == "stopped" else "does not answer and"
+    return f"rank {seen.rank} {why} cannot say where it is"
+
+
+def see_dead(worker: Worker) -> Sighting:
+    """Gives what is known of a worker that has ended."""
+    return _see(worker, None)
+
+
+def _see(worker: Worker, since: float | None) -> Sighting:
+    assert worker.pulse is not None
+    beat = worker.pulse.read()
+    has_ended = worker.running.poll() is not None
+    return Sighting(
+        rank=worker.rank,
+        host=socket.gethostname(),
+        step=beat.step,
+        phase=beat.phase,
+        count=beat.count,
+        seconds=0.0 if since is None else time.monotonic() - since,
+        state=worker.describe_end() if has_ended else _read_state(worker.running.pid),
+        has_ended=has_ended,
+        has_failed=has_ended and worker.running.returncode not in MEANT_CODES,
+        stack="",
+    )
+
+
+def _read_state(pid: int) -> str:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not on macOS
+        return "running"
+    return STATES.get(status.rpartition(")")[2].split()[0].upper(), "running")
+
+
+def _wait_for_stacks(asked: dict[int, Worker]) -> dict[int, str]:
+    """Waits until every stack is written to its end: until nothing comes any more."""
+    stacks = dict.fromkeys(asked, "")
+    deadline = quiet_from = time.monotonic() + STACK_SECONDS
+    while time.monotonic() < min(deadline, quiet_from):
+        time.sleep(POLL_SECONDS)
+        now = {rank: worker.pulse.read_stacks() for rank, worker in asked.items() if worker.pulse}
+        if now != stacks or not all(now.values()):
+            quiet_from = time.monotonic() + (QUIET_SECONDS if all(now.values()) else STACK_SECONDS)
+        stacks = now
+    return stacks
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Such as `ranks 0-2, 7`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    shown = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,0 +1,110 @@
+"""Checkpoints before there are any: their size, the memory they need, and how often to save.
+
+A checkpoint holds each weight and both moments in fp32, once: 12 bytes a parameter, 1.9 TiB for
+175B. While one is written in the background, each rank keeps a copy of its part in host memory.
+
+How often to save is a matter of balance. With w seconds of training lost to each save, and one
+failure every M seconds, a run that saves every t seconds loses
+
+    w / t          to saving
+    t / 2 M        to repeating: half an interval on average, for each failure
+
+which together are least at t = sqrt(2 w M) (Young 1974). For 128 nodes and w = 60 s:
+
+    M = 86,400 s / (128 x 0.0065) = 28.8 h          t = sqrt(2 x 60 s x 28.8 h) = 59 min
+"""
+
+from __future__ import annotations
+
+import math
+
+from trainyard.config.run import Run
+from trainyard.plan.resolve import Plan
+from trainyard.plan.size import is_cut, stage_shapes
+
+BYTES_PER_PARAMETER = 12
+"""A weight and two moments of it, fp32 each."""
+FAILURES_PER_NODE_DAY = 6.5e-3
+"""Of a cluster of 16,000 A100 (arXiv:2410.21680). Published runs lie between the bounds below."""
+FEWEST_FAILURES_PER_NODE_DAY = 2.3e-3
+"""Of the other cluster in that study."""
+MOST_FAILURES_PER_NODE_DAY = 1.6e-2
+"""Of OPT-175B (arXiv:2205.01068)."""
+RESTART_SECONDS = 15 * 60.0
+"""From a failure to the next step, with nobody at the keyboard."""
+SECONDS_PER_DAY = 86_400.0
+
+
+def checkpoint_bytes(plan: Plan) -> int:
+    """Gives the size of a checkpoint without its headers and manifest."""
+    return BYTES_PER_PARAMETER * plan.n_parameters
+
+
+def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
+    """Gives what one rank writes of a checkpoint: of ranks that hold the same, the first does."""
+    topology = plan.topology
+    place = topology.coordinates(rank)
+    if place.replica:
+        return 0
+    n_shares = topology.shard * topology.context
+    share = place.shard * topology.context + place.context
+    if run.parallel.zero_stage == 0:
+        if share:
+            return 0
+        n_shares = 1
+    n_values = 0
+    for blocks in plan.stages[place.pipeline :: topology.pipeline]:
+        shapes = stage_shapes(run.model, plan.padded_vocabulary_size, blocks, topology.tensor)
+        for name, shape in shapes.items():
+            is_copy = run.model.tied_embeddings and name == "embedding.weight" and blocks[0] > 0
+            if is_copy or (place.tensor and not is_cut(name)):
+                continue
+            n_rows = math.ceil(shape[0] / n_shares)  # of the first shares; the last may have none
+            n_rows = max(0, min(n_rows, shape[0] - share * n_rows))
+            n_values += n_rows * math.prod(shape[1:])
+    return BYTES_PER_PARAMETER * n_values
+
+
+def host_bytes(run: Run, plan: Plan) -> int:
+    """Gives the host memory that a background save takes on the rank that writes most."""
+    if not run.checkpoint.background:
+        return 0
+    # The first of the tensor ranks, of the replicas and of the shares writes most at its place.
+    pipeline_ranks = [
+        rank
+        for rank in range(plan.n_ranks)
+        if (place := plan.topology.coordinates(rank)).tensor == place.replica == 0
+        and place.shard == place.context == 0
+    ]
+    return max(rank_bytes(run, plan, rank) for rank in pipeline_ranks)
+
+
+def mean_seconds_between_failures(
+    n_nodes: int, failures_per_node_day: float = FAILURES_PER_NODE_DAY
+) -> float:
+    """Gives the time from one failure of any node to the next."""
+    return SECONDS_PER_DAY / (n_nodes * failures_per_node_day)
+
+
+def suggest_interval(save_seconds: float, mean_seconds_between_failures: float) -> float:
+    """Gives the seconds between saves that lose least.
+
+    Args:
+        save_seconds: how long training stands still for one.
+        mean_seconds_between_failures: of the whole job.
+    """
+    return math.sqrt(2 * save_seconds * mean_seconds_between_failures)
+
+
+def useful_share(
+    interval_seconds: float,
+    save_seconds: float,
+    mean_seconds_between_failures: float,
+    restart_seconds: float = RESTART_SECONDS,
+) -> float:
+    """Gives the share of the time that goes into steps that need not be repeated, 0 to 1.
+
+    Source: E[ETTR] of arXiv:2410.21680.
+    """
+    lost = (restart_seconds + interval_seconds / 2) / mean_seconds_between_failures
+    return max(0.0, 1 - lost) / (1 + save_seconds / interval_seconds)

@@ -1,0 +1,281 @@
+"""What a run said of itself: the lines that count, those that were done again, and what happened.
+
+A resumed run does again what its checkpoint did not hold, and so does one that goes back after a
+spike. Everything after the step it goes on from is abandoned:
+
+    row   line                       goes on from, later   is kept
+    0     train step 10, loss 9.1    10                    yes
+    1     train step 20, loss 8.0    10                    no: an abandoned way
+          start step 10, resumed
+    2     train step 20, loss 7.9    -                     yes
+
+A run of a million lines is held as columns of numbers, not as a million objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainyard.units import format_seconds
+
+COLUMNS = (
+    *("step", "tokens", "time", "loss", "learning_rate", "gradient_norm", "loss_scale"),
+    *("tokens_per_second_per_device", "tflops_per_second_per_device", "model_flops_utilisation"),
+    *("memory_bytes", "skipped_steps", "seconds_left"),
+)
+GREATEST = 1e100
+"""No quantity comes near; greater ones only break the arithmetic of drawing."""
+
+Line = dict[str, Any]
+Curve = NDArray[np.float64]
+EventKind = Literal["restart", "rollback", "skipped", "save failed", "stop"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Train lines as columns of equal length; NaN where a line has no such number."""
+
+    columns: dict[str, Curve]
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    def __getitem__(self, key: str) -> Curve:
+        return self.columns[key]
+
+    def pick(self, rows: NDArray[Any]) -> Table:
+        """Gives the rows that a mask, or a list of row numbers, names."""
+        return Table({key: values[rows] for key, values in self.columns.items()})
+
+    def last(self, key: str) -> float | None:
+        """Gives the newest number of a column; None where there is none."""
+        values = self[key][np.isfinite(self[key])]
+        return float(values[-1]) if len(values) else None
+
+    def median(self, key: str) -> float | None:
+        """Gives the median of the numbers of a column; None where there are none."""
+        values = self[key][np.isfinite(self[key])]
+        return float(np.median(values)) if len(values) else None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that did not go straight on.
+
+    Attributes:
+        step: where the curve goes on, or where the steps in question end.
+        count: of skipped steps; 1 for all else.
+    """
+
+    kind: EventKind
+    step: int
+    text: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a run said of itself, in the order of its steps.
+
+    Attributes:
+        train: one row each few steps.
+        abandoned: what was done again later, one table for each way.
+        evaluations: held-out losses.
+        samples: texts it wrote.
+        events: restarts, rollbacks, skipped steps, failed saves and stops.
+        last_save: the newest finished checkpoint; empty while there is none.
+        seconds: time spent, without the time between an end and a restart.
+        device: what it ran on, if it said so.
+        reason: why it ended; empty while it runs, or when it was killed.
+        damage: says which lines could not be read; empty where all could.
+    """
+
+    train: Table
+    abandoned: list[Table] = field(default_factory=list)
+    evaluations: list[Line] = field(default_factory=list)
+    samples: list[Line] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    last_save: Line = field(default_factory=dict)
+    seconds: float = 0.0
+    device: str = ""
+    reason: str = ""
+    damage: str = ""
+
+    def tokens_at(self, steps: list[int]) -> Curve:
+        """Gives the tokens consumed at steps, between the logged ones in proportion."""
+        known = np.isfinite(self.train["tokens"])
+        x = np.concatenate([[0.0], self.train["step"][known]])
+        y = np.concatenate([[0.0], self.train["tokens"][known]])
+        return np.array(np.interp(steps, x, y), float)
+
+    def count(self, kind: EventKind) -> int:
+        """Says how often something happened; of skipped steps, how many there are."""
+        return sum(event.count for event in self.events if event.kind == kind)
+
+    @property
+    def held_out_losses(self) -> list[Line]:
+        """Those of the evaluations that found a number."""
+        return [line for line in self.evaluations if is_finite(line.get("loss"))]
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value from JSON is a number to reckon with."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) < GREATEST  # type: ignore[arg-type]  # False for NaN
+
+
+class History:
+    """Takes in the lines of a run one after another; those that were abandoned are told apart.
+
+    Args:
+        forgotten_steps: of a run that was in the same folder, and is not this one.
+    """
+
+    def __init__(self, forgotten_steps: int = 0) -> None:
+        self._train = {key: array("d") for key in COLUMNS}
+        self._cuts: list[tuple[int, int]] = []
+        """For each start and rollback: train lines before it, and the step it goes on from."""
+        self._evaluations: dict[int, Line] = {}
+        self._samples: dict[tuple[int, str], Line] = {}
+        self._events: list[Event] = []
+        if forgotten_steps:
+            text = f"began anew; {forgotten_steps:,} steps of before are not shown"
+            self._note("restart", 0, text)
+        self._is_begun = False
+        self._last_save: Line = {}
+        self._seconds = 0.0
+        self._device = self._reason = ""
+        self.last_step = 0
+        """Where the newest way is."""
+        self._last_time: float | None = None
+
+    def add(self, line: Line) -> None:
+        """Takes in one line, whose numbers are numbers."""
+        kind, step = line["kind"], int(line["step"])
+        time = float(line["time"]) if is_finite(line.get("time")) else None
+        if kind == "start":
+            self._start(line, step, time)
+        elif time is not None and self._last_time is not None:
+            self._seconds += max(0.0, time - self._last_time)
+        self._last_time = self._last_time if time is None else time
+        self._reason = ""
+        if kind == "train":
+            for key, column in self._train.items():
+                value = line.get(key)
+                # This is most of the work on a long file: no call of a function.
+                column.append(
+                    math.nan if value is None or not -GREATEST < value < GREATEST else value
+                )
+        elif kind == "evaluate":
+            self._evaluations[step] = line
+        elif kind == "sample":
+            self._samples[step, str(line.get("prompt", ""))] = line
+        else:
+            self._take_event(kind, line, step)
+        self.last_step = step if kind in ("start", "rollback") else max(self.last_step, step)
+
+    def _take_event(self, kind: str, line: Line, step: int) -> None:
+        if kind == "save":
+            self._last_save = line
+        elif kind == "save failed":
+            problem = line.get("problem", "it did not say why")
+            self._note("save failed", step, f"a checkpoint was not saved: {problem}")
+        elif kind == "rollback":
+            self._roll_back(line, step)
+        elif kind == "end":
+            self._reason = str(line.get("reason", ""))
+            if self._reason != "done":
+                self._note("stop", step, f"stopped: {self._reason}")
+
+    def _note(self, kind: EventKind, step: int, text: str) -> None:
+        self._events.append(Event(kind, step, text))
+
+    def _start(self, line: Line, step: int, time: float | None) -> None:
+        if self._is_begun:
+            text = f"resumed from step {step:,}"
+            if n_again := max(0, self.last_step - step):
+                text += f"; {n_again:,} {'step is' if n_again == 1 else 'steps are'} done again"
+            if time is not None and self._last_time is not None and time > self._last_time:
+                text += f", {format_seconds(time - self._last_time)} after the last line"
+            self._note("restart", step, text)
+        self._is_begun = True
+        self._cut(step)
+        self._device = str(line.get("device") or self._device)
+
+    def _roll_back(self, line: Line, step: int) -> None:
+        text = f"went back to step {step:,}"
+        if is_finite(line.get("from_step")):
+            text += f" from step {int(line['from_step']):,}"
+        if is_finite(line.get("skipped_sequences")):
+            text += f"; the {int(line['skipped_sequences']):,} sequences between are skipped"
+        self._note("rollback", step, text)
+        self._cut(step)
+
+    def _cut(self, step: int) -> None:
+        self._cuts.append((len(self._train["step"]), step))
+        self._evaluations = {at: line for at, line in self._evaluations.items() if at <= step}
+        self._samples = {key: line for key, line in self._samples.items() if key[0] <= step}
+
+    def metrics(self, damage: str) -> Metrics:
+        """Gives everything so far."""
+        # A copy: an array that numpy looks into cannot grow.
+        rows = Table({key: np.array(column, float) for key, column in self._train.items()})
+        kept, abandoned = _tell_apart(rows, self._cuts)
+        events = [*self._events, *_skipped(kept)]
+        return Metrics(
+            kept,
+            abandoned,
+            [self._evaluations[step] for step in sorted(self._evaluations)],
+            sorted(self._samples.values(), key=lambda line: line["step"]),
+            sorted(events, key=lambda event: event.step),
+            self._last_save,
+            self._seconds,
+            self._device,
+            self._reason,
+            damage,
+        )
+
+
+def _tell_apart(rows: Table, cuts: list[tuple[int, int]]) -> tuple[Table, list[Table]]:
+    """Gives the rows that count, by step, and the ways that were abandoned."""
+    steps = rows["step"]
+    # The least step that any later start or rollback went on from: rows after it were done again.
+    went_on_from = np.full(len(rows), math.inf)
+    least = math.inf
+    end = len(rows)
+    for position, step in reversed(cuts):
+        went_on_from[position:end] = least
+        least, end = min(least, step), position
+    went_on_from[:end] = least
+    is_kept = steps <= went_on_from
+    kept = np.flatnonzero(is_kept)
+    # Of two lines of one step the later counts; unique finds the first, so it looks backwards.
+    _, first = np.unique(steps[kept][::-1], return_index=True)
+    train = rows.pick(kept[::-1][first])
+    borders = [0, *(position for position, _ in cuts), len(rows)]
+    ways = (
+        np.arange(start, end)[~is_kept[start:end]] for start, end in itertools.pairwise(borders)
+    )
+    return train, [rows.pick(way) for way in ways if len(way)]
+
+
+def _skipped(train: Table) -> list[Event]:
+    """Finds where the count of skipped steps grew."""
+    known = np.isfinite(train["skipped_steps"])
+    steps, counts = train["step"][known], train["skipped_steps"][known]
+    grown = np.diff(counts, prepend=0.0)
+    before = np.concatenate([[0.0], steps[:-1]])
+    events = []
+    for row in np.flatnonzero(grown > 0):
+        n, first, last = int(grown[row]), int(before[row]) + 1, int(steps[row])
+        where = f"step {last:,}" if first == last else f"steps {first:,} to {last:,}"
+        text = f"{n:,} of {where}: no update, for a spike or gradients that were not finite"
+        events.append(Event("skipped", last, text, n))
+    return events

@@ -1,0 +1,57 @@
+"""Whether a run is alive, without asking its processes: its lock and outcome.json tell.
+
+lock is held    outcome.json             the run
+yes             (of an earlier start)    is training
+no              there                    has ended, as it says
+no              not there                was killed, or lost its machine
+cannot tell     not there                is training if its metrics are young
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE
+from trainyard.launch.lock import find_holder
+from trainyard.report.summary import load_facts
+
+YOUNG_SECONDS = 600.0
+MEANINGS: dict[object, str] = {
+    EXIT_REQUEUE: "; the same command continues",
+    EXIT_HOLD: "; somebody has to look before it is started again",
+}
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Whether a run is training, and a line that says so."""
+
+    is_training: bool
+    text: str
+
+
+def find_liveness(folder: Path) -> Liveness:
+    """Looks whether somebody trains in a run folder.
+
+    Raises:
+        DataError: its outcome.json is damaged.
+    """
+    holder = find_holder(folder)
+    if holder:
+        return Liveness(True, f"training: {holder}")
+    outcome = load_facts(folder / "outcome.json")
+    if outcome:
+        reason = str(outcome.get("reason", "without saying why")).split("\n")[0]
+        return Liveness(False, f"ended: {reason}{MEANINGS.get(outcome.get('exit_code'), '')}")
+    if holder is None and (age := _metrics_age(folder)) is not None and age < YOUNG_SECONDS:
+        return Liveness(True, "training, it seems: its file system has no locks to tell by")
+    return Liveness(False, "not running, and it did not say why: killed, or its machine failed")
+
+
+def _metrics_age(folder: Path) -> float | None:
+    try:
+        return time.time() - (folder / "metrics.jsonl").stat().st_mtime
+    except OSError:
+        return None

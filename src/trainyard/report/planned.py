@@ -1,0 +1,103 @@
+"""What was planned of a run beside what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainyard.config.reading import SETTINGS_LIMIT_BYTES, parse_json, read_file
+from trainyard.config.run import Run
+from trainyard.plan.saving import BYTES_PER_PARAMETER
+from trainyard.report.history import is_finite
+from trainyard.report.summary import UNKNOWN, ReportedRun, large, memory, show
+from trainyard.units import format_seconds
+
+FLOAT_BYTES = 4
+
+
+def compare_with_plan(reported: ReportedRun) -> dict[str, tuple[str, str]]:
+    """Gives, by the name of a quantity, what was planned and what was measured."""
+    plan, train, run = reported.plan, reported.metrics.train, reported.run
+    n_parameters, n_tokens = _number(plan, "n_parameters"), _number(plan, "n_tokens")
+    per_token, tokens = _number(plan, "model_flops_per_token"), train.last("tokens")
+    tflops = train.median("tflops_per_second_per_device")
+    utilisation = train.median("model_flops_utilisation")
+    peak = tflops / utilisation if tflops and utilisation else None
+    rate = train.median("tokens_per_second_per_device")
+    n_ranks = _number(plan, "n_ranks")
+    all_tokens_per_second = rate * n_ranks if rate and n_ranks else None
+    in_all = n_tokens / all_tokens_per_second if n_tokens and all_tokens_per_second else None
+    state = least_state_bytes(run, plan)
+    whole = ("{:,.0f}", UNKNOWN)
+    return {
+        "Parameters": (show(n_parameters, whole[0]), _in_checkpoint(reported)),
+        "Steps": (show(plan.get("n_steps"), whole[0]), show(train.last("step"), whole[0])),
+        "Tokens": (show(n_tokens, whole[0]), show(tokens, whole[0])),
+        "Model FLOP": (
+            show(per_token and n_tokens and per_token * n_tokens, "{:.2e}"),
+            show(per_token and tokens and per_token * tokens, "{:.2e}"),
+        ),
+        "Time": (
+            UNKNOWN if in_all is None else f"{format_seconds(in_all)} at the measured rate",
+            format_seconds(reported.metrics.seconds) + ", with evaluation and saving",
+        ),
+        "Devices": (show(n_ranks, whole[0]), reported.metrics.device or UNKNOWN),
+        "TFLOP/s per device": (
+            UNKNOWN if peak is None else f"{peak:,.4g}, its peak",
+            UNKNOWN if tflops is None else f"{tflops:,.4g}, median",
+        ),
+        "Tokens/s per device": (UNKNOWN, "" if rate is None else f"{large(rate)}, median"),
+        "Memory per device": (
+            UNKNOWN if state is None else f"{memory(state)} and activations",
+            f"{memory(train.last('memory_bytes'))}, peak",
+        ),
+        "Checkpoint": (
+            memory(n_parameters and BYTES_PER_PARAMETER * n_parameters),
+            memory(reported.metrics.last_save.get("bytes")),
+        ),
+    }
+
+
+def least_state_bytes(run: Run, plan: dict[str, Any]) -> float | None:
+    """Gives what weights, gradients and both moments take on each device, in fp32.
+
+    The bytes of activations, of copies in other formats and of buffers come on top. None where the
+    plan does not say enough, or the state is kept in fewer bits.
+    """
+    n_parameters, topology = _number(plan, "n_parameters"), plan.get("topology")
+    if n_parameters is None or not isinstance(topology, dict) or run.precision.kind == "fp8_lowbit":
+        return None
+    sizes = [_number(topology, axis) or 0.0 for axis in ("tensor", "pipeline", "shard", "context")]
+    if min(sizes) < 1:
+        return None
+    tensor, pipeline, shard, context = sizes
+    n_shards, stage = shard * context, run.parallel.zero_stage
+    # Stage 1 cuts the moments, stage 2 the gradients too, stage 3 the weights as well.
+    copies = sum(1 / n_shards if stage >= least else 1.0 for least in (1, 1, 2, 3))
+    return FLOAT_BYTES * copies * n_parameters / (tensor * pipeline)
+
+
+def _in_checkpoint(reported: ReportedRun) -> str:
+    """Counts the weights in the newest checkpoint that says what it holds."""
+    for path in sorted(reported.folder.glob("checkpoints/step-*/manifest.json"), reverse=True):
+        n_weights = sum(_weights(path))
+        if n_weights:
+            return f"{n_weights:,} in {path.parent.name}"
+    return UNKNOWN
+
+
+def _weights(manifest: Path) -> Iterator[int]:
+    try:
+        tensors = parse_json(read_file(manifest, SETTINGS_LIMIT_BYTES))["tensors"]
+        for name, tensor in tensors.items():
+            if name.startswith("model."):
+                yield math.prod(int(size) for size in tensor["shape"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return  # `trainyard check checkpoint` says what is wrong with it
+
+
+def _number(plan: dict[str, Any], key: str) -> float | None:
+    value = plan.get(key)
+    return value if is_finite(value) else None

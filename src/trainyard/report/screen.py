@@ -1,0 +1,200 @@
+"""A run on a terminal: what it is doing, how far it is, and its loss drawn in characters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table as Grid
+from rich.text import Text
+
+from trainyard.report.history import Curve, Line, Metrics, is_finite
+from trainyard.report.liveness import Liveness
+from trainyard.report.summary import UNKNOWN, large, memory, show
+from trainyard.report.thinning import thin_out
+from trainyard.units import format_seconds
+
+CHART_ROWS, LEAST_CHART_ROWS = 12, 3
+LABEL_WIDTH = 8
+BRAILLE = 0x2800
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bits of the dots of a Braille character, by row and column."""
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What is shown of a run.
+
+    Attributes:
+        name: of the run.
+        n_steps: planned; None where the plan is not known yet.
+        metrics: so far.
+        liveness: whether it is training.
+        last_lines: texts of the newest events.
+    """
+
+    name: str
+    n_steps: int | None
+    metrics: Metrics
+    liveness: Liveness
+    last_lines: Sequence[str]
+
+
+def render_screen(
+    screen: Screen, width: int, height: int, *, in_unicode: bool = True
+) -> RenderableType:
+    """Renders everything; what there is no room for gets smaller: last lines, then the curve.
+
+    Args:
+        screen: what to show.
+        width: of the terminal, in characters.
+        height: of the terminal, in lines.
+        in_unicode: the terminal has Braille characters.
+    """
+    metrics, alive = screen.metrics, screen.liveness
+    head = Text(printable(screen.name), style="bold")
+    style = "green" if alive.is_training else "yellow"
+    head.append(f"  {printable(alive.text)}", style=f"not bold {style}")
+    parts: list[RenderableType] = [head]
+    if metrics.damage:
+        parts.append(Text(printable(metrics.damage), style="yellow"))
+    if not len(metrics.train):
+        parts.append(Text("no step is logged yet", style="dim"))
+        n_free = height
+    else:
+        facts = _facts(metrics)
+        parts += [_progress(screen, width), facts]
+        n_free = height - len(parts) - facts.row_count
+    n_last = min(len(screen.last_lines), max(1, n_free // 4))
+    steps, losses = metrics.train["step"], metrics.train["loss"]
+    n_rows = min(CHART_ROWS, n_free - n_last - 5)
+    if loss := draw_curve(steps, losses, width, n_rows, in_unicode=in_unicode):
+        parts += [Text("\nloss over steps", style="dim"), Text("\n".join(loss))]
+    if n_last:
+        parts.append(Text("\nlast lines", style="dim"))
+        for line in list(screen.last_lines)[-n_last:]:
+            parts.append(Text(line, no_wrap=True, overflow="ellipsis"))
+    return Group(*parts)
+
+
+def describe_line(line: Line, n_steps: int | None) -> str:
+    """Gives a line of metrics.jsonl as a line of text; empty for kinds that are not known."""
+    step = f"step {int(line['step']):,}"
+    if line["kind"] == "train":
+        columns = [
+            step + (f"/{n_steps:,}" if n_steps else ""),
+            f"loss {show(line.get('loss'), '{:.4f}')}",
+            f"lr {show(line.get('learning_rate'), '{:.2e}')}",
+            f"grad norm {show(line.get('gradient_norm'), '{:.3f}')}",
+            f"{large(line.get('tokens_per_second_per_device'))} tokens/s/device",
+            f"memory {memory(line.get('memory_bytes'))}",
+            f"skipped {show(line.get('skipped_steps'), '{:.0f}')}",
+            f"ETA {_seconds(line.get('seconds_left'))}",
+        ]
+        return " | ".join(columns)
+    texts = {
+        "start": f"{'resumed' if line.get('resumed') else 'started'} on {line.get('device')}",
+        "evaluate": f"held-out loss {show(line.get('loss'), '{:.4f}')}",
+        "sample": f"sample: {line.get('prompt')}{line.get('text')}",
+        "save": f"saved {memory(line.get('bytes'))} in {_seconds(line.get('seconds'))}",
+        "save failed": f"a checkpoint was not saved: {line.get('problem')}",
+        "rollback": f"went back here from step {line.get('from_step')}; "
+        f"{line.get('skipped_sequences')} sequences are skipped",
+        "end": f"ended: {line.get('reason')}",
+    }
+    text = texts.get(line["kind"])
+    return "" if text is None else f"{step}: {printable(text)}"
+
+
+def draw_curve(
+    x: Curve, y: Curve, width: int, n_rows: int, *, in_unicode: bool = True
+) -> list[str]:
+    """Draws a curve in characters, from its least to its greatest; nothing where there is no room.
+
+    Of more lines than dots, each dot shows the mean of equally many.
+    """
+    known = np.isfinite(y)
+    x, y = x[known], y[known]
+    n_columns = width - LABEL_WIDTH - 2
+    across, down = (2, 4) if in_unicode else (1, 1)
+    if len(y) < 2 or n_columns < 10 or n_rows < LEAST_CHART_ROWS:
+        return []
+    thin = thin_out(x, y, n_columns * across)
+    low, high = float(thin.mean.min()), float(thin.mean.max())
+    height = n_rows * down - 1
+    # Between few points the line is straight.
+    at = np.linspace(thin.x[0], thin.x[-1], n_columns * across)
+    drawn_y = np.interp(at, thin.x, thin.mean)
+    share = (drawn_y - low) / (high - low) if high > low else np.full(len(at), 0.5)
+    rows = np.rint((1 - share) * height).astype(int)
+    cells = np.zeros((n_rows, n_columns), int)
+    for column, row in enumerate(rows):
+        bit = DOTS[row % 4][column % 2] if in_unicode else 1
+        cells[row // down, column // across] |= bit
+    lines = []
+    for number, cell_row in enumerate(cells):
+        label = f"{high:.4g}" if number == 0 else f"{low:.4g}" if number == n_rows - 1 else ""
+        drawn = (chr(BRAILLE + c) if in_unicode else " *"[c] for c in cell_row)
+        lines.append(f"{label:>{LABEL_WIDTH}} {'│' if in_unicode else '|'}{''.join(drawn)}")
+    first, last = f"{x[0]:,.0f}", f"{x[-1]:,.0f}"
+    lines.append(" " * (LABEL_WIDTH + 2) + first + f"{last:>{n_columns - len(first)}}")
+    return lines
+
+
+def printable(text: str) -> str:
+    """Takes out of a text what a terminal would obey."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _progress(screen: Screen, width: int) -> RenderableType:
+    step, left = screen.metrics.train.last("step") or 0, screen.metrics.train.last("seconds_left")
+    if not screen.n_steps:
+        return Text(f"step {step:,.0f}")
+    since = time.time() - (screen.metrics.train.last("time") or time.time())
+    eta = ""
+    if screen.liveness.is_training:
+        eta = f"last line {format_seconds(max(0.0, since))} ago"
+        if left is not None:
+            eta = f"ETA {format_seconds(max(0.0, left - since))}, {eta}"
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    bar = ProgressBar(screen.n_steps, step, width=max(10, min(60, width - 60)))
+    share = f"{step / screen.n_steps:.0%}"
+    grid.add_row(f"step {step:,.0f}/{screen.n_steps:,}", bar, share, eta)
+    return grid
+
+
+def _facts(metrics: Metrics) -> Grid:
+    train, held_out = metrics.train, metrics.held_out_losses
+    best = min(held_out, key=lambda line: line["loss"], default=None)
+    held = UNKNOWN
+    if best is not None:
+        held = f"{held_out[-1]['loss']:.4f}, best {best['loss']:.4f} at step {best['step']:,}"
+    save = metrics.last_save
+    saved = "none" if not save else f"step {save['step']:,}, {memory(save.get('bytes'))}"
+    if save and is_finite(save.get("time")):
+        saved += f", {format_seconds(max(0.0, time.time() - save['time']))} ago"
+    n_failed = metrics.count("save failed")
+    rate, tflops = (train.last(f"{key}_per_second_per_device") for key in ("tokens", "tflops"))
+    rows = {
+        "loss": f"{show(train.last('loss'), '{:.4f}')}; held out {held}",
+        "gradient norm": f"{show(train.last('gradient_norm'), '{:.3f}')}, "
+        f"learning rate {show(train.last('learning_rate'), '{:.3e}')}",
+        "speed": f"{large(rate)} tokens/s, {show(tflops, '{:.3g}')} TFLOP/s per device",
+        "memory": memory(train.last("memory_bytes")),
+        "consumed": f"{large(train.last('tokens'))} tokens in {format_seconds(metrics.seconds)}",
+        "checkpoint": saved + (f"; {n_failed} failed" if n_failed else ""),
+        "mishaps": f"{show(train.last('skipped_steps'), '{:.0f}')} skipped steps, "
+        f"{metrics.count('restart')} restarts, {metrics.count('rollback')} rollbacks",
+    }
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    for label, value in rows.items():
+        grid.add_row(Text(label, style="cyan"), Text(value))
+    return grid
+
+
+def _seconds(value: object) -> str:
+    return format_seconds(value) if is_finite(value) else UNKNOWN  # type: ignore[arg-type]

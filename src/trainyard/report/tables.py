@@ -1,0 +1,163 @@
+"""Tables of the report, as HTML: one row for each field, one column for each run."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from typing import Any
+
+from trainyard.config.load import load_run, preset_names
+from trainyard.config.run import Run
+from trainyard.report.summary import UNKNOWN, ReportedRun
+
+EVENTS_SHOWN = 200
+# What every run has of its own says nothing about which preset it is near to.
+OWN_FIELDS = ("name", "description")
+OWN_SECTIONS = ("data.", "tokenizer.", "evaluate.sample_", "log.")
+
+Fields = dict[str, str]
+
+
+def render_table(
+    columns: list[Fields],
+    headings: list[str],
+    marked: set[tuple[int, str]] | None = None,
+    css: str = "",
+) -> str:
+    """Renders one row for each field.
+
+    Args:
+        columns: values by field.
+        headings: of the columns; without any, the table has none.
+        marked: cells to stand out, by number of the column and field.
+        css: class of the table.
+    """
+    keys = list(dict.fromkeys(key for column in columns for key in column))
+    if not keys:
+        return '<p class="muted">Nothing recorded.</p>'
+    head = ""
+    if headings:
+        names = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
+        head = f"<thead><tr><td></td>{names}</tr></thead>\n"
+    rows = "\n".join(
+        f'<tr><th scope="row">{_breakable(key)}</th>'
+        + "".join(
+            _cell(column.get(key, UNKNOWN), (number, key) in (marked or ()))
+            for number, column in enumerate(columns)
+        )
+        + "</tr>"
+        for key in keys
+    )
+    return in_a_box(f'<table class="{css}">\n{head}<tbody>\n{rows}\n</tbody></table>')
+
+
+def in_a_box(table: str) -> str:
+    """Puts a table where it scrolls by itself, by touch and by the keyboard."""
+    return f'<div class="card scroll" tabindex="0">{table}</div>'
+
+
+def render_events(runs: list[ReportedRun]) -> str:
+    """Lists what did not go straight on; of very many, the first and the last."""
+    found = [(run.name, event) for run in runs for event in run.metrics.events]
+    if not found:
+        return '<p class="muted">No restart, rollback, skipped step, failed save or stop.</p>\n'
+    n_left_out = len(found) - EVENTS_SHOWN
+    half = EVENTS_SHOWN // 2
+    shown = found if n_left_out <= 0 else [*found[:half], *found[-half:]]
+    name_head = '<th scope="col">run</th>' if len(runs) > 1 else ""
+    rows = "\n".join(
+        f'<tr><th scope="row">{event.step:,}</th>'
+        + (f'<td class="run">{escape(name)}</td>' if name_head else "")
+        + f"<td>{escape(event.text[:500])}</td></tr>"
+        for name, event in shown
+    )
+    head = f'<th scope="col">step</th>{name_head}<th scope="col">what</th>'
+    note = "" if n_left_out <= 0 else f'<p class="muted">{n_left_out:,} between are left out.</p>\n'
+    return (
+        in_a_box(
+            f'<table class="events">\n<thead><tr>{head}</tr></thead>\n'
+            f"<tbody>\n{rows}\n</tbody></table>"
+        )
+        + note
+    )
+
+
+def render_settings(runs: list[ReportedRun]) -> str:
+    """Shows what differs from the defaults or the nearest preset; the rest can be unfolded."""
+    defaults = _flatten(Run())
+    columns = [_flatten(reported.run) for reported in runs]
+    headings = [reported.name for reported in runs]
+    if len(runs) == 1:
+        preset, compared = find_nearest_preset(columns[0])
+        note = f"Marked: what differs from the nearest preset, {escape(preset)}."
+        others = [defaults, compared]
+        headings = ["this run", "default", f"preset {preset}"]
+        marked = {(0, key) for key in columns[0] if columns[0][key] != compared.get(key)}
+    else:
+        note = "Marked: what differs between the runs."
+        others, headings = [defaults], [*headings, "default"]
+        differing = {key for fields in columns for key in fields if _differs(key, columns)}
+        marked = {(number, key) for number in range(len(columns)) for key in differing}
+    keys = list(dict.fromkeys(key for fields in columns for key in fields))
+    changed = [key for key in keys if key not in OWN_FIELDS and _differs(key, [*columns, *others])]
+    chosen = [{key: fields.get(key, UNKNOWN) for key in changed} for fields in [*columns, *others]]
+    same = {
+        key: defaults.get(key, UNKNOWN)
+        for key in keys
+        if key not in changed and key not in OWN_FIELDS
+    }
+    return (
+        f'<p class="muted">{note}</p>\n{render_table(chosen, headings, marked, "fields")}\n'
+        f"<details><summary>{len(same)} settings at their defaults</summary>\n"
+        f"{render_table([same], [], css='fields')}</details>"
+    )
+
+
+def find_nearest_preset(fields: Fields) -> tuple[str, Fields]:
+    """Finds the shipped preset that differs least from a run, and its values."""
+    presets = {name: _flatten(load_run(name).run) for name in preset_names()}
+
+    def distance(name: str) -> int:
+        preset = presets[name]
+        return sum(
+            preset.get(key) != fields.get(key)
+            for key in preset.keys() | fields.keys()
+            if key not in OWN_FIELDS and not key.startswith(OWN_SECTIONS)
+        )
+
+    nearest = min(sorted(presets), key=distance)
+    return nearest, presets[nearest]
+
+
+def as_text(value: Any) -> str:
+    """Writes a value as the page shows it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _differs(key: str, columns: list[Fields]) -> bool:
+    return len({fields.get(key) for fields in columns}) > 1
+
+
+def _cell(value: str, is_marked: bool) -> str:
+    text = escape(value)
+    return f"<td><mark>{text}</mark></td>" if is_marked else f"<td>{text}</td>"
+
+
+def _breakable(key: str) -> str:
+    """Lets a narrow screen break a field's name where its words end."""
+    return escape(key).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
+def _flatten(run: Run) -> Fields:
+    """Names values by their dotted fields, as a run file on the command line does."""
+    fields: Fields = {}
+
+    def add(values: dict[str, Any], prefix: str) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                add(value, f"{prefix}{key}.")
+            else:
+                fields[prefix + key] = as_text(value)
+
+    add(run.model_dump(mode="json"), "")
+    return fields

@@ -1,0 +1,46 @@
+"""Curves of any length as few points, without hiding what lies between them.
+
+Six points as three stretches of two:
+
+    x      1  2  3  4  5  6        x     1.5  3.5  5.5
+    y      4  6  5  9  3  3        mean  5    7    3
+                                   low   4    5    3
+                                   high  6    9    3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainyard.report.history import Curve
+
+
+@dataclass(frozen=True)
+class Thin:
+    """Mean, least and greatest of each stretch of a curve; NaN where it has no number at all."""
+
+    x: Curve
+    mean: Curve
+    low: Curve
+    high: Curve
+    n_in_each: int
+    """Points in the longest stretch; 1: all of them are there."""
+
+
+def thin_out(x: Curve, y: Curve, n_points: int) -> Thin:
+    """Cuts a curve into at most so many stretches of equally many points."""
+    if len(x) <= n_points:
+        return Thin(x, y, y, y, 1)
+    starts = np.linspace(0, len(x), n_points, endpoint=False).astype(int)
+    counts = np.diff([*starts, len(x)])
+    known = np.isfinite(y)
+    n_known = np.add.reduceat(known.astype(int), starts)
+    nothing = n_known == 0
+    sums = np.add.reduceat(np.where(known, y, 0.0), starts)
+    mean = np.where(nothing, np.nan, sums / np.maximum(n_known, 1))
+    low = np.minimum.reduceat(np.where(known, y, np.inf), starts)
+    high = np.maximum.reduceat(np.where(known, y, -np.inf), starts)
+    low, high = (np.where(nothing, np.nan, edge) for edge in (low, high))
+    return Thin(np.add.reduceat(x, starts) / counts, mean, low, high, int(counts.max()))

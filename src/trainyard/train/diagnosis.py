@@ -1,0 +1,114 @@
+"""What to look at when training gives up: the last step once more, block by block.
+
+    step 42, sequences 328 to 335: loss nan, gradient norm nan
+      loss not finite on: rank 3
+      weights not finite: none
+      gradients not finite: blocks.1.mlp.up.weight, blocks.1.mlp.up.bias and 7 more
+      gradient norms:
+        embedding    not finite
+        positions    not finite
+        blocks.0     not finite
+        blocks.1     not finite
+        blocks.2     0.0412
+        final_norm   0.00731
+
+Gradients flow from the last block to the first: here everything up to block 1 was spoilt by what
+went wrong in block 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainyard.model.gpt import GPT
+from trainyard.optim.clip import norms_of
+from trainyard.parallel.placement import local_part
+from trainyard.train.state import Parts, State
+from trainyard.train.step import compute_gradients
+
+MOST_NAMED = 8
+
+
+def diagnose(parts: Parts, state: State) -> str:
+    """Computes the last step again, without an update, and says what its gradients were.
+
+    Every rank must call it, and gets the same text. The numbers are those of that step where its
+    update was left out: then the weights are still the same.
+    """
+    step = state.step - 1
+    loss, totals = compute_gradients(parts, step, state.data_offset)
+    names = _parameter_names(parts)
+    squares, bad_gradients, bad_weights = (
+        torch.zeros(len(names), dtype=torch.float64, device=parts.device) for _ in range(3)
+    )
+    held = parts.replica.held
+    index = torch.tensor([names.index(each.name) for each in held], device=parts.device)
+    gradients = [local_part(each.gradient) for each in held]
+    squares.index_add_(0, index, norms_of(gradients).square() * parts.replica.shares_of_norm)
+    bad_gradients.index_add_(0, index, _count_bad(gradients))
+    bad_weights.index_add_(0, index, _count_bad([local_part(each.parameter) for each in held]))
+    mesh = parts.replica.mesh
+    bad_losses = torch.zeros(mesh.topology.n_ranks, dtype=torch.float64, device=parts.device)
+    bad_losses[mesh.rank] = 1.0 - loss.isfinite().double()
+    parts.optimizer.zero_grad(set_to_none=True)
+
+    found = torch.cat([squares, bad_gradients, bad_weights, bad_losses])
+    if mesh.topology.n_ranks > 1:
+        dist.all_reduce(found)
+    squares, bad_gradients, bad_weights, bad_losses = torch.split(
+        found.cpu(), [len(names)] * 3 + [len(bad_losses)]
+    )
+    norms = _norms_of_blocks(names, squares, float(totals.multiplier))
+    width = max(len(block) for block in norms)
+    first, end = (state.first_sequence(each) for each in (step, step + 1))
+    bad_ranks = [f"rank {rank}" for rank in range(len(bad_losses)) if bad_losses[rank] > 0]
+    return "\n".join(
+        [
+            f"step {state.step}, sequences {first} to {end - 1}: loss {float(totals.loss):.4g}, "
+            f"gradient norm {float(totals.norm):.4g}",
+            f"  loss not finite on: {_some(bad_ranks)}",
+            f"  weights not finite: {_some(_where(names, bad_weights))}",
+            f"  gradients not finite: {_some(_where(names, bad_gradients))}",
+            "  gradient norms:",
+            *(f"    {block:{width}}  {text}" for block, text in norms.items()),
+        ]
+    )
+
+
+def _parameter_names(parts: Parts) -> list[str]:
+    """Lists those of the whole model, of which this rank may have a part."""
+    with torch.device("meta"):
+        model = GPT(parts.run.model, parts.plan.padded_vocabulary_size)
+    return [name for name, _ in model.named_parameters()]
+
+
+def _count_bad(tensors: list[Tensor]) -> Tensor:
+    """Counts the numbers of each that are not finite."""
+    return torch.stack([(~tensor.isfinite()).sum() for tensor in tensors]).double()
+
+
+def _norms_of_blocks(names: list[str], squares: Tensor, multiplier: float) -> dict[str, str]:
+    """Renders the norm of the gradients of each block, and of each layer outside of them."""
+    sums: dict[str, float] = {}
+    for name, square in zip(names, squares.tolist(), strict=True):
+        words = name.split(".")
+        block = ".".join(words[: 2 if words[0] == "blocks" else 1])
+        sums[block] = sums.get(block, 0.0) + square
+    norms = {block: square**0.5 * multiplier for block, square in sums.items()}
+    return {
+        block: f"{norm:.3g}" if norm < float("inf") else "not finite"
+        for block, norm in norms.items()
+    }
+
+
+def _where(names: list[str], counts: Tensor) -> list[str]:
+    return [name for name, count in zip(names, counts.tolist(), strict=True) if count > 0]
+
+
+def _some(texts: list[str]) -> str:
+    """Lists a few, and says how many more there are."""
+    n_more = len(texts) - MOST_NAMED
+    more = f" and {n_more} more" if n_more > 0 else ""
+    return (", ".join(texts[:MOST_NAMED]) or "none") + more

@@ -1,0 +1,128 @@
+"""What asks training to save or to stop, and what that tells a scheduler.
+
+    asked by                                     then             exit code
+    SIGTERM, SIGUSR1                             save and stop    75: start the same command again
+    train.stop_after_minutes, the job's limit    save and stop    75
+    Ctrl-C (SIGINT), a file STOP in the folder   save and stop    93: not before a person has looked
+    a file SAVE in the folder                    save and go on
+
+One rank that is asked is enough: all agree on it at the end of every step. A second signal ends the
+process at once; what is saved by then stays whole.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, GuardError
+
+STOP, SAVE = "STOP", "SAVE"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+LEAST_MARGIN_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why training ended, and the exit code that says so."""
+
+    reason: str
+    exit_code: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.exit_code} {self.reason}"
+
+    @classmethod
+    def of(cls, wish: str | None) -> Ending | None:
+        """Makes it again from its text; None where the wish is another, or there is none."""
+        if wish is None or wish == SAVE:
+            return None
+        code, _, reason = wish.partition(" ")
+        return cls(reason, int(code))
+
+
+DONE = Ending("done")
+
+
+class Stop:
+    """Remembers who asked for what.
+
+    Args:
+        folder: the run folder; the first rank looks there for files, None for the others.
+        stop_after_minutes: wall-clock limit from now on.
+        scheduler_seconds: until the scheduler ends the job; None where it does not say.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        stop_after_minutes: float = float("inf"),
+        scheduler_seconds: float | None = None,
+    ) -> None:
+        self._folder = folder
+        self._started = time.monotonic()
+        self._stop_after_minutes = stop_after_minutes
+        self._scheduler_seconds = scheduler_seconds
+        self._signal: signal.Signals | None = None
+        self._last_look = self._started
+        self._longest = 0.0
+
+    def wish(self) -> str | None:
+        """Says at the end of a step what is asked for: an `Ending` as text, SAVE, or None."""
+        now = time.monotonic()
+        self._longest = max(self._longest, now - self._last_look)
+        self._last_look = now
+        if self._signal is not None:
+            code = EXIT_HOLD if self._signal == signal.SIGINT else EXIT_REQUEUE
+            return str(Ending(f"received {self._signal.name}", code))
+        seconds = now - self._started
+        if seconds >= 60 * self._stop_after_minutes:
+            reason = f"train.stop_after_minutes={self._stop_after_minutes:g} is over"
+            return str(Ending(reason, EXIT_REQUEUE))
+        # One more step with all that follows it, and a save, must fit.
+        margin = max(LEAST_MARGIN_SECONDS, 3 * self._longest)
+        if self._scheduler_seconds is not None and seconds + margin >= self._scheduler_seconds:
+            left = self._scheduler_seconds - seconds
+            return str(Ending(f"the job's time limit is {left:.0f} s away", EXIT_REQUEUE))
+        return self._wish_of_files()
+
+    def _wish_of_files(self) -> str | None:
+        if self._folder is None:
+            return None
+        if (self._folder / STOP).exists():
+            return str(Ending(f"there is a file {self._folder / STOP}", EXIT_HOLD))
+        try:
+            (self._folder / SAVE).unlink()
+        except FileNotFoundError:
+            return None
+        return SAVE
+
+    @contextmanager
+    def catch_signals(self) -> Iterator[None]:
+        """Turns the first of the signals into a wish to stop; a second one ends at once."""
+        before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._signal = signal.Signals(number)
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+
+
+def refuse_stopped(folder: Path) -> None:
+    """Keeps a run from starting while its folder has a file STOP, so that a chain of jobs ends.
+
+    Raises:
+        GuardError: it has one.
+    """
+    if (folder / STOP).exists():
+        raise GuardError(f"there is a file {folder / STOP}", "remove it to train this run")

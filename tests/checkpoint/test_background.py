@@ -1,0 +1,342 @@
+"""Saving while training goes on: what is saved, what is kept, and what is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainyard.checkpoint.background import Retention, Saver, probe, remove_old
+from trainyard.checkpoint.format import list_checkpoints, read_manifest
+from trainyard.checkpoint.load import load_into, load_tensors, newest_checkpoint
+from trainyard.checkpoint.save import ALONE, Ranks, save_checkpoint
+from trainyard.errors import CheckpointError, MachineError
+from trainyard.parallel.placement import whole
+
+BOTH = pytest.mark.parametrize("background", [True, False], ids=["background", "at once"])
+
+
+@pytest.fixture
+def save(tmp_path, make_facts) -> Callable[..., Path]:
+    """Writes a small checkpoint of a step, with the held-out loss that it shall have."""
+
+    def write(step: int, loss: object = None) -> Path:
+        training = {} if loss is None else {"held_out_loss": loss}
+        facts = make_facts(step).model_copy(update={"training": training})
+        return save_checkpoint(tmp_path, facts, {"model.a": torch.full((3,), float(step))})
+
+    return write
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [read_manifest(path).step for path in list_checkpoints(folder)]
+
+
+class Gate:
+    """A barrier of one rank that holds the writer back until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(30)
+
+
+def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, make_facts):
+    gate = Gate()
+    saver = Saver(tmp_path, Ranks(0, 1, gate), Retention(1), background=True)
+    bits = torch.randint(-(2**63), 2**63 - 1, (257,), generator=torch.Generator().manual_seed(0))
+    tensors = {
+        "model.turned": bits.view(torch.int32).reshape(2, 257).t(),
+        "model.bf16": bits.view(torch.bfloat16).clone(),
+        "model.flag": torch.tensor(True),
+        "model.empty": torch.empty(0, 3),
+        "optimizer.step": torch.tensor(3.0),
+        "optimizer.learned": torch.ones(5, requires_grad=True),
+    }
+    expected = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    saver.save(make_facts(1), tensors, {}, 1000)
+    assert gate.reached.wait(30)
+    for tensor in tensors.values():
+        tensor.detach().zero_()
+    gate.opened.set()
+    saver.wait()
+    found = load_tensors(tmp_path / "step-00000001", "")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        same = torch.equal(
+            found[name].contiguous().reshape(-1).view(torch.uint8),
+            tensor.contiguous().reshape(-1).view(torch.uint8),
+        )
+        assert same, name
+
+
+def test_training_goes_on_while_the_writer_is_held_and_the_next_save_waits(tmp_path, make_facts):
+    gate = Gate()
+    saver = Saver(tmp_path, Ranks(0, 1, gate), Retention(2), background=True)
+    value = torch.ones(3)
+    saver.save(make_facts(1), {"model.a": value}, {}, 12)
+    assert newest_checkpoint(tmp_path) is None
+    assert saver.last is None
+    value += 1
+    threading.Timer(0.2, gate.opened.set).start()
+    saver.save(make_facts(2), {"model.a": value}, {}, 12)
+    assert gate.opened.is_set()
+    assert saver.last is not None
+    assert saver.last.step == 1
+    assert saver.last.n_bytes == 12
+    assert 0 < saver.last.stall_seconds < saver.last.seconds
+    saver.wait()
+    assert saver.last.step == 2
+    for step in (1, 2):
+        found = load_tensors(tmp_path / f"step-0000000{step}")
+        assert torch.equal(found["a"], torch.full((3,), float(step)))
+
+
+def test_host_memory_is_used_again(tmp_path, make_facts):
+    saver = Saver(tmp_path, ALONE, Retention(1), background=True)
+    value = torch.zeros(10_000)
+    places = set()
+    for step in range(1, 4):
+        value += 1
+        saver.save(make_facts(step), {"model.a": value}, {}, value.nbytes)
+        saver.wait()
+        assert saver._host is not None
+        places.add(saver._host._room.data_ptr())
+    assert len(places) == 1
+    more = {"model.a": value, "model.b": torch.ones(100_000)}
+    saver.save(make_facts(4), more, {}, 440_000)
+    saver.wait()
+    found = load_tensors(tmp_path / "step-00000004")
+    assert all(torch.equal(found[name], more[f"model.{name}"]) for name in ("a", "b"))
+
+
+@BOTH
+def test_a_failure_is_told_once_and_the_next_save_works(tmp_path, make_facts, background):
+    saver = Saver(tmp_path, ALONE, Retention(1), background=background)
+    tensors = {"model.a": torch.ones(3)}
+    saver.save(make_facts(1), tensors, {}, 12)
+    saver.save(make_facts(2), tensors, {}, 2**60)  # which no disk has room for
+    with pytest.raises(MachineError, match="does not fit in"):
+        saver.wait()
+    failure = saver.take_failure()
+    assert failure is not None
+    assert failure.problem.startswith(f"cannot write the checkpoint {tmp_path}/step-00000002: ")
+    assert saver.take_failure() is None
+    with pytest.raises(MachineError, match="does not fit in"):
+        saver.wait()  # as on the ranks that nobody asked
+    assert steps_in(tmp_path) == [1]
+    assert saver.last is not None
+    assert saver.last.step == 1
+    saver.save(make_facts(3), tensors, {}, 12)
+    saver.wait()
+    assert saver.take_failure() is None
+    assert steps_in(tmp_path) == [3]
+
+
+def test_a_failure_is_still_told_when_a_later_save_works(tmp_path, make_facts):
+    saver = Saver(tmp_path, ALONE, Retention(1), background=True)
+    saver.save(make_facts(1), {"model.a": torch.ones(3)}, {}, 2**60)
+    saver.save(make_facts(2), {"model.a": torch.ones(3)}, {}, 12)
+    saver.wait()
+    failure = saver.take_failure()
+    assert failure is not None
+    assert "step-00000001" in failure.problem
+
+
+@BOTH
+def test_an_old_one_that_cannot_be_removed_is_told_and_the_new_one_counts(
+    tmp_path, make_facts, background
+):
+    def block() -> None:
+        in_the_way = tmp_path / ".step-00000001.old.partial" / "file"
+        in_the_way.parent.mkdir(exist_ok=True)
+        in_the_way.write_text("")
+
+    tensors = {"model.a": torch.ones(3)}
+    save_checkpoint(tmp_path, make_facts(1), tensors)
+    saver = Saver(tmp_path, Ranks(0, 1, block), Retention(1), background=background)
+    saver.save(make_facts(2), tensors, {}, 12)
+    saver.wait()
+    assert steps_in(tmp_path) == [2, 1]
+    assert saver.last is not None
+    assert saver.last.step == 2
+    failure = saver.take_failure()
+    assert failure is not None
+    assert failure.problem.startswith("cannot remove an old checkpoint: ")
+    assert "step-00000001" in failure.problem
+
+
+@BOTH
+def test_a_bug_in_the_writer_is_raised(tmp_path, make_facts, background):
+    def lost() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    saver = Saver(tmp_path, Ranks(0, 1, lost), Retention(1), background=background)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        saver.save(make_facts(1), {"model.a": torch.ones(3)}, {}, 12)
+        while True:
+            assert saver.take_failure() is None
+            time.sleep(0.01)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        saver.wait()
+
+
+def test_ranks_save_together_and_fail_together(tmp_path, make_facts):
+    barrier = threading.Barrier(2, timeout=30)
+    outcomes: dict[int, list[object]] = {0: [], 1: []}
+
+    def one(rank: int) -> None:
+        saver = Saver(tmp_path, Ranks(rank, 2, barrier.wait), Retention(1), background=True)
+        place = {"model.a": whole((8,)).cut(0, rank, 2)}
+        for step, n_bytes in ((1, 32), (2, 2**60), (3, 32)):
+            saver.save(make_facts(step), {"model.a": torch.full((4,), float(step))}, place, n_bytes)
+            try:
+                saver.wait()
+                outcomes[rank].append(step)
+            except MachineError as error:
+                outcomes[rank].append(error.problem.partition(": ")[2][:24])
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes[0] == [1, "a checkpoint of 1049624.", 3]
+    assert outcomes[1] == [1, "rank 0 failed, and says ", 3]
+    assert steps_in(tmp_path) == [3]
+    assert torch.equal(load_tensors(tmp_path / "step-00000003")["a"], torch.full((8,), 3.0))
+
+
+@pytest.mark.dist
+def test_a_writer_that_waits_for_a_dead_rank_does_not_keep_the_process(tmp_path):
+    code = (
+        "import sys, threading, torch; from pathlib import Path\n"
+        "from trainyard.checkpoint.background import Retention, Saver\n"
+        "from trainyard.checkpoint.format import Facts\n"
+        "from trainyard.checkpoint.save import Ranks\n"
+        "ranks = Ranks(0, 2, threading.Event().wait)\n"
+        "saver = Saver(Path(sys.argv[1]), ranks, Retention(1), background=True)\n"
+        "facts = Facts(step=1, consumed_sequences=0, consumed_tokens=0, run={})\n"
+        "saver.save(facts, {'model.a': torch.ones(3)}, {}, 12)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_newest_stay(tmp_path, save):
+    for step in (5, 100, 20, 3):
+        save(step)
+    removed = remove_old(tmp_path, Retention(2))
+    assert [path.name for path in removed] == ["step-00000005", "step-00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000100"]
+    assert remove_old(tmp_path, Retention(2)) == []
+
+
+def test_every_and_best_stay_as_the_module_says(tmp_path, save):
+    losses = (3.10, 2.95, 2.91, 2.80, 2.85, 2.88, 2.86, 2.87)
+    keep = Retention(last=2, every=100, best=1)
+    seen = []
+    for step, loss in zip(range(100, 260, 20), losses, strict=True):
+        save(step, loss)
+        remove_old(tmp_path, keep)
+        seen.append(steps_in(tmp_path))
+    assert seen[:4] == [[100], [120, 100], [140, 120, 100], [160, 140, 100]]
+    assert seen[-1] == [240, 220, 200, 160, 100]
+
+
+def test_the_best_is_of_those_with_a_finite_loss_and_of_equal_ones_the_newest(tmp_path, save):
+    losses = (2.0, float("nan"), None, 1.5, 1.5, float("-inf"), "1.0", 3.0)
+    for step, loss in enumerate(losses, start=1):
+        save(step, loss)
+    remove_old(tmp_path, Retention(last=1, best=2))
+    assert steps_in(tmp_path) == [8, 5, 4]
+    remove_old(tmp_path, Retention(last=1, best=1))
+    assert steps_in(tmp_path) == [8, 5]
+
+
+def test_only_complete_ones_count(tmp_path, save):
+    for step in (1, 2, 3, 4):
+        save(step)
+    for step in (1, 3, 4):
+        (tmp_path / f"step-0000000{step}" / "manifest.json").unlink()
+    assert remove_old(tmp_path, Retention(2, every=1)) == []
+    remove_old(tmp_path, Retention(1, every=1))
+    left = [path.name for path in list_checkpoints(tmp_path)]
+    assert left == ["step-00000004", "step-00000003", "step-00000002"]
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-00000002"
+
+
+def test_damaged_ones_alone_stay(tmp_path):
+    (tmp_path / "step-00000001").mkdir()
+    assert remove_old(tmp_path, Retention(1)) == []
+    assert remove_old(tmp_path / "nowhere", Retention(1)) == []
+    with pytest.raises(CheckpointError):
+        read_manifest(tmp_path / "step-00000001")
+
+
+def test_a_folder_is_probed_without_a_trace(tmp_path):
+    probe(tmp_path / "run" / "checkpoints", 1000)
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    with pytest.raises(MachineError, match=r"a checkpoint of 1049624\.6 TiB does not fit in .*run"):
+        probe(tmp_path / "run" / "checkpoints", 2**60)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match=r"cannot write checkpoints to .*file: .*File exists"):
+        probe(tmp_path / "file", 1000)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_the_right_to_write_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(MachineError, match=f"cannot write checkpoints to {tmp_path}: .*denied"):
+        probe(tmp_path, 1000)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_is_copied_through_page_locked_memory(tmp_path, make_facts):
+    saver = Saver(tmp_path, ALONE, Retention(1), background=True)
+    value = torch.arange(3_000_000, dtype=torch.float32, device="cuda")
+    turned = torch.rand(1000, 300, device="cuda").t()
+    expected = value.cpu(), turned.cpu()
+    saver.save(make_facts(1), {"model.a": value, "model.b": turned}, {}, 14_000_000)
+    value.zero_()
+    turned.zero_()
+    assert saver._host is not None
+    assert saver._host._room.is_pinned()
+    saver.wait()
+    found = load_tensors(tmp_path / "step-00000001")
+    assert torch.equal(found["a"], expected[0])
+    assert torch.equal(found["b"], expected[1])
+    filled = {"model.a": torch.empty_like(value)}
+    load_into(tmp_path / "step-00000001", filled, 1)
+    assert torch.equal(filled["model.a"].cpu(), expected[0])
+
+
+def test_what_an_end_between_save_and_removal_left_goes_at_the_next_start(tmp_path, save):
+    for step in (1, 2, 3):
+        save(step)
+    (tmp_path / ".step-00000000.old.partial").mkdir()
+    Saver(tmp_path, Ranks(1, 2, Gate()), Retention(2), background=True)
+    assert steps_in(tmp_path) == [3, 2, 1], "another rank than the first removes nothing"
+    Saver(tmp_path, ALONE, Retention(2), background=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_memory_that_was_reserved_is_used(tmp_path, make_facts):
+    saver = Saver(tmp_path, ALONE, Retention(1), background=True)
+    tensor = torch.arange(1000.0)
+    saver.reserve(tensor.nbytes + 64, tensor.device)
+    saver.save(make_facts(1), {"model.a": tensor}, {}, tensor.nbytes)
+    saver.wait()
+    assert torch.equal(load_tensors(tmp_path / "step-00000001")["a"], tensor)

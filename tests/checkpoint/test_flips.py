@@ -1,0 +1,252 @@
+"""Damage of every kind to a checkpoint of four ranks, the manifest included: all of it is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from trainyard.checkpoint.format import MANIFEST, Facts
+from trainyard.checkpoint.save import Ranks, save_checkpoint
+from trainyard.checkpoint.verify import check_checkpoint
+from trainyard.errors import CheckpointError
+from trainyard.parallel.placement import whole
+
+N_RANKS = 4
+N_FLIPS = 1000
+
+Edit = Callable[[Path, Callable[[dict[str, Any]], object]], None]
+
+
+def save_with_ranks(folder: Path, facts: Facts, tensors: dict[str, Tensor]) -> Path:
+    """Saves as four ranks do that each hold a quarter of the rows, or one of them the whole."""
+    barrier = threading.Barrier(N_RANKS, timeout=60)
+
+    def save(rank: int) -> Path:
+        held, places = {}, {}
+        for index, (name, tensor) in enumerate(tensors.items()):
+            n_rows = len(tensor) // N_RANKS
+            if n_rows * N_RANKS == len(tensor):
+                held[name] = tensor[n_rows * rank : n_rows * (rank + 1)]
+                places[name] = whole(tuple(tensor.shape)).cut(0, rank, N_RANKS)
+            elif index % N_RANKS == rank:
+                held[name] = tensor
+        ranks = Ranks(rank, N_RANKS, barrier.wait)
+        return save_checkpoint(folder, facts, held, places, ranks)
+
+    with ThreadPoolExecutor(N_RANKS) as pool:
+        return next(iter(pool.map(save, range(N_RANKS))))
+
+
+@pytest.fixture
+def saved(tmp_path: Path, make_facts: Callable[[int], Facts], tensors: dict[str, Tensor]) -> Path:
+    # A block, both norms and their moments: files of some kB, so that 1,000 checks take seconds.
+    small = {name: tensor for name, tensor in tensors.items() if ".1." in name or "norm" in name}
+    return save_with_ranks(tmp_path / "checkpoints", make_facts(7), small)
+
+
+def test_an_unharmed_checkpoint_is_read_whole(saved: Path) -> None:
+    told: list[tuple[int, int]] = []
+    report = check_checkpoint(saved, lambda done, total: told.append((done, total)))
+    sizes = {path.name: path.stat().st_size for path in saved.iterdir()}
+    assert len(sizes) == 2 * N_RANKS + 1
+    assert report.n_bytes == sum(sizes.values())
+    in_files = report.n_bytes - sizes[MANIFEST]
+    assert told[-1] == (in_files, in_files)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert report.manifest.step == 7
+
+
+def test_every_one_of_a_thousand_flipped_bits_is_found(saved: Path) -> None:
+    files = sorted(saved.iterdir())
+    sizes = [path.stat().st_size for path in files]
+    draw = random.Random(0)
+    found = 0
+    for _ in range(N_FLIPS):
+        # Files by their size, and the manifest among them: each bit of the folder is as likely.
+        (path,) = draw.choices(files, sizes)
+        position, mask = draw.randrange(path.stat().st_size), 1 << draw.randrange(8)
+        _flip(path, position, mask)
+        with pytest.raises(CheckpointError) as caught:
+            check_checkpoint(saved)
+        found += path.name in caught.value.problem
+        _flip(path, position, mask)
+    assert found == N_FLIPS
+    check_checkpoint(saved)
+
+
+def test_all_bits_of_what_holds_the_rest_together(saved: Path) -> None:
+    """The seal of the manifest, and the length in front of a header, bit by bit."""
+    shard = next(path for path in sorted(saved.iterdir()) if path.suffix == ".safetensors")
+    for path, n_bytes in ((saved / MANIFEST, 80), (shard, 12)):
+        for bit in range(8 * n_bytes):
+            _flip(path, bit // 8, 1 << bit % 8)
+            with pytest.raises(CheckpointError, match=path.name):
+                check_checkpoint(saved)
+            _flip(path, bit // 8, 1 << bit % 8)
+    check_checkpoint(saved)
+
+
+def _flip(path: Path, position: int, mask: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ mask]))
+
+
+def test_every_truncation_and_every_growth_is_found(saved: Path) -> None:
+    for path in sorted(saved.iterdir()):
+        content = path.read_bytes()
+        for n_bytes in (0, 1, 7, 8, 79, len(content) // 2, len(content) - 1):
+            path.write_bytes(content[:n_bytes])
+            with pytest.raises(CheckpointError, match=path.name):
+                check_checkpoint(saved)
+        path.write_bytes(content + b"\0")
+        with pytest.raises(CheckpointError, match=path.name):
+            check_checkpoint(saved)
+        path.write_bytes(content)
+    check_checkpoint(saved)
+
+
+def test_all_problems_of_all_files_are_listed(saved: Path) -> None:
+    shards = sorted(path for path in saved.iterdir() if path.suffix == ".safetensors")
+    _flip(shards[0], shards[0].stat().st_size - 1, 1)
+    _flip(shards[1], 20, 1)
+    shards[2].unlink()
+    shards[3].write_bytes(shards[3].read_bytes()[:-1])
+    shards[4].unlink()
+    shards[4].mkdir()
+    (saved / "notes.txt").write_text("mine")
+    first_value = 8 + int.from_bytes(shards[5].read_bytes()[:8], "little")
+    _flip(shards[5], first_value, 128)
+    _flip(shards[5], shards[5].stat().st_size - 1, 128)
+    with pytest.raises(CheckpointError) as caught:
+        check_checkpoint(saved)
+    title, *lines = caught.value.problem.splitlines()
+    assert title == f"{saved}: 7 problems"
+    assert lines[0] == "  'notes.txt' is no part of this checkpoint: nothing vouches for it"
+    assert lines[1].startswith(f"  {shards[0].name} is damaged: the sha256 of '")
+    assert lines[2].startswith(f"  {shards[1].name} is damaged: the sha256 of its header is ")
+    assert lines[3] == f"  {shards[2].name} is missing, or is no ordinary file"
+    n_bytes = shards[3].stat().st_size
+    assert lines[4] == f"  {shards[3].name} has {n_bytes} bytes instead of {n_bytes + 1}"
+    assert lines[5] == f"  {shards[4].name} is missing, or is no ordinary file"
+    assert lines[6].startswith(f"  {shards[5].name} is damaged: the sha256 of '")
+    assert "; so are 1 more of its " in lines[6]
+    assert "remove or move that folder" in caught.value.hint
+
+
+def test_many_problems_are_counted(saved: Path) -> None:
+    for number in range(30):
+        (saved / f"more-{number:02d}").touch()
+    with pytest.raises(CheckpointError) as caught:
+        check_checkpoint(saved)
+    assert f"{saved}: 30 problems" in caught.value.problem
+    assert caught.value.problem.endswith("\n  and 10 more")
+
+
+def test_files_that_changed_places_are_found(saved: Path, tmp_path: Path) -> None:
+    first, second = sorted(saved.glob("optimizer-*"))[:2]
+    assert first.stat().st_size == second.stat().st_size, "the sizes would tell"
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    with pytest.raises(CheckpointError) as caught:
+        check_checkpoint(saved)
+    assert first.name in caught.value.problem
+    assert second.name in caught.value.problem
+
+
+def test_a_manifest_of_another_step_is_found(saved: Path) -> None:
+    moved = saved.with_name("step-00000008")
+    shutil.copytree(saved, moved)
+    with pytest.raises(CheckpointError, match="is of step 7, the folder is named for 8"):
+        check_checkpoint(moved)
+
+
+def _drop_tensor(content: dict[str, Any]) -> None:
+    del content["tensors"][next(iter(content["tensors"]))]
+
+
+def _other_type(content: dict[str, Any]) -> None:
+    next(iter(content["tensors"].values()))["dtype"] = "int32"
+
+
+def _file_twice(content: dict[str, Any]) -> None:
+    """The second chunk of a tensor is said to lie where the first does."""
+    chunks = next(t["chunks"] for t in content["tensors"].values() if len(t["chunks"]) > 1)
+    chunks[1]["file"] = chunks[0]["file"]
+
+
+@pytest.mark.parametrize("change", [_drop_tensor, _other_type, _file_twice])
+def test_a_manifest_that_was_sealed_again_must_still_fit_the_files(
+    saved: Path, edit_manifest: Edit, change: Callable[[dict[str, Any]], None]
+) -> None:
+    edit_manifest(saved, change)
+    with pytest.raises(CheckpointError, match=r"does not hold what the manifest lists|two chunks"):
+        check_checkpoint(saved)
+
+
+def test_bytes_that_belong_to_no_tensor_are_found(saved: Path, edit_manifest: Edit) -> None:
+    shard = sorted(saved.glob("model-*"))[0]
+    with shard.open("ab") as file:
+        file.write(b"hidden")
+
+    def grow(content: dict[str, Any]) -> None:
+        content["files"][shard.name]["n_bytes"] += 6
+
+    edit_manifest(saved, grow)
+    with pytest.raises(CheckpointError, match="6 bytes belong to no tensor"):
+        check_checkpoint(saved)
+
+
+@pytest.mark.parametrize("header", [b"{" * 5000, b"[]", b"\xff\xfe", b'{"a": 1}', b""])
+def test_a_header_that_is_none(saved: Path, edit_manifest: Edit, header: bytes) -> None:
+    from trainyard.checkpoint.format import header_sha256
+
+    shard = sorted(saved.glob("model-*"))[0]
+    shard.write_bytes(len(header).to_bytes(8, "little") + header)
+
+    def vouch(content: dict[str, Any]) -> None:
+        content["files"][shard.name] = {
+            "n_bytes": shard.stat().st_size,
+            "header_sha256": header_sha256(shard),
+        }
+        held = {
+            name: tensor
+            for name, tensor in content["tensors"].items()
+            if all(chunk["file"] != shard.name for chunk in tensor["chunks"])
+        }
+        kept = next(iter(content["tensors"].values()))
+        kept["shape"], kept["chunks"] = [0], [{**kept["chunks"][0], "shape": [0], "offset": [0]}]
+        kept["chunks"][0]["file"] = shard.name
+        content["tensors"] = {**held, "model.empty": kept}
+
+    edit_manifest(saved, vouch)
+    with pytest.raises(CheckpointError, match="is no safetensors file: "):
+        check_checkpoint(saved)
+
+
+def test_a_pipe_in_place_of_a_file_does_not_block(saved: Path) -> None:
+    shard = sorted(saved.glob("model-*"))[0]
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(CheckpointError, match="is missing, or is no ordinary file"):
+        check_checkpoint(saved)
+
+
+def test_the_manifest_is_what_the_checks_are_based_on(saved: Path) -> None:
+    content = json.loads((saved / MANIFEST).read_bytes())
+    (saved / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged: its first line"):
+        check_checkpoint(saved)

@@ -1,0 +1,44 @@
+"""`trainyard report`, as a user meets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.report.conftest import run_lines, write_run_folder
+
+
+def trainyard(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from trainyard.cli.main import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
+
+
+def test_it_writes_into_the_first_run_folder_and_nothing_else(tmp_path: Path) -> None:
+    before = set(write_run_folder(tmp_path / "tiny", run_lines()).iterdir())
+    done = trainyard("report", "tiny", folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "wrote tiny/report.html\n", "")
+    assert set((tmp_path / "tiny").iterdir()) - before == {tmp_path / "tiny" / "report.html"}
+
+
+def test_curves_for_papers_are_written_when_asked(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_run_folder(tmp_path / name, run_lines())
+    arguments = ("one", "two", "--output", "both.html", "--png", "some/figures")
+    done = trainyard("report", *arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "wrote both.html\nwrote the curves as PNG into some/figures\n"
+    assert "one, two" in (tmp_path / "both.html").read_text(encoding="utf-8")
+    assert sorted(path.name for path in (tmp_path / "some" / "figures").iterdir()) == [
+        "gradient_norm.png",
+        "learning_rate.png",
+        "loss.png",
+        "memory.png",
+        "throughput.png",
+    ]
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    done = trainyard("report", ".", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: . is not a run folder: it has no run.toml\nhint: ")

@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import io
+import operator
+import os
+import pickle
+import random
+import struct
+import subprocess
+import sys
+import types
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainyard.errors import CheckpointError
+from trainyard.export import describe
+from trainyard.export.from_megatron import import_megatron
+from trainyard.export.torch_file import describe_file, read_tensor
+
+
+class Bomb:
+    """Is pickled as the call of a function."""
+
+    def __init__(self, function: Any, *arguments: Any, state: Any = None) -> None:
+        self.call = (function, arguments) if state is None else (function, arguments, state)
+
+    def __reduce__(self):
+        return self.call
+
+
+def bombs(marker: Path) -> dict[str, tuple[Any, str]]:
+    """Objects that would make `marker` if they were unpickled, and what the refusal names."""
+    mkdir = f"__import__('os').mkdir({str(marker)!r})"
+    shell = f"mkdir {marker}"
+    return {
+        "os.system": (Bomb(os.system, shell), "posix.system"),
+        "os.mkdir": (Bomb(os.mkdir, str(marker)), "posix.mkdir"),
+        "eval": (Bomb(eval, mkdir), "builtins.eval"),
+        "exec": (Bomb(exec, mkdir), "builtins.exec"),
+        "import": (Bomb(builtins.__import__, "os"), "builtins.__import__"),
+        "import_module": (Bomb(importlib.import_module, "this"), "importlib.import_module"),
+        "subprocess": (Bomb(subprocess.Popen, ["mkdir", str(marker)]), "commands.Popen"),
+        "pickle.loads": (
+            Bomb(pickle.loads, pickle.dumps(Bomb(os.mkdir, str(marker)))),
+            "pickle.loads",
+        ),
+        "torch.load": (Bomb(torch.load, "other.pt", "cpu", None), "torch.serialization.load"),
+        "torch.hub": (Bomb(torch.hub.load, "a/b", "c"), "torch.hub.load"),
+        "torch.jit": (Bomb(torch.jit.load, "other.pt"), "torch.jit._serialization.load"),
+        "partial": (Bomb(functools.partial, os.mkdir), "functools.partial"),
+        "attrgetter": (Bomb(operator.attrgetter, "system"), "operator.attrgetter"),
+        "type": (Bomb(type, "a", (), {}), "builtins.type"),
+        "in arguments": (Bomb(complex, Bomb(os.mkdir, str(marker))), "posix.mkdir"),
+        "in state": (Bomb(types.SimpleNamespace, state={"a": Bomb(eval, mkdir)}), "builtins.eval"),
+        "in a key": ({("a", Bomb(eval, mkdir)): 1}, "builtins.eval"),
+        "in an array of objects": (
+            np.array([1, Bomb(eval, mkdir)], dtype=object),
+            "builtins.eval",
+        ),
+        "a member of a module": (Bomb(getattr, os, "system"), "importlib.import_module"),
+        "a class": (Bomb, "test_hostile_pickles.Bomb"),
+    }
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, types.ModuleType):
+            return importlib.import_module, (value.__name__,)
+        return NotImplemented
+
+
+def dumps(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, protocol=2).dump(value)
+    return file.getvalue()
+
+
+def archive(path: Path, data: bytes, **storages: bytes) -> Path:
+    """Writes a file as torch.save does, of a pickle and storages."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", data)
+        file.writestr("archive/byteorder", "little")
+        for key, values in storages.items():
+            file.writestr(f"archive/data/{key.removeprefix('s')}", values)
+    return path
+
+
+@pytest.mark.parametrize("name", bombs(Path("marker")))
+def test_calls_are_refused_by_name_and_never_made(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(Bomb, "__module__", "test_hostile_pickles")
+    monkeypatch.setitem(sys.modules, "test_hostile_pickles", sys.modules[__name__])
+    value, named = bombs(tmp_path / "marker")[name]
+    folder = tmp_path / "iter_0000001" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    archive(folder / "model_optim_rng.pt", dumps({"args": {}, "optimizer": [value]}))
+    with pytest.raises(CheckpointError, match="cannot be read: it names") as raised:
+        import_megatron(tmp_path / "iter_0000001", tmp_path / "mine")
+    assert f"it names {named}" in raised.value.problem
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001"}
+
+
+def test_packages_that_are_named_are_not_imported(tmp_path, monkeypatch):
+    """Not even where they can be: here a megatron lies in the working folder and on the path."""
+    package = tmp_path / "megatron"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"import os; os.mkdir({str(tmp_path / 'marker')!r})\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    data = b"\x80\x02}X\x04\x00\x00\x00argscmegatron.training\nrun\n(X\x01\x00\x00\x00atRs."
+    found = describe_file(archive(tmp_path / "file.pt", data))
+    assert found.values == {"args": "run(a)"}
+    assert not (tmp_path / "marker").exists()
+
+
+def test_members_of_enumerations_are_told_however_they_were_pickled(tmp_path):
+    by_name = b"c__builtin__\ngetattr\n(cmegatron.enums\nKind\nX\x01\x00\x00\x00atR"
+    by_value = b"cmegatron.enums\nKind\nK\x02\x85R"
+    for member, text in {by_name: "Kind.a", by_value: "Kind(2)"}.items():
+        data = b"\x80\x02}X\x04\x00\x00\x00args" + member + b"s."
+        assert describe_file(archive(tmp_path / "file.pt", data)).values == {"args": text}
+
+
+INSTRUCTIONS = {
+    "INST": b"(ios\nsystem\n.",
+    "OBJ": b"(cargparse\nNamespace\no.",
+    "EXT1": b"\x82\x01.",
+    "EXT4": b"\x84\x01\x00\x00\x00.",
+    "PERSID": b"Pstorage\n.",
+    "NEXT_BUFFER": b"\x97.",
+}
+
+
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_instructions_that_torch_never_writes_are_refused(tmp_path, name):
+    path = archive(tmp_path / "file.pt", b"\x80\x02" + INSTRUCTIONS[name])
+    with pytest.raises(CheckpointError, match=f"has the instruction {name}"):
+        describe_file(path)
+
+
+def storage(n_values: int, kind: bytes = b"FloatStorage") -> bytes:
+    """The instructions for storage "0"."""
+    length = pickle.dumps(n_values, protocol=2)[2:-1]
+    return b"(U\x07storagectorch\n" + kind + b"\nU\x010U\x03cpu" + length + b"tQ"
+
+
+def tensor(n_values: int, first: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+    """The instructions for a dict with one tensor."""
+    numbers = b"".join(pickle.dumps(part, protocol=2)[2:-1] for part in (first, shape, strides))
+    make = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage(n_values) + numbers + b"\x89NtR"
+    return b"\x80\x02}U\x01w" + make + b"s."
+
+
+MALFORMED = {
+    "no end": (b"\x80\x02}", "malformed"),
+    "empty stack": (b"\x80\x02.", "malformed: IndexError"),
+    "not even a dict": (b"\x80\x02K\x01.", "does not hold a dict"),
+    "calls a text": (b"\x80\x02U\x01a)R.", "calls something that is neither a class nor"),
+    "calls what was made": (
+        b"\x80\x02cargparse\nNamespace\n)R)R.",
+        "calls something that is neither a class nor",
+    ),
+    "name of numbers": (b"\x80\x04K\x01K\x02\x93.", "names something by what is no text"),
+    "dotted name": (
+        b"\x80\x02cargparse\nNamespace.__init__.__globals__\n.",
+        "it names argparse.Namespace.__init__",
+    ),
+    "long number": (b"\x80\x02\x8b\xff\xff\xff\x7f1.", "malformed"),
+    "long text": (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fa.", "malformed"),
+    "unhashable key": (b"\x80\x02}]K\x01s]Q.", "malformed: ValueError"),
+    "unknown storage": (b"\x80\x02" + storage(4, b"QInt8Storage") + b".", "names torch.QInt8"),
+    "more than stored": (tensor(2**40, 0, (4,), (1,)), r"has no \d+ bytes for storage '0'"),
+    "shape beyond the storage": (tensor(4, 0, (2**60,), (1,)), "more than the 4 values stored"),
+    "first beyond the storage": (tensor(4, 4, (1,), (1,)), "more than the 4 values stored"),
+    "strides beyond": (tensor(4, 0, (2, 2), (3, 1)), "more than the 4 values stored"),
+    "before the storage": (tensor(4, -1, (1,), (1,)), "has other things than counts"),
+    "endless": (b"\x80\x02}q\x00U\x01ah\x00s.", "nested too deep"),
+    "deep": (b"\x80\x02}U\x01w" + b"}U\x01a" * 10**5 + b"N" + b"s" * 10**5 + b"s.", "too deep"),
+    "many": (
+        b"\x80\x02}q\x00"  # each dict holds the one before twice
+        + b"".join(b"}q%c(U\x01ah%cU\x01bh%cu" % (n, n - 1, n - 1) for n in range(1, 40))
+        + b".",
+        "too many parts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_pickles_are_refused_within_limits(tmp_path, name):
+    data, message = MALFORMED[name]
+    path = archive(tmp_path / "file.pt", data, s0=b"\0" * 16)
+    with pytest.raises(CheckpointError, match=message):
+        describe_file(path)
+
+
+def test_deep_tuples_do_not_end_the_reader_unheard(tmp_path):
+    path = archive(tmp_path / "file.pt", b"\x80\x02}U\x01w)" + b"\x85" * 10**5 + b"s.")
+    assert describe_file(path).values == {"w": [None]}
+    path = archive(tmp_path / "key.pt", b"\x80\x02})" + b"\x85" * 10**5 + b"Ns.")
+    assert describe_file(path).values == {}
+
+
+def test_more_values_than_are_stored_are_never_made(tmp_path):
+    """One stored value, said to be a thousand billion: nothing of that size is allocated."""
+    path = archive(tmp_path / "file.pt", tensor(4, 0, (10**6, 10**6), (0, 0)), s0=b"\0" * 16)
+    found = describe_file(path).tensors["w"]
+    with pytest.raises(CheckpointError, match="has more values than are stored"):
+        read_tensor(path, found)
+
+
+def test_hostile_archives_are_refused(tmp_path):
+    good = tensor(4, 0, (4,), (1,))
+    values = np.arange(4, dtype=np.float32).tobytes()
+    path = archive(tmp_path / "file.pt", good, s0=values)
+    assert read_tensor(path, describe_file(path).tensors["w"]).tolist() == [0, 1, 2, 3]
+
+    def refusal() -> str:
+        with pytest.raises(CheckpointError) as raised:
+            describe_file(path)
+        return raised.value.problem
+
+    content = path.read_bytes()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("archive/data.pkl", good)
+    assert "is compressed or encrypted" in refusal()
+    with zipfile.ZipFile(path, "w") as file, pytest.warns(UserWarning, match="Duplicate"):
+        for _ in range(2):
+            file.writestr("archive/data.pkl", good)
+    assert "two files of the same name" in refusal()
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", good)
+        file.writestr("archive/byteorder", "big")
+    assert "big-endian" in refusal()
+    path.write_bytes(b"PK\x03\x04")
+    assert "BadZipFile" in refusal()
+    path.write_bytes(b"")
+    assert "torch.save did not write it" in refusal()
+    # The list at the end of the archive says that the values lie beyond the end of the file.
+    entry = content.rindex(b"archive/data/0") - 46
+    moved = bytearray(content)
+    moved[entry + 42 : entry + 46] = struct.pack("<I", len(content) - 8)
+    path.write_bytes(moved)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_tensor(path, describe_file(path).tensors["w"])
+
+
+def test_files_from_before_archives_are_no_way_around(tmp_path):
+    path = tmp_path / "file.pt"
+    torch.save({"w": torch.arange(3.0)}, path, _use_new_zipfile_serialization=False)
+    assert read_tensor(path, describe_file(path).tensors["w"]).tolist() == [0, 1, 2]
+    good = path.read_bytes()
+    for start in (dumps(Bomb(os.mkdir, str(tmp_path / "marker"))), good[:40]):
+        path.write_bytes(start + good[40:])
+        if start != good[:40]:
+            with pytest.raises(CheckpointError, match=r"it names posix\.mkdir"):
+                describe_file(path)
+    path.write_bytes(good[:-5])
+    with pytest.raises(CheckpointError, match="ends before"):
+        read_tensor(path, describe_file(path).tensors["w"])
+    assert not (tmp_path / "marker").exists()
+
+
+def test_no_damage_makes_the_reader_do_anything_else_than_read(tmp_path):
+    """Flipped bits either show as refusals or as other numbers; in this process, to try many."""
+    path = tmp_path / "file.pt"
+    torch.save({"args": {"a": 1}, "model": {"w": torch.arange(6.0).view(2, 3)}}, path)
+    good = path.read_bytes()
+    chance = random.Random(0)
+    outcomes = set()
+    for _ in range(400):
+        damaged = bytearray(good)
+        for _ in range(chance.randint(1, 4)):
+            damaged[chance.randrange(len(good))] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            assert describe.describe(str(path)).keys() == {"values", "tensors"}
+            outcomes.add("read")
+        except Exception as error:
+            outcomes.add(type(error).__name__)
+    assert {"read", "RefusedError", "BadZipFile"} <= outcomes
+
+
+def test_a_reader_that_dies_is_a_refusal(tmp_path):
+    """A gigabyte of markers, in a megabyte-wise sparse file, is more than the reader may hold."""
+    path = tmp_path / "file.pt"
+    with path.open("wb") as file:
+        file.write(pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2))
+        file.write(b"\x80\x02\x8e" + struct.pack("<Q", 2**40))
+        file.truncate(2**41)
+    with pytest.raises(CheckpointError, match="cannot be read: it is malformed: MemoryError"):
+        describe_file(path)

@@ -1,0 +1,168 @@
+"""Every fault in every phase of training, and what must come of it.
+
+Each cell is a run of two data-parallel ranks by the real `trainyard train --ranks 2`, one of which
+gets the fault (`faulty_worker.py`); `run_faults.py` compares with this table what comes of it: exit
+code, what was said, how often the run was started again, and whether weights, moments, losses and
+the state are in the end those of a run that nothing befell, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PHASES = ("start", "load", "data", "forward", "backward", "update", "evaluate", "save")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What must come of a fault."""
+
+    code: int
+    """The exit code of the command."""
+    says: tuple[str, ...] = ()
+    """Regular expressions; RANK is that of the fault, PHASE what a message calls its phase."""
+    restarts: int = 0
+    """How often the parent starts all again."""
+    again: int | None = None
+    """The exit code of the same command, given again once the fault is mended; None: not given."""
+    but: tuple[str, ...] = ()
+    """Facts in which the end may differ from that of a run that nothing befell."""
+    not_equal: str = ""
+    """Why the weights in the end are others; empty: they are the same to the last bit."""
+    what: str = ""
+    """What happens, in a few words."""
+
+
+Row = Mapping[str, Expected | str]
+"""By phase; a text is the reason why a combination has no meaning."""
+
+
+def everywhere(expected: Expected | str, **but: Expected | str) -> Row:
+    """Makes a row of one outcome, but for some phases."""
+    return {phase: but.get(phase, expected) for phase in PHASES}
+
+
+def dies(how: str) -> Expected:
+    """The rank is named, and all start again."""
+    named = rf"rank RANK of 2 on \S+ {how} at step \d+, in PHASE"
+    return Expected(0, (named, "restart 1 of 3"), restarts=1, what="named; restarted")
+
+
+def hangs(state: str, *more: str) -> Expected:
+    """The rank is named when its time is over, and all start again."""
+    named = rf"rank RANK of 2 on \S+ has not moved for \d+ s \({state}\) at step \d+, in PHASE"
+    return Expected(0, (named, *more, "restart 1 of 3"), restarts=1, what="named; restarted")
+
+
+NOTHING = Expected(0, what="goes on")
+# One step more has a checkpoint.
+STOPS = Expected(75, ("received SIGTERM",), again=0, but=("kept",), what="saved; 75; again: 0")
+STOPS_EARLY = Expected(75, again=0, what="75; again: 0")
+ABANDONED = Expected(-9, again=0, what="all end; again: 0")
+OLDER = Expected(0, ("(passing over )?step-00000004( cannot be used|: )",), what="older one used")
+DAMAGED_AND_KILLED = Expected(
+    0, (*OLDER.says, "restart 1 of 3"), restarts=1, what="restarted from the older one"
+)
+NO_CHECKPOINT = "checkpoints are neither read nor written: found at the next load"
+NO_WRITING = "nothing is written: met by the next write"
+NO_DISK = "the disk is not used"
+NO_GRADIENT = "there is no gradient yet, or no more"
+CORRUPT = Expected(
+    93,
+    (r"ranks have different copies of the same weights", r"rank RANK differs|differs from rank"),
+    again=0,
+    what="found at the next comparison; 93; again: 0",
+)
+
+TABLE: dict[str, Row] = {
+    "exception": everywhere(
+        dies("ended with code 1"),
+        save=Expected(
+            0,
+            (r"rank RANK of 2 on \S+ ended with code 1", "restart 1 of 3"),
+            1,
+            what="named at the next step; restarted",
+        ),
+    ),
+    "abort": everywhere(dies("was ended by SIGABRT")),
+    "segfault": everywhere(dies("was ended by SIGSEGV")),
+    "SIGKILL": everywhere(dies("was ended by SIGKILL")),
+    "SIGTERM": everywhere(STOPS, start=STOPS_EARLY, load=STOPS_EARLY),
+    "SIGSTOP": everywhere(hangs("stopped", "rank RANK is stopped and cannot say where it is")),
+    "GIL held": everywhere(hangs(r"\w+", "in hold_python_lock")),
+    "slow rank": everywhere(NOTHING),
+    "NaN in a gradient": everywhere(
+        NO_GRADIENT,
+        data="tokens are whole numbers",
+        forward="a NaN of the forward pass is one of the gradient",
+        backward=Expected(
+            0,
+            ("skipped 1",),
+            not_equal="all ranks leave out the update of that step",
+            what="update left out by all",
+        ),
+    ),
+    "bit flip in a weight": everywhere(
+        CORRUPT, start="there are no weights yet", load="overwritten by what is read"
+    ),
+    "disk full": everywhere(
+        NO_WRITING,
+        start=Expected(2, ("does not fit in|No space left",), again=0, what="2; again: 0"),
+        load=Expected(2, ("No space left|does not fit",), again=0, what="2; again: 0"),
+        update=Expected(2, ("No space left|does not fit",), again=0, what="2; again: 0"),
+        save=Expected(2, ("No space left|does not fit",), again=0, what="2; again: 0"),
+    ),
+    "read-only disk": everywhere(
+        NO_WRITING,
+        start=Expected(
+            2, ("cannot write checkpoints to .*Read-only",), again=0, what="2; again: 0"
+        ),
+        save=Expected(
+            2,
+            (r"cannot write the checkpoint .*Read-only", "training goes on, and will save again"),
+            again=0,
+            what="trains on, tries again; 2; again: 0",
+        ),
+    ),
+    "slow disk": everywhere(NO_DISK, load=NOTHING, save=NOTHING),
+    "lost file": everywhere(NO_CHECKPOINT, start=OLDER, load=OLDER, save=DAMAGED_AND_KILLED),
+    "truncated shard": everywhere(NO_CHECKPOINT, start=OLDER, load=OLDER, save=DAMAGED_AND_KILLED),
+    "flipped bit in a shard": everywhere(
+        NO_CHECKPOINT, start=OLDER, load=OLDER, save=DAMAGED_AND_KILLED
+    ),
+    "stale lock": everywhere(ABANDONED),
+}
+"""The stale lock is that of a parent that was killed: its workers end, and the next is let in."""
+
+
+COVER = (
+    ("exception", "start"),
+    ("abort", "forward"),
+    ("segfault", "backward"),
+    ("SIGKILL", "save"),
+    ("SIGTERM", "evaluate"),
+    ("SIGSTOP", "data"),
+    ("GIL held", "update"),
+    ("slow rank", "load"),
+    ("NaN in a gradient", "backward"),
+    ("bit flip in a weight", "data"),
+    ("disk full", "save"),
+    ("read-only disk", "start"),
+    ("slow disk", "save"),
+    ("lost file", "start"),
+    ("truncated shard", "load"),
+    ("flipped bit in a shard", "load"),
+    ("stale lock", "forward"),
+)
+"""Each fault and each phase at least once."""
+
+
+def cells(fault: str | None = None, phase: str | None = None) -> list[tuple[str, str]]:
+    """Lists the cells that have a meaning."""
+    return [
+        (row, column)
+        for row, outcomes in TABLE.items()
+        for column, outcome in outcomes.items()
+        if isinstance(outcome, Expected) and fault in (None, row) and phase in (None, column)
+    ]

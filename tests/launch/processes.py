@@ -1,0 +1,74 @@
+"""Looking at processes from outside, and waiting for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+WAIT_SECONDS = 180.0  # this many processes on a busy machine start slowly
+POLL_SECONDS = 0.02
+SUPERVISOR = str(Path(__file__).parent / "supervisor.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(POLL_SECONDS)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # ended, and not yet collected by whoever has to
+
+
+def process_ids(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in sorted(folder.glob("*.pid"))]
+
+
+def clean_environment(folder: Path) -> dict[str, str]:
+    """Without what an outer launcher set; what a killed process leaves is pytest's to remove."""
+    prefixes = ("PMI_", "MASTER", "TRAINYARD_", "TORCHELASTIC_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    return kept | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+
+
+@dataclass
+class Done:
+    """A command that has ended."""
+
+    code: int
+    said: str
+    seconds: float
+
+
+def finish(running: subprocess.Popen[str], folder: Path) -> Done:
+    """Waits for a supervisor; nothing may be left of its workers."""
+    started = time.monotonic()
+    try:
+        said, _ = running.communicate(timeout=WAIT_SECONDS)
+    finally:
+        running.kill()
+    assert not any(map(is_running, process_ids(folder))), said
+    return Done(running.returncode, said, time.monotonic() - started)
+
+
+def start(folder: Path, n_ranks: int, wanted: str, *launcher: str) -> subprocess.Popen[str]:
+    """Starts a supervisor of small workers; its output and theirs come together."""
+    argv = [*launcher, SUPERVISOR] if launcher else [sys.executable, SUPERVISOR]
+    return subprocess.Popen(
+        [*argv, str(folder), str(n_ranks), wanted],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=clean_environment(folder.parent),
+    )

@@ -1,0 +1,153 @@
+"""A worker in small, for tests of what watches it: the phases of training with nothing to train.
+
+    python pulsing_rank.py RUN_FOLDER '{"n_steps": 20, "faults": [[1, 3, "SIGKILL", 1]]}'
+
+Every second step it saves: an empty manifest. `faults` are [rank, step, what, how many starts].
+With "gloo": true the ranks meet as real ones do; else each waits for the files of the others, which
+takes less than importing torch does, and for ever if one of them dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainyard.errors import DataError, GuardError, UserError
+from trainyard.launch.environment import Process, read_process
+from trainyard.launch.local import end_with_parent
+from trainyard.launch.pulse import Pulse
+from trainyard.launch.watched import be_watched
+
+Meet = Callable[[int, bool], bool]
+
+
+def hold_the_lock_of_python() -> None:
+    reading, _writing = os.pipe()
+    ctypes.PyDLL(None).read(reading, ctypes.create_string_buffer(1), 1)
+
+
+def search_for_ever() -> None:
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def raise_error(error: Exception) -> None:
+    raise error
+
+
+def die_unseen() -> None:
+    """Leaves a process behind that keeps all connections open, as a broken network does."""
+    if os.fork() == 0:
+        for number in (1, 2):
+            os.close(number)
+        time.sleep(25)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "unseen death": die_unseen,
+    "segfault": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "exception": lambda: raise_error(ValueError("a bug")),
+    "refuse": lambda: raise_error(DataError("token 7 is damaged", "prepare it again")),
+    "give up": lambda: raise_error(GuardError("the loss is not finite", "look")),
+    "regex": search_for_ever,
+    "lock": hold_the_lock_of_python,
+    "sleep": lambda: time.sleep(600),
+}
+
+
+@contextmanager
+def meet_in_files(process: Process, folder: Path, start: int) -> Iterator[Meet]:
+    """Gives a function that returns when all have called it: whether one of them wants to stop."""
+    end_with_parent(process.parent_pipe or 0)
+
+    def meet(number: int, stop: bool) -> bool:
+        place = folder / f"meeting-{start}" / str(number)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{process.rank}.{int(stop)}").touch()
+        while len(found := list(place.iterdir())) < process.n_ranks:
+            time.sleep(0.01)
+        return any(path.suffix == ".1" for path in found)
+
+    yield meet
+
+
+@contextmanager
+def meet_by_gloo(process: Process) -> Iterator[Meet]:
+    import torch
+    import torch.distributed as dist
+
+    from trainyard.parallel.start import start_ranks
+
+    def meet(_number: int, stop: bool) -> bool:
+        total = torch.tensor(float(stop))
+        dist.all_reduce(total)
+        return bool(total.item())
+
+    with start_ranks(process, torch.device("cpu"), dict):
+        yield meet
+
+
+def train(process: Process, folder: Path, wanted: dict[str, Any]) -> int:
+    pulse = Pulse(process.pulse, wanted.get("limit", 60.0), wanted.get("slow", 60.0))
+    stops: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda got, _frame: stops.append(got))
+    pulse.enter("start", 0)
+    (folder / f"{process.rank}.pid").write_text(str(os.getpid()))
+    manifests = (folder / "checkpoints").glob("step-*/manifest.json")
+    steps = [int(path.parent.name.removeprefix("step-")) for path in manifests]
+    step = max(steps, default=0)
+    n_starts = len(list((folder / f"starts-{process.rank}").glob("*")))
+    (folder / f"starts-{process.rank}").mkdir(exist_ok=True)
+    (folder / f"starts-{process.rank}" / str(n_starts)).write_text(str(step))
+    meeting = (
+        meet_by_gloo(process) if wanted.get("gloo") else meet_in_files(process, folder, n_starts)
+    )
+    with meeting as meet:
+        stop = False
+        while step < wanted["n_steps"] and not stop:
+            pulse.enter("data", step)
+            pulse.enter("forward and backward", step)
+            for rank, at, what, starts in wanted.get("faults", []):
+                if (rank, at) == (process.rank, step) and n_starts < starts:
+                    FAULTS[what]()
+            stop = meet(step, bool(stops))
+            pulse.enter("update", step)
+            step += 1
+            if step % 2 == 0 or stop:
+                pulse.enter("save", step)
+            if process.rank == 0 and (step % 2 == 0 or stop):
+                checkpoint = folder / "checkpoints" / f"step-{step:08d}"
+                checkpoint.mkdir(parents=True, exist_ok=True)
+                (checkpoint / "manifest.json").touch()
+            time.sleep(wanted.get("step_seconds", 0.0))
+    if not stop:
+        return 0
+    return 93 if signal.SIGINT in stops else 75
+
+
+def main() -> None:
+    process = read_process()
+    be_watched(process)
+    try:
+        sys.exit(train(process, Path(sys.argv[1]), json.loads(sys.argv[2])))
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

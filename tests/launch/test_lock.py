@@ -1,0 +1,120 @@
+"""A run folder belongs to one job at a time, and to nobody once that has ended, however it did."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.launch.processes import finish, is_running, process_ids, start, wait_until
+
+from trainyard.errors import LaunchError, MachineError
+from trainyard.launch import lock
+from trainyard.launch.lock import hold
+
+LONG = '{"n_steps": 100000}'
+
+
+def test_the_second_is_refused_and_told_who_is_first(tmp_path: Path) -> None:
+    folder = tmp_path / "runs/run"
+    with hold(folder), pytest.raises(LaunchError) as caught, hold(folder, wait_seconds=0.0):
+        pass
+    assert re.fullmatch(
+        re.escape(f"{folder} is being trained by process {os.getpid()} on {socket.gethostname()}")
+        + r" since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC",
+        caught.value.problem,
+    )
+    assert caught.value.hint == "stop that one, or give this run another name"
+    with hold(folder, wait_seconds=0.0):
+        pass
+
+
+def test_what_stands_in_the_file_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("no JSON" * 100)
+    with hold(tmp_path, wait_seconds=0.0):
+        (tmp_path / "lock").write_text("[]")
+        with pytest.raises(LaunchError, match="by another process"), hold(tmp_path, 0.0):
+            pass
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    text = r"runs/run/lock cannot be written: Not a directory"
+    with pytest.raises(MachineError, match=text), hold(tmp_path / "runs" / "run"):
+        pass
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    said: list[str] = []
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(lock.logger, "warning", lambda text, *values: said.append(text % values))
+    with hold(tmp_path):
+        pass
+    assert said == [
+        f"the file system of {tmp_path} has no locks: see that no other job trains there"
+    ]
+
+
+def started(folder: Path, wanted: str = LONG) -> subprocess.Popen[str]:
+    running = start(folder, 2, wanted)
+    wait_until(lambda: len(process_ids(folder)) == 2)
+    return running
+
+
+def is_free(folder: Path) -> bool:
+    try:
+        with hold(folder, wait_seconds=0.0):
+            return True
+    except LaunchError:
+        return False
+
+
+@pytest.mark.dist
+def test_a_second_command_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = started(folder)
+    second = start(folder, 2, LONG)
+    said, _ = second.communicate(timeout=30)
+    assert second.returncode == 2
+    assert f"{folder} is being trained by process {first.pid} on " in said
+    first.send_signal(signal.SIGTERM)
+    assert finish(first, folder).code == 75
+    assert is_free(folder)
+
+
+@pytest.mark.dist
+def test_the_lock_outlives_a_killed_parent_with_its_workers(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    # A worker that holds Python's lock does not notice that its parent has gone.
+    first = started(folder, json.dumps({"n_steps": 100000, "faults": [[1, 2, "lock", 1]]}))
+    workers = process_ids(folder)
+    wait_until(lambda: (folder / "checkpoints/step-00000002").exists())
+    time.sleep(0.5)
+    first.kill()
+    wait_until(lambda: not is_running(workers[0]))
+    assert not is_free(folder)
+    os.kill(workers[1], signal.SIGKILL)
+    first.communicate()
+    wait_until(lambda: is_free(folder))
+
+
+@pytest.mark.dist
+def test_the_lock_is_free_when_all_are_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = started(folder)
+    for pid in [first.pid, *process_ids(folder)]:
+        os.kill(pid, signal.SIGKILL)
+    first.communicate()
+    wait_until(lambda: is_free(folder))

@@ -1,0 +1,96 @@
+"""What a worker says of itself reaches its parent, and costs nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from tests.launch.processes import wait_until
+
+from trainyard.launch.environment import Process, rank_environment
+from trainyard.launch.pulse import ANOTHER, NOBODY, START_SECONDS, Beat, Pulse, PulseReader
+
+
+@pytest.fixture
+def reader() -> Iterator[PulseReader]:
+    made = PulseReader()
+    yield made
+    made.close()
+
+
+def test_before_the_first_beat(reader: PulseReader) -> None:
+    assert reader.read() == Beat(0, 0, "start", START_SECONDS, 0, NOBODY)
+    assert reader.read_stacks() == ""
+
+
+def test_what_is_said_is_read(reader: PulseReader) -> None:
+    pulse = Pulse(reader.descriptor, 1200.0, 3600.0)
+    pulse.enter("load", 0)
+    pulse.enter("data", 2**31)
+    assert reader.read() == Beat(2, 2**31, "data", 3600.0, os.getpid(), NOBODY)
+
+
+def test_limits(reader: PulseReader) -> None:
+    pulse = Pulse(reader.descriptor, 20.0, 60.0)
+
+    def limit(phase: str, step: int) -> float:
+        pulse.enter(phase, step)  # type: ignore[arg-type]
+        return reader.read().limit_seconds
+
+    assert limit("load", 40) == 60
+    # The first step compiles, and fills memory.
+    assert [limit(phase, 40) for phase in ("data", "forward and backward", "update")] == [60] * 3
+    assert [limit(phase, 41) for phase in ("data", "forward and backward", "update")] == [20] * 3
+    assert [limit(phase, 42) for phase in ("evaluate", "save", "load", "end")] == [60] * 4
+
+
+def test_a_second_pulse_goes_on_counting(reader: PulseReader) -> None:
+    Pulse(reader.descriptor).enter("start", 0)
+    Pulse(reader.descriptor).enter("load", 0)
+    assert reader.read().count == 2
+
+
+@pytest.mark.parametrize("culprit", [0, 3, ANOTHER])
+def test_blame(reader: PulseReader, culprit: int) -> None:
+    pulse = Pulse(reader.descriptor)
+    pulse.enter("start", 0)
+    assert not reader.read().is_victim
+    Pulse(reader.descriptor).blame(culprit)
+    pulse.enter("end", 0)
+    assert (reader.read().culprit, reader.read().is_victim) == (culprit, True)
+
+
+def test_nobody_listens() -> None:
+    pulse = Pulse()
+    pulse.enter("data", 0)
+    pulse.blame(1)
+
+
+@pytest.mark.dist
+def test_a_watched_module_shows_its_stack_while_it_holds_the_lock_of_python(
+    reader: PulseReader,
+) -> None:
+    environment = rank_environment(
+        replace(Process(), parent_pipe=reader.descriptor, pulse=reader.descriptor), 1
+    )
+    module = "timeit"  # any that runs what it is told
+    argv = [sys.executable, "-P", "-m", "trainyard.launch.watched", module, "-n1", "-r1"]
+    argv.append("import re; re.match(r'(a+)+$', 'a' * 60 + 'b')")
+    running = subprocess.Popen(argv, pass_fds=[reader.descriptor], env=environment)
+    wait_until(lambda: reader.read().count == 1)
+    assert reader.read() == Beat(1, 0, "start", START_SECONDS, running.pid, NOBODY)
+    texts: list[str] = []
+
+    def is_in_module() -> bool:
+        running.send_signal(signal.SIGUSR2)
+        texts.append(reader.read_stacks())
+        return 'timeit.py", line' in texts[-1] and "in match" in texts[-1]
+
+    wait_until(is_in_module)
+    running.kill()
+    running.wait()

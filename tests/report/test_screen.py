@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from trainyard.report.history import History
+from trainyard.report.liveness import Liveness
+from trainyard.report.screen import Screen, describe_line, draw_curve, render_screen
+from trainyard.report.summary import UNKNOWN
+
+from .conftest import run_lines, train_line
+
+
+def show(lines: list[dict[str, Any]], width: int = 80, height: int = 40, **values: Any) -> str:
+    history = History()
+    for line in lines:
+        history.add(line)
+    texts = [describe_line(line, 50) for line in lines][-10:]
+    liveness = Liveness(True, "training: process 7")
+    screen = Screen("tiny", 50, history.metrics(values.pop("damage", "")), liveness, texts)
+    console = Console(file=io.StringIO(), width=width, height=height)
+    console.print(render_screen(screen, width, height, **values))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_everything_about_the_run_is_there() -> None:
+    saves = [
+        {"kind": "save", "step": 20, "time": 1020.0, "bytes": 2**20},
+        {"kind": "save failed", "step": 20, "problem": "no room"},
+    ]
+    text = " ".join(show([*run_lines(), *saves], damage="1 line cannot be read").split())
+    for part in (
+        "tiny training: process 7 1 line cannot be read step 20/50",
+        "40% ETA 0.0s, last line",  # what was left then has long passed
+        "loss 4.0000; held out 4.5000, best 4.5000 at step 20",
+        "gradient norm 0.500, learning rate 1.000e-03",
+        "speed 512 tokens/s, 0.02 TFLOP/s per device",
+        "memory 3.0 GiB",
+        "checkpoint step 20, 1.0 MiB,",
+        "; 1 failed",
+        "consumed 10.2k tokens in 21s",
+        "mishaps 2 skipped steps, 0 restarts, 0 rollbacks",
+        "loss over steps",
+        "step 20: a checkpoint was not saved: no room",
+    ):
+        assert part in text, part
+
+
+@pytest.mark.parametrize("height", [16, 24, 40, 100])
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_it_fits_the_terminal(width: int, height: int) -> None:
+    lines = show(run_lines(), width, height).splitlines()
+    assert max(map(len, lines)) <= width
+    if height >= 24 and width >= 80:
+        assert len(lines) < height
+
+
+def test_a_run_that_has_hardly_begun_can_be_shown() -> None:
+    assert "no step is logged yet" in show(run_lines()[:1])
+    assert "step 1/50" in show(run_lines()[:2])
+
+
+def test_a_curve_falls_from_the_upper_left_to_the_lower_right() -> None:
+    x = np.arange(100.0)
+    *rows, axis = draw_curve(x, 9 - x / 11, 30, 5, in_unicode=False)
+    assert [row[:9].strip() for row in rows] == ["8.818", "", "", "", "0.1818"]
+    assert [row[10:].index("*") for row in rows] == [0, 3, 8, 12, 17]
+    assert axis.split() == ["0", "99"]
+    (first, *_, last, _) = draw_curve(x, 9 - x / 11, 30, 5)
+    assert (first[10], last[-1]) == ("⠉", "⣀")
+
+
+def test_a_curve_without_two_numbers_or_room_is_not_drawn() -> None:
+    nan = np.array([np.nan, 1.0])
+    x = np.arange(2.0)
+    assert draw_curve(x, nan, 80, 5) == []
+    assert draw_curve(x, x, 15, 5) == []
+    assert draw_curve(x, x, 80, 2) == []
+    assert len(draw_curve(x, np.ones(2), 80, 5)) == 6
+    assert len(draw_curve(np.zeros(2), x, 80, 5)) == 6
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ({"kind": "start", "resumed": True, "device": "cpu"}, "resumed on cpu"),
+        ({"kind": "evaluate", "loss": 4.25}, "held-out loss 4.2500"),
+        ({"kind": "evaluate", "loss": None}, f"held-out loss {UNKNOWN}"),
+        ({"kind": "sample", "prompt": "a\x1b[31m", "text": "b\nc"}, "sample: a [31mb c"),
+        ({"kind": "save", "bytes": 2048, "seconds": 1.5}, "saved 2.0 KiB in 1.5s"),
+        ({"kind": "rollback", "from_step": 9, "skipped_sequences": 5}, "went back here from step"),
+        ({"kind": "end", "reason": "done"}, "ended: done"),
+    ],
+)
+def test_each_kind_of_line_has_its_text(line: dict[str, Any], text: str) -> None:
+    assert describe_line(line | {"step": 1200}, None).startswith(f"step 1,200: {text}")
+
+
+def test_a_line_of_steps_and_an_unknown_one() -> None:
+    line = train_line(3, math.nan, memory_bytes="much")
+    assert describe_line(line, 50) == (
+        f"step 3/50 | loss {UNKNOWN} | lr 1.00e-03 | grad norm 0.500 | 512 tokens/s/device | "
+        f"memory {UNKNOWN} | skipped 0 | ETA 47s"
+    )
+    assert describe_line({"kind": "later-version", "step": 1}, 50) == ""

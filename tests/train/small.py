@@ -1,0 +1,65 @@
+"""Parts of a small run in this process, alone or as one rank of several, without any files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from trainyard.config.run import Run
+from trainyard.data.loader import Loader
+from trainyard.optim.adamw import build_adamw
+from trainyard.parallel.mesh import build_mesh
+from trainyard.parallel.replica import Replica
+from trainyard.plan.batches import BatchSchedule
+from trainyard.plan.resolve import resolve
+from trainyard.train.parity import RandomBatches
+from trainyard.train.state import Parts
+
+BATCH = 8
+
+
+def build_small_parts(n_ranks: int = 1, **sections: dict[str, Any]) -> Parts:
+    run = Run.model_validate(
+        {
+            "model": {
+                "n_layers": 4,
+                "d_model": 16,
+                "n_heads": 2,
+                "d_ff": 32,
+                "sequence_length": 8,
+                "vocabulary_size": 40,
+                "vocabulary_multiple": 8,
+            },
+            "train": {
+                "micro_batch_size": 1,
+                "global_batch_size": BATCH,
+                "length": "100 steps",
+                "compile": "never",
+            },
+            "optimizer": {"learning_rate": 1e-2},
+            "schedule": {"warmup": "0 steps", "decay": "100 steps"},
+            "precision": {"kind": "fp32"},
+            "parallel": {"zero_stage": 0, **sections.pop("parallel", {})},
+            **sections,
+        }
+    )
+    plan = resolve(run, n_ranks)
+    rank = dist.get_rank() if n_ranks > 1 else 0
+    mesh = build_mesh(plan.topology, rank, torch.device("cpu"))
+    batches = BatchSchedule(run)
+    replica = Replica(run, plan, mesh, torch.float32)
+    return Parts(
+        folder=Path(),
+        run=run,
+        plan=plan,
+        batches=batches,
+        replica=replica,
+        optimizer=build_adamw([held.parameter for held in replica.held], run.optimizer),
+        train_data=cast(Loader, RandomBatches(run, batches, mesh.data_share)),
+        valid_order=None,
+        tokenizer=None,
+        data_fingerprint="",
+    )
