@@ -23,6 +23,7 @@ class Row:
     model: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
+    precision: dict[str, Any] = field(default_factory=dict)
 
     @property
     def n_ranks(self) -> int:
@@ -59,7 +60,8 @@ class Row:
                 # Adam would make a full step in the direction of that noise.
                 "optimizer": {"learning_rate": 1e-2, "clip_norm": 0.5, "epsilon": 1e-3},
                 "schedule": {"warmup": "2 steps", "decay": "10 steps", "cooldown": "1 steps"},
-                "precision": {"kind": "bf16" if self.dtype == torch.bfloat16 else "fp32"},
+                "precision": {"kind": "bf16" if self.dtype == torch.bfloat16 else "fp32"}
+                | self.precision,
                 "parallel": parallel,
             }
         )

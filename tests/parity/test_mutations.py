@@ -49,7 +49,7 @@ def scaled_by_the_micro_batch(patch: pytest.MonkeyPatch) -> None:
     right = replica.Replica.forward_backward
 
     def wrong(
-        self: replica.Replica, tokens: Tensor, labels: Tensor, keys: Tensor | None, scale: float
+        self: replica.Replica, tokens: Tensor, labels: Tensor, keys: Tensor | None, scale: Any
     ) -> Tensor:
         return right(self, tokens, labels, keys, scale * len(tokens))
 

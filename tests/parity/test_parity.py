@@ -1,7 +1,7 @@
 """The parity table: every layout computes what the single device computes.
 
-fp64 shows that the mathematics is the same (1e-10); fp32 and bf16 that nothing is lost in the
-precision used. Bounds are derived in docs/decisions/013-parity.md; the differences that were
+fp64 shows that the mathematics is the same (1e-10); fp32, fp16 and bf16 that nothing is lost in
+the precision used. Bounds are derived in docs/decisions/013-parity.md; the differences that were
 found are printed at the end of a run.
 """
 
@@ -22,8 +22,9 @@ pytestmark = pytest.mark.dist
 
 UNTIED = {"tied_embeddings": False}
 DROPOUT = {"dropout": 0.2}
+FP16 = {"kind": "fp16"}
 RAMP = {"batch_ramp": {"start": 4, "increment": 4, "length": "8 sequences"}}
-F32, BF16 = torch.float32, torch.bfloat16
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def layout(**parallel: Any) -> dict[str, Any]:
@@ -137,6 +138,25 @@ TABLE = {
     "bf16 pp2": Row(PP2, dtype=BF16, model=DROPOUT),
     "bf16 cp2 ulysses": Row(ULYSSES2, dtype=BF16, model=DROPOUT),
     "bf16 dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, dtype=BF16, model=DROPOUT),
+    "fp16 dp2": Row(data=2, dtype=F16, model=DROPOUT),
+    "fp16 dp2 zero 1": Row(Z1, data=2, dtype=F16, model=DROPOUT),
+    "fp16 dp2 zero 2": Row(Z2, data=2, dtype=F16, model=DROPOUT),
+    "fp16 dp2 zero 3, recompute": Row(Z3 | BLOCK, data=2, dtype=F16, model=DROPOUT),
+    "fp16 hybrid 2x2 zero 3": Row(HYBRID | Z3, data=4, dtype=F16, model=DROPOUT),
+    "fp16 tp2": Row(TP2, dtype=F16, model=DROPOUT),
+    "fp16 tp2 sequence": Row(SP2, dtype=F16, model=DROPOUT),
+    "fp16 pp2 1f1b": Row(PP2, dtype=F16, model=DROPOUT),
+    "fp16 pp2 interleaved, untied": Row(INTERLEAVED, dtype=F16, model=DROPOUT | UNTIED),
+    "fp16 pp2 zero bubble": Row(ZERO_BUBBLE, dtype=F16, model=DROPOUT),
+    "fp16 cp2 ulysses": Row(ULYSSES2, dtype=F16, model=DROPOUT),
+    "fp16 cp2 ring": Row(RING2, dtype=F16),
+    "fp16 dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, dtype=F16, model=DROPOUT),
+    "fp16 dp2 tp2 pp2 sequence zero 3": Row(SP2 | PP2 | Z3, data=2, dtype=F16, model=DROPOUT),
+    # In fp64 no scale overflows: it must cancel out.
+    "loss scale, dp2 tp2 pp2 sequence zero 1": Row(
+        SP2 | PP2 | Z1, data=2, precision=FP16, model=DROPOUT
+    ),
+    "loss scale, dp2 cp2 ring zero 3": Row(RING2 | Z3, data=2, precision=FP16),
 }
 
 

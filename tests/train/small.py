@@ -17,6 +17,7 @@ from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import resolve
 from trainyard.train.parity import RandomBatches
 from trainyard.train.state import Parts
+from trainyard.train.worker import COMPUTE_DTYPES
 
 BATCH = 8
 
@@ -50,7 +51,7 @@ def build_small_parts(n_ranks: int = 1, **sections: dict[str, Any]) -> Parts:
     rank = dist.get_rank() if n_ranks > 1 else 0
     mesh = build_mesh(plan.topology, rank, torch.device("cpu"))
     batches = BatchSchedule(run)
-    replica = Replica(run, plan, mesh, torch.float32)
+    replica = Replica(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
     return Parts(
         folder=Path(),
         run=run,

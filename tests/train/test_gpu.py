@@ -31,7 +31,7 @@ def changed(run: Run, **sections: dict[str, object]) -> Run:
     return Run.model_validate(values)
 
 
-@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 3e-2)])
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("fp16", 4e-3), ("bf16", 3e-2)])
 def test_losses_equal_the_cpus(
     tiny_run: Run,
     tmp_path: Path,
@@ -39,7 +39,8 @@ def test_losses_equal_the_cpus(
     precision: str,
     bound: float,
 ) -> None:
-    run = changed(tiny_run, model={"dropout": 0.0}, precision={"kind": precision})
+    fields = {"kind": precision, "loss_scale": {"initial": 4096.0}}
+    run = changed(tiny_run, model={"dropout": 0.0}, precision=fields)
     on_gpu = losses(tmp_path / "gpu", changed(run, train={"compile": "never"}))
     compiled = losses(tmp_path / "compiled", run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

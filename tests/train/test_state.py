@@ -175,7 +175,7 @@ def test_going_back_forgets_what_was_left_out_on_the_abandoned_way() -> None:
     ahead = at_step(parts, 18)
     for step in (18, 25):  # one before the checkpoint of step 20, one after it
         ahead.step = step
-        ahead.add(YES, NO)
+        ahead.add(YES, NO, NO)
     ahead.step = 30
     ahead.settle()
     saved = at_step(parts, 20)

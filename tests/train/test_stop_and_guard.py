@@ -129,8 +129,8 @@ def plant_spike(monkeypatch: pytest.MonkeyPatch, at_step: int, offsets: set[int]
     """Makes the loss of a step ten times what it was, where the data begins at an offset."""
     original = step.compute_gradients
 
-    def with_spike(parts: Any, number: int, data_offset: int) -> Any:
-        loss, totals = original(parts, number, data_offset)
+    def with_spike(parts: Any, number: int, data_offset: int, *scale: Any) -> Any:
+        loss, totals = original(parts, number, data_offset, *scale)
         if number == at_step and data_offset in offsets:
             totals = dataclasses.replace(totals, loss=10 * totals.loss)
         return loss, totals

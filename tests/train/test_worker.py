@@ -19,7 +19,7 @@ from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, ConfigError, DataError, GuardError, MachineError
 from trainyard.launch.environment import Process
 from trainyard.train.stop import DONE, Ending, Stop
-from trainyard.train.worker import _choose_device, run_worker, write_run_folder
+from trainyard.train.worker import choose_device, run_worker, write_run_folder
 
 
 def with_fields(run: Run, **sections: dict[str, object]) -> Run:
@@ -208,7 +208,7 @@ def test_steps_whose_gradients_are_not_finite_stop_the_run(tiny_run: Run, tmp_pa
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"precision": {"kind": "fp16"}}, "precision.kind='fp16' cannot be trained yet"),
+        ({"precision": {"kind": "fp8"}}, "precision.kind='fp8' cannot be trained yet"),
         ({"data": {"blend": {"prefixes": []}}}, "data.blend.prefixes is empty"),
     ],
 )
@@ -225,7 +225,7 @@ def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     started_by_us = Process(1, 2, 1, 2, store_file=Path("store"))
     with pytest.raises(MachineError, match="rank 1 is number 1 on its machine, which has 1 GPU\n"):
-        _choose_device(started_by_us)
+        choose_device(started_by_us)
 
 
 def test_missing_data_leaves_no_run_folder(tiny_run: Run, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
     writer                     | write, flush, publish | remove old |
 
 One save is in flight at a time: the next waits for it. The host memory is allocated once, by
-`reserve` while training begins, and used again by every save. A save that fails leaves what was
+`reserve` before the first step, and used again by every save. A save that fails leaves what was
 there before, removes nothing, and is told by `Saver.take_failure` at the next step, and by
 `Saver.wait`.
 
@@ -109,7 +109,7 @@ class Saver:
         return self._last
 
     def reserve(self, n_bytes: int, device: torch.device) -> None:
-        """Begins to allocate the host memory, so that the first save need not.
+        """Allocates the host memory, so that the first save need not.
 
         Args:
             n_bytes: of the tensors that this rank writes.
@@ -249,24 +249,13 @@ class _HostMemory:
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
-        self._reserving: threading.Thread | None = None
 
     def reserve(self, n_bytes: int, device: torch.device) -> None:
-        """Allocates in a thread of its own: the first touch of memory takes longer than a copy."""
-
-        def allocate() -> None:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # else this thread would open another one
-            self._room = _allocate(n_bytes, page_locked=device.type == "cuda").zero_()
-
-        self._reserving = threading.Thread(target=allocate, name="host memory", daemon=True)
-        self._reserving.start()
+        """Allocates, and touches what it got: the first touch takes longer than a copy."""
+        self._room = _allocate(n_bytes, page_locked=device.type == "cuda").zero_()
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies tensors, and gives the copies, which last until the next call."""
-        if self._reserving is not None:
-            self._reserving.join()
-            self._reserving = None
         starts, n_bytes = {}, 0
         for name, tensor in tensors.items():
             starts[name] = n_bytes

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from trainyard import __version__
+from trainyard.cli.bench import bench
 from trainyard.cli.check import check
 from trainyard.cli.demo import demo
 from trainyard.cli.evaluate import evaluate
@@ -57,7 +58,7 @@ def _options(
     """Pretrains GPT-3-class language models from raw text, from one run file."""
 
 
-for verb in (prepare, train, evaluate, generate, report, watch, show, demo):
+for verb in (prepare, train, bench, evaluate, generate, report, watch, show, demo):
     app.command()(verb)
 app.add_typer(check, name="check")
 app.command("export")(export)

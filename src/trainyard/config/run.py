@@ -232,7 +232,7 @@ class LossScale(Section):
     window: int = Field(default=1000, ge=1)
     """Steps without overflow after which the scale doubles."""
     hysteresis: int = Field(default=2, ge=1)
-    """Overflows after which the scale halves."""
+    """Overflows until the scale halves; from then on each halves it, until it has doubled again."""
     minimum: float = Field(default=1.0, gt=0)
     """The scale never falls below this."""
 
@@ -292,7 +292,8 @@ class Guard(Section):
     """What training does about errors of machines and numbers."""
 
     skipped_steps_limit: int = Field(default=10, ge=1)
-    """Stops after this many steps in a row whose gradients were not finite and were skipped."""
+    """Stops after this many steps in a row whose gradients were not finite and were skipped; those
+    of fp16 that lower the loss scale do not count."""
     spikes: Literal["off", "warn", "skip", "rollback"] = "warn"
     """When loss or gradient norm jump: say so; leave out the update; or go back to the checkpoint
     before and skip the data since."""

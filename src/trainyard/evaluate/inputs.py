@@ -52,7 +52,7 @@ class Trained:
 def load_trained(path: Path) -> Trained:
     """Loads the model of a checkpoint, or of the newest one of a run folder.
 
-    On a GPU it computes in bf16, unless the run was trained in fp32; on a CPU in fp32.
+    On a GPU it computes as it was trained, in fp16, fp32 or else bf16; on a CPU in fp32.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -61,8 +61,10 @@ def load_trained(path: Path) -> Trained:
     checkpoint = find_checkpoint(path)
     run = read_manifest(checkpoint).build_run()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    in_bf16 = device.type == "cuda" and run.precision.kind != "fp32"
-    dtype = torch.bfloat16 if in_bf16 else torch.float32
+    dtype = torch.float32
+    if device.type == "cuda":
+        trained_in = {"fp16": torch.float16, "fp32": torch.float32}
+        dtype = trained_in.get(run.precision.kind, torch.bfloat16)
     tokenizer = load_tokenizer(Path(run.tokenizer.path)) if run.tokenizer.path else None
     model, _, _ = build_model_from_checkpoint(checkpoint, device, dtype)
     return Trained(checkpoint, model, run, tokenizer)

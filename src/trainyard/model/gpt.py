@@ -119,7 +119,7 @@ class GPT(nn.Module):
             x = block(x, block_keys, positions, caches[index] if caches else None)
         return x if self.final_norm is None else self.final_norm(x)
 
-    def summed_loss(self, hidden: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
+    def summed_loss(self, hidden: Tensor, labels: Tensor, scale: float | Tensor = 1.0) -> Tensor:
         """Sums the cross entropy of every labelled token, as `summed_cross_entropy` does.
 
         Args:

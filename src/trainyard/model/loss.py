@@ -12,7 +12,8 @@ At vocabulary 50,304 the logits of a micro batch are the largest tensor of a tra
 
 The gradient of a sum of cross entropies is known as soon as the logits are, so both backward
 products are taken at once and the logits are dropped. What comes from above in the backward pass is
-one number; `scale` brings it in beforehand, so that the large gradient need not be read again.
+one number; `scale` brings it in beforehand, so that the large gradient need not be read again. In
+fp16 it comes after the products, of which the largest factor is 1: it cannot overflow them.
 
 Where several ranks share the rows of the weight, each has the logits of its own. Two small sums go
 round, and no logits:
@@ -59,7 +60,12 @@ class CrossEntropy(nn.Module):
     """The last step of the model, where a cut of the vocabulary can take its place."""
 
     def forward(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int, scale: float
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocabulary_size: int,
+        scale: float | Tensor,
     ) -> Tensor:
         """Sums over the labels, as `summed_cross_entropy`."""
         return summed_cross_entropy(hidden, weight, labels, vocabulary_size, scale)
@@ -70,7 +76,7 @@ def summed_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     vocabulary_size: int,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     share: VocabularyShare | None = None,
 ) -> Tensor:
     """Sums the cross entropy of every labelled token.
@@ -81,7 +87,8 @@ def summed_cross_entropy(
         labels: next token ids, (B, T), int64; -100 where there is nothing to learn.
         vocabulary_size: rows of the whole matrix that are real; the padding above gets no
             probability.
-        scale: multiplies the sum; one over the tokens of a step makes it a share of their mean.
+        scale: multiplies the sum; one over the tokens of a step makes it a share of their mean. A
+            scalar tensor stays on its device.
         share: which rows `weight` has, where ranks share them, (V/tp, D) each. The sum is then the
             same on all; the gradient of `hidden` is a part, which the caller adds up.
 
@@ -106,10 +113,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         vocabulary_size: int,
-        scale: float | None,
+        scale: float | Tensor | None,
         share: VocabularyShare | None,
     ) -> Tensor:
         precise = torch.promote_types(torch.float32, hidden.dtype)
+        scale = scale.to(precise) if isinstance(scale, Tensor) else scale
         matrix = weight.to(hidden.dtype)
         loss = torch.zeros((), dtype=precise, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden)
@@ -140,7 +148,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
                     less_one = torch.where(is_here, less_one, error.gather(1, targets))
                 error.scatter_(1, targets, less_one)
                 # Rows without a label are left out here, where they are D wide instead of V.
-                hidden_gradient[start:end] = (error @ matrix).masked_fill_(nothing, 0.0).mul_(scale)
+                product = (error @ matrix).masked_fill_(nothing, 0.0)
+                hidden_gradient[start:end] = _scaled(product, scale)
                 rows = rows.masked_fill(nothing, 0.0)
                 weight_gradient = _add_product(weight_gradient, error.t(), rows, scale, like=weight)
                 del error
@@ -202,10 +211,21 @@ def _chunks(hidden: Tensor, n_columns: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor, scale: float, like: Tensor) -> Tensor:
+def _scaled(x: Tensor, scale: float | Tensor) -> Tensor:
+    """Multiplies `x`, perhaps in place."""
+    if isinstance(scale, Tensor):  # rounded to fp16 it would be infinite
+        return (x.to(scale.dtype) * scale).to(x.dtype)
+    return x.mul_(scale)
+
+
+def _add_product(
+    total: Tensor | None, a: Tensor, b: Tensor, scale: float | Tensor, like: Tensor
+) -> Tensor:
     """Adds scale x a @ b to `total`, where there is one, in the precision of `like`."""
-    if a.dtype != like.dtype:
+    if a.dtype != like.dtype or isinstance(scale, Tensor):
         total = torch.zeros_like(like) if total is None else total
+        if isinstance(scale, Tensor):
+            return total.addcmul_(a @ b, scale)
         return total.add_(a @ b, alpha=scale)
     if total is None:
         return torch.addmm(like, a, b, beta=0.0, alpha=scale)

@@ -24,14 +24,14 @@ class Totals:
     """What the gradients that are stored must be multiplied by to be those of the mean."""
 
 
-def add_up(replica: Replica, loss: Tensor, n_labelled: int, n_expected: int) -> Totals:
+def add_up(replica: Replica, loss: Tensor, n_labelled: int, divisor: float | Tensor) -> Totals:
     """Adds up loss, labelled tokens and the squares of all gradients of all ranks in one message.
 
     Args:
         replica: its gradients are complete.
-        loss: this rank's part, divided by `n_expected`.
+        loss: this rank's part, divided by `divisor`.
         n_labelled: tokens with a label in this rank's sequences.
-        n_expected: tokens of the whole batch, some of which may have no label.
+        divisor: of the sum of all losses; totals are those of their mean whatever it is.
     """
     gradients = [local_part(each.gradient) for each in replica.held]
     norms = norms_of(gradients)
@@ -42,7 +42,7 @@ def add_up(replica: Replica, loss: Tensor, n_labelled: int, n_expected: int) -> 
     totals = torch.stack([loss.double(), square, count])
     if topology.n_ranks > 1:
         dist.all_reduce(totals)
-    multiplier = n_expected / totals[2]
+    multiplier = divisor / totals[2]
     precise = torch.promote_types(torch.float32, gradients[0].dtype)
     return Totals(
         (totals[0] * multiplier).to(precise),
@@ -70,8 +70,8 @@ def apply_update(
     """Updates the weights with clipped gradients; leaves them alone when a total is not finite.
 
     The fused AdamW kernel divides gradients by `grad_scale` and skips when `found_inf` is 1, which
-    torch.amp.GradScaler uses for loss scaling; here they carry the clipping, so that gradients are
-    read once and nobody asks the device whether they are finite.
+    torch.amp.GradScaler uses for loss scaling; here they carry that and the clipping, so that
+    gradients are read once and nobody asks the device whether they are finite.
 
     Args:
         optimizer: built by `build_adamw`; weights, moments and step count stay if it is skipped.

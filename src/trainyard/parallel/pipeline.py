@@ -51,7 +51,7 @@ class Pipeline:
     ) -> None:
         self._schedule = schedule
         self._models = stages
-        self._scale = 1.0
+        self._scale: float | Tensor = 1.0
         self._schedules: dict[int, Any] = {}
         self.has_first, self.has_last = 0 in stages, n_stages - 1 in stages
         self._stages: list[Any] = [
@@ -74,7 +74,7 @@ class Pipeline:
         labels: Tensor,
         keys: Tensor | None,
         n_micro_batches: int,
-        scale: float,
+        scale: float | Tensor,
     ) -> Tensor | None:
         """Runs all micro batches of a step; gives the sum of their losses on the last stage.
 

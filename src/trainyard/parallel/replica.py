@@ -135,7 +135,7 @@ class Replica:
         return self.stages[0] if alone else None
 
     def forward_backward(
-        self, tokens: Tensor, labels: Tensor, keys: Tensor | None, scale: float
+        self, tokens: Tensor, labels: Tensor, keys: Tensor | None, scale: float | Tensor
     ) -> Tensor:
         """Computes gradients of the summed loss of this rank's sequences, complete on every rank.
 
@@ -143,10 +143,10 @@ class Replica:
             tokens: ids of the sequences of this rank, (sequences, T).
             labels: the ids that follow.
             keys: dropout keys of the sequences; None without dropout.
-            scale: multiplies the loss.
+            scale: multiplies the loss; a scalar tensor on the device of the mesh, or a number.
 
         Returns:
-            this rank's part of the loss of the whole batch; to be added up over all ranks.
+            this rank's part of the scaled loss of the whole batch; to be added up over all ranks.
         """
         n_micro_batches = len(tokens) // self._micro_batch_size
         tokens, labels = self._take(tokens), self._take(labels)
@@ -169,7 +169,7 @@ class Replica:
         return ids.to(self.mesh.device, non_blocking=True)
 
     def _accumulate(
-        self, tokens: Tensor, labels: Tensor, keys: Tensor | None, scale: float
+        self, tokens: Tensor, labels: Tensor, keys: Tensor | None, scale: float | Tensor
     ) -> Tensor:
         (model,) = self.stages.values()
         total = torch.zeros((), device=self.mesh.device)

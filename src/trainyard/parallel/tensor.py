@@ -104,7 +104,12 @@ class VocabularyCrossEntropy(nn.Module):
         self._spread = gather_tokens if sequence else copy_to_group
 
     def forward(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int, scale: float
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocabulary_size: int,
+        scale: float | Tensor,
     ) -> Tensor:
         """Sums over the labels (B, T) of this rank's tokens; `weight` is (V/tp, D)."""
         share = VocabularyShare(self._group, weight.shape[0] * self._group.rank())

@@ -38,7 +38,8 @@ def diagnose(parts: Parts, state: State) -> str:
     update was left out: then the weights are still the same.
     """
     step = state.step - 1
-    loss, totals = compute_gradients(parts, step, state.data_offset)
+    loss_scale = None if state.scaler is None else state.scaler.scale
+    loss, totals = compute_gradients(parts, step, state.data_offset, loss_scale)
     names = _parameter_names(parts)
     squares, bad_gradients, bad_weights = (
         torch.zeros(len(names), dtype=torch.float64, device=parts.device) for _ in range(3)

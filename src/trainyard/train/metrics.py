@@ -95,7 +95,7 @@ class Metrics:
             "learning_rate": result.learning_rate,
             "loss": loss,
             "gradient_norm": float(result.gradient_norm.item()),
-            "loss_scale": 1.0,
+            "loss_scale": 1.0 if state.scaler is None else state.scaler.scale.item(),
             "milliseconds_per_step": 1000 * seconds / self._n_steps,
             "sequences_per_second": tokens_per_second / parts.run.model.sequence_length,
             "tokens_per_second_per_device": tokens_per_second / parts.plan.n_ranks,
@@ -105,7 +105,7 @@ class Metrics:
             "model_flops_utilisation": model_flops_utilization(
                 flops_per_token, tokens_per_second / parts.plan.n_ranks, self._peak_flops
             ),
-            "memory_bytes": _peak_memory_bytes(parts.device),
+            "memory_bytes": peak_memory_bytes(parts.device),
             "skipped_steps": state.skipped.total,
             "seconds_left": tokens_left / tokens_per_second,
         }
@@ -219,7 +219,8 @@ def _peak_flops_per_second(run: Run, device: torch.device) -> float | None:
     return found.peak_flops_per_second(run.precision.kind) if found else None
 
 
-def _peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
+    """Gives the most memory that tensors took on a GPU, or this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts in KiB, macOS in bytes.

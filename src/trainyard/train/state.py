@@ -22,6 +22,7 @@ from trainyard.launch.pulse import Pulse
 from trainyard.parallel.replica import Replica
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import Plan
+from trainyard.precision.scaler import LossScaler, SavedScale
 from trainyard.train.spikes import SavedWindow, SpikeWindow
 
 ROLLBACK = "rollback: "
@@ -50,10 +51,10 @@ class SkippedSteps:
         self._total = torch.tensor(float(total), device=device)
         self._in_a_row = torch.zeros((), device=device)
 
-    def add(self, skipped: Tensor) -> None:
-        """Takes in one step: 1 if it was skipped, else 0."""
+    def add(self, skipped: Tensor, answered: Tensor) -> None:
+        """Takes in one step: 1 if it was skipped, and if the loss scale answers to that, else 0."""
         self._total += skipped
-        self._in_a_row = (self._in_a_row + skipped) * skipped
+        self._in_a_row = (self._in_a_row + skipped * (1 - answered)) * skipped
 
     @property
     def total(self) -> int:
@@ -62,7 +63,7 @@ class SkippedSteps:
 
     @property
     def in_a_row(self) -> int:
-        """How many of the newest steps were skipped."""
+        """How many of the newest steps were skipped, but for those the loss scale answers to."""
         return int(self._in_a_row.item())
 
 
@@ -75,6 +76,7 @@ class _Saved(BaseModel):
     data_offset: NonNegativeInt = 0
     skipped_ranges: list[SkippedRange] = []
     spikes: SavedWindow = SavedWindow()
+    loss_scale: SavedScale | None = None
 
 
 @dataclass
@@ -87,6 +89,8 @@ class State:
     skipped: SkippedSteps
     spikes: SpikeWindow
     """What loss and gradient norm of the next step are compared with."""
+    scaler: LossScaler | None = None
+    """Of fp16."""
     data_offset: int = 0
     """Sequences that rollbacks left out: every step reads so much further on."""
     ranges: list[SkippedRange] = field(default_factory=list)
@@ -119,11 +123,16 @@ class State:
                 f"{first_problem(error)}",
                 "it was written by another version of Trainyard, or changed by hand",
             ) from None
+        precision = parts.run.precision
+        scaler = None
+        if precision.kind == "fp16":
+            scaler = LossScaler(precision.loss_scale, parts.device, known.loss_scale)
         return cls(
             step,
             parts.batches,
             SkippedSteps(known.skipped_steps, parts.device),
             SpikeWindow(parts.run.guard, parts.device, known.spikes),
+            scaler,
             known.data_offset,
             known.skipped_ranges,
         )
@@ -136,12 +145,19 @@ class State:
             data_offset=self.data_offset,
             skipped_ranges=self.ranges,
             spikes=self.spikes.as_saved(),
+            loss_scale=None if self.scaler is None else self.scaler.as_saved(),
         )
         return known.model_dump(mode="json")
 
-    def add(self, skipped: Tensor, spike: Tensor) -> None:
-        """Takes in what became of the next step, 1 or 0 on the device, without waiting for it."""
-        self.skipped.add(skipped)
+    def add(self, skipped: Tensor, spike: Tensor, answered: Tensor) -> None:
+        """Takes in what became of the next step, without waiting for it; all are 1 or 0.
+
+        Args:
+            skipped: whether its update was left out.
+            spike: whether it was one.
+            answered: whether gradients overflowed and the loss scale can still fall.
+        """
+        self.skipped.add(skipped, answered)
         self._unsettled.append((self.step, torch.stack([skipped, spike])))
 
     def settle(self) -> list[int]:

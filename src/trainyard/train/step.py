@@ -37,7 +37,9 @@ def train_step(parts: Parts, state: State) -> StepResult:
     The state learns what became of the step; whoever calls this counts it.
     """
     run, step = parts.run, state.step
-    _, totals = compute_gradients(parts, step, state.data_offset)
+    scaler = state.scaler
+    loss_scale = None if scaler is None else scaler.scale
+    _, totals = compute_gradients(parts, step, state.data_offset, loss_scale)
     rate = learning_rate(run, parts.plan, parts.batches.consumed(step + 1))
     for group in parts.optimizer.param_groups:
         group["lr"] = rate
@@ -47,15 +49,25 @@ def train_step(parts: Parts, state: State) -> StepResult:
     leave_out = spike if policy == "skip" else None
     skipped = apply_update(parts.optimizer, totals, run.optimizer.clip_norm, leave_out)
     parts.optimizer.zero_grad(set_to_none=True)
-    state.add(skipped, spike)
+    # A smaller scale helps gradients alone: a loss that is not finite was so before it was scaled.
+    answered = no if scaler is None else scaler.update(totals.norm) * totals.loss.isfinite()
+    state.add(skipped, spike, answered)
     return StepResult(totals.loss, totals.norm, skipped, spike, rate)
 
 
-def compute_gradients(parts: Parts, step: int, data_offset: int) -> tuple[Tensor, Totals]:
+def compute_gradients(
+    parts: Parts, step: int, data_offset: int, loss_scale: Tensor | None = None
+) -> tuple[Tensor, Totals]:
     """Does the forward and backward passes of a step.
 
+    Args:
+        parts: hold the weights.
+        step: counted from 0.
+        data_offset: sequences left out before.
+        loss_scale: multiplies the loss in the backward pass; None for 1.
+
     Returns:
-        this rank's part of the loss, and what all ranks found.
+        this rank's part of the loss, scaled, and what all ranks found, which is not.
     """
     run, replica = parts.run, parts.replica
     parts.pulse.enter("data", step)
@@ -65,12 +77,14 @@ def compute_gradients(parts: Parts, step: int, data_offset: int) -> tuple[Tensor
     if run.model.dropout:
         _seed_attention_dropout(run.train.seed, step, replica.mesh)
         keys = sequence_keys(run.train.seed, step, share * len(tokens), len(tokens))
+    # Tokens of the whole batch, some of which may have no label.
     n_expected = n_shares * labels.numel()
+    divisor = n_expected if loss_scale is None else n_expected / loss_scale
     parts.pulse.enter("forward and backward", step)
-    loss = replica.forward_backward(tokens, labels, keys, scale=1 / n_expected)
+    loss = replica.forward_backward(tokens, labels, keys, scale=1 / divisor)
     n_labelled = int((labels != LABEL_OF_NOTHING).sum())
     parts.pulse.enter("update", step)
-    return loss, add_up(replica, loss, n_labelled, n_expected)
+    return loss, add_up(replica, loss, n_labelled, divisor)
 
 
 def _seed_attention_dropout(seed: int, step: int, mesh: Mesh) -> None:

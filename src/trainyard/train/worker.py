@@ -66,7 +66,7 @@ logger = logging.getLogger("trainyard")
 
 Show = Callable[[int, str], None]
 OUTCOME = "outcome.json"
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def run_worker(folder: Path, resume: Resume = "auto") -> Ending:
@@ -94,7 +94,7 @@ def run_worker(folder: Path, resume: Resume = "auto") -> Ending:
         logger.setLevel(logging.ERROR)  # rank 0 speaks for all
     plan = resolve(run, process.n_ranks)
     refuse_what_is_not_built(run)
-    device = _choose_device(process)
+    device = choose_device(process)
 
     def facts() -> dict[str, str]:
         newest = find_checkpoint(folder, resume)
@@ -212,7 +212,7 @@ def refuse_what_is_not_built(run: Run) -> None:
     if run.precision.kind not in COMPUTE_DTYPES:
         raise ConfigError(
             f"precision.kind={run.precision.kind!r} cannot be trained yet",
-            "precision.kind=bf16 and precision.kind=fp32 can",
+            "precision.kind=bf16, precision.kind=fp16 and precision.kind=fp32 can",
         )
     is_zero_bubble = run.parallel.pipeline > 1 and run.parallel.schedule == "zero_bubble"
     # Older ones fail to split the backward pass of our own functions.
@@ -243,7 +243,12 @@ def show_training(parts: Parts, first_step: int) -> Iterator[Show]:
         yield show
 
 
-def _choose_device(process: Process) -> torch.device:
+def choose_device(process: Process) -> torch.device:
+    """Chooses the GPU of this rank, or the CPU where there is none.
+
+    Raises:
+        MachineError: the machine has fewer GPUs than ranks.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     n_devices = torch.cuda.device_count()
@@ -265,6 +270,10 @@ def _warn_of_slow_precision(run: Run, device: torch.device) -> None:
     if run.precision.kind == "bf16" and device.type == "cpu" and not cpu_multiplies_bf16_natively():
         logger.warning(
             "this processor has no bf16 products: precision.kind=fp32 is several times as fast here"
+        )
+    if run.precision.kind == "fp16" and device.type == "cpu":
+        logger.warning(
+            "few processors have fp16 products: precision.kind=fp32 may be 100 times as fast here"
         )
 
 

@@ -1,0 +1,119 @@
+"""From seconds to the figures that people compare; each formula has a name, and stands here.
+
+    tokens/s/GPU     tokens of the timed steps / their time / ranks
+    TFLOP/s/GPU      tokens/s/GPU x model FLOP a token (`plan.flops`, "megatron_causal")
+    MFU              that over the device's peak for the precision
+    HFU              the same, with the matrix products that parallel.recompute makes again
+
+HFU does not count what a kernel of attention computes again within itself. Recomputation stops at
+the last value that the backward pass needs, so the product that ends a block or an attention layer
+is not made again (with dropout, that of a block is).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainyard.config.run import Run
+from trainyard.plan.flops import model_flops_utilization, tflops_per_second_per_gpu
+from trainyard.plan.hardware import find_device
+from trainyard.plan.resolve import Plan
+
+FORMULA = "megatron_causal"
+FORMULAS = {
+    "tokens_per_second_per_device": "tokens of the timed steps / their time / ranks",
+    "tflops_per_second_per_device": f"model FLOP a token ({FORMULA}) x tokens/s/device / 1e12",
+    "model_flops_utilisation": "that / the device's peak for the precision",
+    "hardware_flops_utilisation": "the same with the products that parallel.recompute makes again",
+}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Milliseconds of a step."""
+
+    median: float
+    p10: float
+    p90: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How fast a contender is; None where the device's peak is not known."""
+
+    milliseconds_per_step: Spread
+    samples_per_second: float
+    tokens_per_second_per_device: float
+    tflops_per_second_per_device: float
+    model_flops_utilisation: float | None
+    hardware_flops_utilisation: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Gives the figures as JSON can hold them."""
+        return asdict(self)
+
+
+def compute_figures(
+    run: Run, plan: Plan, step_seconds: Sequence[float], device_name: str
+) -> Figures:
+    """Computes the figures of timed steps of full batches.
+
+    Args:
+        run: what was timed.
+        plan: of the ranks it was timed on.
+        step_seconds: of each step, on its slowest rank.
+        device_name: as torch names it; "cpu".
+    """
+    samples_per_second = run.train.global_batch_size * len(step_seconds) / sum(step_seconds)
+    tokens_per_second = samples_per_second * run.model.sequence_length
+    per_device = tokens_per_second / plan.n_ranks
+    device = find_device(device_name)
+    peak = device.peak_flops_per_second(run.precision.kind) if device else None
+    flops = plan.model_flops_per_token
+    return Figures(
+        milliseconds_per_step=spread_of([1000 * seconds for seconds in step_seconds]),
+        samples_per_second=samples_per_second,
+        tokens_per_second_per_device=per_device,
+        tflops_per_second_per_device=tflops_per_second_per_gpu(
+            flops, tokens_per_second, plan.n_ranks
+        ),
+        model_flops_utilisation=model_flops_utilization(flops, per_device, peak),
+        hardware_flops_utilisation=model_flops_utilization(
+            flops + recomputed_flops_per_token(run), per_device, peak
+        ),
+    )
+
+
+def recomputed_flops_per_token(run: Run) -> float:
+    """Counts the FLOP of the products that the backward pass makes again, for one token."""
+    model = run.model
+    D, F = model.d_model, model.d_ff
+    scores_and_values = 2.0 * model.sequence_length * D  # a token sees half of the others
+    if run.parallel.recompute == "none":
+        return 0.0
+    if run.parallel.recompute == "attention":
+        return model.n_layers * (6.0 * D * D + scores_and_values)
+    last = 2.0 * D * F if model.dropout else 0.0
+    return model.n_layers * (8.0 * D * D + scores_and_values + 2.0 * D * F + last)
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """Gives median, tenth and ninetieth percentile, and mean."""
+    ordered = sorted(values)
+    return Spread(
+        statistics.median(ordered),
+        _percentile(ordered, 0.1),
+        _percentile(ordered, 0.9),
+        statistics.fmean(ordered),
+    )
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])

@@ -1,0 +1,145 @@
+"""What one contender of a benchmark is to do, as its processes read it from a folder.
+
+A benchmark is rounds of contenders: each round starts the processes of every contender in turn, so
+that whatever else the machine does falls on all of them. With `--compare fp32,bf16 --rounds 2`:
+
+    round 1: fp32    round 1: bf16    round 2: fp32    round 2: bf16
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from trainyard.config.load import render_run
+from trainyard.config.run import Blend, Data, Evaluate, Run, Tokenizer
+from trainyard.data.indexed import IndexedWriter, optimal_dtype
+from trainyard.errors import ConfigError
+from trainyard.plan.batches import BatchSchedule
+from trainyard.units import Length
+
+JOB, RUN, RESULT, TRACE, OPERATORS = (
+    "job.json",
+    "run.toml",
+    "result.json",
+    "trace.json",
+    "operators.txt",
+)
+WARM_UP_STEPS, TIMED_STEPS, SPLIT_STEPS, PROFILED_STEPS = 3, 10, 5, 2
+MOST_RANDOM_TOKENS = 4 * 2**20
+STEPS_HINT = "--steps 20 times twenty steps; --steps 5-10 times the fifth to the tenth"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Which steps count."""
+
+    warm_up: int
+    """Steps before, the first one included."""
+    timed: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of one contender in one round."""
+
+    steps: Steps
+    peer: str
+    """Whose training step it is; empty: ours."""
+    takes_apart: bool
+    """More steps follow, which say what a step is made of."""
+    profiles: bool
+    """And more, which leave a trace."""
+
+    def write(self, folder: Path, run: Run) -> None:
+        """Leaves everything that the processes need in a folder."""
+        (folder / RUN).write_text(render_run(run), encoding="utf-8")
+        (folder / JOB).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Job:
+        """Reads what `write` left."""
+        facts = json.loads((folder / JOB).read_text(encoding="utf-8"))
+        return cls(**facts | {"steps": Steps(**facts["steps"])})
+
+
+def parse_steps(text: str, warm_up: int | None) -> Steps:
+    """Reads `--steps`: a number, or the first and the last step that count, from 1.
+
+    Args:
+        text: such as "20", or "5-10", which is 4 steps of warm-up and 6 that count.
+        warm_up: steps before; None where it was not said.
+
+    Raises:
+        ConfigError: it is neither, or says the warm-up a second time.
+    """
+    found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
+    if not found:
+        raise ConfigError(f"--steps {text!r} is not a number of steps or a range", STEPS_HINT)
+    if found[2] is None:
+        n_timed = int(found[1])
+        if n_timed == 0:
+            raise ConfigError("--steps 0 leaves nothing to time", STEPS_HINT)
+        return Steps(WARM_UP_STEPS if warm_up is None else warm_up, n_timed)
+    first, last = int(found[1]), int(found[2])
+    if not 1 <= first <= last:
+        raise ConfigError(f"--steps {text} is not a range of steps, which count from 1", STEPS_HINT)
+    if warm_up is not None:
+        raise ConfigError(
+            f"--steps {text} begins after a warm-up of {first - 1}, and --warm-up says {warm_up}",
+            f"leave out --warm-up, or give --steps {last - first + 1}",
+        )
+    return Steps(first - 1, last - first + 1)
+
+
+def prepare_run(run: Run, steps: Steps, folder: Path) -> Run:
+    """Gives the run as it is timed: full batches from the first step, and something to read.
+
+    Args:
+        run: what was asked for.
+        steps: how far it goes.
+        folder: gets random tokens where the run names none.
+    """
+    run = run.model_copy(update={"train": run.train.model_copy(update={"batch_ramp": None})})
+    if not names_data(run):
+        run = _with_random_tokens(run, steps, folder)
+    return Run.model_validate(run.model_dump())
+
+
+def names_data(run: Run) -> bool:
+    """Says whether a run has token files of its own."""
+    return bool(run.data.blend.prefixes or run.data.train.prefixes)
+
+
+def describe_data(run: Run) -> str:
+    """Says what the steps read."""
+    return "the run's token files" if names_data(run) else "random tokens"
+
+
+def _with_random_tokens(run: Run, steps: Steps, folder: Path) -> Run:
+    prefix = folder / "random_tokens"
+    n_steps = steps.warm_up + steps.timed + SPLIT_STEPS + 2 * PROFILED_STEPS
+    n_sequences = BatchSchedule(run).consumed(n_steps)
+    n_tokens = (run.model.sequence_length + 1) * n_sequences
+    n_tokens = max(min(n_tokens, MOST_RANDOM_TOKENS), 2 * (run.model.sequence_length + 1))
+    # The same on every machine, whose ranks compare what they read.
+    generator = np.random.default_rng(run.train.seed)
+    vocabulary_size = run.model.vocabulary_size
+    with IndexedWriter(prefix, optimal_dtype(vocabulary_size)) as writer:
+        tokens = generator.integers(0, vocabulary_size, n_tokens).astype(writer.dtype)
+        writer.add_document(tokens)
+    data = Data(train=Blend(prefixes=(str(prefix),)), cache_folder=str(folder / "cache"))
+    train = run.train.model_copy(update={"length": Length(n_steps, "steps")})
+    # A vocabulary of its own belongs to other tokens.
+    return run.model_copy(
+        update={
+            "data": data,
+            "train": train,
+            "tokenizer": Tokenizer(),
+            "evaluate": Evaluate(batches=0),
+        }
+    )

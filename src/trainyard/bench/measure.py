@@ -1,0 +1,155 @@
+"""One rank of a contender: warm-up, the steps that count, then steps that are taken apart.
+
+What is timed is not disturbed: parts of the step and traces are taken in further steps, whose own
+time is told beside, so that it can be seen what the taking apart costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainyard.bench.job import SPLIT_STEPS, Job
+from trainyard.bench.profile import (
+    STEPS_UNDER_PROFILER,
+    describe_profile,
+    exposed_shares,
+    profile_steps,
+)
+from trainyard.bench.timeline import Timeline
+from trainyard.parallel.mesh import Mesh
+from trainyard.train.metrics import peak_memory_bytes
+from trainyard.train.state import Parts, State
+from trainyard.train.step import train_step
+
+COMMUNICATION = "communication"
+
+
+class Contender(Protocol):
+    """Something that trains step by step."""
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """What `Timeline.recording` watches."""
+
+    def step(self) -> Tensor:
+        """Does the next step; gives its loss, on the device."""
+
+
+class OurTraining:
+    """The step of `trainyard train`, on its own parts."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._state = State.at_start(parts)
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The stages of this rank."""
+        return list(self._parts.replica.stages.values())
+
+    def step(self) -> Tensor:
+        """Does the next step; gives its loss, on the device."""
+        loss = train_step(self._parts, self._state).loss
+        self._state.step += 1
+        return loss
+
+
+def measure(
+    contender: Contender, job: Job, timeline: Timeline, mesh: Mesh, folder: Path
+) -> dict[str, Any]:
+    """Does everything a job asks for; every rank calls it.
+
+    Args:
+        contender: trains.
+        job: what to do.
+        timeline: what the contender tells its parts to.
+        mesh: of all ranks; one alone for peers.
+        folder: gets the trace.
+
+    Returns:
+        what was found; seconds and memory are those of the slowest and the largest rank.
+    """
+    device = mesh.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    marks, losses = [timeline.clock.mark()], []
+    for _ in range(job.steps.warm_up + job.steps.timed):
+        losses.append(contender.step())
+        marks.append(timeline.clock.mark())
+    timeline.clock.wait()
+    seconds = _largest([timeline.clock.seconds(a, b) for a, b in pairwise(marks)], mesh)
+    found: dict[str, Any] = {
+        "first_step_seconds": seconds[0],
+        "step_seconds": seconds[job.steps.warm_up :],
+        "peak_memory_bytes": int(_largest([peak_memory_bytes(device)], mesh)[0]),
+        "first_loss": losses[0].item(),
+        "last_loss": losses[-1].item(),
+        "n_threads": torch.get_num_threads(),
+        "split": None,
+        "profile": None,
+    }
+    if job.takes_apart:
+        found["split"] = _take_apart(contender, timeline, mesh)
+    if job.profiles and mesh.rank == 0:
+        profiler = profile_steps(
+            contender.step, timeline, contender.models, device, with_places=True
+        )
+        found["profile"] = describe_profile(profiler, device, folder)
+    elif job.profiles:
+        _follow(contender)
+    return found
+
+
+def _take_apart(contender: Contender, timeline: Timeline, mesh: Mesh) -> dict[str, Any]:
+    """Takes further steps apart, each after one that is not; gives means of this rank."""
+    clock, plain, marks = timeline.clock, [], []
+    for _ in range(SPLIT_STEPS):
+        start = clock.mark()
+        contender.step()
+        plain.append((start, clock.mark()))
+        with timeline.recording(contender.models) as of_step:
+            contender.step()
+        marks += of_step
+    clock.wait()
+    taken = timeline.add_up(marks)
+    parts = {part: 1000 * seconds / SPLIT_STEPS for part, seconds in taken.items()}
+    whole = sum(parts.values())
+    undisturbed = 1000 * sum(clock.seconds(*pair) for pair in plain) / SPLIT_STEPS
+    exposed = 0.0
+    if mesh.topology.n_ranks > 1:
+        if mesh.rank == 0:
+            profiler = profile_steps(
+                contender.step, timeline, contender.models, mesh.device, with_places=False
+            )
+            for part, share in exposed_shares(profiler).items():
+                exposed += share * parts[part]
+                parts[part] *= 1 - share
+        else:
+            _follow(contender)
+    return {
+        "milliseconds": parts | {COMMUNICATION: exposed},
+        "milliseconds_per_step": whole,
+        "milliseconds_of_other_steps": undisturbed,
+    }
+
+
+def _follow(contender: Contender) -> None:
+    """Does the steps that the first rank does under the profiler."""
+    for _ in range(STEPS_UNDER_PROFILER):
+        contender.step()
+
+
+def _largest(values: Sequence[float], mesh: Mesh) -> list[float]:
+    """Gives the largest of all ranks, place by place."""
+    found = torch.tensor(values, dtype=torch.float64)
+    if mesh.topology.n_ranks > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    largest: list[float] = found.tolist()
+    return largest

@@ -1,0 +1,222 @@
+"""Steps under torch's profiler: a trace, its top operators, and what keeps the device waiting.
+
+That is the host, where it reads a number back, and other ranks, where nothing else is computed:
+
+    forward      |------------------|
+    computing     #######    #######       7 + 7
+    talking            ........            8, of which 4 while nothing is computed
+
+Talking that overlaps with computing costs nothing. The rest is exposed, and is told for each part
+of the step as a share of it: 4 / 20 of forward here. On a GPU computing and talking are kernels; on
+a CPU they are torch's operators and gloo's operations, of all threads together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from trainyard.bench.job import OPERATORS, PROFILED_STEPS, TRACE
+from trainyard.bench.timeline import ANNOTATION, PARTS, Timeline
+
+Interval = tuple[float, float]
+"""Start and end in a trace, microseconds."""
+
+TALKING = re.compile(r"gloo:|nccl|rccl")
+# What makes the host wait for the device; a copy without "Async" does too.
+WAITING = re.compile(r"(cuda|hip)((Stream|Device|Event)Synchronize|Memcpy)")
+READ = "aten::_local_scalar_dense"
+# Python code, and what only frames operators.
+NO_OPERATOR = re.compile(
+    rf"\.py[:(]|^<|^nn\.Module: |^{ANNOTATION}|^Optimizer\.|^ProfilerStep|^PythonSubclass$"
+)
+N_OPERATORS, N_ROWS = 15, 40
+REHEARSALS = 1
+STEPS_UNDER_PROFILER = REHEARSALS + PROFILED_STEPS
+
+
+def profile_steps(
+    step: Callable[[], object],
+    timeline: Timeline,
+    models: Sequence[nn.Module],
+    device: torch.device,
+    *,
+    with_places: bool,
+) -> Any:
+    """Does `STEPS_UNDER_PROFILER` steps, of which the last `PROFILED_STEPS` are in the trace.
+
+    Args:
+        step: does one.
+        timeline: names the parts of the step in the trace.
+        models: as for `Timeline.recording`.
+        device: that computes.
+        with_places: note the Python code that each operator was called from, which takes time.
+    """
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    # Without "verbose" operators come without the code that called them.
+    config = _ExperimentalConfig(verbose=True) if with_places else None
+    for n_steps in (REHEARSALS, PROFILED_STEPS):
+        with (
+            profile(
+                activities=activities, with_stack=with_places, experimental_config=config
+            ) as profiler,
+            timeline.recording(models, annotates=True),
+        ):
+            for _ in range(n_steps):
+                step()
+            timeline.clock.wait()
+    return profiler
+
+
+def exposed_shares(profiler: Any) -> dict[str, float]:
+    """Gives the share of each part of the step in which this rank only talked to others."""
+    events = list(profiler.events())
+    on_device = [event for event in events if _is_on_gpu(event)]
+    annotations = [event for event in events if event.name.startswith(ANNOTATION)]
+    # Those of the device, where there are some: kernels run later than the host asks for them.
+    annotations = [e for e in annotations if _is_on_gpu(e)] or annotations
+    work = [e for e in on_device if not _is_frame(e)] or events
+    talking = [_interval(event) for event in work if TALKING.match(event.name)]
+    computing = [
+        _interval(event)
+        for event in work
+        if (on_device or event.name.startswith("aten::")) and not TALKING.match(event.name)
+    ]
+    exposed = subtract(talking, computing)
+    shares = {}
+    for part in PARTS:
+        inside = [_interval(event) for event in annotations if event.name == ANNOTATION + part]
+        length = total(inside)
+        shares[part] = total(intersect(exposed, inside)) / length if length else 0.0
+    return shares
+
+
+def describe_profile(profiler: Any, device: torch.device, folder: Path) -> dict[str, Any]:
+    """Writes trace and operators into a folder; gives what a record keeps of them.
+
+    Args:
+        profiler: of steps with places.
+        device: that computed.
+        folder: gets `TRACE` and `OPERATORS`.
+    """
+    profiler.export_chrome_trace(str(folder / TRACE))
+    operators = _list_operators(profiler, on_gpu=device.type == "cuda")
+    (folder / OPERATORS).write_text(render_operators(operators[:N_ROWS]), encoding="utf-8")
+    events = profiler.events()
+    return {
+        "steps": PROFILED_STEPS,
+        "operators": operators[:N_OPERATORS],
+        "host_waits_per_step": _per_step(e.name for e in events if WAITING.fullmatch(e.name)),
+        "host_reads_per_step": _per_step(filter(None, map(_reader, events))),
+    }
+
+
+def _list_operators(profiler: Any, *, on_gpu: bool) -> list[dict[str, Any]]:
+    """Lists kernels of a GPU, or operators of a CPU, the most expensive first."""
+    by = f"self_{'device' if on_gpu else 'cpu'}_time_total"
+    rows = [
+        row
+        for row in profiler.key_averages()
+        if _is_on_gpu(row) == on_gpu
+        and not (on_gpu and _is_frame(row))
+        and not NO_OPERATOR.search(row.key)
+    ]
+    rows.sort(key=lambda row: -getattr(row, by))
+    whole = sum(getattr(row, by) for row in rows) or 1.0
+    return [
+        {
+            "name": row.key,
+            "calls_per_step": row.count / PROFILED_STEPS,
+            "milliseconds_per_step": getattr(row, by) / 1000 / PROFILED_STEPS,
+            "share": getattr(row, by) / whole,
+        }
+        for row in rows
+    ]
+
+
+def render_operators(operators: Iterable[Mapping[str, Any]]) -> str:
+    """Lays operators out as a table."""
+    lines = [f"{'share':>7}{'ms/step':>11}{'calls/step':>12}  operator"]
+    for each in operators:
+        lines.append(
+            f"{each['share']:>7.1%}{each['milliseconds_per_step']:>11.3f}"
+            f"{each['calls_per_step']:>12g}  {each['name']}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _reader(event: Any) -> str:
+    """Names the code that read a number out of a tensor; empty for an operator's own reading."""
+    if event.name != READ:
+        return ""
+    caller = event.cpu_parent
+    while caller is not None and caller.name == "aten::item":
+        caller = caller.cpu_parent
+    if caller is not None and caller.name.startswith("aten::"):
+        return ""
+    while caller is not None and ".py(" not in caller.name:
+        caller = caller.cpu_parent
+    return "unknown" if caller is None else str(caller.name)
+
+
+def _per_step(names: Iterable[str]) -> dict[str, float]:
+    return {name: count / PROFILED_STEPS for name, count in Counter(names).items()}
+
+
+def _is_on_gpu(event: Any) -> bool:
+    return bool(event.device_type.name == "CUDA")
+
+
+def _is_frame(event: Any) -> bool:
+    """Says whether an event of a device only frames kernels, as the names of parts do."""
+    return event.name.startswith(ANNOTATION) or getattr(event, "is_user_annotation", False)
+
+
+def _interval(event: Any) -> Interval:
+    return event.time_range.start, event.time_range.end
+
+
+def join(intervals: Iterable[Interval]) -> list[Interval]:
+    """Gives the same time as intervals that are apart, in order."""
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
+    """Gives the time that is in both."""
+    ours, others = join(a), join(b)
+    found: list[Interval] = []
+    while ours and others:
+        start, end = max(ours[0][0], others[0][0]), min(ours[0][1], others[0][1])
+        if start < end:
+            found.append((start, end))
+        (ours if ours[0][1] < others[0][1] else others).pop(0)
+    return found
+
+
+def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
+    """Gives the time that is in `a` alone."""
+    others = join(b)
+    edges = [-float("inf"), *(edge for interval in others for edge in interval), float("inf")]
+    gaps = list(zip(edges[::2], edges[1::2], strict=True))
+    return intersect(a, gaps)
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """Adds up the time of intervals, each moment once."""
+    return sum(end - start for start, end in join(intervals))

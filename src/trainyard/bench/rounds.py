@@ -1,0 +1,137 @@
+"""Rounds of contenders: each gets processes of its own, one after the other, and is asked again.
+
+Memory, and how it is allocated, belongs to a process, and so does what was compiled: a contender
+that came second in the same process would find the house warm. The ranks of this process start
+theirs as `trainyard train` does, here or below torchrun, srun and mpiexec.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trainyard.bench.job import OPERATORS, RESULT, TRACE, Job, Steps
+from trainyard.config.run import Run
+from trainyard.launch.environment import Process
+from trainyard.launch.local import (
+    POLL_SECONDS,
+    describe_death,
+    end,
+    note_signals,
+    open_pipe,
+    run_ranks,
+    send,
+    start_worker,
+)
+
+logger = logging.getLogger("trainyard")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to time."""
+
+    name: str
+    run: Run
+    peer: str = ""
+    """Whose training step; empty: ours."""
+
+
+@dataclass
+class Outcome:
+    """What the rounds of a contender found, in their order."""
+
+    contender: Contender
+    results: list[dict[str, Any]] = field(default_factory=list)
+    trace: Path | None = None
+    operators: Path | None = None
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Of all rounds."""
+        return [seconds for result in self.results for seconds in result["step_seconds"]]
+
+    def speed_over(self, other: Outcome) -> list[float]:
+        """Gives how many times as fast as another this is, round by round."""
+        return [
+            statistics.median(theirs["step_seconds"]) / statistics.median(mine["step_seconds"])
+            for mine, theirs in zip(self.results, other.results, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is asked for, of all contenders."""
+
+    steps: Steps
+    n_rounds: int
+    n_ranks: int
+    profiles: bool
+    """The first round leaves traces."""
+
+
+def run_rounds(
+    contenders: Sequence[Contender], order: Order, process: Process, folder: Path
+) -> list[Outcome]:
+    """Times all contenders, interleaved.
+
+    Args:
+        contenders: as they are to be listed.
+        order: what to do.
+        process: this one, as its launcher knows it.
+        folder: for what they read and write; traces stay there.
+
+    Raises:
+        MachineError: a process failed; what it said is on standard error.
+    """
+    outcomes = [Outcome(contender) for contender in contenders]
+    for number in range(order.n_rounds):
+        for place, outcome in enumerate(outcomes):
+            if process.rank == 0:
+                name = outcome.contender.name
+                logger.info("round %d of %d: %s", number + 1, order.n_rounds, name)
+            here = folder / f"{number}-{place}"
+            here.mkdir()
+            is_first = number == 0
+            job = Job(order.steps, outcome.contender.peer, is_first, is_first and order.profiles)
+            job.write(here, outcome.contender.run)
+            _run(order, process, here, number * len(outcomes) + place)
+            if process.rank == 0:
+                text = (here / RESULT).read_text(encoding="utf-8")
+                outcome.results.append(json.loads(text))
+            if job.profiles:
+                outcome.trace, outcome.operators = here / TRACE, here / OPERATORS
+    return outcomes
+
+
+def _run(order: Order, process: Process, folder: Path, attempt: int) -> None:
+    command = [sys.executable, "-P", "-m", "trainyard.bench.worker", str(folder)]
+    command += ["--spawned-at", str(time.time()), "--attempt", str(attempt)]
+    if process.n_ranks == 1 and order.n_ranks > 1:
+        run_ranks(order.n_ranks, command, folder / "logs")
+    else:
+        _run_one(process, command)
+
+
+def _run_one(process: Process, command: Sequence[str]) -> None:
+    """Runs the one rank that this process is, in another."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    with note_signals(numbers) as received, open_pipe() as pipe:
+        worker = start_worker(replace(process, parent_pipe=pipe), command, None)
+        try:
+            while worker.running.poll() is None:
+                while received:
+                    send([worker], received.pop(0))
+                time.sleep(POLL_SECONDS)
+        finally:
+            end([worker])
+        if worker.running.returncode:
+            raise describe_death(worker)

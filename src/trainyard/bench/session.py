@@ -1,0 +1,83 @@
+"""What one process of a contender does: builds it as training does, measures, tells."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from trainyard.bench.job import RESULT, RUN, Job
+from trainyard.bench.measure import Contender, OurTraining, measure
+from trainyard.bench.peers import TransformersTraining
+from trainyard.bench.start import Start
+from trainyard.bench.timeline import Timeline, build_clock
+from trainyard.config.load import load_run, render_run
+from trainyard.config.run import Data, Run
+from trainyard.data.loader import build_orders, data_fingerprint
+from trainyard.errors import MachineError
+from trainyard.launch.environment import Process
+from trainyard.parallel.mesh import Mesh, build_mesh
+from trainyard.parallel.start import gather_facts, start_ranks
+from trainyard.plan.resolve import Plan, resolve
+from trainyard.train.worker import build_parts, choose_device
+
+
+def run_job(folder: Path, process: Process, start: Start) -> None:
+    """Does the job of a folder as one rank; the first one leaves `RESULT` there.
+
+    Args:
+        folder: what `Job.write` left.
+        process: which rank this is.
+        start: how long it took to come here.
+
+    Raises:
+        UserError: the run or its data is not usable here.
+    """
+    with start.timing("config"):
+        job = Job.read(folder)
+        run = load_run(str(folder / RUN)).run
+        plan = resolve(run, process.n_ranks)
+    device = choose_device(process)
+    began = time.perf_counter()
+    with start_ranks(process, device, lambda: _facts(run)):
+        mesh = build_mesh(plan.topology, process.rank, device)
+        start.seconds["ranks"] = time.perf_counter() - began
+        timeline = Timeline(build_clock(device))
+        try:
+            with start.timing("data"):
+                # Building the parts does it again, from the cache that is filled now.
+                if process.rank == 0:
+                    build_orders(run, plan, ("train", "valid"))
+            with start.timing("model"):
+                contender = _build(folder, run, plan, mesh, job, timeline)
+            found = measure(contender, job, timeline, mesh, folder)
+        except torch.OutOfMemoryError as error:
+            raise MachineError(
+                f"{run.name} does not fit into the memory of {_name(device)}: "
+                f"{str(error).splitlines()[0]}",
+                "a smaller train.micro_batch_size, parallel.recompute=block, or more ranks",
+            ) from None
+    if process.rank == 0:
+        start.seconds["first step"] = found.pop("first_step_seconds")
+        found |= {"device": _name(device), "startup_seconds": start.seconds}
+        (folder / RESULT).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _build(
+    folder: Path, run: Run, plan: Plan, mesh: Mesh, job: Job, timeline: Timeline
+) -> Contender:
+    if job.peer:
+        return TransformersTraining(run, plan, mesh.device, timeline)
+    return OurTraining(build_parts(folder, run, plan, mesh, timeline))
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """Gives what must be equal on all ranks; each may have random tokens in a folder of its own."""
+    text = render_run(run.model_copy(update={"data": Data()}))
+    return gather_facts(text, data_fingerprint(run))
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,25 @@
+"""How long a process takes to get going, told one thing after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Start:
+    """Seconds of what comes before the second step, one after the other.
+
+    Args:
+        spawned_at: when the process was asked for, seconds since 1970.
+    """
+
+    def __init__(self, spawned_at: float) -> None:
+        self.seconds = {"process": max(0.0, time.time() - spawned_at)}
+
+    @contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        """Times its block."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start

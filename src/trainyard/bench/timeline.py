@@ -1,0 +1,157 @@
+"""When each part of a training step begins, on the clock of the device that computes it.
+
+A step tells the process that watches it what it does, through `Pulse`; a `Timeline` is one that
+keeps the time as well, and learns from hooks where forward passes end. A step of two micro batches:
+
+    told by      pulse      hook      hook       hook      hook       pulse       the caller
+    part         data wait  forward   backward   forward   backward   optimizer   (end)
+    at, ms       0.0        0.1       5.1        15.2      20.2       30.3        34.0
+
+    so  data wait 0.1    forward 5.0 + 5.0    backward 10.1 + 10.1    optimizer 3.7
+
+On a GPU a mark is an event in the stream of kernels: nobody waits for it, the device is not kept
+from running behind the host, and what is measured is the device's time. "data wait" is then the
+time in which the device had nothing to do because the host was waiting for, or sending, data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.utils.hooks import RemovableHandle
+
+from trainyard.launch.pulse import Phase, Pulse
+
+DATA, FORWARD, BACKWARD, OPTIMIZER, END = "data wait", "forward", "backward", "optimizer", ""
+PARTS: Final = (DATA, FORWARD, BACKWARD, OPTIMIZER)
+PART_OF_PHASE: Final = {"data": DATA, "forward and backward": FORWARD, "update": OPTIMIZER}
+ANNOTATION: Final = "trainyard: "
+Mark = tuple[str, Any]
+"""The part that begins, and when."""
+
+
+class Clock(Protocol):
+    """Tells the time between two marks."""
+
+    def mark(self) -> Any:
+        """Notes the time."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Gives the time between two marks that have passed."""
+
+    def wait(self) -> None:
+        """Returns when all marks have passed."""
+
+
+class HostClock:
+    """The clock of a CPU."""
+
+    def mark(self) -> float:
+        """Notes the time."""
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        """Gives the time between two marks."""
+        return end - start
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+class DeviceClock:
+    """Events between the kernels of a GPU's current stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        """Notes the time at which the kernels so far will be done."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Gives the time between two events that have passed."""
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1000
+
+    def wait(self) -> None:
+        """Returns when the device has nothing left to do."""
+        torch.cuda.synchronize()
+
+
+def build_clock(device: torch.device) -> Clock:
+    """Gives the clock of a device."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+class Timeline(Pulse):
+    """Notes when parts of a step begin, while it is asked to.
+
+    Args:
+        clock: of the device that computes.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self._marks: list[Mark] | None = None
+        self._annotates = False
+        self._annotation: record_function | None = None
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """Is told by the training step what it does."""
+        super().enter(phase, step)
+        if phase in PART_OF_PHASE:
+            self.begin(PART_OF_PHASE[phase])
+
+    def begin(self, part: str) -> None:
+        """Ends the part before, and begins this one; `END` begins none."""
+        if self._marks is None:
+            return
+        self._marks.append((part, self.clock.mark()))
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
+            self._annotation = None
+        if self._annotates and part != END:
+            self._annotation = record_function(ANNOTATION + part)
+            self._annotation.__enter__()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def recording(
+        self, models: Iterable[nn.Module], *, annotates: bool = False
+    ) -> Iterator[list[Mark]]:
+        """Notes times inside its block, in the list that it yields.
+
+        Args:
+            models: the stages of a model, whose forward passes are told from backward ones.
+            annotates: name the parts in the trace of a profiler too.
+        """
+        marks: list[Mark] = []
+        self._marks, self._annotates = marks, annotates
+        handles = [handle for model in models for handle in self._watch(model)]
+        try:
+            yield marks
+        finally:
+            self.begin(END)
+            self._marks = None
+            for handle in handles:
+                handle.remove()
+
+    def add_up(self, marks: Iterable[Mark]) -> dict[str, float]:
+        """Gives the seconds of each part between marks that have passed."""
+        found = dict.fromkeys(PARTS, 0.0)
+        for (part, start), (_, end) in pairwise(marks):
+            if part != END:
+                found[part] += self.clock.seconds(start, end)
+        return found
+
+    def _watch(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        yield model.register_forward_pre_hook(lambda *_: self.begin(FORWARD))
+        # The stage that gives the loss has not finished its forward pass before that.
+        last = getattr(model, "cross_entropy", None) or model
+        yield last.register_forward_hook(lambda *_: self.begin(BACKWARD))

@@ -1,0 +1,50 @@
+"""One process of a contender, from the command line; nothing slow is imported before it is timed.
+
+    python -P -m trainyard.bench.worker FOLDER --spawned-at 1763755200.5 --attempt 0
+
+does what the folder says, as one rank, and leaves what it found there (`session.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from trainyard.bench.start import Start
+from trainyard.errors import UserError
+from trainyard.launch.environment import hide_secrets, read_process
+from trainyard.launch.local import end_with_parent
+from trainyard.log import build_logger
+
+logger = logging.getLogger("trainyard")
+
+
+def main() -> None:
+    """Runs one process, as `rounds` asks for it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--spawned-at", type=float, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    arguments = parser.parse_args()
+    start = Start(arguments.spawned_at)
+    build_logger(hide_secrets)
+    try:
+        # Ranks of one round must not hear those of the round before, who met at the same place.
+        process = replace(read_process(), attempt=arguments.attempt)
+        if process.parent_pipe is not None:
+            end_with_parent(process.parent_pipe)
+        if process.rank > 0:
+            logger.setLevel(logging.ERROR)
+        with start.timing("imports"):
+            from trainyard.bench.session import run_job
+        run_job(arguments.folder, process, start)
+    except UserError as error:
+        logger.error("error: %s", error)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

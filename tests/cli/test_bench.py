@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from trainyard.cli.bench import bench
+from trainyard.data.indexed import IndexedWriter
+from trainyard.errors import UserError
+
+PARTS = ["data wait", "forward", "backward", "optimizer", "communication"]
+STARTS = ["process", "imports", "config", "ranks", "data", "model", "first step", "total"]
+
+
+def run_bench(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(bench)
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def check_contender(record: dict[str, Any], contender: dict[str, Any]) -> None:
+    """What holds between the figures, whatever the machine does."""
+    run, spread = record["run"], contender["milliseconds_per_step"]
+    assert 0 < spread["p10"] <= spread["median"] <= spread["p90"]
+    steps = [ms for each in contender["rounds"] for ms in each["step_milliseconds"]]
+    assert len(steps) == record["steps"]["rounds"] * record["steps"]["timed"]
+    seconds = sum(steps) / 1000
+    samples = run["global_batch_size"] * len(steps)
+    assert contender["samples_per_second"] == pytest.approx(samples / seconds)
+    tokens = samples * run["model"]["sequence_length"] / record["n_ranks"]
+    assert contender["tokens_per_second_per_device"] == pytest.approx(tokens / seconds)
+    tflops = tokens / seconds * run["model_flops_per_token"] / 1e12
+    assert contender["tflops_per_second_per_device"] == pytest.approx(tflops)
+    assert contender["model_flops_utilisation"] is None
+    assert contender["hardware_flops_utilisation"] is None
+    assert contender["peak_memory_bytes"] > 50 * 2**20
+    split = contender["split"]
+    assert list(split["milliseconds"]) == PARTS
+    assert all(value >= 0 for value in split["milliseconds"].values())
+    assert sum(split["milliseconds"].values()) == pytest.approx(split["milliseconds_per_step"])
+    assert split["milliseconds"]["forward"] > 0
+    assert list(contender["startup_seconds"]) == STARTS
+    starts = list(contender["startup_seconds"].values())
+    assert sum(starts[:-1]) == pytest.approx(starts[-1])
+    assert 5.5 < contender["first_loss"] < 7  # the logarithm of a vocabulary of 512 is 6.24
+
+
+@pytest.mark.dist
+def test_a_run_on_one_rank_leaves_a_record_with_everything(folder: Path) -> None:
+    record = json.loads(
+        run_bench("tiny", "--ranks", "1", "--steps", "4", "--warm-up", "1", "--json")
+    )
+    assert list(record) == [
+        *("benchmark", "date", "command", "commit", "machine", "packages", "run", "n_ranks"),
+        *("layout", "data", "steps", "formulas", "contenders"),
+    ]
+    assert record["data"] == "random tokens"
+    assert record["steps"] == {"warm_up": 1, "timed": 4, "rounds": 1}
+    assert record["machine"]["device"] == "cpu"
+    assert record["packages"]["torch"]
+    (contender,) = record["contenders"]
+    assert list(contender) == [
+        *("name", "peer", "precision", "milliseconds_per_step", "samples_per_second"),
+        *("tokens_per_second_per_device", "tflops_per_second_per_device"),
+        *("model_flops_utilisation", "hardware_flops_utilisation", "peak_memory_bytes", "split"),
+        *("startup_seconds", "speed_over_first", "first_loss", "last_loss", "n_threads"),
+        *("profile", "rounds"),
+    ]
+    check_contender(record, contender)
+    assert contender["name"] == contender["precision"] == "fp32"
+    assert contender["split"]["milliseconds"]["communication"] == 0
+    assert contender["profile"] is None
+    (written,) = (folder / "runs" / "bench").iterdir()
+    assert json.loads(written.read_text()) == record
+    assert [path.name for path in folder.iterdir()] == ["runs"]
+
+
+@pytest.mark.dist
+def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
+    arguments = ["--ranks", "2", "--steps", "3-5", "--compare", "fp32,bf16", "--rounds", "1"]
+    table = run_bench("tiny", *arguments, "--output", "out/record.json", "--profile")
+    record = json.loads((folder / "out" / "record.json").read_text())
+    assert record["steps"] == {"warm_up": 2, "timed": 3, "rounds": 1}
+    assert record["n_ranks"] == record["layout"]["shard"] == 2
+    first, second = record["contenders"]
+    assert [each["precision"] for each in (first, second)] == ["fp32", "bf16"]
+    for contender in (first, second):
+        check_contender(record, contender)
+        assert contender["split"]["milliseconds"]["communication"] > 0
+        assert contender["profile"]["host_waits_per_step"] == {}
+    assert first["speed_over_first"] == {"median": 1.0, "lowest": 1.0, "highest": 1.0}
+    medians = [each["milliseconds_per_step"]["median"] for each in (first, second)]
+    assert second["speed_over_first"]["median"] == pytest.approx(medians[0] / medians[1])
+    # The same weights and tokens.
+    assert first["first_loss"] == pytest.approx(second["first_loss"], rel=1e-3)
+    names = [
+        f"record-{kind}-{what}"
+        for kind in ("bf16", "fp32")
+        for what in ("operators.txt", "trace.json")
+    ]
+    assert sorted(path.name for path in (folder / "out").iterdir()) == [*names, "record.json"]
+    lines = table.splitlines()
+    assert lines[0].startswith("tiny: 136,960 parameters, 8 sequences of 64 tokens a step")
+    assert lines[1].startswith("2 ranks on cpu; ")
+    assert lines[2] == "3 steps after 2 of warm-up"
+    titles = [line[:30].strip() for line in lines if line]
+    for title in ("ms/step, median", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "HFU", "peak memory"):
+        assert title in titles
+    assert any(line.split() == ["fp32", "bf16"] for line in lines)
+
+
+@pytest.mark.dist
+def test_a_run_with_data_reads_its_own_and_a_peer_reads_the_same(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    with IndexedWriter(folder / "corpus", np.dtype(np.uint16)) as writer:
+        for start in range(50):
+            writer.add_document(np.arange(start, start + 200, dtype=np.uint16))
+    arguments = ["--against", "gpt2-transformers", "--rounds", "1", "--steps", "3", "--ranks", "1"]
+    overrides = ["data.blend.prefixes=['corpus']", "model.dropout=0.0", "train.length='9 steps'"]
+    record = json.loads(run_bench("tiny", *overrides, *arguments, "--json"))
+    assert record["data"] == "the run's token files"
+    ours, theirs = record["contenders"]
+    assert [ours["peer"], theirs["peer"]] == [None, "gpt2-transformers"]
+    for contender in (ours, theirs):
+        check_contender(record, contender)
+    # The steps between have learnt: both the same.
+    assert ours["last_loss"] < ours["first_loss"]
+    assert theirs["first_loss"] == pytest.approx(ours["first_loss"], rel=2e-6)
+    assert theirs["last_loss"] == pytest.approx(ours["last_loss"], rel=2e-6)
+    assert (folder / "runs" / "cache").is_dir()  # where train would keep the order too
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "hint"),
+    [
+        (["--steps", "10-5"], "--steps 10-5 is not a range of steps", "--steps 5-10 times"),
+        (["--compare", "fp32,fp31"], "'fp31' is no precision", "fp32, fp16, bf16"),
+        (["--compare", "fp32,fp32"], "'fp32' stands there twice", "each at most once"),
+        (["--ranks", "3"], "cannot be divided", "nearest that works"),
+        (["--against", "gpt3"], "--against 'gpt3' is no peer", "gpt2-transformers"),
+        (["parallel.tensor=3"], "must be divisible by parallel.tensor=3", "parallel.tensor="),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    folder: Path, arguments: list[str], problem: str, hint: str
+) -> None:
+    ranks = [] if "--ranks" in arguments else ["--ranks", "1"]
+    with pytest.raises(UserError) as error:
+        run_bench("tiny", *ranks, *arguments)
+    assert problem in str(error.value)
+    assert hint in str(error.value)
+    assert error.value.exit_code == 2
+    assert list(folder.iterdir()) == []
+
+
+def test_ranks_are_said_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(UserError, match="--ranks 2: a launcher has started 2 ranks already"):
+        run_bench("tiny", "--ranks", "2")
+
+
+@pytest.mark.dist
+def test_what_a_process_refuses_ends_with_its_code(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match="rank 0 of 1 ended with code 2") as error:
+        run_bench("tiny", "data.blend.prefixes=['nowhere']", "--ranks", "1")
+    assert error.value.exit_code == 2
+    assert "nowhere.bin" in capfd.readouterr().err
