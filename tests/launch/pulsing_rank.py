@@ -143,10 +143,12 @@ def main() -> None:
     process = read_process()
     be_watched(process)
     try:
-        sys.exit(train(process, Path(sys.argv[1]), json.loads(sys.argv[2])))
+        code = train(process, Path(sys.argv[1]), json.loads(sys.argv[2]))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
-        sys.exit(error.exit_code)
+        code = error.exit_code
+    sys.stderr.flush()
+    os._exit(code)  # as the real one: the others see at once that it has left
 
 
 if __name__ == "__main__":

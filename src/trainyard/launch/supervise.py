@@ -231,6 +231,8 @@ class _Attempt:
     def _agree_on_code(self) -> _Outcome:
         codes = {worker.running.returncode for worker in self.workers}
         is_failure = any(worker.is_victim for worker in self.workers)
+        if is_failure:
+            self._let_the_culprit_speak()
         if self.received and min(codes) < 0:  # it ended at once
             code = EXIT_HOLD if signal.SIGINT in self.received else EXIT_REQUEUE
             return _Outcome(code, is_failure=False)
@@ -239,6 +241,14 @@ class _Attempt:
         if not first.is_victim:
             self._name(first)
         return _Outcome(code, is_failure and code != EXIT_HOLD)
+
+    def _let_the_culprit_speak(self) -> None:
+        """Waits for another parent to tell of its worker: a launcher ends all when one ends."""
+        deadline = time.monotonic() + TESTIMONY_SECONDS
+        while self.job.is_launched and not self.received and time.monotonic() < deadline:
+            if any(seen.has_ended for seen in self.witnesses.hear()):
+                return
+            time.sleep(POLL_SECONDS)
 
     def _pass_signals(self, now: float) -> None:
         while len(self.told_at) < len(self.received):
