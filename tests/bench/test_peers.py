@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from trainyard.bench.measure import OurTraining
-from trainyard.bench.peers import TransformersTraining, refuse_peer
+from trainyard.bench.megatron_core import leave_group
+from trainyard.bench.peers import build_peer, refuse_peer
 from trainyard.bench.timeline import Timeline
 from trainyard.config.load import load_run
 from trainyard.errors import ConfigError, LaunchError, MachineError
@@ -14,38 +19,84 @@ from trainyard.train.state import Parts
 Build = Callable[..., tuple[Parts, Timeline]]
 
 
+DROPOUT_FREE = ("model.dropout=0.0", "model.vocabulary_size=512")
+
+
 @pytest.mark.parametrize("overrides", [(), ("model.tied_embeddings=false", "model.d_ff=128")])
-def test_transformers_trains_as_ours_does(build: Build, overrides: tuple[str, ...]) -> None:
-    pytest.importorskip("transformers")
-    parts, timeline = build("model.dropout=0.0", "model.vocabulary_size=500", *overrides)
+@pytest.mark.parametrize("peer", ["gpt2-transformers", "plain-torch"])
+def test_a_peer_trains_as_ours_does(build: Build, peer: str, overrides: tuple[str, ...]) -> None:
+    pytest.importorskip({"gpt2-transformers": "transformers"}.get(peer, "torch"))
+    check_same_losses(peer, *build(*DROPOUT_FREE, *overrides))
+
+
+@pytest.mark.filterwarnings("default")  # it warns of what it misses
+def test_megatron_core_trains_as_ours_does(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    bring_megatron_to_the_cpu(monkeypatch)
+    try:  # its clipping and its recomputation insist on CUDA
+        check_same_losses("megatron-core", *build(*DROPOUT_FREE, "optimizer.clip_norm=inf"))
+    finally:
+        leave_group()
+
+
+def check_same_losses(peer: str, parts: Parts, timeline: Timeline) -> None:
     ours = OurTraining(parts)
-    theirs = TransformersTraining(parts.run, parts.plan, parts.device, timeline)
+    theirs = build_peer(peer, parts.run, parts.plan, parts.device, timeline)
     for _ in range(4):
         assert theirs.step().item() == pytest.approx(ours.step().item(), rel=2e-6)
 
 
-def test_transformers_tells_the_same_parts(build: Build) -> None:
-    pytest.importorskip("transformers")
+@pytest.mark.parametrize("peer", ["gpt2-transformers", "plain-torch"])
+def test_a_peer_tells_the_same_parts(build: Build, peer: str) -> None:
+    pytest.importorskip({"gpt2-transformers": "transformers"}.get(peer, "torch"))
     parts, timeline = build()
-    theirs = TransformersTraining(parts.run, parts.plan, parts.device, timeline)
+    theirs = build_peer(peer, parts.run, parts.plan, parts.device, timeline)
     theirs.step()
     with timeline.recording(theirs.models) as marks:
         theirs.step()
     assert all(seconds > 0 for seconds in timeline.add_up(marks).values())
 
 
+def test_transformers_knows_no_padding(build: Build) -> None:
+    pytest.importorskip("transformers")
+    parts, timeline = build("model.dropout=0.0", "model.vocabulary_size=500")
+    theirs = build_peer("gpt2-transformers", parts.run, parts.plan, parts.device, timeline)
+    ours = OurTraining(parts)
+    assert theirs.step().item() == pytest.approx(ours.step().item(), rel=2e-6)
+
+
+def bring_megatron_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets it take memory on the CPU where it names CUDA; its mathematics stays as it is."""
+    pytest.importorskip("megatron.core")
+    from megatron.core import tensor_parallel
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    for name in ("tensor", "zeros"):
+        make = getattr(torch, name)
+
+        def make_here(*arguments: Any, make: Any = make, **options: Any) -> Any:
+            if options.get("device") == "cuda":
+                options["device"] = "cpu"
+            return make(*arguments, **options)
+
+        monkeypatch.setattr(torch, name, make_here)
+    monkeypatch.setattr(tensor_parallel, "model_parallel_cuda_manual_seed", lambda _seed: None)
+    no_tracker = SimpleNamespace(fork=nullcontext)
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: no_tracker)
+
+
 @pytest.mark.parametrize(
     ("peer", "overrides", "n_ranks", "kind", "problem"),
     [
         ("nanogpt", [], 1, ConfigError, "--against 'nanogpt' is no peer"),
-        ("megatron-core", [], 1, MachineError, "--against megatron-core: this version has no"),
+        ("megatron-core", [], 1, MachineError, "--against megatron-core"),
+        ("plain-torch", [], 2, LaunchError, "--against plain-torch trains on one rank"),
         ("gpt2-transformers", [], 2, LaunchError, "--against gpt2-transformers trains on one rank"),
         (
             "gpt2-transformers",
-            ["precision.kind=fp8"],
+            ["precision.kind=fp16"],
             1,
             ConfigError,
-            "precision.kind='fp8' is none",
+            "precision.kind='fp16' is none",
         ),
     ],
 )

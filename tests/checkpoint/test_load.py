@@ -63,8 +63,8 @@ def test_padding_rows_may_differ_vocabulary_rows_may_not(checkpoint, tensors):
 def test_a_tensor_of_another_model_is_named(checkpoint):
     with pytest.raises(CheckpointError, match=r"has no tensor 'model\.blocks\.9\.mlp\.up\.bias'"):
         load_into(checkpoint, {"model.blocks.9.mlp.up.bias": torch.zeros(3)}, 512)
-    wrong = {"model.final_norm.bias": torch.zeros(16, dtype=torch.bfloat16)}
-    with pytest.raises(CheckpointError, match="is float32; this run needs bfloat16") as raised:
+    wrong = {"model.final_norm.bias": torch.zeros(16, dtype=torch.float16)}
+    with pytest.raises(CheckpointError, match="is float32; this run needs float16") as raised:
         load_into(checkpoint, wrong, 512)
     assert "'model.final_norm.bias'" in str(raised.value)
 

@@ -14,7 +14,8 @@ import pytest
 from tests.train.conftest import token_prefix
 
 from trainyard.config.load import load_run
-from trainyard.train.worker import run_worker, write_run_folder
+from trainyard.train.run_folder import write_run_folder
+from trainyard.train.worker import run_worker
 
 from .slurm import Slurm
 

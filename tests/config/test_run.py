@@ -148,6 +148,8 @@ IMPOSSIBLE = [
 ]
 
 
+FP8 = "model.n_layers=4; precision.kind=fp8"
+LOW_BIT = "model.n_layers=4; precision.kind=fp8_lowbit"
 REFUSED_LAYOUTS = [  # the whole sentence
     (
         "model.n_heads=4; parallel.tensor=8",
@@ -240,6 +242,61 @@ REFUSED_LAYOUTS = [  # the whole sentence
         "replica; nearest that works: parallel.zero_stage=1, or parallel.replicas=1",
     ),
     (
+        "precision.kind=fp8",
+        "precision.fp8.precise_blocks=1 of the first and of the last blocks are all of "
+        "model.n_layers=2: none multiplies in fp8; nearest that works: "
+        'precision.fp8.precise_blocks=0, or precision.kind="bf16"',
+    ),
+    (
+        f"{FP8}; model.d_ff=264",
+        "model.d_ff=264 must be divisible by 16 x parallel.tensor=1 when precision.kind is 'fp8': "
+        "products in fp8 are of multiples of 16; nearest that works: model.d_ff=256, or "
+        'precision.kind="bf16"',
+    ),
+    (
+        f"{FP8}; model.d_model=96; parallel.tensor=4",
+        "model.d_model=96 must be divisible by 16 x parallel.tensor=4 when precision.kind is "
+        "'fp8': products in fp8 are of multiples of 16; nearest that works: parallel.tensor=2, or "
+        'model.d_model=64, or precision.kind="bf16"',
+    ),
+    (
+        f"{FP8}; train.micro_batch_size=1; model.sequence_length=56; parallel.context=2",
+        "train.micro_batch_size=1 x model.sequence_length=56 must be divisible by 16 x "
+        "parallel.context=2 when precision.kind is 'fp8': products in fp8 are of multiples of 16; "
+        'nearest that works: model.sequence_length=64, or precision.kind="bf16"',
+    ),
+    (
+        f"{FP8}; precision.fp8.scaling=rowwise; precision.fp8.all_gather=true",
+        "precision.fp8.all_gather=true cannot stand with precision.fp8.scaling='rowwise': a "
+        "product and its gradient scale a weight along different rows; nearest that works: "
+        'precision.fp8.scaling="tensorwise", or precision.fp8.all_gather=false',
+    ),
+    (
+        f"{FP8}; parallel.pipeline=2; parallel.schedule=zero_bubble; train.compile=never",
+        "precision.kind='fp8' cannot stand with parallel.schedule='zero_bubble': it splits the "
+        "backward pass, and each part would compute both gradients of a product, which takes "
+        'longer than the bubble; nearest that works: parallel.schedule="1f1b", or '
+        'precision.kind="bf16"',
+    ),
+    (
+        f"{LOW_BIT}; parallel.zero_stage=0",
+        "parallel.zero_stage=0 cannot stand with precision.kind='fp8_lowbit': gradients travel as "
+        "codes, which an all-reduce cannot add up; nearest that works: parallel.zero_stage=1, or "
+        'precision.kind="fp8"',
+    ),
+    (
+        f"{LOW_BIT}; model.d_model=64; parallel.tensor=4",
+        "model.d_model=64 must be divisible by 32 x parallel.tensor=4 when precision.kind is "
+        "'fp8_lowbit': 32 columns of a rank's part share a scale; nearest that works: "
+        'parallel.tensor=2, or model.d_model=128, or precision.kind="bf16"',
+    ),
+    (
+        f"{LOW_BIT}; model.d_ff=272",
+        "model.d_ff=272 must be divisible by 32 x parallel.tensor=1 when precision.kind is "
+        "'fp8_lowbit': 32 columns of a rank's part share a scale; nearest that works: "
+        'model.d_ff=256, or precision.kind="bf16"',
+    ),
+    (
         "train.micro_batch_size=4; train.global_batch_size=6",
         "train.global_batch_size=6 must be divisible by train.micro_batch_size=4; nearest that "
         "works: train.micro_batch_size=3, or train.global_batch_size=4",
@@ -291,6 +348,7 @@ def test_what_cannot_be_is_said(overrides: str, message: str) -> None:
         "parallel.schedule=zero_bubble",
         "parallel.context_method=ring",  # without effect when parallel.context=1
         "parallel.zero_stage=2",
+        "precision.fp8.precise_blocks=9",  # without effect where precision.kind=bf16
         "train.batch_ramp={start=8,increment=3,length='99 tokens'}",  # no increments
     ],
 )

@@ -32,8 +32,8 @@ from trainyard.data.preparation.prepare import prepare
 from trainyard.data.tokenizer import train_tokenizer
 from trainyard.launch.environment import Process, rank_environment
 from trainyard.train import worker
+from trainyard.train.run_folder import write_run_folder
 from trainyard.train.stop import Ending, Stop
-from trainyard.train.worker import write_run_folder
 
 pytestmark = pytest.mark.dist
 

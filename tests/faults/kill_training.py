@@ -36,7 +36,7 @@ from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.config.load import load_run
 from trainyard.errors import CheckpointError
 from trainyard.launch.pulse import Phase
-from trainyard.train.worker import write_run_folder
+from trainyard.train.run_folder import write_run_folder
 
 N_STEPS = 16
 LAYOUTS = {

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from trainyard.config.run import Run
@@ -22,8 +21,10 @@ class Row:
     data: int = 1
     model: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float64
+    computed_in: str = "fp64"
     precision: dict[str, Any] = field(default_factory=dict)
+    bound: str = ""
+    """What allows for more than the precision does."""
 
     @property
     def n_ranks(self) -> int:
@@ -60,13 +61,12 @@ class Row:
                 # Adam would make a full step in the direction of that noise.
                 "optimizer": {"learning_rate": 1e-2, "clip_norm": 0.5, "epsilon": 1e-3},
                 "schedule": {"warmup": "2 steps", "decay": "10 steps", "cooldown": "1 steps"},
-                "precision": {"kind": "bf16" if self.dtype == torch.bfloat16 else "fp32"}
-                | self.precision,
+                "precision": {"kind": "fp32"} | self.precision,
                 "parallel": parallel,
             }
         )
 
 
-def train_rank(run: Run, n_ranks: int, dtype: torch.dtype) -> Outcome:
+def train_rank(run: Run, n_ranks: int, precision: str) -> Outcome:
     """Trains in this process, one of `n_ranks` that `run_ranks` has started."""
-    return train_three_steps(run, dist.get_rank(), n_ranks, dtype)
+    return train_three_steps(run, dist.get_rank(), n_ranks, precision)

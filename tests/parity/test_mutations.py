@@ -19,6 +19,7 @@ from torch import Tensor
 from trainyard.model.gpt import GPT
 from trainyard.optim import clip
 from trainyard.parallel import mesh, replica, tensor
+from trainyard.parallel.placement import local_part
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.train import parity, step
 from trainyard.train.parity import BOUNDS, Outcome, compare
@@ -66,7 +67,7 @@ def unsynced_tied_embedding(patch: pytest.MonkeyPatch) -> None:
 def clipped_by_the_local_norm(patch: pytest.MonkeyPatch) -> None:
     def local(self: Any, held: replica.Replica, *arguments: Any) -> clip.Totals:
         right = clip.add_up(self, held, *arguments)
-        squares = [clip.local_part(each.gradient).square().sum() for each in self.held]
+        squares = [each.gradient.square().sum() for each in self.held]
         return replace(right, norm=torch.stack(squares).sum().sqrt() * right.multiplier)
 
     patch.setattr(step, "add_up", local)
@@ -108,7 +109,7 @@ def mean_of_means(patch: pytest.MonkeyPatch) -> None:
         n_ranks = held.mesh.topology.data
         share = n_labelled * n_ranks / n_expected
         for each in held.held:
-            clip.local_part(each.gradient).div_(share)
+            each.gradient.div_(share)
         return right(held, loss / share, n_expected // n_ranks, n_expected)
 
     patch.setattr(step, "add_up", wrong)
@@ -134,9 +135,7 @@ def stale_shard(patch: pytest.MonkeyPatch) -> None:
     right = step.apply_update
 
     def wrong(optimizer: torch.optim.AdamW, *arguments: Any) -> Tensor:
-        parameters = [
-            clip.local_part(p) for group in optimizer.param_groups for p in group["params"]
-        ]
+        parameters = [local_part(p) for group in optimizer.param_groups for p in group["params"]]
         before = [parameter.detach().clone() for parameter in parameters]
         skipped = right(optimizer, *arguments)
         if dist.is_initialized() and dist.get_rank() == 1:
@@ -170,11 +169,11 @@ def test_a_fault_is_seen(
     record_property: Callable[[str, object], None],
 ) -> None:
     patch, row = FAULTS[name]
-    alone = partial(train_rank, row.build_run(cut=False), 1, row.dtype)
+    alone = partial(train_rank, row.build_run(cut=False), 1, row.computed_in)
     (reference,) = run_ranks(1, alone)
     patch(monkeypatch)
-    cut = partial(train_rank, row.build_run(), row.n_ranks, row.dtype)
+    cut = partial(train_rank, row.build_run(), row.n_ranks, row.computed_in)
     difference = compare(reference, run_ranks(row.n_ranks, cut))
     record_property("difference", f"{difference}")
     seen = max(difference.worst, difference.between_ranks)
-    assert seen > 1e4 * BOUNDS[row.dtype], difference
+    assert seen > 1e4 * BOUNDS[row.computed_in], difference

@@ -12,8 +12,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
+from tests.precision.by_hand import build_product_by_hand
 
+from trainyard.config.run import Fp8
+from trainyard.precision import float8
 from trainyard.train.parity import BOUNDS, Outcome, compare
 
 from .layouts import Row, train_rank
@@ -22,9 +24,13 @@ pytestmark = pytest.mark.dist
 
 UNTIED = {"tied_embeddings": False}
 DROPOUT = {"dropout": 0.2}
+LONG, WIDE = {"sequence_length": 32}, {"d_model": 64}
 FP16 = {"kind": "fp16"}
+PRODUCTS = {"kind": "fp8", "fp8": {"emulate": True, "precise_blocks": 0}}
+SCALES_BOUND = 1e-5
+GATHER, ROWWISE = {"fp8": {"all_gather": True}}, {"fp8": {"scaling": "rowwise"}}
 RAMP = {"batch_ramp": {"start": 4, "increment": 4, "length": "8 sequences"}}
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+F32, F16, BF16, FP8, LOW_BIT = "fp32", "fp16", "bf16", "fp8", "fp8_lowbit"
 
 
 def layout(**parallel: Any) -> dict[str, Any]:
@@ -127,31 +133,86 @@ TABLE = {
         SP2 | Z1, data=2, train={"compile": "always"}, model=DROPOUT
     ),
     # The precisions of training.
-    "fp32 dp2 zero 3": Row(Z3, data=2, dtype=F32, model=DROPOUT),
-    "fp32 tp2 sequence": Row(SP2, dtype=F32, model=DROPOUT),
-    "fp32 dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, dtype=F32, model=DROPOUT),
-    "fp32 cp2 ring": Row(RING2, dtype=F32),
-    "fp32 pp2 zero bubble": Row(ZERO_BUBBLE, dtype=F32),
-    "bf16 dp2 zero 1": Row(Z1, data=2, dtype=BF16, model=DROPOUT),
-    "bf16 dp2 zero 3": Row(Z3, data=2, dtype=BF16, model=DROPOUT),
-    "bf16 tp2 sequence": Row(SP2, dtype=BF16, model=DROPOUT),
-    "bf16 pp2": Row(PP2, dtype=BF16, model=DROPOUT),
-    "bf16 cp2 ulysses": Row(ULYSSES2, dtype=BF16, model=DROPOUT),
-    "bf16 dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, dtype=BF16, model=DROPOUT),
-    "fp16 dp2": Row(data=2, dtype=F16, model=DROPOUT),
-    "fp16 dp2 zero 1": Row(Z1, data=2, dtype=F16, model=DROPOUT),
-    "fp16 dp2 zero 2": Row(Z2, data=2, dtype=F16, model=DROPOUT),
-    "fp16 dp2 zero 3, recompute": Row(Z3 | BLOCK, data=2, dtype=F16, model=DROPOUT),
-    "fp16 hybrid 2x2 zero 3": Row(HYBRID | Z3, data=4, dtype=F16, model=DROPOUT),
-    "fp16 tp2": Row(TP2, dtype=F16, model=DROPOUT),
-    "fp16 tp2 sequence": Row(SP2, dtype=F16, model=DROPOUT),
-    "fp16 pp2 1f1b": Row(PP2, dtype=F16, model=DROPOUT),
-    "fp16 pp2 interleaved, untied": Row(INTERLEAVED, dtype=F16, model=DROPOUT | UNTIED),
-    "fp16 pp2 zero bubble": Row(ZERO_BUBBLE, dtype=F16, model=DROPOUT),
-    "fp16 cp2 ulysses": Row(ULYSSES2, dtype=F16, model=DROPOUT),
-    "fp16 cp2 ring": Row(RING2, dtype=F16),
-    "fp16 dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, dtype=F16, model=DROPOUT),
-    "fp16 dp2 tp2 pp2 sequence zero 3": Row(SP2 | PP2 | Z3, data=2, dtype=F16, model=DROPOUT),
+    "fp32 dp2 zero 3": Row(Z3, data=2, computed_in=F32, model=DROPOUT),
+    "fp32 tp2 sequence": Row(SP2, computed_in=F32, model=DROPOUT),
+    "fp32 dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, computed_in=F32, model=DROPOUT),
+    "fp32 cp2 ring": Row(RING2, computed_in=F32),
+    "fp32 pp2 zero bubble": Row(ZERO_BUBBLE, computed_in=F32),
+    "bf16 dp2 zero 1": Row(Z1, data=2, computed_in=BF16, model=DROPOUT),
+    "bf16 dp2 zero 3": Row(Z3, data=2, computed_in=BF16, model=DROPOUT),
+    "bf16 tp2 sequence": Row(SP2, computed_in=BF16, model=DROPOUT),
+    "bf16 pp2": Row(PP2, computed_in=BF16, model=DROPOUT),
+    "bf16 cp2 ulysses": Row(ULYSSES2, computed_in=BF16, model=DROPOUT),
+    "bf16 dp2 tp2 pp2 sequence zero 1": Row(
+        SP2 | PP2 | Z1, data=2, computed_in=BF16, model=DROPOUT
+    ),
+    "fp16 dp2": Row(data=2, computed_in=F16, model=DROPOUT),
+    "fp16 dp2 zero 1": Row(Z1, data=2, computed_in=F16, model=DROPOUT),
+    "fp16 dp2 zero 2": Row(Z2, data=2, computed_in=F16, model=DROPOUT),
+    "fp16 dp2 zero 3, recompute": Row(Z3 | BLOCK, data=2, computed_in=F16, model=DROPOUT),
+    "fp16 hybrid 2x2 zero 3": Row(HYBRID | Z3, data=4, computed_in=F16, model=DROPOUT),
+    "fp16 tp2": Row(TP2, computed_in=F16, model=DROPOUT),
+    "fp16 tp2 sequence": Row(SP2, computed_in=F16, model=DROPOUT),
+    "fp16 pp2 1f1b": Row(PP2, computed_in=F16, model=DROPOUT),
+    "fp16 pp2 interleaved, untied": Row(INTERLEAVED, computed_in=F16, model=DROPOUT | UNTIED),
+    "fp16 pp2 zero bubble": Row(ZERO_BUBBLE, computed_in=F16, model=DROPOUT),
+    "fp16 cp2 ulysses": Row(ULYSSES2, computed_in=F16, model=DROPOUT),
+    "fp16 cp2 ring": Row(RING2, computed_in=F16),
+    "fp16 dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, computed_in=F16, model=DROPOUT),
+    "fp16 dp2 tp2 pp2 sequence zero 3": Row(SP2 | PP2 | Z3, data=2, computed_in=F16, model=DROPOUT),
+    # The product of fewer tokens or columns than 16 is refused.
+    "fp8 dp2": Row(data=2, computed_in=FP8, model=DROPOUT),
+    "fp8 dp2 zero 1": Row(Z1, data=2, computed_in=FP8, model=DROPOUT),
+    "fp8 dp2 zero 2": Row(Z2, data=2, computed_in=FP8, model=DROPOUT),
+    "fp8 dp2 zero 3, gather, recompute": Row(
+        Z3 | BLOCK, data=2, computed_in=FP8, precision=GATHER, model=DROPOUT
+    ),
+    "fp8 hybrid 2x2 zero 3": Row(HYBRID | Z3, data=4, computed_in=FP8, model=DROPOUT),
+    "fp8 tp2": Row(TP2, computed_in=FP8, model=DROPOUT),
+    "fp8 tp2 sequence, recompute attention": Row(SP2 | ATTENTION, computed_in=FP8, model=DROPOUT),
+    "fp8 tp4, untied": Row(TP4, computed_in=FP8, model=UNTIED | WIDE),
+    "fp8 pp2 1f1b": Row(PP2, computed_in=FP8, model=DROPOUT),
+    "fp8 pp2 interleaved, untied": Row(INTERLEAVED, computed_in=FP8, model=DROPOUT | UNTIED),
+    "fp8 cp2 ulysses": Row(ULYSSES2, computed_in=FP8, model=DROPOUT | LONG),
+    "fp8 cp2 ring": Row(RING2, computed_in=FP8, model=LONG),
+    "fp8 dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, computed_in=FP8, model=DROPOUT),
+    "fp8 dp2 tp2 cp2 sequence zero 3": Row(
+        SP2 | ULYSSES2 | Z3, data=2, computed_in=FP8, model=DROPOUT | LONG
+    ),
+    "fp8 rowwise dp2 zero 3": Row(Z3, data=2, computed_in=FP8, precision=ROWWISE, model=DROPOUT),
+    "fp8 rowwise tp2 sequence": Row(SP2, computed_in=FP8, precision=ROWWISE, model=DROPOUT),
+    "fp8 rowwise cp2 ulysses": Row(ULYSSES2, computed_in=FP8, precision=ROWWISE, model=LONG),
+    # Gradients of ranks are rounded before they are added up, and a part has 32 columns at least.
+    "low bit dp2 zero 1": Row(Z1, data=2, computed_in=LOW_BIT, model=DROPOUT),
+    "low bit dp2 zero 3, gather, recompute": Row(
+        Z3 | BLOCK, data=2, computed_in=LOW_BIT, precision=GATHER, model=DROPOUT
+    ),
+    "low bit dp3 uneven shards zero 2": Row(
+        Z2, data=3, computed_in=LOW_BIT, train={"global_batch_size": 6}
+    ),
+    "low bit hybrid 2x2 zero 2": Row(HYBRID | Z2, data=4, computed_in=LOW_BIT, model=DROPOUT),
+    "low bit tp2 sequence": Row(SP2, computed_in=LOW_BIT, model=DROPOUT | WIDE),
+    "low bit pp2 interleaved, untied": Row(
+        INTERLEAVED, computed_in=LOW_BIT, model=DROPOUT | UNTIED
+    ),
+    "low bit cp2 ring zero 3": Row(RING2 | Z3, computed_in=LOW_BIT, model=LONG),
+    "low bit dp2 tp2 pp2 sequence zero 1": Row(
+        SP2 | PP2 | Z1, data=2, computed_in=LOW_BIT, model=DROPOUT | WIDE
+    ),
+    # In fp64 but for numbers rounded to fp8. What other ranks have may change the scale by which
+    # the smallest of them are rounded, where layers or sequences are cut.
+    "products in fp8, dp2 zero 1": Row(Z1, data=2, precision=PRODUCTS, model=DROPOUT),
+    "products in fp8, dp2 pp2 interleaved zero 3": Row(
+        INTERLEAVED | Z3, data=2, precision=PRODUCTS, model=DROPOUT
+    ),
+    "products in fp8, tp2": Row(TP2, precision=PRODUCTS, bound="scales", model=DROPOUT),
+    "products in fp8, tp2 sequence, recompute": Row(
+        SP2 | ATTENTION, precision=PRODUCTS, bound="scales", model=DROPOUT
+    ),
+    "products in fp8, cp2 ring": Row(RING2, precision=PRODUCTS, bound="scales", model=LONG),
+    "products in fp8, dp2 tp2 cp2 sequence zero 3": Row(
+        SP2 | ULYSSES2 | Z3, data=2, precision=PRODUCTS, bound="scales", model=DROPOUT | LONG
+    ),
     # In fp64 no scale overflows: it must cancel out.
     "loss scale, dp2 tp2 pp2 sequence zero 1": Row(
         SP2 | PP2 | Z1, data=2, precision=FP16, model=DROPOUT
@@ -172,13 +233,19 @@ def test_a_layout_computes_what_one_device_computes(
     run_ranks: Callable[..., list[Outcome]],
     references: dict[str, Outcome],
     record_property: Callable[[str, object], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     row = TABLE[name]
+    if row.computed_in in (FP8, LOW_BIT):
+        float8.build_product(Fp8())  # imports torchao before the ranks are forked
+    if row.precision is PRODUCTS:
+        monkeypatch.setattr(float8, "build_product", build_product_by_hand)
     alone, cut = row.build_run(cut=False), row.build_run()
-    key = f"{alone.model_dump_json()} {row.dtype}"
+    key = f"{alone.model_dump_json()} {row.computed_in}"
     if key not in references:
-        (references[key],) = run_ranks(1, partial(train_rank, alone, 1, row.dtype))
-    outcomes = run_ranks(row.n_ranks, partial(train_rank, cut, row.n_ranks, row.dtype))
+        (references[key],) = run_ranks(1, partial(train_rank, alone, 1, row.computed_in))
+    outcomes = run_ranks(row.n_ranks, partial(train_rank, cut, row.n_ranks, row.computed_in))
     difference = compare(references[key], outcomes)
     record_property("difference", f"{difference}")
-    assert difference.is_within(BOUNDS[row.dtype]), difference
+    bound = SCALES_BOUND if row.bound == "scales" else BOUNDS[row.computed_in]
+    assert difference.is_within(bound), difference

@@ -16,7 +16,7 @@ from trainyard.config.load import load_run, preset_names
 from trainyard.config.run import Run
 from trainyard.plan.rehearsal import Rehearsal, plan_rehearsal
 from trainyard.train.parity import BOUNDS, Difference, Outcome, compare, train_three_steps
-from trainyard.train.rehearsal import DTYPES, precisions_of
+from trainyard.train.rehearsal import precisions_of
 
 pytestmark = pytest.mark.dist
 
@@ -37,7 +37,7 @@ def key_of(rehearsal: Rehearsal) -> str:
 
 def train_all(runs: Sequence[Run], n_ranks: int, precisions: Sequence[str]) -> list[Outcome]:
     rank = dist.get_rank()
-    return [train_three_steps(run, rank, n_ranks, DTYPES[p]) for p in precisions for run in runs]
+    return [train_three_steps(run, rank, n_ranks, p) for p in precisions for run in runs]
 
 
 def differences_of(
@@ -92,7 +92,7 @@ def test_every_recipe_and_preset_computes_what_one_device_computes(
             record_property("difference", f"{differences[0]}  {precision}")
     for precision in precisions_of(run):
         for difference in known[key][precision]:
-            assert difference.is_within(BOUNDS[DTYPES[precision]]), (precision, difference)
+            assert difference.is_within(BOUNDS[precision]), (precision, difference)
 
 
 FIVE_AXES = ["parallel.pipeline=2", "parallel.tensor=2", "parallel.context=2", "model.dropout=0.1"]
@@ -126,4 +126,4 @@ def test_layouts_that_no_recipe_has(
     differences = differences_of(run_ranks, rehearsal, ["fp64"])["fp64"]
     assert len(differences) == n_layouts
     for layout, difference in zip(rehearsal.layouts, differences, strict=True):
-        assert difference.is_within(BOUNDS[DTYPES["fp64"]]), (layout.parallel, difference)
+        assert difference.is_within(BOUNDS["fp64"]), (layout.parallel, difference)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trainyard.config.run import Run
 from trainyard.data.loader import Loader
-from trainyard.optim.adamw import build_adamw
+from trainyard.optim.adamw import build_optimizer
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.replica import Replica
 from trainyard.plan.batches import BatchSchedule
@@ -58,7 +58,7 @@ def build_small_parts(n_ranks: int = 1, **sections: dict[str, Any]) -> Parts:
         plan=plan,
         batches=batches,
         replica=replica,
-        optimizer=build_adamw([held.parameter for held in replica.held], run.optimizer),
+        optimizer=build_optimizer(replica, run),
         train_data=cast(Loader, RandomBatches(run, batches, mesh.data_share)),
         valid_order=None,
         tokenizer=None,

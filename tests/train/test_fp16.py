@@ -23,10 +23,11 @@ from trainyard.errors import CheckpointError, GuardError
 from trainyard.parallel.placement import local_part
 from trainyard.parallel.replica import Replica
 from trainyard.train.loop import stop_if_stuck
+from trainyard.train.run_folder import write_run_folder
 from trainyard.train.state import Parts, State
 from trainyard.train.step import StepResult, train_step
 from trainyard.train.stop import DONE, Ending, Stop
-from trainyard.train.worker import COMPUTE_DTYPES, run_worker, write_run_folder
+from trainyard.train.worker import COMPUTE_DTYPES, run_worker
 
 from .small import build_small_parts
 

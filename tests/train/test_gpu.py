@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from trainyard.config.run import Run
-from trainyard.train.worker import run_worker, write_run_folder
+from trainyard.train.run_folder import write_run_folder
+from trainyard.train.worker import run_worker
 
 pytestmark = [
     pytest.mark.gpu,

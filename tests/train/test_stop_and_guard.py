@@ -19,8 +19,9 @@ from trainyard.checkpoint.load import load_tensors, newest_checkpoint
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, GuardError
 from trainyard.train import step
+from trainyard.train.run_folder import write_run_folder
 from trainyard.train.stop import DONE, Ending, Stop
-from trainyard.train.worker import run_worker, write_run_folder
+from trainyard.train.worker import run_worker
 
 
 def with_fields(run: Run, **sections: dict[str, object]) -> Run:

@@ -16,10 +16,18 @@ import torch
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import load_tensors, newest_checkpoint
 from trainyard.config.run import Run
-from trainyard.errors import CheckpointError, ConfigError, DataError, GuardError, MachineError
+from trainyard.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    GuardError,
+    MachineError,
+    UserError,
+)
 from trainyard.launch.environment import Process
+from trainyard.train.run_folder import write_run_folder
 from trainyard.train.stop import DONE, Ending, Stop
-from trainyard.train.worker import choose_device, run_worker, write_run_folder
+from trainyard.train.worker import choose_device, run_worker
 
 
 def with_fields(run: Run, **sections: dict[str, object]) -> Run:
@@ -205,17 +213,25 @@ def test_steps_whose_gradients_are_not_finite_stop_the_run(tiny_run: Run, tmp_pa
     assert newest_checkpoint(tmp_path / "run" / "checkpoints") is None
 
 
+FP8 = {"kind": "fp8", "fp8": {"precise_blocks": 0}}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"precision": {"kind": "fp8"}}, "precision.kind='fp8' cannot be trained yet"),
+        ({"precision": FP8}, "precision.kind='fp8' needs matrix products in fp8"),
         ({"data": {"blend": {"prefixes": []}}}, "data.blend.prefixes is empty"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(
-    tiny_run: Run, tmp_path: Path, fields: dict[str, dict[str, object]], message: str
+    tiny_run: Run,
+    tmp_path: Path,
+    fields: dict[str, dict[str, object]],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match=message):
         start(tmp_path / "run", with_fields(tiny_run, **fields))
     assert not (tmp_path / "run").exists()
 

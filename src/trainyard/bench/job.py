@@ -18,14 +18,16 @@ import numpy as np
 from trainyard.config.load import render_run
 from trainyard.config.run import Blend, Data, Evaluate, Run, Tokenizer
 from trainyard.data.indexed import IndexedWriter, optimal_dtype
-from trainyard.errors import ConfigError
+from trainyard.errors import ConfigError, UserError
+from trainyard.launch.environment import hide_secrets
 from trainyard.plan.batches import BatchSchedule
 from trainyard.units import Length
 
-JOB, RUN, RESULT, TRACE, OPERATORS = (
+JOB, RUN, RESULT, REFUSAL, TRACE, OPERATORS = (
     "job.json",
     "run.toml",
     "result.json",
+    "refusal.json",
     "trace.json",
     "operators.txt",
 )
@@ -41,6 +43,11 @@ class Steps:
     warm_up: int
     """Steps before, the first one included."""
     timed: int
+
+    @property
+    def taken_apart(self) -> int:
+        """Further steps that tell what a step is made of, each after one that is not disturbed."""
+        return min(SPLIT_STEPS, self.timed)
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,23 @@ class Job:
         """Reads what `write` left."""
         facts = json.loads((folder / JOB).read_text(encoding="utf-8"))
         return cls(**facts | {"steps": Steps(**facts["steps"])})
+
+
+def leave_refusal(error: UserError, folder: Path) -> None:
+    """Leaves the message of a process for the one that started it."""
+    problem, hint = hide_secrets(error.problem), hide_secrets(error.hint)
+    facts = {"problem": problem, "hint": hint, "exit_code": error.exit_code}
+    (folder / REFUSAL).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def read_refusal(folder: Path) -> UserError | None:
+    """Reads what `leave_refusal` left, if it was called."""
+    if not (folder / REFUSAL).exists():
+        return None
+    facts = json.loads((folder / REFUSAL).read_text(encoding="utf-8"))
+    error = UserError(facts["problem"], facts["hint"])
+    error.exit_code = facts["exit_code"]
+    return error
 
 
 def parse_steps(text: str, warm_up: int | None) -> Steps:
@@ -122,7 +146,7 @@ def describe_data(run: Run) -> str:
 
 def _with_random_tokens(run: Run, steps: Steps, folder: Path) -> Run:
     prefix = folder / "random_tokens"
-    n_steps = steps.warm_up + steps.timed + SPLIT_STEPS + 2 * PROFILED_STEPS
+    n_steps = steps.warm_up + steps.timed + 2 * steps.taken_apart + 2 * PROFILED_STEPS
     n_sequences = BatchSchedule(run).consumed(n_steps)
     n_tokens = (run.model.sequence_length + 1) * n_sequences
     n_tokens = max(min(n_tokens, MOST_RANDOM_TOKENS), 2 * (run.model.sequence_length + 1))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainyard.bench.job import SPLIT_STEPS, Job
+from trainyard.bench.job import Job
 from trainyard.bench.profile import (
     STEPS_UNDER_PROFILER,
     describe_profile,
@@ -96,7 +96,7 @@ def measure(
         "profile": None,
     }
     if job.takes_apart:
-        found["split"] = _take_apart(contender, timeline, mesh)
+        found["split"] = _take_apart(contender, job.steps.taken_apart, timeline, mesh)
     if job.profiles and mesh.rank == 0:
         profiler = profile_steps(
             contender.step, timeline, contender.models, device, with_places=True
@@ -107,10 +107,12 @@ def measure(
     return found
 
 
-def _take_apart(contender: Contender, timeline: Timeline, mesh: Mesh) -> dict[str, Any]:
+def _take_apart(
+    contender: Contender, n_steps: int, timeline: Timeline, mesh: Mesh
+) -> dict[str, Any]:
     """Takes further steps apart, each after one that is not; gives means of this rank."""
     clock, plain, marks = timeline.clock, [], []
-    for _ in range(SPLIT_STEPS):
+    for _ in range(n_steps):
         start = clock.mark()
         contender.step()
         plain.append((start, clock.mark()))
@@ -119,9 +121,9 @@ def _take_apart(contender: Contender, timeline: Timeline, mesh: Mesh) -> dict[st
         marks += of_step
     clock.wait()
     taken = timeline.add_up(marks)
-    parts = {part: 1000 * seconds / SPLIT_STEPS for part, seconds in taken.items()}
+    parts = {part: 1000 * seconds / n_steps for part, seconds in taken.items()}
     whole = sum(parts.values())
-    undisturbed = 1000 * sum(clock.seconds(*pair) for pair in plain) / SPLIT_STEPS
+    undisturbed = 1000 * sum(clock.seconds(*pair) for pair in plain) / n_steps
     exposed = 0.0
     if mesh.topology.n_ranks > 1:
         if mesh.rank == 0:

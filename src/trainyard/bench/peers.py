@@ -1,19 +1,22 @@
 """Training steps of other projects, on the same model, batches and machine, as their users do them.
 
-gpt2-transformers is Hugging Face's GPT2LMHeadModel: GELU in its fastest form, scaled dot product
-attention, fused AdamW with decay on matrices alone, bf16 by autocast, compiled where the run
-compiles. megatron-core is not built in yet, and a message says so.
+    gpt2-transformers  Hugging Face's GPT2LMHeadModel: GELU in its fastest form, scaled dot product
+                       attention, bf16 by autocast, fused AdamW, all of it and the loss compiled
+                       where the run compiles
+    plain-torch        a small GPT in plain PyTorch (`plain_torch.py`), trained in the same way
+    megatron-core      Megatron-Core's GPTModel of its local layers (`megatron_core.py`), with its
+                       own mixed precision, gradient buffers and optimizer; on an NVIDIA GPU
 
 A peer starts from the weights that ours starts from, and reads the same sequences with the same
-learning rates. Without dropout both do the same mathematics: their losses stand in the record.
+learning rates. Without dropout all do the same mathematics: their losses stand in the record.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +34,13 @@ from trainyard.optim.schedule import learning_rate
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import Plan
 
-GPT2_TRANSFORMERS, MEGATRON_CORE = "gpt2-transformers", "megatron-core"
-PEERS = (GPT2_TRANSFORMERS, MEGATRON_CORE)
+GPT2_TRANSFORMERS, PLAIN_TORCH = "gpt2-transformers", "plain-torch"
+MEGATRON_CORE = "megatron-core"
+PEERS = (GPT2_TRANSFORMERS, PLAIN_TORCH, MEGATRON_CORE)
+PACKAGES = {
+    GPT2_TRANSFORMERS: ("transformers", "pip install transformers"),
+    MEGATRON_CORE: ("megatron.core", "pip install --no-deps megatron-core==0.16.1"),
+}
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -42,19 +50,14 @@ def refuse_peer(peer: str, run: Run, n_ranks: int) -> None:
     Raises:
         ConfigError: there is none of that name, or it cannot do this.
         LaunchError: it trains on one rank.
-        MachineError: it is not installed.
+        MachineError: it is not installed, or needs another machine.
     """
     if peer not in PEERS:
         raise ConfigError(f"--against {peer!r} is no peer", f"known: {', '.join(PEERS)}")
-    if peer == MEGATRON_CORE:
+    package, remedy = PACKAGES.get(peer, ("torch", ""))
+    if not _is_installed(package):
         raise MachineError(
-            f"--against {MEGATRON_CORE}: this version has no training step of it",
-            f"--against {GPT2_TRANSFORMERS} has one",
-        )
-    if importlib.util.find_spec("transformers") is None:
-        raise MachineError(
-            f"--against {peer} needs the package transformers, which is not installed",
-            "pip install transformers",
+            f"--against {peer} needs the package {package}, which is not installed", remedy
         )
     if n_ranks > 1:
         raise LaunchError(
@@ -66,33 +69,60 @@ def refuse_peer(peer: str, run: Run, n_ranks: int) -> None:
             f"precision.kind={run.precision.kind!r} is none of {peer}",
             f"one of {', '.join(PRECISIONS)}",
         )
+    if peer == MEGATRON_CORE and not torch.cuda.is_available():
+        raise MachineError(
+            f"--against {peer}: attention and optimizer of megatron-core take their memory from "
+            "an NVIDIA GPU, and this machine has none",
+            f"--against {GPT2_TRANSFORMERS} and --against {PLAIN_TORCH} train on a CPU too",
+        )
 
 
-class TransformersTraining:
-    """A training step of `transformers`.
+def peer_run(peer: str, run: Run) -> Run:
+    """Gives a run as a peer trains it: only Megatron-Core has ways to compute activations again."""
+    if peer == MEGATRON_CORE:
+        return run
+    parallel = run.parallel.model_copy(update={"recompute": "none"})
+    return run.model_copy(update={"parallel": parallel})
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
+class Peer(Protocol):
+    """What differs between peers."""
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Gives the mean cross entropy of a micro batch, to be differentiated."""
+
+    def update(self, rate: float) -> None:
+        """Clips, updates with this learning rate, and forgets the gradients."""
+
+
+class PeerTraining:
+    """A training step of a peer.
 
     Args:
         run: says everything.
         plan: of one rank.
         device: that computes.
         timeline: learns of the parts of a step.
+        peer: computes.
     """
 
-    def __init__(self, run: Run, plan: Plan, device: torch.device, timeline: Timeline) -> None:
+    def __init__(
+        self, run: Run, plan: Plan, device: torch.device, timeline: Timeline, peer: Peer
+    ) -> None:
         self._run, self._plan, self._timeline, self._device = run, plan, timeline, device
         self._batches = BatchSchedule(run)
-        orders = build_orders(run, plan, ("train", "valid"))
-        order = orders["train"]
+        order = build_orders(run, plan, ("train", "valid"))["train"]
         assert order is not None, "the cache was filled with it just now"
-        on_gpu = device.type == "cuda"
         size = run.model.vocabulary_size
-        self._data = Loader(order, self._batches, size, pin_memory=on_gpu)
-        model = build_transformers(run.model, plan.padded_vocabulary_size, run.train.seed)
-        model.to(device).train()
-        compiles = run.train.compile == "always" or (run.train.compile == "gpu" and on_gpu)
-        self._forward: Any = torch.compile(model) if compiles else model
-        self._parameters = list(model.parameters())
-        self._optimizer = build_adamw(self._parameters, run.optimizer)
+        self._data = Loader(order, self._batches, size, pin_memory=device.type == "cuda")
+        self._peer = peer
         self._step = 0
 
     @property
@@ -111,35 +141,89 @@ class TransformersTraining:
         total = torch.zeros((), device=self._device)
         for start in range(0, len(tokens), size):
             timeline.begin(FORWARD)
-            with self._precision():
-                logits = self._forward(tokens[start : start + size]).logits.flatten(0, 1)
-                loss = F.cross_entropy(logits.float(), labels[start : start + size].flatten())
-                loss = loss * size / len(tokens)
+            loss = self._peer.loss(tokens[start : start + size], labels[start : start + size])
+            loss = loss * size / len(tokens)
             timeline.begin(BACKWARD)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         timeline.enter("update", step)
-        rate = learning_rate(run, self._plan, self._batches.consumed(step + 1))
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        nn.utils.clip_grad_norm_(self._parameters, run.optimizer.clip_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._peer.update(learning_rate(run, self._plan, self._batches.consumed(step + 1)))
         self._step += 1
         return total
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self._run.precision.kind == "fp32":
+
+class AutocastPeer:
+    """A model that gives logits, in plain PyTorch: autocast, clip_grad_norm_, fused AdamW.
+
+    Args:
+        run: says everything.
+        device: that computes.
+        model: has its weights, on the CPU.
+        logits: of micro batches, from the model.
+    """
+
+    def __init__(
+        self, run: Run, device: torch.device, model: nn.Module, logits: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._clip_norm, self._precision = run.optimizer.clip_norm, run.precision.kind
+        self._device = device
+        model.to(device).train()
+
+        def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(logits(tokens).flatten(0, 1).float(), labels.flatten())
+
+        compiles = run.train.compile == "always"
+        compiles |= run.train.compile == "gpu" and device.type == "cuda"
+        self._loss: Any = torch.compile(loss) if compiles else loss
+        self._parameters = list(model.parameters())
+        self._optimizer = build_adamw(self._parameters, run.optimizer)
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Gives the mean cross entropy of a micro batch, to be differentiated."""
+        with self._autocast():
+            loss: Tensor = self._loss(tokens, labels)
+        return loss
+
+    def update(self, rate: float) -> None:
+        """Clips, updates with this learning rate, and forgets the gradients."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._precision == "fp32":
             return nullcontext()
         return torch.autocast(self._device.type, torch.bfloat16)
 
 
-def build_transformers(model: Model, padded_vocabulary_size: int, seed: int) -> nn.Module:
-    """Builds a GPT2LMHeadModel with the weights that ours begins with."""
+def build_peer(
+    name: str, run: Run, plan: Plan, device: torch.device, timeline: Timeline
+) -> PeerTraining:
+    """Builds the training of a peer that `refuse_peer` lets pass."""
+    peer: Peer
+    ours = GPT(run.model, plan.padded_vocabulary_size)
+    initialise(ours, run.model, run.train.seed)
+    if name == MEGATRON_CORE:
+        from trainyard.bench.megatron_core import MegatronPeer
+
+        peer = MegatronPeer(run, device, ours)
+    elif name == PLAIN_TORCH:
+        from trainyard.bench.plain_torch import build_plain
+
+        plain = build_plain(run.model, ours)
+        peer = AutocastPeer(run, device, plain, plain)
+    else:
+        theirs = build_transformers(run.model, ours)
+        peer = AutocastPeer(run, device, theirs, lambda tokens: theirs(tokens).logits)
+    return PeerTraining(run, plan, device, timeline, peer)
+
+
+def build_transformers(model: Model, ours: GPT) -> nn.Module:
+    """Builds a GPT2LMHeadModel with the weights of ours."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    ours = GPT(model, padded_vocabulary_size)
-    initialise(ours, model, seed)
     fields = config_of(model, None, "float32").model_dump()
     for name in ("model_type", "architectures", "torch_dtype"):
         del fields[name]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.bench.figures import FORMULA, FORMULAS, compute_figures, recomputed_flops_per_token
-from trainyard.bench.job import SPLIT_STEPS
 from trainyard.bench.rounds import Order, Outcome
 from trainyard.launch.environment import hide_secrets, read_versions
 from trainyard.plan.hardware import find_device
@@ -78,12 +77,12 @@ def build_record(outcomes: Sequence[Outcome], order: Order, data: str) -> Record
         "data": data,
         "steps": {**asdict(order.steps), "rounds": order.n_rounds},
         "formulas": FORMULAS,
-        "contenders": [_describe(outcome, outcomes[0], order.n_ranks) for outcome in outcomes],
+        "contenders": [_describe(outcome, outcomes[0], order) for outcome in outcomes],
     }
 
 
-def _describe(outcome: Outcome, first: Outcome, n_ranks: int) -> dict[str, Any]:
-    run, results = outcome.contender.run, outcome.results
+def _describe(outcome: Outcome, first: Outcome, order: Order) -> dict[str, Any]:
+    run, results, n_ranks = outcome.contender.run, outcome.results, order.n_ranks
     device = results[0]["device"]
     figures = compute_figures(run, resolve(run, n_ranks), outcome.step_seconds, device)
     ratios = outcome.speed_over(first)
@@ -98,7 +97,7 @@ def _describe(outcome: Outcome, first: Outcome, n_ranks: int) -> dict[str, Any]:
         "peak_memory_bytes": max(result["peak_memory_bytes"] for result in results),
         "split": split
         | {
-            "steps": SPLIT_STEPS,
+            "steps": order.steps.taken_apart,
             "overhead": split["milliseconds_per_step"] / split["milliseconds_of_other_steps"] - 1,
             "measured_by": HOW_SPLIT["cpu" if device == "cpu" else "cuda"],
             "communication_measured_by": HOW_COMMUNICATION if n_ranks > 1 else "one rank: none",

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainyard.bench.job import OPERATORS, RESULT, TRACE, Job, Steps
+from trainyard.bench.job import OPERATORS, RESULT, TRACE, Job, Steps, read_refusal
 from trainyard.config.run import Run
 from trainyard.launch.environment import Process
 from trainyard.launch.local import (
@@ -90,6 +90,7 @@ def run_rounds(
         folder: for what they read and write; traces stay there.
 
     Raises:
+        UserError: a process refused; of several, what they said is on standard error.
         MachineError: a process failed; what it said is on standard error.
     """
     outcomes = [Outcome(contender) for contender in contenders]
@@ -118,11 +119,11 @@ def _run(order: Order, process: Process, folder: Path, attempt: int) -> None:
     if process.n_ranks == 1 and order.n_ranks > 1:
         run_ranks(order.n_ranks, command, folder / "logs")
     else:
-        _run_one(process, command)
+        _run_one(process, [*command, "--leave-refusal"], folder)
 
 
-def _run_one(process: Process, command: Sequence[str]) -> None:
-    """Runs the one rank that this process is, in another."""
+def _run_one(process: Process, command: Sequence[str], folder: Path) -> None:
+    """Runs the one rank that this process is, in another; what that refuses is refused here."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     with note_signals(numbers) as received, open_pipe() as pipe:
         worker = start_worker(replace(process, parent_pipe=pipe), command, None)
@@ -134,4 +135,4 @@ def _run_one(process: Process, command: Sequence[str]) -> None:
         finally:
             end([worker])
         if worker.running.returncode:
-            raise describe_death(worker)
+            raise read_refusal(folder) or describe_death(worker)

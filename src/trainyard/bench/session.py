@@ -10,7 +10,7 @@ import torch
 
 from trainyard.bench.job import RESULT, RUN, Job
 from trainyard.bench.measure import Contender, OurTraining, measure
-from trainyard.bench.peers import TransformersTraining
+from trainyard.bench.peers import build_peer
 from trainyard.bench.start import Start
 from trainyard.bench.timeline import Timeline, build_clock
 from trainyard.config.load import load_run, render_run
@@ -21,6 +21,7 @@ from trainyard.launch.environment import Process
 from trainyard.parallel.mesh import Mesh, build_mesh
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.plan.resolve import Plan, resolve
+from trainyard.precision.float8 import refuse_device
 from trainyard.train.worker import build_parts, choose_device
 
 
@@ -40,6 +41,7 @@ def run_job(folder: Path, process: Process, start: Start) -> None:
         run = load_run(str(folder / RUN)).run
         plan = resolve(run, process.n_ranks)
     device = choose_device(process)
+    refuse_device(run, device)
     began = time.perf_counter()
     with start_ranks(process, device, lambda: _facts(run)):
         mesh = build_mesh(plan.topology, process.rank, device)
@@ -69,7 +71,7 @@ def _build(
     folder: Path, run: Run, plan: Plan, mesh: Mesh, job: Job, timeline: Timeline
 ) -> Contender:
     if job.peer:
-        return TransformersTraining(run, plan, mesh.device, timeline)
+        return build_peer(job.peer, run, plan, mesh.device, timeline)
     return OurTraining(build_parts(folder, run, plan, mesh, timeline))
 
 

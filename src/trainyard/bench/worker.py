@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--spawned-at", type=float, required=True)
     parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--leave-refusal", action="store_true")
     arguments = parser.parse_args()
     start = Start(arguments.spawned_at)
     build_logger(hide_secrets)
@@ -42,7 +43,12 @@ def main() -> None:
             from trainyard.bench.session import run_job
         run_job(arguments.folder, process, start)
     except UserError as error:
-        logger.error("error: %s", error)
+        if arguments.leave_refusal:
+            from trainyard.bench.job import leave_refusal
+
+            leave_refusal(error, arguments.folder)
+        else:
+            logger.error("error: %s", error)
         sys.exit(error.exit_code)
 
 

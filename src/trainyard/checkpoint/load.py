@@ -121,7 +121,7 @@ def load_into(
     places.update(placements or {})
     for name, tensor in tensors.items():
         assert tuple(tensor.shape) == places[name].local_shape, (name, tensor.shape, places[name])
-        stored = _require_tensor(path, manifest, name, tensor.dtype)
+        stored = _require_tensor(path, manifest, name, _types_of(name, tensor.dtype))
         _check_shape(path, name, stored, places[name].shape, vocabulary_size)
 
     _fill(path, manifest, tensors, places)
@@ -156,25 +156,38 @@ def _require_model(path: Path, manifest: Manifest, run: Run) -> int:
             f"model.n_layers={run.model.n_layers} of its run",
             OLDER_IS_KEPT,
         )
-    embedding = _require_tensor(path, manifest, "model.embedding.weight", torch.float32)
+    embedding = _require_tensor(path, manifest, "model.embedding.weight", (torch.float32,))
     n_rows = embedding.shape[0] if embedding.shape else 0
     for name, shape in parameter_shapes(run.model, n_rows).items():
-        stored = _require_tensor(path, manifest, f"model.{name}", torch.float32)
+        stored = _require_tensor(
+            path, manifest, f"model.{name}", _types_of("model.", torch.float32)
+        )
         _check_shape(path, f"model.{name}", stored, shape, run.model.vocabulary_size)
     return n_rows
 
 
-def _require_tensor(path: Path, manifest: Manifest, name: str, dtype: torch.dtype) -> StoredTensor:
+def _types_of(name: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Lists as what a tensor may be stored to be read as another type, the latter first.
+
+    Weights in use are bf16 in low-bit state; others read them as fp32, and it begins with such.
+    """
+    is_weight = name.startswith("model.") and dtype in (torch.float32, torch.bfloat16)
+    return (dtype, torch.float32, torch.bfloat16) if is_weight else (dtype,)
+
+
+def _require_tensor(
+    path: Path, manifest: Manifest, name: str, dtypes: tuple[torch.dtype, ...]
+) -> StoredTensor:
     stored = manifest.tensors.get(name)
     if stored is None:
         raise CheckpointError(
             f"{path} has no tensor {name!r}",
             "it belongs to another model, or was written without optimizer state",
         )
-    if DTYPES[stored.dtype] != dtype:
+    if DTYPES[stored.dtype] not in dtypes:
         raise CheckpointError(
             f"tensor {name!r} in {path} is {stored.dtype}; "
-            f"this run needs {str(dtype).removeprefix('torch.')}",
+            f"this run needs {str(dtypes[0]).removeprefix('torch.')}",
             "resume with the precision the checkpoint was written with",
         )
     return stored
@@ -261,7 +274,8 @@ def _read_shared(target: Tensor, place: Placement, chunk: Chunk, values: Values)
     assert shared is not None, (place, chunk)
     of_part, of_chunk = shared
     wanted = target[of_part]
-    if wanted.shape == values.shape and wanted.is_contiguous() and wanted.is_cpu:
+    is_alike = (wanted.shape, wanted.dtype) == (values.shape, values.dtype)
+    if is_alike and wanted.is_contiguous() and wanted.is_cpu:
         return read_values(values, into=wanted)
     found = torch.empty(values.shape, dtype=values.dtype)
     sha256 = read_values(values, into=found)

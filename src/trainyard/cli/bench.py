@@ -47,7 +47,10 @@ def bench(
         typer.Option(help="Precisions to time in turn, with commas: bf16,fp8,fp8_lowbit."),
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="A peer to time in turn: gpt2-transformers.")
+        str | None,
+        typer.Option(
+            help="A peer to time in turn: gpt2-transformers, plain-torch or megatron-core."
+        ),
     ] = None,
     rounds: Annotated[
         int | None,
@@ -111,11 +114,11 @@ def _list_contenders(
     """Lists what is to be timed, all of which can be."""
     from typing import get_args
 
-    from trainyard.bench.peers import refuse_peer
+    from trainyard.bench.peers import peer_run, refuse_peer
     from trainyard.bench.rounds import Contender
     from trainyard.config.run import Precision, Run
     from trainyard.errors import ConfigError
-    from trainyard.train.worker import refuse_what_is_not_built
+    from trainyard.train.run_folder import refuse_what_is_not_built
 
     kinds: list[str] = [run.precision.kind] if compare is None else compare.split(",")
     known = get_args(Precision.model_fields["kind"].annotation)
@@ -132,9 +135,7 @@ def _list_contenders(
         contenders.append(Contender(kind, ours))
     if against is not None:
         refuse_peer(against, run, n_ranks)
-        parallel = run.parallel.model_copy(update={"recompute": "none"})  # peers have nothing of it
-        theirs = run.model_copy(update={"parallel": parallel})
-        contenders.append(Contender(against, theirs, against))
+        contenders.append(Contender(against, peer_run(against, run), against))
     return contenders
 
 

@@ -50,8 +50,6 @@ def layout(
     from trainyard.train.rehearsal import precisions_of, rehearse
 
     precisions = precisions_of(run)
-    if run.precision.kind not in precisions:
-        typer.echo(f"precision   {run.precision.kind} cannot be trained yet: fp64 alone is tried")
     start = time.monotonic()
     results = rehearse(rehearsal, precisions)
     typer.echo(f"\n{render_results(results)}\n\n{time.monotonic() - start:.0f} s")

@@ -29,7 +29,7 @@ def describe_saving(run: Run, plan: Plan, folder: Path) -> dict[str, str]:
     """
     in_memory = saving.host_bytes(run, plan)
     copy = f"; {format_bytes(in_memory)} of host memory a rank at most" if in_memory else ""
-    found = {"checkpoint": f"{format_bytes(saving.checkpoint_bytes(plan))}{copy}"}
+    found = {"checkpoint": f"{format_bytes(saving.checkpoint_bytes(run, plan.n_parameters))}{copy}"}
     suggestion = _suggest(run, plan, folder)
     return found | ({"save every": suggestion} if suggestion else {})
 

@@ -79,11 +79,13 @@ def _train_first_rank(
     process: Process, n_ranks: int, run: Run, folder: Path, resume: Resume
 ) -> int:
     """Trains rank 0, or all ranks of this machine; gives the exit code."""
-    from trainyard.train.worker import run_worker, write_run_folder
+    from trainyard.train.run_folder import write_run_folder
 
     with hold(folder) as lock:
         write_run_folder(folder, run, "auto" if process.attempt else resume)
         if n_ranks == 1:
+            from trainyard.train.worker import run_worker
+
             return exit_code_below(process, run_worker(folder, resume).exit_code)
         return _supervise(process, n_ranks, folder, resume, [lock])
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainyard.config.fp8_rules import FP8_MULTIPLE, fp8_multiple, fp8_problems
 from trainyard.config.secrets import secret_problems
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def broken_rules(run: Run) -> dict[str, str]:
         **_cut_problems(run),
         **_pipeline_problems(run),
         **_sharding_problems(run),
+        **fp8_problems(run),
         **_batch_problems(run),
         **_length_problems(run),
         **secret_problems(run),
@@ -300,7 +302,7 @@ def _ways(run: Run, rule: str) -> list[Iterable[Changes]]:
             return [_one_of("parallel.zero_stage", [1])]
         case "replicas":
             return [_one_of("parallel.zero_stage", [1]), _one_of("parallel.replicas", [1])]
-    return _ways_to_batch(run, rule)
+    return _ways_to_fp8(run, rule) if rule.startswith("fp8_") else _ways_to_batch(run, rule)
 
 
 def _ways_to_cut(run: Run, rule: str) -> list[Iterable[Changes]]:
@@ -322,6 +324,32 @@ def _ways_to_cut(run: Run, rule: str) -> list[Iterable[Changes]]:
     if rule in ("context", "sequence"):
         ways.append(_one_of("model.sequence_length", lengths))
     return ways
+
+
+def _ways_to_fp8(run: Run, rule: str) -> list[Iterable[Changes]]:
+    model, parallel = run.model, run.parallel
+    plain = _one_of("precision.kind", ["bf16"])
+    if rule == "fp8_gather":
+        scalings = _one_of("precision.fp8.scaling", ["tensorwise"])
+        return [scalings, _one_of("precision.fp8.all_gather", [False])]
+    if rule == "fp8_zero_bubble":
+        return [_schedules(), plain]
+    if rule == "fp8_zero_stage":
+        return [_one_of("parallel.zero_stage", [1]), _one_of("precision.kind", ["fp8", "bf16"])]
+    if rule == "fp8_blocks":
+        return [_one_of("precision.fp8.precise_blocks", [(model.n_layers - 1) // 2]), plain]
+    axis = "context" if rule == "fp8_tokens" else "tensor"
+    degree = getattr(parallel, axis)
+    factor = fp8_multiple(run) * degree
+    if rule == "fp8_tokens":
+        factor = FP8_MULTIPLE * degree
+        field, factor = "sequence_length", factor // math.gcd(factor, run.train.micro_batch_size)
+    else:
+        field = rule.removeprefix("fp8_")
+        factor = math.lcm(factor, model.n_heads if field == "d_model" else 1)
+    sizes = nearest_multiples(factor, getattr(model, field))
+    fewer = _one_of(f"parallel.{axis}", nearest(divisors(degree), degree))
+    return [fewer, _one_of(f"model.{field}", sizes), plain]
 
 
 def _ways_to_batch(run: Run, rule: str) -> list[Iterable[Changes]]:

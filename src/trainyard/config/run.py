@@ -237,13 +237,34 @@ class LossScale(Section):
     """The scale never falls below this."""
 
 
+class Fp8(Section):
+    """Matrix products in fp8, for fp8 and fp8_lowbit alone."""
+
+    scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """What shares a scale, a power of two: a whole tensor, or each row, which takes longer."""
+    all_gather: bool = False
+    """Under ZeRO 1 to 3 the weights of blocks travel as fp8, half the bytes; tensorwise alone."""
+    precise_blocks: int = Field(default=1, ge=0)
+    """So many of the first and of the last blocks multiply in bf16, as the head always does."""
+    emulate: bool = False
+    """On a device without products in fp8: compute what they would give, slowly."""
+
+
 class Precision(Section):
     """Number formats of the matrix products; weights and optimizer state follow from them."""
 
     kind: Literal["fp32", "fp16", "bf16", "fp8", "fp8_lowbit"] = "bf16"
-    """bf16 computes in bfloat16 with fp32 master weights, gradients and optimizer state."""
+    """bf16 computes in bfloat16 with fp32 master weights, gradients and optimizer state; fp8 does
+    the same but for the large products of the blocks."""
     loss_scale: LossScale = LossScale()
     """Loss scaling of fp16."""
+    fp8: Fp8 = Fp8()
+    """Products of fp8 and fp8_lowbit."""
+
+    @property
+    def multiplies_in_fp8(self) -> bool:
+        """Says whether blocks multiply in fp8."""
+        return self.kind in ("fp8", "fp8_lowbit")
 
 
 class Checkpoint(Section):

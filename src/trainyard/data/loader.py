@@ -15,11 +15,10 @@ import hashlib
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from trainyard.config import run as config
 from trainyard.data.corpus_order import SequenceSettings
@@ -30,7 +29,10 @@ from trainyard.errors import ConfigError, DataError
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import Plan
 
-Batch = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Batch = tuple["Tensor", "Tensor"]
 """Token ids and the ids that follow them, (sequences, T) each, int64."""
 
 
@@ -118,6 +120,8 @@ def split_labels(sequences: NDArray[np.int64], vocabulary_size: int) -> Batch:
             f"{vocabulary_size} (sequence {row} of a batch)",
             "train with the tokenizer that made the data: its size is model.vocabulary_size",
         )
+    import torch  # seconds, which the parent of ranks, that only asks for fingerprints, saves
+
     ids = torch.from_numpy(sequences)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 

@@ -34,22 +34,22 @@ ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = 1, 2, 3
 SITES_PER_BLOCK = 3
 
 # Of SplitMix64 (https://doi.org/10.1145/2660193.2660195), as signed numbers.
-_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND_FACTOR = 0x94D049BB133111EB - 2**64
-_QUADRATIC_FACTOR = 0x2C1B3C6E  # any even number with mixed bits
+QUADRATIC_FACTOR = 0x2C1B3C6E  # any even number with mixed bits
 
 
 def sequence_keys(seed: int, step: int, first: int, count: int) -> Tensor:
     """Gives the dropout keys, (count,), of sequences `first` and on of the batch of a step."""
     digest = hashlib.sha256(f"dropout {seed} {step}".encode()).digest()
     start = int.from_bytes(digest[:8], "little", signed=True)
-    return _mix(torch.arange(first, first + count) * _INCREMENT + start)
+    return mix(torch.arange(first, first + count) * INCREMENT + start)
 
 
 def at_site(keys: Tensor, site: int) -> Tensor:
     """Moves keys on by `site` sites, below 32,768; 3i moves those of the model to block i."""
-    wrapped = (site << 48) * _INCREMENT % 2**64
+    wrapped = (site << 48) * INCREMENT % 2**64
     return keys + (wrapped - 2**64 if wrapped >= 2**63 else wrapped)
 
 
@@ -73,8 +73,8 @@ def dropout(
     """
     if columns is None:
         columns = torch.arange(x.shape[-1], device=x.device)
-    bits = _mix(keys.view(-1, *[1] * rows.ndim) + rows * _INCREMENT)[..., None]  # (B, *R, 1)
-    factors = _mix(columns * _INCREMENT).to(torch.int32)  # (N)
+    bits = mix(keys.view(-1, *[1] * rows.ndim) + rows * INCREMENT)[..., None]  # (B, *R, 1)
+    factors = mix(columns * INCREMENT).to(torch.int32)  # (N)
     dropped: Tensor = _Dropout.apply(x, rate, bits, factors)  # type: ignore[no-untyped-call]
     return dropped
 
@@ -113,12 +113,12 @@ def _apply(x: Tensor, rate: float, bits: Tensor, factors: Tensor) -> Tensor:
     kept = ((bits >> 32).to(torch.int32) | 1) * factors  # (B, *R, N)
     kept += bits.to(torch.int32)
     # Not by addcmul_, which computes in float32 when it is compiled (torch 2.13).
-    kept.add_(kept * kept, alpha=_QUADRATIC_FACTOR)
+    kept.add_(kept * kept, alpha=QUADRATIC_FACTOR)
     kept.ge_(int(rate * 2**32) - 2**31)  # 1 or 0 in int32: in eager mode, bool is ten times slower
     return kept.to(x.dtype).mul_(x).mul_(1 / (1 - rate))
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
     """Turns different int64 numbers into different ones that look random: SplitMix64's output."""
     x = (x ^ _shift_right(x, 30)) * _FIRST_FACTOR
     x = (x ^ _shift_right(x, 27)) * _SECOND_FACTOR

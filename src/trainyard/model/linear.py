@@ -7,22 +7,36 @@ be read in the forward pass.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Product(Protocol):
+    """A matrix product of (..., in) with a weight (out, in), and a bias: as `F.linear`."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """Gives (..., out), in the precision of `x`, which the weight has too."""
+
+
 class Linear(nn.Module):
-    """A matrix product and a bias, in the precision of the input."""
+    """A matrix product and a bias, in the precision of the input.
+
+    Attributes:
+        product: what multiplies; another may take its place.
+    """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features))
+        self.product: Product = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., in_features) to (..., out_features)."""
-        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        return self.product(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
 class LayerNorm(nn.Module):

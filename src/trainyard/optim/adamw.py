@@ -1,13 +1,35 @@
-"""AdamW with weight decay on matrices alone."""
+"""AdamW with weight decay on matrices alone, with the state that the precision asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trainyard.config.run import Optimizer
+from trainyard.config.run import Optimizer, Run
+from trainyard.optim.low_bit import LowBitAdamW, begin_at, moments_of
+from trainyard.parallel.placement import place
+from trainyard.parallel.replica import Held, Replica
+
+
+def build_optimizer(replica: Replica, run: Run) -> torch.optim.Optimizer:
+    """Builds the optimizer of this rank's share of a model."""
+    held, settings = replica.held, run.optimizer
+    if not any(each.is_low_bit for each in held):
+        return build_adamw([each.parameter for each in held], settings)
+    return LowBitAdamW(
+        [(each, place(each.parameter, each.dimension, replica.tensor_share)) for each in held],
+        lambda parameters: build_adamw(parameters, settings),
+        {
+            "lr": settings.learning_rate,
+            "betas": settings.betas,
+            "eps": settings.epsilon,
+            "weight_decay": settings.weight_decay,
+        },
+        run.train.seed,
+        compiled=run.train.compile != "never" and _compiles_codes(replica.mesh.device),
+    )
 
 
 def build_adamw(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> torch.optim.AdamW:
@@ -23,3 +45,30 @@ def build_adamw(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> tor
         eps=optimizer.epsilon,
         fused=True,
     )
+
+
+def state_of(optimizer: torch.optim.Optimizer, held: Held) -> dict[str, Tensor]:
+    """Gives what a checkpoint keeps of a parameter beside itself, this rank's part of it."""
+    if isinstance(optimizer, LowBitAdamW):
+        return optimizer.state_of(held)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    return moments_of(optimizer, held.parameter)
+
+
+def prepare_state(optimizer: torch.optim.Optimizer, n_updates: int | None) -> None:
+    """Makes a state of `n_updates` updates, for a checkpoint to fill; None: the first is to come.
+
+    Without updates there are no moments, and weights are what the model was filled with last.
+    """
+    if isinstance(optimizer, LowBitAdamW):
+        optimizer.begin_at(n_updates)
+    else:
+        assert isinstance(optimizer, torch.optim.AdamW)
+        begin_at(optimizer, n_updates)
+
+
+def _compiles_codes(device: torch.device) -> bool:
+    """Whether kernels are compiled that read and write e4m3: on NVIDIA's GPUs from Ada on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)

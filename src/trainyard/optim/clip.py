@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainyard.parallel.placement import local_part
 from trainyard.parallel.replica import Replica
+from trainyard.precision.codes import Codes
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,7 @@ def add_up(replica: Replica, loss: Tensor, n_labelled: int, divisor: float | Ten
         n_labelled: tokens with a label in this rank's sequences.
         divisor: of the sum of all losses; totals are those of their mean whatever it is.
     """
-    gradients = [local_part(each.gradient) for each in replica.held]
-    norms = norms_of(gradients)
+    norms = norms_of([each.gradient for each in replica.held])
     square = norms.square() @ replica.shares_of_norm
     topology = replica.mesh.topology
     alike = topology.n_ranks // topology.data  # ranks that work on the same sequences
@@ -43,7 +43,7 @@ def add_up(replica: Replica, loss: Tensor, n_labelled: int, divisor: float | Ten
     if topology.n_ranks > 1:
         dist.all_reduce(totals)
     multiplier = divisor / totals[2]
-    precise = torch.promote_types(torch.float32, gradients[0].dtype)
+    precise = torch.promote_types(torch.float32, replica.held[0].parameter.dtype)
     return Totals(
         (totals[0] * multiplier).to(precise),
         (totals[1].sqrt() * multiplier).to(precise),
@@ -51,18 +51,19 @@ def add_up(replica: Replica, loss: Tensor, n_labelled: int, divisor: float | Ten
     )
 
 
-def norms_of(gradients: list[Tensor]) -> Tensor:
-    """Gives the norm of each gradient, in fp64."""
+def norms_of(gradients: Sequence[Tensor | Codes]) -> Tensor:
+    """Gives the norm of each gradient, in fp64; of codes, that of what they stand for."""
     # On a CPU a sum of squares in fp32 over a whole matrix is wrong by 3e-3 for an embedding of
     # 50,257 rows, and so differs from the sum of its parts. A row is short enough, and as fast.
-    if gradients[0].is_cpu:
-        gradients = [torch.linalg.vector_norm(g, dim=-1) if g.ndim > 1 else g for g in gradients]
-        return torch.stack(torch._foreach_norm(gradients, 2, torch.float64))
-    return torch.stack(torch._foreach_norm(gradients)).double()
+    parts = [each if isinstance(each, Tensor) else each.block_norms() for each in gradients]
+    if parts[0].is_cpu:
+        parts = [torch.linalg.vector_norm(g, dim=-1) if g.ndim > 1 else g for g in parts]
+        return torch.stack(torch._foreach_norm(parts, 2, torch.float64))
+    return torch.stack(torch._foreach_norm(parts)).double()
 
 
 def apply_update(
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     totals: Totals,
     clip_norm: float,
     leave_out: Tensor | None = None,
@@ -71,10 +72,12 @@ def apply_update(
 
     The fused AdamW kernel divides gradients by `grad_scale` and skips when `found_inf` is 1, which
     torch.amp.GradScaler uses for loss scaling; here they carry that and the clipping, so that
-    gradients are read once and nobody asks the device whether they are finite.
+    gradients are read once and nobody asks the device whether they are finite. Low-bit AdamW does
+    the same with them.
 
     Args:
-        optimizer: built by `build_adamw`; weights, moments and step count stay if it is skipped.
+        optimizer: built by `build_optimizer`; weights, moments and step count stay if it is
+            skipped.
         totals: of its gradients.
         clip_norm: the largest norm gradients keep; inf for any.
         leave_out: 1 on the device to skip the step for another reason, else 0.

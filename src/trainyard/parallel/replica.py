@@ -8,7 +8,9 @@ Step, loop and optimizer see parameters with gradients and one loss; what is bel
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,13 +26,17 @@ from trainyard.parallel.data import prepare_micro_batch, share_model
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.pipeline import Pipeline
 from trainyard.parallel.placement import local_part
+from trainyard.parallel.reduce_scatter import reduce_in_fp8
 from trainyard.parallel.tensor import cut_tensor
 from trainyard.plan.resolve import Plan
+from trainyard.precision.codes import Codes
+from trainyard.precision.float8 import put_in_products
+from trainyard.precision.float8_gather import gather_weights_in_fp8
 
 EMBEDDING = "embedding.weight"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Held:
     """A parameter of this rank, and who else holds it."""
 
@@ -41,6 +47,13 @@ class Held:
     """Along which tensor ranks cut it."""
     is_copy: bool
     """The second copy of a tied embedding, on the last stage of a pipeline."""
+    kept: Tensor | Codes | None = None
+    """The complete gradient of a parameter in low-bit state, until it is used."""
+
+    @property
+    def is_low_bit(self) -> bool:
+        """Whether gradient and optimizer keep it in few bits: then the weight itself is bf16."""
+        return self.parameter.dtype == torch.bfloat16
 
     def share_of_norm(self, n_tensor_ranks: int) -> float:
         """One over the ranks that hold just this part; 0 for a copy."""
@@ -52,11 +65,24 @@ class Held:
         return 0.0 if self.is_copy else 1 / n_holders
 
     @property
-    def gradient(self) -> Tensor:
-        """What the last backward pass left; every parameter has one by then."""
+    def gradient(self) -> Tensor | Codes:
+        """This rank's part of what the backward passes left; every parameter has it by then."""
+        if self.kept is not None:
+            return self.kept
         gradient = self.parameter.grad
         assert gradient is not None, f"{self.name} has no gradient"
-        return gradient
+        return local_part(gradient)
+
+    def keep_gradient(self) -> None:
+        """Puts the complete gradient of a parameter in low-bit state where its bf16 form is not.
+
+        A matrix becomes codes. A vector becomes fp32, in memory of its own: what it had is a view
+        into the gradients of the whole block, which would stay as long as it does.
+        """
+        gradient = self.gradient
+        assert isinstance(gradient, Tensor) and self.kept is None, f"{self.name} is kept already"
+        self.kept = Codes.of(gradient) if gradient.ndim > 1 else gradient.float()
+        self.parameter.grad = None
 
 
 class Replica:
@@ -95,7 +121,13 @@ class Replica:
         ]
         shares = [each.share_of_norm(mesh.topology.tensor) for each in self.held]
         self.shares_of_norm = torch.tensor(shares, dtype=torch.float64, device=mesh.device)
+        self._low_bit = [each for each in self.held if each.is_low_bit]
+        self._is_last_backward = False
         self._pipeline: Pipeline | None = None
+        if mesh.pipeline is None:
+            for each in self._low_bit:
+                keep = partial(self._keep, each)
+                each.parameter.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
         if mesh.pipeline is not None:
             any_stage = next(iter(self.stages.values()))
             shape = (self._micro_batch_size, len(any_stage.token_positions))
@@ -114,12 +146,21 @@ class Replica:
             cut_context(model, mesh.context, parallel.context_method)
         if mesh.tensor is not None:
             cut_tensor(model, mesh.tensor, sequence=parallel.sequence)
+        if run.precision.multiplies_in_fp8:
+            put_in_products(model, run)
         initialise(model, run.model, run.train.seed, self.tensor_share)
+        # In fp64, which shows that a layout is right, nothing is kept in few bits.
+        is_low_bit = run.precision.kind == "fp8_lowbit" and self._compute_dtype == torch.bfloat16
+        if is_low_bit:
+            model.blocks.to(torch.bfloat16)
         on_gpu = mesh.device.type == "cuda"
         if run.train.compile == "always" or (run.train.compile == "gpu" and on_gpu):
             compile_blocks(model)
         if mesh.data is not None:
             share_model(model, mesh.data, parallel.zero_stage)
+            if is_low_bit:
+                reduce_in_fp8(model)
+            gather_weights_in_fp8(model, run)
         return model.to(mesh.device).train()
 
     @property
@@ -150,15 +191,23 @@ class Replica:
         """
         n_micro_batches = len(tokens) // self._micro_batch_size
         tokens, labels = self._take(tokens), self._take(labels)
-        keys = keys if keys is None else keys.to(self.mesh.device)
+        keys = keys if keys is None else keys.to(self.mesh.device, non_blocking=True)
         if self._pipeline is not None:
             loss = self._pipeline.forward_backward(tokens, labels, keys, n_micro_batches, scale)
         else:
             loss = self._accumulate(tokens, labels, keys, scale)
+        for each in self._low_bit:
+            if each.kept is None:
+                each.keep_gradient()
         self._add_up_gradients()
         if loss is None:
             return torch.zeros((), device=self.mesh.device)
         return loss / self.mesh.topology.tensor  # each tensor rank has the whole of it
+
+    def _keep(self, held: Held, _parameter: Tensor) -> None:
+        """Keeps a gradient as soon as it is complete; the bf16 form of few exists at a time."""
+        if self._is_last_backward:
+            held.keep_gradient()
 
     def _take(self, ids: Tensor) -> Tensor:
         """Takes this rank's tokens of its sequences, (sequences, T) to (sequences, T/cp)."""
@@ -179,6 +228,7 @@ class Replica:
             is_last = start + size >= len(tokens)
             if start == 0 or is_last:  # nothing changes between
                 prepare_micro_batch(model, self._parallel.zero_stage, is_last=is_last)
+            self._is_last_backward = is_last
             hidden = model(tokens[here], None if keys is None else keys[here])
             loss = model.summed_loss(hidden, labels[here], scale)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -213,13 +263,18 @@ class Replica:
         """Adds what several ranks, or both ends of a pipeline, found for the same parameter."""
         if self.mesh.tensor is not None and self._parallel.sequence:
             # Layers that are whole saw this rank's tokens alone.
-            gradients = [local_part(each.gradient) for each in self.held if each.dimension is None]
+            gradients = _tensors(each for each in self.held if each.dimension is None)
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat, group=self.mesh.tensor)
             parts = torch.split(flat, [gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
         if self.mesh.first_and_last_stage is not None and self._is_tied:
-            for each in self.held:
-                if each.name == EMBEDDING:
-                    dist.all_reduce(local_part(each.gradient), group=self.mesh.first_and_last_stage)
+            for gradient in _tensors(each for each in self.held if each.name == EMBEDDING):
+                dist.all_reduce(gradient, group=self.mesh.first_and_last_stage)
+
+
+def _tensors(held: Iterable[Held]) -> list[Tensor]:
+    """Gives gradients of which none is a matrix of a block, which alone become codes."""
+    gradients = [each.gradient for each in held]
+    return [gradient for gradient in gradients if isinstance(gradient, Tensor)]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainyard.model.attention import Attention
@@ -57,7 +56,7 @@ class RowLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T, in_features/tp) to (B, T or T/tp, out_features)."""
-        partial = F.linear(x, self.weight.to(x.dtype))
+        partial = self.product(x, self.weight.to(x.dtype))
         return self._collect(partial, self._group) + self.bias.to(x.dtype)
 
 

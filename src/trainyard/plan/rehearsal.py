@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainyard.config.fp8_rules import SCALED_COLUMNS
 from trainyard.config.load import all_fields, field_value
 from trainyard.config.run import (
     BatchRamp,
@@ -84,7 +85,7 @@ def plan_rehearsal(run: Run, n_ranks: int | None = None) -> Rehearsal:
         optimizer=_shrink_optimizer(run),
         schedule=_shrink_schedule(run),
         parallel=Parallel(zero_stage=0),
-        precision=Precision(kind="fp32"),
+        precision=Precision(kind="fp32", fp8=run.precision.fp8),
     )
     layouts = [alone.model_copy(update={"parallel": _cut(run, cut)}) for cut in cover_pairs(axes)]
     return Rehearsal(
@@ -148,7 +149,8 @@ def _cut(run: Run, axes: tuple[str, ...]) -> Parallel:
 
 def _shrink_model(run: Run, plan: Plan) -> Model:
     # Large initial weights, so that every path matters to the loss; a vocabulary with padding.
-    small = {"d_model": 32, "n_heads": 4, "d_ff": 64, "sequence_length": 16, "init_std": 0.2}
+    width = SCALED_COLUMNS * (DEGREE if run.precision.kind == "fp8_lowbit" else 1)
+    small = {"d_model": width, "n_heads": 4, "d_ff": 64, "sequence_length": 16, "init_std": 0.2}
     vocabulary = {"vocabulary_size": 90, "vocabulary_multiple": 8}
     return run.model.model_copy(
         update={"n_layers": _few_layers(run, plan)} | small | vocabulary,

@@ -1,7 +1,9 @@
 """Checkpoints before there are any: their size, the memory they need, and how often to save.
 
 A checkpoint holds each weight and both moments in fp32, once: 12 bytes a parameter, 1.9 TiB for
-175B. While one is written in the background, each rank keeps a copy of its part in host memory.
+175B. In low-bit state a matrix of a block has a weight of 16 bits, a master weight of 16, moments
+of 8 and 16, and their scales: 7.1 bytes. While one is written in the background, each rank keeps a
+copy of its part in host memory.
 
 How often to save is a matter of balance. With w seconds of training lost to each save, and one
 failure every M seconds, a run that saves every t seconds loses
@@ -18,12 +20,18 @@ from __future__ import annotations
 
 import math
 
+from trainyard.config.fp8_rules import SCALED_COLUMNS
 from trainyard.config.run import Run
 from trainyard.plan.resolve import Plan
-from trainyard.plan.size import is_cut, stage_shapes
+from trainyard.plan.size import Shape, block_shapes, is_cut, stage_shapes
 
 BYTES_PER_PARAMETER = 12
 """A weight and two moments of it, fp32 each."""
+LOW_BIT_BYTES_PER_PARAMETER = 2 + 2 + 1 + 2
+"""Weight in use, master weight, first and second moment; and so many that have scales:"""
+SCALED = 3
+LOW_BIT_VECTOR_BYTES_PER_PARAMETER = 2 + BYTES_PER_PARAMETER
+"""Of a bias or a norm of a block; its weight in use is bf16."""
 FAILURES_PER_NODE_DAY = 6.5e-3
 """Of a cluster of 16,000 A100 (arXiv:2410.21680). Published runs lie between the bounds below."""
 FEWEST_FAILURES_PER_NODE_DAY = 2.3e-3
@@ -35,9 +43,29 @@ RESTART_SECONDS = 15 * 60.0
 SECONDS_PER_DAY = 86_400.0
 
 
-def checkpoint_bytes(plan: Plan) -> int:
-    """Gives the size of a checkpoint without its headers and manifest."""
-    return BYTES_PER_PARAMETER * plan.n_parameters
+def checkpoint_bytes(run: Run, n_parameters: int) -> int:
+    """Gives the size of a checkpoint without its headers and manifest.
+
+    Args:
+        run: its precision says what is kept.
+        n_parameters: of the model, with the rows of padding that it was saved with.
+    """
+    blocks = {f"blocks.{name}": shape for name, shape in block_shapes(run.model).items()}
+    n_in_block = sum(math.prod(shape) for shape in blocks.values())
+    block_bytes = sum(_bytes_of(run, name, shape) for name, shape in blocks.items())
+    n_layers = run.model.n_layers
+    outside = BYTES_PER_PARAMETER * (n_parameters - n_layers * n_in_block)
+    return outside + n_layers * block_bytes
+
+
+def _bytes_of(run: Run, name: str, shape: Shape) -> int:
+    """Gives what a checkpoint has of a parameter, or of a part of it."""
+    n_values = math.prod(shape)
+    if run.precision.kind != "fp8_lowbit" or not name.startswith("blocks."):
+        return BYTES_PER_PARAMETER * n_values
+    if len(shape) == 1:
+        return LOW_BIT_VECTOR_BYTES_PER_PARAMETER * n_values
+    return LOW_BIT_BYTES_PER_PARAMETER * n_values + SCALED * n_values // SCALED_COLUMNS
 
 
 def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
@@ -52,7 +80,7 @@ def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
         if share:
             return 0
         n_shares = 1
-    n_values = 0
+    n_bytes = 0
     for blocks in plan.stages[place.pipeline :: topology.pipeline]:
         shapes = stage_shapes(run.model, plan.padded_vocabulary_size, blocks, topology.tensor)
         for name, shape in shapes.items():
@@ -61,8 +89,8 @@ def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
                 continue
             n_rows = math.ceil(shape[0] / n_shares)  # of the first shares; the last may have none
             n_rows = max(0, min(n_rows, shape[0] - share * n_rows))
-            n_values += n_rows * math.prod(shape[1:])
-    return BYTES_PER_PARAMETER * n_values
+            n_bytes += _bytes_of(run, name, (n_rows, *shape[1:]))
+    return n_bytes
 
 
 def host_bytes(run: Run, plan: Plan) -> int:

@@ -7,14 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainyard.config.fp8_rules import SCALED_COLUMNS
 from trainyard.config.reading import SETTINGS_LIMIT_BYTES, parse_json, read_file
 from trainyard.config.run import Run
-from trainyard.plan.saving import BYTES_PER_PARAMETER
+from trainyard.plan.saving import checkpoint_bytes
+from trainyard.plan.size import block_shapes
 from trainyard.report.history import is_finite
 from trainyard.report.summary import UNKNOWN, ReportedRun, large, memory, show
 from trainyard.units import format_seconds
 
 FLOAT_BYTES = 4
+LOW_BIT_WEIGHT_BYTES = 2
+"""Of a matrix of a block in low-bit state, as the forward pass has it."""
+LOW_BIT_STATE_BYTES = 1 + 2 + 1 + 2 + 4 / SCALED_COLUMNS
+"""Its gradient, master weight and moments, with their scales."""
 
 
 def compare_with_plan(reported: ReportedRun) -> dict[str, tuple[str, str]]:
@@ -54,20 +60,20 @@ def compare_with_plan(reported: ReportedRun) -> dict[str, tuple[str, str]]:
             f"{memory(train.last('memory_bytes'))}, peak",
         ),
         "Checkpoint": (
-            memory(n_parameters and BYTES_PER_PARAMETER * n_parameters),
+            memory(n_parameters and checkpoint_bytes(run, int(n_parameters))),
             memory(reported.metrics.last_save.get("bytes")),
         ),
     }
 
 
 def least_state_bytes(run: Run, plan: dict[str, Any]) -> float | None:
-    """Gives what weights, gradients and both moments take on each device, in fp32.
+    """Gives what weights, gradients and both moments take on each device.
 
     The bytes of activations, of copies in other formats and of buffers come on top. None where the
-    plan does not say enough, or the state is kept in fewer bits.
+    plan does not say enough.
     """
     n_parameters, topology = _number(plan, "n_parameters"), plan.get("topology")
-    if n_parameters is None or not isinstance(topology, dict) or run.precision.kind == "fp8_lowbit":
+    if n_parameters is None or not isinstance(topology, dict):
         return None
     sizes = [_number(topology, axis) or 0.0 for axis in ("tensor", "pipeline", "shard", "context")]
     if min(sizes) < 1:
@@ -76,7 +82,15 @@ def least_state_bytes(run: Run, plan: dict[str, Any]) -> float | None:
     n_shards, stage = shard * context, run.parallel.zero_stage
     # Stage 1 cuts the moments, stage 2 the gradients too, stage 3 the weights as well.
     copies = sum(1 / n_shards if stage >= least else 1.0 for least in (1, 1, 2, 3))
-    return FLOAT_BYTES * copies * n_parameters / (tensor * pipeline)
+    in_few_bits = 0.0
+    if run.precision.kind == "fp8_lowbit":
+        shapes = block_shapes(run.model).values()
+        in_few_bits = run.model.n_layers * sum(math.prod(s) for s in shapes if len(s) > 1)
+    whole = FLOAT_BYTES * copies * (n_parameters - in_few_bits)
+    # Weights that are gathered, and all else, which is shared at every stage.
+    weight = LOW_BIT_WEIGHT_BYTES / (n_shards if stage == 3 else 1)
+    few = (weight + LOW_BIT_STATE_BYTES / n_shards) * in_few_bits
+    return (whole + few) / (tensor * pipeline)
 
 
 def _in_checkpoint(reported: ReportedRun) -> str:

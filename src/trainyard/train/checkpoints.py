@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
-import torch
 from torch import Tensor
 
 from trainyard.checkpoint.background import Retention, Saver
@@ -15,17 +13,20 @@ from trainyard.checkpoint.format import Facts, Manifest, read_manifest, step_of
 from trainyard.checkpoint.load import complete_checkpoints, load_into
 from trainyard.checkpoint.resume import check_resumable
 from trainyard.checkpoint.save import ALONE, Ranks
+from trainyard.config.fp8_rules import SCALED_COLUMNS
 from trainyard.errors import CheckpointError
 from trainyard.launch.environment import read_versions
+from trainyard.optim.adamw import prepare_state, state_of
 from trainyard.parallel.placement import Placement, is_writer, local_part, place
-from trainyard.plan.saving import checkpoint_bytes
+from trainyard.plan.saving import checkpoint_bytes, rank_bytes
+from trainyard.train.run_folder import Resume
 from trainyard.train.state import Parts, State
 
 logger = logging.getLogger("trainyard")
 
-Resume = Literal["auto", "must", "never"]
 WEIGHTS = "model."
-MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZER = "optimizer."
+EXPONENTS = "_exponents"
 
 
 def build_saver(parts: Parts) -> Saver:
@@ -37,11 +38,7 @@ def build_saver(parts: Parts) -> Saver:
     keep = Retention(settings.keep_last, settings.keep_every, settings.keep_best)
     folder = checkpoint_folder(parts.folder)
     saver = Saver(folder, ranks, keep, background=settings.background)
-    weights, _ = _named_parts(parts, to_write=True)
-    weights_bytes = sum(
-        values.nbytes for name, values in weights.items() if name.startswith(WEIGHTS)
-    )
-    saver.reserve((1 + len(MOMENTS)) * weights_bytes, parts.device)
+    saver.reserve(rank_bytes(parts.run, parts.plan, mesh.rank), parts.device)
     return saver
 
 
@@ -69,7 +66,7 @@ def save_state(parts: Parts, state: State, saver: Saver, held_out_loss: float | 
         training=training,
     )
     tensors, placements = _named_parts(parts, to_write=True)
-    saver.save(facts, tensors, placements, checkpoint_bytes(parts.plan))
+    saver.save(facts, tensors, placements, checkpoint_bytes(parts.run, parts.plan.n_parameters))
 
 
 def checkpoint_folder(run_folder: Path) -> Path:
@@ -157,15 +154,14 @@ def _try(parts: Parts, path: Path) -> tuple[str | None, State | None]:
 
 def _fill(parts: Parts, path: Path, manifest: Manifest, n_updates: int) -> None:
     """Copies a checkpoint's tensors into model and optimizer; at step 0 there is only a model."""
-    parts.optimizer.state.clear()
-    if manifest.step > 0:
-        for held in parts.replica.held:
-            parameter = held.parameter
-            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-            n_updates_so_far = torch.tensor(float(n_updates), device=parameter.device)
-            parts.optimizer.state[parameter] = {"step": n_updates_so_far, **moments}
+    has_state = manifest.step > 0
+    if has_state:
+        prepare_state(parts.optimizer, n_updates)
     tensors, placements = _named_parts(parts, to_write=False)
-    load_into(path, tensors, parts.run.model.vocabulary_size, placements)
+    wanted = {name: t for name, t in tensors.items() if has_state or name.startswith(WEIGHTS)}
+    load_into(path, wanted, parts.run.model.vocabulary_size, placements)
+    if not has_state:
+        prepare_state(parts.optimizer, None)
 
 
 def _named_parts(parts: Parts, *, to_write: bool) -> tuple[dict[str, Tensor], dict[str, Placement]]:
@@ -182,12 +178,17 @@ def _named_parts(parts: Parts, *, to_write: bool) -> tuple[dict[str, Tensor], di
         parameter, dimension = held.parameter, held.dimension
         if to_write and (held.is_copy or not is_writer(parameter, dimension, share)):
             continue
-        values: dict[str, Tensor] = {f"{WEIGHTS}{held.name}": parameter}
-        for moment in MOMENTS:
-            if parameter in parts.optimizer.state:
-                value = parts.optimizer.state[parameter][moment]
-                values[f"optimizer.{held.name}.{moment}"] = value
-        for name, value in values.items():
-            tensors[name] = local_part(value)
-            placements[name] = place(parameter, dimension, share)
+        placement = place(parameter, dimension, share)
+        tensors[f"{WEIGHTS}{held.name}"] = local_part(parameter)
+        placements[f"{WEIGHTS}{held.name}"] = placement
+        for what, value in state_of(parts.optimizer, held).items():
+            name = f"{OPTIMIZER}{held.name}.{what}"
+            tensors[name] = value
+            placements[name] = _of_scales(placement) if what.endswith(EXPONENTS) else placement
     return tensors, placements
+
+
+def _of_scales(of_matrix: Placement) -> Placement:
+    """Says where exponents lie, of which one stands for many columns of a matrix."""
+    shapes = (of_matrix.shape, of_matrix.offsets, of_matrix.local_shape)
+    return Placement(*((rows, columns // SCALED_COLUMNS) for rows, columns in shapes))

@@ -18,6 +18,8 @@ went wrong in block 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +27,7 @@ from torch import Tensor
 from trainyard.model.gpt import GPT
 from trainyard.optim.clip import norms_of
 from trainyard.parallel.placement import local_part
+from trainyard.precision.codes import Codes
 from trainyard.train.state import Parts, State
 from trainyard.train.step import compute_gradients
 
@@ -46,7 +49,7 @@ def diagnose(parts: Parts, state: State) -> str:
     )
     held = parts.replica.held
     index = torch.tensor([names.index(each.name) for each in held], device=parts.device)
-    gradients = [local_part(each.gradient) for each in held]
+    gradients = [each.gradient for each in held]
     squares.index_add_(0, index, norms_of(gradients).square() * parts.replica.shares_of_norm)
     bad_gradients.index_add_(0, index, _count_bad(gradients))
     bad_weights.index_add_(0, index, _count_bad([local_part(each.parameter) for each in held]))
@@ -85,9 +88,10 @@ def _parameter_names(parts: Parts) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
-def _count_bad(tensors: list[Tensor]) -> Tensor:
-    """Counts the numbers of each that are not finite."""
-    return torch.stack([(~tensor.isfinite()).sum() for tensor in tensors]).double()
+def _count_bad(tensors: Sequence[Tensor | Codes]) -> Tensor:
+    """Counts the numbers of each that are not finite; of codes, blocks of them."""
+    found = (each if isinstance(each, Tensor) else each.block_norms() for each in tensors)
+    return torch.stack([(~tensor.isfinite()).sum() for tensor in found]).double()
 
 
 def _norms_of_blocks(names: list[str], squares: Tensor, multiplier: float) -> dict[str, str]:

@@ -213,10 +213,13 @@ def render_line(values: dict[str, Any], n_steps: int) -> str:
 
 
 def _peak_flops_per_second(run: Run, device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    found = find_device(torch.cuda.get_device_name(device))
+    found = find_device(device_name(device))
     return found.peak_flops_per_second(run.precision.kind) if found else None
+
+
+def device_name(device: torch.device) -> str:
+    """Gives the name of a GPU; of other devices their kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -25,28 +25,33 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from trainyard.config.run import LossScale, Precision, Run
+from trainyard.config.run import LossScale, Run
 from trainyard.data.loader import Loader
 from trainyard.model.loss import LABEL_OF_NOTHING
-from trainyard.optim.adamw import build_adamw
+from trainyard.optim.adamw import build_optimizer
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.placement import local_part, place
 from trainyard.parallel.replica import Replica
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.rehearsal import N_STEPS
 from trainyard.plan.resolve import resolve
+from trainyard.precision.codes import Codes
 from trainyard.train.state import Parts, State
 from trainyard.train.step import train_step
+from trainyard.train.worker import COMPUTE_DTYPES
 
 Array = NDArray[Any]
 
+DTYPES = {"fp64": torch.float64, **COMPUTE_DTYPES}
 BOUNDS = {
-    torch.float64: 1e-10,
-    torch.float32: 2.4e-6,
-    torch.float16: 2.0e-2,
-    torch.bfloat16: 7.8e-2,
+    "fp64": 1e-10,
+    "fp32": 2.4e-6,
+    "fp16": 2.0e-2,
+    "bf16": 7.8e-2,
+    "fp8": 0.6,
+    "fp8_lowbit": 0.9,
 }
-"""Largest relative difference that another order of sums explains (docs/decisions/013)."""
+"""Largest relative difference that another order of sums explains (decisions 013, 017, 018)."""
 LOSS_SCALE = 2.0**10
 """Of fp16 here: nothing overflows in a small model, and next to nothing underflows."""
 
@@ -95,25 +100,25 @@ class RandomBatches:
         return tokens[mine], labels[mine]
 
 
-def train_three_steps(run: Run, rank: int, n_ranks: int, dtype: torch.dtype) -> Outcome:
+def train_three_steps(run: Run, rank: int, n_ranks: int, precision: str) -> Outcome:
     """Trains on the CPU in this process, which is one rank of `n_ranks`.
 
     Args:
         run: small, and of three steps.
         rank: of this process.
         n_ranks: with more than one, the process group is there.
-        dtype: of matrix products; weights are fp64 for fp64, else fp32. The loss is scaled for
-            fp16.
+        precision: the `precision.kind` to train in; or fp64, for weights and for all that is
+            computed, but for what the run's own kind may say of a loss scale and products in fp8.
     """
-    if dtype == torch.float16:
-        precision = Precision(kind="fp16", loss_scale=LossScale(initial=LOSS_SCALE))
-        run = run.model_copy(update={"precision": precision})
+    if precision != "fp64":
+        run = _in_precision(run, precision)
+    dtype = DTYPES[precision]
     plan = resolve(run, n_ranks)
     mesh = build_mesh(plan.topology, rank, torch.device("cpu"))
     batches = BatchSchedule(run)
     with _weights_in(torch.float64 if dtype == torch.float64 else torch.float32):
         replica = Replica(run, plan, mesh, dtype)
-        optimizer = build_adamw([held.parameter for held in replica.held], run.optimizer)
+        optimizer = build_optimizer(replica, run)
         parts = Parts(
             folder=Path(),
             run=run,
@@ -141,6 +146,14 @@ def train_three_steps(run: Run, rank: int, n_ranks: int, dtype: torch.dtype) -> 
     )
 
 
+def _in_precision(run: Run, kind: str) -> Run:
+    """Gives a run of another kind, which computes in fp8 in every block where it does so at all."""
+    fp8 = run.precision.fp8.model_copy(update={"emulate": True, "precise_blocks": 0})
+    scale = LossScale(initial=LOSS_SCALE)
+    changes = {"kind": kind, "fp8": fp8, "loss_scale": scale}
+    return run.model_copy(update={"precision": run.precision.model_copy(update=changes)})
+
+
 @contextmanager
 def _weights_in(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -156,8 +169,10 @@ def _copy(replica: Replica, what: str) -> list[Piece]:
     found = []
     for held in replica.held:
         placement = place(held.parameter, held.dimension, replica.tensor_share)
-        value = local_part(getattr(held, what)).detach().double().numpy().copy()
-        found.append(Piece(held.name, placement.shape, placement.offsets, value))
+        part = getattr(held, what)
+        value = part.decode() if isinstance(part, Codes) else local_part(part)
+        copy = value.double().numpy().copy()
+        found.append(Piece(held.name, placement.shape, placement.offsets, copy))
     return found
 
 

@@ -26,8 +26,10 @@ from trainyard.launch.local import run_ranks
 from trainyard.log import build_logger
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.plan.rehearsal import Rehearsal
+from trainyard.precision.float8 import refuse_missing_torchao
 from trainyard.train.parity import (
     BOUNDS,
+    DTYPES,
     Difference,
     Outcome,
     compare,
@@ -35,11 +37,8 @@ from trainyard.train.parity import (
     save_outcome,
     train_three_steps,
 )
-from trainyard.train.worker import COMPUTE_DTYPES
 
 logger = logging.getLogger("trainyard")
-
-DTYPES = {"fp64": torch.float64, **COMPUTE_DTYPES}
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Result:
     @property
     def bound(self) -> float:
         """The largest difference that rounding explains."""
-        return BOUNDS[DTYPES[self.precision]]
+        return BOUNDS[self.precision]
 
     @property
     def is_same(self) -> bool:
@@ -62,9 +61,14 @@ class Result:
 
 
 def precisions_of(run: Run) -> list[str]:
-    """Lists the precisions to try a run in: fp64, and its own where that can be trained."""
-    kind = run.precision.kind
-    return ["fp64", kind] if kind in COMPUTE_DTYPES else ["fp64"]
+    """Lists the precisions to try a run in: fp64, and its own.
+
+    Raises:
+        ConfigError: the run needs a package that is not installed.
+    """
+    if run.precision.multiplies_in_fp8:
+        refuse_missing_torchao(run)
+    return ["fp64", run.precision.kind]
 
 
 def rehearse(rehearsal: Rehearsal, precisions: Sequence[str]) -> list[Result]:
@@ -94,13 +98,13 @@ def train_layouts(folder: Path, precisions: Sequence[str], process: Process) -> 
     for path in sorted(folder.glob("layout-*.toml")):
         run = load_run(str(path)).run
         for precision in precisions:
-            outcome = train_three_steps(run, process.rank, process.n_ranks, DTYPES[precision])
+            outcome = train_three_steps(run, process.rank, process.n_ranks, precision)
             save_outcome(outcome, _outcome_path(folder, path.stem, precision, process.rank))
 
 
 def _compare_all(rehearsal: Rehearsal, precisions: Sequence[str], folder: Path) -> Iterator[Result]:
     for precision in precisions:
-        reference = train_three_steps(rehearsal.alone, 0, 1, DTYPES[precision])
+        reference = train_three_steps(rehearsal.alone, 0, 1, precision)
         for number, layout in enumerate(rehearsal.layouts):
             ranks: list[Outcome] = [
                 load_outcome(_outcome_path(folder, f"layout-{number}", precision, rank))

@@ -222,7 +222,7 @@ class Parts:
     batches: BatchSchedule
     replica: Replica
     """This rank's share of the model."""
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     train_data: Loader
     valid_order: SequenceOrder | None
     """Held-out sequences; None where there are none."""

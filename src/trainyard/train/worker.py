@@ -19,12 +19,9 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from torch.torch_version import TorchVersion
 
 from trainyard.checkpoint.background import probe
-from trainyard.checkpoint.format import read_manifest
-from trainyard.checkpoint.resume import check_resumable
-from trainyard.config.load import load_run, render_run
+from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.data.loader import Loader, build_orders, data_fingerprint, data_prefixes
 from trainyard.data.publish import publish_text
@@ -40,7 +37,7 @@ from trainyard.launch.environment import (
 )
 from trainyard.launch.pulse import Pulse
 from trainyard.log import build_logger, show_progress
-from trainyard.optim.adamw import build_adamw
+from trainyard.optim.adamw import build_optimizer
 from trainyard.parallel.mesh import Mesh, build_mesh
 from trainyard.parallel.replica import Replica
 from trainyard.parallel.start import gather_facts, start_ranks
@@ -48,25 +45,33 @@ from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.hardware import cpu_multiplies_bf16_natively
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.plan.saving import checkpoint_bytes
+from trainyard.precision.float8 import refuse_device
 from trainyard.train.allocator import keep_freed_memory
 from trainyard.train.checkpoints import (
-    Resume,
     build_saver,
     checkpoint_folder,
     find_checkpoint,
     load_state,
 )
 from trainyard.train.loop import train
-from trainyard.train.metrics import Metrics
+from trainyard.train.metrics import Metrics, device_name
+from trainyard.train.run_folder import Resume, refuse_what_is_not_built
 from trainyard.train.state import Parts, State
-from trainyard.train.stop import Ending, Stop, refuse_stopped
+from trainyard.train.stop import Ending, Stop
 from trainyard.units import format_large
 
 logger = logging.getLogger("trainyard")
 
 Show = Callable[[int, str], None]
 OUTCOME = "outcome.json"
-COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+    "fp8_lowbit": torch.bfloat16,
+}
+"""Of activations, and of all products but those in fp8."""
 
 
 def run_worker(folder: Path, resume: Resume = "auto") -> Ending:
@@ -95,12 +100,13 @@ def run_worker(folder: Path, resume: Resume = "auto") -> Ending:
     plan = resolve(run, process.n_ranks)
     refuse_what_is_not_built(run)
     device = choose_device(process)
+    refuse_device(run, device)
 
     def facts() -> dict[str, str]:
         newest = find_checkpoint(folder, resume)
         started_from = {"checkpoint": newest.name if newest else "none"}
         if process.rank == 0:
-            probe(checkpoint_folder(folder), checkpoint_bytes(plan))
+            probe(checkpoint_folder(folder), checkpoint_bytes(run, plan.n_parameters))
         return gather_facts(run_text, data_fingerprint(run)) | started_from
 
     with start_ranks(process, device, facts):
@@ -122,7 +128,9 @@ def _train_on(parts: Parts, resume: Resume) -> Ending:
         raise MachineError(
             f"cannot write to {folder}: {error}", "free space or quota there, or make it writable"
         ) from error
-    metrics.write("start", {"step": state.step, "resumed": state.step > 0, "device": str(device)})
+    metrics.write(
+        "start", {"step": state.step, "resumed": state.step > 0, "device": device_name(device)}
+    )
     stop_folder = folder if parts.is_first_rank else None
     stop = Stop(stop_folder, run.train.stop_after_minutes, seconds_left())
     saver = build_saver(parts)
@@ -145,22 +153,6 @@ def _train_on(parts: Parts, resume: Resume) -> Ending:
         metrics.close()
     _write_outcome(parts, ending, state.step)
     return ending
-
-
-def write_run_folder(folder: Path, run: Run, resume: Resume) -> None:
-    """Writes run.toml for the workers, once everything that can be checked before is in order.
-
-    Raises:
-        UserError: the run cannot be trained here, or differs from the one already in the folder.
-    """
-    refuse_what_is_not_built(run)
-    refuse_stopped(folder)
-    fingerprint = data_fingerprint(run)
-    checkpoint = find_checkpoint(folder, resume)
-    if checkpoint is not None:
-        check_resumable(read_manifest(checkpoint), run, fingerprint)
-    folder.mkdir(parents=True, exist_ok=True)
-    publish_text(folder / "run.toml", render_run(run))
 
 
 def build_parts(folder: Path, run: Run, plan: Plan, mesh: Mesh, pulse: Pulse) -> Parts:
@@ -188,7 +180,7 @@ def build_parts(folder: Path, run: Run, plan: Plan, mesh: Mesh, pulse: Pulse) ->
         plan=plan,
         batches=batches,
         replica=replica,
-        optimizer=build_adamw([held.parameter for held in replica.held], run.optimizer),
+        optimizer=build_optimizer(replica, run),
         train_data=Loader(
             orders["train"],
             batches,
@@ -201,26 +193,6 @@ def build_parts(folder: Path, run: Run, plan: Plan, mesh: Mesh, pulse: Pulse) ->
         data_fingerprint=data_fingerprint(run),
         pulse=pulse,
     )
-
-
-def refuse_what_is_not_built(run: Run) -> None:
-    """Refuses runs that this version can describe but not train.
-
-    Raises:
-        ConfigError: names the field.
-    """
-    if run.precision.kind not in COMPUTE_DTYPES:
-        raise ConfigError(
-            f"precision.kind={run.precision.kind!r} cannot be trained yet",
-            "precision.kind=bf16, precision.kind=fp16 and precision.kind=fp32 can",
-        )
-    is_zero_bubble = run.parallel.pipeline > 1 and run.parallel.schedule == "zero_bubble"
-    # Older ones fail to split the backward pass of our own functions.
-    if is_zero_bubble and TorchVersion(torch.__version__) < "2.13":
-        raise ConfigError(
-            f"parallel.schedule='zero_bubble' needs torch 2.13; this is {torch.__version__}",
-            "parallel.schedule='interleaved' with parallel.chunks=2, or a newer torch",
-        )
 
 
 @contextmanager
@@ -267,6 +239,11 @@ def choose_device(process: Process) -> torch.device:
 
 
 def _warn_of_slow_precision(run: Run, device: torch.device) -> None:
+    if run.precision.multiplies_in_fp8 and run.precision.fp8.emulate:
+        logger.warning(
+            "precision.fp8.emulate=true: products in fp8 are computed in fp32, which takes longer "
+            "than precision.kind=bf16"
+        )
     if run.precision.kind == "bf16" and device.type == "cpu" and not cpu_multiplies_bf16_natively():
         logger.warning(
             "this processor has no bf16 products: precision.kind=fp32 is several times as fast here"

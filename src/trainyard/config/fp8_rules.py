@@ -1,0 +1,67 @@
+"""Rules of products in fp8: what they cannot be made of, and what they cannot stand with.
+
+`config/rules.py` calls these, and knows the remedies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainyard.config.run import Run
+
+FP8_MULTIPLE = 16
+"""Rows and columns of what a GPU multiplies in fp8; the same rule holds where it is emulated."""
+SCALED_COLUMNS = 32
+"""Columns of a matrix in low-bit state that share a scale."""
+
+
+def fp8_multiple(run: Run) -> int:
+    """Gives what the sides of each rank's matrices must be multiples of."""
+    return SCALED_COLUMNS if run.precision.kind == "fp8_lowbit" else FP8_MULTIPLE
+
+
+def fp8_problems(run: Run) -> dict[str, str]:
+    """Finds what products in fp8 cannot be made of."""
+    if not run.precision.multiplies_in_fp8:
+        return {}
+    kind, fp8 = run.precision.kind, run.precision.fp8
+    model, parallel, micro = run.model, run.parallel, run.train.micro_batch_size
+    problems = {}
+    multiple, why = fp8_multiple(run), f"products in fp8 are of multiples of {FP8_MULTIPLE}"
+    if kind == "fp8_lowbit":
+        why = f"{SCALED_COLUMNS} columns of a rank's part share a scale"
+        if parallel.zero_stage == 0:
+            problems["fp8_zero_stage"] = (
+                "parallel.zero_stage=0 cannot stand with precision.kind='fp8_lowbit': "
+                "gradients travel as codes, which an all-reduce cannot add up"
+            )
+    for field, size in {"d_model": model.d_model, "d_ff": model.d_ff}.items():
+        if size % (multiple * parallel.tensor):
+            problems[f"fp8_{field}"] = (
+                f"model.{field}={size} must be divisible by {multiple} x parallel.tensor="
+                f"{parallel.tensor} when precision.kind is {kind!r}: {why}"
+            )
+    if micro * model.sequence_length % (FP8_MULTIPLE * parallel.context):
+        problems["fp8_tokens"] = (
+            f"train.micro_batch_size={micro} x model.sequence_length={model.sequence_length} must "
+            f"be divisible by {FP8_MULTIPLE} x parallel.context={parallel.context} when "
+            f"precision.kind is {kind!r}: products in fp8 are of multiples of {FP8_MULTIPLE}"
+        )
+    if 2 * fp8.precise_blocks >= model.n_layers:
+        problems["fp8_blocks"] = (
+            f"precision.fp8.precise_blocks={fp8.precise_blocks} of the first and of the last blocks"
+            f" are all of model.n_layers={model.n_layers}: none multiplies in fp8"
+        )
+    if fp8.all_gather and fp8.scaling == "rowwise":
+        problems["fp8_gather"] = (
+            "precision.fp8.all_gather=true cannot stand with precision.fp8.scaling='rowwise': "
+            "a product and its gradient scale a weight along different rows"
+        )
+    if parallel.schedule == "zero_bubble" and parallel.pipeline > 1:
+        problems["fp8_zero_bubble"] = (
+            f"precision.kind={kind!r} cannot stand with parallel.schedule='zero_bubble': it splits "
+            "the backward pass, and each part would compute both gradients of a product, which "
+            "takes longer than the bubble"
+        )
+    return problems

@@ -1,0 +1,271 @@
+"""AdamW whose state of the blocks' matrices takes 6 bytes a parameter instead of 16.
+
+    of each parameter     elsewhere          of a matrix of a block
+    weight in use                            bf16, what the forward pass takes and ranks gather
+    gradient              fp32     4         e4m3     1     from when it is complete to the update
+    master weight         fp32     4         fp16     2     rounded stochastically
+    first moment          fp32     4         e4m3     1     rounded stochastically
+    second moment         fp32     4         fp16     2     rounded stochastically
+                          16 bytes           6 bytes, and 4/32 for the scales (precision/codes.py)
+
+An update computes in fp32 with what the codes stand for, and then makes codes again. Its steps are
+often too small for the digits of a code: rounded to the nearest, such weights would never move, and
+a moment would stay where it is until something a quarter away from it comes. Rounded stochastically
+all are right on average. The noise follows from (seed, updates done, name, place in the whole
+matrix): the same in every layout and after a resume.
+
+Vectors of the blocks are bf16 where they are used, since ranks gather them together with the
+matrices, and otherwise fp32. They and all that is outside of the blocks have fused AdamW.
+
+Source: the recipe of FP8-LM (arXiv:2310.18313), which scales whole tensors and rounds to the
+nearest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainyard.config.fp8_rules import SCALED_COLUMNS
+from trainyard.model.dropout import INCREMENT, mix
+from trainyard.parallel.placement import Placement, local_part
+from trainyard.parallel.replica import Held
+from trainyard.precision.codes import E4M3, FP16, Codes, decode, encode, noise
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# Purposes of noise.
+_MASTER, _FIRST, _SECOND = 1, 2, 3
+_BITS = {1: torch.uint8, 2: torch.int16}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a block, or this rank's part of it, and its state."""
+
+    held: Held
+    place: Placement
+    key: Tensor
+    """Of its noise, int64."""
+    master: Codes
+    exp_avg: Codes
+    exp_avg_sq: Codes
+
+    @classmethod
+    def of(cls, held: Held, place: Placement, seed: int) -> Matrix:
+        """Makes the state before the first update."""
+        weight = local_part(held.parameter)
+        digest = hashlib.sha256(f"rounding {seed} {held.name}".encode()).digest()
+        number = int.from_bytes(digest[:8], "little", signed=True)
+        return cls(
+            held,
+            place,
+            torch.tensor(number, device=weight.device),
+            Codes.of(weight, FP16),
+            Codes.zeros(weight.shape, E4M3, weight.device),
+            Codes.zeros(weight.shape, FP16, weight.device),
+        )
+
+    @property
+    def codes(self) -> dict[str, Codes]:
+        """The state by its names in a checkpoint."""
+        return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+    def numbers(self, here: slice) -> Tensor:
+        """Numbers 32 values at a time as in the whole matrix, (n, 1), int64."""
+        n_blocks = self.place.local_shape[1] // SCALED_COLUMNS
+        index = torch.arange(here.start, here.stop, device=self.key.device)
+        rows = self.place.offsets[0] + index // n_blocks
+        columns = self.place.offsets[1] // SCALED_COLUMNS + index % n_blocks
+        return (rows * (self.place.shape[1] // SCALED_COLUMNS) + columns)[:, None]
+
+
+class LowBitAdamW(torch.optim.Optimizer):
+    """AdamW of a model whose blocks are in bf16; clipped and skipped as the fused one is.
+
+    Args:
+        held: all parameters of this rank, with their places in the whole.
+        build_plain: builds the AdamW of the parameters that have fp32 state.
+        settings: of AdamW's `lr`, `betas`, `eps` and `weight_decay`.
+        seed: of the noise.
+        compiled: compile the update, which is one pass over the state then.
+
+    Attributes:
+        grad_scale: what gradients are to be divided by, on the device.
+        found_inf: 1 on the device to leave everything as it is, else 0.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[tuple[Held, Placement]],
+        build_plain: Callable[[list[nn.Parameter]], torch.optim.AdamW],
+        settings: dict[str, Any],
+        seed: int,
+        *,
+        compiled: bool,
+    ) -> None:
+        low_bit = [(each, place) for each, place in held if each.is_low_bit]
+        self.matrices = {
+            each.name: Matrix.of(each, place, seed)
+            for each, place in low_bit
+            if each.parameter.ndim > 1
+        }
+        self.vectors = {
+            each.name: (each, nn.Parameter(local_part(each.parameter).float()))
+            for each, _ in low_bit
+            if each.parameter.ndim == 1
+        }
+        super().__init__([each.held.parameter for each in self.matrices.values()], settings)
+        precise = [each.parameter for each, _ in held if not each.is_low_bit]
+        self.plain = build_plain(precise)
+        # In a group of their own: the fused kernel takes no tensors beside distributed ones.
+        masters = [master for _, master in self.vectors.values()]
+        self.plain.add_param_group({"params": masters, "weight_decay": 0.0})
+        self.param_groups += self.plain.param_groups  # the same: who sets a rate sets theirs
+        device = next(iter(self.matrices.values())).key.device
+        self._n_updates = torch.zeros((), dtype=torch.int64, device=device)
+        self._update = torch.compile(_update, dynamic=True) if compiled else _update
+        self.grad_scale = torch.ones((), device=device)
+        self.found_inf = torch.zeros((), device=device)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates all weights, with the gradients that `Held` has."""
+        self.plain.grad_scale, self.plain.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
+        for each, master in self.vectors.values():
+            assert isinstance(each.kept, Tensor), each.name
+            master.grad = each.kept
+        self.plain.step()
+        if self.vectors:
+            torch._foreach_copy_(
+                [local_part(each.parameter) for each, _ in self.vectors.values()],
+                [master.detach() for _, master in self.vectors.values()],
+            )
+        self._n_updates += self.found_inf == 0
+        settings = self.param_groups[0]
+        n, (beta1, beta2) = self._n_updates.double(), settings["betas"]
+        step = (
+            torch.full((), settings["lr"], device=n.device),  # a tensor made without a copy to it
+            self.grad_scale,
+            self.found_inf != 0,
+            (1 - beta1**n).float(),
+            (1 - beta2**n).float(),
+        )
+        constants = (beta1, beta2, settings["eps"], settings["weight_decay"])
+        for matrix in self.matrices.values():
+            key = mix(matrix.key + self._n_updates * INCREMENT)
+            gradient = matrix.held.kept
+            assert isinstance(gradient, Codes), matrix.held.name
+            weight = local_part(matrix.held.parameter).view(-1, SCALED_COLUMNS)
+            parts = zip(
+                *(each.chunks() for each in (*matrix.codes.values(), gradient)), strict=True
+            )
+            for chunks in parts:
+                here = chunks[0][1]
+                tensors = [t for codes, _ in chunks for t in (codes.values, codes.exponents)]
+                numbers = matrix.numbers(slice(here.start, here.start + len(tensors[0])))
+                self._update(weight[here], tensors, key, numbers, step, constants)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients."""
+        super().zero_grad(set_to_none)
+        for each in (
+            *(m.held for m in self.matrices.values()),
+            *(v for v, _ in self.vectors.values()),
+        ):
+            each.kept = None
+
+    def state_of(self, held: Held) -> dict[str, Tensor]:
+        """Gives the state of a parameter by its names in a checkpoint, this rank's part of it."""
+        matrix = self.matrices.get(held.name)
+        if matrix is not None:
+            return {
+                name: tensor
+                for what, codes in matrix.codes.items()
+                for name, tensor in ((what, codes.values), (f"{what}_exponents", codes.exponents))
+            }
+        _, master = self.vectors.get(held.name, (held, None))
+        moments = moments_of(self.plain, held.parameter if master is None else master)
+        return moments if master is None else {"master": master.detach(), **moments}
+
+    def begin_at(self, n_updates: int | None) -> None:
+        """Prepares the state for what a checkpoint has of it, or takes on new weights.
+
+        Args:
+            n_updates: done so far; None where there is none yet, and the weights were just filled.
+        """
+        self._n_updates.fill_(n_updates or 0)
+        begin_at(self.plain, n_updates)
+        if n_updates is None:
+            for matrix in self.matrices.values():
+                fresh = Codes.of(local_part(matrix.held.parameter), FP16)
+                matrix.master.values.copy_(fresh.values)
+                matrix.master.exponents.copy_(fresh.exponents)
+            for each, master in self.vectors.values():
+                master.detach().copy_(local_part(each.parameter))
+
+
+def moments_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Gives the moments of a parameter, this rank's part; none before the first update."""
+    state = optimizer.state.get(parameter, {})
+    return {moment: local_part(state[moment]) for moment in MOMENTS if moment in state}
+
+
+def begin_at(optimizer: torch.optim.AdamW, n_updates: int | None) -> None:
+    """Makes moments that are zero, to be filled from a checkpoint; None for none, as at first."""
+    optimizer.state.clear()
+    parameters: Iterable[nn.Parameter] = (
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    )
+    for parameter in parameters if n_updates is not None else ():
+        moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+        done = torch.tensor(float(n_updates or 0), device=parameter.device)
+        optimizer.state[parameter] = {"step": done, **moments}
+
+
+def _update(
+    weight: Tensor,
+    state: Sequence[Tensor],
+    key: Tensor,
+    numbers: Tensor,
+    step: tuple[Tensor, ...],
+    constants: tuple[float, ...],
+) -> None:
+    """Updates blocks of 32 values in place.
+
+    Args:
+        weight: bf16, (n, 32).
+        state: codes and exponents, (n, 32) and (n, 1), of master weight, first moment, second
+            moment and gradient.
+        key: of the noise of this matrix and update.
+        numbers: of the blocks in the whole matrix, (n, 1).
+        step: learning rate, what gradients are divided by, whether to leave all as it is, and
+            what corrects either moment for its beginning at zero.
+        constants: both betas, epsilon and weight decay.
+    """
+    rate, grad_scale, is_skipped, correction1, correction2 = step
+    beta1, beta2, epsilon, decay = constants
+    master, first, second, gradient = (decode(*state[i : i + 2]) for i in (0, 2, 4, 6))
+    gradient = gradient / grad_scale
+    first = beta1 * first + (1 - beta1) * gradient
+    second = beta2 * second + (1 - beta2) * gradient * gradient
+    moved = (first / correction1) / ((second / correction2).sqrt() + epsilon)
+    master = master - rate * (moved + decay * master)
+    new = [
+        tensor
+        for values, dtype, purpose in (
+            (master, FP16, _MASTER),
+            (first, E4M3, _FIRST),
+            (second, FP16, _SECOND),
+        )
+        for tensor in encode(values, dtype, noise(mix(key + purpose), numbers))
+    ]
+    working = decode(new[0], new[1]).to(weight.dtype)
+    for old, found in zip([*state[:6], weight], [*new, working], strict=True):
+        bits = _BITS[old.element_size()]
+        old = old.view(bits)
+        old.copy_(torch.where(is_skipped, old, found.view(bits)))

@@ -1,0 +1,152 @@
+"""Matrix products in fp8: the four large ones of a block, forward and backward.
+
+A layer's product becomes three products of fp8 numbers, each summed in fp32; all else stays bf16:
+
+    output                 input (e4m3)      times  weight (e4m3)
+    gradient of input      gradient (e5m2)   times  weight (e4m3)
+    gradient of weight     gradient (e5m2)   times  input (e4m3)
+
+e4m3 has 4 significant bits and reaches 448, e5m2 has 3 and reaches 57,344. What is multiplied is
+brought into that range by the largest power of two that keeps its largest magnitude in it, found
+anew each time; with "rowwise" each row has its own, and gradients are e4m3 too. A power of two
+changes no digits: one number becomes the same in fp8 whatever stands beside it, and so in every
+layout, unless it is 2**14 times smaller than the largest (e4m3; those lose digits).
+
+    largest 3.0    scale 128    0.3 * 128 = 38.4 -> 40 (steps of 4) -> 40 / 128 = 0.3125
+
+torchao's float8 computes it, by torch._scaled_mm, or in fp32 where it is emulated.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trainyard.config.run import Fp8, Run
+from trainyard.errors import ConfigError, MachineError
+from trainyard.model.gpt import GPT, Block
+from trainyard.model.linear import Linear, Product
+
+FIRST_CAPABILITY = (8, 9)
+"""Of NVIDIA's GPUs that multiply in fp8: Ada, then Hopper."""
+_AMD_WITH_FP8 = ("gfx94", "gfx95")
+
+
+def put_in_products(model: GPT, run: Run) -> None:
+    """Lets the blocks of a model, or of a stage or a rank's part of it, multiply in fp8."""
+    product = build_product(run.precision.fp8)
+    for block in blocks_in_fp8(model, run).values():
+        for module in block.modules():
+            if isinstance(module, Linear):
+                module.product = product
+
+
+def blocks_in_fp8(model: GPT, run: Run) -> dict[str, Block]:
+    """Maps numbers to those blocks of `model` that multiply in fp8; none in other precisions."""
+    if not run.precision.multiplies_in_fp8:
+        return {}
+    n_precise = run.precision.fp8.precise_blocks
+    chosen = range(n_precise, run.model.n_layers - n_precise)
+    return {
+        number: block
+        for number, block in model.blocks.items()
+        if int(number) in chosen and isinstance(block, Block)
+    }
+
+
+def build_product(fp8: Fp8) -> Product:
+    """Builds what multiplies as `F.linear` does, in fp8, for inputs of any precision."""
+    with quiet_import():
+        from torchao.float8.config import Float8LinearConfig
+        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+        from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+
+    recipe = Float8LinearConfig.from_recipe_name(fp8.scaling)
+    config = replace(recipe, emulate=fp8.emulate, round_scales_to_power_of_2=True)
+    gemms = (
+        config.gemm_config_output,
+        config.gemm_config_grad_input,
+        config.gemm_config_grad_weight,
+    )
+    kernels = LinearMMConfig(*(ScaledMMConfig(fp8.emulate, gemm.use_fast_accum) for gemm in gemms))
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), kernels, config)
+        return out if bias is None else out + bias
+
+    return multiply
+
+
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """Keeps torchao from telling which of its kernels, none of ours, this machine cannot load."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def refuse_missing_products(run: Run) -> None:
+    """Refuses a run in fp8 where torchao is missing, or no device that could multiply so.
+
+    Raises:
+        ConfigError: torchao is not installed.
+        MachineError: there is no GPU, and `precision.fp8.emulate` is false.
+    """
+    if not run.precision.multiplies_in_fp8:
+        return
+    refuse_missing_torchao(run)
+    if not run.precision.fp8.emulate and not torch.cuda.is_available():
+        raise _no_products(run.precision.kind, "this machine has no GPU")
+
+
+def refuse_missing_torchao(run: Run) -> None:
+    """Refuses a run in fp8 where torchao is missing.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            f"precision.kind={run.precision.kind!r} needs torchao, which is not installed",
+            "pip install 'torchao>=0.18,<0.19', or precision.kind=bf16",
+        )
+
+
+def refuse_device(run: Run, device: torch.device) -> None:
+    """Refuses a run in fp8 on a device that does not multiply in fp8.
+
+    Raises:
+        MachineError: names the device, and its compute capability.
+    """
+    if not run.precision.multiplies_in_fp8 or run.precision.fp8.emulate:
+        return
+    kind = run.precision.kind
+    if device.type != "cuda":
+        raise _no_products(kind, f"this is the {device.type.upper()}")
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip:
+        architecture = torch.cuda.get_device_properties(device).gcnArchName
+        if not architecture.startswith(_AMD_WITH_FP8):
+            raise _no_products(kind, f"{name} is {architecture}")
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FIRST_CAPABILITY:
+        major, minor = capability
+        raise _no_products(kind, f"{name} has compute capability {major}.{minor}")
+
+
+def _no_products(kind: str, found: str) -> MachineError:
+    return MachineError(
+        f"precision.kind={kind!r} needs matrix products in fp8: an NVIDIA GPU of compute "
+        f"capability 8.9 or more, or an AMD MI300; {found}",
+        "precision.kind=bf16; or precision.fp8.emulate=true, which computes the same, slowly",
+    )

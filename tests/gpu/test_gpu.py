@@ -1,0 +1,154 @@
+"""What only a GPU can show: products in fp8, steps that wait for nobody, memory, peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+
+from trainyard.bench.job import Steps, prepare_run
+from trainyard.bench.measure import OurTraining
+from trainyard.bench.peers import build_peer
+from trainyard.bench.timeline import DeviceClock, Timeline
+from trainyard.config.load import load_run
+from trainyard.config.run import Fp8
+from trainyard.parallel.mesh import build_mesh
+from trainyard.plan.resolve import resolve
+from trainyard.train.metrics import peak_memory_bytes
+from trainyard.train.state import Parts
+from trainyard.train.worker import build_parts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
+]
+SHAPE = (
+    *("model.n_layers=4", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024"),
+    *("model.dropout=0.0", "train.micro_batch_size=4", "train.global_batch_size=8"),
+)
+Build = Callable[..., Parts]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Build:
+    """`build(kind, *overrides)` gives the parts of a small run on the GPU."""
+
+    def build_on_gpu(kind: str, *overrides: str) -> Parts:
+        folder = Path(mkdtemp(dir=tmp_path))
+        run = load_run("tiny", [*SHAPE, f"precision.kind={kind}", *overrides]).run
+        run = prepare_run(run, Steps(2, 8), folder)
+        plan = resolve(run, 1)
+        mesh = build_mesh(plan.topology, 0, torch.device("cuda", 0))
+        return build_parts(folder, run, plan, mesh, Timeline(DeviceClock()))
+
+    return build_on_gpu
+
+
+def needs_fp8() -> None:
+    pytest.importorskip("torchao")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no products in fp8 on this GPU")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_products_in_fp8_are_those_that_emulation_computes(scaling: str) -> None:
+    needs_fp8()
+    from trainyard.precision.float8 import build_product
+
+    torch.manual_seed(1)
+    x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(1024, 256, device="cuda", dtype=torch.bfloat16) / 16
+    upstream = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
+    found = []
+    for emulate in (False, True):
+        inputs = [each.clone().requires_grad_() for each in (x, weight)]
+        fp8 = Fp8.model_validate({"scaling": scaling, "emulate": emulate})
+        out = build_product(fp8)(*inputs)
+        found.append((out, *torch.autograd.grad(out, inputs, upstream)))
+    exact = x.double() @ weight.double().t()
+    for on_device, emulated in zip(*found, strict=True):
+        difference = (on_device.double() - emulated.double()).norm() / emulated.double().norm()
+        assert difference < 5e-3, "bf16 rounds by 2e-3"
+    error = ((found[0][0].double() - exact).norm() / exact.norm()).item()
+    assert 5e-3 < error < 6e-2, "e4m3 rounds, by 2^-4 at most"
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("fp8", ()),
+        ("fp8", ("precision.fp8.scaling=rowwise",)),
+        ("fp8_lowbit", ()),
+    ],
+)
+@pytest.mark.parametrize("compiles", ["never", "gpu"])
+def test_low_precision_trains_as_bf16_does(
+    build: Build, kind: str, overrides: tuple[str, ...], compiles: str
+) -> None:
+    needs_fp8()
+    compiling = f"train.compile={compiles}"
+    ours, reference = build(kind, *overrides, compiling), build("bf16", compiling)
+    low, high = OurTraining(ours), OurTraining(reference)
+    for _ in range(6):
+        assert low.step().item() == pytest.approx(high.step().item(), abs=3e-2)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "fp8", "fp8_lowbit"])
+def test_a_step_does_not_wait_for_the_device(build: Build, kind: str) -> None:
+    if kind.startswith("fp8"):
+        needs_fp8()
+    training = OurTraining(build(kind))
+    for _ in range(3):  # compiles, and makes the optimizer's state
+        training.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses = [training.step() for _ in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.isfinite(loss) for loss in losses)
+
+
+def test_memory_is_that_of_the_device(build: Build) -> None:
+    parts = build("bf16", "train.compile=never")
+    torch.cuda.reset_peak_memory_stats()
+    OurTraining(parts).step()
+    peak = peak_memory_bytes(parts.device)
+    state = 16 * parts.plan.n_parameters
+    assert state < peak < state + 2**30
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("peer", "recompute"),
+    [
+        ("gpt2-transformers", "none"),
+        ("plain-torch", "none"),
+        ("megatron-core", "none"),
+        ("megatron-core", "attention"),
+        ("megatron-core", "block"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_a_peer_trains_as_ours_does(build: Build, peer: str, recompute: str, kind: str) -> None:
+    packages = {"gpt2-transformers": "transformers", "megatron-core": "megatron.core"}
+    pytest.importorskip(packages.get(peer, "torch"))
+    parts = build(kind, "train.compile=never", f"parallel.recompute={recompute}")
+    ours = OurTraining(parts)
+    timeline = Timeline(DeviceClock())
+    theirs = build_peer(peer, parts.run, parts.plan, parts.device, timeline)
+    bound = 1e-4 if kind == "fp32" else 3e-2
+    try:
+        for _ in range(6):
+            assert theirs.step().item() == pytest.approx(ours.step().item(), abs=bound)
+    finally:
+        if peer == "megatron-core":
+            from trainyard.bench.megatron_core import leave_group
+
+            leave_group()

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainyard.config.run import Optimizer
+from trainyard.optim.adamw import build_adamw
+from trainyard.optim.clip import Totals, apply_update, norms_of
+from trainyard.optim.low_bit import LowBitAdamW
+from trainyard.parallel.placement import Placement, whole
+from trainyard.parallel.replica import Held
+from trainyard.precision.codes import Codes
+
+SHAPES = {"qkv": (96, 64), "norm": (64,), "embedding": (20, 64)}
+RATE = {"learning_rate": 1e-2, "weight_decay": 0.1}
+
+
+def build(
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
+    places: dict[str, Placement] | None = None,
+    seed: int = 5,
+    **settings: Any,
+) -> tuple[list[Held], LowBitAdamW]:
+    """Parameters of a block in bf16, "embedding" in fp32, and their optimizer."""
+    generator = torch.Generator().manual_seed(0)
+    held = []
+    for name, shape in shapes.items():
+        value = 0.02 * torch.randn(shape, generator=generator)
+        value = value if name == "embedding" else value.bfloat16()
+        held.append(Held(name, nn.Parameter(value), None, is_copy=False))
+    return held, build_for(held, places, seed, **settings)
+
+
+def build_for(
+    held: list[Held], places: dict[str, Placement] | None = None, seed: int = 5, **settings: Any
+) -> LowBitAdamW:
+    config = Optimizer.model_validate(RATE | settings)
+    found = places or {each.name: whole(each.parameter.shape) for each in held}
+    return LowBitAdamW(
+        [(each, found[each.name]) for each in held],
+        lambda parameters: build_adamw(parameters, config),
+        {
+            "lr": config.learning_rate,
+            "betas": config.betas,
+            "eps": config.epsilon,
+            "weight_decay": config.weight_decay,
+        },
+        seed,
+        compiled=False,
+    )
+
+
+def fill(held: list[Held], step: int, size: float = 1.0) -> None:
+    """Gives every parameter the gradient of a step, as a backward pass and `Replica` would."""
+    for number, each in enumerate(held):
+        generator = torch.Generator().manual_seed(100 * step + number)
+        gradient = size * torch.randn(each.parameter.shape, generator=generator)
+        each.parameter.grad = gradient.to(each.parameter.dtype)
+        if each.is_low_bit:
+            each.keep_gradient()
+
+
+def totals_of(held: list[Held]) -> Totals:
+    norm = norms_of([each.gradient for each in held]).norm().float()
+    return Totals(torch.zeros(()), norm, torch.ones(()))
+
+
+def everything(held: list[Held], optimizer: LowBitAdamW) -> list[Tensor]:
+    states = [tensor for each in held for tensor in optimizer.state_of(each).values()]
+    return [tensor.detach().clone() for tensor in (*(h.parameter for h in held), *states)]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    pairs = zip(a, b, strict=True)
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, math.inf])
+@pytest.mark.parametrize("size", [1e-3, 10.0])
+def test_updates_are_those_of_adamw_with_the_clipped_gradients_of_the_codes(
+    clip_norm: float, size: float
+) -> None:
+    held, optimizer = build()
+    weights = {each.name: nn.Parameter(each.parameter.detach().float()) for each in held}
+    reference = build_adamw(list(weights.values()), Optimizer.model_validate(RATE))
+    for step in range(4):
+        fill(held, step, size)
+        for each in held:
+            gradient = each.gradient
+            exact = gradient.decode() if isinstance(gradient, Codes) else gradient
+            weights[each.name].grad = exact.clone()
+        found = totals_of(held)
+        their_norm = nn.utils.clip_grad_norm_(weights.values(), clip_norm)
+        torch.testing.assert_close(found.norm, their_norm, rtol=1e-6, atol=0)
+        assert apply_update(optimizer, found, clip_norm).item() == 0
+        optimizer.zero_grad()
+        reference.step()
+        if step == 0:  # nothing was rounded before: each number is one of the two next to it
+            first = reference.state[weights["qkv"]]
+            state = optimizer.matrices["qkv"]
+            close = {"rtol": 2**-10, "atol": 3e-9}
+            torch.testing.assert_close(state.master.decode(), weights["qkv"].detach(), **close)
+            torch.testing.assert_close(state.exp_avg_sq.decode(), first["exp_avg_sq"], **close)
+            largest = first["exp_avg"].abs().max().item()
+            torch.testing.assert_close(
+                state.exp_avg.decode(), first["exp_avg"], rtol=2**-3, atol=2**-16 * largest
+            )
+    moved = weights["qkv"].detach() - build()[0][0].parameter.float()
+    error = optimizer.matrices["qkv"].master.decode() - weights["qkv"].detach()
+    assert error.norm() < 0.05 * moved.norm()  # first moments are right to 1 in 16
+    for name in ("norm", "embedding"):
+        parameter = held[[*SHAPES].index(name)].parameter.detach()
+        torch.testing.assert_close(parameter.float(), weights[name].detach(), rtol=2**-8, atol=1e-6)
+    assert torch.equal(
+        held[0].parameter.detach(), optimizer.matrices["qkv"].master.decode().bfloat16()
+    )
+
+
+def test_updates_of_a_tenth_of_a_step_are_not_lost_and_rounded_to_the_nearest_they_are() -> None:
+    held, optimizer = build({"qkv": (64, 64)}, weight_decay=0.0)
+    optimizer.matrices["qkv"].master.values.fill_(2.0**14)  # with exponents of 127: 2**14 each
+    optimizer.matrices["qkv"].master.exponents.fill_(127)
+    step = 2.0**4  # to the next fp16 number
+    optimizer.param_groups[0]["lr"] = step / 10
+    nearest = torch.full((64, 64), 2.0**14)
+    for _ in range(20):  # equal gradients: Adam's step is the learning rate
+        held[0].parameter.grad = torch.full_like(held[0].parameter, -1.0)
+        held[0].keep_gradient()
+        optimizer.step()
+        optimizer.zero_grad()
+        nearest = (nearest + step / 10).half().float()
+    assert nearest.unique().tolist() == [2.0**14]
+    moved = (optimizer.matrices["qkv"].master.decode() - 2.0**14) / step
+    # The sum of 20 choices with a chance of 1/10, of 4,096 weights: 2 +- 1.34 / 64.
+    assert moved.mean().item() == pytest.approx(2.0, abs=0.1)
+    assert moved.std().item() == pytest.approx(math.sqrt(20 * 0.1 * 0.9), rel=0.1)
+
+
+def test_the_second_moment_follows_gradients_that_change_it_little() -> None:
+    held, optimizer = build({"qkv": (32, 64)}, betas=(0.9, 0.9995))
+    for size, n in ((1.0, 10), (1.2, 400)):
+        for _ in range(n):
+            held[0].parameter.grad = torch.full_like(held[0].parameter, size)
+            held[0].keep_gradient()
+            optimizer.step()
+            optimizer.zero_grad()
+    kept = Codes.of(torch.full((1, 32), 1.2)).decode()[0, 0].item()
+    expected = (1 - 0.9995**10) * 0.9995**400 + (1 - 0.9995**400) * kept**2
+    found = optimizer.matrices["qkv"].exp_avg_sq.decode().mean().item()
+    assert found == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_gradient_that_is_not_finite_leaves_every_bit_as_it_was(bad: float, where: int) -> None:
+    held, optimizer = build()
+    fill(held, 0)
+    apply_update(optimizer, totals_of(held), 1.0)
+    optimizer.zero_grad()
+    before = everything(held, optimizer)
+    untouched = copy.deepcopy(before)
+    fill(held, 1)
+    gradient = torch.ones_like(held[where].parameter)
+    gradient.view(-1)[7] = bad
+    held[where].kept, held[where].parameter.grad = None, gradient
+    if held[where].is_low_bit:
+        held[where].keep_gradient()
+    found = totals_of(held)
+    assert not found.norm.isfinite()
+    assert apply_update(optimizer, found, 1.0).item() == 1
+    optimizer.zero_grad()
+    assert equal(everything(held, optimizer), untouched)
+    # The next step is the second: it is as if the bad one had never been.
+    fill(held, 2)
+    apply_update(optimizer, totals_of(held), 1.0)
+    after = everything(held, optimizer)
+    again, other = build()
+    for step in (0, 2):
+        fill(again, step)
+        apply_update(other, totals_of(again), 1.0)
+        other.zero_grad()
+    assert equal(after, everything(again, other))
+
+
+def test_a_skipped_first_step_leaves_it_as_new() -> None:
+    held, optimizer = build()
+    before = [each.parameter.detach().clone() for each in held]
+    fill(held, 0, math.nan)
+    apply_update(optimizer, totals_of(held), 1.0)
+    assert equal(before, [each.parameter.detach() for each in held])
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert not optimizer.state_of(held[0])[name].float().any()
+
+
+def test_rounding_depends_on_seed_step_name_and_place_in_the_whole_alone() -> None:
+    held, _ = build({"qkv": (96, 128)})
+    start = held[0].parameter.detach().clone()
+    generator = torch.Generator().manual_seed(3)
+    gradients = [torch.randn(96, 128, generator=generator) for _ in range(3)]
+
+    def train(name: str, rows: slice, columns: slice, seed: int = 5) -> list[Tensor]:
+        part = Held(name, nn.Parameter(start[rows, columns].clone()), None, is_copy=False)
+        offsets = (rows.start or 0, columns.start or 0)
+        place = Placement((96, 128), offsets, tuple(part.parameter.shape))
+        found = build_for([part], {name: place}, seed)
+        for gradient in gradients:
+            part.parameter.grad = gradient[rows, columns].bfloat16().contiguous()
+            part.keep_gradient()
+            found.step()
+            found.zero_grad()
+        return everything([part], found)
+
+    everywhere = slice(0, 96), slice(0, 128)
+    expected = train("qkv", *everywhere)
+    cuts = [
+        (slice(0, 96), slice(64, 128)),
+        (slice(33, 96), slice(0, 128)),
+        (slice(5, 6), slice(32, 64)),
+    ]
+    for rows, columns in cuts:
+        for tensor, found in zip(expected, train("qkv", rows, columns), strict=True):
+            factor = tensor.shape[1] / 128
+            narrow = slice(int(columns.start * factor), int(columns.stop * factor))
+            assert equal([tensor[rows, narrow].contiguous()], [found])
+    assert not equal(expected, train("qkv", *everywhere, seed=6))
+    assert not equal(expected, train("up", *everywhere))
+    assert equal(train("qkv", slice(96, 96), slice(0, 128))[:1], [start[:0]])  # a rank without rows
+
+
+def test_state_and_gradients_of_a_matrix_take_6_bytes_a_parameter_and_scales() -> None:
+    held, optimizer = build({"qkv": (96, 64), "norm": (64,)})
+    fill(held, 0)
+    gradient = held[0].gradient
+    assert isinstance(gradient, Codes)
+    state = optimizer.state_of(held[0]).values()
+    n_bytes = sum(t.nbytes for t in (*state, gradient.values, gradient.exponents))
+    assert n_bytes == (6 + 4 / 32) * 96 * 64
+    assert held[0].parameter.grad is None and held[1].parameter.grad is None

@@ -1,0 +1,257 @@
+"""Products in fp8: against plain arithmetic, in which blocks, on which devices, gathered or not."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.precision.by_hand import build_product_by_hand
+from tests.train.small import build_small_parts
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainyard.config.load import load_run
+from trainyard.config.run import Fp8, Run
+from trainyard.errors import ConfigError, MachineError
+from trainyard.model.cut import Part
+from trainyard.model.gpt import GPT
+from trainyard.model.linear import Linear, Product
+from trainyard.parallel.placement import local_part
+from trainyard.precision.float8 import (
+    blocks_in_fp8,
+    build_product,
+    put_in_products,
+    refuse_device,
+    refuse_missing_products,
+)
+from trainyard.train.state import Parts, State
+from trainyard.train.step import train_step
+
+SMALL = {
+    "n_layers": 4,
+    "d_model": 32,
+    "n_heads": 2,
+    "d_ff": 64,
+    "sequence_length": 16,
+    "vocabulary_size": 90,
+    "vocabulary_multiple": 8,
+    "dropout": 0.0,
+}
+
+
+def forward_and_backward(
+    product: Product, x: Tensor, weight: Tensor, gradient: Tensor
+) -> list[Tensor]:
+    """Gives the output, and the gradients of input and weight, of three sequences."""
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    out = product(leaves[0].view(3, 16, 32), leaves[1])
+    out.backward(gradient.view(3, 16, 64))  # type: ignore[no-untyped-call]
+    return [out.detach().flatten(0, 1), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_products_are_those_of_numbers_rounded_by_hand(scaling: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+
+    def spread(*shape: int) -> Tensor:
+        """Numbers of very different size, so that some have few digits left in fp8."""
+        values = torch.randn(*shape, generator=generator)
+        return values * torch.exp2(torch.randint(-12, 3, shape, generator=generator))
+
+    x, weight, gradient = spread(48, 32), spread(64, 32), spread(48, 64) * 2e-5
+    product = build_product(Fp8(scaling=scaling, emulate=True))  # type: ignore[arg-type]
+    by_hand = build_product_by_hand(Fp8(scaling=scaling))  # type: ignore[arg-type]
+    found = forward_and_backward(product, x, weight, gradient)
+    expected = forward_and_backward(by_hand, x.double(), weight.double(), gradient.double())
+    plain = [x @ weight.T, gradient @ weight, gradient.T @ x]
+    for one, reference, unrounded in zip(found, expected, plain, strict=True):
+        size = reference.norm()
+        assert (one - reference).norm() < 1e-6 * size  # sums in fp32
+        assert (unrounded - reference).norm() > 1e-2 * size
+
+
+def test_a_bias_is_added_and_the_precision_stays() -> None:
+    x, weight, bias = torch.eye(16).bfloat16(), torch.full((16, 16), 0.5), torch.arange(16.0)
+    out = build_product(Fp8(emulate=True))(x, weight.bfloat16(), bias.bfloat16())
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), (0.5 + bias).expand(16, 16))
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_no_number_stays_none(scaling: str, value: float) -> None:
+    x, weight = torch.ones(16, 16), torch.ones(16, 16)
+    x[3, 4] = value
+    product = build_product(Fp8(scaling=scaling, emulate=True))  # type: ignore[arg-type]
+    assert not product(x, weight)[3].isfinite().any()
+
+
+def run_in_fp8(*overrides: str, **model: Any) -> Run:
+    fields = {**SMALL, **model}
+    model_overrides = [f"model.{name}={str(value).lower()}" for name, value in fields.items()]
+    fp8 = ["precision.kind=fp8", "precision.fp8.emulate=true"]
+    return load_run("tiny", [*model_overrides, *fp8, *overrides]).run
+
+
+@pytest.mark.parametrize(
+    ("n_precise", "blocks", "expected"),
+    [(0, range(5), "01234"), (1, range(5), "123"), (2, range(5), "2"), (1, range(3, 5), "3")],
+)
+def test_first_and_last_blocks_stay_precise(n_precise: int, blocks: range, expected: str) -> None:
+    run = run_in_fp8(f"precision.fp8.precise_blocks={n_precise}", n_layers=5)
+    part = Part(blocks, takes_tokens=True, gives_loss=True)
+    model = GPT(run.model, 96, torch.bfloat16, part=part)
+    put_in_products(model, run)
+    assert "".join(blocks_in_fp8(model, run)) == expected
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            in_fp8 = module.product is not F.linear
+            assert in_fp8 == (name.split(".")[1] in expected), name
+    bf16 = load_run("tiny").run
+    assert blocks_in_fp8(model, bf16) == {}
+
+
+def test_no_gpu_is_refused_unless_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run = run_in_fp8("precision.fp8.emulate=false")
+    with pytest.raises(MachineError, match="MI300; this machine has no GPU") as caught:
+        refuse_missing_products(run)
+    assert caught.value.problem.startswith("precision.kind='fp8' needs matrix products in fp8")
+    assert "precision.fp8.emulate=true" in caught.value.hint
+    with pytest.raises(MachineError, match="this is the CPU"):
+        refuse_device(run, torch.device("cpu"))
+    for allowed in (run_in_fp8(), load_run("tiny").run):
+        refuse_missing_products(allowed)
+        refuse_device(allowed, torch.device("cpu"))
+
+
+def test_without_torchao_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs torchao, which is not installed") as caught:
+        refuse_missing_products(run_in_fp8())
+    assert "pip install 'torchao" in caught.value.hint
+    refuse_missing_products(load_run("tiny").run)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "hip", "architecture", "refused"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), None, "", "has compute capability 8.0"),
+        ("NVIDIA L4", (8, 9), None, "", ""),
+        ("NVIDIA H200", (9, 0), None, "", ""),
+        ("AMD Instinct MI250X", (9, 0), "6.4", "gfx90a:sramecc+", "is gfx90a"),
+        ("AMD Instinct MI300X", (9, 4), "6.4", "gfx942:sramecc+", ""),
+    ],
+)
+def test_a_device_is_refused_by_what_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    capability: tuple[int, int],
+    hip: str | None,
+    architecture: str,
+    refused: str,
+) -> None:
+    properties = SimpleNamespace(gcnArchName=architecture)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    run, device = run_in_fp8("precision.fp8.emulate=false"), torch.device("cuda", 0)
+    if not refused:
+        refuse_device(run, device)
+        return
+    with pytest.raises(MachineError, match=f"{name} {refused}"):
+        refuse_device(run, device)
+    refuse_device(run_in_fp8(), device)
+
+
+def fp8(**fields: Any) -> dict[str, Any]:
+    return {"kind": "fp8", "fp8": {"emulate": True, "precise_blocks": 0, **fields}}
+
+
+def take_steps(parts: Parts, n_steps: int) -> list[float]:
+    state, losses = State.at_start(parts), []
+    for step in range(n_steps):
+        state.step = step
+        losses.append(train_step(parts, state).loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_it_learns_as_bf16_does(scaling: str) -> None:
+    optimizer = {"learning_rate": 3e-3}
+    train = {"micro_batch_size": 8, "global_batch_size": 8, "compile": "never"}
+    sections = {"model": SMALL, "train": train, "optimizer": optimizer}
+    found = [
+        take_steps(build_small_parts(**sections, precision=precision), 20)
+        for precision in ({"kind": "bf16"}, fp8(scaling=scaling))
+    ]
+    (first, *_, expected), (*_, last) = found
+    assert found[0] != found[1]
+    assert last == pytest.approx(expected, rel=1e-2)
+    assert last < first
+
+
+class GatheredBytes(TorchDispatchMode):
+    """Counts the bytes that ranks gather, by type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        if "allgather" in str(function).replace("_", ""):
+            tensor = next(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+            kind = str(tensor.dtype).removeprefix("torch.")
+            self.n_bytes[kind] = self.n_bytes.get(kind, 0) + tensor.nbytes
+        return function(*arguments, **(options or {}))
+
+
+def train_shared(parallel: dict[str, Any], n_ranks: int, all_gather: bool) -> tuple[Any, ...]:
+    precision = fp8(all_gather=all_gather, precise_blocks=1)
+    train = {"micro_batch_size": 2, "global_batch_size": 24, "compile": "never"}
+    parts = build_small_parts(
+        n_ranks, model=SMALL, train=train, parallel=parallel, precision=precision
+    )
+    with GatheredBytes() as counted:
+        losses = take_steps(parts, 2)
+    values = [local_part(held.parameter).numpy().copy() for held in parts.replica.held]
+    ids = torch.randint(0, 90, (24, 17), generator=torch.Generator().manual_seed(3))
+    held_out = parts.replica.held_out_loss(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    return losses, held_out.item(), values, counted.n_bytes
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("parallel", "n_ranks"),
+    [
+        ({"zero_stage": 1}, 2),
+        ({"zero_stage": 2, "replicas": 2}, 4),
+        ({"zero_stage": 3}, 3),
+        ({"zero_stage": 3, "tensor": 2}, 4),
+    ],
+    ids=["zero 1", "hybrid zero 2", "zero 3, uneven", "zero 3, tensor"],
+)
+def test_weights_gathered_in_fp8_give_the_same_to_the_last_bit(
+    parallel: dict[str, Any], n_ranks: int, run_ranks: Callable[..., list[Any]]
+) -> None:
+    build_product(Fp8())  # imports torchao before the ranks are forked, not in each of them
+    plain = run_ranks(n_ranks, train_shared, parallel, n_ranks, False)
+    gathered = run_ranks(n_ranks, train_shared, parallel, n_ranks, True)
+    for one, other in zip(plain, gathered, strict=True):
+        assert one[:2] == other[:2]
+        assert all((a == b).all() for a, b in zip(one[2], other[2], strict=True))
+    # What the two blocks in fp8 gather is half as much, but for biases, norms and padding.
+    before, after = plain[0][3], gathered[0][3]
+    assert "uint8" not in before
+    assert before["float32"] == after["float32"]
+    assert 0.5 < after["uint8"] / (before["bfloat16"] - after["bfloat16"]) < 0.54

@@ -1,0 +1,305 @@
+"""Between two log lines the host never waits for the GPU; shown without one.
+
+Torch's device "meta" stands for the GPU: its tensors have shapes and types but no values, so
+whatever needs a value on the host cannot go on. `Gpu` names it, and finds the copies that CUDA
+would wait for. What is on the host is computed as ever. The step, the loop and all they are made of
+are the real ones; they tell a CPU from everything else, and so do here what they do on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.train.small import build_small_parts
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainyard.data.loader import Batch, Loader
+from trainyard.model.loss import LABEL_OF_NOTHING
+from trainyard.optim.adamw import build_optimizer
+from trainyard.optim.clip import Totals
+from trainyard.parallel.mesh import build_mesh
+from trainyard.parallel.replica import Replica
+from trainyard.train import step
+from trainyard.train.checkpoints import build_saver
+from trainyard.train.loop import train
+from trainyard.train.metrics import Metrics
+from trainyard.train.state import Parts, State
+from trainyard.train.step import train_step
+from trainyard.train.stop import Stop
+from trainyard.train.worker import COMPUTE_DTYPES
+
+DEVICE = torch.device("meta")
+N_STEPS = 4
+MODEL = {
+    "n_layers": 2,
+    "d_model": 32,
+    "n_heads": 2,
+    "d_ff": 32,
+    "sequence_length": 16,
+    "vocabulary_size": 40,
+    "vocabulary_multiple": 8,
+    "dropout": 0.0,
+}
+TRAIN = {
+    "micro_batch_size": 1,
+    "global_batch_size": 2,
+    "length": "100 steps",
+    "compile": "never",
+}
+WITH_DROPOUT = {"model": {**MODEL, "dropout": 0.1}}
+FP8 = {"emulate": True, "precise_blocks": 0}
+RUNS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"precision": {"kind": "bf16"}},
+    "fp16": {"precision": {"kind": "fp16"}},
+    "one micro batch": {"train": {**TRAIN, "micro_batch_size": 2}},
+    "spikes left out": {"guard": {"spikes": "skip"}},
+    "spikes of no interest": {"guard": {"spikes": "off"}},
+    "no clipping": {"optimizer": {"learning_rate": 1e-2, "clip_norm": float("inf")}},
+    "dropout": WITH_DROPOUT,
+    "dropout, fp16": {**WITH_DROPOUT, "precision": {"kind": "fp16"}},
+    "blocks recomputed": {"parallel": {"recompute": "block"}},
+    "attention recomputed": {"parallel": {"recompute": "attention"}, "precision": {"kind": "fp16"}},
+    "fp8": {"precision": {"kind": "fp8", "fp8": FP8}},
+    "fp8_lowbit": {
+        "precision": {"kind": "fp8_lowbit", "fp8": FP8},
+        "parallel": {"zero_stage": 1},
+    },
+    "head of its own": {"model": {**MODEL, "tied_embeddings": False}},
+}
+
+
+class HostWaitsError(Exception):
+    """The host would wait for the device here."""
+
+
+class Gpu(TorchDispatchMode):
+    """Sees every operation on tensors, and refuses those that wait.
+
+    Attributes:
+        may_wait: lets the host send something and wait until it is there, as before training.
+        n_done: operations on the GPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_wait = True
+        self.n_done = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        places = {leaf.type for leaf in leaves if isinstance(leaf, torch.device)}
+        if DEVICE.type not in places | {each.device.type for each in tensors}:
+            return func(*args, **kwargs)
+        self.n_done += 1
+        has_mask = any(each.dtype in (torch.bool, torch.uint8) for each in tensors[1:])
+        is_plain_index = func is torch.ops.aten.index.Tensor and not has_mask
+        if torch.Tag.data_dependent_output in func.tags:
+            raise HostWaitsError(f"{func} gives a value")
+        if torch.Tag.dynamic_output_shape in func.tags and not is_plain_index:
+            raise HostWaitsError(f"{func} gives as many elements as the values say")
+        # One number from the host travels as an argument of a kernel.
+        sent = [each for each in tensors if each.is_cpu and each.ndim > 0]
+        if sent and not self.may_wait and not _is_non_blocking(func, args, kwargs):
+            raise HostWaitsError(f"{func} sends {tuple(sent[0].shape)} and waits")
+        is_brought = "cpu" in places or (func is torch.ops.aten.copy_.default and args[0].is_cpu)
+        if is_brought:
+            raise HostWaitsError(f"{func} brings a tensor to the host")
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """From here on nobody may wait."""
+        self.may_wait = False
+        yield
+        self.may_wait = True
+
+
+def _is_non_blocking(func: Any, args: Any, kwargs: Any) -> bool:
+    if func is torch.ops.aten.copy_.default:
+        return bool(kwargs.get("non_blocking") or args[2:] == (True,))
+    return bool(func is torch.ops.aten._to_copy.default and kwargs.get("non_blocking"))
+
+
+class Calls(TorchFunctionMode):
+    """Refuses `torch.tensor(.., device=..)`, which sends without an operation on tensors."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        makes = func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == DEVICE
+        if makes and not self._gpu.may_wait:
+            raise HostWaitsError(f"{func} sends a list and waits")
+        return func(*args, **kwargs)
+
+
+class OneBatch:
+    """Gives one batch again and again."""
+
+    def __init__(self, tokens: Tensor, labels: Tensor) -> None:
+        self._batch = tokens, labels
+
+    def batch(self, step: int, offset: int = 0) -> Batch:
+        return self._batch
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    # It refuses to be fused on "meta", where it can be.
+    adam = importlib.import_module("torch.optim.adam")
+    monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *_args: None)
+    with Gpu() as made, Calls(made):
+        yield made
+
+
+def build_gpu_parts(folder: Path = Path(), **sections: dict[str, Any]) -> Parts:
+    """Builds the parts of a small run as a worker does, with the model on the GPU."""
+    parts = build_small_parts(**{"model": MODEL, "train": TRAIN, **sections})
+    run, plan = parts.run, parts.plan
+    mesh = build_mesh(plan.topology, 0, DEVICE)
+    replica = Replica(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
+    optimizer = build_optimizer(replica, run)
+    return replace(parts, folder=folder, replica=replica, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_steps_never_wait(gpu: Gpu, name: str) -> None:
+    if name.startswith("fp8"):
+        pytest.importorskip("torchao")
+    parts = build_gpu_parts(**RUNS[name])
+    state = State.at_start(parts)
+    assert all(held.parameter.device == DEVICE for held in parts.replica.held)
+    with gpu.training():
+        for _ in range(2):  # the moments of the optimizer are there from the second on
+            before = gpu.n_done
+            result = train_step(parts, state)
+            state.step += 1
+            assert gpu.n_done > before + 100
+    assert {result.loss.device, result.gradient_norm.device, result.skipped.device} == {DEVICE}
+
+
+def read_number(totals: Totals) -> object:
+    return totals.loss.item()
+
+
+def branch(totals: Totals) -> object:
+    return 1 if totals.norm > 1 else 0
+
+
+def copy_to_host(totals: Totals) -> object:
+    return totals.loss.cpu()
+
+
+def copy_to_host_in_place(totals: Totals) -> object:
+    return torch.zeros(()).copy_(totals.loss, non_blocking=True)
+
+
+def pick(totals: Totals) -> object:
+    return totals.loss.view(1)[totals.norm.view(1) > 1]
+
+
+def find(totals: Totals) -> object:
+    return totals.norm.view(1).nonzero()
+
+
+def compare(totals: Totals) -> object:
+    return torch.equal(totals.loss, totals.norm)
+
+
+def unique(totals: Totals) -> object:
+    return totals.norm.view(1).unique()
+
+
+def send(totals: Totals) -> object:
+    return torch.arange(3).to(totals.loss.device)
+
+
+def send_list(totals: Totals) -> object:
+    return totals.loss + torch.tensor([1.0, 2.0], device=totals.loss.device)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "what"),
+    [
+        (read_number, "_local_scalar_dense"),
+        (branch, "_local_scalar_dense"),
+        (copy_to_host, "_to_copy.* to the host"),
+        (copy_to_host_in_place, "copy_.* to the host"),
+        (pick, "index.Tensor"),
+        (find, "nonzero"),
+        (compare, "equal"),
+        (unique, "unique"),
+        (send, "_to_copy.* and waits"),
+        (send_list, "tensor.* sends a list"),
+    ],
+)
+def test_a_step_that_waits_is_found(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, mistake: Callable[[Totals], object], what: str
+) -> None:
+    parts = build_gpu_parts()
+    state = State.at_start(parts)
+    right = step.apply_update
+
+    def wrong(optimizer: torch.optim.AdamW, totals: Totals, *rest: Any) -> Tensor:
+        mistake(totals)
+        return right(optimizer, totals, *rest)
+
+    monkeypatch.setattr(step, "apply_update", wrong)
+    with gpu.training(), pytest.raises(HostWaitsError, match=what):
+        train_step(parts, state)
+
+
+def test_the_loop_waits_where_it_logs(gpu: Gpu, tmp_path: Path) -> None:
+    sections = {
+        "log": {"interval": N_STEPS, "tensorboard": False},
+        "checkpoint": {"interval": 0},
+        "evaluate": {"interval": 0},
+        "precision": {"kind": "fp16"},
+    }
+    parts = build_gpu_parts(tmp_path, **sections)
+    state, metrics, saver = State.at_start(parts), Metrics(parts), build_saver(parts)
+    stop = Stop(tmp_path, 60.0, 3600.0)
+    with gpu.training(), pytest.raises(HostWaitsError) as found:
+        train(parts, state, metrics, stop, saver, lambda _step, _text: None)
+    metrics.close()
+    functions = [frame.name for frame in traceback.extract_tb(found.value.__traceback__)]
+    assert state.step == N_STEPS
+    assert functions[functions.index("train") + 1] == "write_steps"
+
+
+def test_labels_are_counted_on_the_host(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = build_gpu_parts()
+    tokens, labels = parts.train_data.batch(0, 0)
+    labels = labels.clone()
+    labels[:, 1] = LABEL_OF_NOTHING
+    assert labels.is_cpu
+    parts = replace(parts, train_data=cast(Loader, OneBatch(tokens, labels)))
+    counted: list[int] = []
+    right = step.add_up
+
+    def note(replica: Replica, loss: Tensor, n_labelled: int, divisor: float | Tensor) -> Totals:
+        counted.append(n_labelled)
+        return right(replica, loss, n_labelled, divisor)
+
+    state = State.at_start(parts)
+    monkeypatch.setattr(step, "add_up", note)
+    with gpu.training():
+        train_step(parts, state)
+    assert counted == [int((labels != LABEL_OF_NOTHING).sum())]
+    assert 0 < counted[0] < labels.numel()
