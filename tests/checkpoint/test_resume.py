@@ -33,6 +33,7 @@ def test_every_field_is_either_free_or_refused_with_a_reason():
         *("schedule.warmup", "schedule.decay", "schedule.cooldown", "precision.kind"),
         *(f"precision.loss_scale.{name}" for name in ("initial", "window")),
         *("precision.loss_scale.hysteresis", "precision.loss_scale.minimum"),
+        *("precision.fp8.scaling", "precision.fp8.precise_blocks"),
     }
 
 

@@ -21,7 +21,7 @@ FREE = (
     *("data.cache_folder", "data.blend.prefixes", "data.train.prefixes"),
     *("data.valid.prefixes", "data.test.prefixes"),
     *("train.micro_batch_size", "train.stop_after_minutes", "train.compile"),
-    "model.vocabulary_multiple",
+    *("model.vocabulary_multiple", "precision.fp8.all_gather", "precision.fp8.emulate"),
 )
 REFUSED = {
     "model.": "the weights have this shape, and learned with this dropout",
