@@ -18,9 +18,8 @@ keeps a copy in each `replica`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 AXES = ("pipeline", "replica", "shard", "context", "tensor")
 
@@ -49,7 +48,7 @@ class Topology:
     @property
     def n_ranks(self) -> int:
         """All processes."""
-        return math.prod(astuple(self))
+        return self.pipeline * self.replica * self.shard * self.context * self.tensor
 
     @property
     def data(self) -> int:
@@ -59,16 +58,17 @@ class Topology:
     def coordinates(self, rank: int) -> Coordinates:
         """Finds the place of a rank."""
         assert 0 <= rank < self.n_ranks, (rank, self)
-        places = []
-        for size in reversed(astuple(self)):
-            rank, place = divmod(rank, size)
-            places.append(place)
-        return Coordinates(*reversed(places))
+        rank, tensor = divmod(rank, self.tensor)
+        rank, context = divmod(rank, self.context)
+        rank, shard = divmod(rank, self.shard)
+        pipeline, replica = divmod(rank, self.replica)
+        return Coordinates(pipeline, replica, shard, context, tensor)
 
     def rank(self, coordinates: Coordinates) -> int:
         """Finds the rank at a place."""
         rank = 0
-        for place, size in zip(astuple(coordinates), astuple(self), strict=True):
+        for axis in AXES:
+            place, size = getattr(coordinates, axis), getattr(self, axis)
             assert 0 <= place < size, (coordinates, self)
             rank = rank * size + place
         return rank

@@ -112,7 +112,15 @@ def test_every_knob_is_documented() -> None:
     assert not undocumented
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["show", "gpt3-13b"], ["train", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["show", "gpt3-13b"],
+        ["train", "--help"],
+        ["plan", "gpt3-125m", "--gpu", "h100-80g"],
+    ],
+)
 def test_light_verbs_do_not_import_torch(arguments: list[str]) -> None:
     code = (
         "import sys; from trainyard.cli.main import main\n"

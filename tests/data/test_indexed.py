@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from trainyard.data.indexed import (
     IndexedDataset,
     IndexedWriter,
+    count_tokens,
     optimal_dtype,
     token_paths,
     write_index,
@@ -41,6 +42,17 @@ def test_the_bytes_are_those_of_the_worked_example(tmp_path: Path) -> None:
     assert tokens == bytes([5, 0, 6, 0, 7, 0, 8, 0, 7, 0])
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
     assert index == header + struct.pack("<iiqqqqq", 3, 2, 0, 6, 0, 1, 2)
+
+
+def test_tokens_are_counted_without_reading_the_index(tmp_path: Path) -> None:
+    prefix = tmp_path / "corpus"
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        writer.add_documents(np.arange(10, dtype=np.uint16), np.array([4, 0, 6]))
+    assert count_tokens(prefix) == IndexedDataset(prefix).n_tokens == 10
+    with Path(f"{prefix}.bin").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(DataError, match=r"corpus\.bin: 21 bytes are not whole tokens of 2 bytes"):
+        count_tokens(prefix)
 
 
 @pytest.mark.parametrize("bulk", [False, True])

@@ -40,6 +40,7 @@ KINDS = {
     "reduce_scatter_tensor": "reduce-scatter",
     "reduce_scatter_single": "reduce-scatter",
     "all_to_all_single": "all-to-all",
+    "alltoall_base_": "all-to-all",
     "send": "send",
 }
 # The other end of a send; and what only waits or marks, without a message.
@@ -47,6 +48,9 @@ NO_MESSAGE = {"recv_", "wait_tensor", "_wrap_tensor_autograd"}
 
 BASE = """train.compile=never train.micro_batch_size=1 train.global_batch_size=8 precision.kind=fp32
     model.n_layers=4 model.sequence_length=32 model.dropout=0.0 parallel.zero_stage=0"""
+FP8 = "precision.kind=fp8 precision.fp8.emulate=true"
+LOW_BIT = "precision.kind=fp8_lowbit precision.fp8.emulate=true"
+GATHER = "precision.fp8.all_gather=true"
 
 # Changes to the run, and the number of ranks.
 TABLE = {
@@ -70,6 +74,13 @@ TABLE = {
     ),
     "zero bubble, zero 1": ("pipeline=2 chunks=2 schedule=zero_bubble zero_stage=1", 4),
     "tensor, sequence, pipeline, zero 3": ("tensor=2 sequence=true pipeline=2 zero_stage=3", 8),
+    "fp8, weights in bf16": (f"zero_stage=1 {FP8}", 2),
+    "weights as fp8, zero 1, replicas": (f"zero_stage=1 replicas=2 {FP8} {GATHER}", 4),
+    "weights as fp8, zero 3, tensor": (f"zero_stage=3 tensor=2 {FP8} {GATHER}", 4),
+    "weights as fp8, pipeline, zero 3": (f"zero_stage=3 pipeline=2 {FP8} {GATHER}", 4),
+    "low-bit, zero 2, uneven shares": (f"zero_stage=2 {LOW_BIT} train.global_batch_size=6", 3),
+    "low-bit, zero 1, tensor, sequence": (f"zero_stage=1 tensor=2 sequence=true {LOW_BIT}", 4),
+    "low-bit, weights as fp8, pipeline": (f"zero_stage=3 pipeline=2 {LOW_BIT} {GATHER}", 4),
 }
 
 
@@ -124,7 +135,7 @@ def count_step(run: Run, n_ranks: int) -> tuple[Counts, Counts]:
     """Counts the second step of this rank, after what is built at first use; and asks the plan."""
     plan = resolve(run, n_ranks)
     mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
-    dtype = torch.bfloat16 if run.precision.kind == "bf16" else torch.float32
+    dtype = torch.float32 if run.precision.kind == "fp32" else torch.bfloat16
     replica = Replica(run, plan, mesh, dtype)
     size = run.train.global_batch_size // plan.topology.data
     tokens = torch.zeros(size, run.model.sequence_length, dtype=torch.int64)
@@ -133,7 +144,7 @@ def count_step(run: Run, n_ranks: int) -> tuple[Counts, Counts]:
         with Count() as count:
             replica.forward_backward(tokens, tokens, keys, 1.0)
         for held in replica.held:
-            held.parameter.grad = None
+            held.parameter.grad = held.kept = None
     axes = name_groups(mesh)
     # Shares travel round a ring by calls that could send to all, but send to one neighbour.
     rings = run.parallel.context_method == "ring"
@@ -176,5 +187,6 @@ def test_every_kind_of_call_of_every_axis_is_in_the_table() -> None:
         ("shard", "all-reduce"),
         ("shard", "all-gather"),
         ("shard", "reduce-scatter"),
+        ("shard", "all-to-all"),
         ("replica", "all-reduce"),
     }

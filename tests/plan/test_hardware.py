@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.plan.hardware import DEVICES, cpu_multiplies_bf16_natively, find_device
+from trainyard.plan.hardware import (
+    A100_EFFICIENCIES,
+    DEVICES,
+    cpu_multiplies_bf16_natively,
+    find_device,
+    transfer_efficiencies,
+)
 
 
 @pytest.mark.parametrize(
@@ -73,3 +79,20 @@ def test_native_bf16_is_read_from_the_flags(tmp_path: Path, text: str, native: b
 
 def test_native_bf16_is_false_where_it_cannot_be_known(tmp_path: Path) -> None:
     assert cpu_multiplies_bf16_natively(tmp_path / "missing") is False
+
+
+def test_efficiencies_of_other_devices_say_that_they_are_assumed() -> None:
+    h100 = find_device("NVIDIA H100 80GB HBM3")
+    gcd = find_device("AMD Instinct MI250X")
+    assert h100 is not None
+    assert gcd is not None
+    assert transfer_efficiencies(h100).product_share == 0.80
+    assert transfer_efficiencies(h100).sources["product_share"].startswith("best matrix product")
+    assert transfer_efficiencies(h100).sources["memory_share"].startswith("assumed")
+    assert transfer_efficiencies(gcd).sources["product_share"].startswith("assumed")
+
+
+def test_efficiencies_of_the_a100_are_the_fitted_ones() -> None:
+    a100 = find_device("NVIDIA A100-SXM4-80GB")
+    assert a100 is not None
+    assert transfer_efficiencies(a100) == A100_EFFICIENCIES

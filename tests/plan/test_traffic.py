@@ -10,17 +10,20 @@ from typing import Any
 
 import pytest
 
-from trainyard.config.run import Model, Parallel, Precision, Run, Train
+from trainyard.config.run import Fp8, Model, Parallel, Precision, Run, Train
 from trainyard.model.cut import cut_dimension
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.plan.size import is_cut, parameter_shapes
-from trainyard.plan.traffic import busiest_rank, rank_traffic
+from trainyard.plan.traffic import busiest_rank, count_fp8_blocks, rank_traffic
 from trainyard.units import Length
 
 A = 16 * 8 * 2  # bytes of the residual stream in bf16
 # qkv 192 + 24, out 64 + 8, up 128 + 16, down 128 + 8, norms 32
 BLOCK = 600
 REST = 128 * 8 + 16 * 8 + 16  # embedding, positions, final norm
+
+
+MATRICES = 192 + 64 + 128 + 128
 
 
 def build(kind: str = "bf16", dropout: float = 0.0, n_layers: int = 2, **parallel: Any) -> Run:
@@ -50,7 +53,12 @@ def build(kind: str = "bf16", dropout: float = 0.0, n_layers: int = 2, **paralle
 def count(
     n_ranks: int, pipeline_rank: int = 0, **options: Any
 ) -> dict[tuple[str, str], tuple[int, int]]:
-    run = build(**options)
+    return count_run(build(**options), n_ranks, pipeline_rank)
+
+
+def count_run(
+    run: Run, n_ranks: int, pipeline_rank: int = 0
+) -> dict[tuple[str, str], tuple[int, int]]:
     traffic = rank_traffic(run, resolve(run, n_ranks), pipeline_rank)
     return {(each.axis, each.collective): (each.calls, each.n_bytes) for each in traffic}
 
@@ -123,6 +131,45 @@ def test_zero_stages(stage: int, gathers: int, scatters: int) -> None:
         ),
         ("shard", "reduce-scatter"): (3 * scatters, scatters * (2 * BLOCK + REST) * 4),
     }
+
+
+def in_precision(run: Run, kind: str, **fp8: Any) -> Run:
+    """Sets a precision that so small a matrix could not be multiplied in."""
+    precision = run.precision.model_copy(update={"kind": kind, "fp8": Fp8(**fp8)})
+    return run.model_copy(update={"precision": precision})
+
+
+@pytest.mark.parametrize(("stage", "gathers"), [(1, 1), (3, 4)])
+def test_weights_that_travel_as_fp8(stage: int, gathers: int) -> None:
+    run = build(n_layers=5, zero_stage=stage)
+    plain = count_run(in_precision(run, "fp8"), 2)
+    assert plain == count_run(run, 2)
+    counted = count_run(in_precision(run, "fp8", all_gather=True), 2)
+    of_rest = 2 if stage == 3 else 1
+    # Three of five blocks multiply in fp8, and send their four scales before.
+    assert counted["shard", "all-gather"] == (
+        5 * gathers + of_rest,
+        gathers * (5 * BLOCK * 2 - 3 * MATRICES) + of_rest * REST * 4,
+    )
+    assert counted["shard", "all-reduce"] == (3 * gathers, 3 * gathers * 4 * 4)
+    assert counted["shard", "reduce-scatter"] == plain["shard", "reduce-scatter"]
+
+
+def test_fp8_blocks_of_a_stage_are_those_that_are_not_at_the_ends() -> None:
+    run = in_precision(build(n_layers=6), "fp8", precise_blocks=2)
+    stages = [(0, 2), (0, 3), (2, 4), (3, 6), (5, 6), (0, 6)]
+    assert [count_fp8_blocks(run, blocks) for blocks in stages] == [0, 1, 2, 1, 0, 2]
+    assert count_fp8_blocks(build(n_layers=6), (0, 6)) == 0
+
+
+@pytest.mark.parametrize(("stage", "sums"), [(1, 1), (2, 2)])
+def test_gradients_that_travel_as_codes(stage: int, sums: int) -> None:
+    run = in_precision(build(n_layers=3, zero_stage=stage), "fp8_lowbit")
+    counted = count_run(run, 2)
+    # Half of a block is 300 values, or 10 times 32 with what fills them up.
+    assert counted["shard", "all-to-all"] == (3 * sums, 3 * sums * 2 * 10 * 33)
+    assert counted["shard", "reduce-scatter"] == (sums, sums * REST * 4)
+    assert counted["shard", "all-gather"] == (4, 3 * BLOCK * 2 + REST * 4)
 
 
 def test_replicas_add_up_what_each_shard_has() -> None:

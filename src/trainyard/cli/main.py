@@ -19,6 +19,7 @@ from trainyard.cli.evaluate import evaluate
 from trainyard.cli.export import export
 from trainyard.cli.generate import generate
 from trainyard.cli.import_ import import_
+from trainyard.cli.plan import plan
 from trainyard.cli.prepare import prepare
 from trainyard.cli.report import report
 from trainyard.cli.show import show
@@ -58,7 +59,7 @@ def _options(
     """Pretrains GPT-3-class language models from raw text, from one run file."""
 
 
-for verb in (prepare, train, bench, evaluate, generate, report, watch, show, demo):
+for verb in (prepare, plan, train, bench, evaluate, generate, report, watch, show, demo):
     app.command()(verb)
 app.add_typer(check, name="check")
 app.command("export")(export)

@@ -52,6 +52,23 @@ def optimal_dtype(vocabulary_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocabulary_size < _LARGEST_UINT16_VOCABULARY else np.int32)
 
 
+def count_tokens(prefix: str | Path) -> int:
+    """Counts the tokens of a .bin by its size and the header of its .idx, reading nothing else.
+
+    Raises:
+        DataError: a file is missing, the header is damaged, or the .bin ends inside a token.
+    """
+    bin_path, idx_path = token_paths(prefix)
+    bin_bytes, (dtype, _, _) = _size_bytes(bin_path), _read_header(idx_path)
+    n_tokens, rest = divmod(bin_bytes, dtype.itemsize)
+    if rest:
+        raise DataError(
+            f"{bin_path}: {bin_bytes} bytes are not whole tokens of {dtype.itemsize} bytes",
+            "the .bin is cut short or belongs to another .idx; copy or prepare both again",
+        )
+    return n_tokens
+
+
 def token_paths(prefix: str | Path) -> tuple[Path, Path]:
     """Gives the .bin and the .idx of a prefix."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 TERA = 1e12
@@ -13,11 +14,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator as one process sees it; None where a figure is not known.
-
-    Large matrix products reach less than the peak: about 0.87 of it on an A100, 0.80 on H100 and
-    H200, 0.78 on a B200, 0.51 on an MI300X.
-    """
+    """One accelerator as one process sees it; None where a figure is not known."""
 
     name: str
     pattern: str
@@ -29,6 +26,8 @@ class Device:
     memory_bytes_per_second: float | None = None
     link_bytes_per_second: float | None = None
     """To the other devices of its node together, one direction."""
+    product_share: float | None = None
+    """Of its peak, by the best matrix products that were measured."""
 
     def peak_flops_per_second(self, kind: str) -> float | None:
         """Gives the peak at a run's `precision.kind`; None where it is unknown or not supported."""
@@ -45,17 +44,18 @@ def _peaks(**tflops: float) -> dict[str, float]:
 VOLTA = _peaks(fp32=15.7, fp16=125)
 AMPERE = _peaks(fp32=19.5, fp16=312, bf16=312)
 HOPPER = _peaks(fp32=67, fp16=989, bf16=989, fp8=1979)
+# Shares of the peak: matrix products measured for stas00/ml-engineering (August 2026).
 DEVICES = (
     # NVIDIA V100 datasheet (2018), SXM2.
     Device("V100 16GB", r"V100-SXM\d-16GB", VOLTA, 16 * GIB, 0.90 * TERA, 150 * GIGA),
     Device("V100 32GB", r"V100-SXM\d-32GB", VOLTA, 32 * GIB, 0.90 * TERA, 150 * GIGA),
     # NVIDIA A100 datasheet (2021), SXM4.
-    Device("A100 40GB", r"A100-SXM4-40GB", AMPERE, 40 * GIB, 1.555 * TERA, 300 * GIGA),
-    Device("A100 80GB", r"A100-SXM4-80GB", AMPERE, 80 * GIB, 2.04 * TERA, 300 * GIGA),
+    Device("A100 40GB", r"A100-SXM4-40GB", AMPERE, 40 * GIB, 1.555 * TERA, 300 * GIGA, 0.87),
+    Device("A100 80GB", r"A100-SXM4-80GB", AMPERE, 80 * GIB, 2.04 * TERA, 300 * GIGA, 0.87),
     # NVIDIA H100 datasheet (2023), SXM5; printed with sparsity there, halved here, as the next two.
-    Device("H100", r"H100 80GB HBM3", HOPPER, 80 * GIB, 3.35 * TERA, 450 * GIGA),
+    Device("H100", r"H100 80GB HBM3", HOPPER, 80 * GIB, 3.35 * TERA, 450 * GIGA, 0.80),
     # NVIDIA H200 datasheet (2024), SXM5.
-    Device("H200", r"H200(?! NVL)", HOPPER, 141 * GIB, 4.8 * TERA, 450 * GIGA),
+    Device("H200", r"H200(?! NVL)", HOPPER, 141 * GIB, 4.8 * TERA, 450 * GIGA, 0.80),
     # NVIDIA HGX B200 datasheet (2025).
     Device(
         "B200",
@@ -64,6 +64,7 @@ DEVICES = (
         180 * GIB,
         8.0 * TERA,
         900 * GIGA,
+        0.78,
     ),
     # AMD Instinct MI250X datasheet (2021), halved: torch sees each of its two dies as a device.
     Device(
@@ -82,10 +83,98 @@ DEVICES = (
         192 * GIB,
         5.3 * TERA,
         448 * GIGA,
+        0.51,
     ),
     # A processor's peak depends on its cores, clock and extensions.
     Device("CPU", r"^cpu$", {}),
 )
+
+
+@dataclass(frozen=True)
+class Efficiencies:
+    """What programs reach of what datasheets promise.
+
+    A profile measured on a machine replaces them, by `dataclasses.replace`.
+    """
+
+    product_share: float
+    """Of the peak, by matrix products so large that their operands do not matter."""
+    attention_share: float
+    """Of the peak, by fused attention."""
+    memory_share: float
+    """Of the memory's bandwidth, by kernels that wait for it."""
+    link_share: float
+    """Of the bandwidth inside a node, by collectives."""
+    network_share: float
+    """Of the bandwidth between nodes, by collectives."""
+    launch_seconds: float
+    """Of the host, to start a kernel."""
+    sources: Mapping[str, str]
+    """Where each of them is from, by its name."""
+
+
+ATTENTION_SHARE = 0.6
+"""Of what matrix products reach, by fused attention."""
+FIT = "fitted on measured steps of A100s (docs/planning-accuracy.md)"
+BOUND = "upper bound of that fit, which it reached"
+A100_EFFICIENCIES = Efficiencies(
+    product_share=0.87,
+    attention_share=ATTENTION_SHARE * 0.87,
+    memory_share=0.80,
+    link_share=0.85,
+    network_share=0.92,
+    launch_seconds=14e-6,
+    sources={
+        "product_share": "best matrix product measured on the device",
+        "attention_share": f"assumed: {ATTENTION_SHARE} of product_share",
+        "memory_share": FIT,
+        "link_share": BOUND,
+        "network_share": BOUND,
+        "launch_seconds": FIT,
+    },
+)
+UNMEASURED_PRODUCT_SHARE = 0.51
+"""Of devices whose products nobody has measured for us: the least of those that were."""
+
+
+def transfer_efficiencies(device: Device) -> Efficiencies:
+    """Guesses what programs reach on a device from what they reach on an A100."""
+    share, source = device.product_share, A100_EFFICIENCIES.sources["product_share"]
+    if share is None:
+        share, source = UNMEASURED_PRODUCT_SHARE, "assumed: as an MI300X"
+    sources = dict(A100_EFFICIENCIES.sources) | {"product_share": source}
+    if not device.name.startswith("A100"):
+        fitted = [name for name, source in sources.items() if source in (FIT, BOUND)]
+        sources |= dict.fromkeys(fitted, "assumed: as on an A100")
+    return replace(
+        A100_EFFICIENCIES,
+        product_share=share,
+        attention_share=ATTENTION_SHARE * share,
+        sources=sources,
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes of equal devices; bandwidths are those of one device, in one direction."""
+
+    name: str
+    device: Device
+    devices_per_node: int
+    link_bytes_per_second: float
+    """To the other devices of its node."""
+    network_bytes_per_second: float
+    """To other nodes."""
+    link_latency_seconds: float
+    """Of a hop inside a node; n ranks make a ring of n - 1 hops."""
+    network_latency_seconds: float
+    """Of a hop between nodes; n nodes make a tree of log2 n hops."""
+    efficiencies: Efficiencies
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of a device, as sold; None where it is unknown."""
+        return self.device.memory_bytes
 
 
 def find_device(name: str) -> Device | None:

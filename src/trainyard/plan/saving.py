@@ -23,7 +23,7 @@ import math
 from trainyard.config.fp8_rules import SCALED_COLUMNS
 from trainyard.config.run import Run
 from trainyard.plan.resolve import Plan
-from trainyard.plan.size import Shape, block_shapes, is_cut, stage_shapes
+from trainyard.plan.size import Shape, block_shapes, is_cut, rest_shapes
 
 BYTES_PER_PARAMETER = 12
 """A weight and two moments of it, fp32 each."""
@@ -80,16 +80,25 @@ def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
         if share:
             return 0
         n_shares = 1
-    n_bytes = 0
-    for blocks in plan.stages[place.pipeline :: topology.pipeline]:
-        shapes = stage_shapes(run.model, plan.padded_vocabulary_size, blocks, topology.tensor)
+
+    def written(shapes: dict[str, Shape]) -> int:
+        n_bytes = 0
         for name, shape in shapes.items():
-            is_copy = run.model.tied_embeddings and name == "embedding.weight" and blocks[0] > 0
-            if is_copy or (place.tensor and not is_cut(name)):
+            if place.tensor and not is_cut(name):
                 continue
             n_rows = math.ceil(shape[0] / n_shares)  # of the first shares; the last may have none
             n_rows = max(0, min(n_rows, shape[0] - share * n_rows))
             n_bytes += _bytes_of(run, name, (n_rows, *shape[1:]))
+        return n_bytes
+
+    block = block_shapes(run.model, topology.tensor)
+    block_bytes = written({f"blocks.{name}": shape for name, shape in block.items()})
+    n_bytes = 0
+    for blocks in plan.stages[place.pipeline :: topology.pipeline]:
+        rest = rest_shapes(run.model, plan.padded_vocabulary_size, blocks, topology.tensor)
+        if run.model.tied_embeddings and blocks[0] > 0:
+            rest.pop("embedding.weight", None)  # a copy
+        n_bytes += (blocks[1] - blocks[0]) * block_bytes + written(rest)
     return n_bytes
 
 
@@ -98,13 +107,8 @@ def host_bytes(run: Run, plan: Plan) -> int:
     if not run.checkpoint.background:
         return 0
     # The first of the tensor ranks, of the replicas and of the shares writes most at its place.
-    pipeline_ranks = [
-        rank
-        for rank in range(plan.n_ranks)
-        if (place := plan.topology.coordinates(rank)).tensor == place.replica == 0
-        and place.shard == place.context == 0
-    ]
-    return max(rank_bytes(run, plan, rank) for rank in pipeline_ranks)
+    step = plan.n_ranks // plan.topology.pipeline
+    return max(rank_bytes(run, plan, rank) for rank in range(0, plan.n_ranks, step))
 
 
 def mean_seconds_between_failures(

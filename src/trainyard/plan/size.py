@@ -35,16 +35,33 @@ def stage_shapes(
         blocks: the first of the stage and the one after its last.
         tensor: ranks that share each layer.
     """
+    before, after = _ends(model, padded_vocabulary_size, blocks, tensor)
+    block = block_shapes(model, tensor).items()
+    inside = {f"blocks.{index}.{name}": shape for index in range(*blocks) for name, shape in block}
+    return before | inside | after
+
+
+def rest_shapes(
+    model: Model, padded_vocabulary_size: int, blocks: tuple[int, int], tensor: int = 1
+) -> dict[str, Shape]:
+    """Maps the parameters that a stage has besides those of its blocks, as `stage_shapes`."""
+    before, after = _ends(model, padded_vocabulary_size, blocks, tensor)
+    return before | after
+
+
+def _ends(
+    model: Model, padded_vocabulary_size: int, blocks: tuple[int, int], tensor: int
+) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """Maps what stands before the first and after the last block of a stage."""
     V, D = padded_vocabulary_size, model.d_model
-    shapes: dict[str, Shape] = {}
+    before: dict[str, Shape] = {}
+    after: dict[str, Shape] = {}
     if blocks[0] == 0:
-        shapes |= {"embedding.weight": (V, D), "positions.weight": (model.sequence_length, D)}
-    for index in range(*blocks):
-        shapes |= {f"blocks.{index}.{name}": shape for name, shape in block_shapes(model).items()}
+        before = {"embedding.weight": (V, D), "positions.weight": (model.sequence_length, D)}
     if blocks[1] == model.n_layers:
-        shapes |= _layer("final_norm", (D,))
-        shapes["embedding.weight" if model.tied_embeddings else "head.weight"] = (V, D)
-    return {name: _cut(name, shape, tensor) for name, shape in shapes.items()}
+        head = "embedding.weight" if model.tied_embeddings else "head.weight"
+        after = {**_layer("final_norm", (D,)), head: (V, D)}
+    return _cut_all(before, tensor), _cut_all(after, tensor)
 
 
 def is_cut(name: str) -> bool:
@@ -64,6 +81,10 @@ _ROWS_ARE_CUT = (
 _COLUMNS_ARE_CUT = ("out.weight", "down.weight")
 
 
+def _cut_all(shapes: dict[str, Shape], tensor: int) -> dict[str, Shape]:
+    return {name: _cut(name, shape, tensor) for name, shape in shapes.items()}
+
+
 def _cut(name: str, shape: Shape, tensor: int) -> Shape:
     if name.endswith(_ROWS_ARE_CUT):
         return (shape[0] // tensor, *shape[1:])
@@ -72,16 +93,17 @@ def _cut(name: str, shape: Shape, tensor: int) -> Shape:
     return shape
 
 
-def block_shapes(model: Model) -> dict[str, Shape]:
-    """Maps the parameters of one block, named inside it, to their shapes."""
+def block_shapes(model: Model, tensor: int = 1) -> dict[str, Shape]:
+    """Maps the parameters of one block, named inside it, to their shapes on a tensor rank."""
     D, F = model.d_model, model.d_ff
-    return (
+    return _cut_all(
         _layer("attention_norm", (D,))
         | _layer("attention.qkv", (3 * D, D))
         | _layer("attention.out", (D, D))
         | _layer("mlp_norm", (D,))
         | _layer("mlp.up", (F, D))
-        | _layer("mlp.down", (D, F))
+        | _layer("mlp.down", (D, F)),
+        tensor,
     )
 
 

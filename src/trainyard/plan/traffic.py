@@ -18,8 +18,10 @@ Data ranks gather weights and add up gradients for each block and for the rest; 
     3, pipeline   n + 1 times             once              once, over replicas
 
 At stage 3 the rest is gathered n times only, and once in a pipeline. Bytes are those of the larger
-buffer of a call. Left out are single numbers (loss, gradient norm), evaluation, and weights that
-are gathered again for more than 3 chunks on a rank.
+buffer of a call. Each gather of a block that sends fp8 follows an all-reduce of four numbers, its
+scales; fp8_lowbit adds up the gradients of blocks by an all-to-all of codes in place of the
+reduce-scatter. Left out are single numbers (loss, gradient norm), evaluation, and weights that are
+gathered again for more than 3 chunks on a rank.
 """
 
 from __future__ import annotations
@@ -28,14 +30,18 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from trainyard.config.fp8_rules import SCALED_COLUMNS
 from trainyard.config.run import Run
 from trainyard.plan.resolve import Plan
-from trainyard.plan.size import Shape, is_cut, stage_shapes
+from trainyard.plan.size import Shape, block_shapes, is_cut, rest_shapes
+from trainyard.topology import Topology
 
 Axis = Literal["tensor", "context", "pipeline", "shard", "replica"]
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 
 FP32_BYTES = 4
+SCALES_BYTES = 4 * FP32_BYTES
+"""Of the four matrices of a block, before they are sent as fp8."""
 # Logits are made in chunks of so many bytes on a GPU (model/loss.py); a small all-reduce for each.
 CHUNK_BYTES = 512 * 2**20
 
@@ -75,12 +81,32 @@ def rank_traffic(run: Run, plan: Plan, pipeline_rank: int) -> list[Traffic]:
     ]
 
 
+def count_fp8_blocks(run: Run, blocks: tuple[int, int]) -> int:
+    """Counts those of the blocks of a stage that multiply in fp8."""
+    if not run.precision.multiplies_in_fp8:
+        return 0
+    n_precise = run.precision.fp8.precise_blocks
+    first, end = max(blocks[0], n_precise), min(blocks[1], run.model.n_layers - n_precise)
+    return max(0, end - first)
+
+
+def block_gathers(run: Run, topology: Topology) -> int:
+    """Gives how often the weights of a block are gathered in a step."""
+    if run.parallel.zero_stage == 0 or topology.shard * topology.context == 1:
+        return 0
+    if run.parallel.zero_stage < 3:
+        return 1
+    n_micro_batches = run.train.global_batch_size // topology.data // run.train.micro_batch_size
+    return n_micro_batches + 1 if topology.pipeline > 1 else 2 * n_micro_batches
+
+
 class _Counter:
     """Adds up the calls of one rank."""
 
     def __init__(self, run: Run, plan: Plan, pipeline_rank: int) -> None:
         self.totals: dict[tuple[Axis, Collective], tuple[int, int]] = {}
         self.run, self.topology = run, plan.topology
+        self.n_shares = plan.topology.shard * plan.topology.context
         self.stages = plan.stages[pipeline_rank :: plan.topology.pipeline]
         self.padded_vocabulary_size = plan.padded_vocabulary_size
         train, model = run.train, run.model
@@ -90,6 +116,11 @@ class _Counter:
         self.value_bytes = FP32_BYTES if run.precision.kind == "fp32" else 2
         self.stream_bytes = self.n_tokens * model.d_model * self.value_bytes
         self.n_blocks = sum(end - first for first, end in self.stages)
+        self.block = block_shapes(model, plan.topology.tensor)
+        self.rests = [
+            rest_shapes(model, plan.padded_vocabulary_size, blocks, plan.topology.tensor)
+            for blocks in self.stages
+        ]
         self.has_first = self.stages[0][0] == 0
         self.has_last = self.stages[-1][1] == model.n_layers
 
@@ -117,9 +148,9 @@ class _Counter:
             self._count_cut(self.n_micro_batches, (1, 1), (0, 0), self.stream_bytes)
             self._count_loss()
         if self.run.parallel.sequence:
-            whole = [shape for name, shape in self._shapes() if not is_cut(name)]
-            n_bytes = sum(map(self._share_of, whole)) * FP32_BYTES
-            self.add("tensor", "all-reduce", 1, n_bytes)
+            n_values = self.n_blocks * self._whole_values(self.block)
+            n_values += sum(map(self._whole_values, self.rests))
+            self.add("tensor", "all-reduce", 1, n_values * FP32_BYTES)
 
     def _count_cut(
         self, n: int, spreads: tuple[int, int], collects: tuple[int, int], n_bytes: int
@@ -167,51 +198,59 @@ class _Counter:
         calls = n_borders * self.n_micro_batches
         self.add("pipeline", "send", calls, calls * n_bytes)
         if self.run.model.tied_embeddings and (self.has_first or self.has_last):
-            embedding = dict(self._shapes())["embedding.weight"]
+            embedding = next(rest["embedding.weight"] for rest in self.rests if rest)
             self.add("pipeline", "all-reduce", 1, self._share_of(embedding) * FP32_BYTES)
 
     def count_data(self) -> None:
         """Weights and gradients of each block, and of the rest of each stage."""
-        for blocks in self.stages:
-            groups: dict[str, list[Shape]] = {}
-            for name, shape in self._stage(blocks).items():
-                group = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
-                groups.setdefault(group, []).append(shape)
-            for name, shapes in groups.items():
-                self._count_group(shapes, in_block=name != "")
-
-    def _count_group(self, shapes: list[Shape], *, in_block: bool) -> None:
-        n_ranks = self.topology.shard * self.topology.context
-        n, stage = self.n_micro_batches, self.run.parallel.zero_stage
-        is_piped = self.topology.pipeline > 1
-        if stage == 0:
-            if n_ranks > 1:
+        rests = [list(rest.values()) for rest in self.rests if rest]
+        block = list(self.block.values())
+        groups = [(shapes, 1, False) for shapes in rests] + [(block, self.n_blocks, True)]
+        for shapes, n_groups, in_block in groups:
+            if self.run.parallel.zero_stage > 0:
+                self._count_group(shapes, n_groups, in_block=in_block)
+            elif self.n_shares > 1:
                 n_bytes = sum(map(math.prod, shapes)) * FP32_BYTES
-                self.add("shard", "all-reduce", 1, n_bytes)
-            return
+                self.add("shard", "all-reduce", n_groups, n_groups * n_bytes)
+
+    def _count_group(self, shapes: list[Shape], n_groups: int, *, in_block: bool) -> None:
+        """Counts parameters that travel together, of a number of groups that are alike."""
+        n, stage, n_ranks = self.n_micro_batches, self.run.parallel.zero_stage, self.n_shares
+        is_piped = self.topology.pipeline > 1
         n_padded = sum(map(self._padded_share_of, shapes))
         if n_ranks > 1:
-            gathers = 1
-            if stage == 3 and in_block:
-                gathers = n + 1 if is_piped else 2 * n
-            elif stage == 3 and not is_piped:
-                gathers = n
-            value_bytes = self.value_bytes if in_block else FP32_BYTES
-            self.add("shard", "all-gather", gathers, gathers * n_padded * n_ranks * value_bytes)
-            scatters = n if stage >= 2 and not is_piped else 1
-            self.add(
-                "shard", "reduce-scatter", scatters, scatters * n_padded * n_ranks * FP32_BYTES
-            )
+            if in_block:
+                self._count_gathers_of_blocks(n_padded)
+            else:
+                gathers = n_groups * (n if stage == 3 and not is_piped else 1)
+                self.add("shard", "all-gather", gathers, gathers * n_padded * n_ranks * FP32_BYTES)
+            sums = n_groups * (n if stage >= 2 and not is_piped else 1)
+            if in_block and self.run.precision.kind == "fp8_lowbit":
+                n_scaled = math.ceil(n_padded / SCALED_COLUMNS)  # a scale, a byte, for so many
+                n_bytes = n_ranks * n_scaled * (SCALED_COLUMNS + 1)
+                self.add("shard", "all-to-all", sums, sums * n_bytes)
+            else:
+                n_bytes = n_padded * n_ranks * FP32_BYTES
+                self.add("shard", "reduce-scatter", sums, sums * n_bytes)
         if self.topology.replica > 1:
-            self.add("replica", "all-reduce", 1, n_padded * FP32_BYTES)
+            self.add("replica", "all-reduce", n_groups, n_groups * n_padded * FP32_BYTES)
 
-    def _shapes(self) -> list[tuple[str, Shape]]:
-        """Parameters of this rank by name, all stages together."""
-        return [pair for blocks in self.stages for pair in self._stage(blocks).items()]
+    def _count_gathers_of_blocks(self, n_padded: int) -> None:
+        """Weights in the precision they are used in; matrices as fp8, if the run says so."""
+        gathers, n_bytes = block_gathers(self.run, self.topology), n_padded * self.value_bytes
+        n_fp8 = 0
+        if self.run.precision.fp8.all_gather:
+            n_fp8 = sum(count_fp8_blocks(self.run, blocks) for blocks in self.stages)
+        matrices = [shape for shape in self.block.values() if len(shape) > 1]
+        saved = n_fp8 * sum(map(self._padded_share_of, matrices)) * (self.value_bytes - 1)
+        sent = (self.n_blocks * n_bytes - saved) * self.n_shares
+        self.add("shard", "all-gather", gathers * self.n_blocks, gathers * sent)
+        if n_fp8:
+            self.add("shard", "all-reduce", gathers * n_fp8, gathers * n_fp8 * SCALES_BYTES)
 
-    def _stage(self, blocks: tuple[int, int]) -> dict[str, Shape]:
-        model, tensor = self.run.model, self.topology.tensor
-        return stage_shapes(model, self.padded_vocabulary_size, blocks, tensor)
+    def _whole_values(self, shapes: dict[str, Shape]) -> int:
+        """Counts values of layers that every tensor rank has all of."""
+        return sum(self._share_of(shape) for name, shape in shapes.items() if not is_cut(name))
 
     def _share_of(self, shape: Shape) -> int:
         """Values of a parameter that the first of its data ranks keeps."""
@@ -221,5 +260,4 @@ class _Counter:
 
     def _padded_share_of(self, shape: Shape) -> int:
         """Values of a parameter's equal parts by rows, the last ones filled up."""
-        n_ranks = self.topology.shard * self.topology.context
-        return math.ceil(shape[0] / n_ranks) * math.prod(shape[1:])
+        return math.ceil(shape[0] / self.n_shares) * math.prod(shape[1:])

@@ -1,0 +1,253 @@
+"""Step times that others published, beside predictions; `planning.py` prints and records them.
+
+What the programs do is estimated, and was refined once after a first comparison (both are in
+docs/planning-accuracy.md); where a table does not say how it was measured, a docstring says what is
+assumed. No constant is fitted to these tables.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainyard.config.run import Fp8, Model, Parallel, Precision, Run, Train
+from trainyard.plan.clusters import find_machine
+from trainyard.plan.flops import flops_per_token
+from trainyard.plan.hardware import Machine
+from trainyard.plan.resolve import resolve
+from trainyard.plan.time import step_time
+from trainyard.plan.work import Program
+
+# Without torch.compile: norm, bias, dropout and sum, GELU and the heads' order are kernels of their
+# own; 60 in a block is an estimate. Softmax and dropout of the scores: read 1 (the
+# fused kernel skips the upper triangle), written 2, read 2, written 2, mask 1. Gradients are fp16,
+# and are summed after the backward pass.
+MEGATRON_DEEPSPEED = Program(
+    name="Megatron-DeepSpeed",
+    stream_bytes=24,
+    inner_bytes=6,
+    score_bytes=8,
+    logit_bytes=40,
+    gradient_bytes=6,
+    block_kernels=60,
+    reduced_bytes=2,
+    cast_bytes=0,
+    hides_data="never",
+    hides_tensor=False,
+)
+# Its softmax kernel wants a multiple of 4 matrices; otherwise five plain ones take its place.
+UNFUSED_SOFTMAX = replace(MEGATRON_DEEPSPEED, score_bytes=20, block_kernels=85)
+FLASH_ATTENTION = replace(MEGATRON_DEEPSPEED, score_bytes=0, block_kernels=50)
+# Of 2023: gradients are summed and exchanged in fp32. With Transformer Engine an fp8 operand is
+# read and written once, in both orders, its scale being that of earlier steps.
+MEGATRON_LM = replace(FLASH_ATTENTION, gradient_bytes=10, reduced_bytes=4, cast_bytes=2)
+# Of 2024: more kernels are fused, and most communication is hidden.
+MEGATRON_CORE = replace(
+    MEGATRON_LM,
+    stream_bytes=20,
+    logit_bytes=20,
+    gradient_bytes=8,
+    block_kernels=30,
+    hides_data="always",
+    hides_tensor=True,
+)
+
+
+def make_run(model: Model, batch: tuple[int, int], parallel: Parallel, kind: Any) -> Run:
+    return Run(
+        model=model,
+        train=Train(global_batch_size=batch[0], micro_batch_size=batch[1]),
+        parallel=parallel,
+        precision=Precision(kind=kind, fp8=Fp8(precise_blocks=0)),
+    )
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of a table that others published."""
+
+    table: str
+    row: str
+    run: Run
+    n_devices: int
+    machine: Machine
+    program: Program
+    seconds: float | None
+    """None where they did not measure it."""
+
+    def compare(self) -> dict[str, Any]:
+        plan = resolve(self.run, self.n_devices)
+        time = step_time(self.run, plan, self.machine, self.program)
+        flops = flops_per_token(self.run.model, plan.padded_vocabulary_size, "megatron_causal")
+        tokens = self.run.train.global_batch_size * self.run.model.sequence_length
+        return {
+            "table": self.table,
+            "row": self.row,
+            "predicted_seconds": time.seconds,
+            "published_seconds": self.seconds,
+            "error": None if self.seconds is None else time.seconds / self.seconds - 1,
+            "model_tflops_per_device": flops * tokens / time.seconds / self.n_devices / 1e12,
+            "parts": time.parts,
+        }
+
+
+def gpt(
+    layers: int, width: int, heads: int, vocabulary: int = 50257, sequence: int = 2048
+) -> Model:
+    return Model(
+        n_layers=layers,
+        d_model=width,
+        n_heads=heads,
+        d_ff=4 * width,
+        vocabulary_size=vocabulary,
+        sequence_length=sequence,
+        dropout=0.0,
+    )
+
+
+def fp8_lm() -> list[Published]:
+    """H100, table in the documentation of MS-AMP; batches of the 7B and 13B are its examples',
+    that of 175B is assumed."""
+    machine, rows = find_machine("azure-ndv5"), []
+    for name, model, (tensor, pipeline), devices, batch, measured in (
+        (
+            "7B",
+            gpt(32, 4096, 32, 100_000),
+            (1, 1),
+            32,
+            2048,
+            {("bf16", 2): 159.2, ("fp8", 2): 224.5},
+        ),
+        (
+            "13B",
+            gpt(40, 5120, 40, 100_000),
+            (2, 1),
+            32,
+            1280,
+            {("bf16", 2): 79.3, ("fp8", 2): 111.7},
+        ),
+        (
+            "175B",
+            gpt(96, 12288, 96, 100_000),
+            (8, 4),
+            128,
+            2048,
+            {("bf16", 1): 22.4, ("fp8", 1): 28.7},
+        ),
+    ):
+        parallel = Parallel(tensor=tensor, pipeline=pipeline, sequence=tensor > 1)
+        for (kind, micro), samples in measured.items():
+            run = make_run(model, (batch, micro), parallel, kind)
+            seconds = batch / samples
+            rows.append(
+                Published("FP8-LM", f"{name} {kind}", run, devices, machine, MEGATRON_LM, seconds)
+            )
+    return rows
+
+
+def megatron_core() -> list[Published]:
+    """H100 bf16, Megatron-Core r0.8; micro batches of 1 and 4 chunks are assumed, and its FLOP
+    counted with all of attention."""
+    machine, rows = find_machine("azure-ndv5"), []
+    for layers, width, heads, tensor, pipeline, devices, batch, tflops in (
+        (24, 2048, 16, 1, 1, 48, 192, 408.8),
+        (30, 4096, 32, 2, 1, 96, 192, 465.9),
+        (32, 6144, 48, 4, 1, 192, 192, 489.1),
+        (48, 7168, 56, 8, 1, 384, 192, 459.6),
+        (84, 8192, 64, 8, 2, 768, 384, 419.7),
+        (92, 10240, 80, 8, 4, 1536, 768, 420.5),
+        (96, 12288, 96, 8, 6, 2304, 1152, 432.8),
+        (96, 16384, 128, 8, 8, 3072, 1536, 474.4),
+        (112, 18432, 144, 8, 16, 6144, 3072, 459.9),
+    ):
+        model = gpt(layers, width, heads, 131_072, 4096)
+        schedule: dict[str, Any] = {"schedule": "interleaved", "chunks": 4} if pipeline > 1 else {}
+        parallel = Parallel(tensor=tensor, pipeline=pipeline, sequence=tensor > 1, **schedule)
+        run = make_run(model, (batch, 1), parallel, "bf16")
+        flops = flops_per_token(model, 131_072, "megatron") * batch * 4096
+        seconds = flops / devices / tflops / 1e12
+        name = f"{layers} x {width}, tensor {tensor}, pipeline {pipeline}"
+        rows.append(Published("Megatron-Core", name, run, devices, machine, MEGATRON_CORE, seconds))
+    return rows
+
+
+def nemo() -> list[Published]:
+    """H100 fp8, NeMo 24.12; micro batches of 1 are assumed."""
+    machine, rows = find_machine("azure-ndv5"), []
+    parallel = Parallel(tensor=4, pipeline=8, chunks=6, schedule="interleaved", sequence=True)
+    for devices, batch, tokens in ((128, 256, 716), (512, 2048, 825)):
+        run = make_run(gpt(96, 12288, 96), (batch, 1), parallel, "fp8")
+        seconds = batch * 2048 / tokens / devices
+        rows.append(
+            Published("NeMo", f"175B on {devices}", run, devices, machine, MEGATRON_CORE, seconds)
+        )
+    return rows
+
+
+def lumi() -> list[Published]:
+    """MI250X fp16, 13B with recomputation and micro batches of 2, as in the guide's script."""
+    machine, rows = find_machine("lumi"), []
+    for devices, pipeline, tensor, stage, samples in (
+        (8, 1, 1, 1, 2.686),
+        (16, 1, 1, 1, 4.711),
+        (16, 1, 1, 2, 5.166),
+        (16, 8, 2, 1, 4.498),
+        (16, 2, 4, 1, None),
+        (16, 4, 2, 1, None),
+    ):
+        parallel = Parallel(tensor=tensor, pipeline=pipeline, zero_stage=stage, recompute="block")
+        run = make_run(gpt(40, 5120, 40), (1024, 2), parallel, "fp16")
+        name = f"{devices} GCDs, pipeline {pipeline}, tensor {tensor}, ZeRO {stage}"
+        seconds = samples and 1024 / samples
+        rows.append(Published("LUMI", name, run, devices, machine, FLASH_ATTENTION, seconds))
+    return rows
+
+
+def benchmark_175b() -> list[Published]:
+    """The benchmark of AI chips, whose 64 GPUs are unnamed: A100 with 80 GB are assumed."""
+    run = make_run(gpt(96, 12288, 96), (1536, 1), Parallel(tensor=8, pipeline=8), "fp16")
+    machine = find_machine(gpu="a100-80g")
+    return [
+        Published("64 GPUs", name, run, 64, machine, FLASH_ATTENTION, seconds)
+        for name, seconds in (("175B, steps 5 to 10", 346.0), ("175B, step 2400", 315.9))
+    ]
+
+
+def fill_gaps(rows: Sequence[dict[str, Any]]) -> None:
+    """Scales predictions of what was not measured as those of the rest of the table are off, with
+    an error bar of two standard deviations of that."""
+    for row in rows:
+        ratios = [
+            math.log(each["published_seconds"] / each["predicted_seconds"])
+            for each in rows
+            if each["table"] == row["table"] and each["published_seconds"]
+        ]
+        if row["published_seconds"] is None:
+            row["scaled_seconds"] = row["predicted_seconds"] * math.exp(statistics.mean(ratios))
+            row["scaled_error_bar"] = 2 * statistics.stdev(ratios)
+
+
+def show(rows: Sequence[dict[str, Any]]) -> str:
+    lines = ["| table | row | predicted s | published s | error |", "|---|---|---|---|---|"]
+    for row in rows:
+        published, error = row["published_seconds"], row["error"]
+        lines.append(
+            f"| {row['table']} | {row['row']} | {row['predicted_seconds']:.2f} | "
+            + (
+                f"{published:.2f} | {error:+.0%} |"
+                if published
+                else f"{row['scaled_seconds']:.0f} by its table | ±{row['scaled_error_bar']:.0%} |"
+            )
+        )
+    return "\n".join(lines)
+
+
+def published_rows() -> list[dict[str, Any]]:
+    """Compares all tables."""
+    tables = (fp8_lm(), megatron_core(), nemo(), lumi(), benchmark_175b())
+    rows = [row.compare() for table in tables for row in table]
+    fill_gaps(rows)
+    return rows

@@ -1,0 +1,91 @@
+"""A few steps of each of several layouts, on the devices of this machine."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from trainyard.bench.job import Steps, names_data, prepare_run
+from trainyard.bench.rounds import Contender, Order, run_rounds
+from trainyard.config.run import Data, Run
+from trainyard.errors import ConfigError, MachineError
+from trainyard.launch.environment import Process, read_process
+from trainyard.plan.hardware import Machine, find_device
+
+STEPS = Steps(warm_up=2, timed=5)
+
+logger = logging.getLogger("trainyard")
+
+
+def refuse_other_machines(machine: Machine, n_devices: int, process: Process) -> None:
+    """Refuses to time here what is planned for other devices.
+
+    Raises:
+        ConfigError: says what is here.
+    """
+    n_here, name = torch.cuda.device_count(), "cpu"
+    if n_here:
+        name = torch.cuda.get_device_name()
+    here = find_device(name)
+    wanted = machine.device.name
+    if here is not None and here.name != wanted:
+        raise ConfigError(
+            f"--measure times steps on this machine, which has {here.name}; the plan is for "
+            f"{wanted}",
+            "run it there, or plan for the devices that are here: --cluster local",
+        )
+    if process.n_ranks > 1 and process.n_ranks != n_devices:
+        raise ConfigError(
+            f"a launcher has started {process.n_ranks} ranks, the plan is for {n_devices} devices",
+            f"--gpus {process.n_ranks}",
+        )
+    if process.n_ranks == 1 and 0 < n_here < n_devices:
+        raise ConfigError(
+            f"--measure wants {n_devices} devices, this machine has {n_here}",
+            f"start it on all nodes with srun, torchrun or mpiexec, or give --gpus {n_here}",
+        )
+
+
+def time_runs(runs: Sequence[Run], n_ranks: int) -> list[float | None]:
+    """Times the training step of each run, in processes of their own.
+
+    Args:
+        runs: in the order they are timed.
+        n_ranks: of each.
+
+    Returns:
+        the median step in seconds; None for a run whose processes failed, or on other ranks than
+        the first.
+    """
+    process = read_process()
+    order = Order(STEPS, 1, n_ranks, profiles=False)
+    found: list[float | None] = []
+    with tempfile.TemporaryDirectory(prefix="trainyard-plan-") as name:
+        for number, run in enumerate(runs):
+            folder = Path(name) / str(number)
+            folder.mkdir()
+            prepared = prepare_run(_with_data_that_is_here(run), STEPS, folder)
+            contender = Contender(f"layout {number + 1} of {len(runs)}", prepared)
+            try:
+                outcome = run_rounds([contender], order, process, folder)[0]
+            except MachineError as error:
+                logger.warning("layout %d cannot be timed: %s", number + 1, error.problem)
+                found.append(None)
+                continue
+            seconds = outcome.step_seconds if outcome.results else []
+            found.append(statistics.median(seconds) if seconds else None)
+    return found
+
+
+def _with_data_that_is_here(run: Run) -> Run:
+    """Reads random tokens where token files are missing: a layout is as fast on them."""
+    data = run.data
+    prefixes = [*data.blend.prefixes, *data.train.prefixes]
+    if names_data(run) and not all(Path(f"{prefix}.idx").is_file() for prefix in prefixes):
+        return run.model_copy(update={"data": Data()})
+    return run

@@ -1,0 +1,287 @@
+"""`trainyard plan`: memory, time and cost of a run before it is in a queue."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainyard.errors import ConfigError, DataError, MachineError
+
+if TYPE_CHECKING:
+    from trainyard.cli.plan_table import Report
+    from trainyard.config.load import LoadedRun
+    from trainyard.config.run import Run
+    from trainyard.plan.hardware import Machine
+
+GIGA = 1e9
+
+
+def plan(
+    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or the name of a preset.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.field=value, as many as needed.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="A cluster by name: polaris, lumi, azure-ndv5, local.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="How many of its nodes.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="A device by name, such as h100-80g.")] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many devices. Default: the fewest the run is cut into."),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the ten fastest layouts that fit.")
+    ] = False,
+    measure: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --search: time the best so many on this machine, and write the fastest into "
+            "the run file.",
+        ),
+    ] = None,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="Run the real step of a rank on tensors without values."),
+    ] = False,
+    rank: Annotated[int, typer.Option(min=0, help="With --simulate: which rank.")] = 0,
+    all_stages: Annotated[
+        bool, typer.Option("--all-stages", help="With --simulate: a rank of each pipeline stage.")
+    ] = False,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Of a device-hour, in any currency.")
+    ] = None,
+    storage: Annotated[
+        str, typer.Option(help="Speeds of file systems in GB/s; costs count with the first.")
+    ] = "5,20,100",
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw memory and a step's time line: .png or .svg.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what a run needs and takes, before it is in a queue; no GPU and no torch needed.
+
+    Memory by what it holds, against what a device has; where the time of a step goes; the whole
+    run in days, device-hours and money, failures counted; how often its data is read. Exit code 2
+    if it does not fit, with the smallest changes that make it fit.
+
+    Examples:
+    trainyard plan recipes/lumi/13b.toml --cluster lumi --nodes 2
+    trainyard plan gpt3-13b train.batch_ramp=none --gpu h100-80g --gpus 64 --search
+    trainyard plan recipes/benchmark64/tgs.toml --gpus 64 --simulate --all-stages
+    """
+    from trainyard.config.load import load_run
+
+    refuse_options(search=search, measure=measure, simulate=simulate, rank=rank, all=all_stages)
+    loaded = load_run(run_file, overrides)
+    machine = find_asked_machine(cluster, nodes, gpu)
+    n_devices = count_devices(loaded.run, machine, nodes, gpus)
+    if search:
+        from trainyard.cli.plan_search import print_search
+
+        if machine is None:
+            raise ConfigError("--search needs to know the devices", "--cluster lumi --nodes 2")
+        source = Path(run_file) if run_file.endswith(".toml") else None
+        print_search(loaded.run, machine, n_devices, measure, source, as_json=as_json)
+    elif simulate:
+        from trainyard.cli.plan_simulate import print_simulation
+
+        print_simulation(loaded.run, n_devices, None if all_stages else rank, as_json=as_json)
+    else:
+        speeds = parse_storage(storage)
+        report = build_report(loaded, machine, n_devices, speeds, price)
+        _print(report, picture, as_json=as_json)
+
+
+def refuse_options(
+    *, search: bool, measure: int | None, simulate: bool, rank: int, all: bool
+) -> None:
+    """Refuses options that say nothing together.
+
+    Raises:
+        ConfigError: names them.
+    """
+    if search and simulate:
+        raise ConfigError("--search and --simulate are two different things", "one at a time")
+    if measure is not None and not search:
+        raise ConfigError(f"--measure {measure} needs --search", f"--search --measure {measure}")
+    if (rank or all) and not simulate:
+        name = "--all-stages" if all else f"--rank {rank}"
+        raise ConfigError(f"{name} needs --simulate", f"--simulate {name}")
+
+
+def find_asked_machine(cluster: str | None, nodes: int | None, gpu: str | None) -> Machine | None:
+    """Finds the machine that the options name; None where they name none.
+
+    Raises:
+        ConfigError: they contradict each other, or the name is unknown.
+    """
+    if cluster is None and gpu is None:
+        if nodes is not None:
+            raise ConfigError(
+                f"--nodes {nodes} says nothing without a cluster", f"--cluster lumi --nodes {nodes}"
+            )
+        return None
+    if cluster is not None and gpu is not None:
+        raise ConfigError(
+            f"--cluster {cluster} has devices of its own, and --gpu {gpu} names others",
+            "leave out one of them",
+        )
+    from trainyard.plan.clusters import find_machine
+
+    return find_machine(cluster, gpu)
+
+
+def count_devices(run: Run, machine: Machine | None, nodes: int | None, gpus: int | None) -> int:
+    """Gives the number of devices that the options name, or the fewest the run can be on.
+
+    Raises:
+        ConfigError: nodes and devices contradict each other, or the run cannot be at all.
+    """
+    if nodes is not None and machine is not None:
+        n_devices = nodes * machine.devices_per_node
+        if gpus not in (None, n_devices):
+            raise ConfigError(
+                f"--nodes {nodes} of {machine.name} are {n_devices} devices, not --gpus {gpus}",
+                "leave out one of them",
+            )
+        return n_devices
+    if gpus is not None:
+        return gpus
+    from trainyard.plan.resolve import resolve
+
+    return resolve(run).n_ranks
+
+
+def parse_storage(text: str) -> tuple[float, ...]:
+    """Reads "5,20,100", in GB/s, as bytes a second.
+
+    Raises:
+        ConfigError: it is not numbers above 0.
+    """
+    try:
+        speeds = tuple(float(speed) * GIGA for speed in text.split(","))
+    except ValueError:
+        speeds = ()
+    if not speeds or not all(0 < speed < float("inf") for speed in speeds):
+        raise ConfigError(f"--storage {text!r} is not speeds in GB/s", "such as 5,20,100")
+    return speeds
+
+
+def build_report(
+    loaded: LoadedRun,
+    machine: Machine | None,
+    n_devices: int,
+    storage: tuple[float, ...],
+    price: float | None,
+) -> Report:
+    """Plans a run; smallest changes are part of it where it does not fit.
+
+    Raises:
+        ConfigError: the run cannot be on so many devices.
+        MachineError: the devices cannot compute in its precision.
+    """
+    from trainyard.cli.plan_table import Report
+    from trainyard.config.rules import change
+    from trainyard.plan.cost import corpora_use, run_cost
+    from trainyard.plan.memory import rank_memory
+    from trainyard.plan.remedies import smallest_changes
+    from trainyard.plan.resolve import resolve
+    from trainyard.plan.saving import host_bytes
+    from trainyard.plan.search import is_gpu
+    from trainyard.plan.time import step_time
+
+    run = loaded.run
+    planned = resolve(run, n_devices)
+    on_gpu = machine is None or is_gpu(machine)
+    # What saving takes of host memory is the same for all, and takes long to add up.
+    without = change(run, {"checkpoint.background": False})
+    n_host_bytes = host_bytes(run, planned)
+    memories = [
+        replace(rank_memory(without, planned, stage, on_gpu), host_bytes=n_host_bytes)
+        for stage in range(planned.topology.pipeline)
+    ]
+    corpora = corpora_use(run, planned, find_sizes(run))
+    if machine is None:
+        return Report(run, planned, memories, corpora)
+    time = step_time(run, planned, machine)
+    cost = run_cost(run, planned, machine, time, storage, price)
+    report = Report(run, planned, memories, corpora, machine, time, cost)
+    if report.fits:
+        return report
+    remedies = smallest_changes(run, machine, n_devices)
+    return replace(report, remedies=remedies)
+
+
+def find_sizes(run: Run) -> dict[str, int]:
+    """Counts the tokens of the training blend's token files, where those are."""
+    from trainyard.plan.cost import training_blend
+
+    found: dict[str, int] = {}
+    for prefix in training_blend(run)[0].prefixes:
+        if not Path(f"{prefix}.idx").is_file():
+            continue
+        try:
+            if Path(f"{prefix}.json").is_file():
+                from trainyard.data.sidecar import load_sidecar
+
+                found[prefix] = load_sidecar(prefix).tokens
+            else:
+                from trainyard.data.indexed import count_tokens
+
+                found[prefix] = count_tokens(prefix)
+        except DataError as error:
+            typer.echo(f"warning: {error.problem}", err=True)
+    return found
+
+
+def _print(report: Report, picture: Path | None, *, as_json: bool) -> None:
+    """Prints a plan, draws it if asked, and refuses what does not fit.
+
+    Raises:
+        MachineError: it does not fit.
+    """
+    from rich.console import Console
+
+    from trainyard.cli.plan_table import plan_as_json, render_plan
+
+    if as_json:
+        typer.echo(json.dumps(plan_as_json(report), indent=2))
+    else:
+        Console(soft_wrap=True, highlight=False).print(render_plan(report))
+    if picture is not None:
+        from trainyard.plan.search import usable_bytes
+        from trainyard.report.plan_pictures import draw_plan, save_picture
+
+        usable = usable_bytes(report.machine) if report.machine else None
+        figure = draw_plan(report.run, report.plan, report.memories, usable, report.time)
+        save_picture(figure, picture)
+        typer.echo(f"wrote {picture}", err=True)
+    if not report.fits:
+        refuse(report)
+
+
+def refuse(report: Report) -> None:
+    """Raises for a run that does not fit.
+
+    Raises:
+        MachineError: says by how much, and names the cheapest change.
+    """
+    from trainyard.units import format_bytes
+
+    assert report.machine is not None
+    spare = report.spare_bytes or 0
+    if report.remedies:
+        hint = f"cheapest change that makes it fit: {report.remedies[0].change}"
+    else:
+        hint = "nothing that was tried makes it fit: a smaller model, or larger devices"
+    raise MachineError(
+        f"{report.run.name} does not fit: {format_bytes(-spare)} more than a "
+        f"{report.machine.device.name} has",
+        hint,
+    )

@@ -1,0 +1,87 @@
+"""What the simulated step of a rank takes: the text and the JSON of `trainyard plan --simulate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import typer
+
+from trainyard.config.run import Run
+from trainyard.errors import ConfigError
+from trainyard.plan.memory import rank_memory
+from trainyard.plan.resolve import Plan, resolve
+from trainyard.simulate.simulation import Simulation, simulate
+from trainyard.units import format_bytes, format_large
+
+
+def print_simulation(run: Run, n_ranks: int, rank: int | None, *, as_json: bool) -> None:
+    """Simulates ranks as on a GPU, and prints each when it is done.
+
+    Args:
+        run: the run.
+        n_ranks: all processes.
+        rank: which of them; None for the first of each stage of the pipeline.
+        as_json: print one object with a list, at the end.
+
+    Raises:
+        ConfigError: there is no such rank, or the run cannot be on so many or not be trained.
+    """
+    plan = resolve(run, n_ranks)
+    n_places = plan.topology.pipeline
+    ranks = [place * n_ranks // n_places for place in range(n_places)] if rank is None else [rank]
+    if ranks[-1] >= n_ranks:
+        raise ConfigError(
+            f"--rank {rank} of {n_ranks} rank{'s' if n_ranks > 1 else ''}, counted from 0",
+            f"--rank {n_ranks - 1} is the last, --all-stages shows one of each",
+        )
+    found = []
+    for each in ranks:
+        simulation = simulate(run, n_ranks, each)
+        planned = _planned_bytes(run, plan, each)
+        if as_json:
+            found.append(asdict(simulation) | {"planned_bytes": planned})
+        else:
+            typer.echo("\n".join(render_simulation(simulation, planned)) + "\n")
+    if as_json:
+        report: dict[str, Any] = {"n_ranks": n_ranks, "ranks": found}
+        typer.echo(json.dumps(report, indent=2))
+
+
+def _planned_bytes(run: Run, plan: Plan, rank: int) -> int:
+    """What the formulas give for the same tensors."""
+    memory = rank_memory(run, plan, plan.topology.coordinates(rank).pipeline)
+    return memory.peak_bytes - memory.items["context and libraries"]
+
+
+def render_simulation(found: Simulation, planned_bytes: int) -> Iterator[str]:
+    """Yields the lines on one rank.
+
+    Args:
+        found: what it takes.
+        planned_bytes: the peak by the formulas.
+    """
+    difference = planned_bytes / found.peak_bytes - 1
+    run_of = f"{found.n_simulated} of {found.n_micro_batches} micro batches"
+    yield f"rank {found.rank} of {found.n_ranks}: {run_of} run in {found.seconds:.0f} s"
+    yield _row("peak", f"{format_bytes(found.peak_bytes)} in the {found.moment}")
+    yield _row("formulas", f"{format_bytes(planned_bytes)} ({difference:+.1%})")
+    yield _row("between steps", format_bytes(found.held_bytes))
+    for number, (name, n_bytes) in enumerate(found.largest):
+        yield _row("largest" if number == 0 else "", f"{format_bytes(n_bytes):>10}  {name}")
+    total = sum(found.flops.values())
+    yield _row("operations", f"{format_large(total)} FLOP a step")
+    for name, flops in sorted(found.flops.items(), key=lambda pair: -pair[1]):
+        yield _row("", f"{flops / total:>10.1%}  {name}")
+    for number, message in enumerate(found.messages):
+        yield _row(
+            "messages" if number == 0 else "",
+            f"{format_bytes(message.n_bytes):>10}  {message.axis} {message.collective}, "
+            f"{message.calls:,} calls",
+        )
+
+
+def _row(title: str, text: str) -> str:
+    return f"  {title:<14} {text}"

@@ -1,0 +1,344 @@
+"""A plan as people read it and as programs do: the text and the JSON of `trainyard plan RUN`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+from rich.text import Text
+
+from trainyard.config.run import Run
+from trainyard.plan.cost import CorpusUse, Cost
+from trainyard.plan.flops import model_flops_utilization
+from trainyard.plan.hardware import Machine
+from trainyard.plan.memory import RankMemory
+from trainyard.plan.rehearsal import describe_layout
+from trainyard.plan.remedies import Remedy
+from trainyard.plan.resolve import Plan
+from trainyard.plan.saving import checkpoint_bytes
+from trainyard.plan.search import fits, usable_bytes
+from trainyard.plan.size import stage_shapes
+from trainyard.plan.time import StepTime
+from trainyard.plan.traffic import Traffic, busiest_rank
+from trainyard.topology import AXES
+from trainyard.units import format_bytes, format_large, format_seconds
+
+BAR_WIDTH = 30
+MOST_CORPORA = 8
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that is said of a run on a machine; of no machine: no times, no limit."""
+
+    run: Run
+    plan: Plan
+    memories: Sequence[RankMemory]
+    """By pipeline rank."""
+    corpora: Sequence[CorpusUse]
+    machine: Machine | None = None
+    time: StepTime | None = None
+    cost: Cost | None = None
+    remedies: Sequence[Remedy] = ()
+
+    @property
+    def busiest(self) -> RankMemory:
+        """Of the rank that needs most."""
+        return max(self.memories, key=lambda memory: memory.peak_bytes)
+
+    @property
+    def spare_bytes(self) -> int | None:
+        """What is left of a device's memory; below 0 where it does not fit."""
+        usable = usable_bytes(self.machine) if self.machine else None
+        return None if usable is None else usable - self.busiest.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory it needs, as far as that is known."""
+        return self.machine is None or fits(self.busiest, self.machine)
+
+
+def render_plan(report: Report) -> Text:
+    """Lays a plan out as a table."""
+    text = Text(report.run.name, style="bold")
+    text.append(f" on {describe_devices(report.machine, report.plan.n_ranks)}", style="not bold")
+    sections = (_size, _memory, _traffic, _time, _whole_run, _data)
+    for section in sections:
+        for title, line in section(report):
+            _append(text, title, line)
+    if report.remedies:
+        _append(text, "to make it fit", "smallest changes, cheapest step first:")
+        for remedy in report.remedies:
+            time, n = remedy.candidate.time, remedy.candidate.plan.n_ranks
+            left = format_bytes(remedy.candidate.memory.peak_bytes)
+            many = f" on {n:,} devices" if n != report.plan.n_ranks else ""
+            _append(
+                text, "", f"  {remedy.change}: {describe_step(time.seconds)} a step{many}, {left}"
+            )
+    return text
+
+
+def _append(text: Text, title: str, line: str) -> None:
+    text.append(f"\n{title:<15}", style="cyan not bold").append(line, style="not bold")
+
+
+def describe_devices(machine: Machine | None, n_devices: int) -> str:
+    """Says what a run is planned for."""
+    count = "1 device" if n_devices == 1 else f"{n_devices:,} devices"
+    if machine is None:
+        return f"{count}; --cluster or --gpu says which"
+    n_nodes = math.ceil(n_devices / machine.devices_per_node)
+    nodes = "1 node" if n_nodes == 1 else f"{n_nodes:,} nodes"
+    return f"{count} ({machine.device.name}) in {nodes} of {machine.name}"
+
+
+def _size(report: Report) -> Iterator[tuple[str, str]]:
+    run, plan = report.run, report.plan
+    yield "layout", describe_layout(run, plan.topology)
+    m = run.train.global_batch_size // run.train.micro_batch_size // plan.topology.data
+    yield (
+        "batch",
+        (
+            f"{run.train.global_batch_size:,} sequences: {m:,} micro batches of "
+            f"{run.train.micro_batch_size} for each of {plan.topology.data:,} data parallel ranks"
+        ),
+    )
+    held = [held_parameters(run, plan, rank) for rank in range(plan.topology.pipeline)]
+    of_rank = f"; {max(held):,} on a rank" if max(held) < plan.n_parameters else ""
+    yield "parameters", f"{plan.n_parameters:,} ({format_large(plan.n_parameters)}){of_rank}"
+    if len(held) > 1:
+        counts = _repeats([format_large(n * plan.topology.tensor) for n in held])
+        yield "", f"by pipeline rank, all tensor ranks together: {counts}"
+
+
+def held_parameters(run: Run, plan: Plan, pipeline_rank: int) -> int:
+    """Counts the parameters that one rank computes with, before ZeRO cuts them."""
+    shapes = (
+        stage_shapes(run.model, plan.padded_vocabulary_size, blocks, plan.topology.tensor)
+        for blocks in plan.stages[pipeline_rank :: plan.topology.pipeline]
+    )
+    return sum(math.prod(shape) for each in shapes for shape in each.values())
+
+
+def _repeats(texts: Sequence[str]) -> str:
+    """Lists texts, and how often each comes in a row."""
+    runs = [(text, len(list(equal))) for text, equal in itertools.groupby(texts)]
+    return ", ".join(f"{n} x {text}" if n > 1 else text for text, n in runs)
+
+
+def _memory(report: Report) -> Iterator[tuple[str, str]]:
+    busiest, spare = report.busiest, report.spare_bytes
+    verdict = format_bytes(busiest.peak_bytes)
+    if spare is not None and report.machine:
+        usable = format_bytes(usable_bytes(report.machine) or 0)
+        verdict += (
+            f" of {usable}: fits, {format_bytes(spare)} to spare"
+            if spare >= 0
+            else f" of {usable}: DOES NOT FIT, {format_bytes(-spare)} too much"
+        )
+    yield "memory", verdict
+    if len(report.memories) > 1:
+        others = _repeats([f"{memory.peak_bytes / 2**30:.1f}" for memory in report.memories])
+        yield "", f"of pipeline rank {busiest.pipeline_rank}; by pipeline rank: {others} GiB"
+    yield from _bars({name: float(size) for name, size in busiest.items.items()}, format_bytes)
+    if busiest.host_bytes:
+        yield "", f"  and {format_bytes(busiest.host_bytes)} of host memory for saving"
+
+
+def _bars(values: Mapping[str, float], form: Any) -> Iterator[tuple[str, str]]:
+    """Draws amounts as bars, the longest as wide as there is room."""
+    most = max(values.values(), default=0.0)
+    for name, value in values.items():
+        if value > 0:
+            bar = "█" * max(1, round(BAR_WIDTH * value / most))
+            yield "", f"  {name:<22} {form(value):>10}  {bar}"
+
+
+def _traffic(report: Report) -> Iterator[tuple[str, str]]:
+    title = "traffic"
+    for each in busiest_rank(report.run, report.plan):
+        link = link_of(each, report.plan, report.machine)
+        size = format_bytes(each.n_bytes)
+        yield title, f"{each.axis:<9} {each.collective:<15} {each.calls:>7,} calls {size:>10}{link}"
+        title = ""
+
+
+def link_of(traffic: Traffic, plan: Plan, machine: Machine | None) -> str:
+    """Says which way the ranks of an axis talk."""
+    if machine is None:
+        return ""
+    sizes = dict(zip(AXES, astuple(plan.topology), strict=True))
+    place = AXES.index(traffic.axis)
+    span = math.prod(sizes[axis] for axis in AXES[place:])
+    inside = span <= machine.devices_per_node
+    speed = machine.link_bytes_per_second if inside else machine.network_bytes_per_second
+    return f"  {'inside nodes' if inside else 'across nodes'}, {speed / 1e9:g} GB/s"
+
+
+def speeds(report: Report) -> dict[str, float | None]:
+    """Gives the speeds of a step by name."""
+    assert report.time is not None
+    assert report.machine is not None
+    run, plan = report.run, report.plan
+    samples = run.train.global_batch_size / report.time.seconds
+    tokens = samples * run.model.sequence_length / plan.n_ranks
+    peak = report.machine.device.peak_flops_per_second(run.precision.kind)
+    return {
+        "samples_per_second": samples,
+        "tokens_per_second_per_device": tokens,
+        "tflops_per_second_per_device": plan.model_flops_per_token * tokens / 1e12,
+        "model_flops_utilisation": model_flops_utilization(
+            plan.model_flops_per_token, tokens, peak
+        ),
+    }
+
+
+def _time(report: Report) -> Iterator[tuple[str, str]]:
+    run, plan, time = report.run, report.plan, report.time
+    batch_tokens = run.train.global_batch_size * run.model.sequence_length
+    flops = plan.model_flops_per_token * batch_tokens
+    yield "compute", f"{flops:.3e} model FLOP a step, {flops / plan.n_ranks:.3e} a device"
+    if time is None:
+        return
+    found = speeds(report)
+    mfu = found["model_flops_utilisation"]
+    of_peak = f" (MFU {mfu:.1%})" if mfu is not None else ""
+    yield (
+        "step",
+        (
+            f"{describe_step(time.seconds)}: {found['samples_per_second']:.4g} samples/s, "
+            f"{found['tokens_per_second_per_device']:,.4g} tokens/s and "
+            f"{found['tflops_per_second_per_device']:.4g} TFLOP/s a device{of_peak}"
+        ),
+    )
+    shares = {part: seconds for part, seconds in time.parts.items() if seconds > 0}
+    yield from _bars(shares, lambda seconds: f"{seconds / time.seconds:.1%}")
+
+
+def _whole_run(report: Report) -> Iterator[tuple[str, str]]:
+    plan, cost = report.plan, report.cost
+    yield "length", f"{plan.n_steps:,} steps, {format_large(plan.n_tokens)} tokens"
+    yield "checkpoint", format_bytes(checkpoint_bytes(report.run, plan.n_parameters))
+    if cost is None:
+        return
+    for saving in cost.savings:
+        yield (
+            "",
+            (
+                f"  {saving.storage_bytes_per_second / 1e9:g} GB/s: written in "
+                f"{format_seconds(saving.write_seconds)}, training stands still for "
+                f"{format_seconds(saving.stall_seconds)}"
+            ),
+        )
+    worst, best = cost.useful_shares
+    yield (
+        "failures",
+        (
+            f"one in {format_seconds(cost.seconds_between_failures)}, saves every "
+            f"{format_seconds(cost.interval_seconds)}: {cost.useful_share:.1%} of the time is "
+            f"useful ({worst:.1%} to {best:.1%}); "
+            f"every {format_seconds(cost.savings[0].best_interval_seconds)} loses least"
+        ),
+    )
+    if math.isinf(cost.seconds):
+        yield "whole run", "never ends: failures undo more than is done between them"
+        return
+    price = "" if cost.price is None else f", {cost.price:,.0f} at the price given"
+    yield (
+        "whole run",
+        (
+            f"{format_seconds(cost.seconds)}, {cost.device_hours:,.0f} device-hours{price}; "
+            f"steps alone {format_seconds(cost.step_seconds)}, evaluation "
+            f"{format_seconds(cost.evaluation_seconds)}, {cost.n_failures:.1f} failures"
+        ),
+    )
+
+
+def _data(report: Report) -> Iterator[tuple[str, str]]:
+    title = "data"
+    if not report.corpora:
+        yield title, "the run names none"
+    known = [use for use in report.corpora if use.epochs is not None]
+    unknown = [use for use in report.corpora if use.epochs is None]
+    for use in known[:MOST_CORPORA]:
+        yield (
+            title,
+            f"{use.prefix}: {use.share:.1%} of the tokens read, {use.epochs:.3g} epochs of its "
+            f"{format_large(use.tokens or 0)}",
+        )
+        title = ""
+    if len(known) > MOST_CORPORA:
+        yield "", f"and {len(known) - MOST_CORPORA} more"
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        yield title, f"{unknown[0].prefix}{more}: epochs not known, token files are not all here"
+
+
+def describe_step(seconds: float) -> str:
+    """Prints the time of a step, which wants more digits than a duration."""
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
+
+
+def plan_as_json(report: Report) -> dict[str, Any]:
+    """Gives everything as JSON can hold it; sizes in bytes, times in seconds."""
+    run, plan, machine = report.run, report.plan, report.machine
+    found: dict[str, Any] = {
+        "run": run.name,
+        "plan": plan.as_json(),
+        "machine": None
+        if machine is None
+        else {
+            "name": machine.name,
+            "device": machine.device.name,
+            "devices_per_node": machine.devices_per_node,
+        },
+        "fits": report.fits,
+        "usable_bytes": usable_bytes(machine) if machine else None,
+        "parameters_held": [
+            held_parameters(run, plan, rank) for rank in range(plan.topology.pipeline)
+        ],
+        "memory": [memory_as_json(memory) for memory in report.memories],
+        "traffic": [asdict(each) for each in busiest_rank(run, plan)],
+        "checkpoint_bytes": checkpoint_bytes(run, plan.n_parameters),
+        "data": [asdict(use) for use in report.corpora],
+    }
+    if report.time is not None:
+        found["step"] = time_as_json(report.time) | speeds(report)
+    if report.cost is not None:
+        found["cost"] = {
+            name: None if value == math.inf else value
+            for name, value in asdict(report.cost).items()
+        }
+    if report.remedies:
+        found["remedies"] = [
+            {
+                "change": remedy.change,
+                "n_devices": remedy.candidate.plan.n_ranks,
+                "seconds": remedy.candidate.time.seconds,
+                "peak_bytes": remedy.candidate.memory.peak_bytes,
+            }
+            for remedy in report.remedies
+        ]
+    return found
+
+
+def memory_as_json(memory: RankMemory) -> dict[str, Any]:
+    """Gives the memory of a rank as JSON can hold it."""
+    return {
+        "pipeline_rank": memory.pipeline_rank,
+        "items": dict(memory.items),
+        "peak_bytes": memory.peak_bytes,
+        "host_bytes": memory.host_bytes,
+    }
+
+
+def time_as_json(time: StepTime) -> dict[str, Any]:
+    """Gives the time of a step as JSON can hold it."""
+    return {
+        "seconds": time.seconds,
+        "parts": dict(time.parts),
+        "stage_seconds": [list(passes) for passes in time.stage_seconds],
+    }

@@ -1,0 +1,97 @@
+"""Setting fields in the text of a run file, where everything else stays: comments, order, blanks.
+
+With `{"parallel.tensor": 4, "parallel.sequence": True}` the file on the left becomes the right one:
+
+    [parallel]                          [parallel]
+    tensor = 2   # inside a node        tensor = 4   # inside a node
+    # the rest is data parallel         # the rest is data parallel
+                                        sequence = true
+    [train]
+    ...                                 [train]
+                                        ...
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from trainyard.errors import ConfigError
+
+_HEADER = re.compile(r"\s*\[")
+_VALUE = r"""(?:"[^"\\]*"|'[^']*'|[^\s#"'\[{]+)"""
+
+
+def set_fields(text: str, values: Mapping[str, Any], name: str) -> str:
+    """Gives the text of a run file with other values in some fields.
+
+    Args:
+        text: TOML.
+        values: numbers, truths and strings by `section.field`.
+        name: of the file, for errors.
+
+    Raises:
+        ConfigError: the text writes a field in a way that cannot be changed safely.
+    """
+    lines = text.splitlines()
+    for field, value in values.items():
+        section, _, name_in_it = field.partition(".")
+        _set_field(lines, section, name_in_it, json.dumps(value))
+    changed = "\n".join(lines) + "\n"
+    if not _says(changed, text, values):
+        wanted = ", ".join(f"{field}={json.dumps(value)}" for field, value in values.items())
+        raise ConfigError(
+            f"{name} is not written as [section] and field = value, and is left as it is",
+            f"set by hand: {wanted}",
+        )
+    return changed
+
+
+def _set_field(lines: list[str], section: str, field: str, value: str) -> None:
+    """Changes the line of a field, or puts in one for it."""
+    header = re.compile(rf"\s*\[\s*{section}\s*\]\s*(?:#.*)?")
+    start = next((n for n, line in enumerate(lines) if header.fullmatch(line)), None)
+    if start is None:
+        first_table = _end_of_section(lines, 0)
+        if not _change(lines, range(first_table), rf"{section}\s*\.\s*{field}", value):
+            lines += ["", f"[{section}]", f"{field} = {value}"]
+        return
+    end = _end_of_section(lines, start + 1)
+    if not _change(lines, range(start + 1, end), field, value):
+        while not lines[end - 1].strip():
+            end -= 1
+        lines.insert(end, f"{field} = {value}")
+
+
+def _end_of_section(lines: list[str], start: int) -> int:
+    after = range(start, len(lines))
+    return next((n for n in after if _HEADER.match(lines[n])), len(lines))
+
+
+def _change(lines: list[str], where: range, field: str, value: str) -> bool:
+    """Changes the value on the line that sets a field; says whether there is one."""
+    pattern = re.compile(rf"(\s*{field}\s*=\s*){_VALUE}(\s*(?:#.*)?)")
+    for number in where:
+        found = pattern.fullmatch(lines[number])
+        if found:
+            lines[number] = f"{found[1]}{value}{found[2]}"
+            return True
+    return False
+
+
+def _says(changed: str, text: str, values: Mapping[str, Any]) -> bool:
+    """Says whether the new text means what the old one did, but for the new values."""
+    wanted = tomllib.loads(text)
+    for field, value in values.items():
+        section, _, name = field.partition(".")
+        table = wanted.setdefault(section, {})
+        if not isinstance(table, dict):
+            return False
+        table[name] = value
+    try:
+        return tomllib.loads(changed) == wanted
+    except tomllib.TOMLDecodeError:
+        return False

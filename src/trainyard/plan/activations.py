@@ -1,0 +1,123 @@
+"""What a micro batch leaves in memory on one rank, layer by layer; of blocks not compiled.
+
+Of N tokens, a block keeps for its backward pass, in values of the compute precision, with D, F and
+the tensor ranks t as in the model:
+
+    recompute none         residual stream 2 D, inputs of both products 2 D,
+                           queries, keys, values and their mix 4 D / t, MLP 2 F / t
+    recompute attention    the same without the 4 D / t
+    recompute block        residual stream D
+
+With the sequence cut, the residual stream is D / t, but inputs of products are gathered.
+"""
+
+from __future__ import annotations
+
+import math
+
+from trainyard.config.run import Run
+from trainyard.plan.resolve import Plan
+
+FP32_BYTES = 4
+ID_BYTES = 8
+CPU_CHUNK_BYTES = 256 * 2**20
+GPU_CHUNK_BYTES = 512 * 2**20
+"""Logits are made in chunks of so many bytes (model/loss.py)."""
+NUMBERS_OF_A_TOKEN = 64
+"""Bytes of its label, largest logit, loss and the like."""
+
+
+class MicroBatch:
+    """Bytes of one micro batch on a rank.
+
+    Attributes:
+        value: of a number in the compute precision.
+        n_tokens: on a rank.
+        n_residual: of those, how many the residual stream has.
+        vocabulary: rows of the head on a rank.
+        stream: the residual stream between two blocks.
+        hidden: what the head multiplies.
+        head_gradient: of the head's weight.
+    """
+
+    def __init__(self, run: Run, plan: Plan, on_gpu: bool) -> None:
+        self.run, self.topology, self.on_gpu = run, plan.topology, on_gpu
+        model, train, topology = run.model, run.train, plan.topology
+        self.value = FP32_BYTES if run.precision.kind == "fp32" else 2
+        self.n_tokens = train.micro_batch_size * model.sequence_length // topology.context
+        self.n_residual = self.n_tokens // (topology.tensor if run.parallel.sequence else 1)
+        self.vocabulary = plan.padded_vocabulary_size // topology.tensor
+        self.stream = self.value * self.n_residual * model.d_model
+        self.hidden = self.value * self.n_tokens * model.d_model
+        self.head_gradient = FP32_BYTES * self.vocabulary * model.d_model
+
+    def block(self, recompute: str) -> float:
+        """What a block keeps of a micro batch."""
+        D, F = self.run.model.d_model, self.run.model.d_ff
+        statistics = 2 * FP32_BYTES * self.n_residual
+        if recompute == "block":
+            return self.stream
+        inputs = self.value * (self.n_tokens if self.run.parallel.sequence else self.n_residual) * D
+        mlp = 2 * self.value * self.n_tokens * F / self.topology.tensor
+        kept = 2 * (self.stream + statistics + self._dropout_keys()) + inputs + mlp
+        if recompute == "attention":
+            return kept + self.stream
+        return kept + inputs + self._attention()
+
+    def _attention(self) -> float:
+        model, t = self.run.model, self.topology.tensor
+        part = self.value * self.n_tokens * model.d_model / t
+        n_parts = 4 if self.topology.context == 1 else 5
+        lse = FP32_BYTES * self.n_tokens * model.n_heads / t
+        if self.on_gpu or not model.dropout:
+            return n_parts * part + lse
+        # On a CPU the weights of attention are kept, before and after dropout, all in fp32.
+        heads = model.n_heads / t / self.topology.context
+        weights = FP32_BYTES * heads * model.sequence_length**2 * self.run.train.micro_batch_size
+        precise = 3 * FP32_BYTES * self.n_tokens * model.d_model / t
+        return (n_parts - 3) * part + 2 * weights + precise
+
+    def embedding(self) -> float:
+        """What the embedding keeps."""
+        masks = self.n_tokens if self.topology.tensor > 1 else 0
+        return masks + self._dropout_keys()
+
+    def _dropout_keys(self) -> float:
+        """Random bits of rows and columns, of which masks are made again."""
+        if not self.run.model.dropout:
+            return 0
+        return ID_BYTES * self.n_residual + FP32_BYTES * self.run.model.d_model
+
+    def flowing(self) -> float:
+        """Gradients of the values of a block, and those of its MLP."""
+        D, F = self.run.model.d_model, self.run.model.d_ff
+        stream = self.n_residual * D
+        flowing = 2 * self.value * stream
+        if self.run.parallel.sequence:
+            flowing += self.value * self.n_tokens * D
+        wide = 2 * self.value * self.n_tokens * F / self.topology.tensor
+        dropout = 2 * FP32_BYTES * stream if self.run.model.dropout else 0
+        return flowing + max(wide, dropout)
+
+    def between_layers(self) -> float:
+        """Gradients of the values of a block, of its layers' inputs and outputs."""
+        D, F, t = self.run.model.d_model, self.run.model.d_ff, self.topology.tensor
+        return 2 * self.value * self.n_tokens * ((3 * D + F) / t + 4 * D)
+
+    def loss(self) -> float:
+        """The loss in its chunks, and the gradients of hidden states and of the head."""
+        V, value = self.vocabulary, self.value
+        chunk_bytes = GPU_CHUNK_BYTES if self.on_gpu else CPU_CHUNK_BYTES
+        n_chunks = math.ceil(self.n_tokens / max(1, chunk_bytes // (V * FP32_BYTES)))
+        n_rows = math.ceil(self.n_tokens / n_chunks)
+        is_cast = value < FP32_BYTES
+        matrix = value * V * self.run.model.d_model if is_cast else 0
+        hidden, weight = self.hidden, self.head_gradient
+        # Only a GPU's kernel for fp16 makes log probabilities in fp32 without a copy in it first.
+        has_copy = is_cast and not (self.on_gpu and self.run.precision.kind == "fp16")
+        logits = n_rows * V * (value + (2 if has_copy else 1) * FP32_BYTES)
+        rows = value * n_rows * self.run.model.d_model
+        forward = matrix + hidden + logits + (weight + rows if n_chunks > 1 else 0)
+        products = matrix + hidden + weight + matrix + n_rows * V * value + 2 * rows
+        backward = (2 * hidden + 2 * weight) if self.on_gpu else hidden + weight
+        return max(forward, products, backward) + NUMBERS_OF_A_TOKEN * self.n_tokens

@@ -1,0 +1,207 @@
+"""Machines by name: the shipped clusters, a user's own, or one kind of GPU in its usual node.
+
+A cluster is a file of figures, `config/clusters/NAME.toml` or a user's own:
+
+    description = "Twelve nodes in the basement"
+    gpu = "a100-80g"                      # a name of NODES
+    devices_per_node = 4
+    network_gigabytes_per_second = 2.5    # for each device, one direction
+
+What it leaves out is that of the GPU's usual node. A profile measured on the machine goes into its
+[efficiencies], whose fields are those of `plan.hardware.Efficiencies`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from trainyard.config.load import explain_problems, parse_toml
+from trainyard.config.run import Section
+from trainyard.errors import ConfigError, MachineError, UserError
+from trainyard.plan.hardware import (
+    DEVICES,
+    GIGA,
+    TERA,
+    Device,
+    Efficiencies,
+    Machine,
+    transfer_efficiencies,
+)
+
+MICRO = 1e-6
+
+
+@dataclass(frozen=True)
+class Node:
+    """How a GPU is usually built in."""
+
+    device: str
+    """Its name in `plan.hardware.DEVICES`."""
+    devices: int
+    network_gigabytes_per_second: float
+    """For each device, one direction."""
+
+
+# DGX and HGX nodes with InfiniBand: EDR for V100, HDR for A100, NDR for the later ones, a network
+# device for each GPU (of V100, for each two). MI250X: as in LUMI and Frontier.
+NODES = {
+    "v100-16g": Node("V100 16GB", 8, 6.25),
+    "v100-32g": Node("V100 32GB", 8, 6.25),
+    "a100-40g": Node("A100 40GB", 8, 25),
+    "a100-80g": Node("A100 80GB", 8, 25),
+    "h100": Node("H100", 8, 50),
+    "h100-80g": Node("H100", 8, 50),
+    "h200": Node("H200", 8, 50),
+    "b200": Node("B200", 8, 50),
+    "mi250x-gcd": Node("MI250X GCD", 8, 12.5),
+    "mi300x": Node("MI300X", 8, 50),
+    "cpu": Node("CPU", 4, 0.1),
+}
+LINK_LATENCY_MICROSECONDS = 5.0
+"""Fitted, as the efficiencies, and as large as it was allowed to be."""
+NETWORK_LATENCY_MICROSECONDS = 20.0
+"""Assumed."""
+
+
+class Measured(Section):
+    """Efficiencies measured on a machine; what is absent stays as it was."""
+
+    product_share: float | None = Field(default=None, gt=0, le=1)
+    attention_share: float | None = Field(default=None, gt=0, le=1)
+    memory_share: float | None = Field(default=None, gt=0, le=1)
+    link_share: float | None = Field(default=None, gt=0, le=1)
+    network_share: float | None = Field(default=None, gt=0, le=1)
+    launch_seconds: float | None = Field(default=None, gt=0)
+
+
+class Cluster(Section):
+    """A cluster file."""
+
+    description: str = ""
+    """What it is, and where."""
+    gpu: str
+    """What it is made of, by a name that --gpu knows."""
+    devices_per_node: int | None = Field(default=None, ge=1)
+    """As processes see them: a package of two counts twice."""
+    link_gigabytes_per_second: float | None = Field(default=None, gt=0)
+    """Of a device to the others of its node together, one direction."""
+    network_gigabytes_per_second: float | None = Field(default=None, gt=0)
+    """Of a device to other nodes, one direction."""
+    link_latency_microseconds: float = Field(default=LINK_LATENCY_MICROSECONDS, ge=0)
+    """Of a hop inside a node."""
+    network_latency_microseconds: float = Field(default=NETWORK_LATENCY_MICROSECONDS, ge=0)
+    """Of a hop between nodes."""
+    memory_gigabytes_per_second: float | None = Field(default=None, gt=0)
+    """Of a device; absent: as its datasheet says."""
+    peaks_teraflops: dict[str, float] = Field(default={})
+    """Of dense matrix products of a device, by format; empty: as its datasheet says."""
+    efficiencies: Measured = Measured()
+    """Measured on the machine."""
+
+
+def cluster_names() -> list[str]:
+    """Lists the shipped clusters."""
+    folder = resources.files("trainyard.config") / "clusters"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir())
+
+
+def find_machine(cluster: str | None = None, gpu: str | None = None) -> Machine:
+    """Finds a machine by the name of a cluster or the path of its file, or by a kind of GPU.
+
+    Without either it is this computer's processor; with both, the cluster with other GPUs.
+
+    Raises:
+        UserError: there is no such cluster or GPU, or the file is wrong.
+    """
+    if cluster is None and gpu is not None and gpu != "cpu":
+        _check_gpu(gpu, "--gpu")
+        return build_machine(gpu, Cluster(gpu=gpu))
+    found = read_cluster(cluster or "local")
+    if gpu is not None:
+        _check_gpu(gpu, "--gpu")
+        found = found.model_copy(update={"gpu": gpu})
+    return build_machine(cluster or "local", found)
+
+
+def read_cluster(name: str) -> Cluster:
+    """Reads a shipped cluster, or a file if the name ends in .toml."""
+    if name.endswith(".toml"):
+        place = name
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"cannot read the cluster file {name}: {error}", _suggest(name, cluster_names())
+            ) from None
+    elif name in cluster_names():
+        place = f"cluster {name}"
+        entry = resources.files("trainyard.config") / "clusters" / f"{name}.toml"
+        text = entry.read_text(encoding="utf-8")
+    else:
+        raise MachineError(
+            f"no cluster named {name!r}",
+            _suggest(name, cluster_names()) + "; a file of your own ends in .toml",
+        )
+    try:
+        cluster = Cluster.model_validate(parse_toml(text, place))
+    except ValidationError as error:
+        problem = explain_problems(error, Cluster, {}, place).problem
+        fields = ", ".join(Cluster.model_fields)
+        raise ConfigError(problem, f"a cluster file may have {fields}") from None
+    _check_gpu(cluster.gpu, place)
+    return cluster
+
+
+def build_machine(name: str, cluster: Cluster) -> Machine:
+    """Completes the figures of a cluster by those of its GPU's usual node."""
+    node = NODES[cluster.gpu]
+    device = _device(cluster, node)
+    link = cluster.link_gigabytes_per_second
+    network = cluster.network_gigabytes_per_second or node.network_gigabytes_per_second
+    return Machine(
+        name=name,
+        device=device,
+        devices_per_node=cluster.devices_per_node or node.devices,
+        link_bytes_per_second=link * GIGA if link else device.link_bytes_per_second or GIGA,
+        network_bytes_per_second=network * GIGA,
+        link_latency_seconds=cluster.link_latency_microseconds * MICRO,
+        network_latency_seconds=cluster.network_latency_microseconds * MICRO,
+        efficiencies=_efficiencies(name, cluster, device),
+    )
+
+
+def _device(cluster: Cluster, node: Node) -> Device:
+    device = next(device for device in DEVICES if device.name == node.device)
+    if cluster.peaks_teraflops:
+        peaks = {kind: peak * TERA for kind, peak in cluster.peaks_teraflops.items()}
+        device = replace(device, peaks=peaks)
+    if cluster.memory_gigabytes_per_second:
+        bandwidth = cluster.memory_gigabytes_per_second * GIGA
+        device = replace(device, memory_bytes_per_second=bandwidth)
+    return device
+
+
+def _efficiencies(name: str, cluster: Cluster, device: Device) -> Efficiencies:
+    measured = cluster.efficiencies.model_dump(exclude_none=True)
+    transferred = transfer_efficiencies(device)
+    sources = dict(transferred.sources) | dict.fromkeys(measured, f"cluster {name}")
+    return replace(transferred, **measured, sources=sources)
+
+
+def _check_gpu(name: str, place: str) -> None:
+    if name not in NODES:
+        raise UserError(f"{place}: no GPU named {name!r}", _suggest(name, list(NODES)))
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    name = Path(name).stem.lower()
+    longer = [each for each in known if each.startswith(name)]
+    close = longer or difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"known: {', '.join(known)}"

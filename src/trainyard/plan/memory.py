@@ -1,0 +1,319 @@
+"""What a rank keeps in the memory of its device while it trains, item by item, as formulas.
+
+Weights and moments stay; everything else comes and goes, so the peak is the largest of a few
+moments, each with its own items:
+
+    moment                   what there is at once
+    loss                     activations of all micro batches in flight, logits of a chunk
+    backward of a block      the same, a block computed again, its gradients
+    end of a backward pass   activations of one micro batch less, gradients of the embedding
+    reduction                whole gradients, and the buffers in which they are added up
+
+In a pipeline so many micro batches are in flight as the schedule has begun and not ended; what each
+of them keeps is in `activations.py`.
+
+The figures are those of blocks that are not compiled. The simulation (simulate/simulation.py) runs
+the real step and finds the same within 10 per cent, never more than these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trainyard.config.run import Run
+from trainyard.plan.activations import FP32_BYTES, ID_BYTES, MicroBatch
+from trainyard.plan.resolve import Plan
+from trainyard.plan.saving import host_bytes
+from trainyard.plan.size import Shape, stage_shapes
+
+LOWBIT_WEIGHT_SAVING = FP32_BYTES - 2
+LOWBIT_STATE_SAVING = 2 * FP32_BYTES - (2 + 1 + 2 + 3 / 32)
+"""Of each value of a matrix in the blocks: fp8_lowbit keeps the weight in bf16, and codes of the
+master weight (fp16) and the moments (fp8, fp16) with a byte of scale for 32 codes."""
+SMALL_BYTES = 128 * 2**10
+"""Norms of gradients, statistics and other small tensors."""
+ITEMS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "gathered weights",
+    "activations",
+    "logits and loss",
+    "recomputing",
+    "exchanged activations",
+    "buffers",
+    "context and libraries",
+)
+CONTEXT_BYTES = 512 * 2**20
+"""CUDA's own memory and its kernels: 300 MB and more once a tensor is there (PyTorch issue 107667),
+and the workspace of matrix products."""
+PAIR_BYTES, GROUP_BYTES = 544 * 10**6, 688 * 10**6
+"""Buffers of NCCL for a group of two ranks, and of more: measured on four A100 (NCCL issue 964)."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The peak of a rank."""
+
+    pipeline_rank: int
+    moment: str
+    """When it is."""
+    items: dict[str, int]
+    """Bytes by name, in the order of `ITEMS`."""
+    host_bytes: int
+    """Of host memory, for saving in the background."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """All items."""
+        return sum(self.items.values())
+
+
+def rank_memory(run: Run, plan: Plan, pipeline_rank: int, on_gpu: bool = True) -> RankMemory:
+    """Gives the memory of the rank that needs most at one place of the pipeline."""
+    rank = _Rank(run, plan, pipeline_rank, on_gpu)
+    moments = {
+        "loss": rank.at_loss(),
+        "backward of a block": rank.in_backward(),
+        "end of a backward pass": rank.at_end_of_backward(),
+        "reduction of gradients": rank.at_reduction(),
+    }
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    found = {**rank.always(), **moments[moment]}
+    found["buffers"] += SMALL_BYTES
+    items = {name: math.ceil(found.get(name, 0)) for name in ITEMS}
+    return RankMemory(pipeline_rank, moment, items, host_bytes(run, plan))
+
+
+def busiest_memory(run: Run, plan: Plan, on_gpu: bool = True) -> RankMemory:
+    """Gives the memory of the rank that needs most of all."""
+    ranks = [rank_memory(run, plan, rank, on_gpu) for rank in range(plan.topology.pipeline)]
+    return max(ranks, key=lambda memory: memory.peak_bytes)
+
+
+Items = dict[str, float]
+
+
+class _Rank:
+    """Sizes of what one rank holds."""
+
+    def __init__(self, run: Run, plan: Plan, pipeline_rank: int, on_gpu: bool) -> None:
+        self.run, self.topology, self.on_gpu = run, plan.topology, on_gpu
+        self.micro = MicroBatch(run, plan, on_gpu)
+        self.value = self.micro.value
+        self.pipeline_rank = pipeline_rank
+        model, train, topology = run.model, run.train, plan.topology
+        self.stages = plan.stages[pipeline_rank :: topology.pipeline]
+        self.has_first = self.stages[0][0] == 0
+        self.has_last = self.stages[-1][1] == model.n_layers
+        self.n_micro_batches = train.global_batch_size // topology.data // train.micro_batch_size
+        self.zero = run.parallel.zero_stage
+        self.n_shares = topology.shard * topology.context if self.zero else 1
+        self.is_shared = topology.data * topology.context > 1
+        self.is_piped = topology.pipeline > 1
+        shapes = [
+            stage_shapes(model, plan.padded_vocabulary_size, blocks, topology.tensor)
+            for blocks in self.stages
+        ]
+        named = [pair for stage in shapes for pair in stage.items()]
+        self.block_values = self._count(named, in_blocks=True)
+        self.rest_values = self._count(named, in_blocks=False)
+        self.held_values = sum(self._share(shape) for _, shape in named)
+        low = [shape for name, shape in named if name.startswith("blocks.") and len(shape) > 1]
+        is_low = run.precision.kind == "fp8_lowbit"
+        self.low_values = sum(map(self._share, low)) if is_low else 0
+        self.n_blocks = sum(end - first for first, end in self.stages)
+        self.one_block = self.block_values // self.n_blocks
+
+    def _count(self, named: Iterable[tuple[str, Shape]], *, in_blocks: bool) -> int:
+        return sum(
+            math.prod(shape) for name, shape in named if name.startswith("blocks.") == in_blocks
+        )
+
+    def _share(self, shape: Shape) -> int:
+        return math.ceil(shape[0] / self.n_shares) * math.prod(shape[1:])
+
+    def always(self) -> Items:
+        """What does not change within a step."""
+        return {
+            "weights": FP32_BYTES * self.held_values - LOWBIT_WEIGHT_SAVING * self.low_values,
+            "optimizer": 2 * FP32_BYTES * self.held_values - LOWBIT_STATE_SAVING * self.low_values,
+            "exchanged activations": self._exchanged(),
+            "context and libraries": self._libraries(),
+        }
+
+    # ---- moments
+
+    def at_loss(self) -> Items:
+        """The loss of a micro batch, or, on a stage without it, the end of a forward pass."""
+        is_before_all_backward = self.is_piped and self.run.parallel.schedule == "gpipe"
+        return {
+            "gradients": 0 if is_before_all_backward else self._gradients(),
+            "gathered weights": self._gathered(n_at_once=1),
+            "activations": self._activations(self._in_flight()),
+            "logits and loss": (self.micro.loss() if self.has_last else 0) + self._other_losses(),
+            "buffers": self._batch() + self._last_message(),
+        }
+
+    def in_backward(self) -> Items:
+        """The backward pass of the last block of a stage."""
+        return {
+            "gradients": self._gradients() + self._gradients_of_a_block(),
+            "gathered weights": self._gathered(n_at_once=3),
+            "activations": self._activations(self._in_flight()),
+            "logits and loss": self._waiting_gradient() + self._other_losses(),
+            "recomputing": self.micro.block("none") - self.micro.block("block")
+            if self.run.parallel.recompute == "block"
+            else 0,
+            "buffers": self._batch() + self.micro.flowing() + self._last_message(),
+        }
+
+    def at_end_of_backward(self) -> Items:
+        """The embedding, of which there are no activations, or of those of other micro batches."""
+        head = self.micro.head_gradient
+        both = self.has_first and self.has_last and self.run.model.tied_embeddings
+        of_rest = self.rest_values * FP32_BYTES if self.is_shared else 0
+        n_buffers = 1 if self.is_shared else 0
+        return {
+            "gradients": self._gradients(at_end=True)
+            + (head * (3 if both else 1) if self.has_first else 0),
+            "gathered weights": self._gathered(n_at_once=self.n_blocks),
+            "activations": self._activations([max(0, n - 1) for n in self._in_flight()])
+            + self.micro.embedding(),
+            "buffers": self._batch()
+            + n_buffers * (of_rest + FP32_BYTES * self.one_block)
+            + FP32_BYTES * self.micro.n_residual * self.run.model.d_model,
+        }
+
+    def at_reduction(self) -> Items:
+        """The end of a step, when gradients are added up."""
+        largest = max(self.one_block, self.rest_values // len(self.stages))
+        buffers = 2 * largest * FP32_BYTES if self.is_shared else 0
+        return {
+            "gradients": FP32_BYTES
+            * (self._whole() if self.is_piped or not self.is_shared else self.held_values),
+            "gathered weights": self._gathered(n_at_once=self.n_blocks) if self.is_piped else 0,
+            "buffers": self._batch() + buffers,
+        }
+
+    # ---- items
+
+    def _whole(self) -> int:
+        return self.block_values + self.rest_values
+
+    def _gradients(self, *, at_end: bool = False) -> float:
+        """Gradients that micro batches before left, or, at the end of the first, this one."""
+        is_whole = self.zero <= 1 or self.is_piped
+        if self.n_micro_batches == 1 and not self.is_piped:
+            if not at_end:
+                return 0
+            is_whole = not self.is_shared
+        return FP32_BYTES * (self._whole() if is_whole else self.held_values)
+
+    def _gradients_of_a_block(self) -> float:
+        """Of the largest matrix, before it is added to what there is; of all when shared."""
+        model = self.run.model
+        largest = model.d_model * model.d_ff // self.topology.tensor
+        if not self.is_shared:
+            return largest * (self.value + (FP32_BYTES if self.value < FP32_BYTES else 0))
+        if self.zero >= 2 and not self.is_piped:
+            return self.one_block * (self.value + 2 * FP32_BYTES)
+        return self.one_block * (self.value + FP32_BYTES)
+
+    def _gathered(self, n_at_once: int) -> float:
+        """Weights in the precision they are used in, besides those that are kept."""
+        if not self.is_shared:
+            if self.value == FP32_BYTES or self.low_values:
+                return 0
+            # Each micro batch in flight has its own cast, but of what is computed again.
+            D, F = self.run.model.d_model, self.run.model.d_ff
+            kept = {"none": 1.0, "attention": F / (2 * D + F), "block": 0.0}
+            share = kept[self.run.parallel.recompute]
+            pairs = zip(self._in_flight(), self.stages, strict=True)
+            n_casts = sum(n * (end - first) for n, (first, end) in pairs)
+            return self.value * self.one_block * (share * n_casts + (1 - share))
+        n_blocks = self.n_blocks if self.zero < 3 else min(self.n_blocks, n_at_once)
+        rest = FP32_BYTES * self.rest_values
+        return rest + self.value * self.one_block * n_blocks
+
+    def _in_flight(self) -> list[int]:
+        """Micro batches whose activations there are, for each stage of this rank."""
+        parallel, n = self.run.parallel, self.n_micro_batches
+        p, rank = self.topology.pipeline, self.pipeline_rank
+        if p == 1:
+            return [1]
+        if parallel.schedule == "gpipe":
+            return [n]
+        if parallel.schedule == "1f1b":
+            return [min(n, p - rank)]
+        chunks = len(self.stages)
+        in_a_round = n // max(1, n // p)
+        if parallel.schedule == "interleaved":
+            begun = (chunks - 1) * in_a_round + 2 * (p - 1 - rank) + 1
+        else:
+            begun = (chunks - 1) * in_a_round + (p - 1 - rank) + 1 + rank
+        begun = min(n * chunks, begun)
+        counts = [0] * chunks
+        for step in range(begun):
+            counts[step // in_a_round % chunks] += 1
+        return counts
+
+    def _activations(self, in_flight: list[int]) -> float:
+        total = 0.0
+        for n, (first, end) in zip(in_flight, self.stages, strict=True):
+            total += n * (end - first) * self.micro.block(self.run.parallel.recompute)
+            total += n * (self.micro.embedding() if first == 0 else 0)
+            total += n * self.micro.stream  # what the stage gives
+            if self.is_piped and self.run.parallel.schedule == "zero_bubble":
+                # Kept for the gradients of weights, which are computed later.
+                n_blocks = self.pipeline_rank * (end - first) / len(self.stages)
+                total += n_blocks * self.micro.between_layers()
+            if end == self.run.model.n_layers:
+                total += n * self.micro.stream
+                total += self.micro.hidden if self.run.parallel.sequence else 0
+        return total
+
+    def _other_losses(self) -> float:
+        """What the loss of micro batches keeps whose backward pass comes later, or half of it."""
+        if not (self.has_last and self.is_piped):
+            return 0
+        schedule, weight = self.run.parallel.schedule, self.micro.head_gradient
+        if schedule == "gpipe":
+            return (self.n_micro_batches - 1) * (weight + self.micro.hidden)
+        return self.pipeline_rank * weight if schedule == "zero_bubble" else 0
+
+    def _waiting_gradient(self) -> float:
+        """Of a tied head, which waits for that of the embedding."""
+        both = self.has_first and self.has_last and self.run.model.tied_embeddings
+        return self.micro.head_gradient if both else 0
+
+    def _exchanged(self) -> float:
+        """Buffers for what neighbours in a pipeline send: one for each micro batch of a step."""
+        if not self.is_piped:
+            return 0
+        n_borders = 2 * len(self.stages) - self.has_first - self.has_last
+        return n_borders * self.n_micro_batches * self.micro.stream
+
+    def _batch(self) -> float:
+        """Tokens and labels of a step."""
+        train = self.run.train
+        n_tokens = train.micro_batch_size * self.run.model.sequence_length * self.n_micro_batches
+        return 2 * ID_BYTES * n_tokens
+
+    def _last_message(self) -> float:
+        """The gradients that were sent last, by ZeRO 2 and 3, which FSDP2 keeps for a while."""
+        sends_each = self.zero >= 2 and self.is_shared and not self.is_piped
+        return FP32_BYTES * self.rest_values if sends_each and self.n_micro_batches > 1 else 0
+
+    def _libraries(self) -> float:
+        if not self.on_gpu:
+            return 0
+        topology = self.topology
+        sizes = [topology.tensor, topology.context, topology.pipeline, topology.n_ranks]
+        sizes += [topology.shard * topology.context, topology.replica]
+        if self.is_piped and (self.has_first or self.has_last):
+            sizes.append(2)
+        groups = [PAIR_BYTES if size == 2 else GROUP_BYTES for size in sizes if size > 1]
+        return CONTEXT_BYTES + sum(groups)

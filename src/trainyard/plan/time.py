@@ -1,0 +1,268 @@
+"""Seconds of an optimizer step on a machine, from the work that `plan/work.py` counts.
+
+A stage of the pipeline spends on each pass of a micro batch
+
+    products        FLOP / (peak x share), and their operands as what is memory-bound
+    attention       FLOP of fused attention / (peak x share)
+    memory-bound    bytes / (bandwidth of the memory x share)
+    tensor, context, pipeline
+                    bytes on the wire / (bandwidth of link or network x share), and a latency a hop
+    overhead        what the host needs longer than all that to start the kernels
+
+With m micro batches of the slowest of p ranks, which have v stages each, a step takes
+
+    m passes forward and backward through all stages of that rank
+    bubble          one through the stages of all other ranks / v; zero bubble: a third of it
+    data            what data ranks exchange and computation does not hide
+    optimizer       bytes of states and gradients, as what is memory-bound
+
+So products are slow where matrices are small: on an A100, at half of their best speed where rows,
+columns and inner size are all about 500. Shares and latencies belong to the machine;
+docs/planning-accuracy.md says how far they carry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trainyard.config.run import Run
+from trainyard.errors import MachineError
+from trainyard.plan.hardware import Machine
+from trainyard.plan.resolve import Plan
+from trainyard.plan.traffic import FP32_BYTES, Traffic
+from trainyard.plan.work import Pass, Product, Program, Stage, Work, count_work
+from trainyard.topology import Topology
+
+Parts = dict[str, float]
+"""Seconds by name."""
+PassSeconds = tuple[Parts, Parts]
+"""Of the forward and the backward pass of a micro batch through a stage."""
+PARTS = (
+    "products",
+    "attention",
+    "memory-bound",
+    "tensor",
+    "context",
+    "pipeline",
+    "overhead",
+    "bubble",
+    "data",
+    "optimizer",
+)
+
+# Each parameter's gradient is read to clip it; then gradient, weight and two moments are read, the
+# last three written, and the weight once more in 2 bytes to compute with. Low-bit states are codes
+# of 1 or 2 bytes.
+UPDATE_BYTES = {"fp32": 32, "fp16": 34, "bf16": 34, "fp8": 34, "fp8_lowbit": 14}
+UNPACK_BYTES = 21
+"""Moved for each weight that arrives as fp8: put in order, made fp32, divided, written as bf16."""
+FORWARD_SHARE = {"none": 1 / 2, "attention": 2 / 5, "block": 1 / 3}
+"""Of the communication inside layers; the backward pass has that of what it computes again."""
+# Work of the host and of the device hide each other, but kernels are unequal: now one waits, now
+# the other. A sum of high powers is a little more than the longer, most where both are alike.
+HIDING = 3
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where the time of an optimizer step goes."""
+
+    seconds: float
+    """All of it."""
+    parts: Parts
+    """Seconds of the slowest rank that nothing hides, by PARTS; they add up to `seconds`."""
+    stage_seconds: tuple[tuple[float, float], ...]
+    """Forward and backward pass of one micro batch, by stage."""
+
+
+def step_time(run: Run, plan: Plan, machine: Machine, program: Program | None = None) -> StepTime:
+    """Predicts a step of train.global_batch_size.
+
+    Args:
+        run: what is trained.
+        plan: its consequences.
+        machine: where.
+        program: what trains it; absent: this one.
+
+    Raises:
+        MachineError: the device cannot multiply in the run's precision, or its figures are unknown.
+    """
+    return price(count_work(run, plan, program), plan.topology, machine)
+
+
+def price(work: Work, topology: Topology, machine: Machine) -> StepTime:
+    """Predicts a step whose work is known, as `step_time`."""
+    prices = _Prices(work, topology, machine)
+    stages = prices.stages()
+    n_ranks, m = topology.pipeline, work.n_micro_batches
+    loads = [_total(stages[rank::n_ranks]) for rank in range(n_ranks)]
+    seconds = [sum(load.values()) for load in loads]
+    slowest = max(range(n_ranks), key=seconds.__getitem__)
+    parts = {name: m * part for name, part in loads[slowest].items()}
+    parts["bubble"] = (sum(seconds) - seconds[slowest]) * n_ranks / len(stages)
+    if work.run.parallel.schedule == "zero_bubble":
+        parts["bubble"] /= 3
+    parts["data"] = max(map(prices.data_seconds, work.traffic, work.unpacked, seconds))
+    n_update_bytes = UPDATE_BYTES[work.run.precision.kind] * max(work.updated)
+    parts["optimizer"] = prices.memory_seconds(n_update_bytes)
+    return StepTime(
+        seconds=sum(parts.values()),
+        parts={name: parts[name] for name in PARTS},
+        stage_seconds=tuple((sum(a.values()), sum(b.values())) for a, b in stages),
+    )
+
+
+def _total(stages: Iterable[PassSeconds]) -> Parts:
+    """Adds up the passes through the stages of a rank."""
+    totals: Parts = {}
+    for parts in (parts for passes in stages for parts in passes):
+        for name, seconds in parts.items():
+            totals[name] = totals.get(name, 0.0) + seconds
+    return totals
+
+
+class _Prices:
+    """What work costs in one layout on one machine."""
+
+    def __init__(self, work: Work, topology: Topology, machine: Machine) -> None:
+        self.work, self.topology, self.machine = work, topology, machine
+        self.program, self.shares = work.program, machine.efficiencies
+        self.parallel = work.run.parallel
+        kind = work.run.precision.kind
+        is_fp8 = work.run.precision.multiplies_in_fp8
+        self.value_bytes = 4 if kind == "fp32" else 2
+        self.block_peak = _peak(machine, kind)
+        self.other_peak = _peak(machine, "bf16") if is_fp8 else self.block_peak
+        bandwidth = machine.device.memory_bytes_per_second
+        if bandwidth is None:
+            raise MachineError(
+                f"{machine.name}: the memory bandwidth of {machine.device.name} is unknown",
+                "give memory_gigabytes_per_second in a cluster file of your own",
+            )
+        self.memory_bandwidth = bandwidth * self.shares.memory_share
+
+    def stages(self) -> list[PassSeconds]:
+        """Prices the passes of one micro batch through each stage."""
+        n_ranks = self.topology.pipeline
+        pairs = [
+            (stage, self.work.traffic[number % n_ranks])
+            for number, stage in enumerate(self.work.stages)
+        ]
+        priced = {pair: self._passes(*pair) for pair in set(pairs)}  # most are alike
+        return [priced[pair] for pair in pairs]
+
+    def _passes(self, stage: Stage, traffic: tuple[Traffic, ...]) -> PassSeconds:
+        """Prices a stage, with its share of what its rank sends."""
+        n = self.work.n_micro_batches * len(self.work.stages) // self.topology.pipeline
+        talk = dict.fromkeys(("tensor", "context", "pipeline"), 0.0)
+        for kind in traffic:
+            if kind.axis in talk and not _is_of_data(kind):
+                talk[kind.axis] += self.talk_seconds(kind) / n
+        if self.program.hides_tensor:  # all but the first part
+            talk["tensor"] /= self.topology.tensor
+        first = FORWARD_SHARE[self.parallel.recompute]
+        shares = {"tensor": first, "context": first, "pipeline": 1 / 2}
+        forward = {axis: talk[axis] * share for axis, share in shares.items()}
+        backward = {axis: talk[axis] - seconds for axis, seconds in forward.items()}
+        return self._pass(stage.forward, forward), self._pass(stage.backward, backward)
+
+    def _pass(self, work: Pass, talk: Parts) -> Parts:
+        """Prices one pass of a micro batch through a stage."""
+        parts = {
+            "products": sum(map(self._product_seconds, work.products)),
+            "attention": work.attention_flops / (self.other_peak * self.shares.attention_share),
+            "memory-bound": self.memory_seconds(work.memory_bytes),
+            **talk,
+        }
+        device_seconds = sum(parts.values())
+        host_seconds = work.kernels * self.shares.launch_seconds
+        seconds = (device_seconds**HIDING + host_seconds**HIDING) ** (1 / HIDING)
+        return parts | {"overhead": seconds - device_seconds}
+
+    def _product_seconds(self, product: Product) -> float:
+        a, b, c = product.rows, product.inner, product.columns
+        peak, operand_bytes = self.other_peak, float(self.value_bytes)
+        if product.in_fp8:
+            peak, operand_bytes = self.block_peak, 1 + self.program.cast_bytes
+        n_bytes = operand_bytes * (a * b + b * c) + self.value_bytes * a * c
+        flops_seconds = 2.0 * a * b * c / (peak * self.shares.product_share)
+        return product.count * (flops_seconds + self.memory_seconds(n_bytes))
+
+    def memory_seconds(self, n_bytes: float) -> float:
+        """Prices bytes that are read and written."""
+        return n_bytes / self.memory_bandwidth
+
+    def talk_seconds(self, kind: Traffic) -> float:
+        """Prices calls: rings send each part of a buffer past all ranks but one."""
+        size, bandwidth, latency = self._link(kind.axis)
+        if kind.collective == "send":
+            return kind.n_bytes / bandwidth + kind.calls * latency
+        n_rounds = 2 if kind.collective == "all-reduce" else 1
+        part_bytes = kind.n_bytes / size
+        return n_rounds * ((size - 1) * part_bytes / bandwidth + kind.calls * latency)
+
+    def _link(self, axis: str) -> tuple[int, float, float]:
+        """Gives ranks, bytes per second of each, and latency of a call, of a group along an axis.
+
+        Where it lies follows from the order of ranks, `topology.py`. Latency is that of rings
+        inside a node and of trees between nodes.
+        """
+        topology, machine, shares = self.topology, self.machine, self.shares
+        stride, size = {
+            "tensor": (1, topology.tensor),
+            "context": (topology.tensor, topology.context),
+            "shard": (topology.tensor, topology.context * topology.shard),
+            "replica": (topology.tensor * topology.context * topology.shard, topology.replica),
+            "pipeline": (topology.n_ranks // topology.pipeline, topology.pipeline),
+        }[axis]
+        link = machine.link_bytes_per_second * shares.link_share
+        network = machine.network_bytes_per_second * shares.network_share
+        n_inside = min(size, max(1, machine.devices_per_node // stride))
+        n_nodes = math.ceil(size / n_inside)
+        latency = machine.link_latency_seconds * (n_inside - 1)
+        latency += machine.network_latency_seconds * math.log2(n_nodes)
+        if n_nodes == 1:
+            return size, link, latency
+        # Rings use the network devices of all their ranks in a node, a send that of one.
+        return size, min(link, network * (1 if axis == "pipeline" else n_inside)), latency
+
+    def data_seconds(self, traffic: Iterable[Traffic], unpacked: int, rank_seconds: float) -> float:
+        """Prices what data ranks and the ends of a pipeline exchange and nothing hides.
+
+        Args:
+            traffic: of a rank.
+            unpacked: weights that it makes 16 bits again.
+            rank_seconds: it computes for one micro batch.
+        """
+        parallel, hides = self.parallel, self.program.hides_data
+        seconds = self.memory_seconds(UNPACK_BYTES * unpacked)
+        for kind in filter(_is_of_data, traffic):
+            is_gradient = kind.collective != "all-gather"
+            share = self.program.reduced_bytes / FP32_BYTES if is_gradient else 1
+            seconds += share * self.talk_seconds(kind)
+        waits_for_all = hides == "without pipeline" and parallel.zero_stage < 3
+        if hides == "never" or (parallel.pipeline > 1 and waits_for_all):
+            return seconds
+        # The first weights and the last gradients come when there is nothing to hide behind.
+        n_groups = self.work.run.model.n_layers // parallel.pipeline + 1
+        n_hiding = self.work.n_micro_batches if parallel.zero_stage > 1 else 1
+        return max(seconds / n_groups, seconds - n_hiding * rank_seconds)
+
+
+def _is_of_data(kind: Traffic) -> bool:
+    """Says whether it belongs to a step as a whole; of a pipeline, the sum of tied embeddings."""
+    is_sum = (kind.axis, kind.collective) == ("pipeline", "all-reduce")
+    return is_sum or kind.axis in ("shard", "replica")
+
+
+def _peak(machine: Machine, kind: str) -> float:
+    peak = machine.device.peak_flops_per_second(kind)
+    if peak is None:
+        known = ", ".join(machine.device.peaks) or "none"
+        raise MachineError(
+            f"{machine.name}: no peak is known for products of {machine.device.name} in {kind}",
+            f"precision.kind may be one whose peak is known: {known}",
+        )
+    return peak

@@ -1,0 +1,140 @@
+"""When each pass of a micro batch begins and ends on each rank of a pipeline.
+
+Passes are ordered as `torch.distributed.pipelining` orders them; each begins when its rank is free
+and the pass it needs is done: the stage before, or the one after on the way back. Two ranks, three
+micro batches, 1f1b, forward 1 s and backward 2 s:
+
+    second   0  1  2  3  4  5  6  7  8  9  10 11
+    rank 0   F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
+    rank 1   .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
+
+`zero_bubble` splits the backward pass in two equal ones: what the stage before waits for (B), and
+the gradients of weights (W), which fill the gaps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["F", "B", "W"]
+StageSeconds = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of a micro batch through a stage."""
+
+    kind: Kind
+    """Forward, backward, or the gradients of weights where they are a pass of their own."""
+    stage: int
+    micro_batch: int
+    start: float
+    end: float
+
+
+def lay_out(
+    schedule: str, n_ranks: int, n_micro_batches: int, stage_seconds: StageSeconds
+) -> list[list[Pass]]:
+    """Gives the passes of a step by rank, in the order of time.
+
+    Args:
+        schedule: as parallel.schedule.
+        n_ranks: of the pipeline.
+        n_micro_batches: of the step; the schedule can take so many.
+        stage_seconds: of a forward and a backward pass, by stage.
+    """
+    splits = schedule == "zero_bubble" and n_ranks > 1
+    n_chunks = len(stage_seconds) // n_ranks
+    waiting = [
+        deque(_order(schedule, rank, n_ranks, n_chunks, n_micro_batches)) for rank in range(n_ranks)
+    ]
+    ranks = [_Rank() for _ in range(n_ranks)]
+    done: dict[tuple[Kind, int, int], float] = {}
+    last = len(stage_seconds) - 1
+    while any(waiting):
+        moved = False
+        for rank, queue in zip(ranks, waiting, strict=True):
+            while queue:
+                kind, stage, micro = queue[0]
+                forward, backward = stage_seconds[stage]
+                if kind == "F":
+                    needs = 0.0 if stage == 0 else done.get(("F", stage - 1, micro))
+                else:
+                    before: tuple[Kind, int] = ("F", stage) if stage == last else ("B", stage + 1)
+                    needs = done.get((*before, micro))
+                if needs is None:
+                    break
+                queue.popleft()
+                seconds = forward if kind == "F" else backward / (2 if splits else 1)
+                rank.do(kind, stage, micro, needs, seconds)
+                done[kind, stage, micro] = rank.free_at
+                if splits and kind == "B":
+                    rank.weights.append((stage, micro, backward - seconds))
+                moved = True
+        assert moved, (schedule, n_ranks, n_micro_batches)
+    for rank in ranks:
+        rank.finish()
+    return [rank.passes for rank in ranks]
+
+
+class _Rank:
+    """What one rank has done so far."""
+
+    def __init__(self) -> None:
+        self.passes: list[Pass] = []
+        self.weights: deque[tuple[int, int, float]] = deque()
+        self.free_at = 0.0
+
+    def do(self, kind: Kind, stage: int, micro_batch: int, needs: float, seconds: float) -> None:
+        """Does a pass as soon as it can, and before it what fits in between."""
+        while self.weights and self.free_at + self.weights[0][2] <= needs:
+            self._do_weights()
+        start = max(self.free_at, needs)
+        self.free_at = start + seconds
+        self.passes.append(Pass(kind, stage, micro_batch, start, self.free_at))
+
+    def finish(self) -> None:
+        """Does what is left."""
+        while self.weights:
+            self._do_weights()
+
+    def _do_weights(self) -> None:
+        stage, micro_batch, seconds = self.weights.popleft()
+        end = self.free_at + seconds
+        self.passes.append(Pass("W", stage, micro_batch, self.free_at, end))
+        self.free_at = end
+
+
+def _order(
+    schedule: str, rank: int, n_ranks: int, n_chunks: int, n_micro_batches: int
+) -> list[tuple[Kind, int, int]]:
+    """Lists the passes of a rank in their order: kind, stage, micro batch."""
+    n_passes = n_chunks * n_micro_batches
+    n_rounds = max(1, n_micro_batches // n_ranks)
+    in_round = n_micro_batches // n_rounds
+    if schedule in ("gpipe", "1f1b") or n_ranks == 1:
+        in_round = n_micro_batches
+    forward, backward = [], []
+    for number in range(n_passes):
+        chunk = number // in_round % n_chunks
+        micro = number // (in_round * n_chunks) * in_round + number % in_round
+        forward.append((chunk * n_ranks + rank, micro))
+        backward.append(((n_chunks - 1 - chunk) * n_ranks + rank, micro))
+    if schedule == "gpipe" and n_ranks > 1:
+        n_ahead = n_passes
+    elif schedule == "interleaved" and n_ranks > 1:
+        n_ahead = (n_chunks - 1) * in_round + 2 * (n_ranks - 1 - rank)
+    elif schedule == "zero_bubble" and n_ranks > 1:
+        n_ahead = (n_chunks - 1) * in_round + (n_ranks - 1 - rank)
+    else:
+        n_ahead = n_ranks - 1 - rank
+    n_ahead = min(n_ahead, n_passes)
+    order: list[tuple[Kind, int, int]] = [("F", *each) for each in forward[:n_ahead]]
+    for number, each in enumerate(backward):
+        if n_ahead + number < n_passes:
+            order.append(("F", *forward[n_ahead + number]))
+        order.append(("B", *each))
+    return order

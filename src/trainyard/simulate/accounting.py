@@ -1,0 +1,254 @@
+"""Counts what a training step does to a device, below PyTorch's dispatcher: memory, FLOP, messages.
+
+Tensors may be real or fake. Every operation is seen; each memory ("storage") that it gives is
+entered when it is first met, and leaves when the last tensor on it is gone:
+
+    operation              change                live
+    mm            +        1,024  "mm"           1,024
+    gelu          +        2,048  "gelu"         3,072    <- peak
+    (dropped)     -        1,024                 2,048
+
+The entries are kept, so that what was live at the peak can be told afterwards, by name and moment.
+Not seen is memory that a kernel takes for itself, and what an allocator adds by rounding.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+COLLECTIVES = {
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_single": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+    "alltoall_base_": "all-to-all",
+    "send": "send",
+}
+# The other end of a send; and what only waits or marks, without a message.
+NO_MESSAGE = {"recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier"}
+_INHERITED = object()
+# torch's table of FLOP has no attention on a CPU.
+_CPU_ATTENTION: dict[str, Callable[..., int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop_count,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": flop_counter.sdpa_backward_flop_count,
+}
+
+
+class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Books of one rank; active as a context, which may be entered again.
+
+    Attributes:
+        moment: what is being done now, in words; whoever knows sets it.
+        counts_messages: whether they are; not where single numbers travel.
+        live_bytes: all memory there is.
+        peak_bytes: the most there was since `start_over`.
+        flops: of matrix products and attention, by operation.
+        calls: messages by name of the group and kind.
+        message_bytes: the larger of what goes in and comes out of them, added up.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.moment = "start"
+        self.counts_messages = True
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.flops: Counter[str] = Counter()
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.message_bytes: Counter[tuple[str, str]] = Counter()
+        self._paused = 0
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._labels: dict[int, str] = {}
+        self._initial: dict[int, tuple[int, str]] = {}
+        self._changes: list[tuple[int, int, str]] = []
+        self._peak_change = 0
+        self._peak_moment = ""
+
+    def start_over(self) -> None:
+        """Forgets what was counted and the peak, but not what is there."""
+        self.flops.clear()
+        self.calls.clear()
+        self.message_bytes.clear()
+        self._changes.clear()
+        self._initial = {key: (size, self._labels[key]) for key, size in self._sizes.items()}
+        self.peak_bytes, self._peak_change = self.live_bytes, 0
+        self._peak_moment = self.moment
+
+    def name(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Names memory that is there, for `largest_at_peak`."""
+        for name, tensor in tensors:
+            self._enter_tensor(tensor, name)
+            self._labels[_local(tensor).untyped_storage()._cdata] = name
+
+    @property
+    def peak_moment(self) -> str:
+        """The moment at which there was most."""
+        return self._peak_moment
+
+    def live_at_peak(self) -> Counter[str]:
+        """Adds up, by name, what there was at the peak; a name is that of an operation else."""
+        live = dict(self._initial)
+        for key, size, label in self._changes[: self._peak_change]:
+            if size:
+                live[key] = (size, label)
+            else:
+                live.pop(key, None)
+        found: Counter[str] = Counter()
+        for size, label in live.values():
+            found[label] += size
+        return found
+
+    def __enter__(self) -> Accounting:
+        self._undo = _watch(self)
+        self._undo.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
+        self._undo.__exit__(None, None, None)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it comes back with what this rank has
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        if self._paused:
+            return out
+        name = function._opname
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._enter_tensor(leaf, name)
+        if self.counts_messages and "c10d" in function.namespace and name not in NO_MESSAGE:
+            self._count_message(name, tree_leaves((args, kwargs, out)))
+        formula = flop_counter.flop_registry.get(function.overloadpacket)
+        if formula is not None:
+            self.flops[name] += formula(*args, **kwargs, out_val=out)
+        elif name in _CPU_ATTENTION:
+            first = 1 if name.endswith("backward") else 0
+            shapes = [x.shape for x in args[: 3 + first]]
+            self.flops[name] += _CPU_ATTENTION[name](*shapes)
+        return out
+
+    def _count_message(self, name: str, leaves: list[Any]) -> None:
+        kind = _group_of(leaves), COLLECTIVES.get(name, name)
+        self.calls[kind] += 1
+        self.message_bytes[kind] += max(x.nbytes for x in leaves if isinstance(x, Tensor))
+
+    def _enter_tensor(self, tensor: Tensor, label: str) -> None:
+        storage = _local(tensor).untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._references[key] = weakref.ref(storage, lambda _: self._resize(key, 0, gone=True))
+            self._labels[key] = label
+            self._sizes[key] = 0
+            self._resize(key, storage.size())
+        elif self._sizes[key] != storage.size():
+            self._resize(key, storage.size())
+
+    def _resize(self, key: int, size: int, *, gone: bool = False) -> None:
+        self.live_bytes += size - self._sizes[key]
+        if size != self._sizes[key]:
+            self._changes.append((key, size, self._labels[key]))
+        self._sizes[key] = size
+        if gone:
+            del self._sizes[key], self._references[key], self._labels[key]
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self._peak_change = self.live_bytes, len(self._changes)
+            self._peak_moment = self.moment
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Enters the new size of a memory that is known."""
+        if storage._cdata in self._sizes:
+            self._resize(storage._cdata, storage.size())
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leaves out what happens inside its block."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, and what an asynchronous one will be."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    inner: Tensor = getattr(tensor, "elem", tensor)
+    return inner
+
+
+def _group_of(leaves: list[Any]) -> str:
+    """Finds the group among the arguments: as an object, or, in functional calls, as a name."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            name: str = dist.ProcessGroup.unbox(leaf).group_name
+            return name
+    return str([leaf for leaf in leaves if isinstance(leaf, str)][-1])
+
+
+@contextmanager
+def _watch(accounting: Accounting) -> Iterator[None]:
+    """Shows the accounts what goes past the dispatcher, and hides what is no memory.
+
+    FSDP2 frees weights by resizing their storage, which is no operation; and DTensor finds out
+    shapes by operations on tensors of the size of all ranks, which nobody has.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    resize = torch.UntypedStorage.resize_
+
+    def watched_resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        accounting.resized(storage)
+        return result
+
+    def paused(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with accounting.pause():
+                return method(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch.UntypedStorage, "resize_", watched_resize))
+        for name, method in list(vars(ShardingPropagator).items()):
+            if "propagate" in name and callable(method):
+                stack.enter_context(replaced(ShardingPropagator, name, paused(method)))
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an attribute of a class or module another value inside its block."""
+    before = vars(owner).get(name, _INHERITED)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

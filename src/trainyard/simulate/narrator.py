@@ -1,0 +1,78 @@
+"""Tells the accounts of a step what is being done: which part of it, which block, whose tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainyard.launch.pulse import Phase, Pulse
+from trainyard.parallel.placement import local_part
+from trainyard.parallel.replica import Replica
+from trainyard.simulate.accounting import Accounting
+
+
+class Narrator(Pulse):
+    """Hears of the phases of a step as the parent process does, and of blocks by hooks on them.
+
+    Args:
+        books: are told.
+        replica: whose blocks are watched.
+    """
+
+    def __init__(self, books: Accounting, replica: Replica) -> None:
+        super().__init__()
+        self._books = books
+        self._replica = replica
+        self._n_micro_batches = 0
+        self._n_forwards: dict[str, int] = {}
+        for model in replica.stages.values():
+            if model.takes_tokens and model.embedding is not None:
+                self._watch(model.embedding, "the embedding")
+            for number, block in model.blocks.items():
+                self._watch(block, f"block {number}")
+            if model.cross_entropy is not None:
+                self._watch(model.cross_entropy, "the loss")
+
+    def begin_step(self, n_micro_batches: int, optimizer: torch.optim.Optimizer) -> None:
+        """Starts new accounts, with names for what is there between steps."""
+        self._n_micro_batches = n_micro_batches
+        self._n_forwards.clear()
+        for held in self._replica.held:
+            named = [(f"weights: {held.name}", local_part(held.parameter))]
+            for key, value in optimizer.state.get(held.parameter, {}).items():
+                named.append((f"{key}: {held.name}", local_part(value)))
+            self._books.name(named)
+        self._books.start_over()
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """Takes note of a phase."""
+        super().enter(phase, step)
+        self._books.moment = phase
+        # Of the update there is but the norm of all gradients.
+        self._books.counts_messages = phase != "update"
+
+    def _watch(self, module: nn.Module, name: str) -> None:
+        def before(_module: nn.Module, _arguments: Any) -> None:
+            if _is_in_backward():  # computed again
+                return
+            self._n_forwards[name] = self._n_forwards.get(name, 0) + 1
+            self._say("forward of", name, self._n_forwards[name])
+
+        def after(_module: nn.Module, _arguments: Any, out: Tensor) -> None:
+            if out.grad_fn is None or _is_in_backward():
+                return
+            number = self._n_forwards[name]
+            out.grad_fn.register_prehook(lambda _: self._say("backward of", name, number))
+
+        module.register_forward_pre_hook(before, prepend=True)
+        module.register_forward_hook(after)
+
+    def _say(self, what: str, name: str, number: int) -> None:
+        n = self._n_micro_batches
+        self._books.moment = f"{what} {name}, micro batch {number} of {n}"
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

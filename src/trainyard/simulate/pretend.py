@@ -1,0 +1,167 @@
+"""A world that is not there: fake tensors, a fake process group, and a CPU that acts as a GPU.
+
+The real code runs in it. Tensors have shapes and no values, so that a rank of 175B parameters fits
+in a laptop; messages go nowhere, so that one process is any rank of 1,024.
+
+Fake tensors could say that they are on a GPU, but without one their backward passes cannot run, and
+attention falls back to its slowest form. So they say "cpu", and what GPUs do otherwise is asked for
+where it is decided:
+
+    x.is_cpu                        says no: chunks of the loss, norms of gradients, as on a GPU
+    scaled_dot_product_attention    keeps what the flash kernel keeps, with and without dropout
+
+All that is private to PyTorch, and differs between 2.11 and 2.13, is in this file and in
+`accounting.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import schedules
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from trainyard.simulate.accounting import replaced
+
+# Of meshes, what computes with real numbers even among fake ones.
+_METHODS_OF_MESHES = (
+    "_concatenate",
+    "__init__",
+    "__getitem__",
+    "_flatten",
+    "get_local_rank",
+    "get_coordinate",
+)
+
+
+@contextmanager
+def fake_world(rank: int, n_ranks: int) -> Iterator[None]:
+    """Makes this process rank `rank` of `n_ranks` inside its block; meshes are built in it."""
+    with ExitStack() as stack:
+        if n_ranks > 1:
+            stack.enter_context(_fake_group(rank, n_ranks))
+        stack.enter_context(_real_meshes())
+        stack.enter_context(_no_handshake())
+        yield
+
+
+@contextmanager
+def fake_tensors(*, on_gpu: bool) -> Iterator[None]:
+    """Makes all tensors fake that are made inside its block; `on_gpu` acts as a GPU does."""
+    with ExitStack() as stack:
+        # All is on one device; and fake parameters cannot be exchanged for others.
+        stack.enter_context(replaced(nn.Module, "to", lambda module, *_: module))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Values())  # type: ignore[no-untyped-call]
+        if on_gpu:
+            stack.enter_context(_acts_as_gpu())
+        yield
+
+
+@contextmanager
+def _fake_group(rank: int, n_ranks: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized(), "a process has one world"
+    new_group = dist.new_group
+
+    def fake_new_group(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **{**kwargs, "backend": "fake"})
+
+    dist.init_process_group("fake", rank=rank, world_size=n_ranks, store=FakeStore())
+    try:
+        with (
+            replaced(dist, "new_group", fake_new_group),
+            replaced(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _real_meshes() -> Iterator[None]:
+    def with_real_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in _METHODS_OF_MESHES:
+            method = vars(DeviceMesh).get(name)
+            if isinstance(method, staticmethod | classmethod):
+                wrapped: Any = type(method)(with_real_numbers(method.__func__))
+            elif method is not None:
+                wrapped = with_real_numbers(method)
+            else:
+                continue
+            stack.enter_context(replaced(DeviceMesh, name, wrapped))
+        yield
+
+
+@contextmanager
+def _no_handshake() -> Iterator[None]:
+    """Leaves out the messages with which stages of a pipeline introduce themselves."""
+    schedule = schedules._PipelineSchedule
+    if not hasattr(schedule, "_warmup_p2p"):  # torch 2.11: the ranks of a stage's neighbours
+        from torch.distributed.pipelining.stage import PipelineStage
+
+        with replaced(PipelineStage, "_get_init_p2p_neighbors_ops", lambda _: []):
+            yield
+        return
+    from torch.distributed.pipelining.stage import InferenceMode  # type: ignore[attr-defined]
+
+    def agree(_: Any, stages: list[Any], *_args: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    with replaced(schedule, "_warmup_p2p", agree):
+        yield
+
+
+class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers 1 where a program asks a tensor for its value."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _acts_as_gpu() -> Iterator[None]:
+    # No mode for functions, as none is active while a backward pass computes a block again.
+    log_softmax = F.log_softmax
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False
+    ) -> Tensor:
+        assert is_causal, "training has no other mask"
+        out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        return cast(Tensor, out)
+
+    def log_probabilities(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        if x.dtype == torch.float16:  # of which alone a kernel needs no copy in fp32
+            return cast(Tensor, torch.ops.aten._log_softmax(x, dim, True))
+        return log_softmax(x, dim, dtype=dtype)
+
+    with (
+        replaced(Tensor, "is_cpu", property(lambda _: False)),
+        replaced(F, "scaled_dot_product_attention", attention),
+        replaced(F, "log_softmax", log_probabilities),
+    ):
+        yield

@@ -1,0 +1,279 @@
+"""The real training step of any rank of any layout, run without its device, and what it takes.
+
+The model, its cuts, the optimizer and the step are those that train; only tensors, messages and
+the other ranks are not there. So the memory of a rank is found to the byte, with the moment at
+which there is most, and all its messages: what the formulas of `plan` are checked against.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from trainyard.config.run import Run
+from trainyard.data.loader import Loader
+from trainyard.optim.adamw import build_adamw
+from trainyard.parallel.mesh import Mesh, build_mesh
+from trainyard.parallel.replica import Replica
+from trainyard.plan.batches import BatchSchedule
+from trainyard.plan.resolve import Plan, resolve
+from trainyard.simulate.accounting import Accounting
+from trainyard.simulate.narrator import Narrator
+from trainyard.simulate.pretend import fake_tensors, fake_world
+from trainyard.train.run_folder import refuse_what_is_not_built
+from trainyard.train.state import Parts, State
+from trainyard.train.step import train_step
+from trainyard.train.worker import COMPUTE_DTYPES
+
+N_LARGEST = 12
+FEWEST_MICRO_BATCHES = 3
+"""The first, the last and one between can differ in what they hold and send."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """All calls of one kind that a rank makes in a step; as `plan.traffic.Traffic`."""
+
+    axis: str
+    collective: str
+    calls: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What one optimizer step of a rank takes."""
+
+    rank: int
+    n_ranks: int
+    peak_bytes: int
+    """Of all tensors there are at once; without what kernels and libraries take for themselves."""
+    moment: str
+    """When that is."""
+    largest: tuple[tuple[str, int], ...]
+    """The largest tensors then: parameters by name, others by the operation that made them."""
+    held_bytes: int
+    """Between two steps: weights and optimizer state."""
+    flops: dict[str, int]
+    """Of matrix products and attention, by operation; recomputed ones count again, and attention
+    as if every token saw all others."""
+    messages: tuple[Message, ...]
+    n_micro_batches: int
+    """Of a step; more than `n_simulated` of them are counted, not run."""
+    n_simulated: int
+    seconds: float
+    """How long the simulation took."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a step did."""
+
+    n_micro_batches: int
+    peak_bytes: int
+    held_bytes: int
+    """After it."""
+    batch_bytes: int
+    """Of tokens and labels."""
+    flops: Counter[str]
+    calls: Counter[tuple[str, str]]
+    """By axis and kind."""
+    message_bytes: Counter[tuple[str, str]]
+
+    def extrapolate(self, fewer: Counts, n_micro_batches: int) -> Counts:
+        """Goes on along the line through this step and one of fewer micro batches."""
+        n_apart = self.n_micro_batches - fewer.n_micro_batches
+        n_beyond = n_micro_batches - self.n_micro_batches
+        if n_beyond == 0:
+            return self
+
+        # Of the peak itself the line may begin later: at first there are no gradients yet.
+        n_more_held = self.held_bytes - fewer.held_bytes
+        n_more_tokens = self.batch_bytes - fewer.batch_bytes
+
+        def extend(more: Counter[Any], less: Counter[Any]) -> Counter[Any]:
+            return Counter(
+                {key: n + n_beyond * (n - less[key]) // n_apart for key, n in more.items()}
+            )
+
+        return Counts(
+            n_micro_batches,
+            self.peak_bytes + n_beyond * (n_more_held + n_more_tokens) // n_apart,
+            self.held_bytes + n_beyond * n_more_held // n_apart,
+            self.batch_bytes + n_beyond * n_more_tokens // n_apart,
+            extend(self.flops, fewer.flops),
+            extend(self.calls, fewer.calls),
+            extend(self.message_bytes, fewer.message_bytes),
+        )
+
+    def messages(self) -> tuple[Message, ...]:
+        """Lists the messages, most bytes first."""
+        return tuple(
+            Message(*kind, self.calls[kind], n_bytes)
+            for kind, n_bytes in self.message_bytes.most_common()
+        )
+
+
+def simulate(run: Run, n_ranks: int, rank: int, *, on_gpu: bool = True) -> Simulation:
+    """Runs the training step of one rank on fake tensors.
+
+    Blocks are not compiled; that keeps less.
+
+    Args:
+        run: the run.
+        n_ranks: all processes.
+        rank: which of them.
+        on_gpu: do what is done on a GPU, where that differs.
+
+    Raises:
+        ConfigError: the run cannot be on so many ranks, or not be trained.
+    """
+    started = time.monotonic()
+    refuse_what_is_not_built(run)
+    plan = resolve(run, n_ranks)
+    n_micro_batches = micro_batches_per_step(run, plan)
+    numbers = _shorten(run, n_micro_batches)
+    books = Accounting()
+    with fake_world(rank, n_ranks):
+        mesh = build_mesh(plan.topology, rank, torch.device("cpu"))
+        with fake_tensors(on_gpu=on_gpu), books:
+            fewer, counts = count_steps(run, plan, mesh, books, numbers)
+    total = counts.extrapolate(fewer, n_micro_batches)
+    return Simulation(
+        rank,
+        n_ranks,
+        total.peak_bytes,
+        books.peak_moment,
+        tuple(books.live_at_peak().most_common(N_LARGEST)),
+        total.held_bytes,
+        dict(total.flops),
+        total.messages(),
+        n_micro_batches,
+        numbers[1],
+        time.monotonic() - started,
+    )
+
+
+def micro_batches_per_step(run: Run, plan: Plan) -> int:
+    """Counts the micro batches of a rank in a step of train.global_batch_size."""
+    sequences = run.train.global_batch_size // plan.topology.data
+    return sequences // run.train.micro_batch_size
+
+
+def count_steps(
+    run: Run, plan: Plan, mesh: Mesh, books: Accounting, numbers: Sequence[int]
+) -> list[Counts]:
+    """Trains from the beginning, on real or fake tensors, and counts each step.
+
+    Args:
+        run: the run.
+        plan: its consequences.
+        mesh: of this rank.
+        books: are active; they end with the peak of the last step.
+        numbers: of micro batches of each step.
+    """
+    run = run.model_copy(update={"train": run.train.model_copy(update={"compile": "never"})})
+    batches = _Batches(run)
+    replica = Replica(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
+    narrator = Narrator(books, replica)
+    parts = Parts(
+        folder=Path(),
+        run=run,
+        plan=plan,
+        batches=BatchSchedule(run),
+        replica=replica,
+        optimizer=build_adamw([held.parameter for held in replica.held], run.optimizer),
+        train_data=cast(Loader, batches),
+        valid_order=None,
+        tokenizer=None,
+        data_fingerprint="",
+        pulse=narrator,
+    )
+    _make_moments(parts)
+    state = State.at_start(parts)
+    counts = []
+    for step, n in enumerate(numbers):
+        state.step, batches.n_sequences = step, n * run.train.micro_batch_size
+        narrator.begin_step(n, parts.optimizer)
+        train_step(parts, state)
+        calls, n_bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for (group, kind), n_calls in books.calls.items():
+            place = _axis_and_kind(group, kind, mesh, run)
+            if place is not None:
+                calls[place] += n_calls
+                n_bytes[place] += books.message_bytes[group, kind]
+        memory = books.peak_bytes, books.live_bytes, batches.n_bytes
+        counts.append(Counts(n, *memory, books.flops.copy(), calls, n_bytes))
+    return counts
+
+
+def _make_moments(parts: Parts) -> None:
+    """Lets the optimizer make its state, as there is in all steps but the first."""
+    optimizer = parts.optimizer
+    for held in parts.replica.held:
+        held.parameter.grad = torch.zeros_like(held.parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _shorten(run: Run, n_micro_batches: int) -> tuple[int, int]:
+    """Gives two numbers of micro batches, from which on all that is counted is on a line.
+
+    Memory is, since PyTorch's pipelines have buffers for every micro batch.
+    """
+    pipeline, schedule = run.parallel.pipeline, run.parallel.schedule
+    if pipeline == 1:
+        fewer, more = FEWEST_MICRO_BATCHES - 1, FEWEST_MICRO_BATCHES
+    elif schedule == "gpipe":  # which has all of them in flight
+        return n_micro_batches, n_micro_batches
+    elif schedule == "1f1b":
+        fewer, more = pipeline, pipeline + 2  # rank 0 has `pipeline` of them in flight
+    else:
+        in_a_round = n_micro_batches // max(1, n_micro_batches // pipeline)
+        fewer, more = in_a_round, 2 * in_a_round
+    if more >= n_micro_batches:
+        return n_micro_batches, n_micro_batches
+    return fewer, more
+
+
+def _axis_and_kind(group: str, kind: str, mesh: Mesh, run: Run) -> tuple[str, str] | None:
+    """Finds the axis of a group; None for that of all ranks, on which single numbers travel."""
+    axes: dict[str, list[Any]] = {
+        "tensor": [mesh.tensor],
+        "context": [mesh.context],
+        "pipeline": [mesh.pipeline, mesh.first_and_last_stage],
+        "shard": [mesh.data.get_group(mesh.data.ndim - 1)] if mesh.data is not None else [],
+        "replica": [mesh.data.get_group(0)] if mesh.topology.replica > 1 and mesh.data else [],
+    }
+    names = {g.group_name: axis for axis, groups in axes.items() for g in groups if g is not None}
+    axis = names.get(group)
+    if axis is None:
+        return None
+    # Shares travel round a ring by calls that could send to all, but send to one neighbour.
+    is_ring = axis == "context" and run.parallel.context_method == "ring"
+    return axis, "send" if is_ring else kind
+
+
+class _Batches:
+    """Stands in for the loader."""
+
+    def __init__(self, run: Run) -> None:
+        self.n_sequences = 0
+        self._length = run.model.sequence_length
+
+    @property
+    def n_bytes(self) -> int:
+        """Of tokens and labels of a step."""
+        return 2 * self.n_sequences * self._length * torch.int64.itemsize
+
+    def batch(self, _step: int, _offset: int) -> tuple[Tensor, Tensor]:
+        """Gives tokens and labels, all the same."""
+        tokens = torch.zeros(self.n_sequences, self._length, dtype=torch.int64)
+        return tokens, torch.zeros_like(tokens)

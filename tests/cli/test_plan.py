@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from trainyard.cli.plan import plan
+from trainyard.config.load import load_run, preset_names
+from trainyard.data.indexed import IndexedWriter, optimal_dtype
+from trainyard.errors import ConfigError, MachineError, UserError
+from trainyard.plan.clusters import find_machine
+from trainyard.plan.resolve import resolve
+from trainyard.plan.search import predict
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+LUMI = ["--cluster", "lumi", "--nodes", "2"]
+
+
+def run_plan(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(plan)
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def as_json(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run_plan(*arguments, "--json"))
+    return found
+
+
+def lines_of(text: str) -> dict[str, str]:
+    return {line[:15].strip(): line[15:] for line in text.splitlines() if line[:15].strip()}
+
+
+def test_the_lumi_job() -> None:
+    recipe = str(RECIPES / "lumi" / "13b.toml")
+    lines = lines_of(run_plan(recipe, *LUMI, "--price", "1"))
+    assert lines["layout"] == "pipeline 2 (1f1b) x data 4 (ZeRO 1) x tensor 2, recompute block"
+    assert lines["parameters"] == "12,854,282,240 (12.9B); 3,286,292,480 on a rank"
+    assert " of 62.7 GiB: fits, " in lines["memory"]
+    assert "samples/s" in lines["step"]
+    assert "MFU " in lines["step"]
+    assert lines["checkpoint"] == "143.7 GiB"
+    assert "device-hours, " in lines["whole run"]
+    assert lines["data"].startswith("data/my-gpt2_text_document: epochs not known")
+    found = as_json(recipe, *LUMI)
+    assert found["fits"] is True
+    assert found["machine"] == {"name": "lumi", "device": "MI250X GCD", "devices_per_node": 8}
+    assert sum(found["step"]["parts"].values()) == pytest.approx(found["step"]["seconds"])
+    for memory in found["memory"]:
+        assert sum(memory["items"].values()) == memory["peak_bytes"]
+    assert found["checkpoint_bytes"] == 12 * found["plan"]["n_parameters"]
+    # Without a machine there is a size, and no time.
+    alone = as_json(recipe, "--gpus", "16")
+    assert alone["parameters_held"] == found["parameters_held"]
+    assert "step" not in alone
+
+
+def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(MachineError, match=r"does not fit: .* more than a MI250X GCD has") as error:
+        run_plan("gpt3-13b", "train.batch_ramp=none", *LUMI)
+    assert error.value.hint.startswith("cheapest change that makes it fit: ")
+    change = error.value.hint.removeprefix("cheapest change that makes it fit: ")
+    with_it = [text.strip(",") for text in change.split() if "=" in text]
+    assert as_json("gpt3-13b", "train.batch_ramp=none", *with_it, *LUMI)["fits"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "hint"),
+    [
+        (["--nodes", "2"], "--nodes 2 says nothing without a cluster", "--cluster lumi --nodes 2"),
+        (["--cluster", "lumy"], "no cluster named 'lumy'", "lumi"),
+        (["--gpu", "h100-80"], "h100-80", "h100-80g"),
+        (["--gpu", "h100", *LUMI], "has devices of its own", "leave out one"),
+        ([*LUMI, "--gpus", "15"], "--nodes 2 of lumi are 16 devices, not --gpus 15", "leave out"),
+        ([*LUMI, "--measure", "3"], "--measure 3 needs --search", "--search --measure 3"),
+        ([*LUMI, "--rank", "3"], "--rank 3 needs --simulate", "--simulate --rank 3"),
+        (["--all-stages"], "--all-stages needs --simulate", ""),
+        (["--search", "--simulate"], "two different things", "one at a time"),
+        (["--search"], "--search needs to know the devices", "--cluster"),
+        ([*LUMI, "--storage", "fast"], "--storage 'fast' is not speeds in GB/s", "5,20,100"),
+        ([*LUMI, "--picture", "plan.gif"], "pictures are .png or .svg", "plan.png"),
+        (["--gpu", "a100-80g", "precision.kind='fp8'"], "fp8", "bf16"),
+        (
+            ["--gpu", "h100", "--gpus", "6", "parallel.tensor=4"],
+            "6 ranks cannot be divided by parallel.tensor=4",
+            "nearest that works: ",
+        ),
+    ],
+)
+def test_refusals(arguments: list[str], problem: str, hint: str) -> None:
+    with pytest.raises(UserError) as error:
+        run_plan("gpt3-125m", "train.batch_ramp=none", *arguments)
+    assert error.value.exit_code == 2
+    assert problem in error.value.problem
+    assert hint in error.value.hint
+
+
+def test_epochs_of_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with IndexedWriter(Path("corpus"), optimal_dtype(512)) as writer:
+        writer.add_document(np.arange(800, dtype=writer.dtype) % 512)
+    lines = lines_of(run_plan("tiny", "data.train.prefixes=['corpus']"))
+    assert lines["data"] == "corpus: 100.0% of the tokens read, 32 epochs of its 800"
+    (use,) = as_json("tiny", "data.train.prefixes=['corpus']")["data"]
+    assert use == {"prefix": "corpus", "tokens": 800, "share": 1.0, "epochs": 32.0}
+
+
+def test_search_lists_ten_and_why_they_lose() -> None:
+    text = run_plan("gpt3-125m", "train.batch_ramp=none", *LUMI, "--search")
+    rows = [line for line in text.splitlines() if line[:2].strip().isdigit()]
+    assert len(rows) == 10
+    assert all("%" in row for row in rows[1:])
+    found = as_json("gpt3-125m", "train.batch_ramp=none", *LUMI, "--search")
+    first, *others = found["candidates"]
+    assert first["longer_than_first"] == 0
+    assert all(other["longer_than_first"] >= 0 for other in others)
+    given = [f"{name}={json.dumps(value)}" for name, value in first["changes"].items()]
+    again = as_json("gpt3-125m", "train.batch_ramp=none", *given, *LUMI)
+    assert again["step"]["seconds"] == pytest.approx(first["step"]["seconds"])
+
+
+def test_a_search_for_what_nothing_holds() -> None:
+    with pytest.raises(MachineError, match="no layout fits on 8 devices") as error:
+        run_plan("polaris-gpt1t-1024l", "--cluster", "lumi", "--nodes", "1", "--search")
+    assert error.value.hint
+
+
+def test_measuring_elsewhere_is_refused() -> None:
+    with pytest.raises(ConfigError, match="times steps on this machine") as error:
+        run_plan("gpt3-125m", "train.batch_ramp=none", *LUMI, "--search", "--measure", "2")
+    assert "--cluster local" in error.value.hint
+
+
+@pytest.mark.dist
+def test_the_fastest_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.toml"
+    text = 'extends = "tiny" # small\nname = "kept"\n\n[parallel]\ntensor = 2 # both\n'
+    path.write_text(text, encoding="utf-8")
+    local = ["--cluster", "local", "--gpus", "2"]
+    out = run_plan(str(path), *local, "--search", "--measure", "1")
+    row = next(line for line in out.splitlines() if line.startswith(" 1 "))
+    assert " * " in row or row.startswith(" 1 *")
+    changed = path.read_text(encoding="utf-8")
+    assert "# small" in changed
+    assert "# both" in changed
+    kept = load_run(str(path)).run
+    first = as_json(str(path), *local, "--search")["candidates"][0]
+    assert first["changes"] == {}
+    assert f"wrote into {path}: " in out
+    assert kept.parallel.tensor == 1
+
+
+def test_pictures(tmp_path: Path) -> None:
+    for name in ("plan.png", "plan.svg"):
+        run_plan(str(RECIPES / "lumi" / "13b.toml"), *LUMI, "--picture", str(tmp_path / name))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    svg = (tmp_path / "plan.svg").read_text(encoding="utf-8")
+    for word in ("context and libraries", "usable: 62.7 GiB", "backward", "8 of 128"):
+        assert word in svg
+
+
+EVERY = [*preset_names(), *sorted(str(p) for p in RECIPES.rglob("*.toml") if p.parent != RECIPES)]
+RUNS = [name for name in EVERY if Path(name).parent.name != "data"]
+
+
+def test_every_preset_and_recipe_is_planned() -> None:
+    machine = find_machine(gpu="h100-80g")
+    for name in RUNS:
+        loaded = load_run(name)
+        found = predict(loaded.run, machine, resolve(loaded.run).n_ranks)
+        assert found.memory.peak_bytes > 12 * found.plan.n_parameters / found.plan.n_ranks, name
+        peak = machine.device.peak_flops_per_second(loaded.run.precision.kind)
+        n_tokens = loaded.run.train.global_batch_size * loaded.run.model.sequence_length
+        flops = found.plan.model_flops_per_token * n_tokens / found.plan.n_ranks
+        assert peak is not None
+        assert 0 < flops / found.time.seconds < peak, name
+
+
+@pytest.mark.slow  # four minutes in all: what makes the many that do not fit fit
+@pytest.mark.parametrize("name", RUNS, ids=lambda name: "-".join(Path(name).parts[-2:]))
+def test_every_preset_and_recipe_gets_an_answer(name: str) -> None:
+    try:
+        found = as_json(name, "--gpu", "h100-80g")
+    except UserError as error:
+        assert error.exit_code == 2
+        assert error.hint
+    else:
+        assert found["fits"] is True
+
+
+def test_no_torch_is_imported() -> None:
+    code = (
+        "import sys, typer; from trainyard.cli.plan import plan\n"
+        "app = typer.Typer(); app.command()(plan)\n"
+        "app(['gpt3-125m', '--gpu', 'h100-80g'], standalone_mode=False)\n"
+        "assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainyard.errors import UserError
+from trainyard.plan.clusters import NODES, cluster_names, find_machine
+
+OWN = """
+description = "two nodes in the basement"
+gpu = "a100-80g"
+devices_per_node = 4
+network_gigabytes_per_second = 2.5
+
+[efficiencies]
+product_share = 0.75
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "devices_per_node", "link", "network"),
+    [
+        ("polaris", "A100 40GB", 4, 300e9, 12.5e9),
+        ("perlmutter", "A100 40GB", 4, 300e9, 25e9),
+        ("lumi", "MI250X GCD", 8, 75e9, 12.5e9),
+        ("frontier", "MI250X GCD", 8, 75e9, 12.5e9),
+        ("azure-ndv5", "H100", 8, 450e9, 50e9),
+        ("azure-ndv5-h200", "H200", 8, 450e9, 50e9),
+        ("local", "CPU", 4, 1e9, 0.1e9),
+    ],
+)
+def test_shipped_clusters(
+    name: str, device: str, devices_per_node: int, link: float, network: float
+) -> None:
+    machine = find_machine(name)
+    assert machine.name == name
+    assert machine.device.name == device
+    assert machine.devices_per_node == devices_per_node
+    assert machine.link_bytes_per_second == link
+    assert machine.network_bytes_per_second == network
+
+
+def test_every_shipped_cluster_is_in_the_test_above() -> None:
+    assert cluster_names() == [
+        "azure-ndv5",
+        "azure-ndv5-h200",
+        "frontier",
+        "local",
+        "lumi",
+        "perlmutter",
+        "polaris",
+    ]
+
+
+@pytest.mark.parametrize("gpu", NODES)
+def test_every_gpu_has_a_machine_with_all_figures(gpu: str) -> None:
+    machine = find_machine(gpu=gpu)
+    assert machine.device.memory_bytes_per_second
+    assert machine.device.peaks
+    assert set(machine.efficiencies.sources) == {
+        "product_share",
+        "attention_share",
+        "memory_share",
+        "link_share",
+        "network_share",
+        "launch_seconds",
+    }
+
+
+def test_without_a_name_it_is_the_processor() -> None:
+    assert find_machine() == find_machine("local")
+    assert find_machine(gpu="cpu") == find_machine("local")
+
+
+def test_a_cluster_with_other_gpus_keeps_its_network() -> None:
+    machine = find_machine("perlmutter", "a100-80g")
+    assert machine.device.name == "A100 80GB"
+    assert machine.memory_bytes == 80 * 2**30
+    assert machine.devices_per_node == 4
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "basement.toml"
+    path.write_text(OWN)
+    machine = find_machine(str(path))
+    assert machine.devices_per_node == 4
+    assert machine.network_bytes_per_second == 2.5e9
+    assert machine.link_bytes_per_second == 300e9, "the datasheet's"
+    assert machine.efficiencies.product_share == 0.75
+    assert machine.efficiencies.sources["product_share"] == f"cluster {path}"
+    assert (
+        machine.efficiencies.memory_share == find_machine(gpu="a100-80g").efficiencies.memory_share
+    )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gpu", "problem", "hint"),
+    [
+        ("polari", None, "no cluster named 'polari'", "did you mean polaris?"),
+        ("zzz", None, "no cluster named 'zzz'", "known: azure-ndv5, "),
+        (None, "h10", "--gpu: no GPU named 'h10'", "did you mean h100"),
+        (None, "A100", "--gpu: no GPU named 'A100'", "did you mean a100-"),
+        (None, "tpu", "--gpu: no GPU named 'tpu'", "cpu"),
+        ("polaris", "a100", "--gpu: no GPU named 'a100'", "did you mean a100-"),
+        ("missing/lumi.toml", None, "cannot read the cluster file missing/lumi.toml", "lumi"),
+    ],
+)
+def test_unknown_names(cluster: str | None, gpu: str | None, problem: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_machine(cluster, gpu)
+    assert caught.value.problem.startswith(problem)
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('gpu = "a100-8g"', "no GPU named 'a100-8g'"),
+        ("devices_per_node = 4", "gpu"),
+        ('gpu = "h100"\nnodes = 3', "nodes"),
+        ('gpu = "h100"\ndevices_per_node = 0', "devices_per_node"),
+        ('gpu = "h100"\n[efficiencies]\nlink_share = 1.5', "link_share"),
+        ('gpu = "h100', "is not valid TOML"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        find_machine(str(path))
+    assert problem in caught.value.problem
+    assert str(path) in caught.value.problem
+    assert caught.value.hint

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from trainyard.config.load import load_run
+from trainyard.errors import ConfigError
+from trainyard.plan import saving
+from trainyard.plan.clusters import find_machine
+from trainyard.plan.cost import all_steps_seconds, corpora_use, run_cost, training_blend
+from trainyard.plan.resolve import resolve
+from trainyard.plan.time import step_time
+
+AZURE = find_machine("azure-ndv5")
+CUT = ["parallel.tensor=8", "parallel.sequence=true", "parallel.pipeline=16"]
+
+
+def test_a_run_adds_up() -> None:
+    run = load_run("azure-175b", [*CUT, "checkpoint.background=false", "evaluate.batches=0"]).run
+    plan = resolve(run, 1024)
+    time = step_time(run, plan, AZURE)
+    cost = run_cost(run, plan, AZURE, time, (20e9, 100e9), price_per_device_hour=2.5)
+    assert cost.step_seconds == pytest.approx(1500 * time.seconds)
+    assert cost.evaluation_seconds == 0
+    assert cost.interval_seconds == pytest.approx(run.checkpoint.interval * time.seconds)
+    writes = [each.write_seconds for each in cost.savings]
+    assert writes == pytest.approx([12 * plan.n_parameters / speed for speed in (20e9, 100e9)])
+    assert [each.stall_seconds for each in cost.savings] == writes
+    between = saving.mean_seconds_between_failures(128)
+    assert cost.useful_share == saving.useful_share(cost.interval_seconds, writes[0], between)
+    assert cost.useful_shares[0] < cost.useful_share < cost.useful_shares[1]
+    assert cost.seconds == pytest.approx(cost.step_seconds / cost.useful_share)
+    assert cost.device_hours == pytest.approx(cost.seconds * 1024 / 3600)
+    assert cost.price == pytest.approx(2.5 * cost.device_hours)
+    assert cost.n_failures == pytest.approx(cost.seconds / between)
+
+
+def test_saves_in_the_background_cost_the_copy_alone_unless_the_next_one_waits() -> None:
+    run = load_run("azure-175b", CUT).run
+    plan = resolve(run, 1024)
+    time = step_time(run, plan, AZURE)
+    fast, slow = run_cost(run, plan, AZURE, time, (100e9, 0.1e9)).savings
+    copy = saving.host_bytes(run, plan) / 20e9
+    assert fast.stall_seconds == pytest.approx(copy)
+    interval = run.checkpoint.interval * time.seconds
+    assert slow.stall_seconds == pytest.approx(copy + slow.write_seconds - interval)
+    assert slow.best_interval_seconds >= slow.write_seconds > interval
+
+
+def test_a_ramp_is_the_sum_of_its_steps() -> None:
+    run = load_run(
+        "gpt3-125m",
+        [
+            "train.global_batch_size=32",
+            "train.length='40 steps'",
+            "schedule.decay='40 steps'",
+            "schedule.warmup='4 steps'",
+            "parallel.pipeline=2",
+            "train.batch_ramp={start=8, increment=8, length='600 sequences'}",
+        ],
+    ).run
+    plan = resolve(run, 2)
+    found = all_steps_seconds(run, plan, AZURE, step_time(run, plan, AZURE))
+    from trainyard.config import rules
+    from trainyard.plan.batches import BatchSchedule
+
+    expected = 0.0
+    for step in range(plan.n_steps):
+        size = BatchSchedule(run).batch_size(step)
+        same = rules.change(run, {"train.global_batch_size": size, "train.batch_ramp": None})
+        expected += step_time(same, resolve(same, 2), AZURE).seconds
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_evaluation_is_forward_passes() -> None:
+    run = load_run("azure-175b", [*CUT, "evaluate.interval=100", "evaluate.batches=10"]).run
+    plan = resolve(run, 1024)
+    time = step_time(run, plan, AZURE)
+    even = replace(time, stage_seconds=((1.0, 2.0),), parts={"optimizer": 0.0})
+    cost = run_cost(run, plan, AZURE, even)
+    assert cost.evaluation_seconds == pytest.approx(16 * 10 * time.seconds / 3)
+
+
+def test_a_job_that_never_ends() -> None:
+    run = load_run(
+        "azure-175b", [*CUT, "train.length='100_000 steps'", "checkpoint.interval=0"]
+    ).run
+    plan = resolve(run, 1024)
+    cost = run_cost(run, plan, AZURE, step_time(run, plan, AZURE))
+    assert cost.useful_share == 0
+    assert math.isinf(cost.seconds)
+
+
+def test_epochs() -> None:
+    blend = ["data.blend.prefixes=['wiki', 'web']", "data.split='98,2,0'"]
+    run = load_run("tiny", [*blend, "data.blend.weights=[1, 3]"]).run
+    plan = resolve(run)
+    assert plan.n_tokens == 50 * 8 * 64
+    wiki, web = corpora_use(run, plan, {"wiki": 1000})
+    assert (wiki.share, web.share) == (0.25, 0.75)
+    assert wiki.epochs == pytest.approx(25_600 * 0.25 / 980)
+    assert web.epochs is None
+    # Without weights shares follow from sizes, all of which must be known.
+    run = load_run("tiny", blend).run
+    assert [use.share for use in corpora_use(run, plan, {"wiki": 1000})] == [None, None]
+    wiki, web = corpora_use(run, plan, {"wiki": 1000, "web": 4000})
+    assert (wiki.share, web.share) == (0.2, 0.8)
+    assert wiki.epochs == web.epochs == pytest.approx(25_600 / 4900)
+
+
+def test_blends_that_training_has_alone_are_read_whole() -> None:
+    run = load_run("tiny", ["data.train.prefixes=['a']"]).run
+    assert training_blend(run)[1] == 1
+    run = load_run("tiny", ["data.blend.prefixes=['a']", "data.split='9;1'"]).run
+    with pytest.raises(ConfigError, match=r"data\.split='9;1' is not shares"):
+        training_blend(run)

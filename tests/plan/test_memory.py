@@ -1,0 +1,149 @@
+"""The formulas of memory against the simulated step, of many layouts and of all recipes.
+
+The peaks of simulations are in the record of benchmarks/planned_memory.py; some are simulated here
+again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainyard.config.load import load_run
+from trainyard.config.run import Run
+from trainyard.plan.memory import ITEMS, busiest_memory, rank_memory
+from trainyard.plan.resolve import resolve
+
+ROOT = Path(__file__).parents[2]
+RECORD = sorted((ROOT / "benchmarks" / "records").glob("*-planned-memory.json"))[-1]
+ROWS: list[dict[str, Any]] = json.loads(RECORD.read_text())["formulas"]
+BASE = """train.compile=never train.micro_batch_size=1 train.global_batch_size=8 model.dropout=0.0
+    precision.kind=bf16 parallel.zero_stage=0"""
+SMALL = """model.n_layers=4 model.d_model=256 model.n_heads=4 model.d_ff=1024
+    model.sequence_length=512 model.vocabulary_size=8000"""
+
+
+def load(source: str, changes: str) -> Run:
+    words = [word if "." in word else f"parallel.{word}" for word in changes.split()]
+    if source == "tiny":
+        return load_run("tiny", [*BASE.split(), *SMALL.split(), *words]).run
+    return load_run(str(ROOT / source), words).run
+
+
+def planned(run: Run, n_ranks: int, pipeline_rank: int, *, on_gpu: bool = True) -> int:
+    memory = rank_memory(run, resolve(run, n_ranks), pipeline_rank, on_gpu)
+    return memory.peak_bytes - memory.items["context and libraries"]
+
+
+def name_of(row: dict[str, Any]) -> str:
+    return f"{row['source']} {row['changes']} on {row['n_ranks']}, {row['pipeline_rank']}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_within_ten_per_cent_of_the_simulation_and_never_below(row: dict[str, Any]) -> None:
+    found = planned(load(row["source"], row["changes"]), row["n_ranks"], row["pipeline_rank"])
+    assert 0 <= found / row["simulated_bytes"] - 1 <= 0.10
+
+
+def test_the_record_is_of_many_layouts_and_all_recipes() -> None:
+    assert len({(row["source"], row["n_ranks"], row["changes"]) for row in ROWS}) >= 40
+    # Those whose precision can be simulated.
+    recipes = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "recipes").glob("*/*.toml")
+        if "fp8" not in path.name
+    }
+    assert recipes - {row["source"] for row in ROWS} <= {
+        "recipes/benchmark64/tgs.toml",  # as full.toml but for its length
+        "recipes/laptop/wikipedia.toml",  # as gpt-10m.toml but for its vocabulary
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "zero_stage=2 model.dropout=0.1",
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("pipeline=2 tensor=2 sequence=true", marks=pytest.mark.slow),
+    ],
+)
+def test_the_simulation_is_still_that_of_the_record(changes: str) -> None:
+    from trainyard.simulate.simulation import simulate
+
+    n_ranks = 1 if not changes else 4
+    run = load("tiny", changes)
+    found = simulate(run, n_ranks, 0).peak_bytes
+    assert 0 <= planned(run, n_ranks, 0) / found - 1 <= 0.10
+    known = [r["simulated_bytes"] for r in ROWS if (r["source"], r["changes"]) == ("tiny", changes)]
+    assert all(found == pytest.approx(bytes_, rel=0.01) for bytes_ in known[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_all_simulations_are_still_those_of_the_record(row: dict[str, Any]) -> None:
+    from trainyard.simulate.simulation import simulate
+
+    run, n_ranks = load(row["source"], row["changes"]), row["n_ranks"]
+    rank = row["pipeline_rank"] * n_ranks // run.parallel.pipeline
+    assert simulate(run, n_ranks, rank).peak_bytes == pytest.approx(
+        row["simulated_bytes"], rel=0.01
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", ["", "model.dropout=0.1", "model.dropout=0.1 recompute=block", "zero_stage=3"]
+)
+def test_a_cpu_differs_where_its_kernels_do(changes: str) -> None:
+    from trainyard.simulate.simulation import simulate
+
+    run = load("tiny", changes)
+    n_ranks = 2 if "zero" in changes else 1
+    found = simulate(run, n_ranks, 0, on_gpu=False).peak_bytes
+    assert 0 <= planned(run, n_ranks, 0, on_gpu=False) / found - 1 <= 0.10
+    memory = rank_memory(run, resolve(run, n_ranks), 0, on_gpu=False)
+    assert memory.items["context and libraries"] == 0
+
+
+def test_states_of_one_rank_are_counted_by_hand() -> None:
+    run = load("tiny", "precision.kind=fp32")
+    plan = resolve(run, 1)
+    memory = rank_memory(run, plan, 0)
+    n = plan.n_parameters
+    assert tuple(memory.items) == ITEMS
+    assert memory.items["weights"] == 4 * n
+    assert memory.items["optimizer"] == 8 * n
+    assert memory.items["gradients"] == 4 * n
+    assert memory.items["gathered weights"] == 0
+    assert memory.peak_bytes == sum(memory.items.values())
+
+
+def test_zero_shares_states_and_low_bits_shrink_them() -> None:
+    run = load("tiny", "zero_stage=1 precision.kind=bf16")
+    alone, shared = (rank_memory(run, resolve(run, n), 0).items for n in (1, 8))
+    assert shared["weights"] == alone["weights"] / 8
+    assert shared["optimizer"] == alone["optimizer"] / 8
+    low = run.model_copy(
+        update={"precision": run.precision.model_copy(update={"kind": "fp8_lowbit"})}
+    )
+    items = rank_memory(low, resolve(low, 8), 0).items
+    matrices = 4 * 12 * 256**2 // 8
+    assert shared["weights"] - items["weights"] == 2 * matrices
+    assert shared["optimizer"] - items["optimizer"] == matrices * (3 - 3 / 32)
+
+
+def test_the_busiest_rank_needs_most() -> None:
+    run = load("tiny", "pipeline=4")
+    plan = resolve(run, 4)
+    peaks = [rank_memory(run, plan, rank).peak_bytes for rank in range(4)]
+    assert busiest_memory(run, plan).peak_bytes == max(peaks)
+    assert busiest_memory(run, plan).pipeline_rank == peaks.index(max(peaks))
+
+
+def test_host_memory_is_that_of_a_background_save() -> None:
+    run = load("tiny", "")
+    plan = resolve(run, 1)
+    assert rank_memory(run, plan, 0).host_bytes == 12 * plan.n_parameters

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainyard.config.load import load_run
+from trainyard.config.run import Run
+from trainyard.errors import MachineError
+from trainyard.plan.clusters import find_machine
+from trainyard.plan.hardware import Machine
+from trainyard.plan.resolve import resolve
+from trainyard.plan.size import stage_shapes
+from trainyard.plan.time import PARTS, StepTime, step_time
+from trainyard.plan.work import OURS, count_work
+
+H100 = find_machine("azure-ndv5")
+
+
+def run_of(*changes: str, preset: str = "gpt3-13b") -> Run:
+    return load_run(preset, ["train.global_batch_size=256", "train.batch_ramp=none", *changes]).run
+
+
+def step(
+    *changes: str, n_ranks: int = 8, machine: Machine = H100, preset: str = "gpt3-13b"
+) -> StepTime:
+    run = run_of(*changes, preset=preset)
+    return step_time(run, resolve(run, n_ranks), machine)
+
+
+def with_shares(machine: Machine, **shares: float) -> Machine:
+    return replace(machine, efficiencies=replace(machine.efficiencies, **shares))  # type: ignore[arg-type]
+
+
+def test_parts_add_up() -> None:
+    found = step("parallel.tensor=2", "parallel.pipeline=2")
+    assert tuple(found.parts) == PARTS
+    assert math.isclose(found.seconds, sum(found.parts.values()))
+    assert min(found.parts.values()) >= 0
+
+
+def test_products_follow_from_peak_and_memory_alone() -> None:
+    ideal = with_shares(H100, product_share=1.0, memory_share=1.0)
+    run = run_of()
+    plan = resolve(run, 8)
+    parts = step_time(run, plan, ideal).parts
+    T, D, V = run.model.sequence_length, run.model.d_model, plan.padded_vocabulary_size
+    n_values = run.model.n_layers * 12 * D * D + V * D
+    flops = 6 * T * n_values
+    # For each product, forward and twice backward: n x a, a x b and n x b values of 2 bytes.
+    sides = [(D, 3 * D), (D, D), (D, 4 * D), (4 * D, D)] * run.model.n_layers + [(D, V)]
+    n_bytes = 3 * 2 * sum(T * a + a * b + T * b for a, b in sides)
+    expected = 256 / 8 * (flops / 989e12 + n_bytes / 3.35e12)
+    assert parts["products"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_more_devices_take_less_time_each_a_little_less_well() -> None:
+    times = [step(n_ranks=n_ranks).seconds for n_ranks in (8, 16, 32, 64)]
+    assert all(1.6 < a / b <= 2.001 for a, b in itertools.pairwise(times))
+
+
+def test_small_matrices_are_slow() -> None:
+    small = step("train.micro_batch_size=1", "parallel.tensor=8", "model.sequence_length=512")
+    large = step("train.micro_batch_size=8", "parallel.tensor=8", "model.sequence_length=512")
+    assert small.parts["products"] > 1.2 * large.parts["products"]
+
+
+def test_recomputing_costs_a_third_of_the_products_of_blocks() -> None:
+    none, block = (step(f"parallel.recompute={kind}") for kind in ("none", "block"))
+    assert 1.28 < block.parts["products"] / none.parts["products"] < 1.34
+    attention = step("parallel.recompute=attention")
+    assert none.seconds < attention.seconds < block.seconds
+
+
+def test_tensor_ranks_on_two_nodes_are_slow() -> None:
+    inside = step("parallel.tensor=8", n_ranks=16)
+    across = step("parallel.tensor=8", n_ranks=16, machine=replace(H100, devices_per_node=4))
+    assert across.parts["tensor"] > 1.3 * inside.parts["tensor"]
+
+
+def test_all_network_devices_of_a_node_serve_a_ring_through_it() -> None:
+    run = run_of("parallel.zero_stage=0")
+    shown = replace(OURS, hides_data="never")
+    whole = step_time(run, resolve(run, 16), H100, shown).parts["data"]
+    gradient_bytes = 4 * resolve(run, 16).n_parameters
+    shares = H100.efficiencies
+    bandwidth = min(450e9 * shares.link_share, 8 * 50e9 * shares.network_share)
+    assert whole == pytest.approx(2 * 15 / 16 * gradient_bytes / bandwidth, rel=0.05)
+    run = run_of("parallel.zero_stage=0", "parallel.tensor=8")
+    cut = step_time(run, resolve(run, 16), H100, shown).parts["data"]
+    bandwidth = 50e9 * shares.network_share
+    assert cut == pytest.approx(gradient_bytes / 8 / bandwidth, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "share"),
+    [("gpipe", 1, 1), ("1f1b", 1, 1), ("interleaved", 2, 1 / 2), ("zero_bubble", 1, 1 / 3)],
+)
+def test_the_bubble_is_that_of_the_schedule(schedule: str, chunks: int, share: float) -> None:
+    changes = [
+        "parallel.pipeline=4",
+        f"parallel.schedule={schedule}",
+        f"parallel.chunks={chunks}",
+        "train.compile=never",
+        "model.n_layers=64",
+        "model.vocabulary_size=128",
+    ]
+    found = step(*changes)
+    m = 256 / 2
+    one = sum(map(sum, found.stage_seconds)) / 4
+    assert found.parts["bubble"] == pytest.approx(3 * one * share, rel=0.03)
+    busy = found.seconds - found.parts["bubble"] - found.parts["data"] - found.parts["optimizer"]
+    assert busy == pytest.approx(m * one, rel=0.03)
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    changes = ("parallel.pipeline=4", "model.vocabulary_size=128")
+    even = step(*changes, "model.n_layers=40")
+    uneven = step(*changes, "model.n_layers=41")
+    stages = [sum(passes) for passes in uneven.stage_seconds]
+    assert max(stages) / min(stages) == pytest.approx(11 / 10, rel=0.01)
+    assert uneven.seconds / even.seconds == pytest.approx(11 / 10, rel=0.01)
+
+
+def test_fp8_makes_only_the_products_of_blocks_fast() -> None:
+    bf16, fp8 = (step(f"precision.kind={kind}") for kind in ("bf16", "fp8"))
+    assert bf16.seconds / 2 < fp8.seconds < bf16.seconds
+    assert fp8.parts["attention"] == bf16.parts["attention"]
+    head = "model.vocabulary_size=400000"
+    gain = step(head).parts["products"] / step(head, "precision.kind=fp8").parts["products"]
+    assert gain < bf16.parts["products"] / fp8.parts["products"]
+
+
+def test_data_ranks_hide_behind_computation() -> None:
+    run = run_of()
+    plan = resolve(run, 64)
+    hidden = step_time(run, plan, H100)
+    shown = step_time(run, plan, H100, replace(OURS, hides_data="never"))
+    assert hidden.parts["data"] < shown.parts["data"] / 5
+    slow = replace(H100, network_bytes_per_second=1e9)
+    assert step_time(run, plan, slow).parts["data"] > 1
+
+
+def test_tiny_models_wait_for_the_host() -> None:
+    tiny = step("train.micro_batch_size=1", preset="gpt3-125m", n_ranks=8)
+    assert tiny.parts["overhead"] > 0.1 * tiny.seconds
+    assert step(preset="gpt3-13b").parts["overhead"] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("method", "n_ranks"), [("ulysses", 16), ("ring", 16), ("ulysses", 8), ("ring", 8)]
+)
+def test_context_ranks_share_attention(method: str, n_ranks: int) -> None:
+    alone = step("model.sequence_length=16384", "model.dropout=0.0", n_ranks=8)
+    shared = step(
+        "model.sequence_length=16384",
+        "model.dropout=0.0",
+        "parallel.context=2",
+        f"parallel.context_method={method}",
+        n_ranks=n_ranks,
+    )
+    assert shared.parts["context"] > 0
+    assert shared.parts["attention"] == pytest.approx(alone.parts["attention"] * 8 / n_ranks)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kind", "known"),
+    [("a100-80g", "fp8", "fp32, fp16, bf16"), ("v100-32g", "bf16", "fp32, fp16")],
+)
+def test_a_precision_the_device_does_not_have(gpu: str, kind: str, known: str) -> None:
+    with pytest.raises(
+        MachineError, match=f"no peak is known for products of .* in {kind}"
+    ) as caught:
+        step(f"precision.kind={kind}", machine=find_machine(gpu=gpu))
+    assert known in caught.value.hint
+
+
+def test_a_device_of_unknown_memory_bandwidth() -> None:
+    machine = replace(H100, device=replace(H100.device, memory_bytes_per_second=None))
+    with pytest.raises(MachineError, match="memory bandwidth of H100 is unknown"):
+        step(machine=machine)
+
+
+def test_measured_efficiencies_replace_assumed_ones() -> None:
+    faster = with_shares(H100, product_share=0.9)
+    assert step(machine=faster).parts["products"] < step().parts["products"]
+
+
+def test_work_is_counted_once_for_stages_that_are_alike() -> None:
+    run = run_of("parallel.pipeline=8", "parallel.tensor=8", preset="gpt3-175b")
+    work = count_work(run, resolve(run, 64))
+    assert len(set(work.stages)) <= 4
+
+
+@pytest.mark.parametrize("n_layers", [1, 2, 3, 7])
+def test_parameters_of_a_stage_are_those_of_its_shapes(n_layers: int) -> None:
+    run = run_of(f"model.n_layers={n_layers}", "parallel.tensor=2", preset="gpt3-125m")
+    plan = resolve(run, 2)
+    shapes = stage_shapes(run.model, plan.padded_vocabulary_size, (0, n_layers), 2)
+    expected = sum(math.prod(shape) for shape in shapes.values())
+    assert [stage.n_parameters for stage in count_work(run, plan).stages] == [expected]
+
+
+def test_it_is_quick() -> None:
+    run = run_of("parallel.pipeline=8", "parallel.tensor=8", preset="gpt3-175b")
+    plan = resolve(run, 1024)
+    start = time.process_time()
+    step_time(run, plan, H100)
+    assert time.process_time() - start < 0.2
+
+
+def test_the_175b_benchmark_on_64_gpus_is_near_its_published_time() -> None:
+    found = step(
+        "train.global_batch_size=1536",
+        "parallel.tensor=8",
+        "parallel.pipeline=8",
+        "precision.kind=fp16",
+        preset="gpt3-175b",
+        n_ranks=64,
+        machine=find_machine(gpu="a100-80g"),
+    )
+    assert found.seconds == pytest.approx(316, rel=0.2)
+
+
+def test_a_run_that_is_not_compiled_moves_more_bytes_and_starts_more_kernels() -> None:
+    compiled, plain = (
+        step(f"train.compile={when}", preset="gpt3-125m") for when in ("gpu", "never")
+    )
+    for part in ("memory-bound", "overhead"):
+        assert plain.parts[part] > 1.2 * compiled.parts[part]
+    assert plain.parts["products"] == compiled.parts["products"]
+
+
+def test_measured_steps_are_predicted_as_well_as_the_documentation_says(shared_data: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "planning.py"
+    folder = shared_data / "planner"
+    if not folder.is_dir():
+        pytest.skip("the measured steps are not on this machine")
+    command = [sys.executable, script, folder]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    figures = json.loads(printed[: printed.index("| table |")])["shipped constants"]
+    assert figures["multi"]["mean_absolute_error"] < 0.08
+    assert figures["single"]["mean_absolute_error"] < 0.07
+    for table in ("multi", "single"):
+        choice = figures[table]["choice"]["jobs_of_2_layouts_or_more"]
+        assert choice["first_three_within_10_per_cent"] >= 0.95

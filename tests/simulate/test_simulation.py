@@ -1,0 +1,182 @@
+"""The simulated step against the real one: messages of the formulas, bytes of real ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainyard.config.load import load_run
+from trainyard.config.run import Run
+from trainyard.errors import ConfigError
+from trainyard.parallel.mesh import build_mesh
+from trainyard.plan.resolve import resolve
+from trainyard.plan.traffic import rank_traffic
+from trainyard.simulate.accounting import Accounting
+from trainyard.simulate.simulation import (
+    Simulation,
+    count_steps,
+    micro_batches_per_step,
+    simulate,
+)
+
+BASE = """train.compile=never train.micro_batch_size=1 train.global_batch_size=8 precision.kind=fp32
+    model.n_layers=4 model.sequence_length=64 model.dropout=0.0 parallel.zero_stage=0"""
+
+# Changes to the run, the number of ranks, and the rank.
+LAYOUTS = {
+    "one rank": ("", 1, 0),
+    "tensor, sequence, block": ("tensor=2 sequence=true recompute=block model.dropout=0.1", 2, 1),
+    "ulysses, attention": ("context=2 recompute=attention precision.kind=bf16", 2, 0),
+    "ring of 4": ("context=4 context_method=ring", 4, 2),
+    "replicas, zero 2": ("zero_stage=2 replicas=2 train.global_batch_size=32", 4, 3),
+    "zero 3, bf16, uneven shares": (
+        "zero_stage=3 precision.kind=bf16 train.global_batch_size=12",
+        3,
+        1,
+    ),
+    "1f1b, bf16, zero 3, many": (
+        "pipeline=2 zero_stage=3 precision.kind=bf16 train.global_batch_size=40",
+        4,
+        3,
+    ),
+    "interleaved, untied": (
+        "pipeline=2 chunks=2 schedule=interleaved model.tied_embeddings=false",
+        2,
+        0,
+    ),
+    "zero bubble, zero 1": ("pipeline=2 chunks=2 schedule=zero_bubble zero_stage=1", 4, 0),
+    "all axes": (
+        "tensor=2 sequence=true pipeline=4 context=2 zero_stage=1 train.global_batch_size=128",
+        64,
+        17,
+    ),
+}
+
+
+def build_run(changes: str) -> Run:
+    words = [word if "." in word else f"parallel.{word}" for word in changes.split()]
+    return load_run("tiny", [*BASE.split(), *words]).run
+
+
+# Changes to the run, and the number of ranks.
+REAL = {
+    "one rank": ("", 1),
+    "recompute": ("recompute=block precision.kind=bf16", 1),
+    "zero 0": ("", 2),
+    "zero 1": ("zero_stage=1 precision.kind=bf16", 2),
+    "zero 2": ("zero_stage=2", 2),
+    "zero 3": ("zero_stage=3", 2),
+    "tensor, sequence": ("tensor=2 sequence=true", 2),
+    "pipeline": ("pipeline=2", 2),
+    "ulysses": ("context=2", 2),
+    "three axes": ("pipeline=2 tensor=2 sequence=true zero_stage=1", 8),
+}
+
+
+def measure(run: Run, n_ranks: int) -> int:
+    """Trains two real steps on this rank and gives the peak of the second."""
+    plan = resolve(run, n_ranks)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mesh = build_mesh(plan.topology, rank, torch.device("cpu"))
+    books = Accounting()
+    n = micro_batches_per_step(run, plan)
+    with books:
+        counts: list[Any] = count_steps(run, plan, mesh, books, [n, n])
+    peak: int = counts[-1].peak_bytes
+    return peak
+
+
+SHORT = ("one rank", "zero 1", "pipeline")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in REAL]
+)
+def test_real_ranks_hold_what_is_simulated(name: str, run_ranks: Callable[..., list[int]]) -> None:
+    changes, n_ranks = REAL[name]
+    run = build_run(changes)
+    # This process must not run a backward pass before it forks: some builds of torch refuse then.
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        rank = partial(measure, run, n_ranks)
+        real = [pool.apply(rank)] if n_ranks == 1 else run_ranks(n_ranks, rank)
+        numbers = sorted({0, n_ranks - 1})
+        found = [pool.apply(simulate, (run, n_ranks, n), {"on_gpu": False}) for n in numbers]
+    for number, simulation in zip(numbers, found, strict=True):
+        assert simulation.peak_bytes == pytest.approx(real[number], rel=0.05)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_messages_are_those_of_the_formulas(name: str) -> None:
+    changes, n_ranks, rank = LAYOUTS[name]
+    run = build_run(changes)
+    plan = resolve(run, n_ranks)
+    traffic = rank_traffic(run, plan, plan.topology.coordinates(rank).pipeline)
+    planned = {(each.axis, each.collective, each.calls, each.n_bytes) for each in traffic}
+    messages = simulate(run, n_ranks, rank).messages
+    assert {(m.axis, m.collective, m.calls, m.n_bytes) for m in messages} == planned
+
+
+def test_products_have_the_flop_of_the_formula() -> None:
+    run = build_run("")
+    model = run.model
+    found = simulate(run, 1, 0)
+    products = sum(n for name, n in found.flops.items() if "attention" not in name)
+    D, F = model.d_model, model.d_ff
+    padded = resolve(run, 1).padded_vocabulary_size
+    forward = model.n_layers * (8 * D * D + 4 * D * F) + 2 * D * padded
+    assert products == 3 * forward * 8 * model.sequence_length
+    # As torch counts it, every token sees all others; the backward kernel computes scores again.
+    assert found.flops["_scaled_dot_product_flash_attention_for_cpu"] == (
+        8 * model.n_layers * 4 * model.sequence_length**2 * D
+    )
+
+
+def test_micro_batches_that_are_counted_are_as_if_they_were_run() -> None:
+    changes = "pipeline=2 tensor=2 train.global_batch_size="
+    few, many = (simulate(build_run(f"{changes}{n}"), 4, 0) for n in (4, 7))
+    assert (few.n_simulated, few.n_micro_batches) == (4, 4)
+    assert (many.n_simulated, many.n_micro_batches) == (4, 7)
+    run = build_run(f"{changes}7")
+    found = _simulate_all(run, 4)
+    # Some numbers of 4 bytes are on no line.
+    assert many.peak_bytes == pytest.approx(found.peak_bytes, abs=100)
+    stream = run.model.sequence_length * run.model.d_model * 4
+    assert found.peak_bytes > few.peak_bytes + 3 * stream, "a buffer for each micro batch"
+    assert many.flops == found.flops
+    assert many.messages == found.messages
+
+
+def _simulate_all(run: Run, n_ranks: int) -> Simulation:
+    """Simulates with every micro batch run, which a schedule that holds them all would need."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainyard.simulate.simulation._shorten", lambda _run, n: (n, n))
+        return simulate(run, n_ranks, 0)
+
+
+def test_the_peak_is_told_with_its_moment_and_tensors() -> None:
+    found = simulate(build_run("recompute=block model.n_layers=8 model.vocabulary_size=100"), 1, 0)
+    assert found.moment == "backward of block 7, micro batch 2 of 3"
+    assert found.held_bytes < found.peak_bytes
+    assert sum(n_bytes for _, n_bytes in found.largest) < found.peak_bytes
+    names = [name for name, _ in found.largest]
+    assert "weights: blocks.0.mlp.up.weight" in names
+
+
+def test_nothing_of_the_fake_world_stays() -> None:
+    resize = torch.UntypedStorage.resize_
+    simulate(build_run("pipeline=2"), 2, 0)
+    assert not dist.is_initialized()
+    assert torch.UntypedStorage.resize_ is resize
+    assert torch.ones(1).item() == 1.0
+
+
+def test_what_cannot_be_trained_cannot_be_simulated() -> None:
+    with pytest.raises(ConfigError):
+        simulate(build_run("tensor=2"), 3, 0)
