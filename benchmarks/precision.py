@@ -18,6 +18,7 @@ import shlex
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,17 +39,14 @@ PRECISIONS: dict[str, list[str]] = {
 ALONE = "one device"
 LAYOUTS: dict[str, tuple[str, int]] = {
     "dp2, ZeRO 1": ("zero_stage=1", 2),
-    "dp2, ZeRO 2": ("zero_stage=2", 2),
-    "dp2, ZeRO 3": ("zero_stage=3", 2),
     "tp2, sequence": ("tensor=2 sequence=true", 2),
     "pp2": ("pipeline=2", 2),
     "cp2, Ulysses": ("context=2", 2),
+    "dp2, ZeRO 3": ("zero_stage=3", 2),
     "cp2, ring": ("context=2 context_method=ring", 2),
     "dp2 x tp2, ZeRO 1": ("tensor=2", 4),
+    "dp2, ZeRO 2": ("zero_stage=2", 2),
 }
-SLOWEST_FIRST = ("fp16", "fp8_lowbit", "fp8 tensorwise", "fp8 rowwise", "bf16", "fp32")
-# Products in fp16 take minutes on a CPU: one layout of each kind.
-NOT_IN_FP16 = ("dp2, ZeRO 2", "dp2, ZeRO 3", "cp2, ring", "dp2 x tp2, ZeRO 1")
 RUN = """\
 [model]
 n_layers = 4
@@ -88,6 +86,7 @@ batches = 32
 interval = 1
 tensorboard = false
 """
+METRICS = Path("runs", "run", "metrics.jsonl")
 LAST = 50  # steps whose mean is a run's final loss
 STYLES = {
     "bf16": ("#0b6bb3", "s"),
@@ -101,31 +100,30 @@ STYLES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("corpus", type=Path, help="text that `trainyard prepare` reads")
+    parser.add_argument("--folder", type=Path, help="keeps the runs: what is done is not repeated")
+    parser.add_argument("--finished", action="store_true", help="leave out layouts not done yet")
     parser.add_argument("--steps", type=int, default=600, help="on one device")
     parser.add_argument("--layout-steps", type=int, default=500)
     parser.add_argument("--output", type=Path, default=Path("precision.json"))
     parser.add_argument("--picture", type=Path, default=Path("precision.svg"))
     arguments = parser.parse_args()
     record = describe_machine(["torch", "torchao", "numpy"])
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with ExitStack() as closing:
+        folder = arguments.folder or Path(closing.enter_context(tempfile.TemporaryDirectory()))
         prepare = ["prepare", str(arguments.corpus.resolve()), "--output", "corpus"]
-        call([*prepare, "--train-tokenizer", "2048"], folder)
+        if not (folder / "corpus_text_document.json").exists():
+            call([*prepare, "--train-tokenizer", "2048"], folder)
         corpus = folder / "corpus_text_document"
         large = RUN.format(width=128, inner=512, steps=arguments.steps, corpus=corpus)
         small = RUN.format(width=64, inner=256, steps=arguments.layout_steps, corpus=corpus)
         texts = {"large": large, "small": small}
-        runs = [(size, kind, ALONE) for kind in SLOWEST_FIRST for size in texts]
-        runs += [
-            ("small", kind, layout)
-            for kind in SLOWEST_FIRST
-            for layout in LAYOUTS
-            if kind != REFERENCE and not (kind == "fp16" and layout in NOT_IN_FP16)
-        ]
+        runs = [(size, kind, ALONE) for kind in PRECISIONS for size in texts]
+        runs += [("small", kind, layout) for layout in LAYOUTS for kind in STYLES]
         with ThreadPoolExecutor(2) as pool:
             jobs = {
-                each: pool.submit(train, texts[each[0]], *each[1:], folder / "-".join(each))
+                each: pool.submit(train, texts[each[0]], *each[1:], place(folder, each))
                 for each in runs
+                if not arguments.finished or each[2] == ALONE or is_done(place(folder, each))
             }
             done = {each: job.result() for each, job in jobs.items()}
     curves = {kind: done["large", kind, ALONE] for kind in PRECISIONS}
@@ -161,15 +159,24 @@ def call(arguments: list[str], folder: Path) -> None:
     print(f"{seconds:6.1f} s  trainyard {shlex.join(arguments[:1] + arguments[2:])}", flush=True)
 
 
+def place(folder: Path, run: tuple[str, str, str]) -> Path:
+    return folder / "-".join(run).replace(" ", "-")
+
+
+def is_done(folder: Path) -> bool:
+    metrics = folder / METRICS
+    return metrics.exists() and '"reason": "done"' in metrics.read_text(encoding="utf-8")
+
+
 def train(text: str, kind: str, layout: str, folder: Path) -> Figures:
     """Trains one run; gives the loss of each step and on held-out text at the end."""
     fields, n_ranks = LAYOUTS.get(layout, ("", 1))
-    folder = folder.with_name(folder.name.replace(" ", "-"))
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "run.toml").write_text(text, encoding="utf-8")
     overrides = [*PRECISIONS[kind], *(f"parallel.{field}" for field in fields.split())]
-    call(["train", "run.toml", "name=run", *overrides, "--ranks", str(n_ranks)], folder)
-    lines = (folder / "runs" / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    if not is_done(folder):
+        call(["train", "run.toml", "name=run", *overrides, "--ranks", str(n_ranks)], folder)
+    lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
     events: list[dict[str, Any]] = [json.loads(line) for line in lines]
     steps = [event for event in events if event["kind"] == "train"]
     return {
