@@ -5,9 +5,9 @@
 Presets whose models are of one shape are measured once. A step is one micro batch of one sequence
 here (of the preset's own size, where that is small): throughput of a full batch is a little higher,
 since its update comes once for more tokens. On a processor without bf16 products everything runs in
-fp32. A preset fits where 16 bytes a parameter and the activations are less than nine tenths of the
-memory that is free; with `parallel.recompute=block`, where it does not fit without. Of the others
-the record says what they would need.
+fp32. A preset fits where what `trainyard plan` says it needs is less than nine tenths of the memory
+that is free, on a CPU two thirds; with `parallel.recompute=block`, where it does not fit without.
+Of the others the record says what they would need.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ from benchmarks.measuring import describe_machine, render
 from trainyard.config.load import load_run, preset_names
 from trainyard.config.run import Model, Run
 from trainyard.plan.hardware import cpu_multiplies_bf16_natively
+from trainyard.plan.memory import busiest_memory
 from trainyard.plan.resolve import resolve
 
 FREE_SHARE = 0.9
-OTHER_BYTES = 2**30  # the program, and the chunk of logits
+CPU_FREE_SHARE = (
+    2 / 3
+)  # memory that was freed stays with a process (benchmarks/README.md, M_MMAP_MAX)
+OTHER_BYTES = 2**29  # the program and its libraries
 LARGE_PARAMETERS = 200e6  # from here on a single step counts, on a CPU
 LARGEST_SEQUENCES = 16
 
@@ -55,18 +59,22 @@ def free_bytes() -> int:
     return int(facts["MemAvailable"].split()[0]) * 1024
 
 
-def needed_bytes(run: Run, n_parameters: int, recompute: str, kind: str, n_tokens: int) -> int:
-    """Estimates memory: state, activations, the gradient of the head, and what is always there.
+def sized(run: Run, recompute: str, kind: str, sequences: int) -> Run:
+    """Gives the run with a step of one micro batch of so many sequences."""
+    size = {"micro_batch_size": sequences, "global_batch_size": sequences, "batch_ramp": None}
+    return run.model_copy(
+        update={
+            "train": run.train.model_copy(update=size),
+            "parallel": run.parallel.model_copy(update={"recompute": recompute}),
+            "precision": run.precision.model_copy(update={"kind": kind}),
+        }
+    )
 
-    Of a block 34 values a token and feature are kept in 16 bits and 17 in 32, if nothing is
-    computed again (arXiv:2205.05198, without the scores of attention); else its input alone.
-    """
-    model, size = run.model, 4 if kind == "fp32" else 2
-    stream = n_tokens * model.d_model * size
-    blocks = model.n_layers * 17 if recompute == "none" else model.n_layers + 17
-    copies = 0 if kind == "fp32" else 2 * n_parameters
-    head = 4 * model.vocabulary_size * model.d_model
-    return 16 * n_parameters + copies + stream * blocks + head + OTHER_BYTES
+
+def needed_bytes(run: Run) -> int:
+    """Gives what `trainyard plan` says of memory, and what the program has besides."""
+    on_gpu = torch.cuda.is_available()
+    return busiest_memory(run, resolve(run, 1), on_gpu).peak_bytes + OTHER_BYTES
 
 
 def micro_batch(run: Run, n_parameters: int) -> int:
@@ -86,15 +94,14 @@ def list_rows(kind_of: Any, limit: int) -> list[Row]:
         sequences = micro_batch(run, resolve(run, 1).n_parameters)
         shapes.setdefault((plain, sequences, kind_of(run)), []).append(name)
     rows = []
-    for (model, sequences, kind), names in shapes.items():
+    for (_, sequences, kind), names in shapes.items():
         run = runs[names[0]]
         n_parameters = resolve(run, 1).n_parameters
-        n_tokens = sequences * model.sequence_length
         sizes = {
-            recompute: needed_bytes(run, n_parameters, recompute, kind, n_tokens)
+            recompute: needed_bytes(sized(run, recompute, kind, sequences))
             for recompute in ("none", "block")
         }
-        fits = [recompute for recompute, size in sizes.items() if size < FREE_SHARE * limit]
+        fits = [recompute for recompute, size in sizes.items() if size < limit]
         recompute = fits[0] if fits else ""
         n_bytes = sizes[recompute or "block"]
         rows.append(Row(names, run, n_parameters, recompute, n_bytes, kind, sequences))
@@ -129,10 +136,11 @@ def main() -> None:
     def kind_of(run: Run) -> str:
         return run.precision.kind if has_bf16 else "fp32"
 
-    limit = free_bytes()
+    free = free_bytes()
+    limit = int(free * (FREE_SHARE if torch.cuda.is_available() else CPU_FREE_SHARE))
     record = describe_machine(("torch", "numpy"))
     record["command"] = record["command"].replace("benchmarks/presets.py", "-m benchmarks.presets")
-    record |= {"free_gib": round(limit / 2**30, 1), "presets": [], "do_not_fit": []}
+    record |= {"free_gib": round(free / 2**30, 1), "presets": [], "do_not_fit": []}
     budget = Budget(time.monotonic() + 60 * arguments.minutes)
     print(
         f"{'preset':<18}{'parameters':>12}{'precision':>10}{'recompute':>10}{'tokens':>8}", end=""
