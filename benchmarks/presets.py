@@ -29,9 +29,8 @@ from trainyard.plan.memory import busiest_memory
 from trainyard.plan.resolve import resolve
 
 FREE_SHARE = 0.9
-CPU_FREE_SHARE = (
-    2 / 3
-)  # memory that was freed stays with a process (benchmarks/README.md, M_MMAP_MAX)
+# Memory that was freed stays with a process (M_MMAP_MAX, benchmarks/README.md).
+CPU_FREE_SHARE = 2 / 3
 OTHER_BYTES = 2**29  # the program and its libraries
 LARGE_PARAMETERS = 200e6  # from here on a single step counts, on a CPU
 LARGEST_SEQUENCES = 16
@@ -145,7 +144,7 @@ def main() -> None:
     print(
         f"{'preset':<18}{'parameters':>12}{'precision':>10}{'recompute':>10}{'tokens':>8}", end=""
     )
-    print(f"{'ms/step':>10}{'tokens/s':>10}{'GFLOP/s':>9}{'MFU':>7}{'GiB':>7}{'of them':>9}")
+    print(f"{'ms/step':>10}{'tokens/s':>10}{'GFLOP/s':>9}{'MFU':>7}{'GiB':>7}{'of plan':>9}")
     for row in list_rows(kind_of, limit):
         if wanted and not wanted & set(row.names):
             continue

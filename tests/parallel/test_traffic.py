@@ -1,12 +1,12 @@
 """What ranks really send in a step, call by call, against the formulas of the plan.
 
 Every collective and every send of a step is counted below PyTorch's dispatcher, by the group it is
-on, while real ranks train over gloo. Calls and bytes must be those of `plan.traffic`, exactly.
+on, while real ranks train over gloo, by what `trainyard plan --simulate` counts with. Calls and
+bytes must be those of `plan.traffic`, exactly.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
@@ -24,27 +22,12 @@ from trainyard.parallel.mesh import Mesh, build_mesh
 from trainyard.parallel.replica import Replica
 from trainyard.plan.resolve import resolve
 from trainyard.plan.traffic import rank_traffic
+from trainyard.simulate.accounting import Accounting
 
 pytestmark = pytest.mark.dist
 
 # Calls and bytes by axis and kind of call.
 Counts = dict[tuple[str, str], tuple[int, int]]
-
-KINDS = {
-    "allreduce_": "all-reduce",
-    "all_reduce": "all-reduce",
-    "_allgather_base_": "all-gather",
-    "all_gather_into_tensor": "all-gather",
-    "all_gather_single": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "reduce_scatter_single": "reduce-scatter",
-    "all_to_all_single": "all-to-all",
-    "alltoall_base_": "all-to-all",
-    "send": "send",
-}
-# The other end of a send; and what only waits or marks, without a message.
-NO_MESSAGE = {"recv_", "wait_tensor", "_wrap_tensor_autograd"}
 
 BASE = """train.compile=never train.micro_batch_size=1 train.global_batch_size=8 precision.kind=fp32
     model.n_layers=4 model.sequence_length=32 model.dropout=0.0 parallel.zero_stage=0"""
@@ -89,36 +72,6 @@ def build_run(changes: str) -> Run:
     return load_run("tiny", [*BASE.split(), *words]).run
 
 
-class Count(TorchDispatchMode):
-    """Counts messages by the name of their group and their kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.n_bytes: Counter[tuple[str, str]] = Counter()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = function(*args, **(kwargs or {}))
-        name = function._opname
-        if "c10d" in function.namespace and name not in NO_MESSAGE:
-            leaves = tree_leaves((args, kwargs, out))
-            kind = group_of(leaves), KINDS[name]
-            self.calls[kind] += 1
-            self.n_bytes[kind] += max(x.nbytes for x in leaves if isinstance(x, torch.Tensor))
-        return out
-
-
-def group_of(leaves: list[Any]) -> str:
-    """Finds the group among the arguments: as an object, or, in functional calls, as a name."""
-    for leaf in leaves:
-        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
-            name: str = dist.ProcessGroup.unbox(leaf).group_name
-            return name
-    return str([leaf for leaf in leaves if isinstance(leaf, str)][-1])
-
-
 def name_groups(mesh: Mesh) -> dict[str, str]:
     """Gives the axis of each group of this rank."""
     axes: dict[str, list[Any]] = {
@@ -141,7 +94,7 @@ def count_step(run: Run, n_ranks: int) -> tuple[Counts, Counts]:
     tokens = torch.zeros(size, run.model.sequence_length, dtype=torch.int64)
     keys = sequence_keys(1, 0, 0, size) if run.model.dropout else None
     for _ in range(2):
-        with Count() as count:
+        with Accounting() as count:
             replica.forward_backward(tokens, tokens, keys, 1.0)
         for held in replica.held:
             held.parameter.grad = held.kept = None
@@ -153,7 +106,7 @@ def count_step(run: Run, n_ranks: int) -> tuple[Counts, Counts]:
         axis = axes[group]
         sent = "send" if axis == "context" and rings else kind
         assert (axis, sent) not in counted, "the ends of a pipeline only add up"
-        counted[axis, sent] = (calls, count.n_bytes[group, kind])
+        counted[axis, sent] = (calls, count.message_bytes[group, kind])
     traffic = rank_traffic(run, plan, mesh.coordinates.pipeline)
     return counted, {(t.axis, t.collective): (t.calls, t.n_bytes) for t in traffic}
 
