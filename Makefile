@@ -1,16 +1,21 @@
-# make demo | test | check | bench; each sets up .venv first, pinned by constraints.txt.
+# make demo | test | test-all | check | bench; each sets up .venv first, pinned by constraints.txt.
 
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.set-up
+# Hundreds of processes are started, which would compile Trainyard each time if nothing were kept.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -q
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-all check bench clean
 
 demo: $(SETUP)
 	$(BIN)/trainyard demo
 
 test: $(SETUP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -q
+	$(PYTEST)
+
+test-all: $(SETUP)
+	$(PYTEST) -m ''
 
 check: $(SETUP)
 	$(BIN)/ruff format --check src tests benchmarks

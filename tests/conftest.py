@@ -16,7 +16,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--layouts", type=int, default=4, help="how many test_layout_walk.py visits")
+    parser.addoption("--layouts", type=int, default=3, help="how many test_layout_walk.py visits")
 
 
 @pytest.fixture(scope="session")

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.command import trainyard
 
 from trainyard.data.file_record import Block, FileRecord
 from trainyard.data.indexed import IndexedDataset, IndexedWriter, token_paths
 from trainyard.data.sidecar import Sidecar, TokenizerRecord, save_sidecar
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-
-
-def trainyard(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from trainyard.cli.main import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
 
 
 def write_record(prefix: Path, tokenizer: Tokenizer) -> None:

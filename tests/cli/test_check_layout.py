@@ -1,13 +1,13 @@
-"""`trainyard check layout`, as a user meets it."""
+"""`trainyard check layout`, as a user meets it; what it starts are processes of their own."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
+from tests.command import trainyard
 
 from trainyard.cli.check_layout import refuse_differences, render_results
 from trainyard.config.load import load_run
@@ -21,19 +21,10 @@ tensor.reduce_from_group = lambda x, group: x
 """
 
 
-def check_layout(
-    *arguments: str, folder: Path, python_path: str = ""
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from trainyard.cli.main import main; main()"]
-    paths = [python_path, os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.run(
-        [*command, "check", "layout", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-        timeout=300,
+def check_layout(*arguments: str, folder: Path, python_path: str = "") -> CompletedProcess[str]:
+    paths = filter(None, [python_path, os.environ.get("PYTHONPATH", "")])
+    return trainyard(
+        "check", "layout", *arguments, folder=folder, PYTHONPATH=os.pathsep.join(paths)
     )
 
 

@@ -1,4 +1,7 @@
-"""Exit codes, messages and start-up of the command line, as a user meets them."""
+"""Exit codes, messages and start-up of the command line, as a user meets them.
+
+Mistakes are made in forks of this process, what goes well in processes of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.command import trainyard
 
 from trainyard.data.indexed import IndexedWriter
 
@@ -24,9 +28,9 @@ prefixes = ["corpus"]
 """
 
 
-def trainyard(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def start_trainyard(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from trainyard.cli.main import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=240)
 
 
 @pytest.fixture
@@ -73,7 +77,8 @@ def test_debug_shows_the_traceback_too(folder: Path) -> None:
 def test_version_and_presets(folder: Path) -> None:
     from trainyard import __version__
 
-    assert trainyard("--version", folder=folder).stdout.strip() == f"trainyard {__version__}"
+    shown = start_trainyard("--version", folder=folder).stdout
+    assert shown.strip() == f"trainyard {__version__}"
     assert "gpt3-175b" in trainyard("show", folder=folder).stdout
 
 
@@ -100,7 +105,7 @@ def test_show_order_writes_exactly_what_training_reads(folder: Path) -> None:
 
 def test_train_show_and_verify(folder: Path) -> None:
     short = ["train.length='4 steps'", "evaluate.batches=1"]
-    trained = trainyard("train", "run.toml", *short, folder=folder)
+    trained = start_trainyard("train", "run.toml", *short, folder=folder)
     assert trained.returncode == 0, trained.stderr
     assert "step      4/4" in trained.stderr
     shown = trainyard("show", "runs/small", "--verify", folder=folder)

@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
         (["--nodes", "2"], "--nodes 2 says nothing without a cluster", "--cluster lumi --nodes 2"),
         (["--cluster", "lumy"], "no cluster named 'lumy'", "lumi"),
         (["--gpu", "h100-80"], "h100-80", "h100-80g"),
-        (["--gpu", "h100", *LUMI], "has devices of its own", "leave out one"),
+        (["--gpu", "h10", *LUMI], "no GPU named 'h10'", "h100"),
         ([*LUMI, "--gpus", "15"], "--nodes 2 of lumi are 16 devices, not --gpus 15", "leave out"),
         ([*LUMI, "--measure", "3"], "--measure 3 needs --search", "--search --measure 3"),
         ([*LUMI, "--rank", "3"], "--rank 3 needs --simulate", "--simulate --rank 3"),
@@ -89,7 +89,8 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
         (["--search", "--simulate"], "two different things", "one at a time"),
         (["--search"], "--search needs to know the devices", "--cluster"),
         ([*LUMI, "--storage", "fast"], "--storage 'fast' is not speeds in GB/s", "5,20,100"),
-        ([*LUMI, "--picture", "plan.gif"], "pictures are .png or .svg", "plan.png"),
+        ([*LUMI, "--picture", "nowhere/plan.png"], "there is no folder nowhere", "make it"),
+        ([*LUMI, "--search", "--picture", "plan.png"], "draws a plan, not what", "without it"),
         (["--gpu", "a100-80g", "precision.kind='fp8'"], "fp8", "bf16"),
         (
             ["--gpu", "h100", "--gpus", "6", "parallel.tensor=4"],
@@ -104,6 +105,28 @@ def test_refusals(arguments: list[str], problem: str, hint: str) -> None:
     assert error.value.exit_code == 2
     assert problem in error.value.problem
     assert hint in error.value.hint
+
+
+def test_a_picture_of_another_kind_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"--picture plan.gif: pictures are .png or .svg"):
+        run_plan("no such run", "--picture", "plan.gif")  # which would be refused next
+
+
+def test_a_cluster_with_other_devices() -> None:
+    ramp = "train.batch_ramp=none"
+    polaris, other, h100 = (
+        as_json("gpt3-125m", ramp, *where, "--gpus", "8")
+        for where in (
+            ["--cluster", "polaris"],
+            ["--cluster", "polaris", "--gpu", "h100"],
+            ["--gpu", "h100"],
+        )
+    )
+    assert polaris["machine"]["device"] == "A100 40GB"
+    assert other["machine"] == {"name": "polaris", "device": "H100", "devices_per_node": 4}
+    assert other["usable_bytes"] == h100["usable_bytes"] > polaris["usable_bytes"]
+    # The network of Polaris is slower than that of H100 nodes, which hold all 8.
+    assert h100["step"]["seconds"] < other["step"]["seconds"] < polaris["step"]["seconds"]
 
 
 def test_epochs_of_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +151,13 @@ def test_search_lists_ten_and_why_they_lose() -> None:
     given = [f"{name}={json.dumps(value)}" for name, value in first["changes"].items()]
     again = as_json("gpt3-125m", "train.batch_ramp=none", *given, *LUMI)
     assert again["step"]["seconds"] == pytest.approx(first["step"]["seconds"])
+    # The run's own layout stands below, with what it loses.
+    own = as_json("gpt3-125m", "train.batch_ramp=none", *LUMI)["step"]["seconds"]
+    assert found["as_it_is"]["step"]["seconds"] == pytest.approx(own)
+    assert found["as_it_is"]["fits"] is True
+    (row,) = (line for line in text.splitlines() if line.startswith("as is"))
+    assert f"+{own / first['step']['seconds'] - 1:.1%}: " in row
+    assert "behind the command: " in text
 
 
 def test_a_search_for_what_nothing_holds() -> None:
@@ -188,7 +218,6 @@ def test_every_preset_and_recipe_is_planned() -> None:
         assert 0 < flops / found.time.seconds < peak, name
 
 
-@pytest.mark.slow  # four minutes in all: what makes the many that do not fit fit
 @pytest.mark.parametrize("name", RUNS, ids=lambda name: "-".join(Path(name).parts[-2:]))
 def test_every_preset_and_recipe_gets_an_answer(name: str) -> None:
     try:

@@ -47,3 +47,14 @@ def test_there_must_be_such_a_rank() -> None:
     with pytest.raises(ConfigError, match="--rank 2 of 2 ranks, counted from 0") as error:
         print_simulation(RUN, 2, 2, as_json=False)
     assert error.value.hint.startswith("--rank 1 is the last")
+
+
+def test_fp8_is_simulated_without_a_device_that_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    run = load_run(
+        "tiny", ["precision.kind=fp8_lowbit", "train.global_batch_size=4", "model.n_layers=4"]
+    ).run
+    print_simulation(run, 2, 1, as_json=False)
+    text = capsys.readouterr().out
+    assert "_scaled_mm" in text
+    assert "shard all-to-all" in text
+    assert "workspace of fp8 products is not counted" in text

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.command import trainyard
 from tests.report.conftest import run_lines, write_run_folder
-
-
-def trainyard(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from trainyard.cli.main import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
 
 
 def test_it_writes_into_the_first_run_folder_and_nothing_else(tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ import math
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.command import trainyard
 
 from trainyard.data.indexed import IndexedDataset
 
@@ -37,10 +36,7 @@ def test_commands_from_a_dump_to_a_perplexity(tmp_path: Path, shared_data: Path)
     said = {}
     for command in commands:
         extra = {"train": SHORTENED, "evaluate": ["--json"]}.get(command[1], [])
-        program = [sys.executable, "-c", "from trainyard.cli.main import main; main()"]
-        result = subprocess.run(
-            [*program, *command[1:], *extra], capture_output=True, text=True, cwd=tmp_path
-        )
+        result = trainyard(*command[1:], *extra, folder=tmp_path)
         assert result.returncode == 0, f"{command}: {result.stderr}"
         said[command[1]] = result.stdout
     assert "read left out 99: redirect" in said["prepare"]

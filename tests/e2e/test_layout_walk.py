@@ -2,7 +2,7 @@
 
     pytest tests/e2e/test_layout_walk.py --layouts 9
 
-walks over nine layouts, 72 changes; four of them are enough for every day. Each change saves under
+walks over nine layouts, 72 changes; three of them are enough for every day. Each change saves under
 one layout and loads under another, on another number of ranks, and trains a step from there.
 """
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # at first use in every rank it would take seconds
 from safetensors.torch import load_file
 
 from trainyard.checkpoint.load import load_tensors, newest_checkpoint

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.command import trainyard
 
 ROOT = Path(__file__).parents[2]
 # Training as written takes minutes; the test trains the same model for a few steps.
@@ -34,10 +34,7 @@ def test_commands_for_your_own_text(tmp_path: Path) -> None:
     ]
     for command in commands:
         extra = SHORTENED if command[1] == "train" else []
-        program = [sys.executable, "-c", "from trainyard.cli.main import main; main()"]
-        result = subprocess.run(
-            [*program, *command[1:], *extra], capture_output=True, text=True, cwd=tmp_path
-        )
+        result = trainyard(*command[1:], *extra, folder=tmp_path)
         assert result.returncode == 0, f"{command}: {result.stderr}"
     assert (tmp_path / "runs" / "web" / "report.html").stat().st_size > 10_000
     assert (tmp_path / "web-gpt" / "model.safetensors").exists()

@@ -66,6 +66,7 @@ class Fault:
         self.plan = plan
         self.phase: Phase = "start"
         self.step = 0
+        self.n_beats = 0
         self.replica: Any = None
         self.kills_once_saved = False
 
@@ -76,8 +77,9 @@ class Fault:
         def noted(pulse: Pulse, phase: Phase, step: int) -> None:
             enter(pulse, phase, step)
             self.phase, self.step = phase, step
+            self.n_beats += 1
             # The first beat comes before all imports.
-            if phase == "start" and "torch" in sys.modules:
+            if phase == "start" and self.n_beats == 2:
                 self._hook_training()
                 self._come_to("start")
             elif phase == "forward and backward":

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.faults import forked_command
 from tests.faults.fault_table import COVER, PHASES, TABLE, Expected, cells
 from tests.faults.faulty_worker import BALLAST, DAMAGES, Plan, damage_file, shard_of
 from tests.faults.small_run import Outcome, differences, read_outcome, small_overrides, write_tokens
@@ -37,6 +38,8 @@ FAULTY_RANK = {"load": 0, "forward": 0, "update": 0, "evaluate": 0, "save": 0}
 LIMIT_SECONDS = 150.0
 MOUNT = ("mount", "-t", "tmpfs", "-o", "size=16m", "none")
 NEEDS_DISK = ("disk full", "read-only disk")  # of rank 0, which looks at it
+STARTED = (("SIGKILL", "save"), ("stale lock", "forward"))
+"""Cells whose processes are started from nothing even where the others are forks."""
 PHASE_NAMES = {
     "forward": "forward and backward",
     "backward": "forward and backward",
@@ -71,10 +74,12 @@ class FaultRuns:
 
     Args:
         folder: for all of them.
+        forks: run the command and its workers as forks of this process, but for `STARTED` cells.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, forks: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._forks = forks
         self._folder = folder.resolve()
         self._tokens = write_tokens(self._folder)
         self._whole: dict[int, Path] = {}
@@ -167,8 +172,12 @@ class FaultRuns:
             "OMP_NUM_THREADS": "1",
             **({} if plan is None else plan.as_variable()),
         }
+        words = ["train", "tiny", *overrides, "--ranks", "2"]
+        if self._forks and (plan is None or (plan.fault, plan.phase) not in STARTED):
+            code, said = forked_command.run(words, folder, environment, LIMIT_SECONDS)
+            return _Command(code, _with_logs(said, folder))
         running = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, "train", "tiny", *overrides, "--ranks", "2"],
+            [sys.executable, "-c", COMMAND, *words],
             cwd=folder,
             env=environment,
             stdout=subprocess.DEVNULL,
@@ -181,8 +190,12 @@ class FaultRuns:
             running.kill()
             _, said = running.communicate()
             said += f"\nit did not end within {LIMIT_SECONDS:g} s\n"
-        logs = [said, *(log.read_text() for log in sorted(folder.glob("runs/run/logs/*.log")))]
-        return _Command(running.returncode, "\n".join(logs))
+        return _Command(running.returncode, _with_logs(said, folder))
+
+
+def _with_logs(said: str, folder: Path) -> str:
+    logs = sorted(folder.glob("runs/run/logs/*.log"))
+    return "\n".join([said, *(log.read_text() for log in logs)])
 
 
 def can_mount(folder: Path) -> bool:

@@ -1,4 +1,7 @@
-"""Each fault and each phase of the table once; `python -m tests.faults.run_faults` does it all."""
+"""Each fault and each phase of the table once; `python -m tests.faults.run_faults` does it all.
+
+There every process is started from nothing, which takes most of the time; here two cells are.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tests.faults.run_faults import NEEDS_DISK, FaultRuns, can_mount
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> FaultRuns:
     """Runs cells, and compares them with one run that nothing befalls."""
-    return FaultRuns(tmp_path_factory.mktemp("faults"))
+    return FaultRuns(tmp_path_factory.mktemp("faults"), forks=True)
 
 
 @pytest.mark.dist

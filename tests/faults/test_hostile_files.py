@@ -9,6 +9,7 @@ work, that it is made anew. Nothing in a file is ever executed.
 from __future__ import annotations
 
 import bz2
+import gc
 import gzip
 import importlib
 import io
@@ -307,6 +308,7 @@ def run_alone(command: str) -> tuple[int, str]:
     if pid == 0:
         code = 1
         try:
+            gc.freeze()  # looking at what is there already would copy it
             os.setsid()  # no terminal can be opened
             output = os.open("output.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
             os.dup2(output, 1)

@@ -26,8 +26,8 @@ from pathlib import Path
 from trainyard.config.corpus import Corpus
 from trainyard.data.preparation.prepare import prepare
 
-def run(description, workers):
-    prepare(Corpus.model_validate_json(description), workers=workers, unit_bytes={UNIT_BYTES})
+def run(description, workers, unit_bytes={UNIT_BYTES}):
+    prepare(Corpus.model_validate_json(description), workers=workers, unit_bytes=unit_bytes)
 """
 
 # Forks, because a process that has imported everything is ready at once. The moments of the kills
@@ -40,7 +40,7 @@ def start():
     if child == 0:
         code = 1
         try:
-            run(description, 1)
+            run(description, 1, int(sys.argv[4]))
             code = 0
         finally:
             os._exit(code)
@@ -81,16 +81,16 @@ print(in_the_midst, resumed_with_parts)
 
 @pytest.mark.slow
 def test_killed_at_thirty_moments(tmp_path: Path, tokenizer_folder: Path) -> None:
-    write_corpus(tmp_path / "in", n_documents=1200)
+    write_corpus(tmp_path / "in", n_documents=600)
     (tmp_path / "expected").mkdir()
     (tmp_path / "out").mkdir()
     description = describe_corpus(tmp_path / "in", tokenizer_folder, tmp_path / "expected/c")
-    prepare(description, workers=2, unit_bytes=UNIT_BYTES)
+    prepare(description, workers=2, unit_bytes=UNIT_BYTES // 2)
     killed = description.model_copy(update={"output": str(tmp_path / "out/c")})
     result = subprocess.run(
         [
             *(sys.executable, "-c", PREAMBLE + KILLER, killed.model_dump_json()),
-            *(str(tmp_path / "out"), str(tmp_path / "expected")),
+            *(str(tmp_path / "out"), str(tmp_path / "expected"), str(UNIT_BYTES // 2)),
         ],
         capture_output=True,
         text=True,
@@ -171,7 +171,7 @@ def test_a_piece_that_kills_its_workers_ends_the_run(
 def test_workers_end_when_the_one_that_started_them_is_killed(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
-    write_corpus(tmp_path / "in", n_files=9, n_documents=4000)
+    write_corpus(tmp_path / "in", n_files=9, n_documents=1500)
     for name in ("expected", "out"):
         (tmp_path / name).mkdir()
     corpus = describe_corpus(tmp_path / "in", tokenizer_folder, tmp_path / "out/c")

@@ -7,13 +7,12 @@ repeats) and in URLs. Afterwards every byte that was written is searched, and wh
 from __future__ import annotations
 
 import base64
-import os
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
+from tests.command import trainyard
 
 from trainyard.data.indexed import IndexedWriter
 
@@ -54,16 +53,9 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-def train(run_file: Path | str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    code = "from trainyard.cli.main import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "train", str(run_file), *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"},
-        timeout=200,
-    )
+def train(run_file: Path | str, *arguments: str, folder: Path) -> CompletedProcess[str]:
+    words = ("train", str(run_file), *arguments)
+    return trainyard(*words, folder=folder, **ENVIRONMENT, OMP_NUM_THREADS="1")
 
 
 def forms(secret: str) -> list[bytes]:
@@ -83,7 +75,7 @@ def written_secrets(folder: Path) -> list[str]:
     ]
 
 
-def printed_secrets(done: subprocess.CompletedProcess[str]) -> list[str]:
+def printed_secrets(done: CompletedProcess[str]) -> list[str]:
     return [secret for secret in SECRETS if secret in done.stdout + done.stderr]
 
 

@@ -29,7 +29,8 @@ FP16 = {"kind": "fp16"}
 PRODUCTS = {"kind": "fp8", "fp8": {"emulate": True, "precise_blocks": 0}}
 SCALES_BOUND = 1e-5
 GATHER, ROWWISE = {"fp8": {"all_gather": True}}, {"fp8": {"scaling": "rowwise"}}
-RAMP = {"batch_ramp": {"start": 4, "increment": 4, "length": "8 sequences"}}
+EIGHT = {"global_batch_size": 8}
+RAMP = EIGHT | {"batch_ramp": {"start": 4, "increment": 4, "length": "8 sequences"}}
 F32, F16, BF16, FP8, LOW_BIT = "fp32", "fp16", "bf16", "fp8", "fp8_lowbit"
 
 
@@ -54,7 +55,7 @@ BLOCK, ATTENTION = layout(recompute="block"), layout(recompute="attention")
 TABLE = {
     # One axis.
     "single, recompute block": Row(BLOCK, model=DROPOUT),
-    "single, micro batch 4": Row(train={"micro_batch_size": 4}, model=DROPOUT),
+    "single, micro batch 4": Row(train=EIGHT | {"micro_batch_size": 4}, model=DROPOUT),
     "dp2": Row(data=2),
     "dp4": Row(data=4, model=DROPOUT),
     "dp2 zero 1": Row(Z1, data=2),
@@ -127,7 +128,7 @@ TABLE = {
     # A batch that grows, and larger micro batches.
     "dp2 tp2 batch ramp": Row(TP2, data=2, train=RAMP, model=DROPOUT),
     "pp2 batch ramp": Row(PP2, train=RAMP, model=DROPOUT),
-    "dp2 pp2 micro batch 2": Row(PP2, data=2, train={"micro_batch_size": 2}, model=DROPOUT),
+    "dp2 pp2 micro batch 2": Row(PP2, data=2, train=EIGHT | {"micro_batch_size": 2}, model=DROPOUT),
     # Compiled blocks.
     "dp2 tp2 sequence zero 1 compiled": Row(
         SP2 | Z1, data=2, train={"compile": "always"}, model=DROPOUT

@@ -78,6 +78,12 @@ def test_a_cluster_with_other_gpus_keeps_its_network() -> None:
     assert machine.device.name == "A100 80GB"
     assert machine.memory_bytes == 80 * 2**30
     assert machine.devices_per_node == 4
+    h100 = find_machine("polaris", "h100")
+    assert h100.network_bytes_per_second == find_machine("polaris").network_bytes_per_second
+    assert h100.link_bytes_per_second == find_machine(gpu="h100").link_bytes_per_second
+    # What was measured with the cluster's own devices says nothing of others.
+    measured = find_machine(gpu="h100").efficiencies
+    assert find_machine("local", "h100").efficiencies == measured
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:

@@ -135,6 +135,23 @@ def test_zero_shares_states_and_low_bits_shrink_them() -> None:
     assert shared["optimizer"] - items["optimizer"] == matrices * (3 - 3 / 32)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved chunks=2", "zero_bubble chunks=2"])
+def test_more_micro_batches_bring_a_pipeline_tokens_and_labels_alone(schedule: str) -> None:
+    changes = f"pipeline=2 schedule={schedule} train.global_batch_size="
+    for rank in range(2):
+        few, many = (planned(load("tiny", f"{changes}{n}"), 2, rank) for n in (8, 32))
+        assert many - few == (32 - 8) * 512 * 2 * 8
+
+
+def test_micro_batches_of_a_pipeline_share_one_cast_of_each_weight() -> None:
+    run = load("tiny", "pipeline=2")
+    plan = resolve(run, 2)
+    of_a_block = 12 * 256**2 + 13 * 256
+    for rank, (first, end) in enumerate(plan.stages):  # with two of them in flight, and with one
+        items = rank_memory(run, plan, rank).items
+        assert items["gathered weights"] == 2 * of_a_block * (end - first)
+
+
 def test_the_busiest_rank_needs_most() -> None:
     run = load("tiny", "pipeline=4")
     plan = resolve(run, 4)

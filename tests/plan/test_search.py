@@ -111,7 +111,7 @@ def test_why_one_loses() -> None:
     any_one = predict(load_run("gpt3-125m", SMALL).run, POLARIS, 8)
     first = timed(any_one, 2.0, products=1.5, bubble=0.1, tensor=0.4)
     other = timed(any_one, 2.3, products=1.5, bubble=0.6, tensor=0.2)
-    assert explain_loss(first, other) == "bubble +25.0%"
+    assert explain_loss(first, other) == "bubble +25.0%, though tensor -10.0%"
     third = timed(any_one, 2.4, products=1.6, bubble=0.2, tensor=0.6)
     assert explain_loss(first, third) == "tensor +10.0%, products +5.0%"
     assert explain_loss(first, first) == "as fast"

@@ -51,6 +51,32 @@ LAYOUTS = {
         0,
     ),
     "zero bubble, zero 1": ("pipeline=2 chunks=2 schedule=zero_bubble zero_stage=1", 4, 0),
+    "fp8, tensor, sequence, zero 3": (
+        "tensor=2 sequence=true zero_stage=3 precision.kind=fp8",
+        4,
+        3,
+    ),
+    "fp8 by rows, recompute": (
+        "zero_stage=1 recompute=block precision.kind=fp8 precision.fp8.scaling=rowwise",
+        2,
+        0,
+    ),
+    "fp8 weights gathered as such": (
+        "zero_stage=3 precision.kind=fp8 precision.fp8.all_gather=true",
+        4,
+        1,
+    ),
+    "fp8_lowbit, tensor, replicas": (
+        "tensor=2 zero_stage=2 replicas=2 precision.kind=fp8_lowbit",
+        8,
+        5,
+    ),
+    "fp8_lowbit, 1f1b, fp8 weights, many": (
+        "pipeline=2 zero_stage=1 precision.kind=fp8_lowbit precision.fp8.all_gather=true "
+        "train.global_batch_size=40",
+        4,
+        3,
+    ),
     "all axes": (
         "tensor=2 sequence=true pipeline=4 context=2 zero_stage=1 train.global_batch_size=128",
         64,
@@ -74,8 +100,12 @@ REAL = {
     "zero 3": ("zero_stage=3", 2),
     "tensor, sequence": ("tensor=2 sequence=true", 2),
     "pipeline": ("pipeline=2", 2),
+    "interleaved": ("pipeline=2 chunks=2 schedule=interleaved", 2),
     "ulysses": ("context=2", 2),
     "three axes": ("pipeline=2 tensor=2 sequence=true zero_stage=1", 8),
+    "fp8": ("precision.kind=fp8", 1),
+    "fp8, emulated": ("precision.kind=fp8 precision.fp8.emulate=true zero_stage=3", 2),
+    "fp8_lowbit": ("precision.kind=fp8_lowbit zero_stage=2", 2),
 }
 
 
@@ -138,6 +168,46 @@ def test_products_have_the_flop_of_the_formula() -> None:
     )
 
 
+@pytest.mark.parametrize(("kind", "scaling"), [("fp8", "tensorwise"), ("fp8_lowbit", "rowwise")])
+def test_scaled_products_are_products(kind: str, scaling: str) -> None:
+    """Of a device that has them, on a machine that may not."""
+    changes = f"zero_stage=1 precision.kind={kind} precision.fp8.scaling={scaling}"
+    run = build_run(changes)
+    bf16 = simulate(build_run("zero_stage=1 precision.kind=bf16"), 1, 0)
+    found = simulate(run, 1, 0)
+    D, F = run.model.d_model, run.model.d_ff
+    n_tokens = 8 * run.model.sequence_length
+    n_scaled = run.model.n_layers - 2 * run.precision.fp8.precise_blocks
+    assert found.flops["_scaled_mm"] == 3 * n_scaled * (8 * D * D + 4 * D * F) * n_tokens
+    assert sum(found.flops.values()) == sum(bf16.flops.values())
+    assert {m.axis for m in found.messages} == {m.axis for m in bf16.messages} == set()
+
+
+def test_low_bit_state_is_what_is_kept() -> None:
+    bf16, low = (
+        simulate(build_run(f"zero_stage=1 precision.kind={kind}"), 2, 0)
+        for kind in ("bf16", "fp8_lowbit")
+    )
+    model = build_run("").model
+    D, F = model.d_model, model.d_ff
+    n_values = model.n_layers * (4 * D * D + 2 * D * F) // 2  # of blocks' matrices, on each rank
+    # Weight, master and both moments: 2, 2, 1, 2 bytes and three scales, in place of 12. Vectors
+    # are bf16 and have fp32 masters besides.
+    n_vectors = model.n_layers * (9 * D + F + 3 * D) // 2
+    less = (12 - (2 + 2 + 1 + 2 + 3 / 32)) * n_values - 2 * n_vectors
+    assert bf16.held_bytes - low.held_bytes == pytest.approx(less, rel=0.02)
+
+
+def test_emulated_products_are_counted_as_they_are() -> None:
+    changes = "precision.kind=fp8 precision.fp8.emulate="
+    real, emulated = (simulate(build_run(changes + word), 1, 0) for word in ("false", "true"))
+    assert "_scaled_mm" not in emulated.flops
+    assert sum(emulated.flops.values()) == sum(real.flops.values())
+    assert emulated.peak_bytes >= real.peak_bytes
+    assert any("emulated" in text for text in emulated.differences)
+    assert not any("emulated" in text for text in real.differences)
+
+
 def test_micro_batches_that_are_counted_are_as_if_they_were_run() -> None:
     changes = "pipeline=2 tensor=2 train.global_batch_size="
     few, many = (simulate(build_run(f"{changes}{n}"), 4, 0) for n in (4, 7))
@@ -147,8 +217,9 @@ def test_micro_batches_that_are_counted_are_as_if_they_were_run() -> None:
     found = _simulate_all(run, 4)
     # Some numbers of 4 bytes are on no line.
     assert many.peak_bytes == pytest.approx(found.peak_bytes, abs=100)
-    stream = run.model.sequence_length * run.model.d_model * 4
-    assert found.peak_bytes > few.peak_bytes + 3 * stream, "a buffer for each micro batch"
+    # Messages between stages take memory only while they are on their way.
+    ids = 2 * run.model.sequence_length * torch.int64.itemsize
+    assert found.peak_bytes == few.peak_bytes + 3 * ids, "tokens and labels of each micro batch"
     assert many.flops == found.flops
     assert many.messages == found.messages
 

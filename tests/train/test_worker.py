@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from tests.command import Fork
 
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import load_tensors, newest_checkpoint
@@ -28,6 +27,7 @@ from trainyard.launch.environment import Process
 from trainyard.train.run_folder import write_run_folder
 from trainyard.train.stop import DONE, Ending, Stop
 from trainyard.train.worker import choose_device, run_worker
+from trainyard.train.worker import main as worker_main
 
 
 def with_fields(run: Run, **sections: dict[str, object]) -> Run:
@@ -261,27 +261,27 @@ def test_token_outside_the_vocabulary(tiny_run: Run, tmp_path: Path) -> None:
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 93)]
 )
 def test_a_signal_saves_and_its_exit_code_tells_a_scheduler(
-    tiny_run: Run, tmp_path: Path, number: signal.Signals, code: int
+    tiny_run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    code: int,
 ) -> None:
     folder = tmp_path / "run"
     run = with_fields(tiny_run, train={"length": "100000 steps"}, schedule={"decay": "99999 steps"})
     write_run_folder(folder, run, "auto")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainyard.train.worker", str(folder)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    monkeypatch.setattr("sys.argv", ["worker", str(folder)])
+    running = Fork(worker_main)
     deadline = time.monotonic() + 60
     metrics = folder / "metrics.jsonl"
     while time.monotonic() < deadline and (
         not metrics.exists() or metrics.read_text().count('"train"') < 3
     ):
         time.sleep(0.05)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code, errors
-    assert f"received {number.name}" in errors
+    os.kill(running.pid, number)
+    ended = running.wait()
+    assert ended.returncode == code, ended.stderr
+    assert f"received {number.name}" in ended.stderr
     outcome = json.loads((folder / "outcome.json").read_text())
     assert (outcome["reason"], outcome["exit_code"]) == (f"received {number.name}", code)
     checkpoint = newest_checkpoint(folder / "checkpoints")

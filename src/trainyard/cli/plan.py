@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainyard.plan.hardware import Machine
 
 GIGA = 1e9
+PICTURES = (".png", ".svg")
 
 
 def plan(
@@ -29,7 +30,10 @@ def plan(
         str | None, typer.Option(help="A cluster by name: polaris, lumi, azure-ndv5, local.")
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="How many of its nodes.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="A device by name, such as h100-80g.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="A device by name, such as h100-80g; with --cluster: in its nodes."),
+    ] = None,
     gpus: Annotated[
         int | None,
         typer.Option(min=1, help="How many devices. Default: the fewest the run is cut into."),
@@ -78,6 +82,8 @@ def plan(
     from trainyard.config.load import load_run
 
     refuse_options(search=search, measure=measure, simulate=simulate, rank=rank, all=all_stages)
+    if picture is not None:
+        refuse_picture(picture, is_of_plan=not (search or simulate))
     loaded = load_run(run_file, overrides)
     machine = find_asked_machine(cluster, nodes, gpu)
     n_devices = count_devices(loaded.run, machine, nodes, gpus)
@@ -115,11 +121,28 @@ def refuse_options(
         raise ConfigError(f"{name} needs --simulate", f"--simulate {name}")
 
 
+def refuse_picture(path: Path, *, is_of_plan: bool) -> None:
+    """Refuses a picture that cannot be drawn or kept, before anything is computed.
+
+    Raises:
+        ConfigError: says what it would have to be.
+    """
+    if not is_of_plan:
+        raise ConfigError(
+            f"--picture {path} draws a plan, not what --search or --simulate find",
+            "first one, then --picture without it",
+        )
+    if path.suffix.lower() not in PICTURES:
+        raise ConfigError(f"--picture {path}: pictures are .png or .svg", "name it plan.png")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--picture {path}: there is no folder {path.parent}", "make it before")
+
+
 def find_asked_machine(cluster: str | None, nodes: int | None, gpu: str | None) -> Machine | None:
     """Finds the machine that the options name; None where they name none.
 
     Raises:
-        ConfigError: they contradict each other, or the name is unknown.
+        UserError: nodes of nothing, or a name is unknown.
     """
     if cluster is None and gpu is None:
         if nodes is not None:
@@ -127,11 +150,6 @@ def find_asked_machine(cluster: str | None, nodes: int | None, gpu: str | None) 
                 f"--nodes {nodes} says nothing without a cluster", f"--cluster lumi --nodes {nodes}"
             )
         return None
-    if cluster is not None and gpu is not None:
-        raise ConfigError(
-            f"--cluster {cluster} has devices of its own, and --gpu {gpu} names others",
-            "leave out one of them",
-        )
     from trainyard.plan.clusters import find_machine
 
     return find_machine(cluster, gpu)

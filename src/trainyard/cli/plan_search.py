@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,26 @@ from trainyard.errors import ConfigError, MachineError
 from trainyard.plan.hardware import Machine
 from trainyard.plan.rehearsal import describe_layout
 from trainyard.plan.remedies import fewest_devices
-from trainyard.plan.search import Candidate, explain_loss, rescale, search
+from trainyard.plan.search import (
+    Candidate,
+    explain_loss,
+    fits,
+    is_legal,
+    predict,
+    rescale,
+    search,
+    with_seconds,
+)
 from trainyard.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 MOST_LISTED = 10
+HOW_TO_READ = (
+    "in % of the first's whole step: tensor, context, pipeline and data are what those ranks send "
+    "and nothing hides, bubble is stages that wait, overhead starting kernels"
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,10 @@ class Found:
     """Seconds of a step by place in `candidates`, of those that were timed."""
     scale: float = 1.0
     """What predictions were multiplied by to agree with what was measured."""
+    as_it_is: Candidate | None = None
+    """The run's own layout, as predicted; None where it cannot be on so many devices."""
+    fits: bool = True
+    """Whether that one does."""
 
 
 def print_search(
@@ -79,6 +96,9 @@ def print_search(
         found = _measure(candidates, n_measured)
         if read_process().rank > 0:
             return
+    as_it_is = _predict(run, machine, n_devices, found.scale)
+    if as_it_is is not None:
+        found = replace(found, as_it_is=as_it_is, fits=fits(as_it_is.memory, machine))
     if as_json:
         typer.echo(json.dumps(search_as_json(run, found), indent=2))
     else:
@@ -88,6 +108,14 @@ def print_search(
         Console(soft_wrap=True, highlight=False).print(text)
     if n_measured is not None:
         typer.echo(keep_winner(found, run, source), err=as_json)
+
+
+def _predict(run: Run, machine: Machine, n_devices: int, scale: float) -> Candidate | None:
+    """Plans the run's own layout, on the scale of the others."""
+    if not is_legal(run, n_devices):
+        return None
+    found = predict(run, machine, n_devices)
+    return with_seconds(found, scale * found.time.seconds)
 
 
 def _measure(candidates: Sequence[Candidate], n_measured: int) -> Found:
@@ -123,34 +151,44 @@ def render_search(run: Run, machine: Machine, found: Found) -> Text:
 
     first = found.candidates[0]
     devices = describe_devices(machine, first.plan.n_ranks)
+    n = len(found.candidates)
+    count = f"the {n} fastest layouts that fit" if n >= MOST_LISTED else f"all {n} that fit"
     text = Text(run.name, style="bold")
-    text.append(f" on {devices}: layouts that fit, fastest first", style="not bold")
+    text.append(f" on {devices}: {count}", style="not bold")
     if found.measured:
         n_measured = len(found.measured)
         text.append(
             f"\n{n_measured} timed here (*), the others predicted x {found.scale:.3g}",
             style="not bold",
         )
-    width = max(len(describe_candidate(each)) for each in found.candidates)
+    shown = [*found.candidates, *filter(None, [found.as_it_is])]
+    width = max(len(describe_candidate(each)) for each in shown)
     text.append(
-        f"\n    {'step':>9}  {'memory':>9}  {'layout':<{width}}  longer than the first",
+        f"\n{'':<6}{'step':>9}  {'memory':>9}  {'layout':<{width}}  longer than the first, and why",
         style="cyan not bold",
     )
     for place, candidate in enumerate(found.candidates):
-        star = "*" if place in found.measured else " "
-        slower = candidate.time.seconds / first.time.seconds - 1
-        why = f"{slower:.1%}: {explain_loss(first, candidate)}" if place else ""
-        text.append(
-            f"\n{place + 1:>2} {star}{describe_step(candidate.time.seconds):>9}  "
-            f"{format_bytes(candidate.memory.peak_bytes):>9}  "
-            f"{describe_candidate(candidate):<{width}}  {why}",
-            style="not bold",
-        )
+        mark = f"{place + 1:>2} {'*' if place in found.measured else ' '}"
+        text.append(f"\n{_row(mark, candidate, first, width)}", style="not bold")
+    if found.as_it_is is not None:
+        row = _row("as is", found.as_it_is, first, width)
+        text.append(f"\n{row}{'' if found.fits else '; DOES NOT FIT'}", style="not bold")
+    text.append(f"\n{HOW_TO_READ}", style="cyan not bold")
     changes = first.changes_from(run)
     given = rules.describe(run, changes).replace(" with ", " ")
-    text.append("\nthe first    ", style="cyan not bold")
-    text.append(given or "is the run as it is", style="not bold")
+    text.append("\nthe first, behind the command: ", style="cyan not bold")
+    text.append(given or "nothing, it is the run as it is", style="not bold")
     return text
+
+
+def _row(mark: str, candidate: Candidate, first: Candidate, width: int) -> str:
+    slower = candidate.time.seconds / first.time.seconds - 1
+    why = "" if candidate is first else f"{slower:+.1%}: {explain_loss(first, candidate)}"
+    row = (
+        f"{mark:<6}{describe_step(candidate.time.seconds):>9}  "
+        f"{format_bytes(candidate.memory.peak_bytes):>9}  {describe_candidate(candidate):<{width}}"
+    )
+    return f"{row}  {why}".rstrip()
 
 
 def describe_candidate(candidate: Candidate) -> str:
@@ -166,18 +204,22 @@ def search_as_json(run: Run, found: Found) -> dict[str, Any]:
         "run": run.name,
         "n_devices": first.plan.n_ranks,
         "scale": found.scale,
+        "as_it_is": found.as_it_is and _as_json(found.as_it_is, first) | {"fits": found.fits},
         "candidates": [
-            {
-                "changes": candidate.changes_from(run),
-                "layout": describe_candidate(candidate),
-                "step": time_as_json(candidate.time),
-                "memory": memory_as_json(candidate.memory),
-                "is_measured": place in found.measured,
-                "longer_than_first": candidate.time.seconds / first.time.seconds - 1,
-                "why": explain_loss(first, candidate) if place else "",
-            }
+            {"changes": candidate.changes_from(run), "is_measured": place in found.measured}
+            | _as_json(candidate, first)
             for place, candidate in enumerate(found.candidates)
         ],
+    }
+
+
+def _as_json(candidate: Candidate, first: Candidate) -> dict[str, Any]:
+    return {
+        "layout": describe_candidate(candidate),
+        "step": time_as_json(candidate.time),
+        "memory": memory_as_json(candidate.memory),
+        "longer_than_first": candidate.time.seconds / first.time.seconds - 1,
+        "why": "" if candidate is first else explain_loss(first, candidate),
     }
 
 

@@ -81,6 +81,8 @@ def render_simulation(found: Simulation, planned_bytes: int) -> Iterator[str]:
             f"{format_bytes(message.n_bytes):>10}  {message.axis} {message.collective}, "
             f"{message.calls:,} calls",
         )
+    for number, text in enumerate(found.differences):
+        yield _row("" if number else "not so there", text)
 
 
 def _row(title: str, text: str) -> str:

@@ -7,7 +7,9 @@ be read in the forward pass.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,26 @@ class Product(Protocol):
         """Gives (..., out), in the precision of `x`, which the weight has too."""
 
 
-class Linear(nn.Module):
+class Layer(nn.Module):
+    """Weight and bias that are kept in one precision and used in another.
+
+    Attributes:
+        casts: of both, while several passes share them (`cast_once`).
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+    casts: tuple[Tensor, Tensor] | None = None
+
+    def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Gives weight and bias in a precision, as part of the graph."""
+        if self.casts is None:
+            return self.weight.to(dtype), self.bias.to(dtype)
+        weight, bias = self.casts
+        return _KnownCast.apply(self.weight, weight), _KnownCast.apply(self.bias, bias)  # type: ignore[no-untyped-call]
+
+
+class Linear(Layer):
     """A matrix product and a bias, in the precision of the input.
 
     Attributes:
@@ -36,10 +57,11 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., in_features) to (..., out_features)."""
-        return self.product(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        weight, bias = self.cast(x.dtype)
+        return self.product(x, weight, bias)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Layer):
     """Layer normalisation over the last dimension, in the precision of the input."""
 
     def __init__(self, d_model: int, epsilon: float) -> None:
@@ -50,5 +72,38 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises (..., D)."""
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        weight, bias = self.cast(x.dtype)
         return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
+
+
+@contextmanager
+def cast_once(layers: Iterable[Layer], dtype: torch.dtype) -> Iterator[None]:
+    """Lets all passes inside its block share the memory of one cast of each parameter.
+
+    Where several are under way at once, each would keep its own until its backward pass.
+
+    Args:
+        layers: whose parameters do not change inside the block.
+        dtype: of their inputs.
+    """
+    cast = [each for each in layers if each.weight.dtype != dtype]
+    for each in cast:
+        each.casts = each.weight.detach().to(dtype), each.bias.detach().to(dtype)
+    try:
+        yield
+    finally:
+        for each in cast:
+            each.casts = None
+
+
+class _KnownCast(torch.autograd.Function):
+    """A cast of a parameter whose values are there: only the way back of gradients is new."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, cast: Tensor) -> Tensor:
+        ctx.dtype = parameter.dtype
+        return cast.view_as(cast)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None

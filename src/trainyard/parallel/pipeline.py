@@ -9,25 +9,129 @@ run has (a batch ramp has several), over the same stages.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import schedules
 
 from trainyard.model.gpt import GPT
+from trainyard.model.linear import Layer, cast_once
 
+META = torch.device("meta")
 # Logs a whole schedule on every rank when one of its actions fails.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
 class _Stage(pipelining.PipelineStage):
-    """A stage that does not try to connect to itself, as gloo cannot (torch 2.11)."""
+    """A stage that has memory for a message only from its receiving until its use.
+
+    PyTorch's has a buffer for every micro batch of a step, in both directions, all the time. Here
+    those stand on the meta device, where they are shapes, and take memory in turn:
+
+        before     get_..._recv_ops     _retrieve_recv_...             end of the backward pass
+        shape      buffer               shape; the stage has it        the stage drops it
+
+    Neither does a stage connect to itself, as gloo cannot (torch 2.11).
+    """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
         return [each for each in operations if each.group_peer != self.group_rank]
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        device, self.device = self.device, META
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        _move_buffers(self.args_recv_info[fwd_chunk_id], self.device)
+        operations: list[dist.P2POp] = super().get_fwd_recv_ops(fwd_chunk_id)
+        return operations
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            _move_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
+        operations: list[dist.P2POp] = super().get_bwd_recv_ops(bwd_chunk_id)
+        return operations
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        received = super()._retrieve_recv_activations(fwd_chunk_id)
+        for each in received:
+            each.requires_grad_(self.has_backward)  # torch 2.11 asks it of buffers in advance
+        _move_buffers(self.args_recv_info[fwd_chunk_id], META)
+        return received
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        received = super()._retrieve_recv_grads(bwd_chunk_id)
+        _move_buffers(self.grad_recv_info[bwd_chunk_id], META)
+        return received
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if not self.has_backward:  # PyTorch would keep what an evaluation received and gave
+            del self.fwd_cache[bwd_chunk_id]
+        elif loss is not None and full_backward:
+            loss.detach_()  # the schedule keeps losses, whose graphs would keep what was received
+
+
+class _SendingStage(_Stage):
+    """A stage that sends by itself, and keeps a message only until it sends the next.
+
+    Schedules that can have several stages on a rank keep all that a step sends until its end. To
+    wait for one message before sending the next cannot hang: such a schedule puts a sending and its
+    receiving into the lists of both ranks at once, so that each waits for earlier ones alone.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sent: list[dist.Work] = []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _send(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Sends as the schedule would, and leaves nothing for it to send."""
+        for work in self._sent:
+            work.wait()
+        self._sent = schedules._batch_p2p(operations)
+        return []
+
+    def clear_runtime_states(self) -> None:
+        self._send([])
+        super().clear_runtime_states()
+
+
+def _move_buffers(inputs: Iterable[Any], device: torch.device) -> None:
+    """Exchanges the buffers of a micro batch for empty ones elsewhere."""
+    for each in inputs:
+        if getattr(each, "buffer", None) is not None:  # token ids are not received
+            each.buffer = torch.empty_like(each.buffer, device=device)
 
 
 class Pipeline:
@@ -50,12 +154,12 @@ class Pipeline:
         example: Tensor,
     ) -> None:
         self._schedule = schedule
-        self._models = stages
         self._scale: float | Tensor = 1.0
         self._schedules: dict[int, Any] = {}
         self.has_first, self.has_last = 0 in stages, n_stages - 1 in stages
+        stage_class = _Stage if schedule in ("gpipe", "1f1b") else _SendingStage
         self._stages: list[Any] = [
-            _Stage(
+            stage_class(
                 model,
                 number,
                 n_stages,
@@ -67,6 +171,8 @@ class Pipeline:
             for number, model in stages.items()
         ]
         self._last = stages.get(n_stages - 1)
+        self._layers = [layer for model in stages.values() for layer in _layers_in_flight(model)]
+        self._dtype = next(iter(stages.values())).compute_dtype
 
     def forward_backward(
         self,
@@ -107,7 +213,10 @@ class Pipeline:
             options |= {"target": labels, "losses": losses, "return_outputs": False}
         if n not in self._schedules:
             self._schedules[n] = self._build_schedule(n)
-        getattr(self._schedules[n], method)(*arguments, **options)
+        with cast_once(self._layers, self._dtype):
+            getattr(self._schedules[n], method)(*arguments, **options)
+        for stage in self._stages:
+            stage.clear_runtime_states()
 
     def _build_schedule(self, n_micro_batches: int) -> Any:
         options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
@@ -122,6 +231,16 @@ class Pipeline:
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         assert self._last is not None
         return self._last.summed_loss(hidden, labels, self._scale)
+
+
+def _layers_in_flight(model: GPT) -> Iterator[Layer]:
+    """Gives the layers whose casts would be there once for each micro batch in flight.
+
+    FSDP has one of each weight already; and what is computed again keeps none.
+    """
+    for block in model.blocks.values():
+        if not isinstance(block, FSDPModule) and block.recompute != "block":
+            yield from (each for each in block.modules() if isinstance(each, Layer))
 
 
 def _example_hidden(model: GPT, tokens: Tensor) -> Tensor:

@@ -56,8 +56,8 @@ class RowLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T, in_features/tp) to (B, T or T/tp, out_features)."""
-        partial = self.product(x, self.weight.to(x.dtype))
-        return self._collect(partial, self._group) + self.bias.to(x.dtype)
+        weight, bias = self.cast(x.dtype)
+        return self._collect(self.product(x, weight), self._group) + bias
 
 
 class VocabularyEmbedding(nn.Embedding):

@@ -102,7 +102,7 @@ class MicroBatch:
     def between_layers(self) -> float:
         """Gradients of the values of a block, of its layers' inputs and outputs."""
         D, F, t = self.run.model.d_model, self.run.model.d_ff, self.topology.tensor
-        return 2 * self.value * self.n_tokens * ((3 * D + F) / t + 4 * D)
+        return self.value * self.n_tokens * ((3 * D + F) / t + 4 * D)
 
     def loss(self) -> float:
         """The loss in its chunks, and the gradients of hidden states and of the head."""

@@ -124,8 +124,21 @@ def find_machine(cluster: str | None = None, gpu: str | None = None) -> Machine:
     found = read_cluster(cluster or "local")
     if gpu is not None:
         _check_gpu(gpu, "--gpu")
-        found = found.model_copy(update={"gpu": gpu})
+        found = _with_other_gpus(found, gpu)
     return build_machine(cluster or "local", found)
+
+
+def _with_other_gpus(cluster: Cluster, gpu: str) -> Cluster:
+    """Puts other GPUs into the nodes; only nodes and network are as they were."""
+    if gpu == cluster.gpu:
+        return cluster
+    return Cluster(
+        description=cluster.description,
+        gpu=gpu,
+        devices_per_node=cluster.devices_per_node,
+        network_gigabytes_per_second=cluster.network_gigabytes_per_second,
+        network_latency_microseconds=cluster.network_latency_microseconds,
+    )
 
 
 def read_cluster(name: str) -> Cluster:

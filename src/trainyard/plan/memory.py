@@ -126,6 +126,10 @@ class _Rank:
         self.low_values = sum(map(self._share, low)) if is_low else 0
         self.n_blocks = sum(end - first for first, end in self.stages)
         self.one_block = self.block_values // self.n_blocks
+        # Where FSDP does not, one cast of each weight serves all micro batches of a pipeline.
+        is_cast = self.value < FP32_BYTES and not is_low
+        self.shares_casts = is_cast and self.is_piped and not self.is_shared
+        self.shares_casts &= run.parallel.recompute != "block"
 
     def _count(self, named: Iterable[tuple[str, Shape]], *, in_blocks: bool) -> int:
         return sum(
@@ -174,14 +178,14 @@ class _Rank:
         """The embedding, of which there are no activations, or of those of other micro batches."""
         head = self.micro.head_gradient
         both = self.has_first and self.has_last and self.run.model.tied_embeddings
+        first, *others = self._in_flight()
         of_rest = self.rest_values * FP32_BYTES if self.is_shared else 0
         n_buffers = 1 if self.is_shared else 0
         return {
             "gradients": self._gradients(at_end=True)
             + (head * (3 if both else 1) if self.has_first else 0),
             "gathered weights": self._gathered(n_at_once=self.n_blocks),
-            "activations": self._activations([max(0, n - 1) for n in self._in_flight()])
-            + self.micro.embedding(),
+            "activations": self._activations([max(0, first - 1), *others]) + self.micro.embedding(),
             "buffers": self._batch()
             + n_buffers * (of_rest + FP32_BYTES * self.one_block)
             + FP32_BYTES * self.micro.n_residual * self.run.model.d_model,
@@ -227,13 +231,13 @@ class _Rank:
         if not self.is_shared:
             if self.value == FP32_BYTES or self.low_values:
                 return 0
-            # Each micro batch in flight has its own cast, but of what is computed again.
+            if self.shares_casts:
+                return self.value * self.block_values
+            # What is computed again keeps no cast.
             D, F = self.run.model.d_model, self.run.model.d_ff
             kept = {"none": 1.0, "attention": F / (2 * D + F), "block": 0.0}
             share = kept[self.run.parallel.recompute]
-            pairs = zip(self._in_flight(), self.stages, strict=True)
-            n_casts = sum(n * (end - first) for n, (first, end) in pairs)
-            return self.value * self.one_block * (share * n_casts + (1 - share))
+            return self.value * self.one_block * (share * self.n_blocks + (1 - share))
         n_blocks = self.n_blocks if self.zero < 3 else min(self.n_blocks, n_at_once)
         rest = FP32_BYTES * self.rest_values
         return rest + self.value * self.one_block * n_blocks
@@ -266,9 +270,10 @@ class _Rank:
             total += n * (end - first) * self.micro.block(self.run.parallel.recompute)
             total += n * (self.micro.embedding() if first == 0 else 0)
             total += n * self.micro.stream  # what the stage gives
-            if self.is_piped and self.run.parallel.schedule == "zero_bubble":
-                # Kept for the gradients of weights, which are computed later.
-                n_blocks = self.pipeline_rank * (end - first) / len(self.stages)
+            is_split = self.is_piped and self.run.parallel.schedule == "zero_bubble"
+            if is_split and self.pipeline_rank > 0:
+                # Kept for the gradients of weights, which come that many micro batches later.
+                n_blocks = (self.pipeline_rank + 1) * (end - first) / len(self.stages)
                 total += n_blocks * self.micro.between_layers()
             if end == self.run.model.n_layers:
                 total += n * self.micro.stream
@@ -290,11 +295,14 @@ class _Rank:
         return self.micro.head_gradient if both else 0
 
     def _exchanged(self) -> float:
-        """Buffers for what neighbours in a pipeline send: one for each micro batch of a step."""
+        """Messages in a pipeline: two that come, one that goes, and the last of each stage.
+
+        Only stages of gpipe and 1f1b leave the sending to their schedule, which waits for each.
+        """
         if not self.is_piped:
             return 0
-        n_borders = 2 * len(self.stages) - self.has_first - self.has_last
-        return n_borders * self.n_micro_batches * self.micro.stream
+        sends = self.run.parallel.schedule in ("interleaved", "zero_bubble")
+        return (3 + (len(self.stages) if sends else 0)) * self.micro.stream
 
     def _batch(self) -> float:
         """Tokens and labels of a step."""

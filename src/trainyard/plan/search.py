@@ -145,13 +145,20 @@ def least_state_bytes(run: Run) -> int:
 
 
 def explain_loss(first: Candidate, other: Candidate, most: int = 2) -> str:
-    """Says which parts of a step take longer than in the first, in per cent of its whole step."""
+    """Says which parts of a step take longer than in the first, in per cent of its whole step.
+
+    Names as well what most of that is won back with, if any is: else it would not add up.
+    """
     more = {
         part: (seconds - first.time.parts.get(part, 0.0)) / first.time.seconds
         for part, seconds in other.time.parts.items()
     }
     worst = sorted(((share, part) for part, share in more.items() if share >= 5e-4), reverse=True)
-    return ", ".join(f"{part} +{share:.1%}" for share, part in worst[:most]) or "as fast"
+    texts = [f"{part} +{share:.1%}" for share, part in worst[:most]]
+    best, part = min((share, part) for part, share in more.items())
+    if texts and best <= -5e-3:
+        texts.append(f"though {part} {best:.1%}")
+    return ", ".join(texts) or "as fast"
 
 
 def is_legal(run: Run, n_devices: int) -> bool:
@@ -348,13 +355,14 @@ def rescale(
     ratios = [measured / candidates[place].time.seconds for place, measured in seconds.items()]
     scale = math.exp(sum(map(math.log, ratios)) / len(ratios))
     scaled = [
-        _with_seconds(candidate, seconds.get(place, scale * candidate.time.seconds))
+        with_seconds(candidate, seconds.get(place, scale * candidate.time.seconds))
         for place, candidate in enumerate(candidates)
     ]
     return scale, sorted(scaled, key=lambda candidate: candidate.time.seconds)
 
 
-def _with_seconds(candidate: Candidate, seconds: float) -> Candidate:
+def with_seconds(candidate: Candidate, seconds: float) -> Candidate:
+    """Gives a candidate another time, all parts of it alike."""
     ratio = seconds / candidate.time.seconds
     time = replace(
         candidate.time,

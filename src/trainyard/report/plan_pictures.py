@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from trainyard.config.run import Run
-from trainyard.errors import ConfigError, MachineError
+from trainyard.errors import MachineError
 from trainyard.plan.memory import RankMemory
 from trainyard.plan.resolve import Plan
 from trainyard.plan.time import StepTime
@@ -23,6 +23,7 @@ WIDTH_INCHES = 8.0
 ROW_INCHES = 0.26
 LEAST_PANEL_INCHES, MOST_PANEL_INCHES = 1.3, 5.0
 MOST_LABELLED_PASSES = 200
+MOST_RANKS_IN_DETAIL = 8
 GIB = 2**30
 
 # Families by hue: what stays is blue, what passes orange, what the machine takes grey.
@@ -82,12 +83,9 @@ def save_picture(figure: Figure, path: Path) -> None:
     """Writes a drawing as the ending of its name says, .png or .svg.
 
     Raises:
-        ConfigError: it ends otherwise.
         MachineError: the file cannot be written.
     """
     kind = path.suffix.removeprefix(".").lower()
-    if kind not in ("png", "svg"):
-        raise ConfigError(f"--picture {path}: pictures are .png or .svg", "name it plan.png")
     FigureCanvasAgg(figure)
     metadata = {"Date": None} if kind == "svg" else None
     try:
@@ -115,7 +113,9 @@ def _draw_memory(axes: Any, memories: Sequence[RankMemory], usable_bytes: int | 
     for rank, end in enumerate(ends):
         colour = ALERT if limit is not None and end > limit else TEXT
         if len(memories) <= 16:
-            axes.text(end, rank, f" {end:.1f}", va="center", fontsize=8, color=colour)
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # before lines
+            text = {"va": "center", "fontsize": 8, "color": colour, "bbox": box}
+            axes.annotate(f"{end:.1f}", (end, rank), (4, 0), textcoords="offset points", **text)
     axes.set_xlim(0, 1.1 * max(*ends, limit or 0.0))
     axes.set_xlabel("GiB")
     _number_ranks(axes, len(memories))
@@ -126,7 +126,7 @@ def _draw_step(axes: Any, run: Run, plan: Plan, time: StepTime) -> None:
     n_ranks, schedule = plan.topology.pipeline, run.parallel.schedule
     m = run.train.global_batch_size // run.train.micro_batch_size // plan.topology.data
     # A multiple of the ranks, which every schedule takes; the middle of a long step repeats itself.
-    shown = min(m, 4 * n_ranks if n_ranks > 1 else 8)
+    shown = min(m, n_ranks * (4 if n_ranks <= MOST_RANKS_IN_DETAIL else 2) if n_ranks > 1 else 8)
     by_rank = lay_out(schedule, n_ranks, shown, time.stage_seconds)
     end = max(passes[-1].end for passes in by_rank)
     kinds = dict.fromkeys(each.kind for passes in by_rank for each in passes)
@@ -155,12 +155,11 @@ def _draw_step(axes: Any, run: Run, plan: Plan, time: StepTime) -> None:
                 [(after, seconds)], (-0.375, n_ranks - 0.25), facecolor=colour, label=name
             )
             after += seconds
-    order = f"{schedule}, " if n_ranks > 1 else ""
-    some = f"{shown} of {m:,}" if shown < m else f"{m}"
+    order = f", {schedule}" if n_ranks > 1 else ""
+    some = f"shortened to {shown} of {m:,}" if shown < m else f"{m}"
     batches = "micro batch" if shown == m == 1 else "micro batches"
-    axes.set_title(
-        f"one step of {_seconds(time.seconds)}: {order}{some} {batches}", loc="left", fontsize=10
-    )
+    title = f"one step of {_seconds(time.seconds)}{order}: {some} {batches}"
+    axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlim(0, after)
     axes.set_xlabel("seconds")
     _number_ranks(axes, n_ranks)

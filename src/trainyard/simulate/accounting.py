@@ -129,8 +129,8 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it comes back with what this rank has
+        if any(map(_is_shell, types)):
+            return NotImplemented  # it comes back with what is inside
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         if self._paused:
@@ -156,6 +156,8 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.message_bytes[kind] += max(x.nbytes for x in leaves if isinstance(x, Tensor))
 
     def _enter_tensor(self, tensor: Tensor, label: str) -> None:
+        if tensor.device.type == "meta":
+            return
         storage = _local(tensor).untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
@@ -190,6 +192,11 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._paused -= 1
+
+
+def _is_shell(kind: type) -> bool:
+    """Whether such tensors compute with others inside: distributed ones, and torchao's of fp8."""
+    return issubclass(kind, DTensor) or kind.__name__ == "Float8TrainingTensor"
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainyard.launch.pulse import Phase, Pulse
+from trainyard.optim.adamw import state_of
 from trainyard.parallel.placement import local_part
 from trainyard.parallel.replica import Replica
 from trainyard.simulate.accounting import Accounting
@@ -41,8 +42,8 @@ class Narrator(Pulse):
         self._n_forwards.clear()
         for held in self._replica.held:
             named = [(f"weights: {held.name}", local_part(held.parameter))]
-            for key, value in optimizer.state.get(held.parameter, {}).items():
-                named.append((f"{key}: {held.name}", local_part(value)))
+            for key, value in state_of(optimizer, held).items():
+                named.append((f"{key}: {held.name}", value))
             self._books.name(named)
         self._books.start_over()
 

@@ -9,6 +9,10 @@ where it is decided:
 
     x.is_cpu                        says no: chunks of the loss, norms of gradients, as on a GPU
     scaled_dot_product_attention    keeps what the flash kernel keeps, with and without dropout
+    Codes.chunks                    gives low-bit state piece by piece, pieces as large as on a GPU
+
+Products in fp8 need nothing: of `torch._scaled_mm` a CPU knows the shapes too. Only its workspace
+on a GPU is not seen.
 
 All that is private to PyTorch, and differs between 2.11 and 2.13, is in this file and in
 `accounting.py`.
@@ -30,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from trainyard.precision import codes
 from trainyard.simulate.accounting import replaced
 
 # Of meshes, what computes with real numbers even among fake ones.
@@ -58,8 +63,7 @@ def fake_world(rank: int, n_ranks: int) -> Iterator[None]:
 def fake_tensors(*, on_gpu: bool) -> Iterator[None]:
     """Makes all tensors fake that are made inside its block; `on_gpu` acts as a GPU does."""
     with ExitStack() as stack:
-        # All is on one device; and fake parameters cannot be exchanged for others.
-        stack.enter_context(replaced(nn.Module, "to", lambda module, *_: module))
+        stack.enter_context(replaced(nn.Module, "to", _to))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Values())  # type: ignore[no-untyped-call]
         if on_gpu:
@@ -131,6 +135,18 @@ def _no_handshake() -> Iterator[None]:
         yield
 
 
+def _to(module: nn.Module, target: torch.device | torch.dtype) -> nn.Module:
+    """Moves nothing, as all is on one device; another precision takes new parameters.
+
+    `nn.Module.to` would put new memory into the old ones, which fake ones refuse.
+    """
+    if isinstance(target, torch.dtype):
+        for each in module.modules():
+            for name, parameter in each.named_parameters(recurse=False):
+                each.register_parameter(name, nn.Parameter(parameter.detach().to(target)))
+    return module
+
+
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers 1 where a program asks a tensor for its value."""
 
@@ -163,5 +179,6 @@ def _acts_as_gpu() -> Iterator[None]:
         replaced(Tensor, "is_cpu", property(lambda _: False)),
         replaced(F, "scaled_dot_product_attention", attention),
         replaced(F, "log_softmax", log_probabilities),
+        replaced(codes, "_CHUNK_BLOCKS", {"cpu": codes._CHUNK_BLOCKS["cuda"]}),
     ):
         yield

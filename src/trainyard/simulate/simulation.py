@@ -3,13 +3,22 @@
 The model, its cuts, the optimizer and the step are those that train; only tensors, messages and
 the other ranks are not there. So the memory of a rank is found to the byte, with the moment at
 which there is most, and all its messages: what the formulas of `plan` are checked against.
+
+In fp8 the products are those of a GPU that has them, whatever this machine has:
+
+    counted as there    fp8 copies and scales of what is multiplied, and of the transposes that the
+                        kernel wants; FLOP of `_scaled_mm`; codes that travel and are kept
+    more than there     nothing is compiled: fp32 copies from which fp8 is made, and the temporaries
+                        of the update of low-bit state, are memory here for a moment
+    less than there     workspace of kernels
+    as the run says     with precision.fp8.emulate = true, the products in fp32 that emulate it
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,13 +26,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.data.loader import Loader
-from trainyard.optim.adamw import build_adamw
+from trainyard.optim.adamw import build_optimizer
 from trainyard.parallel.mesh import Mesh, build_mesh
 from trainyard.parallel.replica import Replica
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import Plan, resolve
+from trainyard.precision.float8 import build_product
 from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.narrator import Narrator
 from trainyard.simulate.pretend import fake_tensors, fake_world
@@ -70,6 +81,8 @@ class Simulation:
     n_simulated: int
     seconds: float
     """How long the simulation took."""
+    differences: tuple[str, ...] = ()
+    """What of the step is not as it would be on the device, in words."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +137,6 @@ class Counts:
 def simulate(run: Run, n_ranks: int, rank: int, *, on_gpu: bool = True) -> Simulation:
     """Runs the training step of one rank on fake tensors.
 
-    Blocks are not compiled; that keeps less.
-
     Args:
         run: the run.
         n_ranks: all processes.
@@ -136,7 +147,10 @@ def simulate(run: Run, n_ranks: int, rank: int, *, on_gpu: bool = True) -> Simul
         ConfigError: the run cannot be on so many ranks, or not be trained.
     """
     started = time.monotonic()
-    refuse_what_is_not_built(run)
+    # No device has to compute in fp8 here, as none has to where it is emulated.
+    refuse_what_is_not_built(change(run, {"precision.fp8.emulate": True}))
+    if run.precision.multiplies_in_fp8:
+        build_product(run.precision.fp8)  # loads torchao, whose own tensors must not be fake
     plan = resolve(run, n_ranks)
     n_micro_batches = micro_batches_per_step(run, plan)
     numbers = _shorten(run, n_micro_batches)
@@ -158,7 +172,20 @@ def simulate(run: Run, n_ranks: int, rank: int, *, on_gpu: bool = True) -> Simul
         n_micro_batches,
         numbers[1],
         time.monotonic() - started,
+        tuple(_differences(run)),
     )
+
+
+def _differences(run: Run) -> Iterator[str]:
+    is_compiled = run.train.compile != "never"
+    if is_compiled:
+        yield "blocks are not compiled here; compiled ones keep less"
+    if run.precision.multiplies_in_fp8 and run.precision.fp8.emulate:
+        yield "products in fp8 are emulated, as precision.fp8.emulate=true says: fp32 copies"
+    elif run.precision.multiplies_in_fp8:
+        yield "workspace of fp8 products is not counted"
+    if run.precision.kind == "fp8_lowbit" and is_compiled:
+        yield "nor is the update of low-bit state compiled, which needs temporaries then"
 
 
 def micro_batches_per_step(run: Run, plan: Plan) -> int:
@@ -189,7 +216,7 @@ def count_steps(
         plan=plan,
         batches=BatchSchedule(run),
         replica=replica,
-        optimizer=build_adamw([held.parameter for held in replica.held], run.optimizer),
+        optimizer=build_optimizer(replica, run),
         train_data=cast(Loader, batches),
         valid_order=None,
         tokenizer=None,
@@ -219,15 +246,14 @@ def _make_moments(parts: Parts) -> None:
     optimizer = parts.optimizer
     for held in parts.replica.held:
         held.parameter.grad = torch.zeros_like(held.parameter)
+        if held.is_low_bit:
+            held.keep_gradient()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
 def _shorten(run: Run, n_micro_batches: int) -> tuple[int, int]:
-    """Gives two numbers of micro batches, from which on all that is counted is on a line.
-
-    Memory is, since PyTorch's pipelines have buffers for every micro batch.
-    """
+    """Gives two numbers of micro batches, from which on all that is counted is on a line."""
     pipeline, schedule = run.parallel.pipeline, run.parallel.schedule
     if pipeline == 1:
         fewer, more = FEWEST_MICRO_BATCHES - 1, FEWEST_MICRO_BATCHES

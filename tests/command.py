@@ -1,0 +1,82 @@
+"""The command line without its start: a fork of this process, which has imported everything.
+
+To start Python and to import torch takes seconds, which tests of what a command says and leaves
+behind need not wait for. Those of the start itself run real processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+LIMIT_SECONDS = 300.0
+
+
+def trainyard(*words: str, folder: Path, **environment: str) -> CompletedProcess[str]:
+    """Runs `trainyard WORDS` in a folder; gives its exit code and what it said."""
+    from trainyard.cli.main import main
+
+    def run() -> None:
+        os.chdir(folder)
+        os.environ.update(environment)
+        sys.argv = ["trainyard", *words]
+        main()
+
+    return Fork(run).wait()
+
+
+class Fork:
+    """A fork of this process that calls a function, and ends as Python would."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        import torch._dynamo  # at first use in every fork it would take seconds
+
+        torch.set_num_threads(1)  # threads do not survive a fork, but locks they held do
+        self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be(call, *(file.fileno() for file in self._files))
+
+    def wait(self) -> CompletedProcess[str]:
+        """Waits until it has ended; gives its exit code and what it said."""
+        end = time.monotonic() + LIMIT_SECONDS
+        while not (done := os.waitpid(self.pid, os.WNOHANG))[0]:
+            if time.monotonic() > end:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                raise TimeoutError(f"not done after {LIMIT_SECONDS:g} seconds")
+            time.sleep(0.005)
+        texts = []
+        for file in self._files:
+            file.seek(0)
+            texts.append(file.read())
+            file.close()
+        return CompletedProcess([], os.waitstatus_to_exitcode(done[1]), *texts)
+
+
+def _be(call: Callable[[], object], out: int, error: int) -> None:
+    code = 1
+    try:
+        gc.freeze()  # looking at what is there already would copy it
+        for number, file in ((1, out), (2, error)):
+            os.dup2(file, number)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        call()
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

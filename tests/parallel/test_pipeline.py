@@ -1,0 +1,122 @@
+"""The pipeline: memory that does not grow with the micro batches, and casts that are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainyard.config.load import load_run
+from trainyard.config.run import Run
+from trainyard.parallel.mesh import build_mesh
+from trainyard.parallel.replica import Replica
+from trainyard.plan.resolve import resolve
+from trainyard.simulate.accounting import Accounting
+from trainyard.simulate.simulation import count_steps
+from trainyard.train.run_folder import FIRST_WITH_ZERO_BUBBLE
+
+pytestmark = pytest.mark.dist
+
+SMALL = """train.compile=never train.micro_batch_size=1 train.global_batch_size=24
+    model.n_layers=4 model.d_model=32 model.n_heads=2 model.d_ff=64 model.sequence_length=64
+    model.vocabulary_size=90 model.dropout=0.0 parallel.pipeline=2 parallel.zero_stage=0"""
+MESSAGE_BYTES = 64 * 32 * 4
+TORCH = tuple(int(number) for number in version("torch").split(".")[:2])
+SCHEDULES = [
+    "schedule=gpipe",
+    "schedule=1f1b",
+    "schedule=interleaved chunks=2",
+    pytest.param(
+        "schedule=zero_bubble chunks=2",
+        marks=pytest.mark.skipif(TORCH < FIRST_WITH_ZERO_BUBBLE, reason="needs torch 2.13"),
+    ),
+]
+
+
+def build_run(schedule: str, precision: str) -> Run:
+    words = [f"parallel.{word}" for word in schedule.split()]
+    return load_run("tiny", [*SMALL.split(), *words, f"precision.kind={precision}"]).run
+
+
+def count(run: Run, numbers: list[int]) -> list[tuple[int, int]]:
+    """Trains a step of each number of micro batches; gives bytes at the peak and after it."""
+    plan = resolve(run, 2)
+    mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
+    books = Accounting()
+    with books:
+        counts = count_steps(run, plan, mesh, books, numbers)
+    # Tokens and labels are those of a whole step.
+    return [(each.peak_bytes - each.batch_bytes, each.held_bytes) for each in counts]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_training_holds_no_more_for_more_micro_batches(
+    schedule: str, run_ranks: Callable[..., list[Any]]
+) -> None:
+    run = build_run(schedule, "fp32")
+    for few, many in run_ranks(2, partial(count, run, [8, 24])):
+        assert many[1] - few[1] < MESSAGE_BYTES, "nothing of a message stays after a step"
+        if "gpipe" not in schedule:  # which has all of them in flight
+            assert many[0] - few[0] < MESSAGE_BYTES
+
+
+def evaluate(run: Run, numbers: list[int]) -> list[int]:
+    """Evaluates each number of sequences; gives bytes at the peak."""
+    plan = resolve(run, 2)
+    mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
+    replica = Replica(run, plan, mesh, torch.float32)
+    peaks = []
+    for n in numbers:
+        tokens = torch.zeros(n, 64, dtype=torch.int64)
+        books = Accounting()
+        with books:
+            replica.held_out_loss(tokens, tokens)
+        peaks.append(books.peak_bytes)
+    return peaks
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_evaluation_holds_no_more_for_more_micro_batches(
+    schedule: str, run_ranks: Callable[..., list[Any]]
+) -> None:
+    batch_bytes = 2 * (24 - 8) * 64 * 8
+    for few, many in run_ranks(2, partial(evaluate, build_run(schedule, "fp32"), [8, 24])):
+        assert many - few < batch_bytes + MESSAGE_BYTES
+
+
+def gradients_and_loss(run: Run) -> list[Any]:
+    """Runs passes of two steps and of an evaluation after each; nothing is updated."""
+    plan = resolve(run, 2)
+    mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
+    replica = Replica(run, plan, mesh, torch.bfloat16)
+    tokens = torch.arange(6 * 64).view(6, 64) % 90
+    found: list[Any] = []
+    for _ in range(2):
+        found.append(replica.forward_backward(tokens, tokens, None, 1.0).item())
+        found.append(replica.held_out_loss(tokens, tokens).item())
+    found.extend(held.parameter.grad.numpy() for held in replica.held)  # type: ignore[union-attr]
+    return found
+
+
+@contextmanager
+def cast_each_time(*_: Any) -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_shared_casts_change_no_bit(
+    schedule: str, run_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build_run(schedule, "bf16")
+    shared = run_ranks(2, partial(gradients_and_loss, run))
+    monkeypatch.setattr("trainyard.parallel.pipeline.cast_once", cast_each_time)
+    apart = run_ranks(2, partial(gradients_and_loss, run))
+    for ours, theirs in zip(shared, apart, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
