@@ -51,7 +51,7 @@ def test_there_must_be_such_a_rank() -> None:
 
 def test_fp8_is_simulated_without_a_device_that_has_it(capsys: pytest.CaptureFixture[str]) -> None:
     run = load_run(
-        "tiny", ["precision.kind=fp8_lowbit", "train.global_batch_size=4", "model.n_layers=4"]
+        "tiny", ["precision.kind=fp8_lowbit", "train.global_batch_size=8", "model.n_layers=4"]
     ).run
     print_simulation(run, 2, 1, as_json=False)
     text = capsys.readouterr().out
