@@ -81,7 +81,7 @@ def test_the_simulation_is_still_that_of_the_record(changes: str) -> None:
     assert all(found == pytest.approx(bytes_, rel=0.01) for bytes_ in known[:1])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_all_simulations_are_still_those_of_the_record(row: dict[str, Any]) -> None:
     from trainyard.simulate.simulation import simulate
