@@ -248,6 +248,14 @@ def test_nothing_of_the_fake_world_stays() -> None:
     assert torch.ones(1).item() == 1.0
 
 
+@pytest.mark.dist
+def test_real_ranks_follow_a_fake_world(run_ranks: Callable[..., list[int]]) -> None:
+    run = build_run("tensor=2 zero_stage=1 precision.kind=fp8_lowbit")
+    simulate(run, 8, 0)  # its groups have other numbers than those of 4 ranks
+    simulate(run, 4, 0)
+    assert min(run_ranks(4, partial(measure, run, 4))) > 0
+
+
 def test_what_cannot_be_trained_cannot_be_simulated() -> None:
     with pytest.raises(ConfigError):
         simulate(build_run("tensor=2"), 3, 0)

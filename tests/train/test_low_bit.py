@@ -145,7 +145,8 @@ def held_bytes() -> int:
     for each in gc.get_objects():
         if type(each) in (torch.Tensor, torch.nn.Parameter, DTensor):
             local = each.to_local() if isinstance(each, DTensor) else each
-            if local.device.type == "cpu":
+            # Other types are those of a simulation that this process ran before.
+            if type(local) in (torch.Tensor, torch.nn.Parameter) and local.device.type == "cpu":
                 storage = local.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

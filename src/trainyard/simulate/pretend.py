@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import _redistribute, debug
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from trainyard.precision import codes
@@ -90,6 +91,13 @@ def _fake_group(rank: int, n_ranks: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        _forget_layouts()
+
+
+def _forget_layouts() -> None:
+    """Clears what DTensor remembers; a later world would be given meshes of this one."""
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 @contextmanager
