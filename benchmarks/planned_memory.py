@@ -108,8 +108,8 @@ CASES = (
     Case("recipes/msamp/13b-bf16.toml", 8),
     Case("recipes/msamp/13b-deepspeed-bf16.toml", 8),
     Case("recipes/azure/125m.toml", 8),
-    Case("recipes/azure/375m.toml", 8),
-    Case("recipes/azure/857m.toml", 8),
+    Case("recipes/azure/64m.toml", 8),
+    Case("recipes/azure/356m.toml", 8),
     Case("recipes/azure/1.3b.toml", 16),
     Case("recipes/azure/13b.toml", 32),
     Case("recipes/polaris/gpt13b.toml", 8),
@@ -117,6 +117,7 @@ CASES = (
     Case("recipes/azure/30b.toml", 64),
     Case("recipes/azure/175b.toml", 1024),
     Case("recipes/benchmark64/full.toml", 64),
+    Case("recipes/lumi/175b.toml", 512),
 )
 
 

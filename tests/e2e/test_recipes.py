@@ -35,7 +35,7 @@ def test_every_recipe_loads_resolves_and_counts(path: Path) -> None:
 
 def test_names_differ_and_every_guide_has_a_folder() -> None:
     names = [load_run(str(path)).run.name for path in FILES]
-    assert len(set(names)) == len(names) == 28
+    assert len(set(names)) == len(names) == 29
     folders = {path.parent for path in FILES}
     assert {folder.name for folder in folders} == {
         "msamp", "polaris", "azure", "lumi", "benchmark64", "laptop"
@@ -87,8 +87,11 @@ def test_polaris_jobs() -> None:
 
 
 def test_azure_files_follow_the_presets_and_the_split() -> None:
-    for size in ("175b", "30b", "13b", "1.3b", "857m", "375m", "125m"):
-        run, preset = recipe(f"azure/{size}"), load_run(f"azure-{size}").run
+    # Two presets have the guide's names for them.
+    keys = {"356m": "857m", "64m": "375m"}
+    for size in ("175b", "30b", "13b", "1.3b", "356m", "64m", "125m"):
+        run, preset = recipe(f"azure/{size}"), load_run(f"azure-{keys.get(size, size)}").run
+        assert run.name == f"azure-{size}"
         for section in ("model", "train", "optimizer", "schedule", "checkpoint", "evaluate", "log"):
             assert getattr(run, section) == getattr(preset, section), (size, section)
         data = run.data
@@ -96,6 +99,10 @@ def test_azure_files_follow_the_presets_and_the_split() -> None:
         assert [len(prefixes) for prefixes in lists] == [42, 15, 15]
         numbers = [name[len("data/slimpajama/train_chunk_") :][:2] for p in lists for name in p]
         assert numbers == [f"{number:02}" for number in range(72)]
+    for size, n_millions in (("64m", 64), ("125m", 124), ("356m", 356), ("1.3b", 1316)):
+        run = recipe(f"azure/{size}")
+        count = parameter_count(run.model, resolve(run).padded_vocabulary_size).total
+        assert round(count / 1e6) == n_millions
     run = recipe("azure/175b")
     assert (run.parallel.tensor, run.parallel.pipeline, run.parallel.sequence) == (8, 16, True)
     assert run.precision.loss_scale.initial == 2**32
@@ -103,15 +110,19 @@ def test_azure_files_follow_the_presets_and_the_split() -> None:
 
 
 def test_lumi_jobs() -> None:
-    small, large = recipe("lumi/125m"), recipe("lumi/13b")
-    assert (large.parallel.tensor, large.parallel.pipeline, large.train.micro_batch_size) == (
-        2,
-    ) * 3
-    assert (large.train.global_batch_size, small.train.global_batch_size) == (1024, 256)
-    for run in (small, large):
+    small, middle, large = (recipe(f"lumi/{size}") for size in ("125m", "13b", "175b"))
+    layout = middle.parallel
+    assert (layout.tensor, layout.pipeline, middle.train.micro_batch_size) == (2, 2, 2)
+    assert (large.parallel.tensor, large.parallel.pipeline) == (8, 8)
+    assert [run.train.global_batch_size for run in (small, middle, large)] == [256, 1024, 1536]
+    assert [run.model.init_std for run in (small, middle, large)] == [0.02, 0.008, 0.005]
+    assert [run.optimizer.learning_rate for run in (small, middle, large)] == [6e-4, 1e-4, 6e-5]
+    for run in (small, middle, large):
         scale = run.precision.loss_scale
         assert (scale.initial, scale.window, scale.hysteresis, scale.minimum) == (2048, 500, 2, 1)
+        assert (run.precision.kind, run.parallel.recompute) == ("fp16", "block")
         assert run.schedule.minimum_learning_rate == 1e-6
+        assert str(run.train.length) == "300B tokens"
 
 
 def test_benchmark64_jobs() -> None:
