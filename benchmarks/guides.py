@@ -7,7 +7,7 @@ For each job the command line, in processes of their own: `trainyard plan --json
 are simulated once. A command that takes longer than the limit is ended, and the record says so.
 
 Goes on where a record that is there already ends; what failed is tried again. No GPU is needed. As
-many jobs at once as there are cores, two at most: 20 minutes on two.
+many jobs at once as there are cores, two at most: ten minutes on two.
 """
 
 from __future__ import annotations

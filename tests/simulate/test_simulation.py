@@ -256,6 +256,14 @@ def test_real_ranks_follow_a_fake_world(run_ranks: Callable[..., list[int]]) -> 
     assert min(run_ranks(4, partial(measure, run, 4))) > 0
 
 
+def test_no_weights_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, *_: Any) -> Any:
+        raise AssertionError(f"{name} is drawn")
+
+    monkeypatch.setattr("trainyard.model.init.initial_value", refuse)
+    simulate(build_run("tensor=2"), 2, 0)
+
+
 def test_what_cannot_be_trained_cannot_be_simulated() -> None:
     with pytest.raises(ConfigError):
         simulate(build_run("tensor=2"), 3, 0)

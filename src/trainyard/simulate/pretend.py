@@ -35,6 +35,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import _redistribute, debug
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from trainyard.parallel import replica
 from trainyard.precision import codes
 from trainyard.simulate.accounting import replaced
 
@@ -65,6 +66,8 @@ def fake_tensors(*, on_gpu: bool) -> Iterator[None]:
     """Makes all tensors fake that are made inside its block; `on_gpu` acts as a GPU does."""
     with ExitStack() as stack:
         stack.enter_context(replaced(nn.Module, "to", _to))
+        # Its threads do not know that tensors are fake, and would draw billions of numbers.
+        stack.enter_context(replaced(replica, "initialise", lambda *_: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Values())  # type: ignore[no-untyped-call]
         if on_gpu:
@@ -96,7 +99,7 @@ def _fake_group(rank: int, n_ranks: int) -> Iterator[None]:
 
 def _forget_layouts() -> None:
     """Clears what DTensor remembers; a later world would be given meshes of this one."""
-    debug._clear_sharding_prop_cache()
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _redistribute._gen_transform_infos.cache_clear()
 
 
