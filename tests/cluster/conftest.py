@@ -1,8 +1,7 @@
-"""A running Slurm and a working mpiexec, or a skip that says which package is missing."""
+"""Machines with sshd, a running Slurm, real mpiexecs, or a skip that says what is missing."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,27 +9,34 @@ from pathlib import Path
 
 import pytest
 
-from .slurm import Slurm
-
-SLURM_PACKAGES = {
-    "slurmctld": "slurmctld",
-    "slurmd": "slurmd",
-    "sbatch": "slurm-client",
-    "munged": "munge",
-}
+from .machines import Machines, why_not
+from .slurm import PACKAGES, Slurm
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[Slurm]:
-    """A Slurm of two nodes, `n1` and `n2`, of four CPUs each; shared by the tests of a session."""
-    missing = [package for program, package in SLURM_PACKAGES.items() if not shutil.which(program)]
+def machines() -> Iterator[Machines]:
+    """`login` and the nodes `n1` and `n2`, shared by the tests of a session."""
+    if reason := why_not():
+        pytest.skip(reason)
+    # Not below pytest's own folder: the path of a socket is 107 characters at most.
+    with tempfile.TemporaryDirectory(prefix="machines-") as folder, Machines(Path(folder)) as all_:
+        yield all_
+
+
+@pytest.fixture(scope="session")
+def slurm(machines: Machines) -> Slurm:
+    """A Slurm on those nodes, of four CPUs each."""
+    need_slurm()
+    running = Slurm(machines)
+    running.start()
+    return running
+
+
+def need_slurm() -> None:
+    """Skips the test where Slurm is not installed."""
+    missing = [package for program, package in PACKAGES.items() if not shutil.which(program)]
     if missing:
         pytest.skip(f"needs Slurm; not installed here: {' '.join(missing)}")
-    if os.getuid() != 0:
-        pytest.skip("needs root, to start Slurm's daemons")
-    # Not below pytest's own folder: the path of a socket is 107 characters at most.
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Slurm(Path(folder)) as running:
-        yield running
 
 
 @pytest.fixture(scope="session")

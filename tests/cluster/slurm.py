@@ -1,52 +1,43 @@
-"""A real Slurm for tests: its controller and a few "nodes" as processes of this machine.
+"""A real Slurm for tests, on machines of `machines.py`: controller on `login`, slurmd on the nodes.
 
-Everything lives in one temporary folder and everything it starts carries that folder's `SLURM_CONF`
-in its environment: commands find this Slurm by it, and `stop` finds what is left to end by it, jobs
-included. `/etc/slurm` plays no part, so several Slurms can run side by side.
-
-    with Slurm(folder, n_nodes=2) as slurm:
+    with Machines(folder, n_nodes=2) as machines:
+        slurm = Slurm(machines)
+        slurm.start()
         job = slurm.submit("#!/bin/sh\\necho task $SLURM_ARRAY_TASK_ID", "--array=1-2")
         slurm.wait(job)       # {1: ("COMPLETED", 0), 2: ("COMPLETED", 0)}
         slurm.output(job, 2)  # "task 2\\n"
 
-Where the machine lets us unshare namespaces (CAP_SYS_ADMIN), each node has a host name of its own,
-`n1`, `n2`, ..., which every node resolves to 127.0.0.1: tasks of a job meet by name, as on a
-cluster. Elsewhere (a plain container) all nodes share the name and the address of the machine.
-Either way they share one file system, one process table, one network and the machine's true CPUs.
+`/etc/slurm` plays no part: everything on the machines finds this Slurm by `SLURM_CONF`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
-import signal
-import socket
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+
+from .machines import LOGIN, Machines
 
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
 N_CPUS = 4
-WAIT_SECONDS = 20.0
+GPUS = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")
+"""Any devices will do."""
 POLL_SECONDS = 0.05
-
-# Runs a program as host $1 whose /etc/hosts is $2, seen by that program and its children alone.
-AS_HOST = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+PACKAGES = {
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+    "munged": "munge",
+}
 
 CONFIGURATION = """\
 ClusterName=test
-SlurmctldHost={controller}({address})
-SlurmctldPort={port}
-# Two Slurms of one machine give different job ids, so ports derived from them differ as well.
-FirstJobId={port}
+SlurmctldHost=login({address})
 SlurmUser=root
 SlurmdUser=root
-CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 AuthType=auth/munge
 CredType=cred/munge
 # A requeued job waits until its old credential has expired: 120 s by default.
@@ -62,50 +53,38 @@ TaskPlugin=task/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+GresTypes=gpu
 # Nodes have the CPUs written here, not those of the machine.
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1
+# So long a node may be silent until its jobs are started elsewhere.
 SlurmdTimeout=15
 MessageTimeout=5
 KillWait=2
 ReturnToService=2
 # Ended jobs stay visible to `scontrol show job`.
 MinJobAge=3600
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+# Whom a job of "urgent" pushes aside gets the signal of its --signal first, and GraceTime.
+SlurmctldParameters=preempt_send_user_signal
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP GraceTime=60
+PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP
 """
 
 
 class Slurm:
-    """Runs a Slurm cluster from `with` to the end of its block; needs root.
+    """A Slurm cluster on machines of its own; nothing is left of it once those have ended.
 
     Args:
-        folder: an empty folder for all of its files; its path must be short (a socket lies in it).
-        n_nodes: nodes `n1`, `n2`, ..., of `N_CPUS` CPUs each.
+        machines: booted; their folder must have a short path (a socket lies in it).
     """
 
-    def __init__(self, folder: Path, n_nodes: int = 2) -> None:
-        self.folder = folder
-        self.nodes = [f"n{i}" for i in range(1, n_nodes + 1)]
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
-        self.environment = inherited | {"SLURM_CONF": str(folder / "slurm.conf")}
-        self._daemons: list[subprocess.Popen[bytes]] = []
-        self._own_hosts = _can_have_hosts()
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
+    def __init__(self, machines: Machines) -> None:
+        self.machines = machines
+        self.folder = machines.folder
+        self.nodes = machines.nodes
+        machines.environment["SLURM_CONF"] = str(self.folder / "slurm.conf")
 
     def start(self) -> None:
         """Starts all daemons and returns when every node takes jobs."""
@@ -115,23 +94,18 @@ class Slurm:
         socket_path = self.folder / "munge.socket"
         files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
         options = [f"--{name}={self.folder}/munge.{end}" for name, end in files.items()]
-        self._start_daemon("munged", "--foreground", "--force", *options)
+        self.machines.start_daemon(LOGIN, ["munged", "--foreground", "--force", *options])
         self.wait_until("munged listens", socket_path.exists)
-        self._start_daemon("slurmctld", "-D", host="localhost")
+        self.machines.start_daemon(LOGIN, ["slurmctld", "-D"])
         for node in self.nodes:
-            self._start_daemon("slurmd", "-D", "-N", node, host=node)
+            self._start_slurmd(node)
         self.wait_until("all nodes are idle", self._are_all_idle)
 
-    def stop(self) -> None:
-        """Ends the daemons and every process of every job, at once."""
-        marker = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()
-        # A process may start another between our look and our signal: look until there is none.
-        while found := [pid for pid in _process_ids() if marker in _environment_of(pid)]:
-            for pid in found:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        for daemon in self._daemons:
-            daemon.wait()
+    def boot(self, node: str) -> None:
+        """Starts a node again that was killed; returns when it takes jobs."""
+        self.machines.boot(node)
+        self._start_slurmd(node)
+        self.wait_until(f"{node} is idle", lambda: self.state_of(node) == "idle")
 
     def run(self, argv: list[str], stdin: str = "") -> str:
         """Runs a command of Slurm (or one that calls them) in the jobs' folder; gives its stdout.
@@ -139,15 +113,7 @@ class Slurm:
         Raises:
             AssertionError: the command failed; carries its stderr.
         """
-        done = subprocess.run(
-            argv,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            env=self.environment,
-            cwd=self.folder / "jobs",
-            timeout=60,
-        )
+        done = self.machines.run(argv, folder=self.folder / "jobs", stdin=stdin)
         assert done.returncode == 0, f"{argv} ended with {done.returncode}: {done.stderr}"
         return done.stdout
 
@@ -176,7 +142,8 @@ class Slurm:
                 return tasks
             if time.monotonic() > deadline:
                 shown = self.run(["scontrol", "show", "job", str(job)])
-                raise TimeoutError(f"job {job} has not ended: {tasks}\n{shown}\n{self._log_ends()}")
+                logs = self.machines.log_ends()
+                raise TimeoutError(f"job {job} has not ended: {tasks}\n{shown}\n{logs}")
             time.sleep(POLL_SECONDS)
 
     def tasks(self, job: int) -> dict[int, tuple[str, int]]:
@@ -192,95 +159,41 @@ class Slurm:
     def output(self, job: int, index: int | None = None) -> str:
         """What a job, or the task of an array with that index, wrote to its output file so far."""
         task = str(job) if index is None else f"{job}_{index}"
-        shown = self.run(["scontrol", "show", "job", "--oneliner", task])
-        (path,) = re.findall(r" StdOut=(\S+)", shown)
-        return Path(path).read_text()
+        return Path(self.show(task)["StdOut"]).read_text()
 
-    def wait_until(self, what: str, holds: Callable[[], bool]) -> None:
-        """Waits until a condition holds.
+    def show(self, job: int | str) -> dict[str, str]:
+        """What `scontrol show job` says, by field."""
+        shown = self.run(["scontrol", "show", "job", "--oneliner", str(job)])
+        return dict(re.findall(r"(\S+?)=(\S*)", shown))
 
-        Raises:
-            TimeoutError: it did not within `WAIT_SECONDS`, or a daemon has ended.
-        """
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not holds():
-            ended = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
-            if ended or time.monotonic() > deadline:
-                raise TimeoutError(f"not so: {what}; ended: {ended}\n{self._log_ends()}")
-            time.sleep(POLL_SECONDS)
+    def state_of(self, node: str) -> str:
+        """Such as `idle`, `alloc` or `down*`."""
+        return self.run(["sinfo", "--noheader", f"--nodes={node}", "--format=%t", "-pmain"]).strip()
+
+    def wait_until(
+        self, what: str, holds: Callable[[], bool], timeout_seconds: float = 20.0
+    ) -> None:
+        """Waits until a condition holds, as `Machines.wait_until` does."""
+        self.machines.wait_until(what, holds, timeout_seconds)
 
     def _write_configuration(self) -> None:
-        machine = socket.gethostname().partition(".")[0]
-        ports = _free_ports(1 + len(self.nodes))
-        text = CONFIGURATION.format(
-            folder=self.folder,
-            port=ports[0],
-            controller="localhost" if self._own_hosts else machine,
-            address="127.0.0.1" if self._own_hosts else machine,
-        )
-        for node, port in zip(self.nodes, ports[1:], strict=True):
-            host, address = (node, "127.0.0.1") if self._own_hosts else (machine, machine)
-            text += f"NodeName={node} NodeHostname={host} NodeAddr={address} Port={port}"
-            text += f" CPUs={N_CPUS} State=UNKNOWN\n"
+        address = self.machines.address(LOGIN)
+        text = CONFIGURATION.format(folder=self.folder, address=address)
+        for node in self.nodes:
+            text += f"NodeName={node} NodeAddr={self.machines.address(node)}"
+            text += f" CPUs={N_CPUS} Gres=gpu:{len(GPUS)} State=UNKNOWN\n"
+            (self.folder / f"spool.{node}").mkdir()
         (self.folder / "slurm.conf").write_text(text)
         # proctrack/linuxproc touches no control group, yet 22.05 wants a plug-in for them named.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        hosts = Path("/etc/hosts").read_text() + f"127.0.0.1 {' '.join(self.nodes)}\n"
-        (self.folder / "hosts").write_text(hosts)
+        gpus = "".join(f"Name=gpu File={path}\n" for path in GPUS)
+        (self.folder / "gres.conf").write_text(gpus)
         (self.folder / "munge.key").touch(mode=0o600)
         (self.folder / "munge.key").write_bytes(secrets.token_bytes(1024))
 
-    def _start_daemon(self, *argv: str, host: str = "") -> None:
-        own = bool(host) and self._own_hosts
-        as_host = _as_host(host, str(self.folder / "hosts")) if own else []
-        with (self.folder / "daemons.log").open("ab") as log:
-            daemon = subprocess.Popen(
-                [*as_host, *argv],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.environment,
-                start_new_session=True,  # Ctrl-C is for pytest, which then calls `stop`
-            )
-        self._daemons.append(daemon)
+    def _start_slurmd(self, node: str) -> None:
+        self.machines.start_daemon(node, ["slurmd", "-D", "-N", node])
 
     def _are_all_idle(self) -> bool:
-        answer = subprocess.run(
-            ["sinfo", "--noheader", "--states=idle", "--format=%D"],
-            capture_output=True,
-            text=True,
-            env=self.environment,
-        )
+        answer = self.machines.run(["sinfo", "-h", "-pmain", "--states=idle", "--format=%D"])
         return answer.stdout.strip() == str(len(self.nodes))
-
-    def _log_ends(self) -> str:
-        texts = [f"{p.name}:\n{p.read_text()[-2000:]}" for p in sorted(self.folder.glob("*.log"))]
-        return "\n".join(texts)
-
-
-def _as_host(name: str, hosts: str) -> list[str]:
-    return ["unshare", "--uts", "--mount", "sh", "-c", AS_HOST, "sh", name, hosts]
-
-
-def _can_have_hosts() -> bool:
-    attempt = [*_as_host("n1", "/etc/hosts"), "true"]
-    return subprocess.run(attempt, capture_output=True).returncode == 0
-
-
-def _free_ports(n_ports: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(n_ports)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
-def _process_ids() -> list[int]:
-    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-
-
-def _environment_of(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended meanwhile
-        return []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from .machines import Machines
 from .slurm import Slurm
 
 pytestmark = pytest.mark.dist
@@ -53,25 +53,51 @@ def test_a_job_of_two_nodes_runs_tasks_on_both(slurm: Slurm) -> None:
     assert sorted(slurm.output(job).splitlines()) == ["n1 0", "n1 1", "n2 2", "n2 3"]
 
 
-def test_a_second_slurm_runs_beside_the_first_and_leaves_nothing(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_each_machine_has_its_own_name_address_and_processes(machines: Machines) -> None:
+    for name in ("login", "n1", "n2"):
+        said = machines.run(["sh", "-c", "hostname; ip -brief addr; ps ax"], host=name).stdout
+        assert said.splitlines()[0] == name
+        assert f" {machines.address(name)}/24" in said
+        assert "sshd" in said
+        assert "pytest" not in said
+    there = machines.run(["ssh", "n2", "hostname; echo $SSH_CONNECTION"], host="n1").stdout
+    assert re.fullmatch(r"n2\n10\.77\.0\.11 \d+ 10\.77\.0\.12 22\n", there)
+
+
+def test_a_node_that_is_cut_off_answers_no_more(machines: Machines) -> None:
+    ask = ["ssh", "-o", "ConnectTimeout=1", "n2", "hostname"]
+    machines.cut("n2")
+    try:
+        assert "timed out" in machines.run(ask).stderr
+    finally:
+        machines.join("n2")
+    assert machines.run(ask).stdout == "n2\n"
+
+
+def test_a_second_slurm_loses_a_node_and_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
+    """Its job is run again on the other node."""
     mark = tmp_path / "process"
-    script = f"#!/bin/sh\necho $$ >{mark}.new\nmv {mark}.new {mark}\nsleep 600 & wait\n"
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Slurm(Path(folder), 1) as second:
-        second.submit(script)
-        second.wait_until("the job runs", mark.exists)
-        process = Path("/proc") / mark.read_text().strip()
-        assert b"slurm_script" in (process / "cmdline").read_bytes()
-        ports = re.findall("Port=([0-9]+)", (second.folder / "slurm.conf").read_text())
-    # Where nobody collects an ended process, it stays, without a command line.
-    assert not process.exists() or (process / "cmdline").read_bytes() == b""
-    assert len(ports) == 2
-    for port in ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", int(port)))  # fails while anything listens there, at any address
-    assert slurm.run(["sinfo", "--noheader", "--format=%D"]).strip() == "2"
+    script = f"#!/bin/sh\nhostname >>{tmp_path}/hosts\nsleep 600 & echo $! >{mark}\nwait\n"
+    links = Path("/proc/self/net/dev").read_text().count("\n")
+    with tempfile.TemporaryDirectory(prefix="machines-") as folder:
+        with Machines(Path(folder)) as machines:
+            second = Slurm(machines)
+            second.start()
+            job = second.submit(script, "--requeue", "--open-mode=append")
+            second.wait_until("the job runs", mark.exists)
+            machines.kill("n1")
+            assert machines.run(["ssh", "-o", "ConnectTimeout=2", "n1", "true"]).returncode != 0
+            hosts = tmp_path / "hosts"
+            second.wait_until("it runs again", lambda: "n2" in hosts.read_text(), 60)
+            assert hosts.read_text() == "n1\nn2\n"
+            second.boot("n1")
+            assert second.show(job)["Restarts"] == "1"
+            asked = ["pgrep", "-f", "slurmctld|slurmd|munged|sleep 600"]
+            assert machines.run(asked, host="n2").stdout
+        left = subprocess.run(["pgrep", "-af", folder], capture_output=True, text=True).stdout
+    assert left == ""
+    assert Path("/proc/self/net/dev").read_text().count("\n") == links
+    assert slurm.run(["sinfo", "--noheader", "-pmain", "--format=%D"]).strip() == "2"
 
 
 def test_mpiexec_runs_its_ranks(mpiexec: list[str]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.command import trainyard
+
+from trainyard.data.indexed import IndexedWriter
 
 ROOT = Path(__file__).parents[2]
 # Training as written takes minutes; the test trains the same model for a few steps.
@@ -16,9 +20,18 @@ SHORTENED = ["train.length='2 steps'", "train.global_batch_size=2", "train.micro
 SHORTENED += ["evaluate.batches=1"]
 
 
+def section(title: str) -> str:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def fenced(text: str, kind: str = "") -> list[str]:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [block for of_kind, block in blocks if of_kind == kind]
+
+
 def fenced_commands(text: str) -> list[list[str]]:
-    blocks = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
+    lines = [line for block in fenced(text) for line in block.splitlines()]
     return [shlex.split(line) for line in lines if line.startswith("trainyard ")]
 
 
@@ -28,7 +41,7 @@ def test_commands_for_your_own_text(tmp_path: Path) -> None:
     for path in sorted(Path(subprocess.__file__).parent.glob("*.py"))[:120]:
         text = path.read_text(encoding="utf-8")
         (tmp_path / "corpus" / f"{path.stem}.txt").write_text(text, encoding="utf-8")
-    commands = fenced_commands((ROOT / "README.md").read_text(encoding="utf-8"))
+    commands = fenced_commands(section("Your own text"))
     assert [command[1] for command in commands] == [
         *("prepare", "train", "report", "generate", "export")
     ]
@@ -38,6 +51,60 @@ def test_commands_for_your_own_text(tmp_path: Path) -> None:
         assert result.returncode == 0, f"{command}: {result.stderr}"
     assert (tmp_path / "runs" / "web" / "report.html").stat().st_size > 10_000
     assert (tmp_path / "web-gpt" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_commands_before_the_queue(tmp_path: Path) -> None:
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    commands = fenced_commands(section("Before the queue"))
+    assert [command[1] for command in commands] == ["plan", "plan"]
+    for command in commands:
+        result = trainyard(*command[1:], folder=tmp_path)
+        assert result.returncode == 0, f"{command}: {result.stderr}"
+        assert "fastest layouts" in result.stdout or ": fits, " in result.stdout
+
+
+# Stands where Slurm would: it takes the script, and answers with a number.
+SBATCH = """#!/bin/bash
+cp "${@: -1}" submitted.sh && echo 4711
+"""
+
+
+@pytest.mark.slow
+def test_commands_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but Slurm, which tests/cluster has."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "data" / "gpt2").mkdir(parents=True)
+    (tmp_path / "trainyard.sif").touch()
+    with IndexedWriter(tmp_path / "data/my-gpt2_text_document", np.dtype(np.uint16)) as writer:
+        for _ in range(50):
+            writer.add_document(np.arange(3000, dtype=np.uint16))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sbatch").write_text(SBATCH)
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    text = section("On a cluster")
+    (own,) = fenced(text, "toml")
+    assert 15 <= len(own.splitlines()) <= 20
+    (tmp_path / "basement.toml").write_text(own)
+    said = []
+    for command in fenced_commands(text):
+        short = ["--seconds", "0.02", "--gigabytes", "0.01"] if command[1] == "doctor" else []
+        result = trainyard(*command[1:], *short, folder=tmp_path)
+        assert result.returncode == 0, f"{command}: {result.stderr}"
+        said.append(result.stdout)
+    cluster, dry, launched, status, planned, ours, doctor = said
+    assert 'partition = "standard-g"' in cluster
+    # What is submitted is what a dry run prints, but for the word.
+    assert (tmp_path / "submitted.sh").read_text() == dry.replace(" --dry-run", "")
+    assert launched.startswith("job 4711 is submitted to lumi, 2 nodes")
+    assert "trainyard status lumi-13b" in launched
+    assert "4711 on lumi, 2 nodes" in status
+    assert "A100 80GB" in planned
+    assert "fits" in planned
+    assert "#SBATCH --partition=main\n" in ours
+    assert "\nmodule load cuda\n" in ours
+    assert "\nverdict: " in doctor
 
 
 def test_verbs_of_the_readme_are_those_of_the_program() -> None:
@@ -60,3 +127,16 @@ def test_every_path_the_docs_name_exists() -> None:
             r"`((?:src|docs|tests|benchmarks|recipes)/[\w./-]+)`", page.read_text()
         ):
             assert (ROOT / name).exists(), f"{page.name} names {name}"
+    # Recipes in commands, and in the help of the program.
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md"), ROOT / "README.md"]
+    for page in [*pages, *(ROOT / "src").rglob("*.py")]:
+        for name in re.findall(r"\brecipes/\w+/[\w./-]+\.toml", page.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_the_index_of_the_docs_has_every_page() -> None:
+    folder = ROOT / "docs"
+    links = re.findall(r"\]\(([\w./-]+)\)", (folder / "README.md").read_text(encoding="utf-8"))
+    for link in links:
+        assert (folder / link).exists(), link
+    assert {path.name for path in folder.glob("*.md")} <= {*links, "README.md"}

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.cluster.conftest import mpiexec, slurm
+from tests.cluster.conftest import machines, mpiexec, slurm
 
-__all__ = ["mpiexec", "slurm"]
+__all__ = ["machines", "mpiexec", "slurm"]

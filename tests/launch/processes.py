@@ -32,7 +32,8 @@ def is_running(pid: int) -> bool:
 
 
 def process_ids(folder: Path) -> list[int]:
-    return [int(path.read_text()) for path in sorted(folder.glob("*.pid"))]
+    texts = [path.read_text() for path in sorted(folder.glob("*.pid"))]
+    return [int(text) for text in texts if text]  # else it is being written
 
 
 def clean_environment(folder: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from trainyard.launch.environment import (
     first_host,
     rank_environment,
     read_process,
+    refuse_missing_devices,
     seconds_left,
 )
 
@@ -187,6 +189,8 @@ def test_time_until_the_limit_of_a_scheduler() -> None:
     assert seconds_left({}) is None
     in_a_minute = {"SLURM_JOB_END_TIME": str(int(time.time()) + 60)}
     assert seconds_left(in_a_minute) == pytest.approx(60, abs=2)
+    of_the_script = {"TRAINYARD_END": str(round(time.time()) + 30), "PBS_WALLTIME": "3600"}
+    assert seconds_left(of_the_script) == pytest.approx(30, abs=2)
     short, long = (seconds_left({"PBS_WALLTIME": limit}) for limit in ("3600", "7200"))
     assert short is not None
     assert long is not None
@@ -229,3 +233,22 @@ def test_what_cannot_be_is_refused(environment: dict[str, str], problem: str) ->
         read_process(environment)
     assert caught.value.problem == problem
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("promised", "n_seen", "shown"), [("8", 8, ""), ("4", 8, ""), ("8", 1, "3"), ("1", 1, "3")]
+)
+def test_promised_devices_are_there(promised: str, n_seen: int, shown: str) -> None:
+    visible = {"CUDA_VISIBLE_DEVICES": shown} if shown else {}
+    refuse_missing_devices(n_seen, {"TRAINYARD_DEVICES": promised} | visible)
+    refuse_missing_devices(0, visible)  # nothing was promised
+
+
+@pytest.mark.parametrize(
+    ("promised", "n_seen", "shown"), [("8", 0, ""), ("8", 7, ""), ("8", 1, ""), ("1", 0, "3")]
+)
+def test_fewer_devices_than_promised(promised: str, n_seen: int, shown: str) -> None:
+    visible = {"CUDA_VISIBLE_DEVICES": shown} if shown else {}
+    says = f"^{socket.gethostname()}: {promised} GPUs were promised, and torch sees {n_seen}"
+    with pytest.raises(LaunchError, match=says):
+        refuse_missing_devices(n_seen, {"TRAINYARD_DEVICES": promised} | visible)

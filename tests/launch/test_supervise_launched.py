@@ -65,7 +65,8 @@ def test_an_end_for_good_is_not_started_again(
     tmp_path: Path, fault: str, code: int, rank: int
 ) -> None:
     folder = tmp_path / "run"
-    done = finish(start(folder, 3, wanted([rank, 1, fault, 99]), *LAUNCHER), folder)
+    launcher = [*LAUNCHER[:-1], "--max-restarts=1"]  # it does not know better
+    done = finish(start(folder, 3, wanted([rank, 1, fault, 99]), *launcher), folder)
     assert done.code != 0
     assert starts(folder) == [0]
     assert f"error: the run ended with code {code}, and is not started again" in done.said

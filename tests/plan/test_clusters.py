@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from trainyard.config.cluster import cluster_names
 from trainyard.errors import UserError
-from trainyard.plan.clusters import NODES, cluster_names, find_machine
+from trainyard.plan.clusters import NODES, find_machine
 
 OWN = """
 description = "two nodes in the basement"
@@ -28,6 +29,10 @@ product_share = 0.75
         ("azure-ndv5", "H100", 8, 450e9, 50e9),
         ("azure-ndv5-h200", "H200", 8, 450e9, 50e9),
         ("local", "CPU", 4, 1e9, 0.1e9),
+        ("slurm", "H100", 8, 450e9, 50e9),
+        ("pbs", "H100", 8, 450e9, 50e9),
+        ("mpi", "H100", 8, 450e9, 50e9),
+        ("ssh", "H100", 8, 450e9, 50e9),
     ],
 )
 def test_shipped_clusters(
@@ -48,8 +53,12 @@ def test_every_shipped_cluster_is_in_the_test_above() -> None:
         "frontier",
         "local",
         "lumi",
+        "mpi",
+        "pbs",
         "perlmutter",
         "polaris",
+        "slurm",
+        "ssh",
     ]
 
 
@@ -109,7 +118,12 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         (None, "A100", "--gpu: no GPU named 'A100'", "did you mean a100-"),
         (None, "tpu", "--gpu: no GPU named 'tpu'", "cpu"),
         ("polaris", "a100", "--gpu: no GPU named 'a100'", "did you mean a100-"),
-        ("missing/lumi.toml", None, "cannot read the cluster file missing/lumi.toml", "lumi"),
+        (
+            "missing/lumi.toml",
+            None,
+            "cannot read the cluster file missing/lumi.toml: No such file",
+            "lumi",
+        ),
     ],
 )
 def test_unknown_names(cluster: str | None, gpu: str | None, problem: str, hint: str) -> None:

@@ -24,10 +24,11 @@ from trainyard.errors import (
     UserError,
 )
 from trainyard.launch.environment import Process
+from trainyard.parallel.mesh import choose_device
 from trainyard.train.run_folder import write_run_folder
 from trainyard.train.stop import DONE, Ending, Stop
-from trainyard.train.worker import choose_device, run_worker
 from trainyard.train.worker import main as worker_main
+from trainyard.train.worker import run_worker
 
 
 def with_fields(run: Run, **sections: dict[str, object]) -> Run:

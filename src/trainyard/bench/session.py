@@ -18,11 +18,11 @@ from trainyard.config.run import Data, Run
 from trainyard.data.loader import build_orders, data_fingerprint
 from trainyard.errors import MachineError
 from trainyard.launch.environment import Process
-from trainyard.parallel.mesh import Mesh, build_mesh
+from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.precision.float8 import refuse_device
-from trainyard.train.worker import build_parts, choose_device
+from trainyard.train.worker import build_parts
 
 
 def run_job(folder: Path, process: Process, start: Start) -> None:
@@ -57,13 +57,13 @@ def run_job(folder: Path, process: Process, start: Start) -> None:
             found = measure(contender, job, timeline, mesh, folder)
         except torch.OutOfMemoryError as error:
             raise MachineError(
-                f"{run.name} does not fit into the memory of {_name(device)}: "
+                f"{run.name} does not fit into the memory of {device_name(device)}: "
                 f"{str(error).splitlines()[0]}",
                 "a smaller train.micro_batch_size, parallel.recompute=block, or more ranks",
             ) from None
     if process.rank == 0:
         start.seconds["first step"] = found.pop("first_step_seconds")
-        found |= {"device": _name(device), "startup_seconds": start.seconds}
+        found |= {"device": device_name(device), "startup_seconds": start.seconds}
         (folder / RESULT).write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -79,7 +79,3 @@ def _facts(run: Run) -> dict[str, str]:
     """Gives what must be equal on all ranks; each may have random tokens in a folder of its own."""
     text = render_run(run.model_copy(update={"data": Data()}))
     return gather_facts(text, data_fingerprint(run))
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -15,14 +15,17 @@ from trainyard import __version__
 from trainyard.cli.bench import bench
 from trainyard.cli.check import check
 from trainyard.cli.demo import demo
+from trainyard.cli.doctor import doctor
 from trainyard.cli.evaluate import evaluate
 from trainyard.cli.export import export
 from trainyard.cli.generate import generate
 from trainyard.cli.import_ import import_
+from trainyard.cli.launch import launch
 from trainyard.cli.plan import plan
 from trainyard.cli.prepare import prepare
 from trainyard.cli.report import report
 from trainyard.cli.show import show
+from trainyard.cli.status import status
 from trainyard.cli.train import train
 from trainyard.cli.watch import watch
 from trainyard.errors import UserError
@@ -59,7 +62,10 @@ def _options(
     """Pretrains GPT-3-class language models from raw text, from one run file."""
 
 
-for verb in (prepare, plan, train, bench, evaluate, generate, report, watch, show, demo):
+for verb in (
+    prepare, plan, launch, status, train, bench, evaluate, generate, report, watch, show, demo,
+    doctor,
+):  # fmt: skip
     app.command()(verb)
 app.add_typer(check, name="check")
 app.command("export")(export)

@@ -86,7 +86,7 @@ def prepare(
     Example: trainyard prepare corpus/ -o data/web --tokenizer gpt2/ --workers 8
 
     writes data/web_text_document.bin, .idx and .json. A data file names these and steps to clean
-    the text: trainyard prepare recipes/azure/slimpajama.toml --workers 8
+    the text: trainyard prepare recipes/azure/data/slimpajama.toml --workers 8
 
     The same command may run on many machines at once, as a job array for instance. Interrupted, it
     goes on when it is run again.

@@ -18,7 +18,7 @@ def show(
         list[str] | None,
         typer.Argument(
             help="A preset, a run file with overrides, a token file prefix, a checkpoint or run "
-            "folder, a tokenizer folder; or: order RUN_FILE."
+            "folder, a tokenizer folder; or: order RUN_FILE, cluster NAME."
         ),
     ] = None,
     fields: Annotated[bool, typer.Option("--fields", help="Explain every field.")] = False,
@@ -38,13 +38,14 @@ def show(
         Path | None, typer.Option(help="For order: an .npz file with the sequences.")
     ] = None,
 ) -> None:
-    """Show a preset, run, token file, checkpoint, tokenizer, or the order of training.
+    """Show a preset, run, token file, checkpoint, tokenizer, cluster, or the order of training.
 
     Examples:
     trainyard show gpt3-13b
     trainyard show run.toml model.n_layers=24 --all
     trainyard show data/wiki_text_document --tokenizer gpt2/ --count 5
     trainyard show runs/demo --verify
+    trainyard show cluster lumi
     trainyard show order run.toml --split train --start 0 --count 2000 --output order.npz
     """
     from rich.console import Console
@@ -59,6 +60,10 @@ def show(
         from trainyard.cli.show_order import show_order
 
         show_order(names[1:], split, start, count, output)
+    elif names and names[0] == "cluster":
+        from trainyard.cli.show_cluster import show_cluster
+
+        show_cluster(names[1:], console)
     elif not names:
         from trainyard.config.load import preset_names
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -11,9 +13,10 @@ from typing import Annotated, Literal
 import typer
 
 from trainyard.config.run import Run
-from trainyard.errors import LaunchError
-from trainyard.launch.environment import Process, read_process
+from trainyard.errors import LaunchError, UserError
+from trainyard.launch.environment import Process, read_process, read_start
 from trainyard.launch.lock import hold
+from trainyard.launch.restarts import note_refusal
 from trainyard.launch.supervise import Job, exit_code_below, supervise
 
 Resume = Literal["auto", "must", "never"]
@@ -66,11 +69,16 @@ def train(
     if ranks is None:
         plan = resolve(run, max(plan.n_ranks, _count_gpus()))
     folder = RUNS_FOLDER / run.name
-    if process.rank > 0:
-        wait_for_run_folder(folder, run, process)
-        code = _supervise(process, plan.n_ranks, folder, resume)
-    else:
-        code = _train_first_rank(process, plan.n_ranks, run, folder, resume)
+    try:
+        if process.rank > 0:
+            wait_for_run_folder(folder, run, process)
+            code = _supervise(process, plan.n_ranks, folder, resume)
+        else:
+            code = _train_first_rank(process, plan.n_ranks, run, folder, resume)
+    except UserError as error:
+        note_refusal(folder, read_start(), error.exit_code)
+        raise
+    note_refusal(folder, read_start(), code)
     if code != 0:
         raise typer.Exit(code)
 
@@ -105,10 +113,10 @@ def _supervise(
 def wait_for_run_folder(
     folder: Path, run: Run, process: Process, timeout_seconds: float = WAIT_SECONDS
 ) -> None:
-    """Waits until rank 0 has written this very run into the folder.
+    """Waits until rank 0 has written this very run into the folder, where this rank may write too.
 
     Raises:
-        LaunchError: it has not, or another run is there.
+        LaunchError: it has not, another run is there, or this machine cannot write there.
     """
     from trainyard.config.load import render_run
 
@@ -124,6 +132,12 @@ def wait_for_run_folder(
                 "overrides, and a folder that all machines see",
             )
         time.sleep(POLL_SECONDS)
+    if not os.access(folder, os.W_OK):
+        raise LaunchError(
+            f"rank {process.rank} of {process.n_ranks}: {socket.gethostname()} cannot write to "
+            f"{folder.resolve()}",
+            "there its file system is mounted read-only, or to be written by others alone",
+        )
 
 
 def _count_gpus() -> int:

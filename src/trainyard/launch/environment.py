@@ -40,6 +40,11 @@ FIRST_PORT, N_PORTS = 12_000, 18_000
 JOB_NAMES = ("PMIX_NAMESPACE", "PALS_APID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID")
 COMMAND = "TRAINYARD_COMMAND"
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+PROMISE = "TRAINYARD_DEVICES"
+"""Set by job scripts: how many GPUs each rank is to see."""
+END = "TRAINYARD_END"
+"""Set by job scripts: when the scheduler ends the job, in seconds since 1970."""
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 MEANING = "start all ranks with torchrun, srun or mpiexec, or one process without its variables"
 ADDRESS_HINT = "export MASTER_ADDR, the name of the first machine, and MASTER_PORT to every rank"
 
@@ -171,10 +176,16 @@ def rank_environment(
     return threads | dict(environment) | said
 
 
+def read_start(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Gives what a job script calls this start of it; None where there is no script."""
+    return environment.get("TRAINYARD_JOB")
+
+
 def seconds_left(environment: Mapping[str, str] = os.environ) -> float | None:
     """Gives the time until the scheduler's limit, or None where there is none."""
-    if "SLURM_JOB_END_TIME" in environment:
-        return _read_one(environment, ["SLURM_JOB_END_TIME"])[1] - time.time()
+    for name in (END, "SLURM_JOB_END_TIME"):
+        if name in environment:
+            return _read_one(environment, [name])[1] - time.time()
     if "PBS_WALLTIME" in environment:
         # From the start of the job, of which its script is the oldest process here.
         return _read_one(environment, ["PBS_WALLTIME"])[1] - _seconds_since_start(os.getsid(0))
@@ -190,6 +201,28 @@ def _seconds_since_start(pid: int) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks_since_boot / os.sysconf("SC_CLK_TCK")
 
 
+def refuse_missing_devices(n_seen: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuses to train on fewer GPUs than the cluster file promises, and so on the CPU instead.
+
+    Args:
+        n_seen: GPUs that this process sees.
+        environment: of a job script, which says how many it should see; else nothing is promised.
+
+    Raises:
+        LaunchError: names the host, and both numbers.
+    """
+    promised = _read_optional(environment, PROMISE)
+    # A launcher may show each rank one alone, and says so.
+    is_own = n_seen == 1 and any(name in environment for name in VISIBLE)
+    if promised is not None and n_seen < promised and not is_own:
+        raise LaunchError(
+            f"{socket.gethostname()}: {promised} GPUs were promised, and torch sees {n_seen}",
+            "a driver or container without GPUs (--nv, --rocm), a torch built for others, an "
+            "option of the scheduler, or gpu and devices_per_node of the cluster file; "
+            "see with: trainyard doctor",
+        )
+
+
 def keep_off_the_network() -> None:
     """Lets gloo and NCCL use this machine's loopback interface only; call it before they start."""
     names = {name for _, name in socket.if_nameindex()}
@@ -201,6 +234,14 @@ def keep_off_the_network() -> None:
 def hide_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Takes out what must not be written down: variables named as secrets, and logins in URLs."""
     return hide(text, secret_values(environment))
+
+
+def read_variables(
+    names: re.Pattern[str], environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Gives the variables whose whole names match, without what is secret in them."""
+    found = sorted((name, text) for name, text in environment.items() if names.fullmatch(name))
+    return {name: hide_secrets(text, environment) for name, text in found}
 
 
 def read_versions(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

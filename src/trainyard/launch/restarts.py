@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -103,6 +104,21 @@ class Restarts:
             new.replace(self._path)
         except OSError as error:
             raise MachineError(f"{self._path} cannot be written: {error.strerror}") from error
+
+
+def note_refusal(folder: Path, start: str | None, exit_code: int) -> None:
+    """Leaves word in the run folder where a start ended for good, for the script that started it.
+
+    A launcher ends the other ranks when one has ended, and may tell the script of those alone.
+
+    Args:
+        folder: of the run.
+        start: what the script calls this start; None where there is no script.
+        exit_code: of this rank.
+    """
+    if start is not None and exit_code in FINAL_CODES:
+        with suppress(OSError):
+            (folder / "logs" / f"refused-{start}").write_text(f"{exit_code}\n", encoding="utf-8")
 
 
 def _refusal(problem: str, exit_code: int) -> GuardError:

@@ -1,4 +1,4 @@
-"""The process groups of a layout: which ranks talk to which, axis by axis."""
+"""The device of a rank, and its process groups: which ranks talk to which, axis by axis."""
 
 from __future__ import annotations
 
@@ -8,10 +8,40 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainyard.errors import MachineError
+from trainyard.launch.environment import Process
 from trainyard.parallel.start import COLLECTIVE_TIMEOUT
 from trainyard.topology import Coordinates, Topology
 
 TEXT_BYTES = 256
+
+
+def choose_device(process: Process) -> torch.device:
+    """Chooses the GPU of this rank, or the CPU where there is none.
+
+    Raises:
+        MachineError: the machine has fewer GPUs than ranks.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    n_devices = torch.cuda.device_count()
+    # A launcher may show each process a GPU of its own; ours shows all to each.
+    has_own = n_devices == 1 and process.store_file is None
+    index = 0 if has_own else process.local_rank
+    if index >= n_devices:
+        raise MachineError(
+            f"rank {process.rank} is number {index} on its machine, which has {n_devices} GPU"
+            f"{'s' if n_devices > 1 else ''}",
+            "start as many ranks on a machine as it has GPUs",
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """Gives the name of a GPU; of other devices their kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Machines by name: the shipped clusters, a user's own, or one kind of GPU in its usual node.
 
-A cluster is a file of figures, `config/clusters/NAME.toml` or a user's own:
+The figures at the top of a cluster file (`config/cluster.py`) are for plans:
 
     description = "Twelve nodes in the basement"
     gpu = "a100-80g"                      # a name of NODES
@@ -13,16 +13,10 @@ What it leaves out is that of the GPU's usual node. A profile measured on the ma
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
-from importlib import resources
-from pathlib import Path
 
-from pydantic import Field, ValidationError
-
-from trainyard.config.load import explain_problems, parse_toml
-from trainyard.config.run import Section
-from trainyard.errors import ConfigError, MachineError, UserError
+from trainyard.config.cluster import Cluster, read_cluster, suggest
+from trainyard.errors import UserError
 from trainyard.plan.hardware import (
     DEVICES,
     GIGA,
@@ -62,52 +56,6 @@ NODES = {
     "mi300x": Node("MI300X", 8, 50),
     "cpu": Node("CPU", 4, 0.1),
 }
-LINK_LATENCY_MICROSECONDS = 5.0
-"""Fitted, as the efficiencies, and as large as it was allowed to be."""
-NETWORK_LATENCY_MICROSECONDS = 20.0
-"""Assumed."""
-
-
-class Measured(Section):
-    """Efficiencies measured on a machine; what is absent stays as it was."""
-
-    product_share: float | None = Field(default=None, gt=0, le=1)
-    attention_share: float | None = Field(default=None, gt=0, le=1)
-    memory_share: float | None = Field(default=None, gt=0, le=1)
-    link_share: float | None = Field(default=None, gt=0, le=1)
-    network_share: float | None = Field(default=None, gt=0, le=1)
-    launch_seconds: float | None = Field(default=None, gt=0)
-
-
-class Cluster(Section):
-    """A cluster file."""
-
-    description: str = ""
-    """What it is, and where."""
-    gpu: str
-    """What it is made of, by a name that --gpu knows."""
-    devices_per_node: int | None = Field(default=None, ge=1)
-    """As processes see them: a package of two counts twice."""
-    link_gigabytes_per_second: float | None = Field(default=None, gt=0)
-    """Of a device to the others of its node together, one direction."""
-    network_gigabytes_per_second: float | None = Field(default=None, gt=0)
-    """Of a device to other nodes, one direction."""
-    link_latency_microseconds: float = Field(default=LINK_LATENCY_MICROSECONDS, ge=0)
-    """Of a hop inside a node."""
-    network_latency_microseconds: float = Field(default=NETWORK_LATENCY_MICROSECONDS, ge=0)
-    """Of a hop between nodes."""
-    memory_gigabytes_per_second: float | None = Field(default=None, gt=0)
-    """Of a device; absent: as its datasheet says."""
-    peaks_teraflops: dict[str, float] = Field(default={})
-    """Of dense matrix products of a device, by format; empty: as its datasheet says."""
-    efficiencies: Measured = Measured()
-    """Measured on the machine."""
-
-
-def cluster_names() -> list[str]:
-    """Lists the shipped clusters."""
-    folder = resources.files("trainyard.config") / "clusters"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir())
 
 
 def find_machine(cluster: str | None = None, gpu: str | None = None) -> Machine:
@@ -122,6 +70,7 @@ def find_machine(cluster: str | None = None, gpu: str | None = None) -> Machine:
         _check_gpu(gpu, "--gpu")
         return build_machine(gpu, Cluster(gpu=gpu))
     found = read_cluster(cluster or "local")
+    _check_gpu(found.gpu, f"cluster {cluster}")
     if gpu is not None:
         _check_gpu(gpu, "--gpu")
         found = _with_other_gpus(found, gpu)
@@ -139,35 +88,6 @@ def _with_other_gpus(cluster: Cluster, gpu: str) -> Cluster:
         network_gigabytes_per_second=cluster.network_gigabytes_per_second,
         network_latency_microseconds=cluster.network_latency_microseconds,
     )
-
-
-def read_cluster(name: str) -> Cluster:
-    """Reads a shipped cluster, or a file if the name ends in .toml."""
-    if name.endswith(".toml"):
-        place = name
-        try:
-            text = Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"cannot read the cluster file {name}: {error}", _suggest(name, cluster_names())
-            ) from None
-    elif name in cluster_names():
-        place = f"cluster {name}"
-        entry = resources.files("trainyard.config") / "clusters" / f"{name}.toml"
-        text = entry.read_text(encoding="utf-8")
-    else:
-        raise MachineError(
-            f"no cluster named {name!r}",
-            _suggest(name, cluster_names()) + "; a file of your own ends in .toml",
-        )
-    try:
-        cluster = Cluster.model_validate(parse_toml(text, place))
-    except ValidationError as error:
-        problem = explain_problems(error, Cluster, {}, place).problem
-        fields = ", ".join(Cluster.model_fields)
-        raise ConfigError(problem, f"a cluster file may have {fields}") from None
-    _check_gpu(cluster.gpu, place)
-    return cluster
 
 
 def build_machine(name: str, cluster: Cluster) -> Machine:
@@ -208,13 +128,4 @@ def _efficiencies(name: str, cluster: Cluster, device: Device) -> Efficiencies:
 
 def _check_gpu(name: str, place: str) -> None:
     if name not in NODES:
-        raise UserError(f"{place}: no GPU named {name!r}", _suggest(name, list(NODES)))
-
-
-def _suggest(name: str, known: list[str]) -> str:
-    name = Path(name).stem.lower()
-    longer = [each for each in known if each.startswith(name)]
-    close = longer or difflib.get_close_matches(name, known, n=1)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    return f"known: {', '.join(known)}"
+        raise UserError(f"{place}: no GPU named {name!r}", suggest(name, list(NODES)))

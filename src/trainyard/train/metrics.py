@@ -25,6 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
+from trainyard.parallel.mesh import device_name
 from trainyard.plan.flops import model_flops_utilization, tflops_per_second_per_gpu
 from trainyard.plan.hardware import find_device
 from trainyard.train.state import Parts, State
@@ -215,11 +216,6 @@ def render_line(values: dict[str, Any], n_steps: int) -> str:
 def _peak_flops_per_second(run: Run, device: torch.device) -> float | None:
     found = find_device(device_name(device))
     return found.peak_flops_per_second(run.precision.kind) if found else None
-
-
-def device_name(device: torch.device) -> str:
-    """Gives the name of a GPU; of other devices their kind."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_memory_bytes(device: torch.device) -> int:

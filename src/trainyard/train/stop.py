@@ -25,6 +25,8 @@ from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, GuardError
 STOP, SAVE = "STOP", "SAVE"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 LEAST_MARGIN_SECONDS = 60.0
+TWICE_SECONDS = 1.0
+"""Slurm signals a rank and its parent at once, and that passes it on: both are the same wish."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Stop:
         self._stop_after_minutes = stop_after_minutes
         self._scheduler_seconds = scheduler_seconds
         self._signal: signal.Signals | None = None
+        self._signalled = 0.0
         self._last_look = self._started
         self._longest = 0.0
 
@@ -113,9 +116,12 @@ class Stop:
                 signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self._signal = signal.Signals(number)
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
+        now = time.monotonic()
+        if self._signal is None:
+            self._signal, self._signalled = signal.Signals(number), now
+        elif now - self._signalled > TWICE_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
 
 def refuse_stopped(folder: Path) -> None:

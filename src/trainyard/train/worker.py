@@ -29,16 +29,16 @@ from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
 from trainyard.errors import ConfigError, GuardError, MachineError, UserError
 from trainyard.launch.environment import (
-    Process,
     hide_secrets,
     read_process,
     read_versions,
+    refuse_missing_devices,
     seconds_left,
 )
 from trainyard.launch.pulse import Pulse
 from trainyard.log import build_logger, show_progress
 from trainyard.optim.adamw import build_optimizer
-from trainyard.parallel.mesh import Mesh, build_mesh
+from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name
 from trainyard.parallel.replica import Replica
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.plan.batches import BatchSchedule
@@ -54,7 +54,7 @@ from trainyard.train.checkpoints import (
     load_state,
 )
 from trainyard.train.loop import train
-from trainyard.train.metrics import Metrics, device_name
+from trainyard.train.metrics import Metrics
 from trainyard.train.run_folder import Resume, refuse_what_is_not_built
 from trainyard.train.state import Parts, State
 from trainyard.train.stop import Ending, Stop
@@ -99,6 +99,7 @@ def run_worker(folder: Path, resume: Resume = "auto") -> Ending:
         logger.setLevel(logging.ERROR)  # rank 0 speaks for all
     plan = resolve(run, process.n_ranks)
     refuse_what_is_not_built(run)
+    refuse_missing_devices(torch.cuda.device_count())
     device = choose_device(process)
     refuse_device(run, device)
 
@@ -213,29 +214,6 @@ def show_training(parts: Parts, first_step: int) -> Iterator[Show]:
 
         update(first_step, n_steps)
         yield show
-
-
-def choose_device(process: Process) -> torch.device:
-    """Chooses the GPU of this rank, or the CPU where there is none.
-
-    Raises:
-        MachineError: the machine has fewer GPUs than ranks.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    n_devices = torch.cuda.device_count()
-    # A launcher may show each process a GPU of its own; ours shows all to each.
-    has_own = n_devices == 1 and process.store_file is None
-    index = 0 if has_own else process.local_rank
-    if index >= n_devices:
-        raise MachineError(
-            f"rank {process.rank} is number {index} on its machine, which has {n_devices} GPU"
-            f"{'s' if n_devices > 1 else ''}",
-            "start as many ranks on a machine as it has GPUs",
-        )
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _warn_of_slow_precision(run: Run, device: torch.device) -> None:

@@ -1,0 +1,145 @@
+"""`trainyard doctor`: what a machine is, what it reaches, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainyard.errors import ConfigError, LaunchError, MachineError
+from trainyard.launch.environment import Process, read_process
+
+if TYPE_CHECKING:
+    from trainyard.doctor.diagnosis import Diagnosis
+    from trainyard.doctor.examine import Examination, Order
+
+GIGA = 10**9
+
+
+def doctor(
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="What this should be: a cluster's name, or its file. Default: judged by the GPU."
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="How many machines there should be.")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes on this machine. Default: one for each GPU."),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a cluster file with what is measured."),
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="Where runs are: its file system is tried.")] = Path(
+        "runs"
+    ),
+    seconds: Annotated[float, typer.Option(min=0.001, max=60, help="For each measurement.")] = 0.5,
+    gigabytes: Annotated[
+        float, typer.Option(min=0.01, max=1000, help="Of the file each rank writes and reads.")
+    ] = 1.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything as JSON instead of a table.")
+    ] = False,
+) -> None:
+    """Say what this machine is, what it reaches, and what is wrong with it.
+
+    Versions, devices, limits and network; then the run folder's file system is tried, and products,
+    memory, collectives and disk are measured and compared with the cluster's figures: pass, warn
+    (below 90 %) or replace (below two thirds). Below torchrun, srun or mpiexec this command is one
+    rank: start it once for each; then the slow machine is named. Exit code 0, or 2 if anything is
+    to be replaced.
+
+    Example: srun trainyard doctor --cluster lumi --nodes 2
+    """
+    from trainyard.config.cluster import read_cluster
+    from trainyard.doctor.calibrate import refuse_file
+    from trainyard.doctor.diagnosis import diagnose
+    from trainyard.doctor.environment import has_torch
+    from trainyard.doctor.examine import Order
+    from trainyard.doctor.table import render
+    from trainyard.plan.clusters import find_machine
+
+    process = read_process()
+    _refuse_counts(process, ranks, nodes, cluster)
+    promised = find_machine(cluster) if cluster else None
+    cpu_lists = read_cluster(cluster).launch.cpu_lists if cluster else []
+    if calibrate is not None and process.rank == 0:
+        refuse_file(calibrate)
+        if not has_torch():
+            raise MachineError(
+                "--calibrate: nothing can be measured without torch",
+                "pip install 'trainyard[train]'",
+            )
+    order = Order(
+        runs=folder,
+        budget_seconds=seconds,
+        file_bytes=int(gigabytes * GIGA),
+        cpu_lists=tuple(cpu_lists),
+    )
+    found = _examine(process, order, ranks)
+    if process.rank > 0:
+        return
+    diagnosis = diagnose(found, promised, nodes)
+    typer.echo(json.dumps(diagnosis.as_json(), indent=2) if as_json else render(diagnosis))
+    if calibrate is not None:
+        _calibrate(diagnosis, cluster, calibrate)
+    diagnosis.refuse()
+
+
+def _refuse_counts(
+    process: Process, ranks: int | None, nodes: int | None, cluster: str | None
+) -> None:
+    from trainyard.doctor.by_hand import command_for
+
+    if ranks is not None and process.n_ranks > 1:
+        raise LaunchError(
+            f"--ranks {ranks}: a launcher has started {process.n_ranks} ranks already",
+            "leave out --ranks, or the launcher",
+        )
+    if nodes is not None and nodes > 1 and process.is_on_one_machine:
+        raise LaunchError(
+            f"--nodes {nodes}: this command runs on one machine",
+            f"inside a job of {nodes} machines: {command_for(cluster, nodes)}",
+        )
+
+
+def _examine(process: Process, order: Order, ranks: int | None) -> list[Examination]:
+    from trainyard.doctor.environment import has_torch
+    from trainyard.doctor.examine import examine
+    from trainyard.doctor.worker import examine_in_processes
+
+    if not has_torch():
+        if ranks is not None and ranks > 1:
+            raise ConfigError(
+                f"--ranks {ranks}: without torch nothing but this machine can be described",
+                "pip install 'trainyard[train]', or leave out --ranks",
+            )
+        return examine(process, order)
+    if ranks is None and process.n_ranks == 1:
+        import torch
+
+        ranks = max(1, torch.cuda.device_count())
+    if ranks is None or ranks == 1:
+        return examine(process, order)
+    with tempfile.TemporaryDirectory(prefix="trainyard-doctor-") as name:
+        return examine_in_processes(ranks, order, Path(name))
+
+
+def _calibrate(diagnosis: Diagnosis, base: str | None, path: Path) -> None:
+    from trainyard.doctor.calibrate import calibrate, write_cluster
+    from trainyard.doctor.diagnosis import find_usual_machine
+    from trainyard.plan.clusters import find_machine
+
+    gpu, machine = "", diagnosis.machine or find_machine("local")
+    if base is None:
+        usual = find_usual_machine(diagnosis.examinations[0].device)
+        base, gpu = (None, usual[0]) if usual else ("local", "")
+    write_cluster(path, base, gpu, calibrate(machine, diagnosis.rows, diagnosis.shape))
+    typer.echo(f"wrote {path}: trainyard plan RUN --cluster {path}", err=True)

@@ -1,0 +1,183 @@
+"""`trainyard launch`: a job script for a cluster, handed to its scheduler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainyard.errors import DataError, LaunchError, MachineError
+
+if TYPE_CHECKING:
+    from trainyard.config.run import Run
+    from trainyard.launch.job import Job
+
+
+def launch(
+    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or the name of a preset.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.field=value, as many as needed.")
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(help="A cluster by name, or a file of your own: mine.toml.")
+    ] = "local",
+    nodes: Annotated[int, typer.Option(min=1, help="How many of its nodes.")] = 1,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Default: one for each device of a node.")
+    ] = None,
+    account: Annotated[str, typer.Option(help="Who pays.")] = "",
+    partition: Annotated[str, typer.Option(help="Of Slurm; of PBS the queue.")] = "",
+    time: Annotated[str, typer.Option(help="Limit of a job, as 12:00:00.")] = "",
+    image: Annotated[str, typer.Option(help="Of the container: a file, or a name.")] = "",
+    hosts: Annotated[
+        str, typer.Option(help="For clusters without a scheduler: n1,n2,n3. More are spares.")
+    ] = "",
+    stages: Annotated[
+        str, typer.Option(help="train; all; or some of download, prepare, train.")
+    ] = "train",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")
+    ] = False,
+) -> None:
+    """Write a run's job script and hand it to the scheduler of a cluster.
+
+    The script is runs/NAME/job.sh. The job comes back into the queue until the run is done: after
+    the time limit, a preemption, a node or a rank that failed. Without a scheduler (local, mpi,
+    ssh) it runs here and now.
+
+    Examples:
+    trainyard launch recipes/lumi/13b.toml --cluster lumi --nodes 2 --account project_1 --dry-run
+    trainyard launch recipes/azure/175b.toml --cluster azure-ndv5 --nodes 128 --stages all
+    trainyard launch run.toml --cluster ssh --nodes 2 --hosts n1,n2
+    """
+    from trainyard.cli.launch_jobs import Request, plan_jobs
+    from trainyard.launch.job import check_programs
+    from trainyard.launch.render import render
+
+    given = {
+        "account": account, "partition": partition, "time": time, "image": image, "hosts": hosts
+    }  # fmt: skip
+    request = Request(
+        run_file,
+        overrides or [],
+        cluster,
+        nodes,
+        ranks_per_node,
+        stages,
+        {name: value for name, value in given.items() if value},
+    )
+    run, jobs = plan_jobs(request, Path.cwd())
+    if dry_run:
+        typer.echo("\n".join(render(job) for job in jobs.values()), nl=False)
+        return
+    for job in jobs.values():
+        check_programs(job)
+        if job.arguments[0] == "prepare" and job.arguments[1] != "--fetch":
+            make_ready(Path(job.arguments[1]))
+    write_folder(run, jobs)
+    submit_jobs(cluster, jobs)
+
+
+def make_ready(data_file: Path) -> None:
+    """Makes the folder that data is prepared into; refuses a tokenizer that no stage makes.
+
+    Raises:
+        DataError: names the tokenizer.
+        MachineError: the folder cannot be made.
+    """
+    from trainyard.config.corpus import load_corpus
+
+    corpus = load_corpus(data_file, {})
+    if not Path(corpus.tokenizer).exists():
+        raise DataError(
+            f"{data_file} needs the tokenizer {corpus.tokenizer}, and it is not there",
+            "a folder with vocab.json and merges.txt, or with tokenizer.json; or make one: "
+            f"trainyard prepare {data_file} --train-tokenizer 4096",
+        )
+    folder = Path(corpus.output).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(
+            f"{folder} cannot be made, where {data_file} has its output: {error.strerror}",
+            "name another in output, or make this one yourself",
+        ) from None
+
+
+def write_folder(run: Run, jobs: dict[str, Job]) -> None:
+    """Writes the run and its scripts into the run folder, after what can be checked of both.
+
+    Raises:
+        UserError: the run cannot be trained, is being trained, or cannot be written down.
+    """
+    from trainyard.config.load import render_run
+    from trainyard.data.publish import publish_text
+    from trainyard.launch.lock import find_holder
+    from trainyard.launch.render import render
+    from trainyard.train.run_folder import write_run_folder
+    from trainyard.train.stop import refuse_stopped
+
+    folder = next(iter(jobs.values())).folder
+    holder = find_holder(folder)
+    if holder:
+        raise LaunchError(
+            f"{folder} is in use: {holder}",
+            "wait for its end, end it, or launch under another name: name=NAME",
+        )
+    try:
+        for job in jobs.values():
+            job.script_path.parent.mkdir(parents=True, exist_ok=True)
+        (folder / "logs").mkdir(exist_ok=True)
+        (folder / "logs" / "vain").unlink(missing_ok=True)
+    except OSError as error:
+        raise MachineError(
+            f"{error.filename} cannot be written: {error.strerror}",
+            "launch in a folder where you may write and every node of the cluster sees",
+        ) from None
+    if list(jobs) == ["train"]:
+        write_run_folder(folder, run, "auto")
+    else:  # the data is not there yet
+        refuse_stopped(folder)
+        publish_text(folder / "run.toml", render_run(run))
+    for job in jobs.values():
+        publish_text(job.script_path, render(job))
+        job.script_path.chmod(0o755)
+
+
+def submit_jobs(cluster: str, jobs: dict[str, Job]) -> None:
+    """Hands the scripts over, each after those whose work it needs; says how to follow them.
+
+    Raises:
+        LaunchError: the scheduler does not take one of them.
+    """
+    from trainyard.launch.submit import (
+        Submission,
+        describe_submission,
+        run_here,
+        submit,
+        write_submission,
+    )
+
+    last = list(jobs.values())[-1]
+    scheduler = last.cluster.launch.scheduler
+    record = Submission(cluster=cluster, scheduler=scheduler, n_nodes=last.n_nodes)
+    if scheduler not in ("slurm", "pbs"):
+        write_submission(last.folder, record)
+        run_here(last.script_path)
+    ids: dict[str, str] = {}
+    for stage, job in jobs.items():
+        corpus = stage.partition("-")[2]
+        before = [f"download-{corpus}"] if stage.startswith("prepare-") else []
+        if stage == "train":
+            before = [name for name in ids if name.startswith("prepare-")] or list(ids)
+        ids[stage] = submit(job.script_path, scheduler, [ids[n] for n in before if n in ids])
+    waits_for = {stage: number for stage, number in ids.items() if stage != "train"}
+    if "train" in ids:
+        record = record.model_copy(update={"job": ids["train"], "waits_for": waits_for})
+        write_submission(last.folder, record)
+        log = f"job-{ids['train']}.log" if scheduler == "slurm" else f"{ids['train']}.OU"
+        typer.echo(describe_submission(last.name, record, last.folder / log))
+    else:
+        for stage, number in ids.items():
+            typer.echo(f"{stage}: job {number}")

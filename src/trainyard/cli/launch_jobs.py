@@ -1,0 +1,250 @@
+"""The jobs that `trainyard launch --stages ..` makes of one run file.
+
+    recipes/azure/175b.toml             reads data/slimpajama/train_chunk_00_text_document, ..
+    recipes/azure/data/slimpajama.toml  makes them, of corpora/slimpajama/train
+
+    download-slimpajama                 trainyard prepare --fetch slimpajama -o corpora/slimpajama
+    prepare-slimpajama, an array        trainyard prepare recipes/azure/data/slimpajama.toml
+    train                               after all of them
+
+The tasks of an array share the work by themselves and all wait for its end, merging included.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trainyard.cli.train import RUNS_FOLDER
+from trainyard.config.cluster import read_cluster
+from trainyard.config.corpus import Corpus, load_corpus
+from trainyard.config.load import load_run
+from trainyard.config.run import Run
+from trainyard.data.fetching.catalogue import corpus_names
+from trainyard.errors import ConfigError, LaunchError
+from trainyard.launch.job import Job, check_job
+from trainyard.plan.clusters import find_machine
+from trainyard.plan.layout import find_topology, ranks_per_replica
+
+STAGES = ("download", "prepare", "train")
+SCHEDULERS = ("slurm", "pbs")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    run_file: str
+    overrides: Sequence[str] = ()
+    cluster: str = "local"
+    nodes: int = 1
+    ranks_per_node: int | None = None
+    """None: one for each device."""
+    stages: str = "train"
+    options: Mapping[str, str] = field(default_factory=dict)
+    """account, partition, time, image, hosts: what is to be other than in the cluster file."""
+
+    @property
+    def command(self) -> str:
+        """The command line again."""
+        words = ["trainyard", "launch", self.run_file, *self.overrides]
+        words += ["--cluster", self.cluster, "--nodes", str(self.nodes)]
+        if self.ranks_per_node is not None:
+            words += ["--ranks-per-node", str(self.ranks_per_node)]
+        for name, value in self.options.items():
+            words += [f"--{name}", value]
+        return shlex.join(words + (["--stages", self.stages] if self.stages != "train" else []))
+
+    @property
+    def launch_fields(self) -> dict[str, Any]:
+        """The options as fields of [launch]."""
+        fields: dict[str, Any] = dict(self.options)
+        if "image" in fields:
+            fields["container"] = {"image": fields.pop("image")}
+        if "hosts" in fields:
+            fields["hosts"] = fields["hosts"].split(",")
+        return fields
+
+
+def plan_jobs(request: Request, project: Path) -> tuple[Run, dict[str, Job]]:
+    """Gives the jobs of a launch by stage, in the order in which they start.
+
+    Args:
+        request: what is asked for. Beside its run file are the data files, in a folder `data`.
+        project: where everything starts, absolute; the run folder is below it.
+
+    Raises:
+        UserError: the run, the cluster or both together are not as they must be.
+    """
+    stages = parse_stages(request.stages)
+    run = load_run(request.run_file, list(request.overrides)).run
+    cluster = read_cluster(request.cluster, request.launch_fields)
+    n_devices = find_machine(request.cluster).devices_per_node
+    n_ranks, arguments = request.ranks_per_node, ["train", f"{RUNS_FOLDER}/{run.name}/run.toml"]
+    if cluster.launch.scheduler == "local":  # where `train` itself knows how many there can be
+        arguments += ["--ranks", str(n_ranks)] if n_ranks else []
+        n_ranks = n_ranks or find_topology(run, None).n_ranks
+    training = Job(
+        name=run.name,
+        cluster=cluster,
+        n_nodes=request.nodes,
+        n_ranks_per_node=n_ranks or n_devices,
+        arguments=arguments,
+        folder=project / RUNS_FOLDER / run.name,
+        made_by=request.command,
+    )
+    if "train" in stages:
+        check_job(training, n_devices)
+        refuse_layout(run, training)
+    jobs = _data_jobs(request, run, training, stages)
+    if "train" in stages:
+        needs = [f"{prefix}.json" for prefix in read_prefixes(run)] if "prepare" in stages else ()
+        jobs["train"] = replace(training, needs=needs)
+    return run, jobs
+
+
+def refuse_layout(run: Run, job: Job) -> None:
+    """Refuses nodes on which the run cannot be, with the nearest numbers on which it can.
+
+    Raises:
+        ConfigError: says why, and names them.
+    """
+    try:
+        find_topology(run, job.n_ranks)
+    except ConfigError as error:
+        near = nearest(_legal_nodes(run, job.n_ranks_per_node), job.n_nodes)
+        where = f"{job.n_nodes} x {job.n_ranks_per_node} ranks"
+        raise ConfigError(
+            f"{run.name} cannot be on {where}: {error.problem}",
+            f"--nodes {' or --nodes '.join(map(str, near))}" if near else error.hint,
+        ) from None
+
+
+def _legal_nodes(run: Run, n_ranks_per_node: int) -> list[int]:
+    n_micro_batches = run.train.global_batch_size // run.train.micro_batch_size
+    per_replica = ranks_per_replica(run)
+    legal = []
+    # The data parallel size divides the batch, whatever else is asked of it.
+    for size in range(1, n_micro_batches + 1):
+        n_nodes, rest = divmod(size * per_replica, n_ranks_per_node)
+        if n_micro_batches % size == 0 and rest == 0:
+            with suppress(ConfigError):
+                find_topology(run, n_nodes * n_ranks_per_node)
+                legal.append(n_nodes)
+    return legal
+
+
+def nearest(numbers: Sequence[int], wanted: int) -> list[int]:
+    """Gives the numbers of a sorted list next below and above one that is not in it."""
+    below = [number for number in numbers if number < wanted]
+    above = [number for number in numbers if number > wanted]
+    return below[-1:] + above[:1]
+
+
+def _data_jobs(request: Request, run: Run, training: Job, stages: Sequence[str]) -> dict[str, Job]:
+    wanted = [stage for stage in stages if stage != "train"]
+    scheduler = training.cluster.launch.scheduler
+    if wanted and scheduler not in SCHEDULERS:
+        raise LaunchError(
+            f"--stages {request.stages} needs a scheduler that starts one job after another, "
+            f"and this cluster has none ({scheduler})",
+            "trainyard prepare DATA_FILE first, then launch without --stages",
+        )
+    jobs: dict[str, Job] = {}
+    for path, corpus in find_data_files(request.run_file, run).items() if wanted else ():
+        for stage in wanted:
+            jobs |= _data_job(stage, path, corpus, training)
+    for job in jobs.values():
+        check_job(job, 1)
+    if wanted and not jobs:
+        raise LaunchError(
+            f"--stages {request.stages}: there is nothing to download",
+            f"known are {', '.join(corpus_names())}, each in corpora/NAME (docs/fetching.md)",
+        )
+    return jobs
+
+
+def parse_stages(stages: str) -> list[str]:
+    """Reads `all`, or names with commas between.
+
+    Raises:
+        LaunchError: there is no such stage.
+    """
+    names = list(STAGES) if stages == "all" else stages.split(",")
+    for name in names:
+        if name not in STAGES:
+            raise LaunchError(
+                f"--stages {stages}: no stage named {name!r}",
+                f"all, or some of {', '.join(STAGES)}",
+            )
+    return [name for name in STAGES if name in names]
+
+
+def find_data_files(run_file: str, run: Run) -> dict[Path, Corpus]:
+    """Finds the data files beside a run file that make what the run reads.
+
+    Raises:
+        ConfigError: none makes one of the prefixes.
+    """
+    folder = Path(run_file).parent / "data"
+    corpora = {path: load_corpus(path, {}) for path in sorted(folder.glob("*.toml"))}
+    prefixes = read_prefixes(run)
+    for prefix in prefixes:
+        if not any(_makes(corpus, prefix) for corpus in corpora.values()):
+            raise ConfigError(
+                f"no data file in {folder} makes {prefix}, which {run_file} reads",
+                "write one (docs/corpora.md), or prepare the data yourself and leave out --stages",
+            )
+    return {
+        path: corpus
+        for path, corpus in corpora.items()
+        if any(_makes(corpus, prefix) for prefix in prefixes)
+    }
+
+
+def read_prefixes(run: Run) -> list[str]:
+    """Lists the token files that a run reads."""
+    data = run.data
+    blends = (data.blend, data.train, data.valid, data.test)
+    return [prefix for blend in blends for prefix in blend.prefixes]
+
+
+def _makes(corpus: Corpus, prefix: str) -> bool:
+    return prefix.startswith(f"{corpus.output}_")
+
+
+def _data_job(stage: str, path: Path, corpus: Corpus, training: Job) -> dict[str, Job]:
+    prepare = training.cluster.launch.prepare
+    if stage == "download":
+        names = _fetched(corpus)
+        arguments = {
+            f"download-{name}": ["prepare", "--fetch", name, "-o", f"corpora/{name}"]
+            for name in names
+        }
+        n_tasks = 1
+    else:
+        workers = ["--workers", str(prepare.workers)]
+        arguments = {f"prepare-{path.stem}": ["prepare", str(path), *workers]}
+        n_tasks = prepare.tasks
+    return {
+        name: replace(
+            training,
+            name=name,
+            arguments=words,
+            n_nodes=n_tasks,
+            n_ranks_per_node=1,
+            is_stage=True,
+        )
+        for name, words in arguments.items()
+    }
+
+
+def _fetched(corpus: Corpus) -> list[str]:
+    """Names the corpora whose folders, corpora/NAME, the inputs are in."""
+    parts = [Path(each).parts for each in corpus.inputs]
+    folders = {part[1] for part in parts if len(part) > 1 and part[0] == "corpora"}
+    return [name for name in corpus_names() if name in folders]

@@ -1,0 +1,313 @@
+"""Every knob of a cluster file: what a machine can do, and how jobs are started on it.
+
+A cluster is a TOML file: one of `config/clusters/`, or a user's own, whose name ends in .toml:
+
+    extends = "lumi"                      # all that is not said here is as there
+    description = "LUMI, our project"
+
+    [launch]
+    account = "project_465000000"
+    time = "12:00:00"
+
+    [launch.container]
+    image = "/projappl/project_465000000/trainyard.sif"
+
+Tables are merged field by field; lists are replaced. The figures at the top are for planning: what
+they leave out is that of the GPU's usual node (`plan/clusters.py`). [launch] is for job scripts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from trainyard.config.load import explain_problems, parse_toml
+from trainyard.config.reading import SETTINGS_LIMIT_BYTES, read_file
+from trainyard.config.run import Section
+from trainyard.errors import ConfigError, MachineError
+
+LINK_LATENCY_MICROSECONDS = 5.0
+"""Fitted, as the efficiencies, and as large as it was allowed to be."""
+NETWORK_LATENCY_MICROSECONDS = 20.0
+"""Assumed."""
+FILES_LIMIT = 4
+PLACES = ("nodes", "ranks")
+"""What an option may have in braces."""
+
+
+def _check_line(text: str) -> str:
+    if re.search(r"[\x00-\x1f\x7f]", text):
+        raise ValueError(f"a line break or another control character is in {text!r}")
+    return text
+
+
+def _check_word(text: str) -> str:
+    if not re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._@:+-]*)?", text):
+        raise ValueError(f"{text!r} is no name: letters, digits and . _ - + @ : are")
+    return text
+
+
+def _check_time(text: str) -> str:
+    if text and not re.fullmatch(r"\d{1,4}:[0-5]\d:[0-5]\d", text):
+        raise ValueError(f"{text!r} is no time: hours, minutes and seconds are, such as 12:00:00")
+    if text and not re.search("[1-9]", text):
+        raise ValueError(f"{text!r} is no time at all")
+    return text
+
+
+def _check_option(text: str) -> str:
+    if not text.startswith("-"):
+        raise ValueError(f"{text!r} is no option of a scheduler: they begin with -")
+    unknown = [name for name in re.findall(r"\{([^}]*)\}", text) if name not in PLACES]
+    if unknown:
+        raise ValueError(f"{{{unknown[0]}}} in {text!r} is unknown: {{nodes}} and {{ranks}} are")
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"the quotes of {text!r} are not in pairs ({error})") from None
+    return _check_line(text)
+
+
+def _check_variable(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text):
+        raise ValueError(f"{text!r} is no name of an environment variable")
+    return text
+
+
+def _check_cpus(text: str) -> str:
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise ValueError(f"{text!r} is no list of CPUs: 48-55 and 0-7,64-71 are")
+    return text
+
+
+def _check_mount(text: str) -> str:
+    source, *others = _check_line(text).split(":")
+    if not source or len(others) > 2 or "," in text:
+        raise ValueError(f"{text!r} is no mount: SOURCE, SOURCE:PLACE and SOURCE:PLACE:ro are")
+    return text
+
+
+Line = Annotated[str, AfterValidator(_check_line)]
+Word = Annotated[str, AfterValidator(_check_word)]
+Time = Annotated[str, AfterValidator(_check_time)]
+Option = Annotated[str, AfterValidator(_check_option)]
+Variable = Annotated[str, AfterValidator(_check_variable)]
+Cpus = Annotated[str, AfterValidator(_check_cpus)]
+Mount = Annotated[str, AfterValidator(_check_mount)]
+Lines = Annotated[tuple[Line, ...], Field(strict=False)]
+Words = Annotated[tuple[Word, ...], Field(strict=False)]
+Options = Annotated[tuple[Option, ...], Field(strict=False)]
+Variables = Annotated[tuple[Variable, ...], Field(strict=False)]
+CpuLists = Annotated[tuple[Cpus, ...], Field(strict=False)]
+Mounts = Annotated[tuple[Mount, ...], Field(strict=False)]
+
+
+class Container(Section):
+    """What ranks run in."""
+
+    runtime: Literal["none", "pyxis", "apptainer", "singularity"] = "none"
+    """pyxis is srun's own way, with enroot; the others are programs on the nodes."""
+    image: Line = ""
+    """A file, or a name such as nvcr.io#nvidia/pytorch:25.03-py3."""
+    mounts: Mounts = ()
+    """SOURCE:PLACE or SOURCE:PLACE:ro; the folder of the launch is mounted without being named."""
+    environment: Variables = ()
+    """Variables that go in whatever the image says."""
+    options: Options = ()
+    """Of the runtime, as --rocm or --container-writable."""
+
+
+class Prepare(Section):
+    """Jobs that download and prepare data: one node each, on CPUs."""
+
+    partition: Word = ""
+    """Absent: that of training. PBS: the queue."""
+    time: Time = ""
+    """Absent: that of training."""
+    options: Options = ()
+    """In place of those of training."""
+    tasks: int = Field(default=4, ge=1)
+    """Nodes that prepare a corpus at once."""
+    workers: int = Field(default=32, ge=1)
+    """Processes on each; one core each."""
+
+
+class Launch(Section):
+    """How jobs are started."""
+
+    scheduler: Literal["local", "slurm", "pbs", "mpi", "ssh"] = "local"
+    """local: this machine; mpi, ssh: the hosts below, without a scheduler."""
+    start: Literal["torchrun", "tasks"] = "tasks"
+    """Of Slurm: one torchrun on each node, or one task for each rank."""
+    mpiexec: Literal["openmpi", "mpich", "pals"] = "mpich"
+    """Whose mpiexec starts the ranks of pbs and mpi."""
+    hosts: Words = ()
+    """Of mpi and ssh; the first one must be reached by the others under this name."""
+    account: Word = ""
+    """Who pays."""
+    partition: Word = ""
+    """Of Slurm; of PBS the queue."""
+    time: Time = ""
+    """Limit of a job, as 12:00:00; the run may take many jobs."""
+    options: Options = ()
+    """Of the scheduler, each whole: "--exclusive", "-l filesystems=home"; {nodes} and {ranks} (of a
+    node) are filled in."""
+    setup: Lines = ()
+    """Lines of shell before the ranks start, such as "module load cray-python"; written as they
+    are."""
+    environment: dict[Variable, Line] = Field(default={})
+    """Variables of every rank, most of them for the network."""
+    cpu_lists: CpuLists = ()
+    """Of the ranks 0, 1, .. of a node, near their devices, such as "48-55"."""
+    device_variable: Annotated[str, AfterValidator(lambda t: t and _check_variable(t))] = ""
+    """Such as ROCR_VISIBLE_DEVICES: set to the number of the rank on its node, which then sees that
+    device alone."""
+    scratch: Line = "/tmp"
+    """On each node's own disk; compiled kernels go there, into a folder for each job."""
+    python: Line = "python3"
+    """What has Trainyard on the nodes, in the container if there is one."""
+    container: Container = Container()
+    """What ranks run in."""
+    prepare: Prepare = Prepare()
+    """Jobs for data."""
+
+
+class Measured(Section):
+    """Efficiencies measured on a machine; what is absent stays as it was."""
+
+    product_share: float | None = Field(default=None, gt=0, le=1)
+    attention_share: float | None = Field(default=None, gt=0, le=1)
+    memory_share: float | None = Field(default=None, gt=0, le=1)
+    link_share: float | None = Field(default=None, gt=0, le=1)
+    network_share: float | None = Field(default=None, gt=0, le=1)
+    launch_seconds: float | None = Field(default=None, gt=0)
+
+
+class Cluster(Section):
+    """A cluster file."""
+
+    description: str = ""
+    """What it is, and where."""
+    gpu: str
+    """What it is made of, by a name that --gpu knows."""
+    devices_per_node: int | None = Field(default=None, ge=1)
+    """As processes see them: a package of two counts twice."""
+    link_gigabytes_per_second: float | None = Field(default=None, gt=0)
+    """Of a device to the others of its node together, one direction."""
+    network_gigabytes_per_second: float | None = Field(default=None, gt=0)
+    """Of a device to other nodes, one direction."""
+    link_latency_microseconds: float = Field(default=LINK_LATENCY_MICROSECONDS, ge=0)
+    """Of a hop inside a node."""
+    network_latency_microseconds: float = Field(default=NETWORK_LATENCY_MICROSECONDS, ge=0)
+    """Of a hop between nodes."""
+    memory_gigabytes_per_second: float | None = Field(default=None, gt=0)
+    """Of a device; absent: as its datasheet says."""
+    peaks_teraflops: dict[str, float] = Field(default={})
+    """Of dense matrix products of a device, by format; empty: as its datasheet says."""
+    efficiencies: Measured = Measured()
+    """Measured on the machine."""
+    launch: Launch = Launch()
+    """How jobs are started."""
+
+
+def cluster_names() -> list[str]:
+    """Lists the shipped clusters."""
+    folder = resources.files("trainyard.config") / "clusters"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir())
+
+
+def read_cluster(name: str, launch: Mapping[str, Any] | None = None) -> Cluster:
+    """Reads a shipped cluster, or a file if the name ends in .toml.
+
+    Args:
+        name: of the cluster, or the path of its file.
+        launch: fields of [launch] that are to be others.
+
+    Raises:
+        MachineError: there is no such cluster.
+        ConfigError: the file cannot be read, or is wrong.
+    """
+    texts = cluster_texts(name)
+    merged: dict[str, Any] = {}
+    for place, text in reversed(texts):
+        values = parse_toml(text, place)
+        values.pop("extends", None)
+        _merge(merged, values)
+    if launch:
+        _merge(merged, {"launch": dict(launch)})
+    place = texts[0][0]
+    try:
+        return Cluster.model_validate(merged)
+    except ValidationError as error:
+        problem = explain_problems(error, Cluster, {}, place).problem
+        fields = ", ".join(["extends", *Cluster.model_fields])
+        launch_fields = ", ".join(Launch.model_fields)
+        hint = f"a cluster file may have {fields}; its table [launch] {launch_fields}"
+        raise ConfigError(problem.replace(f"the cluster {place}", place), hint) from None
+
+
+def cluster_texts(name: str) -> list[tuple[str, str]]:
+    """Reads the files a cluster is made of: its own, then what this extends, and so on.
+
+    Returns:
+        what to call each, and its text.
+
+    Raises:
+        MachineError: there is no such cluster.
+        ConfigError: a file cannot be read, or too many extend each other.
+    """
+    texts = [_read(name, Path())]
+    folder = Path(name).parent
+    while base := parse_toml(texts[-1][1], texts[-1][0]).get("extends"):
+        texts.append(_read(str(base), folder))
+        folder /= Path(str(base)).parent
+        if len(texts) > FILES_LIMIT:
+            raise ConfigError(
+                f"{texts[0][0]} extends {texts[1][0]}, and so on: more than {FILES_LIMIT} files",
+                "extend a file that stands alone",
+            )
+    return texts
+
+
+def suggest(name: str, known: list[str]) -> str:
+    """Says which of the known names was meant, or all of them."""
+    name = Path(name).stem.lower()
+    longer = [each for each in known if each.startswith(name)]
+    close = longer or difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"known: {', '.join(known)}"
+
+
+def _read(name: str, folder: Path) -> tuple[str, str]:
+    if name.endswith(".toml"):
+        path = folder / name
+        try:
+            return str(path), read_file(path, SETTINGS_LIMIT_BYTES).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+            raise ConfigError(
+                f"cannot read the cluster file {path}: {why}", suggest(name, cluster_names())
+            ) from None
+    if name not in cluster_names():
+        raise MachineError(
+            f"no cluster named {name!r}",
+            suggest(name, cluster_names()) + "; a file of your own ends in .toml",
+        )
+    entry = resources.files("trainyard.config") / "clusters" / f"{name}.toml"
+    return f"cluster {name}", entry.read_text(encoding="utf-8")
+
+
+def _merge(target: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            _merge(target[key], value)
+        else:
+            target[key] = value

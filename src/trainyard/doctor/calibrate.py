@@ -1,0 +1,151 @@
+"""A cluster file with what was measured, so that `trainyard plan` counts with it.
+
+    [efficiencies]
+    product_share = 0.797          # 788 TFLOP/s in bf16 of the 989 in the datasheet
+    link_share = 0.81
+
+Of a GPU the datasheet's figures stay and the shares are measured. A processor has no datasheet that
+we know: its figures are what was measured, and its shares 1. Where more than the figure was reached
+(switches that add up on the way), the figure is what was measured, too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from trainyard.config.cluster import cluster_names, read_cluster
+from trainyard.doctor.verdict import (
+    ATTENTION,
+    BETWEEN_NODES,
+    IN_NODE,
+    LATENCY,
+    MEMORY,
+    OF_ALL,
+    PRODUCTS,
+    Row,
+    Shape,
+)
+from trainyard.errors import MachineError
+from trainyard.plan.hardware import GIGA, TERA, Machine
+
+HALF_KINDS = ("bf16", "fp16", "fp32")
+"""Whose product gives the share: the first that was measured and has a peak."""
+
+
+def refuse_file(path: Path) -> None:
+    """Refuses a file that could not be written in the end, before anything is measured.
+
+    Raises:
+        MachineError: it is there already, has the wrong name, or its folder cannot be written.
+    """
+    if path.suffix != ".toml":
+        raise MachineError(f"--calibrate {path}: a cluster file ends in .toml", "name it so")
+    if path.exists():
+        raise MachineError(f"--calibrate {path} is there already", "name a new file, or remove it")
+    folder = path.resolve().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise MachineError(
+            f"--calibrate {path}: the folder {folder} is not there, or cannot be written to",
+            "name a file in a folder of yours",
+        )
+
+
+def write_cluster(path: Path, base: str | None, gpu: str, values: Mapping[str, Any]) -> None:
+    """Writes a cluster file with measured values.
+
+    Args:
+        path: of the file.
+        base: the cluster it adds to; None: none, only the GPU is known.
+        gpu: its name.
+        values: as `calibrate` gives them.
+
+    Raises:
+        MachineError: it cannot be written.
+    """
+    content: dict[str, Any] = {"gpu": gpu}
+    if base in cluster_names():
+        content = {"extends": base}
+    elif base is not None:  # a file, which may extend another itself
+        content = read_cluster(base).model_dump(exclude_defaults=True)
+    shares = {**content.get("efficiencies", {}), **values["efficiencies"]}
+    content |= {**values, "efficiencies": shares}
+    day = time.strftime("%Y-%m-%d")
+    text = f"# Measured on {day} by trainyard doctor.\n{tomli_w.dumps(content)}"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MachineError(f"cannot write {path}: {error.strerror}", "name another file") from error
+
+
+def calibrate(machine: Machine, rows: Sequence[Row], shape: Shape) -> dict[str, Any]:
+    """Gives the fields of a cluster file that make a plan count with the medians of all ranks.
+
+    Args:
+        machine: whose figures stay where a share says the same.
+        rows: what was measured.
+        shape: how the ranks that measured lie on nodes.
+    """
+    found = {row.name: row.median for row in rows}
+    device, is_cpu = machine.device, machine.device.name == "CPU"
+    figures: dict[str, Any] = {"devices_per_node": shape.ranks_per_node} if is_cpu else {}
+    shares: dict[str, float] = {}
+    products = {
+        name.removeprefix(f"{PRODUCTS} "): rate
+        for name, rate in found.items()
+        if name.startswith(PRODUCTS)
+    }
+    peaks = {kind: peak / TERA for kind, peak in device.peaks.items()}
+    if is_cpu:
+        figures["peaks_teraflops"] = {kind: _round(rate) for kind, rate in products.items()}
+        peaks = products
+    kind = next((kind for kind in HALF_KINDS if kind in products and kind in peaks), None)
+    if kind is not None:
+        shares["product_share"] = _share(products[kind], peaks[kind])
+    for name, rate in found.items():
+        kind = name.removeprefix(f"{ATTENTION} ")
+        if name.startswith(ATTENTION) and kind in peaks:
+            shares["attention_share"] = _share(rate, peaks[kind])
+    for name, field, figure in (
+        (MEMORY, "memory", device.memory_bytes_per_second),
+        (IN_NODE, "link", machine.link_bytes_per_second),
+        (BETWEEN_NODES, "network", machine.network_bytes_per_second),
+    ):
+        if name in found:
+            said = math.inf if is_cpu or figure is None else figure / GIGA
+            if is_cpu or found[name] > said:
+                said = found[name]
+                figures[f"{field}_gigabytes_per_second"] = _round(said)
+            shares[f"{field}_share"] = _share(found[name], said)
+    return figures | _latencies(found, shape) | {"efficiencies": shares}
+
+
+def _latencies(found: Mapping[str, float], shape: Shape) -> dict[str, float]:
+    """Takes latencies of small all-reduces apart as `plan.time` puts them together.
+
+    A ring inside a node has n - 1 hops, a tree between nodes log2 n, and both are passed twice.
+    """
+    latencies: dict[str, float] = {}
+    n_hops = shape.ranks_per_node - 1
+    inside = found.get(LATENCY + IN_NODE, 0.0) / 2
+    if inside and n_hops:
+        latencies["link_latency_microseconds"] = _round(inside / n_hops)
+    if LATENCY + OF_ALL in found:
+        between = found[LATENCY + OF_ALL] / 2 - inside
+        n_levels = math.log2(shape.n_nodes)
+        latencies["network_latency_microseconds"] = _round(max(0.0, between / n_levels))
+    return latencies
+
+
+def _share(measured: float, figure: float) -> float:
+    return min(1.0, max(1e-4, _round(measured / figure)))
+
+
+def _round(number: float) -> float:
+    return float(f"{number:.3g}")

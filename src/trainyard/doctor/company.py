@@ -1,0 +1,133 @@
+"""The other ranks of an examination: waited for, told things, and named when they do not answer.
+
+One of them may hang, and the rest would wait for ever. So each says what it is about to do and how
+long that may take. Where the time is over, all are asked to answer, by a thread that runs beside
+the measurements; a process that is stopped, or whose machine is gone, does not:
+
+    rank 0    enter("the collectives", 10)     70 s later: "roll"       "rank 3 does not answer"
+    rank 2                                                  "here"
+    rank 3    (its machine hangs)
+
+Then all end with exit code 2. Alone there is nobody to wait for, and torch is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from trainyard.launch.environment import Process
+from trainyard.launch.witness import name_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+logger = logging.getLogger("trainyard")
+
+POLL_SECONDS = 0.5
+ANSWER_SECONDS = 4.0
+
+
+class Company:
+    """All ranks, from one of them.
+
+    Args:
+        process: this rank.
+        store: what all ranks see; None: there is no other.
+        patience_seconds: for whatever they do, beyond what they say it takes.
+    """
+
+    def __init__(self, process: Process, store: Store | None, patience_seconds: float) -> None:
+        self._process, self._store, self._patience = process, store, patience_seconds
+        self._part, self._deadline = "the start", time.monotonic() + patience_seconds
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> Company:
+        if self._store is not None:
+            threading.Thread(target=self._watch, args=(self._store,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+
+    def enter(self, part: str, seconds: float = 0.0) -> None:
+        """Says what this rank does next, and what that takes at most."""
+        self._part, self._deadline = part, time.monotonic() + seconds + self._patience
+
+    def wait(self) -> None:
+        """Returns when all ranks have called it."""
+        if self._store is not None:
+            import torch
+            import torch.distributed as dist
+
+            dist.all_reduce(torch.zeros(1))
+
+    def hear(self, text: str) -> str:
+        """Gives all ranks what the first one says."""
+        if self._store is None:
+            return text
+        if self._process.rank == 0:
+            self._store.set("doctor/said", text)
+        # Not `get` at once: while it waits, the thread beside could not use the store.
+        while not self._store.check(["doctor/said"]):
+            time.sleep(POLL_SECONDS)
+        heard: bytes = self._store.get("doctor/said")
+        return heard.decode()
+
+    def gather(self, text: str) -> list[str]:
+        """Gives the first rank what all ranks say; the others their own words."""
+        if self._store is None:
+            return [text]
+        self._store.set(f"doctor/found/{self._process.rank}", text)
+        self.wait()
+        if self._process.rank:
+            return [text]
+        ranks = range(self._process.n_ranks)
+        return [self._store.get(f"doctor/found/{rank}").decode() for rank in ranks]
+
+    def _watch(self, store: Store) -> None:
+        rank = self._process.rank
+        try:
+            while not store.check(["doctor/roll"]):
+                if time.monotonic() > self._deadline:
+                    store.set("doctor/roll", self._part)
+                if self._is_over.wait(POLL_SECONDS):
+                    return
+            here = {"host": socket.gethostname(), "part": self._part}
+            store.set(f"doctor/here/{rank}", json.dumps(here))
+            if self._is_over.wait(ANSWER_SECONDS):
+                return
+            problem = self._name_silent(store)
+        except RuntimeError:  # the first rank has ended, and the store with it: all is over
+            return
+        logger.error("error: %s", problem)
+        os._exit(2)
+
+    def _name_silent(self, store: Store) -> str:
+        ranks = range(self._process.n_ranks)
+        here = [rank for rank in ranks if store.check([f"doctor/here/{rank}"])]
+        records = {rank: json.loads(store.get(f"doctor/here/{rank}")) for rank in here}
+        silent = [rank for rank in ranks if rank not in records]
+        part = store.get("doctor/roll").decode()
+        if silent:
+            those = "do" if len(silent) > 1 else "does"
+            hosts = ", ".join(dict.fromkeys(record["host"] for record in records.values()))
+            return (
+                f"{name_ranks(silent)} of {len(ranks)} {those} not answer since {part}; "
+                f"{name_ranks(here)} did, on {hosts}\n"
+                "hint: leave out the machine of the ranks that do not answer"
+            )
+        parts: dict[str, list[int]] = {}
+        for rank, record in records.items():
+            parts.setdefault(f"{record['part']} on {record['host']}", []).append(rank)
+        where = "; ".join(f"{name_ranks(each)} at {part}" for part, each in parts.items())
+        return (
+            f"no progress since {part}, though all {len(ranks)} ranks answer: {where}\n"
+            "hint: of a network: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and NCCL_DEBUG=INFO "
+            "says more; of a disk: ls and df there"
+        )

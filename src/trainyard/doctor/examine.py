@@ -1,0 +1,211 @@
+"""What each rank does: looks at its machine, measures, and tells the first rank.
+
+All ranks measure at the same time, as they train: processes that share a processor share its rate,
+and a disk that all write to is the one that checkpoints meet.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainyard import __version__
+from trainyard.doctor import environment, filesystem, network
+from trainyard.doctor.company import Company
+from trainyard.doctor.verdict import READ, WARN, WRITE, Finding, Measurement
+from trainyard.errors import MachineError
+from trainyard.launch.environment import Process, read_variables
+from trainyard.plan.hardware import GIGA
+from trainyard.units import format_bytes
+
+if TYPE_CHECKING:
+    from trainyard.parallel.start import Ranks
+
+LEAST_BYTES_PER_SECOND = 20e6
+"""Of a disk that is slow, but not hung."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to do."""
+
+    runs: Path
+    """The folder of the runs."""
+    budget_seconds: float = 0.5
+    """For each measurement."""
+    file_bytes: int = 2**30
+    """Each rank writes."""
+    cpu_lists: tuple[str, ...] = ()
+    """Processors of local ranks, as the cluster's profile binds them."""
+    patience_seconds: float = 60.0
+    """For ranks to come, and to go on."""
+
+
+@dataclass
+class Examination:
+    """What one rank found."""
+
+    rank: int
+    host: str
+    device: str = ""
+    """As torch names it; empty: there is no torch."""
+    n_devices: int = 0
+    """GPUs that it sees."""
+    facts: environment.Facts = field(default_factory=dict)
+    """Of its machine; the first rank there tells."""
+    findings: list[Finding] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
+
+    def find(self, findings: Iterable[Finding]) -> None:
+        """Notes findings of this machine."""
+        self.findings += [replace(each, place=each.place or self.host) for each in findings]
+
+    def measure(self, found: Iterable[tuple[str, float, str, str]]) -> None:
+        """Notes measurements: name, value, unit, and what was timed."""
+        for name, value, unit, how in found:
+            self.measurements.append(Measurement(name, value, unit, self.rank, self.host, how))
+
+    @classmethod
+    def parse(cls, text: str) -> Examination:
+        """Reads what `render` wrote."""
+        values: dict[str, Any] = json.loads(text)
+        values["findings"] = [Finding(**each) for each in values["findings"]]
+        values["measurements"] = [Measurement(**each) for each in values["measurements"]]
+        return cls(**values)
+
+    def render(self) -> str:
+        """Writes it as JSON."""
+        return json.dumps(asdict(self))
+
+
+def examine(process: Process, order: Order) -> list[Examination]:
+    """Examines the machines of all ranks; every rank calls it.
+
+    Args:
+        process: this rank.
+        order: what to do.
+
+    Returns:
+        what each rank found, on the first one; on the others what they found themselves.
+
+    Raises:
+        UserError: a rank is missing, cannot talk to the others, or cannot write to the disk.
+    """
+    if not environment.has_torch():
+        own = _look(process)
+        _examine_folder(own, process, order, Company(process, None, order.patience_seconds))
+        return [own]
+    from trainyard.parallel.mesh import choose_device
+    from trainyard.parallel.start import start_ranks
+
+    device = choose_device(process)
+    own = _look(process)
+    with (
+        start_ranks(
+            process, device, lambda: _gather_facts(process), order.patience_seconds
+        ) as ranks,
+        Company(process, ranks.store, order.patience_seconds) as company,
+    ):
+        _examine_device(own, ranks, order, company)
+        _examine_folder(own, process, order, company)
+        return [Examination.parse(text) for text in company.gather(own.render())]
+
+
+def _gather_facts(process: Process) -> dict[str, str]:
+    """Gives what must be equal on all ranks; refuses what would keep them from talking."""
+    import torch
+
+    wrong = _find_wrong_interface()
+    if wrong and not process.is_on_one_machine:
+        raise MachineError(f"{wrong[0]} on {socket.gethostname()}", wrong[1])
+    versions = {"trainyard": __version__, "torch": torch.__version__}
+    return versions | {"python": platform.python_version()}
+
+
+def _look(process: Process) -> Examination:
+    own = Examination(process.rank, socket.gethostname())
+    if process.local_rank == 0:
+        own.facts = environment.describe_environment(process)
+        own.facts["network"] = network.describe_network()
+        own.facts["variables"] = read_variables(network.SETTINGS)
+        n_devices = sum(name.startswith("GPU ") for name in own.facts["devices"])
+        own.find(environment.check_limits(n_devices, bool(network.rdma_devices())))
+        wrong = _find_wrong_interface()
+        if wrong:  # not needed on one machine alone
+            own.find([Finding("network interface", wrong[0], WARN, wrong[1])])
+    return own
+
+
+def _find_wrong_interface() -> tuple[str, str] | None:
+    settings = read_variables(network.SETTINGS)
+    return network.find_wrong_interface(settings, network.interface_names())
+
+
+def _examine_device(own: Examination, ranks: Ranks, order: Order, company: Company) -> None:
+    import torch
+
+    from trainyard.doctor.products import measure_device
+    from trainyard.parallel.mesh import device_name
+
+    process, device = ranks.process, ranks.device
+    own.device, own.n_devices = device_name(device), torch.cuda.device_count()
+    near = None
+    if device.type == "cuda":
+        bus_id = environment.bus_id_of(device.index or 0)
+        near = environment.cpus_near(bus_id) if bus_id else None
+    own.find(environment.check_binding(process, order.cpu_lists, near))
+    company.wait()
+    for found in measure_device(device, order.budget_seconds):
+        own.measure([found])
+        company.enter("the matrix products", order.budget_seconds)
+    company.wait()
+    if process.n_ranks > 1:
+        from trainyard.doctor.collectives import Talk
+
+        company.enter("the start of the collectives", order.budget_seconds)
+        for found in Talk(device, order.budget_seconds).measure():
+            own.measure([found])
+            company.enter("the collectives", order.budget_seconds)
+
+
+def _examine_folder(own: Examination, process: Process, order: Order, company: Company) -> None:
+    """Tries the folder of the runs once on each machine; all ranks measure it at once."""
+    company.enter("the folder of the runs", order.file_bytes / LEAST_BYTES_PER_SECOND)
+    with ExitStack() as last:
+        # The first rank comes first and leaves last, so that it can remove what it had to make.
+        if process.rank == 0:
+            folder = last.enter_context(filesystem.trial_folder(order.runs))
+        company.wait()
+        with ExitStack() as stack:
+            if process.rank > 0:
+                folder = stack.enter_context(filesystem.trial_folder(order.runs))
+            if process.local_rank == 0:
+                own.facts["folder"] = filesystem.describe_folder(order.runs)
+                own.find(filesystem.try_promises(folder))
+            if not process.is_on_one_machine:
+                own.find(_try_sharing(process, order.runs, company))
+            rates = filesystem.measure_rates(folder, order.file_bytes, company.wait)
+        company.wait()
+    size = format_bytes(order.file_bytes)
+    own.measure([(WRITE, rates.write / GIGA, "GB/s", f"{size}, flushed")])
+    own.measure([(READ, rates.read / GIGA, "GB/s", f"{size}, {rates.read_how}")])
+
+
+def _try_sharing(process: Process, runs: Path, company: Company) -> list[Finding]:
+    """Looks on every machine for a file that the first rank has written and locked."""
+    found: list[Finding] = []
+    with ExitStack() as stack:
+        path = ""
+        if process.rank == 0:
+            path = str(stack.enter_context(filesystem.locked_file(runs)))
+        path = company.hear(path)
+        if process.local_rank == 0 and process.rank > 0:
+            found = filesystem.look_for(Path(path))
+        company.wait()
+    return found

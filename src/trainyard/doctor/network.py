@@ -1,0 +1,101 @@
+"""Network interfaces of this machine, and whether the ones that were asked for are there.
+
+A wrong name in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is the most common reason for ranks that
+meet and then cannot talk. NCCL takes prefixes: "hsn" is hsn0 and hsn1, "=hsn0" that one alone,
+"^lo" all but; gloo takes whole names.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+SETTINGS = re.compile(
+    r"(NCCL|RCCL|GLOO|FI|CXI|UCX|HSA|MASTER|OMP)_\w+|(CUDA|ROCR|HIP)_VISIBLE_DEVICES"
+)
+"""Variables that decide how ranks talk, and what devices they see."""
+NETWORKS = Path("/sys/class/net")
+RDMA_FOLDERS = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))
+GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+
+
+def describe_network() -> dict[str, str]:
+    """Describes each interface: its state, address and speed; and devices that write memory."""
+    facts = {}
+    for name in interface_names():
+        state = _read(NETWORKS / name / "operstate")
+        speed = _read(NETWORKS / name / "speed")
+        parts = [state, _address_of(name)]
+        if speed.isdigit():
+            parts.append(f"{int(speed) / 1000:g} Gb/s")
+        facts[name] = ", ".join(filter(None, parts)) or "unknown"
+    for device in rdma_devices():
+        ports = sorted(device.glob("ports/*"))
+        texts = [f"{_read(port / 'state')}, {_read(port / 'rate')}" for port in ports]
+        facts[device.name] = "; ".join(texts) or "there"
+    return facts
+
+
+def interface_names() -> list[str]:
+    """Lists the network interfaces."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+def rdma_devices() -> list[Path]:
+    """Lists the devices of InfiniBand, RoCE and Slingshot."""
+    return [path for folder in RDMA_FOLDERS if folder.is_dir() for path in sorted(folder.iterdir())]
+
+
+def find_wrong_interface(
+    settings: Mapping[str, str], names: Sequence[str]
+) -> tuple[str, str] | None:
+    """Finds a variable that asks for an interface which is not there.
+
+    Args:
+        settings: variables of the environment.
+        names: of the interfaces there are.
+
+    Returns:
+        problem and hint; None: all is well.
+    """
+    for variable in (GLOO, NCCL):
+        asked = settings.get(variable, "")
+        if not asked or asked.startswith("^"):
+            continue
+        exact = variable == GLOO or asked.startswith("=")
+        wanted = asked.removeprefix("=").split(",")
+        # NCCL also takes "name:port".
+        stems = [each.partition(":")[0] for each in wanted]
+        missing = [
+            stem
+            for stem in stems
+            if not any(name == stem if exact else name.startswith(stem) for name in names)
+        ]
+        if missing and (variable == GLOO or len(missing) == len(stems)):
+            there = ", ".join(name for name in names if name != "lo") or "lo alone"
+            return (
+                f"{variable}={asked}: there is no network interface {', '.join(missing)}",
+                f"there are {there}; export the one that leads to the other machines",
+            )
+    return None
+
+
+def _address_of(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,205 @@
+"""What is good enough: measurements against what the machine should reach, and against each other.
+
+A measurement is a rate of one rank: more is better. It is judged twice, and the worse counts:
+
+    against the profile   the cluster's figure x its efficiency (`plan.hardware.Efficiencies`)
+    against its peers     the median of all ranks, where each has a device or a node of its own;
+                          of two in the middle the better: of two machines one may be slow
+
+    90 % and more         pass
+    two thirds and more   warn     it costs time: train, and have it looked at
+    less                  replace  it slows all others down: leave it out
+
+Of files the ranks of a machine are added up, and nothing is replaced: others may use the disk too.
+For example 352 GB/s in an all-reduce inside a node of H100s, whose links have 450 GB/s in one
+direction, of which collectives reach 85 %: 352 / 382 = 92 %, pass.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from trainyard.plan.hardware import GIGA, TERA, Machine
+
+PASS, WARN, REPLACE = "pass", "warn", "replace"
+ORDER = ("", PASS, WARN, REPLACE)
+WARN_BELOW, REPLACE_BELOW = 0.9, 2 / 3
+
+PRODUCTS, ATTENTION, MEMORY = "products", "attention", "memory copies"
+IN_NODE, OF_ALL, BETWEEN_NODES = "all-reduce in a node", "all-reduce of all", "node to node"
+LATENCY = "latency of "
+WRITE, READ = "checkpoint write", "checkpoint read"
+JUDGED_KINDS = ("fp32", "fp16", "bf16")
+"""Of products; the profiles' share of the peak holds for these. fp8 reaches less of its peak."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is as it should not be, or a fact that was tried."""
+
+    name: str
+    text: str
+    verdict: str
+    hint: str = ""
+    place: str = ""
+    """Where, such as `n2`; empty: where the reader is."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one rank reached."""
+
+    name: str
+    value: float
+    unit: str
+    rank: int
+    host: str
+    how: str = ""
+    """Size and number of what was timed."""
+
+    @property
+    def is_rate(self) -> bool:
+        """More is better."""
+        return not self.name.startswith(LATENCY)
+
+
+@dataclass(frozen=True)
+class Row:
+    """All measurements of a name, judged."""
+
+    name: str
+    unit: str
+    median: float
+    worst: Measurement
+    expected: float | None
+    verdict: str
+    """Empty: nothing to judge by."""
+    slow: tuple[Measurement, ...] = ()
+    """Those that do not pass, the worst first."""
+
+    @property
+    def share(self) -> float | None:
+        """The worst, of what was expected."""
+        return self.worst.value / self.expected if self.expected else None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the ranks that measured lie on nodes."""
+
+    hosts: Sequence[str]
+    """Of each rank."""
+    has_own_devices: bool = True
+    """Each rank has a device of its own; processes that share a processor slow each other."""
+
+    @property
+    def n_nodes(self) -> int:
+        """How many machines there are."""
+        return len(set(self.hosts))
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of the node with the most."""
+        return max(self.hosts.count(host) for host in set(self.hosts))
+
+
+def verdict_of(share: float) -> str:
+    """Judges a share of what should be."""
+    if share >= WARN_BELOW:
+        return PASS
+    return WARN if share >= REPLACE_BELOW else REPLACE
+
+
+def worst_of(verdicts: Iterable[str]) -> str:
+    """Gives the worst of several verdicts; of none, an empty one."""
+    return max(verdicts, key=ORDER.index, default="")
+
+
+def expect(machine: Machine, shape: Shape) -> dict[str, float]:
+    """Gives what a rank should reach, by the name of the measurement, in its unit."""
+    shares, device = machine.efficiencies, machine.device
+    found = {
+        f"{PRODUCTS} {kind}": device.peaks[kind] * shares.product_share / TERA
+        for kind in JUDGED_KINDS
+        if kind in device.peaks
+    }
+    if device.memory_bytes_per_second:
+        found[MEMORY] = device.memory_bytes_per_second * shares.memory_share / GIGA
+    link = machine.link_bytes_per_second * shares.link_share / GIGA
+    network = machine.network_bytes_per_second * shares.network_share / GIGA
+    found[IN_NODE] = link
+    # A ring over nodes uses the network devices of all its ranks in a node.
+    found[OF_ALL] = link if shape.n_nodes == 1 else min(link, network * shape.ranks_per_node)
+    found[BETWEEN_NODES] = network
+    return found
+
+
+def judge(
+    measurements: Iterable[Measurement], expected: Mapping[str, float], shape: Shape
+) -> list[Row]:
+    """Judges all measurements, name by name, in the order in which the names first come."""
+    by_name: dict[str, list[Measurement]] = {}
+    for measurement in measurements:
+        by_name.setdefault(measurement.name, []).append(measurement)
+    has_peers = shape.has_own_devices or shape.n_nodes > 1
+    return [
+        _judge_one(_add_up(each) if name in (WRITE, READ) else each, expected.get(name), has_peers)
+        for name, each in by_name.items()
+    ]
+
+
+def _add_up(measured: Sequence[Measurement]) -> list[Measurement]:
+    """Adds up the ranks of each machine, which share its way to the disk."""
+    by_host: dict[str, list[Measurement]] = {}
+    for each in measured:
+        by_host.setdefault(each.host, []).append(each)
+    return [
+        replace(
+            each[0],
+            value=sum(one.value for one in each),
+            how=f"{len(each)} files of {each[0].how}" if len(each) > 1 else each[0].how,
+        )
+        for each in by_host.values()
+    ]
+
+
+def _judge_one(measured: Sequence[Measurement], expected: float | None, has_peers: bool) -> Row:
+    median = statistics.median(each.value for each in measured)
+    first = measured[0]
+    if not first.is_rate:
+        worst = max(measured, key=lambda each: each.value)
+        return Row(first.name, first.unit, median, worst, None, "")
+    worst_first = sorted(measured, key=lambda each: each.value)
+    references = [expected] if expected else []
+    if has_peers and len(measured) > 1:
+        # Where half are slow, as one of two machines, the others are the reference.
+        references.append(statistics.median_high(each.value for each in measured))
+    if not references:
+        return Row(first.name, first.unit, median, worst_first[0], None, "")
+    # The larger of both is the stricter.
+    verdicts = [verdict_of(each.value / max(references)) for each in worst_first]
+    if first.name in (WRITE, READ):  # who shares a disk with others may have met them
+        verdicts = [WARN if verdict == REPLACE else verdict for verdict in verdicts]
+    slow = [each for each, v in zip(worst_first, verdicts, strict=True) if v != PASS]
+    return Row(first.name, first.unit, median, worst_first[0], expected, verdicts[0], tuple(slow))
+
+
+def compare_nodes(facts: Mapping[str, Mapping[str, str]]) -> list[Finding]:
+    """Names what differs between nodes that should be alike.
+
+    Args:
+        facts: by host, facts by name; such as driver versions.
+    """
+    found = []
+    for name in dict.fromkeys(name for each in facts.values() for name in each):
+        holders: dict[str, list[str]] = {}
+        for host, each in facts.items():
+            holders.setdefault(each.get(name, "nothing"), []).append(host)
+        if len(holders) > 1:
+            most = max(holders.values(), key=len)
+            text = "; ".join(f"{value} on {', '.join(on)}" for value, on in holders.items())
+            others = ", ".join(host for on in holders.values() if on is not most for host in on)
+            found.append(Finding(name, text, WARN, "nodes of a job should be alike", others))
+    return found

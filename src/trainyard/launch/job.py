@@ -1,0 +1,208 @@
+"""A job before it is a script: what is to run on how many nodes of which cluster, and its checks.
+
+There are two kinds. Training takes all nodes at once, a rank for each device, and comes back into
+the queue until the run is done. A stage of the data takes some nodes one by one, as an array of
+equal tasks that share the work among themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainyard.config.cluster import Cluster
+from trainyard.errors import LaunchError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+SUBMITTERS = {"slurm": "sbatch", "pbs": "qsub", "ssh": "ssh"}
+MPIEXECS = {
+    "openmpi": ("mpiexec.openmpi", "mpiexec"),
+    "mpich": ("mpiexec.hydra", "mpiexec"),
+    "pals": ("mpiexec",),
+}
+IMAGE_ENDINGS = (".sif", ".sqsh", ".img")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a script is made of."""
+
+    name: str
+    """As the scheduler shows it."""
+    cluster: Cluster
+    n_nodes: int
+    """For a stage of the data: how many nodes work at once, each in a task of its own."""
+    n_ranks_per_node: int
+    """1 for a stage of the data."""
+    arguments: Sequence[str]
+    """Of `trainyard`, for each rank or task."""
+    folder: Path
+    """Of the run, absolute: PROJECT/runs/NAME; everything starts in PROJECT."""
+    made_by: str
+    """The command that made the script."""
+    is_stage: bool = False
+    """A stage of the data."""
+    needs: Sequence[str] = ()
+    """Files that must be there when it starts, because an earlier stage makes them."""
+
+    @property
+    def n_ranks(self) -> int:
+        """All of them."""
+        return self.n_nodes * self.n_ranks_per_node
+
+    @property
+    def project(self) -> Path:
+        """Where it starts: paths of the run file count from here."""
+        return self.folder.parents[1]
+
+    @property
+    def run_folder(self) -> str:
+        """The run folder as it is named from there."""
+        return str(self.folder.relative_to(self.project))
+
+    @property
+    def image(self) -> str:
+        """Of its container; a file by its whole path, since pyxis takes `x.sqsh` for a name."""
+        image = self.cluster.launch.container.image
+        is_file = image.startswith(("/", "./")) or image.endswith(IMAGE_ENDINGS)
+        return str(self.project / image) if is_file else image
+
+    @property
+    def script_path(self) -> Path:
+        """Where its script belongs."""
+        return self.folder / "jobs" / f"{self.name}.sh" if self.is_stage else self.folder / "job.sh"
+
+
+def check_job(job: Job, devices_per_node: int) -> None:
+    """Refuses a job that could not start, or would start as something else.
+
+    Args:
+        job: what is to run.
+        devices_per_node: that the cluster has.
+
+    Raises:
+        LaunchError: names the field and what to do.
+    """
+    _check_names(job)
+    _check_container(job)
+    if job.is_stage:
+        return
+    launch, ranks = job.cluster.launch, job.n_ranks_per_node
+    if ranks > devices_per_node:
+        raise LaunchError(
+            f"{ranks} ranks a node, and a node has {devices_per_node} devices",
+            "one rank for each device at most; or is devices_per_node of the cluster file wrong?",
+        )
+    if launch.scheduler == "local" and job.n_nodes > 1:
+        raise LaunchError(
+            f"{job.n_nodes} nodes, and the scheduler of this cluster is this machine alone",
+            "--nodes 1; or a cluster with a scheduler, or with hosts (trainyard show cluster ssh)",
+        )
+    if launch.scheduler in ("mpi", "ssh"):
+        _check_hosts(job)
+    if launch.cpu_lists and len(launch.cpu_lists) < ranks:
+        raise LaunchError(
+            f"cpu_lists has {len(launch.cpu_lists)} lists for {ranks} ranks of a node",
+            "one list for each rank of a node, or none at all",
+        )
+    if launch.start == "torchrun":
+        _check_torchrun(job)
+
+
+def check_programs(job: Job) -> None:
+    """Refuses to go on where the programs that start a job are not.
+
+    Raises:
+        LaunchError: names the program.
+    """
+    launch = job.cluster.launch
+    choices: tuple[str, ...] = (SUBMITTERS.get(launch.scheduler, "bash"),)
+    if launch.scheduler == "mpi":
+        choices = MPIEXECS[launch.mpiexec]
+    if not any(shutil.which(each) for each in choices):
+        raise LaunchError(
+            f"there is no {choices[-1]} here, which the scheduler {launch.scheduler} needs",
+            "start this on a login node of the cluster; --dry-run writes the script anywhere",
+        )
+    is_file = job.image.startswith("/")
+    if launch.container.runtime != "none" and is_file and not os.path.lexists(job.image):
+        raise LaunchError(
+            f"there is no image {job.image}",
+            "build or copy it there, or name another: --image, or image in [launch.container]",
+        )
+
+
+def _check_names(job: Job) -> None:
+    if not NAME.fullmatch(job.name):
+        raise LaunchError(
+            f"{job.name!r} is no name for a job",
+            "letters, digits and . _ -, and it begins with a letter or digit",
+        )
+    path = str(job.folder)
+    if re.search(r"[\x00-\x1f\x7f]", path):
+        raise LaunchError(
+            f"{path!r} has a control character in it", "start in a folder with another name"
+        )
+    if job.cluster.launch.scheduler == "pbs" and not re.fullmatch(r"[\w./+@=-]+", path):
+        raise LaunchError(
+            f"PBS cannot write its log below {path}: there is a space or a special character in it",
+            "start in a folder whose path has letters, digits and . _ - + @ = alone",
+        )
+
+
+def _check_hosts(job: Job) -> None:
+    launch = job.cluster.launch
+    if len(set(launch.hosts)) < len(launch.hosts):
+        twice = next(host for host in launch.hosts if launch.hosts.count(host) > 1)
+        raise LaunchError(f"hosts names {twice} twice", "name each host once")
+    if len(launch.hosts) < job.n_nodes:
+        raise LaunchError(
+            f"{job.n_nodes} nodes are asked for and hosts names {len(launch.hosts)}",
+            'name them in a cluster file: [launch] hosts = ["n1", "n2"]; or --hosts n1,n2',
+        )
+
+
+def _check_torchrun(job: Job) -> None:
+    launch = job.cluster.launch
+    if launch.scheduler != "slurm":
+        raise LaunchError(
+            f'start = "torchrun" is for Slurm, and the scheduler is {launch.scheduler}',
+            'start = "tasks"',
+        )
+    if launch.cpu_lists or launch.device_variable:
+        field = "cpu_lists" if launch.cpu_lists else "device_variable"
+        raise LaunchError(
+            f'{field} is for one task a rank, and start = "torchrun" has one a node',
+            f'start = "tasks", or leave out {field}',
+        )
+
+
+def _check_container(job: Job) -> None:
+    launch = job.cluster.launch
+    container = launch.container
+    if container.runtime == "none":
+        if container.image:
+            raise LaunchError(
+                f"the image {container.image} needs a runtime, and the cluster file names none",
+                '[launch.container] runtime = "apptainer", "singularity" or "pyxis"',
+            )
+        return
+    if not container.image:
+        raise LaunchError(
+            f"{container.runtime} needs an image, and none is named",
+            "--image, or image in [launch.container]; it needs Trainyard and torch in it",
+        )
+    if re.search("[,:]", str(job.project)):
+        raise LaunchError(
+            f"{job.project} cannot be mounted: there is a comma or a colon in it",
+            "start in a folder without them",
+        )
+    if container.runtime == "pyxis" and launch.scheduler != "slurm":
+        raise LaunchError(
+            f"pyxis is a part of Slurm, and the scheduler is {launch.scheduler}",
+            '[launch.container] runtime = "apptainer"',
+        )

@@ -1,0 +1,186 @@
+"""Job scripts for hosts with an mpiexec and no scheduler, and the mpiexec line that PBS shares.
+
+    Open MPI    tells ranks their place in OMPI_COMM_WORLD_*; passes no variables on by itself
+    MPICH       PMI_* and MPI_LOCALRANKID; also Intel MPI and others with Hydra
+    PALS        PMI_* and PMI_LOCAL_RANK, on HPE Cray machines; the only one that binds as we say
+
+All end a job when a rank is killed; Hydra lets the others run on when one just fails, until their
+own parents notice (`launch/witness.py`). A host that falls silent is noticed by none of them.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from trainyard.launch.job import MPIEXECS, Job
+from trainyard.launch.script import (
+    beginning,
+    caches,
+    device,
+    head,
+    heredoc,
+    judgement,
+    options,
+    program,
+    quote,
+    taskset,
+    variables,
+    verdict,
+)
+
+LOCAL_RANKS = {
+    "openmpi": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "mpich": "MPI_LOCALRANKID",
+    "pals": "PMI_LOCAL_RANK",
+}
+HOST_LINES = {"openmpi": "$host slots=$per_node", "mpich": "$host:$per_node", "pals": "$host"}
+
+
+def render(job: Job) -> str:
+    """Writes the script."""
+    lines = [
+        *head(job, quote("bash", job.script_path)),
+        *beginning(job),
+        "",
+        "job=$(hostname)-$$ start=${TRAINYARD_START:-0} is_warned='' is_ended=''",
+        *judgement(AGAIN),
+        *choose_hosts(job),
+        *meeting_point(),
+        *rank(job),
+        *mpiexec(job),
+        "",
+        *TRAPS,
+        *run(job),
+        *verdict(),
+        *end(job),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+TRAPS = (
+    "# Stopped by a person: the ranks save. A group of their own keeps Ctrl-C from them.",
+    "set -m",
+    "trap 'is_ended=yes; kill -USR1 \"$step\"' INT TERM USR1",
+)
+AGAIN = (
+    "# By a new start of this script, on hosts that are not bad.",
+    "sleep 1",
+    'TRAINYARD_START=$((start + 1)) exec bash "$0"',
+)
+
+
+def end(job: Job) -> list[str]:
+    """Tidies the nodes up, and comes again or says how it went."""
+    caches = f'{quote(job.cluster.launch.scratch)}/trainyard-"$TRAINYARD_JOB"'
+    return [
+        f"(start_ranks {job.n_nodes} 1 rm -rf {caches}) 2> /dev/null",
+        'if [ "$then" = requeue ]; then again; fi',
+        'exit "$code"',
+    ]
+
+
+def choose_hosts(job: Job) -> list[str]:
+    """Sets $hosts to as many as the job has nodes, without those that failed twice."""
+    return [
+        "",
+        "# Those that failed twice are left out; the last ones are spares.",
+        "hosts=()",
+        f"for host in {quote(*job.cluster.launch.hosts)}; do",
+        "  name=${host#*@}",
+        '  bad_hosts | grep -qxF -e "$name" -e "${name%%.*}" || hosts+=("$host")',
+        "done",
+        f'hosts=("${{hosts[@]:0:{job.n_nodes}}}")',
+        f'if [ "${{#hosts[@]}}" -lt {job.n_nodes} ]; then',
+        f'  echo "error: {job.n_nodes} hosts are needed: see $folder/bad_nodes" >&2',
+        "  exit 93",
+        "fi",
+    ]
+
+
+def meeting_point() -> list[str]:
+    """Sets where the ranks meet, and what tells this start from others."""
+    return [
+        "",
+        "# Where the ranks meet.",
+        'export MASTER_ADDR="${hosts[0]#*@}" MASTER_PORT=$((12000 + RANDOM % 18000))',
+        'export TRAINYARD_JOB="${job//[^A-Za-z0-9]/_}-$start"',
+    ]
+
+
+def rank(job: Job) -> list[str]:
+    """Sets $rank, what mpiexec starts once for each rank."""
+    launch = job.cluster.launch
+    local_rank = LOCAL_RANKS[launch.mpiexec]
+    binds = launch.mpiexec != "pals" and taskset(job, local_rank)
+    return [
+        "",
+        "# What each rank runs.",
+        *heredoc(
+            "rank",
+            [
+                *variables(job),
+                *device(job, local_rank),
+                *caches(job),
+                *(binds or []),
+                f"exec {program(job)}",
+            ],
+        ),
+    ]
+
+
+def mpiexec(job: Job) -> list[str]:
+    """Defines `start_ranks N PER_NODE COMMAND`, which starts N processes on $hosts."""
+    launch = job.cluster.launch
+    own = [word for each in options(job) for word in shlex.split(each)]
+    words = ['exec "$mpiexec" -n "$n"', OPTIONS[launch.mpiexec], '"$@"']
+    if launch.scheduler == "mpi" and own:
+        words.insert(2, quote(*own))
+    return [
+        "",
+        "# How they are started: start_ranks N PER_NODE COMMAND ..",
+        f"mpiexec=$({' || '.join(f'command -v {name}' for name in MPIEXECS[launch.mpiexec])})",
+        "start_ranks() {",
+        "  local n=$1 per_node=$2 host",
+        "  shift 2",
+        '  for host in "${hosts[@]}"; do',
+        f'    echo "{HOST_LINES[launch.mpiexec]}"',
+        '  done > "$folder/logs/hosts"',
+        *(EXPORTS.splitlines() if launch.mpiexec == "openmpi" else []),
+        "  " + " \\\n    ".join(words),
+        "}",
+    ]
+
+
+OPTIONS = {
+    "openmpi": '--hostfile "$folder/logs/hosts" --map-by "ppr:$per_node:node" --bind-to none '
+    '"${passed[@]}"',
+    "mpich": '-f "$folder/logs/hosts" -ppn "$per_node" -genvall',
+    "pals": '--hostfile "$folder/logs/hosts" --ppn "$per_node" --envall',
+}
+EXPORTS = """\
+  local name passed=()
+  for name in PATH LD_LIBRARY_PATH PYTHONPATH MASTER_ADDR MASTER_PORT TRAINYARD_{JOB,END}; do
+    if [ -n "${!name}" ]; then passed+=(-x "$name"); fi
+  done"""
+
+
+def run(job: Job) -> list[str]:
+    """Starts the ranks, waits for them, and sets $code."""
+    launch = job.cluster.launch
+    binding: list[str] = []
+    if launch.mpiexec == "pals" and launch.cpu_lists:
+        lists = launch.cpu_lists[: job.n_ranks_per_node]
+        binding = ["--cpu-bind", f"list:{':'.join(lists)}"]
+    start = f"start_ranks {job.n_ranks} {job.n_ranks_per_node} {quote(*binding)}".rstrip()
+    return RUN.replace("START", f'{start} bash -c "$rank"').splitlines()
+
+
+RUN = r"""
+begin
+tell start "$job" "$start" "$(IFS=,; echo "${hosts[*]}")"
+START &
+step=$!
+while kill -0 "$step" 2> /dev/null; do wait "$step"; done
+wait "$step"
+code=$?
+""".strip()

@@ -1,0 +1,245 @@
+"""What all job scripts have in common: their head, what a rank runs, and what its end means.
+
+A script is meant to be read, and to be started again by hand. From top to bottom it says
+
+    what it is, and the command that made it
+    the options of the scheduler
+    where it starts, and the cluster's own lines (modules)
+    what each rank runs: a text that the launcher hands to bash on every node
+    how ranks are started
+    what became of it: done, or stay down, or once more
+
+Every value is quoted by shlex, so that a shell reads it as one word and nothing else; of the
+cluster file the lines of `setup` alone are shell.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+
+from trainyard.config.cluster import Container
+from trainyard.launch.environment import PROMISE
+from trainyard.launch.job import Job
+
+
+def quote(*words: object) -> str:
+    """Writes words as a shell reads them back."""
+    return shlex.join(str(word) for word in words)
+
+
+def cpu_mask(cpus: str) -> str:
+    """Gives the mask of a list of CPUs, a bit for each: of "0-2,5" it is 0x27."""
+    return hex(sum(1 << cpu for cpu in expand_cpus(cpus)))
+
+
+def expand_cpus(cpus: str) -> list[int]:
+    """Gives the CPUs of a list: of "0-2,5" they are 0, 1, 2 and 5."""
+    found: list[int] = []
+    for part in cpus.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def head(job: Job, by_hand: str) -> list[str]:
+    """Says what a script is."""
+    what = f"{job.n_nodes} {'task' if job.is_stage else 'node'}{'s' if job.n_nodes > 1 else ''}"
+    if not job.is_stage:
+        what += f" of {job.n_ranks_per_node} rank{'s' if job.n_ranks_per_node > 1 else ''}"
+    if job.cluster.launch.scheduler == "local":
+        what = "on this machine"
+    return [
+        # PBS starts scripts without what a login sets, such as modules.
+        "#!/bin/bash -l" if job.cluster.launch.scheduler == "pbs" else "#!/bin/bash",
+        f"# {job.name}: {what}. Made by",
+        f"#     {' '.join(job.made_by.split())}",
+        "# Started again by hand it goes on where the run stopped:",
+        f"#     {by_hand}",
+    ]
+
+
+def options(job: Job) -> list[str]:
+    """Gives the cluster's own options with the numbers of the job filled in."""
+    launch = job.cluster.launch
+    given = launch.prepare.options if job.is_stage else launch.options
+    nodes = "1" if job.is_stage else str(job.n_nodes)
+    ranks = str(job.n_ranks_per_node)
+    return [each.replace("{nodes}", nodes).replace("{ranks}", ranks) for each in given]
+
+
+def beginning(job: Job) -> list[str]:
+    """Goes where everything starts, and makes ready what the cluster wants."""
+    lines = ["", f"cd {quote(job.project)} || exit 2"]
+    if not job.is_stage and job.cluster.launch.scheduler != "local":
+        lines.append(f"folder={quote(job.run_folder)}")
+    if job.cluster.launch.setup:
+        lines += ["", "# Of the cluster.", *job.cluster.launch.setup]
+    if job.needs:
+        lines += [
+            "",
+            "# Made by the stages before.",
+            "for file in \\",
+            *(f"  {quote(each)} \\" for each in job.needs[:-1]),
+            f"  {quote(job.needs[-1])}",
+            "do",
+            '  [ -e "$file" ] || { echo "error: $file is not there: is its stage done?"; exit 2; }',
+            "done",
+        ]
+    return lines
+
+
+def heredoc(name: str, lines: Iterable[str]) -> list[str]:
+    """Puts lines into a variable as they are; bash gets them as a program of its own."""
+    end = name.upper()
+    return [f"IFS= read -r -d '' {name} <<'{end}'", *lines, end]
+
+
+def variables(job: Job) -> list[str]:
+    """Sets what the cluster file names for each rank, and promises of its devices."""
+    launch = job.cluster.launch
+    given: dict[str, str] = {}
+    if not job.is_stage and job.cluster.gpu != "cpu":
+        given = {PROMISE: "1" if launch.device_variable else str(job.n_ranks_per_node)}
+    given |= launch.environment
+    return [f"export {name}={quote(value)}" for name, value in given.items()]
+
+
+def caches(job: Job) -> list[str]:
+    """Sets where compiled kernels go; TRAINYARD_JOB differs from start to start."""
+    return [
+        "# Compiled kernels stay on the node's own disk, new with each start: no stale lock.",
+        f'caches={quote(job.cluster.launch.scratch)}/trainyard-"$TRAINYARD_JOB"',
+        'mkdir -p "$caches/miopen"',
+        'export TORCHINDUCTOR_CACHE_DIR="$caches/inductor" TRITON_CACHE_DIR="$caches/triton"',
+        'export MIOPEN_USER_DB_PATH="$caches/miopen" MIOPEN_CUSTOM_CACHE_DIR="$caches/miopen"',
+    ]
+
+
+def device(job: Job, local_rank: str) -> list[str]:
+    """Shows each rank a device alone where the cluster file says how."""
+    variable = job.cluster.launch.device_variable
+    return [f'export {variable}="${local_rank}"'] if variable else []
+
+
+def taskset(job: Job, local_rank: str) -> list[str]:
+    """Binds a rank to its CPUs where its launcher cannot."""
+    lists = job.cluster.launch.cpu_lists
+    if not lists:
+        return []
+    return [f"cpus=({quote(*lists)})", f'taskset --cpu-list --pid "${{cpus[{local_rank}]}}" $$']
+
+
+def program(job: Job, launcher: Sequence[str] = ()) -> str:
+    """Gives what each rank or task becomes, in the container if there is one.
+
+    Args:
+        job: what runs.
+        launcher: a module that starts the ranks, and its options, as lines of shell.
+    """
+    python = quote(job.cluster.launch.python, "-P")
+    trainyard = f"-m trainyard.cli {quote(*job.arguments)}"
+    inside = _container(job.cluster.launch.container, job)
+    if launcher:
+        lines = [*inside, f"{python} {launcher[0]}", *launcher[1:], trainyard]
+    else:
+        lines = [*inside, f"{python} {trainyard}"]
+    return " \\\n  ".join(lines)
+
+
+def _container(container: Container, job: Job) -> list[str]:
+    """The command that enters a container, line by line; pyxis needs none."""
+    if container.runtime in ("none", "pyxis"):
+        return []
+    own = [word for each in container.options for word in shlex.split(each)]
+    scratch = job.cluster.launch.scratch
+    mounts = [f"{job.project}:{job.project}", *container.mounts]
+    if scratch != "/tmp" and not job.is_stage:  # that is there without being named
+        mounts.insert(1, f"{scratch}:{scratch}")
+    return [
+        quote(container.runtime, "exec", *own),
+        *(quote("--bind", mount) for mount in mounts),
+        quote("--pwd", job.project, job.image),
+    ]
+
+
+def judgement(again: Sequence[str]) -> list[str]:
+    """Defines how the end of a run is told, blamed on a host, and followed by another start.
+
+    Args:
+        again: the body of the function that brings the job back.
+    """
+    return [*FUNCTIONS.splitlines(), "", "again() {", *(f"  {line}" for line in again), "}"]
+
+
+def verdict() -> list[str]:
+    """Decides on $code, which the launcher of the ranks ended with: sets $then."""
+    return VERDICT.splitlines()
+
+
+FUNCTIONS = r"""
+# A line for `trainyard status`.
+tell() { echo "$(date -u +%Y-%m-%dT%H:%M:%SZ) $*" >> "$folder/starts.log"; }
+
+# What an earlier start left would be taken for this one's.
+begin() {
+  mkdir -p "$folder/logs" && touch "$folder/logs/started" && rm -f "$folder/outcome.json" && return
+  echo "error: $(hostname) cannot write to $PWD/$folder" >&2
+  exit 2
+}
+
+# Three starts in a row without a newer checkpoint are enough.
+is_worth_it() {
+  local count=0 before="" newest
+  newest=$(find "$folder/checkpoints" -path '*/step-*/manifest.json' 2> /dev/null | sort)
+  newest=${newest##*$'\n'}
+  [ -f "$folder/logs/vain" ] && IFS=' ' read -r count before < "$folder/logs/vain"
+  [ "$newest" = "$before" ] || count=0
+  echo "$((count + 1)) $newest" > "$folder/logs/vain"
+  [ "$count" -lt 3 ]
+}
+
+# Hosts on which a rank has died by itself in this start, as its parent process saw; lost ones.
+failing_hosts() {
+  local file
+  cat "$folder/logs/lost_hosts" 2> /dev/null
+  for file in "$folder"/logs/attempt-*/rank-*.json; do
+    [ "$file" -nt "$folder/logs/started" ] && grep -q '"has_failed": true' "$file" &&
+      sed -n 's/.*"host": "\([A-Za-z0-9_-]*\).*/\1/p' "$file"
+  done
+}
+
+# A host that fails twice is left out from then on. Where several fail, it is not the host.
+blame() {
+  local host
+  host=$(failing_hosts | sort -u)
+  [ "$(echo "$host" | grep -c .)" = 1 ] || return 0
+  { cat "$folder/bad_nodes" 2> /dev/null; echo "$host 1"; } |
+    awk '{ count[$1] += $2 } END { for (host in count) print host, count[host] }' |
+    sort > "$folder/bad_nodes.new"
+  mv "$folder/bad_nodes.new" "$folder/bad_nodes"
+}
+bad_hosts() { awk '$2 >= 2 { print $1 }' "$folder/bad_nodes" 2> /dev/null; }
+"""
+
+VERDICT = r"""
+# What training itself said comes first: launchers end ranks, and have exit codes of their own.
+said=$(sed -n 's/.*"exit_code": *\([0-9]*\).*/\1/p' "$folder/outcome.json" 2> /dev/null)
+said=${said:-$(cat "$folder/logs/refused-$TRAINYARD_JOB" 2> /dev/null)}
+rm -f "$folder/logs/refused-$TRAINYARD_JOB"
+code=${said:-$code}
+# Hydra may end with 0 once it has passed a signal on, however its ranks have ended.
+if [ "$code" = 0 ] && [ -z "$said" ] && [ -n "$is_ended$is_warned" ]; then code=75; fi
+case $code in
+  0) then=finish ;;
+  2 | 93 | 126 | 127) then=stay ;; # somebody has to look
+  *) then=requeue && blame ;;      # 75, or it was killed
+esac
+[ "$then" = requeue ] && [ -n "$is_ended" ] && then=cancelled
+if [ "$then" = requeue ] && ! is_worth_it; then
+  echo "three starts brought no newer checkpoint: not started again" >&2
+  then=stay code=93
+fi
+if [ "$then" != requeue ]; then rm -f "$folder/logs/vain"; fi
+tell end "$job" "$code" "$then"
+"""

@@ -1,0 +1,176 @@
+"""What became of a job: its scheduler is asked, and its starts are read from the run folder.
+
+The job script notes each of its starts in runs/NAME/starts.log, and each end that it lives to see:
+
+    2026-11-22T02:30:00Z start 4711 0 n[1-2]
+    2026-11-22T04:29:00Z end 4711 75 requeue
+    2026-11-22T04:31:00Z start 4711 1 n[1-2]
+    2026-11-22T04:50:00Z lost 4711 n1
+    2026-11-22T04:50:00Z start 4711 2 n[2-3]
+
+is a job that was stopped and started again, then lost a node. Nodes that failed are counted in
+runs/NAME/bad_nodes, one `NODE COUNT` a line; from the second failure on they are left out.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from trainyard.config.reading import parse_json, read_file
+from trainyard.launch.environment import first_host
+from trainyard.launch.submit import Submission
+
+STARTS, BAD_NODES = "starts.log", "bad_nodes"
+ANSWER_SECONDS = 20.0
+LIMIT_BYTES = 2**20
+EXCLUDED_FROM = 2
+"""Failures of a node."""
+# Each is as wide as the longest answer and one blank.
+SQUEUE_FORMAT = "State:32,Reason:96,StartTime:32,NodeList:4000"
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "SIGNALING", "STAGE_OUT")
+PBS_STATES: dict[str, Literal["waiting", "running", "ended"]] = {
+    **dict.fromkeys("QHTW", "waiting"),
+    **dict.fromkeys("RESBU", "running"),
+    **dict.fromkeys("FX", "ended"),
+}
+
+Phase = Literal["waiting", "running", "ended", "unknown"]
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What the scheduler says of a job."""
+
+    phase: Phase
+    text: str
+    """In its words."""
+    nodes: str = ""
+    """Where it runs, as the scheduler writes lists."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a job's script."""
+
+    time: str
+    """In UTC."""
+    job: str
+    nodes: str
+    exit_code: int | None = None
+    """None: it runs, or was killed before it could say."""
+    then: str = ""
+    """What the script did: done, requeue, stay or cancelled."""
+    ended: str = ""
+    """When, in UTC."""
+    lost: str = ""
+    """Nodes that failed under it, as the start after it found."""
+
+
+def ask_scheduler(submission: Submission) -> JobState:
+    """Asks squeue or qstat about a job; says why where they do not know."""
+    if not submission.job:
+        return JobState("unknown", "it runs without a scheduler")
+    ask = {"slurm": _ask_slurm, "pbs": _ask_pbs}.get(submission.scheduler)
+    if ask is None:
+        return JobState("unknown", "it runs without a scheduler")
+    return ask(submission.job)
+
+
+def read_starts(folder: Path) -> list[Start]:
+    """Reads how often, where and when a job was started; lines that are none are passed over."""
+    starts: list[Start] = []
+    for line in _lines(folder / STARTS):
+        match line.split():
+            case [time, "start", job, _, nodes]:
+                starts.append(Start(time, job, nodes))
+            case [_, "lost", job, nodes] if starts and starts[-1].job == job:
+                starts[-1] = replace(starts[-1], lost=nodes)
+            case [time, "end", job, code, *then] if (
+                starts and starts[-1].job == job and re.fullmatch("[0-9]+", code)
+            ):
+                starts[-1] = replace(
+                    starts[-1], exit_code=int(code), then="".join(then), ended=time
+                )
+    return starts
+
+
+def read_bad_nodes(folder: Path) -> dict[str, int]:
+    """Reads which nodes failed, and how often."""
+    found = (re.fullmatch(r"(\S+)\s+([0-9]+)\s*", line) for line in _lines(folder / BAD_NODES))
+    return {match[1]: int(match[2]) for match in found if match}
+
+
+def _ask_slurm(job: str) -> JobState:
+    argv = ["squeue", "--noheader", "--states=all", f"--jobs={job}", f"--Format={SQUEUE_FORMAT}"]
+    said, problem = _run(argv)
+    row = said.splitlines()[0] if said.strip() else ""
+    if not row:
+        # It forgets a job some minutes after its end.
+        is_gone = not problem or "Invalid job id" in problem
+        return (
+            JobState("ended", "the scheduler does not know it any more")
+            if is_gone
+            else (JobState("unknown", problem))
+        )
+    widths = [int(column.partition(":")[2]) for column in SQUEUE_FORMAT.split(",")]
+    values = []
+    for width in widths:
+        values.append(row[:width].strip())
+        row = row[width:]
+    state, reason, starts_at, nodes = values
+    if state in WAITING:
+        text = state if reason in ("", "None") else f"{state} ({reason})"
+        text += "" if starts_at in ("", "N/A") else f", expected to start at {starts_at}"
+        return JobState("waiting", text)
+    if reason == "JobLaunchFailure" and nodes:  # no line of the script was run, and no log is there
+        why = f"{first_host(nodes)} cannot start the script, or not write its log beside it"
+        return JobState("ended", f"{state} ({reason}: {why})", nodes)
+    return JobState("running" if state in RUNNING else "ended", state, nodes)
+
+
+def _ask_pbs(job: str) -> JobState:
+    said, problem = _run(["qstat", "-x", "-f", "-F", "json", job])
+    try:
+        (facts,) = parse_json(said)["Jobs"].values()
+        state, comment = str(facts["job_state"]), str(facts.get("comment", ""))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        is_gone = "Unknown Job" in problem
+        gone = JobState("ended", "the scheduler does not know it any more")
+        return gone if is_gone else JobState("unknown", problem or "qstat answered no JSON")
+    text = " ".join(f"{state} {comment}".split())
+    hosts = str(facts.get("exec_host", ""))
+    nodes = ",".join(dict.fromkeys(part.partition("/")[0] for part in hosts.split("+") if part))
+    return JobState(PBS_STATES.get(state, "unknown"), text, nodes)
+
+
+def _run(argv: Sequence[str]) -> tuple[str, str]:
+    """Gives what a program says, and what is wrong; a status must not fail for it."""
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=ANSWER_SECONDS,
+        )
+    except FileNotFoundError:
+        return "", f"there is no {argv[0]} on this machine"
+    except OSError as error:
+        return "", f"{argv[0]} cannot be started: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return "", f"{argv[0]} has not answered within {ANSWER_SECONDS:g} s"
+    return done.stdout, " ".join(done.stderr.split())
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return read_file(path, LIMIT_BYTES).decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from tests.faults.small_run import small_overrides, write_tokens
+from typer.testing import CliRunner
+
+from trainyard.cli.launch import launch
+from trainyard.cli.show import show
+from trainyard.config.load import load_run, render_run
+from trainyard.errors import (
+    ConfigError,
+    DataError,
+    GuardError,
+    LaunchError,
+    MachineError,
+    UserError,
+)
+from trainyard.launch.lock import hold
+from trainyard.launch.submit import read_submission
+
+ROOT = Path(__file__).parents[2]
+SBATCH = """#!/bin/bash
+echo "$@" >> said
+echo $((4711 + $(wc -l < said)))
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with a small corpus, on a machine whose sbatch writes down what it is told."""
+    write_tokens(tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text(SBATCH)
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.toml").write_text(
+        'gpu = "cpu"\ndevices_per_node = 2\n[launch]\nscheduler = "slurm"\n'
+    )
+    return tmp_path
+
+
+def run(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(launch)
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def small(project: Path) -> list[str]:
+    overrides = small_overrides(project / "corpus_text_document", 4)
+    return ["tiny", "name=small", *overrides, "--cluster", "own.toml"]
+
+
+def files(project: Path) -> set[str]:
+    found = {str(path.relative_to(project)) for path in project.rglob("*") if path.is_file()}
+    return {name for name in found if name.startswith("runs") or name == "said"}
+
+
+def test_a_dry_run_prints_the_script_and_nothing_else(project: Path) -> None:
+    text = run("recipes/lumi/13b.toml", "--cluster", "lumi", "--nodes", "2", "--image", "no.sif",
+               "--account", "project_1", "--dry-run")  # fmt: skip
+    assert text.startswith("#!/bin/bash\n# lumi-13b: 2 nodes of 8 ranks. Made by\n#     trainyard ")
+    assert text.endswith('exit "$code"\n')
+    assert "#SBATCH --account=project_1\n" in text
+    assert files(project) == set(), "and writes nothing"
+
+
+def test_a_launch(project: Path) -> None:
+    text = run(*small(project), "--nodes", "2", "--time", "00:10:00")
+    folder = project / "runs" / "small"
+    assert files(project) == {
+        "said", "runs/small/job.sh", "runs/small/job.toml", "runs/small/run.toml"
+    }  # fmt: skip
+    assert (project / "said").read_text() == f"--parsable {folder}/job.sh\n"
+    assert os.access(folder / "job.sh", os.X_OK)
+    assert "#SBATCH --time=00:10:00" in (folder / "job.sh").read_text()
+    record = read_submission(folder)
+    assert record is not None
+    assert (record.cluster, record.scheduler, record.n_nodes, record.job) == (
+        "own.toml", "slurm", 2, "4712"
+    )  # fmt: skip
+    assert "job 4712" in text
+    assert "trainyard status small" in text
+    assert str(folder / "job-4712.log") in text
+    # What each rank reads, it writes again word for word.
+    written = (folder / "run.toml").read_text()
+    assert render_run(load_run(str(folder / "run.toml")).run) == written
+
+
+def test_a_second_launch_forgets_vain_starts(project: Path) -> None:
+    vain = project / "runs" / "small" / "logs" / "vain"
+    vain.parent.mkdir(parents=True)
+    vain.write_text("3 \n")
+    run(*small(project))
+    assert not vain.exists()
+
+
+def test_stages_wait_for_each_other(project: Path) -> None:
+    (project / "data" / "gpt2").mkdir(parents=True)
+    text = run("recipes/benchmark64/full.toml", "--cluster", "slurm", "--nodes", "8",
+               "--stages", "all")  # fmt: skip
+    jobs = project / "runs" / "benchmark64-full"
+    after = "--kill-on-invalid-dep=yes"
+    assert (project / "said").read_text().splitlines() == [
+        f"--parsable {jobs}/jobs/download-openwebtext.sh",
+        f"--parsable --dependency=afterok:4712 {after} {jobs}/jobs/prepare-openwebtext.sh",
+        f"--parsable {jobs}/jobs/download-wikipedia.sh",
+        f"--parsable --dependency=afterok:4714 {after} {jobs}/jobs/prepare-wikipedia.sh",
+        f"--parsable --dependency=afterok:4713:4715 {after} {jobs}/job.sh",
+    ]
+    script = (jobs / "jobs" / "prepare-wikipedia.sh").read_text()
+    assert "#SBATCH --array=0-3\n" in script
+    assert "prepare recipes/benchmark64/data/wikipedia.toml --workers 32" in script
+    assert "data/wikipedia_text_document.json" in (jobs / "job.sh").read_text()
+    assert "after prepare-wikipedia: job 4715" in text
+
+
+def test_some_stages(project: Path) -> None:
+    (project / "data" / "gpt2").mkdir(parents=True)
+    text = run("recipes/lumi/13b.toml", "--cluster", "slurm", "--stages", "prepare,download")
+    assert text == "prepare-oscar: job 4712\n", "there is no Oscar to download"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "problem", "hint"),
+    [
+        (["--cluster", "lumii"], MachineError, "no cluster named 'lumii'", "did you mean lumi?"),
+        (["--cluster", "own.toml", "--nodes", "3"], ConfigError,
+         "small cannot be on 3 x 2 ranks: ", "--nodes 2"),
+        (["--cluster", "own.toml", "--ranks-per-node", "3"], LaunchError,
+         "3 ranks a node, and a node has 2 devices", "one rank for each device"),
+        (["--cluster", "own.toml", "--account", "a;touch marker"], ConfigError,
+         "'a;touch marker' is no name", ""),
+        (["--cluster", "own.toml", "--account", "$(touch marker)"], ConfigError, "is no name", ""),
+        (["--cluster", "own.toml", "--partition", "a\nb"], ConfigError, "is no name", ""),
+        (["--cluster", "own.toml", "--time", "1 hour"], ConfigError,
+         "'1 hour' is no time: hours, minutes and seconds are, such as 12:00:00", ""),
+        (["--cluster", "own.toml", "--image", "x.sif"], LaunchError,
+         "the image x.sif needs a runtime", ""),
+        (["--cluster", "own.toml", "name=a;touch marker"], ConfigError, "name: ", ""),
+        (["--cluster", "own.toml", "name=$(touch marker)"], ConfigError, "name: ", ""),
+        (["--cluster", "own.toml", "name='`touch marker`'"], ConfigError, "name: ", ""),
+        (["--cluster", "own.toml", 'name=a"; touch marker; "'], ConfigError, "name: ", ""),
+        (["--cluster", "own.toml", "name=a\ntouch marker"], ConfigError, "name: ", ""),
+        (["--cluster", "own.toml", "--stages", "tokenize"], LaunchError,
+         "no stage named 'tokenize'", "all, or some of download, prepare, train"),
+        (["--cluster", "local", "--stages", "all"], LaunchError,
+         "this cluster has none (local)", "trainyard prepare DATA_FILE first"),
+        (["--cluster", "own.toml", "--stages", "all"], ConfigError, "no data file in data", ""),
+        (["--cluster", "local", "--nodes", "2"], LaunchError, "this machine alone", ""),
+        (["--cluster", "ssh", "--nodes", "2", "--ranks-per-node", "1", "--hosts", "n1"],
+         LaunchError, "hosts names 1", ""),
+        (["--cluster", "lumi", "--ranks-per-node", "1"], LaunchError,
+         "singularity needs an image", "--image"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(
+    project: Path, arguments: list[str], kind: type[UserError], problem: str, hint: str
+) -> None:
+    overrides = small_overrides(project / "corpus_text_document", 4)
+    with pytest.raises(kind) as caught:
+        run("tiny", "name=small", *overrides, "train.global_batch_size=8", *arguments)
+    assert caught.value.exit_code == 2
+    assert problem in caught.value.problem
+    assert hint in caught.value.hint
+    assert files(project) == set()
+    assert not list(project.rglob("marker"))
+
+
+def test_folders_of_data_are_there_for_the_stages(project: Path) -> None:
+    (project / "data" / "gpt2").mkdir(parents=True)
+    run("recipes/azure/175b.toml", "--cluster", "slurm", "--stages", "prepare")
+    assert (project / "data" / "slimpajama").is_dir()
+
+
+def test_a_missing_image_is_found_before_the_queue(project: Path) -> None:
+    with (project / "own.toml").open("a") as file:
+        file.write('[launch.container]\nruntime = "apptainer"\n')
+    with pytest.raises(LaunchError, match=f"there is no image {project}/x.sif"):
+        run(*small(project), "--image", "x.sif")
+    assert files(project) == set()
+
+
+def test_missing_data_is_found_before_the_queue(project: Path) -> None:
+    (project / "corpus_text_document.bin").unlink()
+    with pytest.raises(DataError, match="corpus_text_document"):
+        run(*small(project))
+    assert not (project / "said").exists()
+
+
+def test_a_missing_tokenizer_is_found_before_the_queue(project: Path) -> None:
+    with pytest.raises(DataError, match=r"oscar.toml needs the tokenizer data/gpt2"):
+        run("recipes/lumi/13b.toml", "--cluster", "slurm", "--stages", "all", "--nodes", "2")
+    assert files(project) == set()
+
+
+def test_a_run_that_is_training(project: Path) -> None:
+    with hold(project / "runs" / "small"), pytest.raises(LaunchError, match="is in use: "):
+        run(*small(project))
+
+
+def test_a_run_that_is_to_stay_down(project: Path) -> None:
+    (project / "runs" / "small").mkdir(parents=True)
+    (project / "runs" / "small" / "STOP").touch()
+    with pytest.raises(GuardError, match="there is a file"):
+        run(*small(project))
+    assert not (project / "said").exists()
+
+
+def test_a_folder_that_cannot_be_written(project: Path) -> None:
+    (project / "runs").write_text("in the way")
+    with pytest.raises(MachineError, match="cannot be written: Not a directory"):
+        run(*small(project))
+
+
+def test_show_cluster(capsys: pytest.CaptureFixture[str], project: Path) -> None:
+    show(["cluster", "lumi"])
+    said = capsys.readouterr().out
+    assert "8 x MI250X GCD a node" in said
+    assert "CPUs 49-55, mask 0xfe000000000000" in said
+    assert "# Figures: github.com/Lumi-supercomputer, lumi-userguide (October 2024)" in said
+    assert "Slurm, srun, singularity with an image of yours" in said
+    (project / "mine.toml").write_text('extends = "lumi"\n[launch]\naccount = "project_1"\n')
+    show(["cluster", "mine.toml"])
+    said = capsys.readouterr().out
+    assert said.index('account = "project_1"') < said.index("# Figures: github.com/Lumi")
+    show(["cluster"])
+    assert capsys.readouterr().out.startswith("clusters: azure-ndv5, azure-ndv5-h200, frontier")
+    with pytest.raises(MachineError, match="no cluster named 'lumy'"):
+        show(["cluster", "lumy"])
+
+
+def test_without_torch(project: Path) -> None:
+    """The parts of a launch that need none, as on a login node."""
+    import subprocess
+
+    code = (
+        "import sys; from trainyard.cli.main import main\n"
+        "try: main(['launch', 'recipes/lumi/13b.toml', '--cluster', 'lumi', '--nodes', '2',"
+        " '--image', 'x.sif', '--dry-run'])\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

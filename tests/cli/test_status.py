@@ -1,0 +1,209 @@
+"""`trainyard status`: what it reads, and what it says where files are missing or odd."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cluster.conftest import machines, slurm
+from tests.cluster.machines import Machines
+from tests.cluster.slurm import Slurm
+from tests.report.conftest import run_lines, train_line, write_run_folder
+
+from trainyard.cli.main import main
+from trainyard.launch.lock import hold
+from trainyard.launch.status import ask_scheduler, read_bad_nodes, read_starts
+from trainyard.launch.submit import Submission, write_submission
+
+__all__ = ["machines", "slurm"]
+COMMAND = [sys.executable, "-c", "from trainyard.cli.main import main; main()", "status"]
+
+
+def end(folder: Path, reason: str, exit_code: int) -> None:
+    facts = {"reason": reason, "exit_code": exit_code, "step": 4}
+    (folder / "outcome.json").write_text(json.dumps(facts))
+
+
+def save(folder: Path, step: int) -> None:
+    checkpoint = folder / "checkpoints" / f"step-{step:08d}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    (checkpoint / "model-00000-of-00001.safetensors").write_bytes(bytes(2046))
+    hour_ago = time.time() - 3600
+    os.utime(checkpoint / "manifest.json", (hour_ago, hour_ago))
+
+
+def status(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["status", str(folder), *options])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = write_run_folder(tmp_path / "tiny", run_lines())
+    (made / "plan.json").write_text(json.dumps({"n_steps": 50, "n_ranks": 4}))
+    return made
+
+
+def test_a_run_that_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        *run_lines(8)[:-1],
+        {"kind": "end", "time": 1009.0, "step": 8, "reason": "received SIGUSR1"},
+        {"kind": "start", "time": 1020.0, "step": 8, "resumed": True, "device": "GPU"},
+        train_line(9, 5.1, time=time.time() - 1, seconds_left=7230.0),
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    save(folder, 4)
+    save(folder, 8)
+    with hold(folder):
+        said = status(folder, capsys).splitlines()
+    assert said[0].startswith("tiny: training: process ")
+    assert said[1:] == [
+        "step        9 of 50 (18%)",
+        "loss        5.1000; held out 4.5000 at step 8",
+        "speed       2.05k tokens/s",
+        "ETA         2h 0m",
+        "checkpoint  step 8, 1h 0m ago, 2.0 KiB",
+        "restarts    1",
+        "    step 5: 2 of step 5: no update, for a spike or gradients that were not finite",
+        "    step 8: stopped: received SIGUSR1",
+        "    step 8: resumed from step 8, 11s after the last line",
+    ]
+
+
+def test_starts_ends_and_nodes_that_failed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "starts.log").write_text(
+        "2026-11-22T02:30:00Z start 4711 0 n[1-2]\n"
+        "2026-11-22T04:29:00Z end 4711 75 requeue\n"
+        "2026-11-22T04:31:00Z start 4711 1 n[1-2]\n"
+        "2026-11-22T04:49:00Z end 4711 many\n"
+        "2026-11-22T04:50:00Z lost 4711 n1\n"
+        "2026-11-22T04:50:00Z start 4711 2 n[2-3]\n"
+        "2026-11-22T04"
+    )
+    (folder / "bad_nodes").write_text("n1 2\nn3 1\nnonsense\n")
+    record = {"cluster": "basement", "scheduler": "ssh", "n_nodes": 2}
+    write_submission(folder, Submission(**record, submitted="2026-11-22T02:29:00Z"))
+    assert [start.exit_code for start in read_starts(folder)] == [75, None, None]
+    assert read_bad_nodes(folder) == {"n1": 2, "n3": 1}
+    with hold(folder):
+        said = status(folder, capsys)
+    assert "job         2 nodes of basement, since 2026-11-22T02:29:00Z\n" in said
+    assert (
+        "restarts    2\n"
+        "    2026-11-22T02:30:00Z job 4711 on n[1-2]: ended 2026-11-22T04:29:00Z with 75: "
+        "started again\n"
+        "    2026-11-22T04:31:00Z job 4711 on n[1-2]: was lost with n1\n"
+        "    2026-11-22T04:50:00Z job 4711 on n[2-3]: runs\n"
+    ) in said
+    assert "    node n1 failed 2 times, and is left out\n    node n3 failed once" in said
+
+
+@pytest.mark.parametrize(
+    ("code", "state"), [(0, "done"), (75, "stopped"), (93, "held"), (2, "stopped"), (None, "lost")]
+)
+def test_a_run_that_does_not_train(
+    folder: Path, capsys: pytest.CaptureFixture[str], code: int | None, state: str
+) -> None:
+    if code is not None:
+        end(folder, "so it was", code)
+    found: dict[str, Any] = json.loads(status(folder, capsys, "--json"))
+    assert found["state"] == state
+    assert (found["step"], found["n_steps"], found["checkpoint"]) == (20, 50, None)
+    assert found["seconds_left"] is None
+    assert found["tokens_per_second"] == 4 * 512
+
+
+def test_a_run_that_was_never_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run_folder(tmp_path / "tiny", [])
+    for name in ("plan.json", "metrics.jsonl"):
+        (folder / name).unlink()
+    said = status(folder, capsys)
+    assert said.startswith("tiny: it was never started\nstep        not known yet\n")
+    assert json.loads(status(folder, capsys, "--json"))["state"] == "new"
+
+
+def test_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    write_run_folder(tmp_path / "runs" / "tiny", run_lines())
+    monkeypatch.chdir(tmp_path)
+    assert status(Path("tiny"), capsys).startswith("tiny: not running, and it did not say why")
+
+
+def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["status", str(tmp_path / "absent")])
+    assert ended.value.code == 2
+    assert "error: no folder " in capsys.readouterr().err
+
+
+def test_a_scheduler_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for scheduler, program in (("slurm", "squeue"), ("pbs", "qstat")):
+        asked = ask_scheduler(Submission(cluster="c", scheduler=scheduler, n_nodes=1, job="1"))
+        assert (asked.phase, asked.text) == ("unknown", f"there is no {program} on this machine")
+
+
+@pytest.mark.parametrize(
+    ("answer", "phase", "text", "nodes"),
+    [
+        ({"job_state": "R", "exec_host": "n1/0*4+n2/0*4"}, "running", "R", "n1,n2"),
+        (
+            {"job_state": "Q", "comment": "Not Running:  no nodes"},
+            "waiting",
+            "Q Not Running: no nodes",
+            "",
+        ),
+        ({"job_state": "F", "Exit_status": 0}, "ended", "F", ""),
+    ],
+)
+def test_what_qstat_answers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: dict[str, object],
+    phase: str,
+    text: str,
+    nodes: str,
+) -> None:
+    """In the form that OpenPBS 23.06 gave it."""
+    qstat = tmp_path / "qstat"
+    said = json.dumps({"timestamp": 1, "pbs_version": "23.06.06", "Jobs": {"0.n3": answer}})
+    qstat.write_text(f"#!/bin/sh\n[ \"$*\" = '-x -f -F json 0.n3' ] && echo '{said}'\n")
+    qstat.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    asked = ask_scheduler(Submission(cluster="c", scheduler="pbs", n_nodes=2, job="0.n3"))
+    assert (asked.phase, asked.text, asked.nodes) == (phase, text, nodes)
+
+
+@pytest.mark.dist
+def test_jobs_of_a_real_slurm(slurm: Slurm, machines: Machines, folder: Path) -> None:
+    def state(job: int) -> tuple[str, str]:
+        record = Submission(cluster="c", scheduler="slurm", n_nodes=2, job=str(job))
+        write_submission(folder, record)
+        done = machines.run([*COMMAND, str(folder), "--json"])
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        return found["state"], found["job"]["text"] + found["job"]["nodes"]
+
+    job = slurm.submit("#!/bin/sh\nsleep 600\n", "--nodes=2")
+    slurm.wait_until("it runs", lambda: slurm.tasks(job)[0][0] == "RUNNING")
+    assert state(job) == ("starting", "RUNNINGn[1-2]")
+    waits = slurm.submit("#!/bin/sh\ntrue\n", f"--dependency=afterok:{job}")
+    assert state(waits) == ("waiting", "PENDING (Dependency)")
+    slurm.run(["scontrol", "hold", str(waits)])
+    assert state(waits) == ("held", "PENDING (JobHeldAdmin)")
+    slurm.run(["scancel", str(job), str(waits)])
+    slurm.wait(job)
+    assert state(job) == ("lost", "CANCELLEDn[1-2]")
+    assert state(999_999) == ("lost", "the scheduler does not know it any more")

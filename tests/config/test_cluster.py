@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from trainyard.config.cluster import Launch, cluster_names, cluster_texts, read_cluster
+from trainyard.errors import ConfigError, MachineError, UserError
+
+OWN = """\
+extends = "lumi"
+description = "LUMI, our project"
+
+[launch]
+account = "project_465000000"
+time = "12:00:00"
+
+[launch.environment]
+NCCL_DEBUG = "WARN"
+
+[launch.container]
+image = "/projappl/project_465000000/trainyard.sif"
+"""
+SCHEDULERS = {
+    "azure-ndv5": "slurm",
+    "azure-ndv5-h200": "slurm",
+    "frontier": "slurm",
+    "local": "local",
+    "lumi": "slurm",
+    "mpi": "mpi",
+    "pbs": "pbs",
+    "perlmutter": "slurm",
+    "polaris": "pbs",
+    "slurm": "slurm",
+    "ssh": "ssh",
+}
+
+
+def write(path: Path, **launch: Any) -> str:
+    path.write_text(tomli_w.dumps({"gpu": "h100", "launch": launch}), encoding="utf-8")
+    return str(path)
+
+
+def test_every_shipped_cluster_starts_jobs_as_it_should() -> None:
+    assert {name: read_cluster(name).launch.scheduler for name in cluster_names()} == SCHEDULERS
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULERS))
+def test_every_shipped_figure_has_its_source(name: str) -> None:
+    """The first lines of a file say where its figures are from."""
+    for _, text in cluster_texts(name):
+        assert text.startswith("# ")
+        assert any(
+            word in text for word in ("github.com/", "docs.nersc.gov", "datasheet", "Measured")
+        )
+
+
+@pytest.mark.parametrize("name", ["lumi", "frontier", "azure-ndv5", "perlmutter", "polaris"])
+def test_every_device_has_its_cpus(name: str) -> None:
+    cluster = read_cluster(name)
+    assert len(cluster.launch.cpu_lists) == cluster.devices_per_node
+
+
+def test_a_file_that_extends_a_shipped_one(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(OWN)
+    own, lumi = read_cluster(str(path)), read_cluster("lumi")
+    assert own.description == "LUMI, our project"
+    assert own.gpu == lumi.gpu
+    assert own.launch.account == "project_465000000"
+    assert own.launch.partition == lumi.launch.partition == "standard-g"
+    assert own.launch.container.mounts == lumi.launch.container.mounts
+    assert own.launch.container.runtime == "singularity"
+    assert own.launch.environment == lumi.launch.environment | {"NCCL_DEBUG": "WARN"}
+    assert [place for place, _ in cluster_texts(str(path))] == [str(path), "cluster lumi"]
+
+
+def test_a_file_that_extends_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(OWN)
+    path = tmp_path / "more.toml"
+    path.write_text('extends = "base.toml"\n[launch]\ntime = "01:00:00"\n')
+    launch = read_cluster(str(path)).launch
+    assert (launch.time, launch.account, launch.partition) == (
+        "01:00:00", "project_465000000", "standard-g"
+    )  # fmt: skip
+
+
+def test_files_that_extend_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "ring.toml"
+    path.write_text('extends = "ring.toml"')
+    with pytest.raises(ConfigError, match=r"ring\.toml, and so on: more than 4 files"):
+        read_cluster(str(path))
+
+
+def test_the_command_line_comes_last() -> None:
+    launch = read_cluster("lumi", {"time": "00:30:00", "container": {"image": "x.sif"}}).launch
+    assert (launch.time, launch.container.image) == ("00:30:00", "x.sif")
+    assert launch.container.runtime == "singularity"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "hint"),
+    [
+        ("lumii", "no cluster named 'lumii'", "did you mean lumi?"),
+        ("azure", "no cluster named 'azure'", "did you mean azure-ndv5 or azure-ndv5-h200?"),
+        ("$(touch marker)", "no cluster named '$(touch marker)'", "known: azure-ndv5, "),
+        ("missing.toml", "cannot read the cluster file missing.toml", "known: "),
+    ],
+)
+def test_no_such_cluster(name: str, problem: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_cluster(name)
+    assert problem in caught.value.problem
+    assert hint in caught.value.hint
+    assert isinstance(caught.value, MachineError | ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("launch", "says"),
+    [
+        ({"scheduler": "lsf"}, "launch.scheduler"),
+        ({"qos": "debug"}, "launch.qos: unknown field"),
+        ({"account": "a;touch marker"}, "'a;touch marker' is no name"),
+        ({"account": "$(touch marker)"}, "is no name"),
+        ({"partition": "gpu\n#SBATCH --mail"}, "is no name"),
+        ({"partition": "'"}, "is no name"),
+        ({"hosts": ["n1", "n2 n3"]}, "'n2 n3' is no name"),
+        ({"hosts": ["-oProxyCommand=touch marker"]}, "is no name"),
+        ({"time": "12"}, "'12' is no time: hours, minutes and seconds are, such as 12:00:00"),
+        ({"time": "12:60:00"}, "'12:60:00' is no time"),
+        ({"time": "2 days"}, "is no time"),
+        ({"time": "1-00:00:00"}, "is no time"),
+        ({"time": "00:00:00"}, "'00:00:00' is no time at all"),
+        ({"options": ["exclusive"]}, "is no option of a scheduler: they begin with -"),
+        ({"options": ["--a\nrm -rf x"]}, "a line break"),
+        ({"options": ["--nodes={n}"]}, "{n} in '--nodes={n}' is unknown: {nodes} and {ranks} are"),
+        ({"options": ["--comment='x"]}, "the quotes of"),
+        ({"setup": ["module load a\nmodule load b"]}, "a line break"),
+        ({"environment": {"A B": "1"}}, "'A B' is no name of an environment variable"),
+        ({"environment": {"A": "1\n2"}}, "a line break"),
+        ({"cpu_lists": ["0-7;8"]}, "'0-7;8' is no list of CPUs"),
+        ({"device_variable": "A=1"}, "'A=1' is no name of an environment variable"),
+        ({"scratch": "/tmp\n"}, "a line break"),
+        ({"container": {"runtime": "docker"}}, "launch.container.runtime"),
+        ({"container": {"mounts": ["/a:/b:ro:x"]}}, "is no mount"),
+        ({"container": {"mounts": ["/a,/b"]}}, "is no mount"),
+        ({"prepare": {"tasks": 0}}, "launch.prepare.tasks"),
+    ],
+)
+def test_mistakes_in_the_table(tmp_path: Path, launch: dict[str, Any], says: str) -> None:
+    path = write(tmp_path / "own.toml", **launch)
+    with pytest.raises(ConfigError) as caught:
+        read_cluster(path)
+    assert says in caught.value.problem
+    assert path in caught.value.problem
+    assert "its table [launch] scheduler, start, " in caught.value.hint
+
+
+def test_every_field_of_the_table_is_documented() -> None:
+    from trainyard.config.load import all_fields
+
+    assert [name for name, text in all_fields(Launch).items() if len(text) < 9] == []

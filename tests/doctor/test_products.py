@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from trainyard.doctor.products import Size, measure_device
+from trainyard.doctor.timing import ROUNDS, seconds_of
+
+CPU = torch.device("cpu")
+TINY = Size(side=64, sequence=32, heads=2, copied_bytes=2**16)
+
+
+def test_what_is_measured_of_a_processor() -> None:
+    found = {name: (value, unit) for name, value, unit, _ in measure_device(CPU, 0.005, TINY)}
+    products = ["products fp32", "products fp16", "products bf16"]
+    assert list(found)[:3] == products
+    assert list(found)[3].startswith("attention ")
+    assert list(found)[4] == "memory copies"
+    assert len(found) == 5  # no fp8, which a processor emulates
+    assert all(value > 0 for value, _ in found.values())
+    assert [unit for _, unit in found.values()] == ["TFLOP/s"] * 4 + ["GB/s"]
+
+
+def test_attention_is_measured_in_the_fastest_format() -> None:
+    found = {name: value for name, value, _, _ in measure_device(CPU, 0.005, TINY)}
+    products = {name: value for name, value in found.items() if name.startswith("products")}
+    fastest = max(products, key=products.__getitem__).removeprefix("products ")
+    assert f"attention {fastest}" in found
+
+
+def test_a_call_is_timed_as_long_as_it_takes() -> None:
+    seconds, n_calls = seconds_of(lambda: time.sleep(0.004), CPU, 0.06)
+    assert 0.004 <= seconds < 0.02
+    assert n_calls % ROUNDS == 0 and ROUNDS <= n_calls <= ROUNDS * 3
+
+
+def test_a_call_that_takes_longer_than_there_is_time_is_timed_once() -> None:
+    seconds, n_calls = seconds_of(lambda: time.sleep(0.02), CPU, 0.001)
+    assert (n_calls, seconds >= 0.02) == (1, True)
+
+
+def test_ranks_agree_how_often_they_call() -> None:
+    calls: list[int] = []
+    seconds, n_calls = seconds_of(lambda: calls.append(1), CPU, 0.05, agree=lambda mine: 0.005)
+    assert n_calls == 2 * ROUNDS  # as the slowest needs 5 ms a call
+    assert len(calls) == 2 + n_calls
+    assert seconds < 0.005
+
+
+@pytest.mark.gpu
+def test_what_is_measured_of_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("this machine has no GPU")
+    device = torch.device("cuda", 0)
+    found = {name: value for name, value, _, _ in measure_device(device, 0.2)}
+    assert {"products fp32", "products fp16", "products bf16", "memory copies"} <= set(found)
+    assert found["products bf16"] > found["products fp32"]

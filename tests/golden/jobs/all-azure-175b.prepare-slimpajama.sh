@@ -1,0 +1,44 @@
+#!/bin/bash
+# prepare-slimpajama: 32 tasks. Made by
+#     trainyard launch recipes/azure/175b.toml --cluster azure-ndv5 --nodes 128 --image /project/me/trainyard.sqsh --stages all
+# Started again by hand it goes on where the run stopped:
+#     sbatch /project/me/runs/azure-175b/jobs/prepare-slimpajama.sh
+#SBATCH --job-name=prepare-slimpajama
+#SBATCH --array=0-31
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --partition=hpc
+#SBATCH --output=/project/me/runs/azure-175b/jobs/prepare-slimpajama-%A_%a.log
+#SBATCH --cpus-per-task=32
+#SBATCH --mem=0
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+cd /project/me || exit 2
+
+IFS= read -r -d '' task <<'TASK'
+export NCCL_TOPO_FILE=/opt/microsoft/ndv5/topo.xml
+export NCCL_IB_PCI_RELAXED_ORDERING=1
+export NCCL_IGNORE_CPU_AFFINITY=1
+export NCCL_SOCKET_IFNAME=eth0
+export CUDA_DEVICE_ORDER=PCI_BUS_ID
+export NCCL_PXN_DISABLE=1
+export NCCL_MIN_NCHANNELS=32
+export NCCL_P2P_NET_CHUNKSIZE=2097152
+export NCCL_IB_QPS_PER_CONNECTION=4
+export UCX_TLS=rc
+export UCX_NET_DEVICES=mlx5_ib0:1
+export OMPI_MCA_coll_hcoll_enable=0
+export OMP_NUM_THREADS=12
+exec python3 -P -m trainyard.cli prepare recipes/azure/data/slimpajama.toml --workers 32
+TASK
+
+step=(
+  --nodes=1 --ntasks=1 --export=ALL
+  --container-image=/project/me/trainyard.sqsh
+  --container-mounts=/project/me:/project/me,/tmp:/tmp,/opt/microsoft:/opt/microsoft:ro
+  --container-workdir=/project/me
+  --no-container-mount-home
+  --container-writable
+)
+exec srun "${step[@]}" bash -c "$task"

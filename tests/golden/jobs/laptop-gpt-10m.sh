@@ -1,0 +1,24 @@
+#!/bin/bash
+# gpt-10m: on this machine. Made by
+#     trainyard launch recipes/laptop/gpt-10m.toml --cluster local --nodes 1
+# Started again by hand it goes on where the run stopped:
+#     bash /project/me/runs/gpt-10m/job.sh
+
+cd /project/me || exit 2
+
+TRAINYARD_JOB=$(hostname)-$$
+# Compiled kernels stay on the node's own disk, new with each start: no stale lock.
+caches=/tmp/trainyard-"$TRAINYARD_JOB"
+mkdir -p "$caches/miopen"
+export TORCHINDUCTOR_CACHE_DIR="$caches/inductor" TRITON_CACHE_DIR="$caches/triton"
+export MIOPEN_USER_DB_PATH="$caches/miopen" MIOPEN_CUSTOM_CACHE_DIR="$caches/miopen"
+python3 -P -m trainyard.cli train runs/gpt-10m/run.toml &
+step=$!
+trap : INT # of a terminal it reaches both
+trap 'kill -TERM "$step"' TERM
+trap 'kill -USR1 "$step"' USR1
+while kill -0 "$step" 2> /dev/null; do wait "$step"; done
+wait "$step"
+code=$?
+rm -rf "$caches"
+exit "$code"

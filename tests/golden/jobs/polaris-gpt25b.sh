@@ -1,0 +1,158 @@
+#!/bin/bash -l
+# polaris-gpt25b-4096: 16 nodes of 4 ranks. Made by
+#     trainyard launch recipes/polaris/gpt25b.toml --cluster polaris --nodes 16 --account MyProject
+# Started again by hand it goes on where the run stopped:
+#     qsub /project/me/runs/polaris-gpt25b-4096/job.sh
+#PBS -N polaris-gpt25b-4096
+#PBS -l select=16:system=polaris
+#PBS -l place=scatter
+#PBS -l filesystems=home:eagle
+#PBS -k doe
+#PBS -l walltime=03:00:00
+#PBS -q prod
+#PBS -A MyProject
+#PBS -j oe
+#PBS -o /project/me/runs/polaris-gpt25b-4096/
+#PBS -r y
+
+cd /project/me || exit 2
+folder=runs/polaris-gpt25b-4096
+
+# Of the cluster.
+module use /soft/modulefiles
+module load conda
+conda activate
+export LD_LIBRARY_PATH=/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib:/soft/libraries/hwloc/lib:$LD_LIBRARY_PATH
+
+job=$PBS_JOBID is_warned='' is_ended=''
+start=$(cat "$folder/starts.log" 2> /dev/null | grep -cF " start $job ")
+
+# A line for each chunk, or for each rank, in the file of PBS.
+mapfile -t hosts < <(awk '!seen[$0]++' "$PBS_NODEFILE")
+if [ "${#hosts[@]}" != 16 ]; then
+  echo "error: PBS gave ${#hosts[@]} nodes, not 16: -l place=scatter?" >&2
+  exit 2
+fi
+
+# When PBS will end this job, of which training is to know; some say another limit here.
+export TRAINYARD_END=$(($(date +%s) + ${PBS_WALLTIME:-10800}))
+
+# Where the ranks meet.
+export MASTER_ADDR="${hosts[0]#*@}" MASTER_PORT=$((12000 + RANDOM % 18000))
+export TRAINYARD_JOB="${job//[^A-Za-z0-9]/_}-$start"
+
+# What each rank runs.
+IFS= read -r -d '' rank <<'RANK'
+export TRAINYARD_DEVICES=4
+export NCCL_NET='AWS Libfabric'
+export NCCL_NET_GDR_LEVEL=PHB
+export NCCL_CROSS_NIC=1
+export NCCL_COLLNET_ENABLE=1
+export FI_CXI_DISABLE_HOST_REGISTER=1
+export FI_MR_CACHE_MONITOR=userfaultfd
+export FI_CXI_DEFAULT_CQ_SIZE=131072
+export OMP_NUM_THREADS=8
+export https_proxy=http://proxy.alcf.anl.gov:3128
+# Compiled kernels stay on the node's own disk, new with each start: no stale lock.
+caches=/local/scratch/trainyard-"$TRAINYARD_JOB"
+mkdir -p "$caches/miopen"
+export TORCHINDUCTOR_CACHE_DIR="$caches/inductor" TRITON_CACHE_DIR="$caches/triton"
+export MIOPEN_USER_DB_PATH="$caches/miopen" MIOPEN_CUSTOM_CACHE_DIR="$caches/miopen"
+exec python3 -P -m trainyard.cli train runs/polaris-gpt25b-4096/run.toml
+RANK
+
+# How they are started: start_ranks N PER_NODE COMMAND ..
+mpiexec=$(command -v mpiexec)
+start_ranks() {
+  local n=$1 per_node=$2 host
+  shift 2
+  for host in "${hosts[@]}"; do
+    echo "$host"
+  done > "$folder/logs/hosts"
+  exec "$mpiexec" -n "$n" \
+    --hostfile "$folder/logs/hosts" --ppn "$per_node" --envall \
+    "$@"
+}
+
+# A line for `trainyard status`.
+tell() { echo "$(date -u +%Y-%m-%dT%H:%M:%SZ) $*" >> "$folder/starts.log"; }
+
+# What an earlier start left would be taken for this one's.
+begin() {
+  mkdir -p "$folder/logs" && touch "$folder/logs/started" && rm -f "$folder/outcome.json" && return
+  echo "error: $(hostname) cannot write to $PWD/$folder" >&2
+  exit 2
+}
+
+# Three starts in a row without a newer checkpoint are enough.
+is_worth_it() {
+  local count=0 before="" newest
+  newest=$(find "$folder/checkpoints" -path '*/step-*/manifest.json' 2> /dev/null | sort)
+  newest=${newest##*$'\n'}
+  [ -f "$folder/logs/vain" ] && IFS=' ' read -r count before < "$folder/logs/vain"
+  [ "$newest" = "$before" ] || count=0
+  echo "$((count + 1)) $newest" > "$folder/logs/vain"
+  [ "$count" -lt 3 ]
+}
+
+# Hosts on which a rank has died by itself in this start, as its parent process saw; lost ones.
+failing_hosts() {
+  local file
+  cat "$folder/logs/lost_hosts" 2> /dev/null
+  for file in "$folder"/logs/attempt-*/rank-*.json; do
+    [ "$file" -nt "$folder/logs/started" ] && grep -q '"has_failed": true' "$file" &&
+      sed -n 's/.*"host": "\([A-Za-z0-9_-]*\).*/\1/p' "$file"
+  done
+}
+
+# A host that fails twice is left out from then on. Where several fail, it is not the host.
+blame() {
+  local host
+  host=$(failing_hosts | sort -u)
+  [ "$(echo "$host" | grep -c .)" = 1 ] || return 0
+  { cat "$folder/bad_nodes" 2> /dev/null; echo "$host 1"; } |
+    awk '{ count[$1] += $2 } END { for (host in count) print host, count[host] }' |
+    sort > "$folder/bad_nodes.new"
+  mv "$folder/bad_nodes.new" "$folder/bad_nodes"
+}
+bad_hosts() { awk '$2 >= 2 { print $1 }' "$folder/bad_nodes" 2> /dev/null; }
+
+again() {
+  # For operators alone on many machines.
+  qrerun "$job" 2> /dev/null && return
+  qsub /project/me/runs/polaris-gpt25b-4096/job.sh
+}
+
+# qdel and preemption reach the ranks as well, which save.
+trap 'is_ended=yes' TERM
+trap 'is_warned=yes' USR1
+begin
+tell start "$job" "$start" "$(IFS=,; echo "${hosts[*]}")"
+start_ranks 64 4 --cpu-bind list:24-31:16-23:8-15:0-7 bash -c "$rank" &
+step=$!
+while kill -0 "$step" 2> /dev/null; do wait "$step"; done
+wait "$step"
+code=$?
+
+# What training itself said comes first: launchers end ranks, and have exit codes of their own.
+said=$(sed -n 's/.*"exit_code": *\([0-9]*\).*/\1/p' "$folder/outcome.json" 2> /dev/null)
+said=${said:-$(cat "$folder/logs/refused-$TRAINYARD_JOB" 2> /dev/null)}
+rm -f "$folder/logs/refused-$TRAINYARD_JOB"
+code=${said:-$code}
+# Hydra may end with 0 once it has passed a signal on, however its ranks have ended.
+if [ "$code" = 0 ] && [ -z "$said" ] && [ -n "$is_ended$is_warned" ]; then code=75; fi
+case $code in
+  0) then=finish ;;
+  2 | 93 | 126 | 127) then=stay ;; # somebody has to look
+  *) then=requeue && blame ;;      # 75, or it was killed
+esac
+[ "$then" = requeue ] && [ -n "$is_ended" ] && then=cancelled
+if [ "$then" = requeue ] && ! is_worth_it; then
+  echo "three starts brought no newer checkpoint: not started again" >&2
+  then=stay code=93
+fi
+if [ "$then" != requeue ]; then rm -f "$folder/logs/vain"; fi
+tell end "$job" "$code" "$then"
+(start_ranks 16 1 rm -rf /local/scratch/trainyard-"$TRAINYARD_JOB") 2> /dev/null
+if [ "$then" = requeue ]; then again; fi
+exit "$code"

@@ -1,0 +1,104 @@
+"""The job scripts in `jobs/`, one for each recipe on its cluster and for every kind of start.
+
+python -m tests.golden.render_jobs      writes them anew; look at the difference before you commit
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from trainyard.cli.launch_jobs import Request, plan_jobs
+from trainyard.launch.render import render
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent / "jobs"
+PROJECT = Path("/project/me")
+
+LUMI = {"account": "project_465000001", "image": "/project/me/trainyard.sif"}
+AZURE = {"image": "/project/me/trainyard.sqsh"}
+POLARIS = {"account": "MyProject"}
+
+# Of a recipe: cluster, nodes, ranks of a node where they are not all, options.
+RECIPES: dict[str, tuple[str, int, int | None, dict[str, str]]] = {
+    "msamp/345m-bf16": ("azure-ndv5", 1, None, AZURE),
+    "msamp/345m-fp8": ("azure-ndv5", 1, None, AZURE),
+    "msamp/345m-fp8-lowbit": ("azure-ndv5", 1, None, AZURE),
+    "msamp/345m-deepspeed-fp16": ("azure-ndv5", 1, 1, AZURE),
+    "msamp/345m-deepspeed-fp8-lowbit": ("azure-ndv5", 1, 1, AZURE),
+    "msamp/6.7b-bf16": ("azure-ndv5", 4, None, AZURE),
+    "msamp/6.7b-fp8": ("azure-ndv5", 4, None, AZURE),
+    "msamp/6.7b-fp8-lowbit": ("azure-ndv5", 4, None, AZURE),
+    "msamp/13b-bf16": ("azure-ndv5", 4, None, AZURE),
+    "msamp/13b-fp8": ("azure-ndv5", 4, None, AZURE),
+    "msamp/13b-fp8-lowbit": ("azure-ndv5", 4, None, AZURE),
+    "msamp/13b-deepspeed-bf16": ("azure-ndv5", 4, None, AZURE),
+    "msamp/13b-deepspeed-fp8-lowbit": ("azure-ndv5", 4, None, AZURE),
+    "polaris/gpt13b": ("polaris", 16, None, POLARIS),
+    "polaris/gpt25b": ("polaris", 16, None, POLARIS),
+    "azure/125m": ("azure-ndv5", 2, None, AZURE),
+    "azure/64m": ("azure-ndv5", 2, None, AZURE),
+    "azure/356m": ("azure-ndv5", 2, None, AZURE),
+    "azure/1.3b": ("azure-ndv5", 2, None, AZURE),
+    "azure/13b": ("azure-ndv5", 4, None, AZURE),
+    "azure/30b": ("azure-ndv5", 16, None, AZURE),
+    "azure/175b": ("azure-ndv5", 128, None, AZURE),
+    "lumi/125m": ("lumi", 2, None, LUMI),
+    "lumi/13b": ("lumi", 2, None, LUMI),
+    "lumi/175b": ("lumi", 64, None, LUMI),
+    "benchmark64/full": ("azure-ndv5", 8, None, AZURE),
+    "benchmark64/tgs": ("azure-ndv5", 8, None, AZURE),
+    "laptop/gpt-10m": ("local", 1, None, {}),
+    "laptop/wikipedia": ("local", 1, None, {}),
+}
+# The same run on every other cluster and by every other kind of start.
+OTHERS: dict[str, tuple[str, int, int | None, dict[str, str]]] = {
+    "perlmutter": ("perlmutter", 4, None, {"account": "m0000_g"}),
+    "frontier": ("frontier", 2, None, {"account": "ABC123"}),
+    "azure-ndv5-h200": ("azure-ndv5-h200", 2, None, AZURE),
+    "slurm": ("slurm", 2, None, {}),
+    "slurm-torchrun": ("tests/golden/clusters/torchrun.toml", 2, None, {}),
+    "pbs": ("pbs", 2, None, {"time": "12:00:00"}),
+    "mpi": ("mpi", 2, None, {"hosts": "n1,n2"}),
+    "mpi-openmpi-apptainer": ("tests/golden/clusters/apptainer.toml", 2, None, {}),
+    "ssh": ("ssh", 2, None, {"hosts": "me@n1,me@n2,me@n3"}),
+}
+# Download, prepare, train.
+STAGES: dict[str, tuple[str, str, int, dict[str, str]]] = {
+    "azure-175b": ("recipes/azure/175b.toml", "azure-ndv5", 128, AZURE),
+    "benchmark64-full": ("recipes/benchmark64/full.toml", "polaris", 16, POLARIS),
+}
+
+
+def requests() -> dict[str, Request]:
+    """What is asked for, by the name of the golden file."""
+    found = {}
+    for recipe, (cluster, nodes, ranks, options) in RECIPES.items():
+        run_file = f"recipes/{recipe}.toml"
+        found[recipe.replace("/", "-")] = Request(
+            run_file, (), cluster, nodes, ranks, options=options
+        )
+    for name, (cluster, nodes, ranks, options) in OTHERS.items():
+        run_file = "recipes/lumi/125m.toml"
+        found[f"on-{name}"] = Request(run_file, (), cluster, nodes, ranks, options=options)
+    for name, (run_file, cluster, nodes, options) in STAGES.items():
+        found[f"all-{name}"] = Request(run_file, (), cluster, nodes, None, "all", options)
+    return found
+
+
+def render_all() -> dict[str, str]:
+    """All golden files by name; recipes are named as from the folder of the project."""
+    texts = {}
+    for name, request in requests().items():
+        jobs = plan_jobs(request, PROJECT)[1]
+        for stage, job in jobs.items():
+            texts[f"{name}.{stage}.sh" if len(jobs) > 1 else f"{name}.sh"] = render(job)
+    return texts
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    for path in FOLDER.glob("*.sh"):
+        path.unlink()
+    for name, text in render_all().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,142 @@
+"""Ranks on hosts of ssh: nothing stays behind, whoever dies first.
+
+The program ssh is a stand-in that runs its command on this machine, in a session of its own; real
+machines with sshd are in tests/cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from trainyard.launch.remote import worst
+
+pytestmark = pytest.mark.dist
+
+SSH = """#!/bin/bash
+while [[ $1 == -* ]]; do shift 2; done
+host=$1
+shift
+[ "$host" = nobody ] && exit 255
+echo "$host: $*" >> "$FOLDER/said"
+exec bash -c "$*"
+"""
+SCRIPT = f"""#!/bin/bash
+shift
+exec {sys.executable} -P -m trainyard.launch.remote on-host "$@" -- bash -c "$RANK"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in (("ssh", SSH), ("job.sh", SCRIPT)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+@contextmanager
+def started(folder: Path, rank: str, *hosts: str) -> Iterator[subprocess.Popen[str]]:
+    argv = [sys.executable, "-P", "-m", "trainyard.launch.remote", "start", "--ranks", "2"]
+    argv += ["--script", str(folder / "job.sh"), "--job", "j-1", "--port", "12345"]
+    argv += ["--lost", str(folder / "lost"), "--", *hosts]
+    given = os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "RANK": rank,
+        "FOLDER": str(folder),
+    }
+    with subprocess.Popen(argv, env=given, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def wait_for(folder: Path, pattern: str, count: int, timeout_seconds: float = 30.0) -> list[str]:
+    deadline = time.monotonic() + timeout_seconds
+    while len(found := list(folder.glob(pattern))) < count:
+        assert time.monotonic() < deadline, f"{len(found)} of {count} {pattern}"
+        time.sleep(0.05)
+    return sorted(path.name for path in found)
+
+
+def is_there(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+WAITS = """
+trap 'touch "$FOLDER/asked-$RANK_"; exit 75' USR1 TERM
+touch "$FOLDER/rank-$$"
+while true; do sleep 0.1; done
+""".replace("$RANK_", "$$")
+
+
+def test_each_rank_knows_its_place(folder: Path) -> None:
+    rank = "echo $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT $TRAINYARD_JOB"
+    with started(folder, f'{rank} > "$FOLDER/rank-$RANK"', "me@n1", "me@n2") as running:
+        assert running.wait(30) == 0
+    places = [(folder / f"rank-{n}").read_text().split() for n in range(4)]
+    assert places == [["4", str(n % 2), "2", "n1", "12345", "j-1"] for n in range(4)]
+    said = (folder / "said").read_text()
+    assert said.count("me@n1: ") == said.count("me@n2: ") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_signals_reach_all(folder: Path, number: signal.Signals) -> None:
+    with started(folder, WAITS, "n1", "n2") as running:
+        wait_for(folder, "rank-*", 4)
+        running.send_signal(number)
+        assert running.wait(30) == 75
+    assert len(list(folder.glob("asked-*"))) == 4
+
+
+def test_nothing_stays_when_the_first_machine_dies(folder: Path) -> None:
+    with started(folder, WAITS, "n1", "n2") as running:
+        names = wait_for(folder, "rank-*", 4)
+        running.kill()
+        running.wait(10)
+        wait_for(folder, "asked-*", 4)
+    deadline = time.monotonic() + 10
+    while any(is_there(name.removeprefix("rank-")) for name in names):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_nothing_stays_when_the_process_on_a_host_is_killed(folder: Path) -> None:
+    with started(folder, WAITS, "n1") as running:
+        names = wait_for(folder, "rank-*", 2)
+        pids = [name.removeprefix("rank-") for name in names]
+        parents = {Path(f"/proc/{pid}/stat").read_text().split()[3] for pid in pids}
+        assert len(parents) == 1
+        os.kill(int(parents.pop()), signal.SIGKILL)
+        wait_for(folder, "asked-*", 2)
+        assert running.wait(40) == 128 + signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while any(map(is_there, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_host_that_is_lost(folder: Path) -> None:
+    with started(folder, "sleep 0.5; exit 75", "n1", "nobody") as running:
+        assert running.wait(40) == 75
+        assert running.stderr is not None
+        assert "nobody is lost: ssh has ended" in running.stderr.read()
+    assert (folder / "lost").read_text() == "nobody\n"
+
+
+def test_one_code_for_many() -> None:
+    assert [worst(each) for each in ([0, 0], [0, 75], [75, 1], [137, 2], [2, 93, 75])] == [
+        0, 75, 1, 2, 93
+    ]  # fmt: skip

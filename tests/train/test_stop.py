@@ -1,0 +1,59 @@
+"""Signals: the first one asks to save and stop, and one that comes twice at once is one."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from trainyard.train.stop import TWICE_SECONDS, Stop
+
+PROGRAM = """
+import signal, sys, time
+from trainyard.train.stop import Stop
+
+stop = Stop(None)
+with stop.catch_signals():
+    signal.raise_signal(signal.SIGUSR1)
+    time.sleep(float(sys.argv[1]))
+    signal.raise_signal(signal.SIGUSR1)
+    print(stop.wish())
+"""
+
+
+def raise_twice(seconds_between: float) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-c", PROGRAM, str(seconds_between)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 93)]
+)
+def test_a_signal_is_a_wish_to_stop(number: signal.Signals, code: int) -> None:
+    before = signal.getsignal(number)
+    stop = Stop(None)
+    with stop.catch_signals():
+        assert stop.wish() is None
+        signal.raise_signal(number)
+        assert stop.wish() == f"{code} received {number.name}"
+    assert signal.getsignal(number) is before
+
+
+def test_the_same_signal_from_scheduler_and_parent_counts_once() -> None:
+    done = raise_twice(0.1 * TWICE_SECONDS)
+    assert (done.returncode, done.stdout) == (0, "75 received SIGUSR1\n")
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    done = raise_twice(1.1 * TWICE_SECONDS)
+    assert (done.returncode, done.stdout) == (-signal.SIGUSR1, "")
+
+
+def test_the_first_signal_says_why() -> None:
+    stop = Stop(None)
+    with stop.catch_signals():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.wish() == "93 received SIGINT"
