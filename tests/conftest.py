@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -28,6 +29,9 @@ def shared_data() -> Path:
     return folder
 
 
+# A shell that starts tests in its background lets them, and all they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Forked ranks would wait for ever for the threads of a pool of compilers that their parent started.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 LIMIT_SECONDS = 240.0  # compiling takes a minute where nothing is cached

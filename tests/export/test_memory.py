@@ -154,7 +154,7 @@ def write_megatron(folder: Path, model: Model) -> None:
     "n_layers, d_model",
     [
         pytest.param(8, 512, id="106 MB"),
-        pytest.param(11, 2048, id="2.2 GB", marks=pytest.mark.slow),
+        pytest.param(11, 2048, id="2.2 GB", marks=pytest.mark.exhaustive),
     ],
 )
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the /proc of Linux")
