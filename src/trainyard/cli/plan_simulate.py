@@ -14,7 +14,7 @@ from trainyard.errors import ConfigError
 from trainyard.plan.memory import rank_memory
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.simulate.simulation import Simulation, simulate
-from trainyard.units import format_bytes, format_large
+from trainyard.units import format_bytes
 
 
 def print_simulation(run: Run, n_ranks: int, rank: int | None, *, as_json: bool) -> None:
@@ -72,7 +72,7 @@ def render_simulation(found: Simulation, planned_bytes: int) -> Iterator[str]:
     for number, (name, n_bytes) in enumerate(found.largest):
         yield _row("largest" if number == 0 else "", f"{format_bytes(n_bytes):>10}  {name}")
     total = sum(found.flops.values())
-    yield _row("operations", f"{format_large(total)} FLOP a step")
+    yield _row("operations", f"{total:.3e} FLOP a step")
     for name, flops in sorted(found.flops.items(), key=lambda pair: -pair[1]):
         yield _row("", f"{flops / total:>10.1%}  {name}")
     for number, message in enumerate(found.messages):
