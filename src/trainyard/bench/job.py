@@ -43,6 +43,8 @@ class Steps:
     warm_up: int
     """Steps before, the first one included."""
     timed: int
+    seconds: float = 0.0
+    """Time more steps than `timed`, for about this long; needs a warm-up of two steps or more."""
 
     @property
     def taken_apart(self) -> int:

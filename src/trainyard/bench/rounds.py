@@ -40,6 +40,7 @@ class Contender:
     """Something to time."""
 
     name: str
+    """For the log, where there is more than one."""
     run: Run
     peer: str = ""
     """Whose training step; empty: ours."""
@@ -74,8 +75,10 @@ class Order:
     steps: Steps
     n_rounds: int
     n_ranks: int
-    profiles: bool
+    profiles: bool = False
     """The first round leaves traces."""
+    takes_apart: bool = True
+    """The first round says what a step is made of."""
 
 
 def run_rounds(
@@ -96,13 +99,18 @@ def run_rounds(
     outcomes = [Outcome(contender) for contender in contenders]
     for number in range(order.n_rounds):
         for place, outcome in enumerate(outcomes):
-            if process.rank == 0:
-                name = outcome.contender.name
+            name = outcome.contender.name
+            if process.rank == 0 and name:
                 logger.info("round %d of %d: %s", number + 1, order.n_rounds, name)
             here = folder / f"{number}-{place}"
             here.mkdir()
             is_first = number == 0
-            job = Job(order.steps, outcome.contender.peer, is_first, is_first and order.profiles)
+            job = Job(
+                order.steps,
+                outcome.contender.peer,
+                takes_apart=is_first and order.takes_apart,
+                profiles=is_first and order.profiles,
+            )
             job.write(here, outcome.contender.run)
             _run(order, process, here, number * len(outcomes) + place)
             if process.rank == 0:

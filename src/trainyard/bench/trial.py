@@ -1,4 +1,4 @@
-"""A few steps of each of several layouts, on the devices of this machine."""
+"""A few steps of a run, or of each of several layouts, on the devices of this machine."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from trainyard.launch.environment import Process, read_process
 from trainyard.plan.hardware import Machine, find_device
 
 STEPS = Steps(warm_up=2, timed=5)
+STEPS_OF_ONE_RUN = Steps(warm_up=5, timed=10, seconds=4.0)
 
 logger = logging.getLogger("trainyard")
 
@@ -63,7 +64,7 @@ def time_runs(runs: Sequence[Run], n_ranks: int) -> list[float | None]:
         the first.
     """
     process = read_process()
-    order = Order(STEPS, 1, n_ranks, profiles=False)
+    order = Order(STEPS, 1, n_ranks)
     found: list[float | None] = []
     with tempfile.TemporaryDirectory(prefix="trainyard-plan-") as name:
         for number, run in enumerate(runs):
@@ -80,6 +81,23 @@ def time_runs(runs: Sequence[Run], n_ranks: int) -> list[float | None]:
             seconds = outcome.step_seconds if outcome.results else []
             found.append(statistics.median(seconds) if seconds else None)
     return found
+
+
+def time_run(run: Run, n_ranks: int) -> float:
+    """Times a run's training step for a few seconds, in processes of its own.
+
+    Returns:
+        the mean seconds a step takes, whatever else this machine is doing.
+
+    Raises:
+        UserError: the run or its data is not usable here.
+        MachineError: a process failed.
+    """
+    order = Order(STEPS_OF_ONE_RUN, 1, n_ranks, takes_apart=False)
+    with tempfile.TemporaryDirectory(prefix="trainyard-time-") as name:
+        prepared = prepare_run(run, order.steps, Path(name))
+        (outcome,) = run_rounds([Contender("", prepared)], order, Process(), Path(name))
+    return statistics.mean(outcome.step_seconds)
 
 
 def _with_data_that_is_here(run: Run) -> Run:

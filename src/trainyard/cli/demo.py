@@ -1,71 +1,129 @@
 """`trainyard demo`: the whole way from text to an exported model, on text every machine has.
 
 The corpus is the Python standard library's own source, found through `sysconfig`, so no network is
-needed. Each stage prints the command it stands for.
+needed. Each stage prints the command it stands for. Training has a budget of time: what fits is
+measured first, and a machine that becomes slower later ends training early, but no stage is lost.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
+import lzma
+import math
 import shutil
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator
+from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
 
 import typer
 
 FOLDER = Path("runs/demo")
+RUN_FILE = FOLDER / "demo.toml"
+REPORT = FOLDER / "report.html"
 VOCABULARY_SIZE = 4096
+MINUTES = 2.5
+MOST_MINUTES = 3.75
 HELD_OUT_EVERY = 60
+PROMPTS = ("def ", "class ")
 # Installed packages, and tables of characters that only look like programs.
 NOT_PYTHONS_OWN_WRITING = {"site-packages", "dist-packages", "encodings"}
 
 
 def demo() -> None:
-    """Train a small GPT on Python's own source: text to report in a few minutes, no network.
+    """Train a small GPT on Python's own source: text to report in minutes, no network.
 
     Example: trainyard demo
 
-    An interrupted demo continues; a finished one starts anew.
+    The same command continues an interrupted demo, and starts a finished one anew.
     """
     started = time.monotonic()
-    typer.echo(f"Trainyard demo: everything goes to {FOLDER}")
-    if (FOLDER / "report.html").exists():
-        shutil.rmtree(FOLDER)
-    train_text, held_out_text = _write_corpus(FOLDER / "corpus")
-    train_prefix, held_out_prefix = _prepare_tokens(train_text, held_out_text)
-    _train(train_prefix, held_out_prefix)
-    _use(held_out_prefix)
-    typer.echo(f"\ndone in {time.monotonic() - started:.0f} s; open {FOLDER}/report.html")
-
-
-def _write_corpus(folder: Path) -> tuple[Path, Path]:
-    """Writes every source file of the standard library as a document; every 60th is held out."""
-    train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
-    if held_out.exists():
-        return train, held_out
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = [path.with_suffix(".partial") for path in (train, held_out)]
-    counts = [0, 0]
-    with parts[0].open("w", encoding="utf-8") as kept, parts[1].open("w", encoding="utf-8") as out:
-        for number, text in enumerate(_standard_library_sources()):
-            is_held_out = number % HELD_OUT_EVERY == 0
-            (out if is_held_out else kept).write(json.dumps({"text": text}) + "\n")
-            counts[is_held_out] += len(text)
-    for part, path in zip(parts, (train, held_out), strict=True):
-        part.replace(path)
     typer.echo(
-        f"corpus: the Python standard library, {counts[0] / 1e6:.1f} MB to learn from, "
-        f"{counts[1] / 1e6:.1f} MB held out"
+        "Trainyard demo: trains a small GPT on the Python standard library.\n"
+        f"It takes about {MINUTES + 0.7:.0f} minutes on two idle cores, longer on a busy machine; "
+        f"everything goes to {FOLDER}."
     )
-    return train, held_out
+    run_file = _render_run_file()
+    if (
+        RUN_FILE.exists()
+        and RUN_FILE.read_text(encoding="utf-8") == run_file
+        and not REPORT.exists()
+    ):
+        typer.echo("The last demo was interrupted: this one continues it.")
+    else:
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        FOLDER.mkdir(parents=True)
+        RUN_FILE.write_text(run_file, encoding="utf-8")
+    try:
+        held_out = _write_corpus(FOLDER / "corpus")
+        _prepare_tokens()
+        _train()
+        _use(held_out)
+    except (KeyboardInterrupt, typer.Exit):
+        typer.echo("\nThe demo is interrupted; the same command continues it.", err=True)
+        raise
+    _print_ending(time.monotonic() - started)
+
+
+def _render_run_file() -> str:
+    from trainyard.plan.hardware import cpu_multiplies_bf16_natively
+
+    preset = (resources.files("trainyard.config") / "presets" / "demo.toml").read_bytes()
+    return f"""\
+# Written by trainyard {version("trainyard")}, preset demo {hashlib.sha256(preset).hexdigest()[:12]}
+extends = "demo"
+
+[data.train]
+prefixes = ["{FOLDER}/data/train_text_document"]
+
+[data.valid]
+prefixes = ["{FOLDER}/data/held_out_text_document"]
+
+[tokenizer]
+path = "{FOLDER}/data/train_tokenizer"
+
+[model]
+vocabulary_size = {VOCABULARY_SIZE}
+
+[train]
+stop_after_minutes = {MOST_MINUTES}
+
+[precision]
+kind = "{"bf16" if cpu_multiplies_bf16_natively() else "fp32"}"
+"""
+
+
+def _write_corpus(folder: Path) -> str:
+    """Writes every source file of the standard library as a document; every 60th is held out.
+
+    Returns:
+        the text of all held-out files.
+    """
+    train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
+    if not held_out.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        documents: tuple[list[str], list[str]] = ([], [])
+        for number, text in enumerate(_standard_library_sources()):
+            documents[number % HELD_OUT_EVERY == 0].append(text)
+        sizes = []
+        for path, texts in zip((train, held_out), documents, strict=True):
+            part = path.with_suffix(".partial")
+            part.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+            part.replace(path)
+            sizes.append(sum(len(text.encode()) for text in texts) / 1e6)
+        typer.echo(f"\ncorpus: {sizes[0]:.1f} MB to learn from, {sizes[1]:.1f} MB held out")
+    return "".join(json.loads(line)["text"] for line in held_out.open(encoding="utf-8"))
 
 
 def _standard_library_sources() -> Iterator[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
-        if NOT_PYTHONS_OWN_WRITING & set(path.parts):
+        if NOT_PYTHONS_OWN_WRITING & set(path.relative_to(root).parts):
             continue
         try:
             yield path.read_text(encoding="utf-8")
@@ -73,56 +131,74 @@ def _standard_library_sources() -> Iterator[str]:
             continue  # a few test files are in other encodings on purpose
 
 
-def _prepare_tokens(train_text: Path, held_out_text: Path) -> tuple[str, str]:
+def _prepare_tokens() -> None:
     from trainyard.cli.prepare import prepare
 
-    prefixes = []
     tokenizer = FOLDER / "data" / "train_tokenizer"
     (FOLDER / "data").mkdir(exist_ok=True)
-    for text in (train_text, held_out_text):
-        output = FOLDER / "data" / text.stem
-        prefix = f"{output}_text_document"
-        prefixes.append(prefix)
-        if Path(f"{prefix}.json").exists():
+    for name in ("train", "held_out"):
+        text, output = FOLDER / "corpus" / f"{name}.jsonl", FOLDER / "data" / name
+        if Path(f"{output}_text_document.json").exists():
             continue
-        if text == train_text:
+        if name == "train":
             _announce(f"prepare {text} --output {output} --train-tokenizer {VOCABULARY_SIZE}")
             prepare([str(text)], str(output), train_tokenizer=VOCABULARY_SIZE, overwrite=True)
         else:
             _announce(f"prepare {text} --output {output} --tokenizer {tokenizer}")
             prepare([str(text)], str(output), tokenizer=str(tokenizer), overwrite=True)
-    return prefixes[0], prefixes[1]
 
 
-def _train(train_prefix: str, held_out_prefix: str) -> None:
+def _train() -> None:
     from trainyard.cli.train import train
-    from trainyard.plan.hardware import cpu_multiplies_bf16_natively
+    from trainyard.train.stop import out_of_time
 
-    precision = "bf16" if cpu_multiplies_bf16_natively() else "fp32"
-    overrides = [
-        f"data.train.prefixes=['{train_prefix}']",
-        f"data.valid.prefixes=['{held_out_prefix}']",
-        f"tokenizer.path='{FOLDER}/data/train_tokenizer'",
-        f"precision.kind={precision}",
-    ]
-    _announce("train demo " + " ".join(f'"{override}"' for override in overrides))
-    train("demo", overrides)
+    _announce(f"train {RUN_FILE} --minutes {MINUTES:g}")
+    try:
+        train(str(RUN_FILE), minutes=MINUTES)
+    except typer.Exit:
+        outcome = json.loads((FOLDER / "outcome.json").read_text(encoding="utf-8"))
+        if outcome["reason"] != out_of_time(MOST_MINUTES):
+            raise
+        typer.echo("This machine became slower while it trained: the demo goes on with less.")
 
 
-def _use(held_out_prefix: str) -> None:
+def _use(held_out: str) -> None:
     from trainyard.cli.evaluate import evaluate
     from trainyard.cli.export import export
     from trainyard.cli.generate import generate
     from trainyard.cli.report import report
 
-    _announce(f"evaluate {FOLDER} --data {held_out_prefix}")
-    evaluate(FOLDER, data=held_out_prefix)
-    _announce(f'generate {FOLDER} --prompt "def"')
-    generate(FOLDER, prompt="def")
+    _announce(f"evaluate {FOLDER} --data {FOLDER}/data/held_out_text_document")
+    evaluate(FOLDER, data=f"{FOLDER}/data/held_out_text_document")
+    text = held_out.encode()
+    for name, packed in (
+        ("gzip -9", gzip.compress(text, 9)),
+        ("xz -9e", lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)),
+    ):
+        typer.echo(f"{name:<14}{8 * len(packed) / len(text):.4f} bits per byte, the same text")
+    for prompt in PROMPTS:
+        _announce(f'generate {FOLDER} --prompt "{prompt}"')
+        generate(FOLDER, prompt=prompt)
     _announce(f"export {FOLDER} --to huggingface --output {FOLDER}/huggingface")
     export(FOLDER, output=FOLDER / "huggingface")
     _announce(f"report {FOLDER}")
     report([FOLDER])
+
+
+def _print_ending(seconds: float) -> None:
+    evaluation = json.loads((FOLDER / "evaluation.json").read_text(encoding="utf-8"))
+    command = "trainyard" if shutil.which("trainyard") else sys.argv[0]
+    typer.echo(f"""
+Done in {math.ceil(seconds)} s: {evaluation["bits_per_byte"]:.2f} bits per byte on held-out files.
+  {REPORT}       curves and samples; open it in a browser
+  {FOLDER}/checkpoints/      the trained model
+  {FOLDER}/huggingface/      the same model for transformers
+
+Your own text, .txt or .jsonl files:
+  {command} prepare mytext/ --output mine
+  {command} train mine.toml --minutes 10
+  {command} generate runs/mine --prompt "Once"
+""")
 
 
 def _announce(command: str) -> None:

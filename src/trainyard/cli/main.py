@@ -29,7 +29,7 @@ from trainyard.cli.status import status
 from trainyard.cli.train import train
 from trainyard.cli.watch import watch
 from trainyard.errors import UserError
-from trainyard.launch.environment import hide_secrets
+from trainyard.launch.environment import hide_secrets, let_idle_threads_sleep
 from trainyard.log import build_logger
 
 app = typer.Typer(
@@ -76,6 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs one verb and ends the program with its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     build_logger(hide_secrets)
+    let_idle_threads_sleep()
     try:
         app(arguments)
     except UserError as error:

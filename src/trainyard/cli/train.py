@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -18,8 +19,12 @@ from trainyard.launch.environment import Process, read_process, read_start
 from trainyard.launch.lock import hold
 from trainyard.launch.restarts import note_refusal
 from trainyard.launch.supervise import Job, exit_code_below, supervise
+from trainyard.units import format_seconds
 
 Resume = Literal["auto", "must", "never"]
+LogLines = Literal["short", "full"]
+
+logger = logging.getLogger("trainyard")
 
 RUNS_FOLDER = Path("runs")
 WAIT_SECONDS = 60.0
@@ -43,10 +48,24 @@ def train(
             "is cut into.",
         ),
     ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            help="Shorten the run, with its schedule, to what this machine trains in about this "
+            "time.",
+        ),
+    ] = None,
+    log: Annotated[
+        LogLines,
+        typer.Option(help="Log lines: short, or full with every metric of metrics.jsonl."),
+    ] = "short",
 ) -> None:
     """Train a run; its folder is runs/NAME.
 
     Example: trainyard train recipes/laptop/gpt-10m.toml train.length="500 steps"
+
+    Example: trainyard train web.toml --minutes 10
 
     Ctrl-C, SIGTERM, SIGUSR1 and a file STOP in the run folder save at the next step; the same
     command continues. Exit codes: 0 done, 75 start it again, 93 look at it before that, 2 mend
@@ -55,13 +74,15 @@ def train(
     """
     from trainyard.config.load import load_run
     from trainyard.plan.resolve import resolve
+    from trainyard.train.run_folder import write_run_folder
 
     process = read_process()
-    if ranks is not None and process.n_ranks > 1:
-        raise LaunchError(
-            f"--ranks {ranks}: a launcher has started {process.n_ranks} ranks already",
-            "leave out --ranks, or the launcher",
-        )
+    for option, value in (("--ranks", ranks), ("--minutes", minutes)):
+        if value is not None and process.n_ranks > 1:
+            raise LaunchError(
+                f"{option} {value}: a launcher has started {process.n_ranks} ranks already",
+                f"leave out {option}, or the launcher",
+            )
     run = load_run(run_file, overrides).run
     if process.n_ranks > 1:
         ranks = process.n_ranks
@@ -72,9 +93,13 @@ def train(
     try:
         if process.rank > 0:
             wait_for_run_folder(folder, run, process)
-            code = _supervise(process, plan.n_ranks, folder, resume)
+            code = _supervise(process, plan.n_ranks, folder, resume, log)
         else:
-            code = _train_first_rank(process, plan.n_ranks, run, folder, resume)
+            with hold(folder) as lock:
+                if minutes is not None:
+                    run = _fit_into(minutes, run, plan.n_ranks, folder)
+                write_run_folder(folder, run, "auto" if process.attempt else resume)
+                code = _train_first_rank(process, plan.n_ranks, folder, resume, log, lock)
     except UserError as error:
         note_refusal(folder, read_start(), error.exit_code)
         raise
@@ -83,29 +108,54 @@ def train(
         raise typer.Exit(code)
 
 
+def _fit_into(minutes: float, run: Run, n_ranks: int, folder: Path) -> Run:
+    """Shortens a run to what this machine trains in some minutes; one that has begun, as then."""
+    from trainyard.config.load import load_run
+    from trainyard.plan.resolve import resolve
+    from trainyard.plan.shorten import shorten
+
+    if any((folder / "checkpoints").glob("step-*")):
+        n_steps = resolve(load_run(str(folder / "run.toml")).run).n_steps
+        logger.info("%s continues to step %s, as measured when it began", run.name, f"{n_steps:,}")
+        return shorten(run, n_steps)
+    from trainyard.bench.trial import time_run
+
+    logger.info("measuring this machine: a few seconds of training steps")
+    step_seconds = time_run(run, n_ranks)
+    fitted = shorten(run, max(1, int(60 * minutes / step_seconds)))
+    logger.info(
+        "%.3g ms a step: %s steps, about %s",
+        1000 * step_seconds,
+        f"{resolve(fitted).n_steps:,}",
+        format_seconds(resolve(fitted).n_steps * step_seconds),
+    )
+    return fitted
+
+
 def _train_first_rank(
-    process: Process, n_ranks: int, run: Run, folder: Path, resume: Resume
+    process: Process, n_ranks: int, folder: Path, resume: Resume, log: LogLines, lock: int
 ) -> int:
     """Trains rank 0, or all ranks of this machine; gives the exit code."""
-    from trainyard.train.run_folder import write_run_folder
+    if n_ranks > 1:
+        return _supervise(process, n_ranks, folder, resume, log, [lock])
+    from trainyard.train.worker import run_worker
 
-    with hold(folder) as lock:
-        write_run_folder(folder, run, "auto" if process.attempt else resume)
-        if n_ranks == 1:
-            from trainyard.train.worker import run_worker
-
-            return exit_code_below(process, run_worker(folder, resume).exit_code)
-        return _supervise(process, n_ranks, folder, resume, [lock])
+    return exit_code_below(process, run_worker(folder, resume, log).exit_code)
 
 
 def _supervise(
-    process: Process, n_ranks: int, folder: Path, resume: Resume, inherited: Sequence[int] = ()
+    process: Process,
+    n_ranks: int,
+    folder: Path,
+    resume: Resume,
+    log: LogLines,
+    inherited: Sequence[int] = (),
 ) -> int:
     def command(attempt: int) -> list[str]:
         # A start before this one may have saved: that is this run's own.
         how = "auto" if attempt else resume
         watched = [sys.executable, "-P", "-m", "trainyard.launch.watched"]
-        return [*watched, "trainyard.train.worker", str(folder), "--resume", how]
+        return [*watched, "trainyard.train.worker", str(folder), "--resume", how, "--log", log]
 
     return supervise(Job(process, n_ranks, folder, command, inherited))
 

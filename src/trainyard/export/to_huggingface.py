@@ -102,11 +102,16 @@ def compare_logits(checkpoint: Path, folder: Path, n_tokens: int = 128) -> float
     Returns:
         the largest difference between two logits, relative to the largest logit.
     """
-    import transformers  # type: ignore[import-not-found,unused-ignore]
+    logging.disable(logging.WARNING)  # torchao, imported below, reports kernels for other devices
+    try:
+        import transformers  # type: ignore[import-not-found,unused-ignore]
+        from transformers import GPT2LMHeadModel
+    finally:
+        logging.disable(logging.NOTSET)
 
     transformers.utils.logging.disable_progress_bar()
     ours, run, _ = build_model_from_checkpoint(checkpoint)
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(folder, local_files_only=True)
+    theirs = GPT2LMHeadModel.from_pretrained(folder, local_files_only=True)
     theirs.float().eval()
     shape = (2, min(n_tokens, run.model.sequence_length))
     generator = torch.Generator().manual_seed(0)

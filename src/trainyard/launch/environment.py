@@ -223,6 +223,15 @@ def refuse_missing_devices(n_seen: int, environment: Mapping[str, str] = os.envi
         )
 
 
+def let_idle_threads_sleep() -> None:
+    """Keeps OpenMP's threads from spinning while they wait; call it before torch is imported.
+
+    Idle, a step takes as long; beside four busy processes on two cores spinning made it nine times
+    slower (docs/log.md). A policy that the environment names stays.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def keep_off_the_network() -> None:
     """Lets gloo and NCCL use this machine's loopback interface only; call it before they start."""
     names = {name for _, name in socket.if_nameindex()}

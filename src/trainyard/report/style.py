@@ -66,7 +66,7 @@ summary { cursor: pointer; color: var(--accent); padding: .3rem 0; }
 .sample { margin: 0 0 .7rem; }
 .sample blockquote {
   margin: .3rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere;
-  font-family: ui-serif, Georgia, serif;
+  font: .82rem/1.5 ui-monospace, Menlo, Consolas, monospace;
 }
 .sample blockquote b { color: var(--accent); }
 @media (max-width: 62rem) {

@@ -33,7 +33,7 @@ def train(
         metrics: where results go.
         stop: knows what was asked for.
         saver: of checkpoints.
-        show: called with (step, text) for every log line.
+        show: called with (step, text) for every log line, and after every step with "".
 
     Returns:
         why it ended, and how far it is, which is saved.
@@ -51,6 +51,7 @@ def train(
         n_sequences = parts.batches.batch_size(state.step)
         state.step += 1
         metrics.add(result, n_sequences, time.perf_counter() - started)
+        show(state.step, "")
 
         wish = parts.replica.mesh.agree(saves.wish(state.step) or stop.wish())
         is_last = state.step == plan.n_steps
@@ -71,7 +72,8 @@ def train(
         held_out_loss = None
         if is_last or every(state.step, run.evaluate.interval):
             held_out_loss = evaluate(parts, state, metrics, show)
-        if every(state.step, run.evaluate.sample_interval):
+        samples = run.evaluate.sample_interval
+        if every(state.step, samples) or (is_last and samples):
             show(state.step, sample(parts, state, metrics))
         if every(state.step, run.guard.compare_interval):
             require_equal_copies(parts, state)

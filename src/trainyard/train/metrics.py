@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
@@ -28,11 +28,14 @@ from trainyard.errors import ConfigError
 from trainyard.parallel.mesh import device_name
 from trainyard.plan.flops import model_flops_utilization, tflops_per_second_per_gpu
 from trainyard.plan.hardware import find_device
+from trainyard.plan.resolve import Plan
 from trainyard.train.state import Parts, State
 from trainyard.train.step import StepResult
 from trainyard.units import format_bytes, format_large, format_seconds
 
 logger = logging.getLogger("trainyard")
+
+LogLines = Literal["short", "full"]
 
 
 class Metrics:
@@ -42,8 +45,9 @@ class Metrics:
     collects, the first one writes.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, log: LogLines = "short") -> None:
         self._parts = parts
+        self._render = {"short": render_short_line, "full": render_full_line}[log]
         self._outputs = Outputs(parts.folder, parts.run) if parts.is_first_rank else None
         self._peak_flops = _peak_flops_per_second(parts.run, parts.device)
         self._loss_sum = torch.zeros((), device=parts.device)
@@ -68,7 +72,7 @@ class Metrics:
         self._loss_sum.zero_()
         self._skipped.zero_()
         self._n_steps, self._step_seconds, self._tokens = 0, 0.0, 0
-        return render_line(values, self._parts.plan.n_steps)
+        return self._render(values, self._parts.plan)
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """Writes an event that is not a step: evaluate, sample, start or end."""
@@ -190,11 +194,25 @@ class _Lines:
         self._file.close()
 
 
-def render_line(values: dict[str, Any], n_steps: int) -> str:
-    """Renders one log line of a stretch of steps."""
+def render_short_line(values: dict[str, Any], plan: Plan) -> str:
+    """Renders what a person watches."""
+    columns = [
+        f"step {values['step']:>{len(f'{plan.n_steps:,}')},} of {plan.n_steps:,}",
+        f"loss {values['loss']:.3f}",
+        f"{values['tokens_per_second_per_device'] * plan.n_ranks:,.0f} tokens/s",
+    ]
+    if values["model_flops_utilisation"] is not None:
+        columns.append(f"MFU {values['model_flops_utilisation']:.1%}")
+    if values["skipped_steps"]:
+        columns.append(f"{values['skipped_steps']} skipped")
+    return " | ".join([*columns, f"{format_seconds(values['seconds_left'])} left"])
+
+
+def render_full_line(values: dict[str, Any], plan: Plan) -> str:
+    """Renders every metric."""
     utilisation = values["model_flops_utilisation"]
     columns = [
-        f"step {values['step']:>6}/{n_steps}",
+        f"step {values['step']:>6}/{plan.n_steps}",
         f"sequences {format_large(values['sequences']):>6}",
         f"tokens {format_large(values['tokens']):>6}",
         f"lr {values['learning_rate']:.3e}",

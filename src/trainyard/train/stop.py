@@ -51,6 +51,11 @@ class Ending:
 DONE = Ending("done")
 
 
+def out_of_time(minutes: float) -> str:
+    """Gives the reason of a run that train.stop_after_minutes ends."""
+    return f"train.stop_after_minutes={minutes:g} is over"
+
+
 class Stop:
     """Remembers who asked for what.
 
@@ -85,8 +90,7 @@ class Stop:
             return str(Ending(f"received {self._signal.name}", code))
         seconds = now - self._started
         if seconds >= 60 * self._stop_after_minutes:
-            reason = f"train.stop_after_minutes={self._stop_after_minutes:g} is over"
-            return str(Ending(reason, EXIT_REQUEUE))
+            return str(Ending(out_of_time(self._stop_after_minutes), EXIT_REQUEUE))
         # One more step with all that follows it, and a save, must fit.
         margin = max(LEAST_MARGIN_SECONDS, 3 * self._longest)
         if self._scheduler_seconds is not None and seconds + margin >= self._scheduler_seconds:

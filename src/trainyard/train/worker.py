@@ -54,7 +54,7 @@ from trainyard.train.checkpoints import (
     load_state,
 )
 from trainyard.train.loop import train
-from trainyard.train.metrics import Metrics
+from trainyard.train.metrics import LogLines, Metrics
 from trainyard.train.run_folder import Resume, refuse_what_is_not_built
 from trainyard.train.state import Parts, State
 from trainyard.train.stop import Ending, Stop
@@ -74,12 +74,13 @@ COMPUTE_DTYPES = {
 """Of activations, and of all products but those in fp8."""
 
 
-def run_worker(folder: Path, resume: Resume = "auto") -> Ending:
+def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -> Ending:
     """Trains the run of a folder from its newest checkpoint, or from the beginning.
 
     Args:
         folder: holds run.toml; everything else is written here.
         resume: "auto" continues if there is a checkpoint, "must" insists on one, "never" on none.
+        log: whether a log line has what a person watches, or every metric.
 
     Returns:
         why training ended, `DONE` at the end of the plan; the first rank writes it to outcome.json.
@@ -113,10 +114,10 @@ def run_worker(folder: Path, resume: Resume = "auto") -> Ending:
     with start_ranks(process, device, facts):
         _warn_of_slow_precision(run, device)
         mesh = build_mesh(plan.topology, process.rank, device)
-        return _train_on(build_parts(folder, run, plan, mesh, pulse), resume)
+        return _train_on(build_parts(folder, run, plan, mesh, pulse), resume, log)
 
 
-def _train_on(parts: Parts, resume: Resume) -> Ending:
+def _train_on(parts: Parts, resume: Resume, log: LogLines) -> Ending:
     folder, run, plan = parts.folder, parts.run, parts.plan
     parts.pulse.enter("load", 0)
     state = load_state(parts, resume)
@@ -124,7 +125,7 @@ def _train_on(parts: Parts, resume: Resume) -> Ending:
     try:
         if parts.is_first_rank:
             _write_facts(folder, plan)
-        metrics = Metrics(parts)
+        metrics = Metrics(parts, log)
     except OSError as error:
         raise MachineError(
             f"cannot write to {folder}: {error}", "free space or quota there, or make it writable"
@@ -198,7 +199,7 @@ def build_parts(folder: Path, run: Run, plan: Plan, mesh: Mesh, pulse: Pulse) ->
 
 @contextmanager
 def show_training(parts: Parts, first_step: int) -> Iterator[Show]:
-    """Yields a function that shows a line of training, with a progress bar on a terminal.
+    """Yields a function that logs a line of training, and moves a progress bar on a terminal.
 
     Only the first rank has something to show.
     """
@@ -209,10 +210,11 @@ def show_training(parts: Parts, first_step: int) -> Iterator[Show]:
     with show_progress("training", plain_lines=False) as update:
 
         def show(step: int, text: str) -> None:
-            logger.info("%s", text)
-            update(step, n_steps, f"step {step}")
+            if text:
+                logger.info("%s", text)
+            update(step, n_steps, f"step {step:,} of {n_steps:,}")
 
-        update(first_step, n_steps)
+        show(first_step, "")
         yield show
 
 
@@ -282,10 +284,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--resume", choices=get_args(Resume), default="auto")
+    parser.add_argument("--log", choices=get_args(LogLines), default="short")
     arguments = parser.parse_args()
     build_logger(hide_secrets)
     try:
-        code = run_worker(arguments.folder, arguments.resume).exit_code
+        code = run_worker(arguments.folder, arguments.resume, arguments.log).exit_code
     except UserError as error:
         logger.error("error: %s", error)
         code = error.exit_code
