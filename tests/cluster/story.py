@@ -170,7 +170,7 @@ class Story:
 
 def is_told(line: str) -> bool:
     """Every twentieth step, and what else is worth a line."""
-    step = re.match(r"step +(\d+)/", line)
+    step = re.match(r"step +(\d+) of ", line)
     return (step is None or int(step[1]) % 20 == 0) and not NOISE.search(line)
 
 

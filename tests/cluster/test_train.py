@@ -88,7 +88,7 @@ def free_port() -> str:
 def assert_trained_once(folder: Path, screen: str, expected: list[float]) -> None:
     """The losses are right, and rank 0 alone has spoken."""
     assert losses(folder / "runs" / "run") == pytest.approx(expected, rel=3e-6), screen
-    assert screen.count(f"step {1:>6}/{N_STEPS}") == 1, screen
+    assert screen.count(f"step {1:>{len(str(N_STEPS))}} of {N_STEPS}") == 1, screen
     assert screen.count(f"done: step {N_STEPS} is saved in") == 1, screen
 
 

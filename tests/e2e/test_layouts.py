@@ -239,7 +239,8 @@ def open_metrics(folder: Path) -> list[str]:
 def test_only_rank_0_speaks(trained: Callable[[str], Path]) -> None:
     folder = trained("tensor 2 x pipeline 2")
     screen = said(folder, 0)
-    assert [screen.count(f"step {step:>6}/{N_STEPS}") for step in (1, N_STEPS)] == [1, 1]
+    width = len(str(N_STEPS))
+    assert [screen.count(f"step {step:>{width}} of {N_STEPS} |") for step in (1, N_STEPS)] == [1, 1]
     assert screen.count("no samples while ranks share a model") == 2
     assert [said(folder, rank) for rank in (1, 2, 3)] == ["", "", ""]
 

@@ -35,14 +35,14 @@ def main() -> None:
         command = [*COMMAND, *overrides, *SETTINGS, "--ranks", "2"]
         show(">>> trainyard train tiny name=film ... --ranks 2")
         acts: list[tuple[str, str, Callable[[int], None]]] = [
-            (r"step +100/400", "kill -KILL rank 1", lambda parent: os.kill(ranks(parent)[1], 9)),
+            (r"step +100 of 400", "kill -KILL rank 1", lambda parent: os.kill(ranks(parent)[1], 9)),
             (
-                r"step +200/400 ",
+                r"step +200 of 400 ",
                 "kill -STOP rank 0 (it hangs; its limit is 6 s)",
                 lambda parent: os.kill(ranks(parent)[0], signal.SIGSTOP),
             ),
             (
-                r"step +300/400",
+                r"step +300 of 400",
                 "kill -TERM the command, as a scheduler does",
                 lambda parent: os.kill(parent, signal.SIGTERM),
             ),

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainyard.config.load import load_run
+from trainyard.plan.resolve import resolve
+from trainyard.train.metrics import render_full_line, render_short_line
+
+PLAN = resolve(load_run("tiny", ["train.length='3_310 steps'"]).run)
+VALUES: dict[str, Any] = {
+    "step": 240,
+    "sequences": 1920,
+    "tokens": 123_000,
+    "learning_rate": 1e-3,
+    "loss": 2.51349,
+    "gradient_norm": 0.5,
+    "loss_scale": 1.0,
+    "milliseconds_per_step": 33.0,
+    "sequences_per_second": 240.0,
+    "tokens_per_second_per_device": 61_234.0,
+    "tflops_per_second_per_device": 0.1,
+    "model_flops_utilisation": None,
+    "memory_bytes": 2**30,
+    "skipped_steps": 0,
+    "seconds_left": 112.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "step   240 of 3,310 | loss 2.513 | 61,234 tokens/s | 1m 52s left"),
+        (
+            {"model_flops_utilisation": 0.412, "skipped_steps": 3, "step": 3310, "seconds_left": 0},
+            "step 3,310 of 3,310 | loss 2.513 | 61,234 tokens/s | MFU 41.2% | 3 skipped "
+            "| 0.0s left",
+        ),
+    ],
+)
+def test_a_short_line_has_what_a_person_watches(changes: dict[str, Any], line: str) -> None:
+    assert render_short_line(VALUES | changes, PLAN) == line
+
+
+def test_a_full_line_has_every_metric() -> None:
+    line = render_full_line(VALUES, PLAN)
+    for text in (
+        "lr 1.000e-03",
+        "grad norm  0.500",
+        "loss scale 1",
+        "33.0 ms/step",
+        "memory 1.0 GiB",
+    ):
+        assert text in line
+
+
+def test_the_bar_moves_with_every_step_and_logs_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from contextlib import contextmanager
+    from types import SimpleNamespace
+
+    from trainyard.train import worker
+
+    moves: list[tuple[float, str]] = []
+
+    @contextmanager
+    def show_progress(_title: str, *, plain_lines: bool) -> Any:
+        yield lambda done, _total, detail: moves.append((done, detail))
+
+    monkeypatch.setattr(worker, "show_progress", show_progress)
+    monkeypatch.setattr(worker.logger, "propagate", True)
+    parts: Any = SimpleNamespace(is_first_rank=True, plan=PLAN)
+    with caplog.at_level("INFO"), worker.show_training(parts, 7) as show:
+        show(8, "")
+        show(9, "a line")
+    assert [done for done, _ in moves] == [7, 8, 9]
+    assert moves[-1][1] == "step 9 of 3,310"
+    assert caplog.messages == ["a line"]
