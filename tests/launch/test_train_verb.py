@@ -16,19 +16,21 @@ from trainyard.launch.environment import Process
 RANK_1 = Process(1, 2, 1, 2)
 
 
-def test_ranks_below_a_launcher(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("option", "value"), [("--ranks", "2"), ("--minutes", "2.5")])
+def test_options_that_a_launcher_rules_out(
+    option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}.items():
-        monkeypatch.setenv(name, str(value))
+    places = {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}
+    for name, place in places.items():
+        monkeypatch.setenv(name, str(place))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(SystemExit) as ended:
-        main(["train", "tiny", "--ranks", "2"])
+        main(["train", "tiny", option, value])
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        "error: --ranks 2: a launcher has started 4 ranks already\n"
-        "hint: leave out --ranks, or the launcher\n"
+        f"error: {option} {value}: a launcher has started 4 ranks already\n"
+        f"hint: leave out {option}, or the launcher\n"
     )
 
 
