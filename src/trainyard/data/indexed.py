@@ -20,6 +20,7 @@ repeats (documents [5], [], [6] give 0 1 1 2).
 
 from __future__ import annotations
 
+import copy
 import os
 import struct
 from array import array
@@ -85,6 +86,7 @@ class IndexedDataset:
         document_indices: sequences before each document, and the total, int64.
         stream: every token of the .bin, as stored.
         n_tokens: how many that is.
+        span: which tokens of the .bin these are; all of them, unless `cut` gave fewer.
 
     Raises:
         DataError: a file is missing, damaged, cut short, or does not fit the other.
@@ -109,6 +111,7 @@ class IndexedDataset:
         if self.n_tokens:  # an empty file cannot be mapped
             mapped = np.memmap(bin_path, dtype=self.dtype, mode="r", shape=(self.n_tokens,))
             self.stream = np.asarray(mapped)
+        self.span = range(self.n_tokens)
 
     def __len__(self) -> int:
         """Counts the sequences."""
@@ -124,8 +127,26 @@ class IndexedDataset:
         return self.stream[start + offset : start + stop]
 
     def load_sequence_lengths(self, part: range) -> NDArray[np.int32]:
-        """Reads some of `sequence_lengths` into aligned memory, where look-ups are fast."""
-        return _read(self._idx_path, "<i4", len(part), _HEADER.size + 4 * part.start)
+        """Copies some of `sequence_lengths` into aligned memory, where look-ups are fast."""
+        return np.array(self.sequence_lengths[part.start : part.stop])
+
+    def cut(self, span: range) -> IndexedDataset:
+        """Gives a consecutive part of the tokens as a dataset; its ends may cut sequences in two.
+
+        Each sequence in it is a document, since it is held in memory whole.
+        """
+        lengths = self.load_sequence_lengths(range(len(self)))
+        ends = np.cumsum(lengths, dtype=np.int64)
+        begins = np.clip(ends - lengths, span.start, span.stop)
+        lengths = (np.clip(ends, span.start, span.stop) - begins).astype(np.int32)
+        inside = lengths > 0
+        part = copy.copy(self)
+        part.sequence_lengths = lengths[inside]
+        part.sequence_pointers = (begins[inside] - span.start) * self.dtype.itemsize
+        part.document_indices = np.arange(len(part) + 1)
+        part.stream = self.stream[span.start : span.stop]
+        part.n_tokens, part.span = len(span), span
+        return part
 
 
 def _size_bytes(path: Path) -> int:
