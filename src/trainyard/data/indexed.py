@@ -21,6 +21,7 @@ repeats (documents [5], [], [6] give 0 1 1 2).
 from __future__ import annotations
 
 import copy
+import glob
 import os
 import struct
 from array import array
@@ -154,10 +155,18 @@ def _size_bytes(path: Path) -> int:
         with open_file(path) as file:
             return os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}",
-            "token files are a pair, <prefix>.bin and <prefix>.idx; give the prefix without ending",
-        ) from error
+        raise DataError(f"{path}: {error.strerror}", _suggest_prefix(path)) from error
+
+
+def _suggest_prefix(path: Path) -> str:
+    """Says what a prefix is, or names the one that `prepare --output` of this name has made."""
+    made = sorted(path.parent.glob(f"{glob.escape(path.stem)}_*_document.bin"))
+    if made:
+        return f"did you mean the prefix {made[0].with_suffix('')}?"
+    hint = "token files are a pair, <prefix>.bin and <prefix>.idx; give the prefix without ending"
+    if not path.is_absolute():
+        hint += f"; relative paths start at the working folder, here {Path.cwd()}"
+    return hint
 
 
 def _read(path: Path, kind: str, count: int, offset: int) -> Array:

@@ -213,7 +213,8 @@ def build_order(
     datasets = {prefix: IndexedDataset(prefix) for prefix in sorted(prefixes)}
     by_tokens = {prefix for prefix in datasets if splits_by_tokens(len(datasets[prefix]), parts)}
     for prefix in sorted(by_tokens):
-        _log.info("%s: %s documents, split by tokens", prefix, f"{len(datasets[prefix]):,}")
+        count = len(datasets[prefix])
+        _log.info("%s is split by tokens: it has few documents (%s)", prefix, f"{count:,}")
     orders: dict[Split, SequenceOrder | None] = {}
     for name, each, part, size in zip(SPLITS, blends, parts, sizes, strict=True):
         orders[name] = None
