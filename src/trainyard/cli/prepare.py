@@ -12,6 +12,7 @@ from trainyard.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainyard.config.corpus import Corpus
+    from trainyard.data.preparation.prepare import OnError
     from trainyard.data.preparation.progress import Progress
     from trainyard.data.sidecar import Sidecar
 
@@ -96,9 +97,7 @@ def prepare(
     """
     from trainyard.config.corpus import check_complete, load_corpus
     from trainyard.data.preparation.prepare import choose_tokenizer, train_on_inputs
-    from trainyard.data.preparation.prepare import prepare as prepare_tokens
     from trainyard.data.preparation.run_file import write_run_file
-    from trainyard.log import show_progress
 
     if fetch:
         _fetch(fetch, output, only, (mirror, contact))
@@ -126,24 +125,31 @@ def prepare(
     _print_skipped(corpus)
     if train_tokenizer:
         train_on_inputs(corpus, train_tokenizer, overwrite=overwrite, on_error=on_error)
+    sidecars = _tokenise(corpus, workers, on_error, overwrite=overwrite)
+    _print_result(corpus, sidecars)
+    run_file = write_run_file(corpus, sidecars)
+    typer.echo(run_file.note)
+    if run_file.command:
+        typer.echo(f"train with: {run_file.command}")
+
+
+def _tokenise(corpus: Corpus, workers: int, on_error: OnError, *, overwrite: bool) -> list[Sidecar]:
+    from trainyard.data.preparation.prepare import prepare as prepare_tokens
+    from trainyard.log import show_progress
+
     with show_progress("tokenising") as update:
 
         def report(progress: Progress) -> None:
             detail = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
             update(progress.done_bytes, progress.total_bytes, detail)
 
-        sidecars = prepare_tokens(
+        return prepare_tokens(
             corpus,
             workers=workers,
             on_error=on_error,
             overwrite=overwrite,
             on_progress=report,
         )
-    _print_result(corpus, sidecars)
-    run_file = write_run_file(corpus, sidecars)
-    typer.echo(run_file.note)
-    if run_file.command:
-        typer.echo(f"train with: {run_file.command}")
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

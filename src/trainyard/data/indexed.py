@@ -20,7 +20,6 @@ repeats (documents [5], [], [6] give 0 1 1 2).
 
 from __future__ import annotations
 
-import copy
 import glob
 import os
 import struct
@@ -87,7 +86,7 @@ class IndexedDataset:
         document_indices: sequences before each document, and the total, int64.
         stream: every token of the .bin, as stored.
         n_tokens: how many that is.
-        span: which tokens of the .bin these are; all of them, unless `cut` gave fewer.
+        span: which tokens of the .bin these are: all, but of a part that a split gets.
 
     Raises:
         DataError: a file is missing, damaged, cut short, or does not fit the other.
@@ -130,24 +129,6 @@ class IndexedDataset:
     def load_sequence_lengths(self, part: range) -> NDArray[np.int32]:
         """Copies some of `sequence_lengths` into aligned memory, where look-ups are fast."""
         return np.array(self.sequence_lengths[part.start : part.stop])
-
-    def cut(self, span: range) -> IndexedDataset:
-        """Gives a consecutive part of the tokens as a dataset; its ends may cut sequences in two.
-
-        Each sequence in it is a document, since it is held in memory whole.
-        """
-        lengths = self.load_sequence_lengths(range(len(self)))
-        ends = np.cumsum(lengths, dtype=np.int64)
-        begins = np.clip(ends - lengths, span.start, span.stop)
-        lengths = (np.clip(ends, span.start, span.stop) - begins).astype(np.int32)
-        inside = lengths > 0
-        part = copy.copy(self)
-        part.sequence_lengths = lengths[inside]
-        part.sequence_pointers = (begins[inside] - span.start) * self.dtype.itemsize
-        part.document_indices = np.arange(len(part) + 1)
-        part.stream = self.stream[span.start : span.stop]
-        part.n_tokens, part.span = len(span), span
-        return part
 
 
 def _size_bytes(path: Path) -> int:

@@ -17,6 +17,7 @@ documents, from where to where.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import re
@@ -268,7 +269,7 @@ def _select(
 ) -> tuple[IndexedDataset, range]:
     """Gives the documents of a part: those of the dataset, or of a cut of its tokens."""
     if by_tokens and (span := _span(dataset.n_tokens, part)):
-        dataset = dataset.cut(span)
+        dataset = _cut(dataset, span)
         return dataset, range(len(dataset))
     documents = _span(len(dataset), part)
     if by_tokens or not documents:
@@ -277,6 +278,22 @@ def _select(
             f"give {name} a larger share in the split, or another corpus",
         )
     return dataset, documents
+
+
+def _cut(dataset: IndexedDataset, span: range) -> IndexedDataset:
+    """Gives consecutive tokens as a dataset; its first and last document may be parts of one."""
+    lengths = dataset.load_sequence_lengths(range(len(dataset)))
+    ends = np.cumsum(lengths, dtype=np.int64)
+    begins = np.clip(ends - lengths, span.start, span.stop)
+    lengths = (np.clip(ends, span.start, span.stop) - begins).astype(np.int32)
+    inside = lengths > 0
+    part = copy.copy(dataset)
+    part.sequence_lengths = lengths[inside]
+    part.sequence_pointers = (begins[inside] - span.start) * dataset.dtype.itemsize
+    part.document_indices = np.arange(len(part) + 1)
+    part.stream = dataset.stream[span.start : span.stop]
+    part.n_tokens, part.span = len(span), span
+    return part
 
 
 def _asked(blend: Blend, size: int | None, surplus: float) -> list[int | None]:

@@ -25,7 +25,7 @@ _SHAPES = (
     *((2, 64), (2, 96), (3, 128), (4, 128), (4, 192), (4, 256), (6, 320)),
     *((8, 512), (12, 768), (24, 1024)),
 )
-_PARAMETERS_PER_TOKEN = 4
+_PARAMETERS_PER_TOKEN = 10
 _TOKENS_PER_PARAMETER = 10
 _MOST_EPOCHS = 20
 
@@ -73,7 +73,7 @@ def suggest_run(n_tokens: int, vocabulary_size: int, machine: LocalMachine) -> S
     kept = ("n_layers", "d_model", "n_heads", "d_ff", "sequence_length", "vocabulary_size")
     values: dict[str, dict[str, Any]] = {
         "model": {name: getattr(model, name) for name in kept}
-        | {"dropout": 0.1 if epochs > 4 else 0.0},
+        | {"dropout": 0.2 if epochs > 4 else 0.0},
         "train": {
             "micro_batch_size": micro,
             "global_batch_size": batch,
