@@ -267,6 +267,8 @@ def test_the_text_decides_the_vocabulary(
     os.truncate("big.txt", n_bytes)  # a hole in the file costs no disk
     corpus = load_corpus(None, {"inputs": ["big.txt"], "output": "x"})
     assert choose_tokenizer(corpus)[1] == size
+    os.truncate("big.txt", 2 * 2**30)
+    assert choose_tokenizer(corpus) == (corpus.model_copy(update={"tokenizer": "gpt2"}), 0)
     assert choose_tokenizer(corpus, 300) == (
         corpus.model_copy(update={"tokenizer": "x_tokenizer"}),
         300,

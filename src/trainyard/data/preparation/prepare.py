@@ -165,31 +165,28 @@ def work_path(corpus: Corpus) -> Path:
 
 
 def choose_tokenizer(corpus: Corpus, vocabulary_size: int = 0) -> tuple[Corpus, int]:
-    """Names the tokenizer of a corpus without one: `<output>_tokenizer`, to be trained.
+    """Names the tokenizer of a corpus without one.
 
     Args:
         corpus: what it is for.
-        vocabulary_size: of the tokenizer; 0 chooses a power of two that grows with the cube root of
-            the inputs, such as 2048 for 1 MB and 4096 for 10 MB.
+        vocabulary_size: train one of this size; 0 chooses.
 
     Returns:
-        The corpus with its tokenizer, and the vocabulary size to train.
+        The corpus with its tokenizer, and the vocabulary size to train: a power of two that grows
+        with the cube root of the inputs, such as 2048 for 1 MB and 4096 for 10 MB. More than 1 GiB
+        gets GPT-2's, and 0.
 
     Raises:
-        DataError: an input is wrong, or there is too much text to train a tokenizer unasked.
+        DataError: an input is wrong.
     """
-    corpus = corpus.model_copy(update={"tokenizer": f"{corpus.output}_tokenizer"})
+    trained = corpus.model_copy(update={"tokenizer": f"{corpus.output}_tokenizer"})
     if vocabulary_size:
-        return corpus, vocabulary_size
+        return trained, vocabulary_size
     n_bytes = sum(path.stat().st_size for path in find_files(corpus.inputs))
     if n_bytes > _MOST_BYTES_TO_TRAIN_ON:
-        raise DataError(
-            f"no tokenizer given for {format_bytes(n_bytes)} of input",
-            "pass --tokenizer with a folder such as GPT-2's, or --train-tokenizer 16384 to make "
-            "one, which takes a while",
-        )
+        return corpus.model_copy(update={"tokenizer": "gpt2"}), 0
     suitable = 1 << int(math.log2(max(1.0, 24 * n_bytes ** (1 / 3))))
-    return corpus, max(_LEAST_VOCABULARY, suitable)
+    return trained, max(_LEAST_VOCABULARY, suitable)
 
 
 def train_on_inputs(
