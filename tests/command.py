@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -66,6 +67,7 @@ def _be(call: Callable[[], object], out: int, error: int) -> None:
     code = 1
     try:
         gc.freeze()  # looking at what is there already would copy it
+        warnings.resetwarnings()  # pytest's filters, which a command does not have
         for number, file in ((1, out), (2, error)):
             os.dup2(file, number)
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -16,6 +17,8 @@ import typer
 from typer.testing import CliRunner
 
 from trainyard.cli.prepare import prepare as prepare_verb
+from trainyard.config.corpus import load_corpus
+from trainyard.data.preparation.prepare import choose_tokenizer
 from trainyard.data.preparation.unit import UnitWorker
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
@@ -70,6 +73,7 @@ def test_a_data_file_says_everything(folder: Path) -> None:
         "quarantined, not a string: 1",
         '  in/a.jsonl:5: the value of "text" is 7, not a string',
         "  all are in web_text_document.quarantine.jsonl",
+        "web.toml is there already, and not by prepare: no run file",
     ]
     assert run_verb("web.toml", "--on-error", "quarantine") == shown
 
@@ -81,7 +85,8 @@ def test_options_come_before_the_data_file(folder: Path) -> None:
         "--special-tokens", "parse",
     )  # fmt: skip
     sidecar = load_sidecar("other_body_document")
-    assert shown == f"other_body_document.bin: 1 documents, {sidecar.tokens} tokens\n"
+    assert shown.splitlines()[0] == f"other_body_document.bin: 1 document, {sidecar.tokens} tokens"
+    assert shown.splitlines()[-1] == "train with: trainyard train other.toml --minutes 1"
     assert [source.path for source in sidecar.sources] == ["b.jsonl"]
     assert (sidecar.append_eod, sidecar.tokenizer.special_tokens) == (False, "parse")
     assert [step.kind for step in sidecar.steps] == ["read", "length", "deduplicate"]
@@ -92,8 +97,8 @@ def test_several_outputs_are_listed(folder: Path) -> None:
     Path("in/b.jsonl").write_text('{"text": "hat"}\n{"text": "mat"}\n')
     Path("web.toml").write_text("files_per_output = 1\n" + DATA_FILE)
     shown = run_verb("web.toml").splitlines()
-    assert [line.split(",")[0] for line in shown] == [
-        "web_00_text_document.bin: 1 documents",
+    assert [line.split(",")[0] for line in shown[:-1]] == [
+        "web_00_text_document.bin: 1 document",
         "web_01_text_document.bin: 2 documents",
     ]
 
@@ -118,7 +123,6 @@ def test_a_mistake_in_the_data_file_is_named(folder: Path, text: str, problem: s
 
 
 MISTAKES = [
-    (["a.jsonl", "-o", "x"], "no tokenizer given", "--train-tokenizer 4096 to make one"),
     (["a.jsonl", "--tokenizer", "small"], "no output given", "pass -o, such as -o data/web"),
     (["-o", "x", "--tokenizer", "small"], "no inputs given", "name at least one file, folder"),
     (["no.toml"], "cannot read the data file no.toml: ", ""),
@@ -228,9 +232,47 @@ def test_a_tokenizer_is_trained_first(folder: Path) -> None:
     Path("in/a.jsonl").write_text('{"text": "the cat sat on the mat"}\n')
     shown = run_verb("in", "-o", "new", "--train-tokenizer", "262")
     sidecar = load_sidecar("new_text_document")
-    assert shown.startswith("new_text_document.bin: 1 documents, ")
+    assert shown.startswith("new_text_document.bin: 1 document, ")
     assert (sidecar.tokenizer.name, sidecar.tokenizer.eod_id) == ("new_tokenizer", 261)
     sidecar.check_against(load_tokenizer(Path("new_tokenizer")), "new")
+
+
+def test_one_file_and_an_output_are_enough(folder: Path) -> None:
+    Path("my.txt").write_text(Path(typer.__file__).read_text(encoding="utf-8"))
+    Path("in/notes.md").touch()
+    shown = run_verb("my.txt", "-o", "my")
+    assert "skipped" not in shown
+    assert shown.endswith("train with: trainyard train my.toml --minutes 1\n")
+    assert load_sidecar("my_text_document").tokenizer.vocabulary_size == 320
+    assert run_verb("my.txt", "-o", "my") == shown
+    assert run_verb("my.txt", "-o", "my", "--status").startswith("no work is in flight")
+
+
+def test_what_is_skipped_is_told(folder: Path) -> None:
+    Path("in/a.jsonl").write_text('{"text": "the cat sat on the mat"}\n')
+    for name in ("a.md", "b.MD", "c.pdf", ".d"):
+        (Path("in") / name).touch()
+    shown = run_verb("in", "-o", "new", "--tokenizer", "small").splitlines()
+    assert shown[0].startswith("skipped 2 .md, 1 .pdf, 1 hidden; folders are searched for .jsonl ")
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "size"),
+    [(100, 320), (30_000, 512), (200_000, 1024), (10**6, 2048), (3 * 10**7, 4096), (10**9, 16384)],
+)
+def test_the_text_decides_the_vocabulary(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, n_bytes: int, size: int
+) -> None:
+    Path("big.txt").touch()
+    os.truncate("big.txt", n_bytes)  # a hole in the file costs no disk
+    corpus = load_corpus(None, {"inputs": ["big.txt"], "output": "x"})
+    assert choose_tokenizer(corpus)[1] == size
+    os.truncate("big.txt", 2 * 2**30)
+    assert choose_tokenizer(corpus) == (corpus.model_copy(update={"tokenizer": "gpt2"}), 0)
+    assert choose_tokenizer(corpus, 300) == (
+        corpus.model_copy(update={"tokenizer": "x_tokenizer"}),
+        300,
+    )
 
 
 def test_training_again_is_no_mistake_when_all_is_done(folder: Path) -> None:

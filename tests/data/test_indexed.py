@@ -284,6 +284,17 @@ def test_no_damage_does_worse_than_a_clear_refusal(
     assert peak_bytes < 2_000_000
 
 
+def test_a_missing_prefix_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"web.bin: No such file") as caught:
+        IndexedDataset("web")
+    assert f"relative paths start at the working folder, here {tmp_path}" in caught.value.hint
+    write(tmp_path / "web_text_document", [5, 6])
+    with pytest.raises(DataError) as caught:
+        IndexedDataset("web")
+    assert caught.value.hint == "did you mean the prefix web_text_document?"
+
+
 def test_files_longer_than_one_slab(tmp_path: Path) -> None:
     n_documents = 150_000
     lengths = np.arange(n_documents) % 3

@@ -18,6 +18,7 @@ from trainyard.data.order import (
     SequenceSettings,
     build_order,
     parse_split,
+    splits_by_tokens,
 )
 from trainyard.errors import DataError
 
@@ -215,6 +216,62 @@ def test_a_single_corpus_repeats_to_the_size_asked_for(corpora: tuple[str, str])
 
 
 @pytest.mark.parametrize(
+    ("n_documents", "split", "expected"),
+    [
+        (1, "949,50,1", True),
+        (99, "8,1,1", True),
+        (100, "8,1,1", False),
+        (500, "949,50,1", True),  # none for the test split
+        (501, "949,50,1", False),
+        (500, "949,50,0", False),
+        (1, "1", False),
+        (1, "0,0,5", False),
+    ],
+)
+def test_few_documents_are_split_by_tokens(n_documents: int, split: str, expected: bool) -> None:
+    assert splits_by_tokens(n_documents, parse_split(split)) == expected
+
+
+@pytest.mark.parametrize("lengths", [[1000], [3, 900, 97], [50] * 20])
+def test_a_split_by_tokens_gives_each_token_to_one_split(
+    tmp_path: Path, lengths: list[int]
+) -> None:
+    """Sequences of one token, so that nothing is left over: token j of the file is j + 1."""
+    blend = Blend((write_corpus(tmp_path / "corpus", lengths),))
+    cut = SequenceSettings(1, 1, extra_token=False)
+    arguments = (blend, "8,1,1", (None, None, None), cut, tmp_path / "cache")
+    for _ in range(2):  # built, and read from the cache
+        train, valid, test = map(sorted, map(np.ravel, everything(build_order(*arguments))))
+        assert train == list(range(1, 801))
+        assert valid == list(range(801, 901))
+        assert test == list(range(901, 1001))
+
+
+def test_sequences_are_cut_from_one_long_document(tmp_path: Path) -> None:
+    blend = Blend((write_corpus(tmp_path / "book", [5000]),))
+    order = build_order(blend, "9,1,0", (1000, 20, 0), CUT)["train"]
+    assert order is not None
+    rows = order.sequences(0, 1000)
+    assert (rows[:562, 0] != np.sort(rows[:562, 0])).any()  # shuffled
+    inside = (np.diff(rows, axis=1) == 1).all(axis=1)
+    assert inside.sum() >= 998  # all but the one across the end of the only epoch
+    assert (np.bincount(rows[:, :-1].ravel(), minlength=4501)[1:] > 0).all()
+    assert rows.max() == 4500
+
+
+def test_a_blend_may_split_one_file_by_tokens(tmp_path: Path) -> None:
+    """Each file follows its own rule, so a second one changes nothing in the first."""
+    many = write_corpus(tmp_path / "many", [9] * 200)
+    few = write_corpus(tmp_path / "few", [900])
+    together = build_order(Blend((many, few), (1, 1)), "9,1,0", (40, 8, 0), CUT)["valid"]
+    alone = build_order(Blend((many,), (1,)), "9,1,0", (20, 4, 0), CUT)["valid"]
+    assert together is not None
+    assert alone is not None
+    assert sorted({len(corpus.dataset) for corpus in together.corpora}) == [1, 200]
+    assert (together.corpora[0].document_index == alone.corpora[0].document_index).all()
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("949,50,1", ((0.0, 0.949), (0.949, 0.999), (0.999, 1.0))),
@@ -263,8 +320,8 @@ def test_an_empty_part_that_is_wanted_is_refused(corpora: tuple[str, str]) -> No
     problem = "7 test sequences are asked for, but split '9,1,0' gives test nothing"
     with pytest.raises(DataError, match=problem):
         build_order(Blend(corpora), "9,1,0", (50, 5, 7), CUT)
-    with pytest.raises(DataError, match="b: the test split gets none of its 30 documents"):
-        build_order(Blend(corpora[1:]), "99,0.5,0.5", (50, 0, 7), CUT)
+    with pytest.raises(DataError, match="b: the test split gets none of its 900 tokens"):
+        build_order(Blend(corpora[1:]), "9999,0.5,0.5", (50, 0, 7), CUT)
 
 
 def test_weights_need_a_size(corpora: tuple[str, str]) -> None:

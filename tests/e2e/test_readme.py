@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
-import subprocess
+import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +17,9 @@ from tests.command import trainyard
 from trainyard.data.indexed import IndexedWriter
 
 ROOT = Path(__file__).parents[2]
+STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 # Training as written takes minutes; the test trains the same model for a few steps.
-SHORTENED = ["train.length='2 steps'", "train.global_batch_size=2", "train.micro_batch_size=1"]
-SHORTENED += ["evaluate.batches=1"]
+SHORTENED = ["train.length=2 steps", "evaluate.batches=1", "log.tensorboard=false"]
 
 
 def section(title: str) -> str:
@@ -35,22 +37,78 @@ def fenced_commands(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if line.startswith("trainyard ")]
 
 
-@pytest.mark.slow
-def test_commands_for_your_own_text(tmp_path: Path) -> None:
-    (tmp_path / "corpus").mkdir()
-    for path in sorted(Path(subprocess.__file__).parent.glob("*.py"))[:120]:
-        text = path.read_text(encoding="utf-8")
-        (tmp_path / "corpus" / f"{path.stem}.txt").write_text(text, encoding="utf-8")
-    commands = fenced_commands(section("Your own text"))
-    assert [command[1] for command in commands] == [
-        *("prepare", "train", "report", "generate", "export")
-    ]
-    for command in commands:
-        extra = SHORTENED if command[1] == "train" else []
-        result = trainyard(*command[1:], *extra, folder=tmp_path)
-        assert result.returncode == 0, f"{command}: {result.stderr}"
-    assert (tmp_path / "runs" / "web" / "report.html").stat().st_size > 10_000
-    assert (tmp_path / "web-gpt" / "model.safetensors").exists()
+def python_source(n_bytes: int) -> str:
+    """Text that every machine has."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(STANDARD_LIBRARY.glob("*.py"))]
+    return "".join(texts)[:n_bytes]
+
+
+def write_texts(folder: Path, n_files: int, n_bytes: int) -> None:
+    folder.mkdir(exist_ok=True)
+    text = python_source(n_bytes)
+    size = -(-len(text) // n_files)
+    for number in range(n_files):
+        part = text[number * size : (number + 1) * size]
+        (folder / f"part{number}.txt").write_text(part, encoding="utf-8")
+
+
+def one_file(folder: Path) -> list[str]:
+    (folder / "book.txt").write_text(python_source(200_000), encoding="utf-8")
+    return ["book.txt"]
+
+
+def two_files(folder: Path) -> list[str]:
+    write_texts(folder, 2, 200_000)
+    return ["part0.txt", "part1.txt"]
+
+
+def twenty_files(folder: Path) -> list[str]:
+    write_texts(folder / "corpus", 20, 200_000)
+    return ["corpus/"]
+
+
+def folder_with_other_files(folder: Path) -> list[str]:
+    write_texts(folder / "corpus", 3, 60_000)
+    for name in ("a.md", "b.md", "c.pdf", "cover.PNG", ".DS_Store"):
+        (folder / "corpus" / name).write_bytes(b"\x89\0")
+    return ["corpus"]
+
+
+def one_line_of_json(folder: Path) -> list[str]:
+    line = json.dumps({"text": python_source(200_000)})
+    (folder / "one.jsonl").write_text(line + "\n", encoding="utf-8")
+    return ["one.jsonl"]
+
+
+INPUTS = [one_file, two_files, twenty_files, folder_with_other_files, one_line_of_json]
+
+
+@pytest.mark.parametrize("write", INPUTS, ids=lambda write: write.__name__)
+def test_commands_for_your_own_text(tmp_path: Path, write: Callable[[Path], list[str]]) -> None:
+    """As the README has them, with each kind of input; the first goes all the way."""
+    prepare, *others = fenced_commands(section("Your own text"))
+    assert prepare == ["trainyard", "prepare", "corpus/", "-o", "web"]
+    assert [command[1] for command in others] == ["train", "report", "generate", "export"]
+    prepared = trainyard("prepare", *write(tmp_path), "-o", "web", folder=tmp_path)
+    assert prepared.returncode == 0, prepared.stderr
+    skipped = "skipped 2 .md, 1 .pdf, 1 .png, 1 hidden; "
+    assert prepared.stderr.startswith(skipped if write is folder_with_other_files else "")
+    written = shlex.split(prepared.stdout.splitlines()[-1].removeprefix("train with: "))
+    assert written[:-1] == others[0][:-1]
+    shortened = [*written[1:-2], *SHORTENED]  # without --minutes
+    trained = trainyard(*shortened, folder=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert "web_text_document is split by tokens" in trained.stderr
+    losses = re.findall(r"held-out loss ([\d.]+)", trained.stderr)
+    assert 4 < float(losses[-1]) < 8
+    evaluated = trainyard("evaluate", "runs/web", "--json", folder=tmp_path)
+    assert json.loads(evaluated.stdout)["n_tokens"] >= 64
+    if write is one_file:
+        for command in others[1:]:
+            result = trainyard(*command[1:], folder=tmp_path)
+            assert result.returncode == 0, f"{command}: {result.stderr}"
+        assert (tmp_path / "runs" / "web" / "report.html").stat().st_size > 10_000
+        assert (tmp_path / "web-gpt" / "model.safetensors").exists()
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from trainyard.plan.hardware import (
     DEVICES,
     cpu_multiplies_bf16_natively,
     find_device,
+    find_local_machine,
     transfer_efficiencies,
 )
 
@@ -96,3 +97,57 @@ def test_efficiencies_of_the_a100_are_the_fitted_ones() -> None:
     a100 = find_device("NVIDIA A100-SXM4-80GB")
     assert a100 is not None
     assert transfer_efficiencies(a100) == A100_EFFICIENCIES
+
+
+def write_machine(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text(text)
+    return root
+
+
+NVIDIA = "proc/driver/nvidia/gpus/0000:{}:00.0/information"
+AMD = "sys/class/kfd/kfd/topology/nodes/{}/properties"
+MACHINES = {
+    "one": (
+        {NVIDIA.format(1): "Model: \t NVIDIA H100 80GB HBM3\n"},
+        "NVIDIA H100 80GB HBM3",
+        "bf16",
+    ),
+    "two": (
+        {NVIDIA.format(n): "Model: Tesla V100-SXM2-16GB\nIRQ: 7\n" for n in (1, 2)},
+        "2 x Tesla V100-SXM2-16GB",
+        "fp16",
+    ),
+    "unknown": ({NVIDIA.format(1): "IRQ: 7\n"}, "NVIDIA GPU", "bf16"),
+    "amd": (
+        {AMD.format(0): "cpu_cores_count 8\nsimd_count 0\n", AMD.format(1): "simd_count 304\n"},
+        "AMD GPU",
+        "bf16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_gpus_are_found_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    files, found, precision = MACHINES[name]
+    write_machine(tmp_path, files)
+    monkeypatch.setattr("trainyard.plan.hardware.version", lambda _: "2.9.0")
+    machine = find_local_machine(tmp_path)
+    assert (machine.name, machine.precision, machine.is_gpu) == (found, precision, True)
+    assert machine.count == (2 if name == "two" else 1)
+    assert machine.flops_per_second > 1e12
+
+
+@pytest.mark.parametrize("torch", ["2.9.0+cpu", "2.9.0"])
+def test_a_gpu_that_torch_cannot_use_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str
+) -> None:
+    monkeypatch.setattr("trainyard.plan.hardware.version", lambda _: torch)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
+    files = {NVIDIA.format(1): "Model: NVIDIA H200\n"} if torch.endswith("+cpu") else {}
+    machine = find_local_machine(write_machine(tmp_path, files))
+    assert (machine.name, machine.count, machine.is_gpu) == ("3 CPU cores", 1, False)
+    assert (machine.precision, machine.flops_per_second) == ("fp32", 90e9)

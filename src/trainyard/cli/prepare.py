@@ -12,6 +12,7 @@ from trainyard.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainyard.config.corpus import Corpus
+    from trainyard.data.preparation.prepare import OnError
     from trainyard.data.preparation.progress import Progress
     from trainyard.data.sidecar import Sidecar
 
@@ -32,7 +33,8 @@ def prepare(
         typer.Option(
             metavar="N",
             help="Train a tokenizer of N tokens on the inputs first; kept where the data file's "
-            "tokenizer says, or else as <output>_tokenizer.",
+            "tokenizer says, or else as <output>_tokenizer. Without either option N suits the "
+            "size of the text.",
         ),
     ] = 0,
     json_key: Annotated[
@@ -80,21 +82,22 @@ def prepare(
 ) -> None:
     """Tokenises raw text into Megatron-LM token files: .bin and .idx, with a record in .json.
 
-    Reads JSON lines and plain text (.jsonl .json .txt, also .gz .bz2 .xz .zst), Parquet, and dumps
-    of Wikipedia (.xml .xml.bz2).
+    Reads JSON lines and plain text (.jsonl .ndjson .json .txt, also .gz .bz2 .xz .zst), Parquet,
+    and dumps of Wikipedia (.xml .xml.bz2); as plain text any other file that is named itself.
 
-    Example: trainyard prepare corpus/ -o data/web --tokenizer gpt2/ --workers 8
+    Example: trainyard prepare corpus/ -o web
 
-    writes data/web_text_document.bin, .idx and .json. A data file names these and steps to clean
-    the text: trainyard prepare recipes/azure/data/slimpajama.toml --workers 8
+    writes web_text_document.bin, .idx and .json, the tokenizer web_tokenizer, and web.toml, a run
+    file for trainyard train. A data file names these and steps to clean the text:
+
+    Example: trainyard prepare recipes/azure/data/slimpajama.toml --workers 8
 
     The same command may run on many machines at once, as a job array for instance. Interrupted, it
     goes on when it is run again.
     """
     from trainyard.config.corpus import check_complete, load_corpus
-    from trainyard.data.preparation.prepare import prepare as prepare_tokens
-    from trainyard.data.preparation.prepare import train_on_inputs
-    from trainyard.log import show_progress
+    from trainyard.data.preparation.prepare import choose_tokenizer, train_on_inputs
+    from trainyard.data.preparation.run_file import write_run_file
 
     if fetch:
         _fetch(fetch, output, only, (mirror, contact))
@@ -113,28 +116,40 @@ def prepare(
     }
     data_file, files = _split(inputs or [])
     corpus = load_corpus(data_file, _given({**given, "inputs": files}))
-    if train_tokenizer and not corpus.tokenizer and corpus.output:
-        corpus = corpus.model_copy(update={"tokenizer": f"{corpus.output}_tokenizer"})
     check_complete(corpus)
+    if not corpus.tokenizer:
+        corpus, train_tokenizer = choose_tokenizer(corpus, train_tokenizer)
     if status:
         _print_status(corpus)
         return
+    _print_skipped(corpus)
     if train_tokenizer:
         train_on_inputs(corpus, train_tokenizer, overwrite=overwrite, on_error=on_error)
+    sidecars = _tokenise(corpus, workers, on_error, overwrite=overwrite)
+    _print_result(corpus, sidecars)
+    run_file = write_run_file(corpus, sidecars)
+    typer.echo(run_file.note)
+    if run_file.command:
+        typer.echo(f"train with: {run_file.command}")
+
+
+def _tokenise(corpus: Corpus, workers: int, on_error: OnError, *, overwrite: bool) -> list[Sidecar]:
+    from trainyard.data.preparation.prepare import prepare as prepare_tokens
+    from trainyard.log import show_progress
+
     with show_progress("tokenising") as update:
 
         def report(progress: Progress) -> None:
             detail = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
             update(progress.done_bytes, progress.total_bytes, detail)
 
-        sidecars = prepare_tokens(
+        return prepare_tokens(
             corpus,
             workers=workers,
             on_error=on_error,
             overwrite=overwrite,
             on_progress=report,
         )
-    _print_result(corpus, sidecars)
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
@@ -150,12 +165,21 @@ def _split(inputs: list[str]) -> tuple[Path | None, list[str]]:
     return (Path(data_files[0]) if data_files else None), others
 
 
+def _print_skipped(corpus: Corpus) -> None:
+    from trainyard.data.sources.files import KNOWN, OTHER_TEXT, describe_skipped, scan_inputs
+
+    _, skipped = scan_inputs(corpus.inputs)
+    if skipped:
+        typer.echo(f"skipped {describe_skipped(skipped)}; {KNOWN}; {OTHER_TEXT}", err=True)
+
+
 def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
     from trainyard.data.preparation.plan import output_prefixes
 
     prefixes = output_prefixes(corpus, len(sidecars))
     for prefix, sidecar in zip(prefixes, sidecars, strict=True):
-        typer.echo(f"{prefix}.bin: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens")
+        documents = "1 document" if sidecar.documents == 1 else f"{sidecar.documents:,} documents"
+        typer.echo(f"{prefix}.bin: {documents}, {sidecar.tokens:,} tokens")
         for step in sidecar.steps:
             for reason, count in step.dropped.items():
                 if step.kind != "read" or reason not in sidecar.quarantined:

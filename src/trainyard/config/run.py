@@ -105,7 +105,8 @@ class Data(Section):
     blend: Blend = Blend()
     """Token files that `split` cuts into train, valid and test."""
     split: str = "949,50,1"
-    """Shares of train, valid and test in each file of `blend`, by documents."""
+    """Shares of train, valid and test in each file of `blend`: by documents, as Megatron-LM; by
+    tokens if it has fewer than 100 documents, or too few to give each share one."""
     train: Blend = Blend()
     """Token files for training alone; used instead of `blend`."""
     valid: Blend = Blend()

@@ -162,7 +162,7 @@ def build_corpus_order(
     """Builds or loads the order of a range of documents of one corpus.
 
     Args:
-        dataset: the corpus.
+        dataset: the corpus, or the part of it that the split gets.
         documents: which of its sequences in the .idx belong to the split.
         asked: the least number of sequences needed; None makes one pass over the documents.
         settings: how they are cut and shuffled.
@@ -187,6 +187,7 @@ def build_corpus_order(
         )
     key = cache.key(
         content=cache.fingerprint(dataset.prefix),
+        tokens=[dataset.span.start, dataset.span.stop],
         documents=[documents.start, documents.stop],
         asked=asked,
         drop_last_partial=drop_last_partial,

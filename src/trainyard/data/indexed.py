@@ -20,6 +20,7 @@ repeats (documents [5], [], [6] give 0 1 1 2).
 
 from __future__ import annotations
 
+import glob
 import os
 import struct
 from array import array
@@ -85,6 +86,7 @@ class IndexedDataset:
         document_indices: sequences before each document, and the total, int64.
         stream: every token of the .bin, as stored.
         n_tokens: how many that is.
+        span: which tokens of the .bin these are: all, but of a part that a split gets.
 
     Raises:
         DataError: a file is missing, damaged, cut short, or does not fit the other.
@@ -109,6 +111,7 @@ class IndexedDataset:
         if self.n_tokens:  # an empty file cannot be mapped
             mapped = np.memmap(bin_path, dtype=self.dtype, mode="r", shape=(self.n_tokens,))
             self.stream = np.asarray(mapped)
+        self.span = range(self.n_tokens)
 
     def __len__(self) -> int:
         """Counts the sequences."""
@@ -124,8 +127,8 @@ class IndexedDataset:
         return self.stream[start + offset : start + stop]
 
     def load_sequence_lengths(self, part: range) -> NDArray[np.int32]:
-        """Reads some of `sequence_lengths` into aligned memory, where look-ups are fast."""
-        return _read(self._idx_path, "<i4", len(part), _HEADER.size + 4 * part.start)
+        """Copies some of `sequence_lengths` into aligned memory, where look-ups are fast."""
+        return np.array(self.sequence_lengths[part.start : part.stop])
 
 
 def _size_bytes(path: Path) -> int:
@@ -133,10 +136,18 @@ def _size_bytes(path: Path) -> int:
         with open_file(path) as file:
             return os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}",
-            "token files are a pair, <prefix>.bin and <prefix>.idx; give the prefix without ending",
-        ) from error
+        raise DataError(f"{path}: {error.strerror}", _suggest_prefix(path)) from error
+
+
+def _suggest_prefix(path: Path) -> str:
+    """Says what a prefix is, or names the one that `prepare --output` of this name has made."""
+    made = sorted(path.parent.glob(f"{glob.escape(path.stem)}_*_document.bin"))
+    if made:
+        return f"did you mean the prefix {made[0].with_suffix('')}?"
+    hint = "token files are a pair, <prefix>.bin and <prefix>.idx; give the prefix without ending"
+    if not path.is_absolute():
+        hint += f"; relative paths start at the working folder, here {Path.cwd()}"
+    return hint
 
 
 def _read(path: Path, kind: str, count: int, offset: int) -> Array:

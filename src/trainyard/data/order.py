@@ -5,7 +5,8 @@ length, identical to Megatron-Core's for the same settings, whatever the number 
 
 A worked example: two corpora at 0.35 and 0.65, split "949,50,1", 2000 training sequences.
 
-    documents    of each corpus, the first 94.9 % train, the next 5 % validate, the rest test
+    documents    of each corpus, the first 94.9 % train, the next 5 % validate, the rest test; of a
+                 corpus with few documents, the first 94.9 % of its tokens, and so on
     asked        ceil(2000 * 0.35) = 700 and 1300 sequences, each + 0.5 % to be safe: 704 and 1307
     corpus       each gives that many or more, in its own order (see corpus_order.py)
     blend        which corpus each of the 700 + 1300 comes from (see blend.py)
@@ -16,6 +17,8 @@ documents, from where to where.
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -38,6 +41,11 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 Part = tuple[float, float]
 Rows = NDArray[np.int64]
 
+_log = logging.getLogger("trainyard")
+
+FEW_DOCUMENTS = 100
+"""A file with fewer is split by tokens: by documents, the size of one decides the shares."""
+_WHOLE: Part = (0.0, 1.0)
 _SURPLUS = 0.005  # Megatron-LM's mid_level_dataset_surplus
 _ROWS_AT_ONCE = 64  # as many as fit a processor's cache
 _MOST_CORPORA = 32766  # a corpus is a 16-bit number in the blend
@@ -188,7 +196,8 @@ def build_order(
 
     Args:
         blend: what to draw from: one blend that `split` divides, or one for each split.
-        split: shares of the documents, such as "949,50,1"; None with a blend for each split.
+        split: shares such as "949,50,1", of the documents as Megatron-LM, or of the tokens where
+            documents are few; None with a blend for each split.
         sizes: sequences wanted of each split. 0 is none of them. None is one pass over the
             documents. Without weights a blend may be shorter; with weights, longer by a few.
         settings: how documents are cut into sequences and shuffled.
@@ -199,11 +208,14 @@ def build_order(
         MachineError: the cache cannot be written.
     """
     blends = (blend, blend, blend) if isinstance(blend, Blend) else blend
-    whole: Part = (0.0, 1.0)
-    parts = (whole, whole, whole) if split is None else parse_split(split)
+    parts = (_WHOLE, _WHOLE, _WHOLE) if split is None else parse_split(split)
     cache = IndexCache(cache_folder)
     prefixes = {prefix for each in blends if each for prefix in each.prefixes}
     datasets = {prefix: IndexedDataset(prefix) for prefix in sorted(prefixes)}
+    by_tokens = {prefix for prefix in datasets if splits_by_tokens(len(datasets[prefix]), parts)}
+    for prefix in sorted(by_tokens):
+        count = len(datasets[prefix])
+        _log.info("%s is split by tokens: it has few documents (%s)", prefix, f"{count:,}")
     orders: dict[Split, SequenceOrder | None] = {}
     for name, each, part, size in zip(SPLITS, blends, parts, sizes, strict=True):
         orders[name] = None
@@ -217,11 +229,15 @@ def build_order(
         if isinstance(blend, tuple) and len(each.prefixes) == 1:  # weighed against nothing
             each = Blend(each.prefixes)
         drop_last_partial = settings.drop_last_partial or name != "valid"
-        documents = [_documents(datasets[prefix], part, name) for prefix in each.prefixes]
-        asked = _asked(each, size, _SURPLUS)
+        selected = [
+            _select(datasets[prefix], part, name, by_tokens=prefix in by_tokens)
+            for prefix in each.prefixes
+        ]
         corpora = [
-            build_corpus_order(datasets[prefix], rows, count, settings, cache, drop_last_partial)
-            for prefix, rows, count in zip(each.prefixes, documents, asked, strict=True)
+            build_corpus_order(dataset, documents, count, settings, cache, drop_last_partial)
+            for (dataset, documents), count in zip(
+                selected, _asked(each, size, _SURPLUS), strict=True
+            )
         ]
         orders[name] = _blended(each, size, corpora, cache)
     return orders
@@ -232,15 +248,52 @@ def _normalized(weights: Sequence[float]) -> NDArray[np.float64]:
     return values / np.sum(values)  # numpy's pairwise sum decides the last bit
 
 
-def _documents(dataset: IndexedDataset, part: Part, name: Split) -> range:
-    """Gives the range of documents a part holds, by their sequences in the .idx."""
-    begin, end = (round(share * float(len(dataset))) for share in part)
-    if begin == end:
+def splits_by_tokens(n_documents: int, parts: Sequence[Part | None]) -> bool:
+    """Says whether a file has too few documents to be split by them.
+
+    It depends on nothing else, so that the splits of a run never overlap.
+    """
+    if _WHOLE in parts:
+        return False
+    spans = [_span(n_documents, part) for part in parts if part]
+    return n_documents < FEW_DOCUMENTS or not all(spans)
+
+
+def _span(count: int, part: Part) -> range:
+    begin, end = (round(share * float(count)) for share in part)
+    return range(begin, end)
+
+
+def _select(
+    dataset: IndexedDataset, part: Part, name: Split, *, by_tokens: bool
+) -> tuple[IndexedDataset, range]:
+    """Gives the documents of a part: those of the dataset, or of a cut of its tokens."""
+    if by_tokens and (span := _span(dataset.n_tokens, part)):
+        dataset = _cut(dataset, span)
+        return dataset, range(len(dataset))
+    documents = _span(len(dataset), part)
+    if by_tokens or not documents:
         raise DataError(
-            f"{dataset.prefix}: the {name} split gets none of its {len(dataset)} documents",
+            f"{dataset.prefix}: the {name} split gets none of its {dataset.n_tokens} tokens",
             f"give {name} a larger share in the split, or another corpus",
         )
-    return range(begin, end)
+    return dataset, documents
+
+
+def _cut(dataset: IndexedDataset, span: range) -> IndexedDataset:
+    """Gives consecutive tokens as a dataset; its first and last document may be parts of one."""
+    lengths = dataset.load_sequence_lengths(range(len(dataset)))
+    ends = np.cumsum(lengths, dtype=np.int64)
+    begins = np.clip(ends - lengths, span.start, span.stop)
+    lengths = (np.clip(ends, span.start, span.stop) - begins).astype(np.int32)
+    inside = lengths > 0
+    part = copy.copy(dataset)
+    part.sequence_lengths = lengths[inside]
+    part.sequence_pointers = (begins[inside] - span.start) * dataset.dtype.itemsize
+    part.document_indices = np.arange(len(part) + 1)
+    part.stream = dataset.stream[span.start : span.stop]
+    part.n_tokens, part.span = len(span), span
+    return part
 
 
 def _asked(blend: Blend, size: int | None, surplus: float) -> list[int | None]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 TERA = 1e12
@@ -175,6 +177,63 @@ class Machine:
     def memory_bytes(self) -> int | None:
         """Of a device, as sold; None where it is unknown."""
         return self.device.memory_bytes
+
+
+@dataclass(frozen=True)
+class LocalMachine:
+    """What this machine trains on, as far as can be told without torch."""
+
+    name: str
+    count: int
+    """Devices; the cores of a CPU are one."""
+    is_gpu: bool
+    flops_per_second: float
+    """Of all devices, as a small model reaches it: a guess to choose sizes by."""
+    precision: str
+
+
+# Measured with models of 0.3M to 4M parameters, where much time goes into other things than matrix
+# products: 20 to 45 GFLOP/s a core. A GPU reaches a fraction of its peak with such models.
+_CORE_FLOPS_PER_SECOND = 30e9
+_SMALL_MODEL_SHARE = 0.2
+_UNKNOWN_GPU_PEAK = 50e12
+
+
+def find_local_machine(system: Path = Path("/")) -> LocalMachine:
+    """Looks for GPUs where their drivers list them, and counts the cores where there is none.
+
+    Args:
+        system: the root of the file system.
+    """
+    names = _list_gpus(system)
+    if names:
+        device = find_device(names[0])
+        kind = "bf16" if device is None or "bf16" in device.peaks else "fp16"
+        peak = (device.peak_flops_per_second(kind) if device else None) or _UNKNOWN_GPU_PEAK
+        name = f"{len(names)} x {names[0]}" if len(names) > 1 else names[0]
+        return LocalMachine(name, len(names), True, len(names) * peak * _SMALL_MODEL_SHARE, kind)
+    affinity = getattr(os, "sched_getaffinity", None)  # macOS has none
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    precision = "bf16" if cpu_multiplies_bf16_natively(system / "proc/cpuinfo") else "fp32"
+    name = f"{cores} CPU core{'s' if cores > 1 else ''}"
+    return LocalMachine(name, 1, False, cores * _CORE_FLOPS_PER_SECOND, precision)
+
+
+def _list_gpus(system: Path) -> list[str]:
+    """Names NVIDIA's and AMD's GPUs; none where torch is built for CPUs alone."""
+    try:
+        if version("torch").endswith("+cpu"):
+            return []
+    except PackageNotFoundError:
+        pass  # prepare needs no torch
+    names = []
+    for path in sorted(system.glob("proc/driver/nvidia/gpus/*/information")):
+        found = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
+        names.append(found[1].strip() if found else "NVIDIA GPU")
+    for path in sorted(system.glob("sys/class/kfd/kfd/topology/nodes/*/properties")):
+        if re.search(r"^simd_count [1-9]", path.read_text(errors="replace"), re.MULTILINE):
+            names.append("AMD GPU")
+    return names
 
 
 def find_device(name: str) -> Device | None:

@@ -7,6 +7,8 @@ import gzip
 import hashlib
 import json
 import lzma
+import shutil
+import subprocess
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -129,6 +131,22 @@ def test_the_byte_of_invalid_utf8_counts_the_byte_order_mark(tmp_path: Path) -> 
     text = tmp_path / "a.txt"
     text.write_bytes(b"abc\xe9")
     assert "byte 3 (0xe9)" in read(text)[1][0].detail
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a b.jsonl"])
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16"])
+def test_the_hint_converts_other_encodings(tmp_path: Path, name: str, encoding: str) -> None:
+    text = "na\u00efve" + (" \u201cquoted\u201d" if encoding == "cp1252" else "")
+    path = tmp_path / name
+    content = text if name == "a.txt" else json.dumps({"text": text}, ensure_ascii=False)
+    path.write_text(content, encoding=encoding)
+    command = read(path)[1][0].hint.partition(": ")[2]
+    assert command.startswith("iconv -f ")
+    if shutil.which("iconv") is None:
+        pytest.skip("no iconv on this machine")
+    subprocess.run(["sh", "-c", command], check=True)
+    texts, faults = read(path)
+    assert (texts, faults) == ([text], [])
 
 
 def test_a_line_too_long_for_memory_is_passed_over(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainyard.data.sources import Segment, find_files, read_documents
+from trainyard.data.sources.files import describe_skipped, scan_inputs
 from trainyard.errors import DataError
 
 
@@ -27,15 +28,20 @@ def test_files_are_sorted_and_folders_searched(tmp_path: Path) -> None:
     [
         ("missing.jsonl", "missing.jsonl does not exist", "check the path"),
         ("*.zst", "no file matches", "check the pattern"),
-        ("a.md", "a.md has no known extension", "known are .jsonl"),
-        ("a.parquet.gz", "a.parquet.gz has no known extension", "known are .jsonl"),
-        ("empty", "holds no file with a known extension", "known are .jsonl"),
+        ("a.pdf", "a.pdf is not plain text", "pdftotext for .pdf"),
+        ("*.docx", "a.docx is not plain text", "pandoc -t plain for .docx"),
+        ("a.parquet.gz", "a.parquet.gz is Parquet inside .gz", "unpack the .gz"),
+        ("empty", "empty holds no file that can be read: it is empty", ".jsonl .ndjson .json"),
+        ("other", "can be read: only 2 .md, 1 .tar.gz, 1 hidden", "such as 'notes/**/*.md'"),
     ],
 )
 def test_a_wrong_input_is_named(tmp_path: Path, item: str, problem: str, hint: str) -> None:
     (tmp_path / "empty").mkdir()
-    for name in ("a.md", "a.parquet.gz"):
+    for name in ("a.parquet.gz", "other/a.md", "other/b/B.MD", "other/a.tar.gz", "other/.a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
+    (tmp_path / "a.pdf").write_bytes(b"%PDF-1.7\n")
+    (tmp_path / "a.docx").write_bytes(b"PK\x03\x04\x14\0\x06\0")
     with pytest.raises(DataError) as caught:
         find_files([str(tmp_path / item)])
     assert problem in caught.value.problem
@@ -48,6 +54,37 @@ def test_an_input_given_twice_is_refused(tmp_path: Path) -> None:
         find_files([str(tmp_path), str(tmp_path / "a.jsonl")])
     with pytest.raises(DataError, match="no input was given"):
         find_files([])
+
+
+def test_what_a_folder_skips_is_counted(tmp_path: Path) -> None:
+    read = ["a.txt", "b/C.TXT", "b/D.Jsonl.GZ", "e.ndjson"]
+    others = [
+        ".git/config",
+        ".x",
+        "f.md",
+        "b/g.MD",
+        "h.pdf",
+        "Makefile",
+        "i.parquet.gz",
+        "j.md.zst",
+    ]
+    for name in [*read, *others]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "link.html").symlink_to(tmp_path / "f.md")
+    files, skipped = scan_inputs([str(tmp_path)])
+    assert files == [tmp_path / name for name in read]
+    assert describe_skipped(skipped) == (
+        "2 .md, 2 hidden, 1 .html, 1 .md.zst, 1 .parquet.gz, 1 .pdf, 1 without a suffix"
+    )
+
+
+@pytest.mark.parametrize("name", ["a.md", "a.py", "a", "a.TXT", "a.utf16"])
+def test_a_named_file_of_any_suffix_is_plain_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("one\ntwo", encoding="utf-16" if "16" in name else "utf-8")
+    assert find_files([str(tmp_path / name)]) == find_files([str(tmp_path / "a*")])
+    (batch,) = read_documents(Segment(tmp_path / name, 0, 7), "text")
+    assert batch.texts == ([] if "16" in name else ["one\ntwo"])
 
 
 ODD_NAMES = [

@@ -20,6 +20,7 @@ either. The `.json` is written last: files without it are not finished.
 from __future__ import annotations
 
 import glob
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,8 @@ from trainyard.errors import DataError, MachineError
 from trainyard.units import format_bytes
 
 OnError = Literal["stop", "quarantine"]
+_MOST_BYTES_TO_TRAIN_ON = 1 << 30
+_LEAST_VOCABULARY = 320
 
 
 def prepare(
@@ -159,6 +162,31 @@ def read_status(corpus: Corpus) -> Progress | None:
 def work_path(corpus: Corpus) -> Path:
     """Names the folder of unfinished work of a corpus."""
     return Path(f"{corpus.output}.work")
+
+
+def choose_tokenizer(corpus: Corpus, vocabulary_size: int = 0) -> tuple[Corpus, int]:
+    """Names the tokenizer of a corpus without one.
+
+    Args:
+        corpus: what it is for.
+        vocabulary_size: train one of this size; 0 chooses.
+
+    Returns:
+        The corpus with its tokenizer, and the vocabulary size to train: a power of two that grows
+        with the cube root of the inputs, such as 2048 for 1 MB and 4096 for 10 MB. More than 1 GiB
+        gets GPT-2's, and 0.
+
+    Raises:
+        DataError: an input is wrong.
+    """
+    trained = corpus.model_copy(update={"tokenizer": f"{corpus.output}_tokenizer"})
+    if vocabulary_size:
+        return trained, vocabulary_size
+    n_bytes = sum(path.stat().st_size for path in find_files(corpus.inputs))
+    if n_bytes > _MOST_BYTES_TO_TRAIN_ON:
+        return corpus.model_copy(update={"tokenizer": "gpt2"}), 0
+    suitable = 1 << int(math.log2(max(1.0, 24 * n_bytes ** (1 / 3))))
+    return trained, max(_LEAST_VOCABULARY, suitable)
 
 
 def train_on_inputs(

@@ -44,7 +44,7 @@ class Place(msgspec.Struct, frozen=True):
 
     def render(self, lines_before: int) -> str:
         """Renders it for people: `corpus.jsonl:12: the line is not valid JSON: ...`."""
-        kind, _ = format_of(Path(self.path)) or ("", "")
+        kind, _ = format_of(Path(self.path))
         number = self.position + lines_before
         separator = {"jsonl": ":", "parquet": ", row ", "wikipedia": ", page "}.get(kind, ":")
         place = f"{self.path}{separator}{number}" if self.position else self.path

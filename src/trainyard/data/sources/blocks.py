@@ -76,11 +76,10 @@ def read_blocks(segment: Segment) -> Iterator[tuple[bytes, int]]:
     Raises:
         DamagedFileError: after the last good byte of a truncated or corrupt compressed file.
     """
-    found = format_of(segment.path)
-    assert found is not None, "find_files lets only known formats through"
+    _, compression = format_of(segment.path)
     with segment.path.open("rb") as file:
-        if found[1]:
-            yield from _unpack(file, found[1])
+        if compression:
+            yield from _unpack(file, compression)
             return
         file.seek(segment.start)
         left = segment.end - segment.start

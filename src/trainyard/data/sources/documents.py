@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
+import re
+import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from trainyard.data.sources.batch import Batch, Fault
 from trainyard.data.sources.blocks import DamagedFileError, read_blocks
@@ -33,6 +38,7 @@ def read_documents(segment: Segment, key: str, fields: Sequence[str] = ()) -> It
     try:
         for batch in _read(segment, key, fields):
             n_lines += batch.n_lines
+            batch.faults[:] = [_say_how_to_convert(fault, segment.path) for fault in batch.faults]
             yield batch
     except OSError as error:
         problem = f"{segment.path} cannot be read: {error.strerror or error}"
@@ -46,14 +52,27 @@ def read_documents(segment: Segment, key: str, fields: Sequence[str] = ()) -> It
 
 
 def _read(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Batch]:
-    found = format_of(segment.path)
-    assert found is not None, "find_files lets only known formats through"
-    if found[0] == "jsonl":
+    kind, _ = format_of(segment.path)
+    if kind == "jsonl":
         return read_jsonl(segment, key, fields)
-    if found[0] == "parquet":
+    if kind == "parquet":
         return read_parquet(segment, key, fields)
-    plain = read_wikipedia(segment) if found[0] == "wikipedia" else _read_txt(segment)
+    plain = read_wikipedia(segment) if kind == "wikipedia" else _read_txt(segment)
     return (_without_metadata(batch, fields) for batch in plain)
+
+
+def _say_how_to_convert(fault: Fault, path: Path) -> Fault:
+    """Puts the command that makes UTF-8 of a file into the hint."""
+    if fault.kind != "invalid UTF-8" or format_of(path)[1]:
+        return fault
+    encoding = "LATIN1"
+    if fault.raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        encoding = "UTF-16"
+    elif re.search(rb"[\x80-\x9f]", fault.raw):  # controls in Latin-1, quotes on Windows
+        encoding = "WINDOWS-1252"
+    name, converted = shlex.quote(str(path)), shlex.quote(f"{path}.utf8")
+    command = f"iconv -f {encoding} -t UTF-8 {name} > {converted} && mv {converted} {name}"
+    return replace(fault, hint=f"convert it: {command}")
 
 
 def _without_metadata(batch: Batch, fields: Sequence[str]) -> Batch:

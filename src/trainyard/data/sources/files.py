@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +18,7 @@ from trainyard.errors import DataError
 
 FORMATS = {
     ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
     ".json": "jsonl",
     ".parquet": "parquet",
     ".txt": "txt",
@@ -27,10 +30,15 @@ UNIT_BYTES = 128 * 2**20
 _DUMP_UNITS = {("wikipedia", ""): 4, ("wikipedia", ".bz2"): 16}
 # Wikimedia names the parts of a dump pages-articles1.xml-p1p41242.bz2.
 _DUMP_PART = re.compile(r"\.xml-p\d+p\d+[\w-]*$")
-_KNOWN = (
-    "known are .jsonl, .json (one object a line), .txt, .xml (a dump of Wikipedia), each also "
-    ".gz .bz2 .xz .zst, and .parquet"
+KNOWN = (
+    "folders are searched for .jsonl .ndjson .json (one object a line), .txt, .xml (a dump of "
+    "Wikipedia), each also .gz .bz2 .xz .zst, and .parquet"
 )
+OTHER_TEXT = "name other text files to read them too, such as 'notes/**/*.md'"
+_CONVERT = (
+    "save it as plain text first: pdftotext for .pdf, pandoc -t plain for .docx, .odt and .epub"
+)
+_HEAD_BYTES = 1 << 13
 
 
 @dataclass(frozen=True)
@@ -46,29 +54,53 @@ class Segment:
     end: int
 
 
-def format_of(path: Path) -> tuple[str, str] | None:
-    """Gives the format and the compression suffix ("" for none); None when it is unknown."""
-    compression = path.suffix if path.suffix in COMPRESSIONS else ""
-    name = path.stem if compression else path.name
-    kind = FORMATS.get(".xml" if _DUMP_PART.search(name) else Path(name).suffix)
-    if kind is None or (kind == "parquet" and compression):
-        return None
-    return kind, compression
+def format_of(path: Path) -> tuple[str, str]:
+    """Gives the format and the compression suffix ("" for none).
+
+    Any other suffix than those of `FORMATS` is that of plain text.
+    """
+    inner, compression = _suffixes(path)
+    return FORMATS.get(inner, "txt"), compression
+
+
+def _suffixes(path: Path) -> tuple[str, str]:
+    """Gives what says the format, and the compression, both in lower case; "" for none."""
+    name = path.name.lower()
+    compression = next((suffix for suffix in COMPRESSIONS if name.endswith(suffix)), "")
+    name = name.removesuffix(compression)
+    return ".xml" if _DUMP_PART.search(name) else Path(name).suffix, compression
+
+
+def _skipped_as(name: str) -> str:
+    """Names the kind of a file that folders are not searched for; "" if they are."""
+    inner, compression = _suffixes(Path(name))
+    if inner in FORMATS and not (inner == ".parquet" and compression):
+        return ""
+    return f"{inner}{compression}" or "without a suffix"
 
 
 def find_files(inputs: Sequence[str]) -> list[Path]:
+    """Lists the files that `scan_inputs` finds."""
+    return scan_inputs(inputs)[0]
+
+
+def scan_inputs(inputs: Sequence[str]) -> tuple[list[Path], Counter[str]]:
     """Lists the files that files, folders (recursive) and globs name, each input's names sorted.
 
-    A folder is read with what its links lead to; hidden files and folders are passed over.
+    A folder is read with what its links lead to.
+
+    Returns:
+        The files, and how many others the folders hold: by suffix, or "hidden".
 
     Raises:
-        DataError: an input is missing, matches nothing, has an unknown extension, a name that is
-            not UTF-8, comes twice, or is a folder that cannot be read.
+        DataError: an input is missing, matches nothing, is no text, has a name that is not UTF-8,
+            comes twice, or is a folder without text or that cannot be read.
     """
     files: list[Path] = []
+    skipped: Counter[str] = Counter()
     for item in inputs:
         try:
-            files += _expand(item)
+            files += _expand(item, skipped)
         except OSError as error:
             problem = f"{_printable(error.filename or item)} cannot be read: {error.strerror}"
             raise DataError(problem, "check that it may be read, or leave it out") from error
@@ -87,15 +119,25 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
         seen.add(real)
     if not files:
         raise DataError("no input was given", "name at least one file, folder or glob")
-    return files
+    return files, skipped
 
 
-def _expand(item: str) -> list[Path]:
+def describe_skipped(skipped: Counter[str]) -> str:
+    """Names the most frequent kinds of files first: `9 .md, 3 .pdf, 1 hidden`."""
+    ordered = sorted(skipped.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:,} {kind}" for kind, count in ordered)
+
+
+def _expand(item: str, skipped: Counter[str]) -> list[Path]:
     path, shown = Path(item), _printable(item)
     if path.is_dir():
-        found = _search(path)
+        others: Counter[str] = Counter()
+        found = _search(path, others)
         if not found:
-            raise DataError(f"the folder {shown} holds no file with a known extension", _KNOWN)
+            there = f"only {describe_skipped(others)}" if others else "it is empty"
+            problem = f"the folder {shown} holds no file that can be read: {there}"
+            raise DataError(problem, f"{KNOWN}; {OTHER_TEXT}")
+        skipped += others
     elif path.exists():
         open_file(path).close()  # neither a pipe nor a device
         found = [path]
@@ -111,9 +153,22 @@ def _expand(item: str) -> list[Path]:
             raise DataError(
                 f"the name of {_printable(file)} is not UTF-8", "rename the file or its folder"
             )
-        if format_of(file) is None:
-            raise DataError(f"{file} has no known extension", _KNOWN)
+        if not path.is_dir() and _skipped_as(file.name):
+            _check_text(file)
     return found
+
+
+def _check_text(path: Path) -> None:
+    """Refuses a file that only its user can take for text."""
+    with open_file(path) as file:
+        head = file.read(_HEAD_BYTES)
+    inner, compression = _suffixes(path)
+    if inner == ".parquet":
+        raise DataError(f"{path} is Parquet inside {compression}", f"unpack the {compression}")
+    is_utf16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    is_binary = head.startswith(b"%PDF-") or (b"\0" in head and not is_utf16)
+    if is_binary and not compression:
+        raise DataError(f"{path} is not plain text", _CONVERT)
 
 
 def _printable(path: str | Path) -> str:
@@ -121,8 +176,11 @@ def _printable(path: str | Path) -> str:
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
-def _search(top: Path) -> list[Path]:
-    """Lists the files of known formats in a folder, each real file and folder once."""
+def _search(top: Path, skipped: Counter[str]) -> list[Path]:
+    """Lists the files of known formats in a folder, each real file and folder once.
+
+    Others are counted in `skipped`.
+    """
     files: list[str] = []
     folders = [top]
     # Links come last, so that what is there without them keeps its plain path.
@@ -136,25 +194,37 @@ def _search(top: Path) -> list[Path]:
         if real in seen:
             continue
         seen.add(real)
-        for entry in _list_folder(folder):
+        for entry in _list_folder(folder, skipped):
             if entry.is_symlink():
                 path = folder / entry.name
                 (folder_links if path.is_dir() else file_links).append(path)
             elif entry.is_dir():
                 folders.append(folder / entry.name)
-            elif format_of(Path(entry.name)) and entry.is_file():
+            elif kind := _skipped_as(entry.name):
+                skipped[kind] += 1
+            elif entry.is_file():
                 files.append(entry.path)
                 seen.add(f"{real}{os.sep}{entry.name}")
-    for link in sorted(file_links):
-        if format_of(link) and link.is_file() and str(link.resolve()) not in seen:
-            files.append(str(link))
-            seen.add(str(link.resolve()))
+    files += _follow(file_links, seen, skipped)
     return sorted(map(Path, files), key=lambda path: path.parts)
 
 
-def _list_folder(folder: Path) -> Iterator[os.DirEntry[str]]:
+def _follow(links: list[Path], seen: set[str], skipped: Counter[str]) -> Iterator[str]:
+    for link in sorted(links):
+        if kind := _skipped_as(link.name):
+            skipped[kind] += 1
+        elif link.is_file() and str(link.resolve()) not in seen:
+            seen.add(str(link.resolve()))
+            yield str(link)
+
+
+def _list_folder(folder: Path, skipped: Counter[str]) -> Iterator[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
-        yield from (entry for entry in entries if not entry.name.startswith("."))
+        for entry in entries:
+            if entry.name.startswith("."):
+                skipped["hidden"] += 1
+            else:
+                yield entry
 
 
 def split_into_units(files: Sequence[Path], unit_bytes: int = UNIT_BYTES) -> list[list[Segment]]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from trainyard.data.sources.batch import Batch, Fault
 from trainyard.data.sources.blocks import DamagedFileError, read_blocks
 from trainyard.data.sources.bzip2 import Chunk, read_bzip2_blocks
-from trainyard.data.sources.files import Segment
+from trainyard.data.sources.files import Segment, format_of
 from trainyard.data.sources.wikitext import clean_wikitext
 
 MAX_PAGE_BYTES = 64 * 2**20
@@ -154,9 +154,10 @@ def _split(page: _Page) -> tuple[bytes, bytes, str]:
 
 def _read_chunks(segment: Segment) -> Iterator[Chunk]:
     """Yields the segment's own data, then, as long as asked, what follows it."""
-    if segment.path.suffix == ".bz2":
+    _, compression = format_of(segment.path)
+    if compression == ".bz2":
         yield from read_bzip2_blocks(segment.path, segment.start, segment.end)
-    elif segment.path.suffix in (".gz", ".xz", ".zst"):
+    elif compression:
         yield from (Chunk(data, n_bytes, True) for data, n_bytes in read_blocks(segment))
     else:
         with segment.path.open("rb") as file:
