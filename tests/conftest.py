@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import WATCHDOG_SECONDS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +35,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Forked ranks would wait for ever for the threads of a pool of compilers that their parent started.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-LIMIT_SECONDS = 240.0  # compiling takes a minute where nothing is cached
 
 
 class _RankError(Exception):
@@ -46,7 +46,7 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     """`run_ranks(n, function, *arguments)` calls the function in `n` processes joined by gloo.
 
     Gives what each returned, by rank: numbers, bytes, NumPy arrays, but no tensors, whose memory
-    ends with the process. The first error of any rank is raised here; four minutes are the limit.
+    ends with the process. The first error of any rank is raised here.
     Processes are forked: arguments need not travel, and functions may be local.
     """
     n_calls = 0
@@ -84,13 +84,13 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
 
 def _collect(receivers: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
-    end = time.monotonic() + LIMIT_SECONDS
+    end = time.monotonic() + WATCHDOG_SECONDS
     while len(results) < len(receivers):
         waiting = [r for rank, r in enumerate(receivers) if rank not in results]
         ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
         if not ready:
             missing = [rank for rank in range(len(receivers)) if rank not in results]
-            raise TimeoutError(f"no result of ranks {missing} after {LIMIT_SECONDS:.0f} seconds")
+            raise TimeoutError(f"no result of ranks {missing} after {WATCHDOG_SECONDS:g} seconds")
         for receiver in ready:
             rank = receivers.index(receiver)
             try:
@@ -125,7 +125,7 @@ def _be_rank(
             store=dist.FileStore(str(store), n),
             rank=rank,
             world_size=n,
-            timeout=timedelta(seconds=LIMIT_SECONDS),
+            timeout=timedelta(seconds=WATCHDOG_SECONDS),
         )
         result = function(*arguments)
         dist.barrier()  # nobody leaves while another still talks to it
@@ -138,7 +138,7 @@ def _be_rank(
         except Exception:  # some errors cannot be sent
             sender.send((None, RuntimeError(repr(error)), trace))
         # Leaving now would break what its peers do; their error might be heard first.
-        time.sleep(LIMIT_SECONDS)
+        time.sleep(WATCHDOG_SECONDS)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch._dynamo  # noqa: F401  at first use in every rank it would take seconds
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.checkpoint.format import list_checkpoints, step_of
 from trainyard.data.loader import Batch, Loader
@@ -80,7 +81,7 @@ class Attempt:
     def has_ended(self) -> bool:
         return all(rank.exitcode is not None for rank in self.ranks)
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float = WATCHDOG_SECONDS) -> bool:
         """Waits until all have ended; says whether they have."""
         deadline = time.monotonic() + seconds
         while not self.has_ended() and time.monotonic() < deadline:

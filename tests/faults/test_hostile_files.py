@@ -20,10 +20,8 @@ import pickle
 import re
 import resource
 import shutil
-import signal
 import struct
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +33,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import zstandard
+from tests.waiting import wait_for
 
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import save_checkpoint
@@ -50,7 +49,6 @@ from trainyard.plan.resolve import resolve
 
 pytestmark = pytest.mark.dist
 
-SECONDS = 20
 # Loaded once, so that each fork has them.
 HEAVY_MODULES = (
     *("trainyard.report.page", "trainyard.train.worker", "trainyard.evaluate.generate"),
@@ -330,15 +328,9 @@ def run_alone(command: str) -> tuple[int, str]:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    deadline = time.monotonic() + SECONDS
-    while not (done := os.waitpid(pid, os.WNOHANG))[0]:
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return -1, f"not done after {SECONDS} s"
-        time.sleep(0.005)
+    code = wait_for(pid)
     printed = Path("output.txt").read_text(errors="replace")
-    return os.waitstatus_to_exitcode(done[1]), printed
+    return code, printed
 
 
 def named(printed: str) -> set[str]:

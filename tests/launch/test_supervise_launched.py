@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.processes import TORCHRUN, finish, process_ids, start, wait_until
+from tests.launch.processes import TORCHRUN, finish, process_ids, start
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.dist
 
