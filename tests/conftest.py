@@ -7,18 +7,37 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.leftovers import collect_what_failed, ended_with_the_block
 from tests.waiting import WATCHDOG_SECONDS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layouts", type=int, default=3, help="how many test_layout_walk.py visits")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Leaves no process of a test to the next one."""
+    with ended_with_the_block():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Leaves no open pipe or file of a failed test to the next one."""
+    before = item.session.testsfailed
+    try:
+        return (yield)
+    finally:
+        if item.session.testsfailed > before:
+            collect_what_failed()
 
 
 @pytest.fixture(scope="session")
@@ -73,11 +92,13 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
                 sender.close()
             return _collect([receiver for receiver, _ in pipes])
         finally:
-            for rank in ranks:
+            for rank in filter(lambda rank: rank.pid, ranks):
                 rank.kill()
                 rank.join()
-            for receiver, _ in pipes:
-                receiver.close()
+                rank.close()
+            for pipe in pipes:
+                for end in pipe:
+                    end.close()
 
     return run
 
