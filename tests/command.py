@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from tests.waiting import wait_for
+from tests.waiting import prepare_fork, wait_for
 
 
 def trainyard(*words: str, folder: Path, **environment: str) -> CompletedProcess[str]:
@@ -35,9 +35,8 @@ class Fork:
     """A fork of this process that calls a function, and ends as Python would."""
 
     def __init__(self, call: Callable[[], object]) -> None:
-        import torch._dynamo  # at first use in every fork it would take seconds
 
-        torch.set_num_threads(1)  # threads do not survive a fork, but locks they held do
+        prepare_fork()
         self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         self.pid = os.fork()
         if self.pid == 0:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from tests.leftovers import collect_what_failed, ended_with_the_block
-from tests.waiting import WATCHDOG_SECONDS
+from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,6 +50,8 @@ def shared_data() -> Path:
     return folder
 
 
+settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any")  # both would be exceeded on a busy machine
 # A shell that starts tests in its background lets them, and all they start, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -71,13 +74,10 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     n_calls = 0
 
     def run(n: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        import torch
-        import torch._dynamo  # at first use in every rank it would take 4 s
 
         nonlocal n_calls
         n_calls += 1
-        # Threads do not survive a fork, but locks they held do.
-        torch.set_num_threads(1)
+        prepare_fork()
         fork = multiprocessing.get_context("fork")
         pipes = [fork.Pipe(duplex=False) for _ in range(n)]
         store = tmp_path / f"store{n_calls}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 WATCHDOG_SECONDS = 900.0
 """Ten times what the longest wait takes on an idle machine: after it something hangs."""
@@ -33,3 +35,24 @@ def wait_for(pid: int) -> int:
         os.waitpid(pid, 0)
         raise
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def prepare_fork() -> None:
+    """Returns when no other thread of this process is at work.
+
+    What a thread has half done stays so in a fork, which has no such thread; one of Python's is
+    at work for a moment even after it was joined.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    tasks = Path("/proc/self/task")
+    own = str(threading.get_native_id())
+    wait_until(lambda: not any(_is_at_work(task) for task in tasks.iterdir() if task.name != own))
+
+
+def _is_at_work(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD"
+    except OSError:  # it has ended
+        return False

@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch._dynamo  # at first use in every rank it would take seconds
 from safetensors.torch import load_file
-from tests.waiting import WATCHDOG_SECONDS, wait_for, wait_until
+from tests.waiting import WATCHDOG_SECONDS, prepare_fork, wait_for, wait_until
 
 from trainyard.checkpoint.load import load_tensors, newest_checkpoint
 from trainyard.cli.main import main
@@ -119,7 +119,7 @@ def train(
     (folder / "logs").mkdir(exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
     reading, writing = os.pipe()
-    torch.set_num_threads(1)
+    prepare_fork()
     ranks = []
     for number in range(n_ranks):
         place = Process(

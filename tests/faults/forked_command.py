@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
 from tests.faults import faulty_worker
-from tests.waiting import WATCHDOG_SECONDS
+from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 
 WATCHED = "trainyard.launch.watched"
 
@@ -63,12 +63,11 @@ class ForkedWorker:
 
 def run(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> tuple[int, str]:
     """Runs `trainyard WORDS` in a folder; gives its exit code and all that it and rank 0 said."""
-    import torch._dynamo  # at first use in every worker it would take seconds
 
     from trainyard.train import worker
 
     assert worker
-    torch.set_num_threads(1)  # threads do not survive a fork, but locks they held do
+    prepare_fork()
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

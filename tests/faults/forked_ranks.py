@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch._dynamo  # noqa: F401  at first use in every rank it would take seconds
-from tests.waiting import WATCHDOG_SECONDS
+from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 
 from trainyard.checkpoint.format import list_checkpoints, step_of
 from trainyard.data.loader import Batch, Loader
@@ -65,6 +65,7 @@ class Attempt:
         self._pipe = os.pipe()
         self.started = time.time()
         self.first_step = newest_step(course.folder)
+        prepare_fork()
         fork = multiprocessing.get_context("fork")
         self.ranks: list[ForkProcess] = []
         for rank, reader in enumerate(self.readers):

@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from tests.faults.forked_ranks import Aim, Attempt, Course, newest_step, read_order
 from tests.faults.small_run import Outcome, differences, read_outcome, small_overrides, write_tokens
 
@@ -177,7 +176,6 @@ def train_whole(
 def run_all(n_kills: int, seed: int, folder: Path) -> dict[str, Any]:
     """Kills so many times over as many runs as it takes, and gives the record."""
     started = time.monotonic()
-    torch.set_num_threads(1)  # threads do not survive a fork, but locks they held do
     choice = random.Random(seed)
     tokens = write_tokens(folder)
     whole_runs: dict[str, tuple[Course, Outcome]] = {}

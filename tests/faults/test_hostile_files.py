@@ -31,9 +31,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 import zstandard
-from tests.waiting import wait_for
+from tests.waiting import prepare_fork, wait_for
 
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import save_checkpoint
@@ -301,7 +300,7 @@ def write_huggingface() -> None:
 
 def run_alone(command: str) -> tuple[int, str]:
     """Runs a command in a fork, within limits; gives its exit code and what it printed."""
-    torch.set_num_threads(1)
+    prepare_fork()
     pid = os.fork()
     if pid == 0:
         code = 1
