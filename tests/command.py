@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
-LIMIT_SECONDS = 300.0
+from tests.waiting import prepare_fork, wait_for
 
 
 def trainyard(*words: str, folder: Path, **environment: str) -> CompletedProcess[str]:
@@ -38,9 +36,8 @@ class Fork:
     """A fork of this process that calls a function, and ends as Python would."""
 
     def __init__(self, call: Callable[[], object]) -> None:
-        import torch._dynamo  # at first use in every fork it would take seconds
 
-        torch.set_num_threads(1)  # threads do not survive a fork, but locks they held do
+        prepare_fork()
         self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         self.pid = os.fork()
         if self.pid == 0:
@@ -48,19 +45,13 @@ class Fork:
 
     def wait(self) -> CompletedProcess[str]:
         """Waits until it has ended; gives its exit code and what it said."""
-        end = time.monotonic() + LIMIT_SECONDS
-        while not (done := os.waitpid(self.pid, os.WNOHANG))[0]:
-            if time.monotonic() > end:
-                os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
-                raise TimeoutError(f"not done after {LIMIT_SECONDS:g} seconds")
-            time.sleep(0.005)
+        status = wait_for(self.pid)
         texts = []
         for file in self._files:
             file.seek(0)
             texts.append(file.read())
             file.close()
-        return CompletedProcess([], os.waitstatus_to_exitcode(done[1]), *texts)
+        return CompletedProcess([], status, *texts)
 
 
 def _be(call: Callable[[], object], out: int, error: int) -> None:

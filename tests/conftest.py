@@ -7,17 +7,38 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+from tests.leftovers import collect_what_failed, ended_with_the_block
+from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layouts", type=int, default=3, help="how many test_layout_walk.py visits")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Leaves no process of a test to the next one."""
+    with ended_with_the_block():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Leaves no open pipe or file of a failed test to the next one."""
+    before = item.session.testsfailed
+    try:
+        return (yield)
+    finally:
+        if item.session.testsfailed > before:
+            collect_what_failed()
 
 
 @pytest.fixture(scope="session")
@@ -29,12 +50,13 @@ def shared_data() -> Path:
     return folder
 
 
+settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any")  # both would be exceeded on a busy machine
 # A shell that starts tests in its background lets them, and all they start, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Forked ranks would wait for ever for the threads of a pool of compilers that their parent started.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-LIMIT_SECONDS = 240.0  # compiling takes a minute where nothing is cached
 
 
 class _RankError(Exception):
@@ -46,19 +68,16 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     """`run_ranks(n, function, *arguments)` calls the function in `n` processes joined by gloo.
 
     Gives what each returned, by rank: numbers, bytes, NumPy arrays, but no tensors, whose memory
-    ends with the process. The first error of any rank is raised here; four minutes are the limit.
+    ends with the process. The first error of any rank is raised here.
     Processes are forked: arguments need not travel, and functions may be local.
     """
     n_calls = 0
 
     def run(n: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        import torch
-        import torch._dynamo  # at first use in every rank it would take 4 s
 
         nonlocal n_calls
         n_calls += 1
-        # Threads do not survive a fork, but locks they held do.
-        torch.set_num_threads(1)
+        prepare_fork()
         fork = multiprocessing.get_context("fork")
         pipes = [fork.Pipe(duplex=False) for _ in range(n)]
         store = tmp_path / f"store{n_calls}"
@@ -73,24 +92,26 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
                 sender.close()
             return _collect([receiver for receiver, _ in pipes])
         finally:
-            for rank in ranks:
+            for rank in filter(lambda rank: rank.pid, ranks):
                 rank.kill()
                 rank.join()
-            for receiver, _ in pipes:
-                receiver.close()
+                rank.close()
+            for pipe in pipes:
+                for end in pipe:
+                    end.close()
 
     return run
 
 
 def _collect(receivers: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
-    end = time.monotonic() + LIMIT_SECONDS
+    end = time.monotonic() + WATCHDOG_SECONDS
     while len(results) < len(receivers):
         waiting = [r for rank, r in enumerate(receivers) if rank not in results]
         ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
         if not ready:
             missing = [rank for rank in range(len(receivers)) if rank not in results]
-            raise TimeoutError(f"no result of ranks {missing} after {LIMIT_SECONDS:.0f} seconds")
+            raise TimeoutError(f"no result of ranks {missing} after {WATCHDOG_SECONDS:g} seconds")
         for receiver in ready:
             rank = receivers.index(receiver)
             try:
@@ -125,7 +146,7 @@ def _be_rank(
             store=dist.FileStore(str(store), n),
             rank=rank,
             world_size=n,
-            timeout=timedelta(seconds=LIMIT_SECONDS),
+            timeout=timedelta(seconds=WATCHDOG_SECONDS),
         )
         result = function(*arguments)
         dist.barrier()  # nobody leaves while another still talks to it
@@ -138,7 +159,7 @@ def _be_rank(
         except Exception:  # some errors cannot be sent
             sender.send((None, RuntimeError(repr(error)), trace))
         # Leaving now would break what its peers do; their error might be heard first.
-        time.sleep(LIMIT_SECONDS)
+        time.sleep(WATCHDOG_SECONDS)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

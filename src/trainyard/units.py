@@ -64,7 +64,8 @@ def format_count(count: int) -> str:
     for prefix in ("T", "B", "M", "k"):
         scale = _PREFIXES[prefix]
         if count >= scale and (count * 100) % scale == 0:
-            return f"{count / scale:.2f}".rstrip("0").rstrip(".") + prefix
+            whole, rest = divmod(count, scale)  # a quotient of floats would round
+            return f"{whole}.{rest * 100 // scale:02}".rstrip("0").rstrip(".") + prefix
     return str(count)
 
 

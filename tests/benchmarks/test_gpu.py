@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.config.load import load_run
 from trainyard.plan.resolve import resolve
@@ -107,7 +108,7 @@ def test_a_failure_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     from benchmarks.gpu.commands import Budget, Variant, bench
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    found = bench(Variant("none", "no-such-preset"), Budget(time.monotonic() + 200))
+    found = bench(Variant("none", "no-such-preset"), Budget(time.monotonic() + WATCHDOG_SECONDS))
     assert found["failed"] == "exit code 2"
     assert "no-such-preset" in found["said"]
     assert not found["out_of_memory"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.checkpoint.background import Retention, Saver, probe, remove_old
 from trainyard.checkpoint.format import list_checkpoints, read_manifest
@@ -47,7 +48,7 @@ class Gate:
 
     def __call__(self) -> None:
         self.reached.set()
-        assert self.opened.wait(30)
+        assert self.opened.wait(WATCHDOG_SECONDS)
 
 
 def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, make_facts):
@@ -64,7 +65,7 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, make_fac
     }
     expected = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     saver.save(make_facts(1), tensors, {}, 1000)
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(WATCHDOG_SECONDS)
     for tensor in tensors.values():
         tensor.detach().zero_()
     gate.opened.set()
@@ -192,7 +193,7 @@ def test_a_bug_in_the_writer_is_raised(tmp_path, make_facts, background):
 
 
 def test_ranks_save_together_and_fail_together(tmp_path, make_facts):
-    barrier = threading.Barrier(2, timeout=30)
+    barrier = threading.Barrier(2, timeout=WATCHDOG_SECONDS)
     outcomes: dict[int, list[object]] = {0: [], 1: []}
 
     def one(rank: int) -> None:
@@ -230,7 +231,7 @@ def test_a_writer_that_waits_for_a_dead_rank_does_not_keep_the_process(tmp_path)
         "saver.save(facts, {'model.a': torch.ones(3)}, {}, 12)\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG_SECONDS)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.checkpoint.verify import check_checkpoint
@@ -35,7 +36,7 @@ def save(step, n=200_000):
 """
 
 # Forks, because a process that has imported torch is ready at once. The moment of the kill is drawn
-# from two saves' time after the child is ready, so that most kills fall into a save.
+# from what two saves compute, so that most kills fall into a save however busy the machine is.
 KILLER = """
 moments = random.Random(0)
 
@@ -49,25 +50,20 @@ def train(first, last):
         [value.fill_(-1) for value in values.values()]
     saver.wait()
 
-started = time.perf_counter()
+started = time.process_time()
 train(1, 3)
-two_saves_seconds = 2 / 3 * (time.perf_counter() - started)
+two_saves_seconds = 2 / 3 * (time.process_time() - started)
 newest_steps, n_half_written = [3], 0
 for _ in range(int(sys.argv[3])):
-    ready, tell = os.pipe()
+    seconds = moments.uniform(0.0, two_saves_seconds)
     child = os.fork()
     if child == 0:
         try:
-            os.write(tell, b"x")
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF kills as SIGKILL does
             train(newest_steps[-1] + 1, 10**6)
         finally:
             os._exit(1)
-    os.read(ready, 1)
-    time.sleep(moments.uniform(0.0, two_saves_seconds))
-    os.kill(child, signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    os.close(ready)
-    os.close(tell)
+    assert os.waitpid(child, 0)[1] == signal.SIGPROF
     n_half_written += any(folder.glob(".*"))
     manifests = [check_checkpoint(path).manifest for path in list_checkpoints(folder)]
     newest = newest_checkpoint(folder)
@@ -114,7 +110,7 @@ from trainyard.checkpoint.save import Ranks
 from trainyard.parallel.placement import whole
 
 before = save(1, 20_000)
-barrier, errors = threading.Barrier(4, timeout=60), {}
+barrier, errors = threading.Barrier(4), {}
 
 def one(rank):
     ranks = Ranks(rank, 4, lambda: barrier.wait())
@@ -197,7 +193,9 @@ assert [path.name for path in folder.iterdir()] == ["step-00000003"]
 def _python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PREAMBLE + code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=WATCHDOG_SECONDS
+    )
 
 
 def test_every_flipped_bit_is_found(tmp_path, make_facts, tensors):
@@ -283,7 +281,10 @@ def _python_on_a_disk_of_its_own(
     script = [sys.executable, "-c", PREAMBLE + code, str(folder)]
     try:
         done = subprocess.run(
-            [*unshare, *inside, *script], capture_output=True, text=True, timeout=120
+            [*unshare, *inside, *script],
+            capture_output=True,
+            text=True,
+            timeout=WATCHDOG_SECONDS,
         )
     except FileNotFoundError:
         pytest.skip("no unshare on this machine")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import WATCHDOG_SECONDS
 from torch import Tensor
 
 from trainyard.checkpoint.format import MANIFEST, Facts
@@ -29,7 +30,7 @@ Edit = Callable[[Path, Callable[[dict[str, Any]], object]], None]
 
 def save_with_ranks(folder: Path, facts: Facts, tensors: dict[str, Tensor]) -> Path:
     """Saves as four ranks do that each hold a quarter of the rows, or one of them the whole."""
-    barrier = threading.Barrier(N_RANKS, timeout=60)
+    barrier = threading.Barrier(N_RANKS, timeout=WATCHDOG_SECONDS)
 
     def save(rank: int) -> Path:
         held, places = {}, {}

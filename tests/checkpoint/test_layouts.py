@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waiting import WATCHDOG_SECONDS
 from torch import Tensor
 
 from trainyard.checkpoint.format import read_manifest
@@ -137,7 +138,7 @@ def hold(run: Run, layout: Layout, wholes: Mapping[str, Tensor], rank: int) -> d
 
 def call_ranks(n: int, call: Callable[[Ranks], Any]) -> list[Any]:
     """Calls a function for each rank at once; gives results, or errors in their place."""
-    barrier = threading.Barrier(n, timeout=60)
+    barrier = threading.Barrier(n, timeout=WATCHDOG_SECONDS)
 
     def one(rank: int) -> Any:
         try:

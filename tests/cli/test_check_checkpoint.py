@@ -133,7 +133,7 @@ def test_a_flipped_bit_as_a_user_meets_it(runs: Path) -> None:
     path.write_bytes(content)
     command = [sys.executable, "-c", "from trainyard.cli.main import main; main()"]
     result = subprocess.run(
-        [*command, "check", "checkpoint", "demo"], capture_output=True, text=True, timeout=120
+        [*command, "check", "checkpoint", "demo"], capture_output=True, text=True
     )
     assert result.returncode == 2
     assert result.stdout == ""

@@ -30,7 +30,7 @@ prefixes = ["corpus"]
 
 def start_trainyard(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from trainyard.cli.main import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
 
 
 @pytest.fixture

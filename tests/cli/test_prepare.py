@@ -8,12 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from tests.waiting import WATCHDOG_SECONDS, wait_until
 from typer.testing import CliRunner
 
 from trainyard.cli.prepare import prepare as prepare_verb
@@ -211,14 +211,11 @@ def test_the_status_of_work_in_flight(folder: Path) -> None:
     command += ["plain.toml", "--workers", "2", "--on-error", "quarantine"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        deadline = time.monotonic() + 30
-        while not list(Path().glob("web.work/claimed/unit-*")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: process.poll() or list(Path().glob("web.work/claimed/unit-*")))
         shown = run_verb("plain.toml", "--status")
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=WATCHDOG_SECONDS)
     assert process.returncode != 0
     assert "% of 0.240 GB of input, " in shown
     assert "documents, " in shown

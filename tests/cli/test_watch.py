@@ -8,18 +8,16 @@ import pty
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.report.conftest import run_lines, train_line, write_run_folder
+from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.launch.lock import hold
 
 COMMAND = [sys.executable, "-c", "from trainyard.cli.main import main; main()", "watch"]
-PATIENCE_SECONDS = 60.0
 
 
 def add(folder: Path, *lines: dict[str, Any]) -> None:
@@ -30,13 +28,6 @@ def add(folder: Path, *lines: dict[str, Any]) -> None:
 def end(folder: Path, reason: str, exit_code: int) -> None:
     facts = {"reason": reason, "exit_code": exit_code, "step": 4}
     (folder / "outcome.json").write_text(json.dumps(facts))
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -54,7 +45,7 @@ def test_once_shows_one_screen(tmp_path: Path) -> None:
         text=True,
         cwd=tmp_path,
         env=sized,
-        timeout=PATIENCE_SECONDS,
+        timeout=WATCHDOG_SECONDS,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("tiny  ended: received SIGTERM; the same command continues\n")
@@ -75,7 +66,7 @@ def test_off_a_terminal_it_prints_lines_until_the_run_has_ended(folder: Path) ->
         assert watching.stdout.readline().startswith("step 4/50 | loss 5.5000")
         end(folder, "done", 0)
         add(folder, {"kind": "end", "step": 4, "reason": "done"})
-    rest, _ = watching.communicate(timeout=PATIENCE_SECONDS)
+    rest, _ = watching.communicate(timeout=WATCHDOG_SECONDS)
     assert (rest, watching.returncode) == ("step 4: ended: done\nended: done\n", 0)
 
 
@@ -105,11 +96,11 @@ def test_on_a_terminal_it_shows_the_run_until_it_ends(folder: Path, stop: str) -
         wait_until(lambda: "step 4/50" in read())
         if stop == "Ctrl-C":
             watching.send_signal(signal.SIGINT)
-            assert watching.wait(PATIENCE_SECONDS) == 0
+            assert watching.wait(WATCHDOG_SECONDS) == 0
         else:
             end(folder, "done", 0)
     wait_until(lambda: watching.poll() is not None or not read())
-    assert watching.wait(PATIENCE_SECONDS) == 0
+    assert watching.wait(WATCHDOG_SECONDS) == 0
     while len(seen) < len(read()):
         pass
     os.close(ours)
@@ -119,7 +110,7 @@ def test_on_a_terminal_it_shows_the_run_until_it_ends(folder: Path, stop: str) -
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(
-        [*COMMAND, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        [*COMMAND, str(tmp_path)], capture_output=True, text=True, timeout=WATCHDOG_SECONDS
     )
     assert done.returncode == 2
     assert "is not a run folder: it has no run.toml" in done.stderr

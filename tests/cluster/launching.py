@@ -42,7 +42,6 @@ def trainyard(
     machines: Machines,
     folder: Path,
     *arguments: str,
-    timeout_seconds: float = 300.0,
     path: str = "",
 ) -> CompletedProcess[str]:
     """Runs `trainyard` on the login machine, in a folder."""
@@ -53,7 +52,6 @@ def trainyard(
         [*TRAINYARD, *arguments],
         folder=folder,
         environment=environment,
-        timeout_seconds=timeout_seconds,
     )
 
 

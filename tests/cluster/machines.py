@@ -31,8 +31,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.waiting import WATCHDOG_SECONDS
+
 LOGIN = "login"
-WAIT_SECONDS = 20.0
 POLL_SECONDS = 0.05
 PACKAGES = {
     "ip": "iproute2",
@@ -161,7 +162,10 @@ class Machines:
             self._ip(f"addr add {self.address(name)}/24 dev br0")
             self._ip("link set br0 up")
         else:
-            self._ip(f"link add v-{name} type veth peer name eth0 netns {self._pid(name)}")
+            # A new address would be unknown to those who knew the machine before it died.
+            mac = f"02:00:00:00:00:{int(name.removeprefix('n')):02x}"
+            peer = f"name eth0 address {mac} netns {self._pid(name)}"
+            self._ip(f"link add v-{name} type veth peer {peer}")
             self._ip(f"link set v-{name} master br0 up")
             self._ip(f"addr add {self.address(name)}/24 dev eth0", name)
             self._ip("link set eth0 up", name)
@@ -203,7 +207,6 @@ class Machines:
         folder: Path | None = None,
         stdin: str = "",
         environment: Mapping[str, str] | None = None,
-        timeout_seconds: float = 60.0,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command on a machine, to its end."""
         return subprocess.run(
@@ -212,7 +215,7 @@ class Machines:
             capture_output=True,
             text=True,
             env={**self.environment, **(environment or {})},
-            timeout=timeout_seconds,
+            timeout=WATCHDOG_SECONDS,
         )
 
     def start_daemon(self, name: str, argv: Sequence[str]) -> None:
@@ -228,15 +231,13 @@ class Machines:
             )
         self._daemons[name].append(daemon)
 
-    def wait_until(
-        self, what: str, holds: Callable[[], bool], timeout_seconds: float = WAIT_SECONDS
-    ) -> None:
+    def wait_until(self, what: str, holds: Callable[[], bool]) -> None:
         """Waits until a condition holds.
 
         Raises:
-            TimeoutError: it does not in that time, or a daemon has ended; carries their logs.
+            TimeoutError: it never does, or a daemon has ended; carries their logs.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + WATCHDOG_SECONDS
         while not holds():
             daemons = [daemon for each in self._daemons.values() for daemon in each]
             ended = [daemon.args for daemon in daemons if daemon.poll() is not None]

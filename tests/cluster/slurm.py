@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.waiting import WATCHDOG_SECONDS
+
 from .machines import LOGIN, Machines
 
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
@@ -59,7 +61,6 @@ SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1
 # So long a node may be silent until its jobs are started elsewhere.
 SlurmdTimeout=15
-MessageTimeout=5
 KillWait=2
 ReturnToService=2
 # Ended jobs stay visible to `scontrol show job`.
@@ -125,7 +126,7 @@ class Slurm:
         """
         return int(self.run(["sbatch", "--parsable", *options], stdin=script))
 
-    def wait(self, job: int, timeout_seconds: float = 30.0) -> dict[int, tuple[str, int]]:
+    def wait(self, job: int) -> dict[int, tuple[str, int]]:
         """Waits until every task of a job has ended; gives each one's state and exit code.
 
         Returns:
@@ -135,7 +136,7 @@ class Slurm:
         Raises:
             TimeoutError: carries the job as Slurm shows it, and the ends of the daemons' logs.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + WATCHDOG_SECONDS
         while True:
             tasks = self.tasks(job)
             if all(state in ENDED for state, _ in tasks.values()):
@@ -170,11 +171,9 @@ class Slurm:
         """Such as `idle`, `alloc` or `down*`."""
         return self.run(["sinfo", "--noheader", f"--nodes={node}", "--format=%t", "-pmain"]).strip()
 
-    def wait_until(
-        self, what: str, holds: Callable[[], bool], timeout_seconds: float = 20.0
-    ) -> None:
+    def wait_until(self, what: str, holds: Callable[[], bool]) -> None:
         """Waits until a condition holds, as `Machines.wait_until` does."""
-        self.machines.wait_until(what, holds, timeout_seconds)
+        self.machines.wait_until(what, holds)
 
     def _write_configuration(self) -> None:
         address = self.machines.address(LOGIN)

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.waiting import WATCHDOG_SECONDS
+
 from trainyard.data.tokenizer import train_tokenizer
 from trainyard.launch.submit import read_submission
 
@@ -31,7 +33,6 @@ from .slurm import Slurm
 
 N_STEPS = 200
 N_BETWEEN = 15
-LIMIT_SECONDS = 400.0
 NOISE = re.compile("^      File|hread|hostname of the client socket")
 LAUNCH = "launch run.toml --cluster basement.toml --nodes 2 --stages all"
 RUN = f"""\
@@ -135,7 +136,7 @@ class Story:
 
     def follow(self, what: str, holds: Callable[[], bool]) -> None:
         """Shows the job's log until something has come true."""
-        deadline = time.monotonic() + LIMIT_SECONDS
+        deadline = time.monotonic() + WATCHDOG_SECONDS
         while not holds():
             self.show_log()
             if time.monotonic() > deadline:

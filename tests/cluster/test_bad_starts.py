@@ -5,23 +5,22 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from tests.faults.small_run import small_overrides, write_tokens
+from tests.waiting import wait_until
 
 from .launching import trainyard, write_cluster
 from .machines import Machines
 from .slurm import Slurm
-from .test_backends import job_of, log_of
+from .test_backends import job_of, log_of, whole_log_of
 
 pytestmark = pytest.mark.dist
 
-LIMIT_SECONDS = 60.0
 LISTEN = "import socket, time; s = socket.create_server(('', 12345)); time.sleep(600)"
 
 
@@ -46,8 +45,8 @@ def launch(
 def end_of(slurm: Slurm, project: Path, name: str) -> tuple[tuple[str, int], str]:
     """Waits for a job; gives its state and exit code, and its log."""
     folder = project / "runs" / name
-    (ended,) = slurm.wait(job_of(folder), LIMIT_SECONDS).values()
-    return ended, log_of(folder)
+    (ended,) = slurm.wait(job_of(folder)).values()
+    return ended, whole_log_of(folder)
 
 
 def test_a_port_in_use(slurm: Slurm, machines: Machines, project: Path) -> None:
@@ -114,7 +113,7 @@ def test_a_run_folder_that_another_node_cannot_write(
     with read_only(machines, folder, "n2"):
         launch(machines, project, "other")
         says = f"error: rank 1 of 2: n2 cannot write to {folder}\n"
-        wait_for(lambda: says in log_of(folder))
+        wait_until(lambda: says in log_of(folder))
         slurm.run(["scancel", str(job_of(folder))])
         end_of(slurm, project, "other")
 
@@ -146,14 +145,7 @@ def on(machines: Machines, host: str, program: str, ready: str) -> Iterator[None
         ["sh", "-c", '"$0" -c "$1" >/dev/null 2>&1 & echo $!', sys.executable, program], host=host
     )
     try:
-        wait_for(lambda: machines.run(["sh", "-c", ready], host=host).returncode == 0)
+        wait_until(lambda: machines.run(["sh", "-c", ready], host=host).returncode == 0)
         yield
     finally:
         machines.run(["kill", started.stdout.strip()], host=host)
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -71,7 +71,7 @@ def test_a_node_that_is_cut_off_answers_no_more(machines: Machines) -> None:
         assert "timed out" in machines.run(ask).stderr
     finally:
         machines.join("n2")
-    assert machines.run(ask).stdout == "n2\n"
+    machines.wait_until("n2 answers", lambda: machines.run(ask).stdout == "n2\n")
 
 
 def test_a_second_slurm_loses_a_node_and_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_second_slurm_loses_a_node_and_leaves_nothing(slurm: Slurm, tmp_path: 
             machines.kill("n1")
             assert machines.run(["ssh", "-o", "ConnectTimeout=2", "n1", "true"]).returncode != 0
             hosts = tmp_path / "hosts"
-            second.wait_until("it runs again", lambda: "n2" in hosts.read_text(), 60)
+            second.wait_until("it runs again", lambda: "n2" in hosts.read_text())
             assert hosts.read_text() == "n1\nn2\n"
             second.boot("n1")
             assert second.show(job)["Restarts"] == "1"
@@ -104,6 +104,6 @@ def test_mpiexec_runs_its_ranks(mpiexec: list[str]) -> None:
     argv = [*mpiexec, "3", "sh", "-c", "echo $PMI_RANK of $PMI_SIZE"]
     # Forwarding its input to ranks that have ended is what mpiexec can die of.
     answer = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
     )
     assert sorted(answer.stdout.splitlines()) == ["0 of 3", "1 of 3", "2 of 3"]

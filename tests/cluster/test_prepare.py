@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.sidecar import load_sidecar
@@ -108,7 +109,7 @@ def test_an_array_of_jobs(root: Path, slurm: Slurm) -> None:
     data_file = write_data_file(root, "array")
     command = shlex.join([*PROGRAM, str(data_file)])
     job = slurm.submit(f"#!/bin/sh\nexec {command}\n", "--array=0-4")
-    ended = slurm.wait(job, timeout_seconds=120)
+    ended = slurm.wait(job)
     assert ended == {i: ("COMPLETED", 0) for i in range(5)}, slurm.output(job, 0)
     # Every task has seen the finished corpus, whoever finished it.
     outputs = [slurm.output(job, i) for i in range(5)]
@@ -126,7 +127,7 @@ def test_a_task_of_an_array_is_killed_and_the_job_run_again(root: Path, slurm: S
     slurm.run(["scancel", "--signal=KILL", str(job)])
     slurm.wait(job)
     job = slurm.submit(script, "--array=0-1")
-    ended = slurm.wait(job, timeout_seconds=120)
+    ended = slurm.wait(job)
     assert ended == {i: ("COMPLETED", 0) for i in range(2)}, slurm.output(job, 0)
     assert read_all(root / "killed") == read_all(root / "one")
 
@@ -134,7 +135,10 @@ def test_a_task_of_an_array_is_killed_and_the_job_run_again(root: Path, slurm: S
 def test_ranks_of_mpi(root: Path, mpiexec: list[str]) -> None:
     data_file = write_data_file(root, "mpi")
     result = subprocess.run(
-        [*mpiexec, "3", *PROGRAM, str(data_file)], capture_output=True, text=True, timeout=120
+        [*mpiexec, "3", *PROGRAM, str(data_file)],
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
     )
     assert result.returncode == 0, result.stderr
     assert read_all(root / "mpi") == read_all(root / "one")

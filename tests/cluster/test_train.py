@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.train.conftest import token_prefix
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.config.load import load_run
 from trainyard.train.run_folder import write_run_folder
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.dist
 
 PROGRAM = "import sys; from trainyard.cli.main import main; main(sys.argv[1:])\n"
 N_STEPS = 4
-LIMIT_SECONDS = 200.0
 
 
 def overrides(prefix: str) -> list[str]:
@@ -75,7 +75,7 @@ def run(argv: list[str], folder: Path, **environment: str) -> subprocess.Complet
         capture_output=True,
         text=True,
         env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
-        timeout=LIMIT_SECONDS,
+        timeout=WATCHDOG_SECONDS,
     )
 
 
@@ -115,7 +115,7 @@ def test_srun(tmp_path: Path, slurm: Slurm, token_prefix: str, expected: list[fl
     rank = shlex.join([sys.executable, *command(tmp_path, token_prefix, "parallel.context=2")])
     script = f"#!/bin/sh\ncd {tmp_path}\nexport OMP_NUM_THREADS=1\nsrun {rank} 2>&1\n"
     job = slurm.submit(script, "--nodes=2", "--ntasks-per-node=1")
-    ended = slurm.wait(job, timeout_seconds=LIMIT_SECONDS)
+    ended = slurm.wait(job)
     assert ended == {0: ("COMPLETED", 0)}, slurm.output(job)
     assert_trained_once(tmp_path, slurm.output(job), expected)
 
@@ -126,9 +126,12 @@ def test_other_overrides_on_one_rank(tmp_path: Path, token_prefix: str) -> None:
     argv = [*launcher, "--nproc-per-node=2", *command(tmp_path, token_prefix)]
     program = tmp_path / "trainyard.py.txt"
     differs = (
-        "import os, sys\nfrom trainyard.cli import train\n"
-        "train.wait_for_run_folder.__defaults__ = (12.0,)\n"
-        "sys.argv += ['train.seed=7'] * (os.environ['RANK'] == '1')\n"
+        "import os, sys, time\nfrom trainyard.cli import train\n"
+        "train.wait_for_run_folder.__defaults__ = (1.0,)\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    sys.argv += ['train.seed=7']\n"
+        "    while not os.path.exists('runs/run/run.toml'):\n"
+        "        time.sleep(0.1)\n"
     )
     program.write_text(differs + PROGRAM, encoding="utf-8")
     done = run(argv, tmp_path)

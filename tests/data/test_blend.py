@@ -52,13 +52,13 @@ positive = st.one_of(st.floats(1e-6, 1e6), st.integers(1, 9).map(float))
 
 
 @given(weights=st.lists(positive, min_size=1, max_size=12), size=st.integers(1, 5000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_any_weights(weights: list[float], size: int) -> None:
     check(np.array(weights) / np.sum(weights), size)
 
 
 @given(limits=st.lists(st.integers(1, 500), min_size=1, max_size=9))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_every_sequence_of_every_corpus_once(limits: list[int]) -> None:
     check(np.array(limits) / np.sum(np.array(limits, float)), sum(limits), limits)
 

@@ -53,7 +53,7 @@ def walk_index(
     extra_token=st.booleans(),
     keep_partial=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_sequences_begin_where_counting_says(
     lengths: list[int], length: int, extra_token: bool, keep_partial: bool
 ) -> None:
@@ -94,7 +94,7 @@ def stream_of(order: CorpusOrder) -> np.ndarray:
     extra_token=st.booleans(),
     drop=st.booleans(),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_rows_are_the_stream_cut_up(
     tmp_path_factory: pytest.TempPathFactory,
     lengths: list[int],

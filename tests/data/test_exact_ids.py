@@ -106,7 +106,7 @@ def test_every_code_point_has_the_ids_of_the_reference(
     assert_exact(gpt2, reference, [rest[i : i + 4096] for i in range(0, len(rest), 4096)])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(texts=st.lists(SPLIT_TEXTS | RUNS, max_size=4))
 def test_hostile_texts_have_the_ids_of_the_reference(
     gpt2: Tokenizer, reference: ReferenceBpe, texts: list[str]
@@ -136,7 +136,7 @@ def test_a_long_run_has_the_ids_of_the_reference(
     assert np.concatenate(list(windows.encode_long(text))).tolist() == reference.encode(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=SPLIT_TEXTS | RUNS, window=st.integers(30, 120), overlap=st.integers(20, 29))
 def test_windows_have_the_ids_of_the_whole(
     gpt2: Tokenizer, reference: ReferenceBpe, text: str, window: int, overlap: int
@@ -152,7 +152,7 @@ def without_contractions(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(train_tokenizer([words * 9], 280, folder))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     text=st.text("'l", max_size=9).map(lambda text: f"{text}'llama" * 20),
     window=st.integers(31, 60),

@@ -259,7 +259,7 @@ def test_an_index_without_document_entries_is_refused(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_no_damage_does_worse_than_a_clear_refusal(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

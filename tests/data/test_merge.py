@@ -101,7 +101,7 @@ def corpora_with_gaps(
 
 
 @given(drawn=corpora_with_gaps())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_parts_are_joined(
     tmp_path_factory: pytest.TempPathFactory,
     drawn: tuple[list[list[Document]], list[list[bool] | None]],

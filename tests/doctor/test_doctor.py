@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.plan.clusters import find_machine
 
@@ -54,7 +55,7 @@ def start(
 
 def doctor(*arguments: str, folder: Path, **variables: object) -> tuple[int, str, str]:
     process = start(*arguments, folder=folder, **variables)
-    output, errors = process.communicate(timeout=200)
+    output, errors = process.communicate(timeout=WATCHDOG_SECONDS)
     return process.returncode, output, errors
 
 
@@ -149,7 +150,9 @@ def start_machines(
 @pytest.mark.dist
 def test_two_machines_share_a_folder_and_each_is_seen(tmp_path: Path) -> None:
     ranks = start_machines("--json", "--nodes", "2", folder=tmp_path)
-    (output, errors), (silent, other_errors) = (rank.communicate(timeout=200) for rank in ranks)
+    (output, errors), (silent, other_errors) = (
+        rank.communicate(timeout=WATCHDOG_SECONDS) for rank in ranks
+    )
     found = json.loads(output)
     assert silent == ""
     assert found["hosts"] == ["n1", "n2"]
@@ -178,8 +181,8 @@ def test_a_machine_that_is_slow_is_named(tmp_path: Path) -> None:
     fast, braked = start_machines(
         *("--json", "--nodes", "2", "--seconds", "0.3"), folder=tmp_path, codes=("", slow)
     )
-    output, errors = fast.communicate(timeout=200)
-    braked.communicate(timeout=200)
+    output, errors = fast.communicate(timeout=WATCHDOG_SECONDS)
+    braked.communicate(timeout=WATCHDOG_SECONDS)
     row = rows_of(json.loads(output))["products fp32"]
     assert (row["verdict"], row["worst_host"]) == ("replace", "n2")
     assert fast.returncode == 2
@@ -191,7 +194,7 @@ def test_a_machine_that_is_slow_is_named(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_a_network_interface_that_is_not_there_is_named_by_all(tmp_path: Path) -> None:
     ranks = start_machines(folder=tmp_path, NCCL_SOCKET_IFNAME="ib7")
-    ends = [rank.communicate(timeout=200)[1] for rank in ranks]
+    ends = [rank.communicate(timeout=WATCHDOG_SECONDS)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
     problem = "NCCL_SOCKET_IFNAME=ib7: there is no network interface ib7 on n"
     assert all(problem in errors for errors in ends)
@@ -247,10 +250,12 @@ def test_without_torch_the_machine_is_described_all_the_same(tmp_path: Path) -> 
         "util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest); "
     )
     process = start(folder=tmp_path, code=without + MAIN)
-    output, errors = process.communicate(timeout=200)
+    output, errors = process.communicate(timeout=WATCHDOG_SECONDS)
     assert process.returncode == 0, errors
     assert "checkpoint write, GB/s" in output
     assert "products" not in output.partition("measured")[2].partition("torch is not")[0]
     assert "torch is not installed: products, memory and network are not measured" in output
     process = start("--calibrate", "a.toml", folder=tmp_path, code=without + MAIN)
-    assert "nothing can be measured without torch" in process.communicate(timeout=200)[1]
+    assert (
+        "nothing can be measured without torch" in process.communicate(timeout=WATCHDOG_SECONDS)[1]
+    )

@@ -57,11 +57,21 @@ def test_a_file_that_is_read_while_it_is_replaced_in_two_steps(
         "import sys, time, pathlib\n"
         "path = pathlib.Path(sys.argv[2])\n"
         "print('begun', flush=True)\n"
-        "for _ in range(20):\n"
-        "    path.unlink()\n"
+        "path.unlink()\n"
+        f"while not pathlib.Path({str(tmp_path / 'missed')!r}).exists():\n"
         "    time.sleep(0.01)\n"
-        f"    path.write_bytes({NEW!r})\n"
+        f"path.write_bytes({NEW!r})\n"
     )
+    read = Path.read_bytes
+
+    def read_noting(path: Path) -> bytes:
+        try:
+            return read(path)
+        except FileNotFoundError:
+            (tmp_path / "missed").touch()
+            raise
+
+    monkeypatch.setattr(Path, "read_bytes", read_noting)
     real = filesystem.subprocess.Popen
 
     def start(command: list[str], **options: object) -> object:

@@ -13,7 +13,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,9 +21,9 @@ from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
 from tests.faults import faulty_worker
+from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 
 WATCHED = "trainyard.launch.watched"
-END_SECONDS = 10.0
 
 
 class ForkedWorker:
@@ -62,41 +61,32 @@ class ForkedWorker:
         return self.returncode
 
 
-def run(
-    words: Sequence[str], folder: Path, environment: Mapping[str, str], limit_seconds: float
-) -> tuple[int, str]:
+def run(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> tuple[int, str]:
     """Runs `trainyard WORDS` in a folder; gives its exit code and all that it and rank 0 said."""
-    import torch._dynamo  # at first use in every worker it would take seconds
 
     from trainyard.train import worker
 
     assert worker
-    torch.set_num_threads(1)  # threads do not survive a fork, but locks they held do
+    prepare_fork()
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         _be(lambda: _command(words, folder), environment, writing, [])
     os.close(writing)
-    with os.fdopen(reading, "rb", buffering=0) as pipe:
-        said = _read_to_end(pipe, pid, limit_seconds)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said
+    try:
+        with os.fdopen(reading, "rb", buffering=0) as pipe:
+            said = _read_to_end(pipe)
+    finally:
+        os.kill(pid, signal.SIGKILL)  # nothing to one that has ended
+        _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), said
 
 
-def _read_to_end(pipe: IO[bytes], pid: int, limit_seconds: float) -> str:
-    """Reads until all have ended that could write."""
-    parts: list[bytes] = []
-    end, is_late = time.monotonic() + limit_seconds, False
-    while True:
-        if select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
-            parts.append(pipe.read(65536))
-            if not parts[-1]:
-                break
-        elif is_late:
-            break
-        else:
-            os.kill(pid, signal.SIGKILL)
-            parts.append(f"\nit did not end within {limit_seconds:g} s\n".encode())
-            end, is_late = time.monotonic() + END_SECONDS, True
+def _read_to_end(pipe: IO[bytes]) -> str:
+    """Reads until all have ended that could write, or nobody has written for too long."""
+    parts = []
+    while select.select([pipe], [], [], WATCHDOG_SECONDS)[0] and (part := pipe.read(65536)):
+        parts.append(part)
     return b"".join(parts).decode()
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch._dynamo  # noqa: F401  at first use in every rank it would take seconds
+from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 
 from trainyard.checkpoint.format import list_checkpoints, step_of
 from trainyard.data.loader import Batch, Loader
@@ -64,6 +65,7 @@ class Attempt:
         self._pipe = os.pipe()
         self.started = time.time()
         self.first_step = newest_step(course.folder)
+        prepare_fork()
         fork = multiprocessing.get_context("fork")
         self.ranks: list[ForkProcess] = []
         for rank, reader in enumerate(self.readers):
@@ -80,7 +82,7 @@ class Attempt:
     def has_ended(self) -> bool:
         return all(rank.exitcode is not None for rank in self.ranks)
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float = WATCHDOG_SECONDS) -> bool:
         """Waits until all have ended; says whether they have."""
         deadline = time.monotonic() + seconds
         while not self.has_ended() and time.monotonic() < deadline:

@@ -20,10 +20,8 @@ import pickle
 import re
 import resource
 import shutil
-import signal
 import struct
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -33,8 +31,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 import zstandard
+from tests.waiting import prepare_fork, wait_for
 
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import save_checkpoint
@@ -50,7 +48,6 @@ from trainyard.plan.resolve import resolve
 
 pytestmark = pytest.mark.dist
 
-SECONDS = 20
 # Loaded once, so that each fork has them.
 HEAVY_MODULES = (
     *("trainyard.report.page", "trainyard.train.worker", "trainyard.evaluate.generate"),
@@ -303,7 +300,7 @@ def write_huggingface() -> None:
 
 def run_alone(command: str) -> tuple[int, str]:
     """Runs a command in a fork, within limits; gives its exit code and what it printed."""
-    torch.set_num_threads(1)
+    prepare_fork()
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -330,15 +327,9 @@ def run_alone(command: str) -> tuple[int, str]:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    deadline = time.monotonic() + SECONDS
-    while not (done := os.waitpid(pid, os.WNOHANG))[0]:
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return -1, f"not done after {SECONDS} s"
-        time.sleep(0.005)
+    code = wait_for(pid)
     printed = Path("output.txt").read_text(errors="replace")
-    return os.waitstatus_to_exitcode(done[1]), printed
+    return code, printed
 
 
 def named(printed: str) -> set[str]:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.waiting import WATCHDOG_SECONDS
 
 N_KILLS = 20
 
@@ -24,7 +25,7 @@ def test_killed_anywhere_nothing_is_lost(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
-        timeout=240,
+        timeout=WATCHDOG_SECONDS,
         check=False,
     )
     assert done.stdout, done.stderr

@@ -11,8 +11,6 @@ import gzip
 import json
 import lzma
 import os
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ import zstandard
 from trainyard.config.corpus import Corpus
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.preparation.prepare import OnError, prepare
+from trainyard.data.preparation.work_folder import Claim, WorkFolder
 from trainyard.data.sidecar import Sidecar, load_sidecar
 from trainyard.data.tokenizer import load_tokenizer
 from trainyard.errors import DataError
@@ -251,7 +250,7 @@ def test_a_resumed_run_can_quarantine_what_stopped_it(
 
 @pytest.mark.parametrize("how", ["longer", "same size", "gone", "new file", "while it runs"])
 def test_an_input_that_changes_between_two_attempts_is_refused(
-    tokenizer_folder: Path, tmp_path: Path, how: str
+    tokenizer_folder: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
@@ -262,18 +261,15 @@ def test_an_input_that_changes_between_two_attempts_is_refused(
         inputs=(str(folder),), output=str(tmp_path / "out/c"), tokenizer=str(tokenizer_folder)
     )
     if how == "while it runs":
-        done = tmp_path / "out/c.work/done"
+        finish = WorkFolder.finish
 
-        def rewrite() -> None:
-            while not done.exists() or not any(done.iterdir()):
-                time.sleep(0.001)
+        def finish_and_rewrite(work: WorkFolder, claim: Claim, record: bytes) -> None:
+            finish(work, claim, record)
             (folder / "a.jsonl").write_bytes(lines(GOOD[:10]))
 
-        thread = threading.Thread(target=rewrite)
-        thread.start()
+        monkeypatch.setattr(WorkFolder, "finish", finish_and_rewrite)
         with pytest.raises(DataError, match=r"a\.jsonl changed while it was read: \d+ bytes b"):
             prepare(corpus, on_error="quarantine", unit_bytes=2_000)
-        thread.join()
         assert not list((tmp_path / "out").glob("*.bin"))
         return
     with pytest.raises(DataError, match=r"not valid JSON"):

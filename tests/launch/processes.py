@@ -5,22 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-WAIT_SECONDS = 180.0  # this many processes on a busy machine start slowly
-POLL_SECONDS = 0.02
+from tests.waiting import WATCHDOG_SECONDS
+
 SUPERVISOR = str(Path(__file__).parent / "supervisor.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(POLL_SECONDS)
 
 
 def is_running(pid: int) -> bool:
@@ -49,18 +40,16 @@ class Done:
 
     code: int
     said: str
-    seconds: float
 
 
 def finish(running: subprocess.Popen[str], folder: Path) -> Done:
     """Waits for a supervisor; nothing may be left of its workers."""
-    started = time.monotonic()
     try:
-        said, _ = running.communicate(timeout=WAIT_SECONDS)
+        said, _ = running.communicate(timeout=WATCHDOG_SECONDS)
     finally:
         running.kill()
     assert not any(map(is_running, process_ids(folder))), said
-    return Done(running.returncode, said, time.monotonic() - started)
+    return Done(running.returncode, said)
 
 
 def start(folder: Path, n_ranks: int, wanted: str, *launcher: str) -> subprocess.Popen[str]:

@@ -2,7 +2,8 @@
 
     python pulsing_rank.py RUN_FOLDER '{"n_steps": 20, "faults": [[1, 3, "SIGKILL", 1]]}'
 
-Every second step it saves: an empty manifest. `faults` are [rank, step, what, how many starts].
+Every second step it saves: an empty manifest. `faults` are [rank, step, what, how many starts]; a
+rank has "limit" and "slow" from its fault on, so that no other is taken for hung on a busy machine.
 With "gloo": true the ranks meet as real ones do; else each waits for the files of the others, which
 takes less than importing torch does, and for ever if one of them dies.
 """
@@ -31,12 +32,20 @@ Meet = Callable[[int, bool], bool]
 
 
 def hold_the_lock_of_python() -> None:
-    reading, _writing = os.pipe()
-    ctypes.PyDLL(None).read(reading, ctypes.create_string_buffer(1), 1)
+    """Writes more than there is room for; who sees the first bytes knows that the lock is held."""
+    path, n_bytes = Path(sys.argv[1], "held"), 2**20
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDWR)
+    while True:  # a signal wakes it up
+        ctypes.PyDLL(None).write(pipe, ctypes.create_string_buffer(n_bytes), n_bytes)
 
 
 def search_for_ever() -> None:
     re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def count_starts() -> int:
+    return len(list(Path(sys.argv[1]).glob("starts-*/*")))
 
 
 def raise_error(error: Exception) -> None:
@@ -45,10 +54,12 @@ def raise_error(error: Exception) -> None:
 
 def die_unseen() -> None:
     """Leaves a process behind that keeps all connections open, as a broken network does."""
+    n_starts = count_starts()
     if os.fork() == 0:
         for number in (1, 2):
             os.close(number)
-        time.sleep(25)
+        while count_starts() == n_starts:
+            time.sleep(0.01)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -101,10 +112,15 @@ def meet_by_gloo(process: Process) -> Iterator[Meet]:
 
 
 def train(process: Process, folder: Path, wanted: dict[str, Any]) -> int:
-    pulse = Pulse(process.pulse, wanted.get("limit", 60.0), wanted.get("slow", 60.0))
+    pulse = Pulse(process.pulse)
     stops: list[int] = []
+
+    def note(number: int) -> None:
+        stops.append(number)
+        (folder / f"{process.rank}.told").touch()
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda got, _frame: stops.append(got))
+        signal.signal(number, lambda got, _frame: note(got))
     pulse.enter("start", 0)
     (folder / f"{process.rank}.pid").write_text(str(os.getpid()))
     manifests = (folder / "checkpoints").glob("step-*/manifest.json")
@@ -119,11 +135,18 @@ def train(process: Process, folder: Path, wanted: dict[str, Any]) -> int:
     with meeting as meet:
         stop = False
         while step < wanted["n_steps"] and not stop:
+            faults = [
+                what
+                for rank, at, what, starts in wanted.get("faults", [])
+                if (rank, at) == (process.rank, step) and n_starts < starts
+            ]
+            if faults:
+                pulse._step_seconds = wanted.get("limit", pulse._step_seconds)
+                pulse._slow_seconds = wanted.get("slow", pulse._slow_seconds)
             pulse.enter("data", step)
             pulse.enter("forward and backward", step)
-            for rank, at, what, starts in wanted.get("faults", []):
-                if (rank, at) == (process.rank, step) and n_starts < starts:
-                    FAULTS[what]()
+            for what in faults:
+                FAULTS[what]()
             stop = meet(step, bool(stops))
             pulse.enter("update", step)
             step += 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.golden.render_jobs import FOLDER, ROOT, render_all
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.config.cluster import Cluster, Launch, read_cluster
 from trainyard.launch.job import Job
@@ -143,7 +144,11 @@ def test_nothing_in_a_value_is_obeyed(tmp_path: Path, scheduler: str) -> None:
     (programs / "job.sh").write_text(render(job))
     given = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
     done = subprocess.run(
-        ["bash", str(programs / "job.sh")], env=given, capture_output=True, text=True, timeout=30
+        ["bash", str(programs / "job.sh")],
+        env=given,
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     greeting, cache, folder, argument = (tmp_path / "out").read_text().split("|")
@@ -172,7 +177,9 @@ def test_containers_take_values_as_they_are(tmp_path: Path) -> None:
         write_program(programs / "apptainer", f"printf '%s\\n' \"$@\" >> {programs}/out")
         write_program(programs / "python3", "exit 0")
         given = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
-        subprocess.run(["bash", "-c", render(job)], env=given, timeout=30, capture_output=True)
+        subprocess.run(
+            ["bash", "-c", render(job)], env=given, timeout=WATCHDOG_SECONDS, capture_output=True
+        )
         words = (programs / "out").read_text().splitlines()
         is_pyxis = runtime == "pyxis"
         assert (f"--container-image={NASTY}" if is_pyxis else NASTY) in words

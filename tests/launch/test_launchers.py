@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.slurm import Slurm
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.launch.local import run_ranks
 
@@ -32,7 +33,7 @@ def run(argv: list[str], **environment: str) -> subprocess.CompletedProcess[str]
         name: value for name, value in os.environ.items() if not name.startswith(("PMI_", "MASTER"))
     }
     return subprocess.run(
-        argv, capture_output=True, text=True, env=inherited | environment, timeout=120
+        argv, capture_output=True, text=True, env=inherited | environment, timeout=WATCHDOG_SECONDS
     )
 
 
@@ -75,7 +76,7 @@ def test_srun(tmp_path: Path, slurm: Slurm) -> None:
     command = shlex.join([sys.executable, PROGRAM, str(tmp_path)])
     script = f"#!/bin/sh\nsrun {command}\nsrun --nodes=1 --ntasks=2 {command}\n"
     job = slurm.submit(script, "--nodes=2", "--ntasks-per-node=2")
-    ended = slurm.wait(job, timeout_seconds=120)
+    ended = slurm.wait(job)
     assert ended == {0: ("COMPLETED", 0)}, slurm.output(job)
     then = [f"rank {rank} of 2, {rank} of 2: 3" for rank in range(2)]
     assert lines(slurm.output(job)) == sorted(TWO_AND_TWO + then)
@@ -85,7 +86,7 @@ def test_torchrun_on_each_node_of_slurm(tmp_path: Path, slurm: Slurm) -> None:
     agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     agent += [f"--rdzv-endpoint=n1:{free_port()}", PROGRAM, str(tmp_path)]
     job = slurm.submit(f"#!/bin/sh\nsrun {shlex.join(agent)}\n", "--nodes=2", "--ntasks-per-node=1")
-    ended = slurm.wait(job, timeout_seconds=120)
+    ended = slurm.wait(job)
     assert ended == {0: ("COMPLETED", 0)}, slurm.output(job)
     assert lines(slurm.output(job)) == TWO_AND_TWO
 
@@ -103,7 +104,7 @@ def test_a_task_of_slurm_fails(tmp_path: Path, slurm: Slurm) -> None:
     command = shlex.join([sys.executable, PROGRAM, str(tmp_path), "2"])
     script = f"#!/bin/sh\nsrun {command} 2>&1\n"
     job = slurm.submit(script, "--nodes=2", "--ntasks-per-node=2")
-    assert slurm.wait(job, timeout_seconds=120) == {0: ("FAILED", 1)}
+    assert slurm.wait(job) == {0: ("FAILED", 1)}
     said = slurm.output(job)
     assert said.count("MachineError: rank 2 on ") == 3, said
     assert "failed: ValueError: this rank fails once" in said

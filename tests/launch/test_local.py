@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from tests.launch.processes import WAIT_SECONDS, is_running, process_ids, wait_until
+from tests.launch.processes import is_running, process_ids
+from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.errors import MachineError
 from trainyard.launch.local import run_ranks
@@ -92,10 +92,8 @@ time.sleep(600)
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "rank-00001.log").write_text("what an earlier run said\n")
-    started = time.monotonic()
     with pytest.raises(MachineError) as caught:
         run_ranks(3, rank_program(tmp_path, body), logs)
-    assert time.monotonic() - started < 10
     lines = "".join(f"\n    {number}" for number in range(11, 30))
     assert str(caught.value) == (
         f"rank 1 of 3 ended with code 1; the end of {logs}/rank-00001.log:"
@@ -115,7 +113,9 @@ def test_the_end_of_a_log_is_of_this_run(tmp_path: Path) -> None:
 
 
 def test_rank_0_has_said_it_already(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    body = "sys.stderr.write('error: bad\\n'); sys.exit(2) if process.rank == 0 else time.sleep(9)"
+    body = (
+        "sys.stderr.write('error: bad\\n'); sys.exit(2) if process.rank == 0 else time.sleep(600)"
+    )
     with pytest.raises(MachineError) as caught:
         run_ranks(2, rank_program(tmp_path, body), tmp_path / "logs")
     assert str(caught.value) == "rank 0 of 2 ended with code 2\nhint: what it said is above"
@@ -123,7 +123,10 @@ def test_rank_0_has_said_it_already(tmp_path: Path, capfd: pytest.CaptureFixture
     assert caught.value.exit_code == 2
 
 
-def test_all_end_for_the_same_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_end_for_the_same_reason(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainyard.launch.local.OWN_END_SECONDS", WATCHDOG_SECONDS)
     body = "time.sleep(0.3 * (process.rank == 0)); print('error: bad'); sys.exit(2)"
     with pytest.raises(MachineError, match=r"^rank 0 of 3 ended with code 2\nhint: what it said"):
         run_ranks(3, rank_program(tmp_path, body), tmp_path / "logs")
@@ -139,10 +142,8 @@ if process.rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(600)
 """
-    started = time.monotonic()
     with pytest.raises(MachineError) as caught:
         run_ranks(3, rank_program(tmp_path, body), tmp_path / "logs")
-    assert time.monotonic() - started < 15
     assert caught.value.problem.startswith("rank 2 of 3 was ended by SIGKILL; the end of ")
     assert "out of memory" in caught.value.hint
     assert caught.value.exit_code == 2
@@ -150,14 +151,14 @@ time.sleep(600)
 
 
 def test_a_crash_is_a_bug(tmp_path: Path) -> None:
-    body = "os.kill(os.getpid(), signal.SIGABRT) if process.rank == 1 else time.sleep(9)"
+    body = "os.kill(os.getpid(), signal.SIGABRT) if process.rank == 1 else time.sleep(600)"
     with pytest.raises(MachineError, match="rank 1 of 2 was ended by SIGABRT") as caught:
         run_ranks(2, rank_program(tmp_path, body), tmp_path / "logs")
     assert caught.value.exit_code == 1
 
 
 def test_a_signal_before_training(tmp_path: Path) -> None:
-    body = "os.kill(os.getpid(), signal.SIGTERM) if process.rank == 1 else time.sleep(9)"
+    body = "os.kill(os.getpid(), signal.SIGTERM) if process.rank == 1 else time.sleep(600)"
     with pytest.raises(MachineError, match="rank 1 of 2 was ended by SIGTERM") as caught:
         run_ranks(2, rank_program(tmp_path, body), tmp_path / "logs")
     assert caught.value.hint.startswith("while training the first of these signals saves")
@@ -184,7 +185,7 @@ time.sleep(0.3)
     running = start_run_ranks(tmp_path, 3, body)
     wait_until(lambda: len(process_ids(tmp_path)) == 3)
     running.send_signal(number)
-    assert running.wait(WAIT_SECONDS) == 0
+    assert running.wait(WATCHDOG_SECONDS) == 0
     assert [path.read_text() for path in sorted(tmp_path.glob("*.said"))] == [number.name] * 3
     running.communicate()
 
@@ -203,8 +204,6 @@ time.sleep(600)
     assert all(map(is_running, ranks))
     running.kill()
     running.communicate()
-    killed = time.monotonic()
     wait_until(lambda: not any(map(is_running, ranks)))
-    assert time.monotonic() - killed < 2
     log = (tmp_path / "logs" / "rank-00001.log").read_text()
     assert log == "the process that started this rank has ended, and so does this one\n"

@@ -7,15 +7,16 @@ import fcntl
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.processes import finish, is_running, process_ids, start, wait_until
+from tests.launch.processes import finish, is_running, process_ids, start
+from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.errors import LaunchError, MachineError
 from trainyard.launch import lock
@@ -86,12 +87,23 @@ def test_a_second_command_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = started(folder)
     second = start(folder, 2, LONG)
-    said, _ = second.communicate(timeout=30)
+    said, _ = second.communicate(timeout=WATCHDOG_SECONDS)
     assert second.returncode == 2
     assert f"{folder} is being trained by process {first.pid} on " in said
     first.send_signal(signal.SIGTERM)
     assert finish(first, folder).code == 75
     assert is_free(folder)
+
+
+def is_held(path: Path) -> bool:
+    """Whether the worker that is to hold Python's lock has begun to write what it never ends."""
+    if not path.exists():
+        return False
+    pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return bool(select.select([pipe], [], [], 0)[0])
+    finally:
+        os.close(pipe)
 
 
 @pytest.mark.dist
@@ -100,8 +112,7 @@ def test_the_lock_outlives_a_killed_parent_with_its_workers(tmp_path: Path) -> N
     # A worker that holds Python's lock does not notice that its parent has gone.
     first = started(folder, json.dumps({"n_steps": 100000, "faults": [[1, 2, "lock", 1]]}))
     workers = process_ids(folder)
-    wait_until(lambda: (folder / "checkpoints/step-00000002").exists())
-    time.sleep(0.5)
+    wait_until(lambda: is_held(folder / "held"))
     first.kill()
     wait_until(lambda: not is_running(workers[0]))
     assert not is_free(folder)

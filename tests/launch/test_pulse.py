@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from tests.launch.processes import wait_until
+from tests.waiting import wait_until
 
 from trainyard.launch.environment import Process, rank_environment
 from trainyard.launch.pulse import ANOTHER, NOBODY, START_SECONDS, Beat, Pulse, PulseReader

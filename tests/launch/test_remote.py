@@ -10,12 +10,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.launch.remote import worst
 
@@ -60,12 +60,9 @@ def started(folder: Path, rank: str, *hosts: str) -> Iterator[subprocess.Popen[s
             running.kill()
 
 
-def wait_for(folder: Path, pattern: str, count: int, timeout_seconds: float = 30.0) -> list[str]:
-    deadline = time.monotonic() + timeout_seconds
-    while len(found := list(folder.glob(pattern))) < count:
-        assert time.monotonic() < deadline, f"{len(found)} of {count} {pattern}"
-        time.sleep(0.05)
-    return sorted(path.name for path in found)
+def wait_for(folder: Path, pattern: str, count: int) -> list[str]:
+    wait_until(lambda: len(list(folder.glob(pattern))) == count, f"{count} {pattern}")
+    return sorted(path.name for path in folder.glob(pattern))
 
 
 def is_there(pid: str) -> bool:
@@ -85,7 +82,7 @@ while true; do sleep 0.1; done
 def test_each_rank_knows_its_place(folder: Path) -> None:
     rank = "echo $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT $TRAINYARD_JOB"
     with started(folder, f'{rank} > "$FOLDER/rank-$RANK"', "me@n1", "me@n2") as running:
-        assert running.wait(30) == 0
+        assert running.wait(WATCHDOG_SECONDS) == 0
     places = [(folder / f"rank-{n}").read_text().split() for n in range(4)]
     assert places == [["4", str(n % 2), "2", "n1", "12345", "j-1"] for n in range(4)]
     said = (folder / "said").read_text()
@@ -97,7 +94,7 @@ def test_signals_reach_all(folder: Path, number: signal.Signals) -> None:
     with started(folder, WAITS, "n1", "n2") as running:
         wait_for(folder, "rank-*", 4)
         running.send_signal(number)
-        assert running.wait(30) == 75
+        assert running.wait(WATCHDOG_SECONDS) == 75
     assert len(list(folder.glob("asked-*"))) == 4
 
 
@@ -105,12 +102,10 @@ def test_nothing_stays_when_the_first_machine_dies(folder: Path) -> None:
     with started(folder, WAITS, "n1", "n2") as running:
         names = wait_for(folder, "rank-*", 4)
         running.kill()
-        running.wait(10)
+        running.wait(WATCHDOG_SECONDS)
         wait_for(folder, "asked-*", 4)
-    deadline = time.monotonic() + 10
-    while any(is_there(name.removeprefix("rank-")) for name in names):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    pids = [name.removeprefix("rank-") for name in names]
+    wait_until(lambda: not any(map(is_there, pids)))
 
 
 def test_nothing_stays_when_the_process_on_a_host_is_killed(folder: Path) -> None:
@@ -121,16 +116,13 @@ def test_nothing_stays_when_the_process_on_a_host_is_killed(folder: Path) -> Non
         assert len(parents) == 1
         os.kill(int(parents.pop()), signal.SIGKILL)
         wait_for(folder, "asked-*", 2)
-        assert running.wait(40) == 128 + signal.SIGKILL
-    deadline = time.monotonic() + 10
-    while any(map(is_there, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        assert running.wait(WATCHDOG_SECONDS) == 128 + signal.SIGKILL
+    wait_until(lambda: not any(map(is_there, pids)))
 
 
 def test_a_host_that_is_lost(folder: Path) -> None:
     with started(folder, "sleep 0.5; exit 75", "n1", "nobody") as running:
-        assert running.wait(40) == 75
+        assert running.wait(WATCHDOG_SECONDS) == 75
         assert running.stderr is not None
         assert "nobody is lost: ssh has ended" in running.stderr.read()
     assert (folder / "lost").read_text() == "nobody\n"

@@ -7,10 +7,10 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.config.cluster import Cluster, Launch
 from trainyard.launch.job import Job
@@ -72,7 +72,9 @@ def run(folder: Path, plan: str, hosts: tuple[str, ...] = ("localhost",)) -> tup
     """Runs the script; gives its exit code, and the codes of all ends."""
     (folder / "plan").write_text(plan)
     script = write_script(folder, hosts)
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", str(script)], capture_output=True, text=True, timeout=WATCHDOG_SECONDS
+    )
     log = (folder / "runs" / "run" / "starts.log").read_text()
     return done.returncode, " ".join(re.findall(r" end \S+ (\d+)", log))
 
@@ -136,11 +138,9 @@ def test_a_person_stops_it(folder: Path, number: signal.Signals) -> None:
     (folder / "rank").write_text(f"#!/bin/bash\n{rank}")
     script = write_script(folder)
     with subprocess.Popen(["bash", str(script)], start_new_session=True) as running:
-        deadline = time.monotonic() + 30
-        while not (folder / "ready").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until((folder / "ready").exists)
         os.killpg(running.pid, number)
-        assert running.wait(30) == 75
+        assert running.wait(WATCHDOG_SECONDS) == 75
     assert (folder / "saved").exists()
     assert (folder / "runs" / "run" / "starts.log").read_text().endswith(" 75 cancelled\n")
 
@@ -148,7 +148,9 @@ def test_a_person_stops_it(folder: Path, number: signal.Signals) -> None:
 def test_a_folder_that_cannot_be_written(folder: Path) -> None:
     (folder / "runs" / "run" / "logs").write_text("in the way")
     script = write_script(folder)
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", str(script)], capture_output=True, text=True, timeout=WATCHDOG_SECONDS
+    )
     assert done.returncode == 2
     assert f"cannot write to {folder}/runs/run" in done.stderr
     assert not (folder / "starts").exists()
@@ -170,7 +172,9 @@ def run_as_pbs_does(folder: Path, plan: str, nodes: str = "localhost\n") -> tupl
         "PBS_NODEFILE": str(folder / "nodes"),
         "HYDRA_LAUNCHER": "fork",
     }
-    done = subprocess.run(["bash", str(script)], env=given, capture_output=True, timeout=60)
+    done = subprocess.run(
+        ["bash", str(script)], env=given, capture_output=True, timeout=WATCHDOG_SECONDS
+    )
     told = folder / "told"
     return done.returncode, told.read_text() if told.exists() else ""
 

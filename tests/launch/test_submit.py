@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.cluster.machines import Machines
 from tests.cluster.slurm import Slurm
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.errors import LaunchError, MachineError
 from trainyard.launch.submit import (
@@ -26,9 +27,9 @@ import sys
 from pathlib import Path
 from trainyard.errors import UserError
 from trainyard.launch import submit
-submit.ANSWER_SECONDS = 5.0
+submit.ANSWER_SECONDS = float(sys.argv[1])
 try:
-    print(submit.submit(Path(sys.argv[1]), "slurm", sys.argv[2:]))
+    print(submit.submit(Path(sys.argv[2]), "slurm", sys.argv[3:]))
 except UserError as error:
     print(error)
 """
@@ -41,9 +42,12 @@ def script(folder: Path, text: str, *options: str) -> Path:
     return path
 
 
-def submit_there(machines: Machines, path: Path, *after: str) -> str:
+def submit_there(
+    machines: Machines, path: Path, *after: str, seconds: float = WATCHDOG_SECONDS
+) -> str:
     """As a user of the login machine does."""
-    done = machines.run([sys.executable, "-c", SUBMIT, str(path), *after], folder=path.parent)
+    words = [str(seconds), str(path), *after]
+    done = machines.run([sys.executable, "-c", SUBMIT, *words], folder=path.parent)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -92,7 +96,7 @@ def test_a_controller_that_is_not_there(
     text = (slurm.folder / "slurm.conf").read_text()
     (tmp_path / "slurm.conf").write_text(text.replace("(10.77.0.1)", "(10.77.0.99)"))
     monkeypatch.setitem(machines.environment, "SLURM_CONF", str(tmp_path / "slurm.conf"))
-    answer = submit_there(machines, script(tmp_path, "true"))
+    answer = submit_there(machines, script(tmp_path, "true"), seconds=5)
     assert answer.startswith("sbatch has not answered within 5 s\nhint: the scheduler may be down")
 
 

@@ -8,12 +8,12 @@ import re
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.processes import Done, finish, process_ids, start, wait_until
+from tests.launch.processes import Done, finish, process_ids, start
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.dist
 
@@ -65,7 +65,6 @@ def test_a_death_is_named_and_the_run_starts_again(
 ) -> None:
     done = supervise(folder, wanted([rank, 5, fault, 1]))
     assert done.code == 0, done.said
-    assert done.seconds < 15
     named = f"rank {rank} of 3 on {HOST} {how} at step 5, in forward and backward"
     assert done.said.count(named) == 1
     assert done.said.count(" of 3 on ") == 1  # nobody else
@@ -117,7 +116,7 @@ def test_a_hang_is_named_with_all_stacks(folder: Path, fault: str) -> None:
     state = "stopped" if fault == "SIGSTOP" else "running"
     place = "at step 5, in forward and backward"
     named = f"rank 2 of 3 on {HOST} has not moved for # s ({state}) {place}\n"
-    assert seconds_of(named, done.said) <= 2 + 10
+    assert seconds_of(named, done.said) >= 2
     for rank in (0, 1):
         seconds_of(f"    rank {rank} on {HOST}: step 5, forward and backward for # s, ", done.said)
     assert done.said.count(" in meet\n") == 2
@@ -163,11 +162,10 @@ def test_a_signal_stops_all_at_one_step(folder: Path, number: signal.Signals, co
 def test_a_second_signal_ends_at_once(folder: Path, second: signal.Signals) -> None:
     process = running_ranks(folder, HANGS)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    wait_until(lambda: len(list(folder.glob("*.told"))) == 3)
     assert process.poll() is None
     process.send_signal(second)
     done = finish(process, folder)
-    assert done.seconds < 4
     assert done.code == (93 if second == signal.SIGINT else 75)
     assert done.said == ""
 
@@ -178,7 +176,6 @@ def test_a_signal_before_a_worker_can_hear_it(folder: Path) -> None:
     process.send_signal(signal.SIGTERM)
     done = finish(process, folder)
     assert done.code == 75, done.said
-    assert done.seconds < 15
     assert "restart" not in done.said
 
 
@@ -196,7 +193,7 @@ def test_a_signal_to_one_worker_is_not_a_death(folder: Path) -> None:
 def test_real_ranks_fail_one_way_after_the_other(folder: Path) -> None:
     """Of those that hang none uses the processor: one sleeps, the others wait for it."""
     faults = [[1, 3, "SIGKILL", 1], [0, 5, "exception", 2], [2, 7, "lock", 3]]
-    done = supervise(folder, wanted(*faults, gloo=True, limit=8.0))
+    done = supervise(folder, wanted(*faults, gloo=True, limit=2.0))
     assert done.code == 0, done.said
     assert starts(folder) == [0, 2, 4, 6]
     failures = [line for line in done.said.splitlines() if line.startswith("rank ")]

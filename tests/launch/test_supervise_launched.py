@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.processes import TORCHRUN, finish, process_ids, start, wait_until
+from tests.launch.processes import TORCHRUN, finish, process_ids, start
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.dist
 
@@ -33,7 +34,7 @@ def test_torchrun_starts_again_what_died_or_hung(tmp_path: Path) -> None:
     """A death that the others see, one that they do not, and a hang."""
     folder = tmp_path / "run"
     faults = [[2, 3, "SIGKILL", 1], [1, 5, "unseen death", 2], [1, 7, "SIGSTOP", 3]]
-    done = finish(start(folder, 3, wanted(*faults, limit=8.0), *LAUNCHER), folder)
+    done = finish(start(folder, 3, wanted(*faults, limit=2.0), *LAUNCHER), folder)
     assert done.code == 0, done.said
     assert starts(folder) == [0, 2, 4, 6]
     said = [line for line in done.said.splitlines() if re.match("rank |restart ", line)]
@@ -86,7 +87,7 @@ def test_torchrun_takes_an_intended_stop_for_the_end(tmp_path: Path) -> None:
 def test_mpiexec(tmp_path: Path, mpiexec: list[str]) -> None:
     folder = tmp_path / "run"
     hydra = [*mpiexec, "3", sys.executable]
-    done = finish(start(folder, 3, wanted([1, 7, "SIGSTOP", 1], limit=4.0), *hydra), folder)
+    done = finish(start(folder, 3, wanted([1, 7, "SIGSTOP", 1], limit=2.0), *hydra), folder)
     assert done.code != 0
     assert re.search(HANG, done.said), done.said
     assert starts(folder) == [0]

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.cli.main import main
 from trainyard.cli.train import wait_for_run_folder
@@ -48,7 +49,7 @@ def test_the_run_folder_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("# of an earlier run")
     writes = threading.Timer(0.3, (tmp_path / "run.toml").write_text, [render_run(run)])
     writes.start()
-    wait_for_run_folder(tmp_path, run, RANK_1, timeout_seconds=10)
+    wait_for_run_folder(tmp_path, run, RANK_1, timeout_seconds=WATCHDOG_SECONDS)
     writes.join()
 
 

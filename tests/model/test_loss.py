@@ -6,6 +6,7 @@ from threading import Barrier
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.waiting import WATCHDOG_SECONDS
 from torch import Tensor
 
 from trainyard.model.loss import CPU_CHUNK_BYTES, _chunks, summed_cross_entropy
@@ -175,9 +176,9 @@ class Rank:
     def _gather(self, x: Tensor) -> Tensor:
         self.sent.append(x.shape)
         self._table[self._number] = x
-        self._meeting.wait(timeout=60)
+        self._meeting.wait(WATCHDOG_SECONDS)
         gathered = torch.stack(self._table)
-        self._meeting.wait(timeout=60)  # nobody writes before everybody has read
+        self._meeting.wait(WATCHDOG_SECONDS)  # nobody writes before everybody has read
         return gathered
 
 

@@ -4,6 +4,8 @@ Reads one scenario a line from standard input and answers each with one line: fo
 found (nothing for one that was killed), as JSON. A scenario is a list of ranks, each of them
 
     {"process": fields of Process, "facts": {..}, "timeout": seconds, "delay": seconds before,
+     "number": in the list, "after": that of a rank which must have come before, or null,
+     "gives_up_after": [those after which the time is up for those who wait for more],
      "do": "sum", "no facts", or of what comes instead of the sum "raise", "refuse" or "die",
      and before the group is there "die early"}
 """
@@ -11,12 +13,14 @@ found (nothing for one that was killed), as JSON. A scenario is a list of ranks,
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +28,7 @@ import torch.distributed as dist
 
 from trainyard.errors import DataError, UserError
 from trainyard.launch.environment import Process
+from trainyard.parallel import start
 from trainyard.parallel.start import start_ranks
 
 
@@ -49,7 +54,30 @@ class DeadlyDevice:
         return ""
 
 
-def run_rank(wanted: dict[str, Any]) -> dict[str, Any]:
+def note_coming(number: int, came: mmap.mmap) -> None:
+    """Lets all ranks of the scenario see when this one has come to the meeting."""
+    say_present = start._Meeting._say_present
+
+    def come(meeting: start._Meeting, record: str) -> None:
+        say_present(meeting, record)
+        came[number] = 1
+
+    start._Meeting._say_present = come  # type: ignore[method-assign]
+
+
+def give_up(share: float, wanted: dict[str, Any], came: mmap.mmap) -> None:
+    """Puts this rank's clock forward by a share of the timeout once all have come that will."""
+
+    def monotonic() -> float:
+        is_up = all(came[number] for number in wanted["gives_up_after"])
+        return time.monotonic() + (share * wanted["timeout"] if is_up else 0.0)
+
+    start.time = SimpleNamespace(  # type: ignore[assignment]
+        monotonic=monotonic, sleep=time.sleep, time_ns=time.time_ns
+    )
+
+
+def run_rank(wanted: dict[str, Any], came: mmap.mmap) -> dict[str, Any]:
     fields = wanted["process"]
     if "store_file" in fields:
         fields["store_file"] = Path(fields["store_file"])
@@ -60,13 +88,17 @@ def run_rank(wanted: dict[str, Any]) -> dict[str, Any]:
         return dict(wanted["facts"])
 
     time.sleep(wanted["delay"])
+    while wanted["after"] is not None and not came[wanted["after"]]:
+        time.sleep(0.01)
     process = Process(**fields)
+    note_coming(wanted["number"], came)
+    if wanted["gives_up_after"] and (process.rank == 0 or 0 not in wanted["gives_up_after"]):
+        # The ranks that wait for what rank 0 says must still hear of it.
+        give_up(1.0 if process.rank else 0.95, wanted, came)
     device: Any = DeadlyDevice() if wanted["do"] == "die early" else torch.device("cpu")
     answer: dict[str, Any] = {}
-    started = time.monotonic()
     try:
         with start_ranks(process, device, facts, wanted["timeout"]) as ranks:
-            started = time.monotonic()
             answer["listening"] = listening_addresses()
             if wanted["do"] == "raise":
                 raise ValueError("a bug")
@@ -81,7 +113,6 @@ def run_rank(wanted: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         code = error.exit_code if isinstance(error, UserError) else 1
         answer |= {"error": type(error).__name__, "message": str(error), "exit_code": code}
-    answer["seconds"] = time.monotonic() - started
     answer["has_group"] = dist.is_initialized()
     return answer
 
@@ -90,10 +121,12 @@ def main() -> None:
     for line in sys.stdin:
         with tempfile.TemporaryDirectory() as folder:
             children = []
+            came = mmap.mmap(-1, mmap.PAGESIZE)
             for number, wanted in enumerate(json.loads(line)):
                 child = os.fork()
                 if child == 0:
-                    answer = json.dumps(run_rank(wanted))
+                    answer = json.dumps(run_rank(wanted, came))
+                    came[wanted["number"]] = 1  # or gone
                     Path(folder, f"{number}").write_text(answer)
                     os._exit(0)
                 children.append(child)

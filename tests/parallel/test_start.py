@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.launch.environment import Process
 from trainyard.parallel.start import gather_facts, start_ranks
@@ -67,7 +68,7 @@ def place(meeting: dict[str, Any]) -> str:
 
 
 def ranks_at(
-    meeting: dict[str, Any], n_ranks: int = 3, do: str = "sum", timeout: float = 20.0
+    meeting: dict[str, Any], n_ranks: int = 3, do: str = "sum", timeout: float = WATCHDOG_SECONDS
 ) -> list[dict[str, Any]]:
     return [
         {
@@ -77,9 +78,19 @@ def ranks_at(
             "do": do,
             "timeout": timeout,
             "delay": 0.0,
+            "number": r,
+            "after": None,
+            "gives_up_after": [],
         }
         for r in range(n_ranks)
     ]
+
+
+def given_up(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lets the time be up as soon as these have come: they wait for no other."""
+    for rank in ranks:
+        rank["gives_up_after"] = [each["number"] for each in ranks]
+    return ranks
 
 
 @pytest.mark.dist
@@ -111,32 +122,31 @@ def test_one_rank_starts_nothing() -> None:
 
 @pytest.mark.dist
 def test_a_rank_is_missing(start: Start, meeting: dict[str, Any]) -> None:
-    answers = start(ranks_at(meeting, 4, timeout=2.0)[:2])
+    answers = start(given_up(ranks_at(meeting, 4)[:2]))
     problem = (
-        f"ranks 2-3 of 4 did not come to {place(meeting)} within 2 s; ranks 0-1 did, on {HOST}"
+        f"ranks 2-3 of 4 did not come to {place(meeting)} within 900 s; ranks 0-1 did, on {HOST}"
     )
     hint = "see what the missing ranks said; all need the same address and port"
     for answer in answers:
         assert (answer["error"], answer["exit_code"]) == ("LaunchError", 2)
         assert answer["message"] == f"{problem}\nhint: {hint}"
-        assert answer["seconds"] < 5
 
 
 @pytest.mark.dist
 def test_rank_0_is_missing_from_a_file(start: Start, tmp_path: Path) -> None:
     file = str(tmp_path / "store")
-    answers = start(ranks_at({"store_file": file}, timeout=1.0)[1:])
+    answers = start(given_up(ranks_at({"store_file": file})[1:]))
     for answer in answers:
         assert answer["error"] == "LaunchError"
-        start_of_message = f"rank 0 of 3 did not come to {file} within 1 s; ranks 1-2 did, on "
+        start_of_message = f"rank 0 of 3 did not come to {file} within 900 s; ranks 1-2 did, on "
         assert answer["message"].startswith(start_of_message)
 
 
 @pytest.mark.dist
 def test_rank_0_listens_where_other_machines_cannot_come(start: Start) -> None:
-    (rank_0, _) = ranks_at({"address": "localhost", "port": free_port()}, 2, timeout=0.5)
+    (rank_0, _) = ranks_at({"address": "localhost", "port": free_port()}, 2)
     rank_0["process"]["n_local_ranks"] = 1
-    (answer,) = start([rank_0])
+    (answer,) = start(given_up([rank_0]))
     assert answer["message"].partition("hint: ")[2] == (
         "rank 0 listens at 127.0.0.1, as it is told that localhost is; if the others are on other "
         "machines, set MASTER_ADDR to an address they can reach"
@@ -150,8 +160,10 @@ def test_rank_0_listens_where_other_machines_cannot_come(start: Start) -> None:
 )
 def test_a_rank_has_another_address(start: Start, address: str, reason: str) -> None:
     meeting = {"address": "127.0.0.1", "port": free_port()}
-    ranks = ranks_at(meeting, timeout=2.0)
+    ranks = ranks_at(meeting)
     ranks[1]["process"]["address"] = address
+    ranks[1]["timeout"] = 1.0
+    given_up([ranks[0], ranks[2]])
     answers = start(ranks)
     assert {answer["error"] for answer in answers} == {"LaunchError"}
     where = f"{address}:{meeting['port']}"
@@ -159,7 +171,6 @@ def test_a_rank_has_another_address(start: Start, address: str, reason: str) -> 
     assert reason in answers[1]["message"] or "Temporary failure" in answers[1]["message"]
     for answer in (answers[0], answers[2]):
         assert answer["message"].startswith(f"rank 1 of 3 did not come to {place(meeting)} within")
-    assert max(answer["seconds"] for answer in answers) < 10
 
 
 @pytest.mark.dist
@@ -187,7 +198,6 @@ def test_a_rank_differs(
             "the ranks differ\n" + shown.format(h=HOST) + "\n"
             "hint: start all ranks from one installation, one run file and the same token files"
         )
-        assert answer["seconds"] < 4
 
 
 @pytest.mark.dist
@@ -205,7 +215,6 @@ def test_a_rank_fails_before_it_has_facts(
         assert answer["message"] == expected
         assert answer["error"] == ("DataError" if own else "MachineError")
         assert answer["exit_code"] == 2
-        assert answer["seconds"] < 4
 
 
 @pytest.mark.dist
@@ -223,7 +232,6 @@ def test_a_rank_fails_later(start: Start, meeting: dict[str, Any], failing: int,
         assert answer["error"] == "MachineError"
         assert answer["message"].startswith(f"rank {failing} on {HOST} failed: {shown}\nhint: ")
         assert answer["exit_code"] == own["exit_code"] == (1 if do == "raise" else 2)
-    assert max(answer["seconds"] for answer in [own, *answers]) < 8
     assert not any(answer["has_group"] for answer in [own, *answers])
 
 
@@ -234,12 +242,12 @@ def test_a_rank_is_killed(start: Start, meeting: dict[str, Any], dying: int) -> 
     ranks[dying]["do"] = "die"
     answers = start(ranks)
     assert answers.pop(dying) is None
-    assert all("error" in answer and answer["seconds"] < 8 for answer in answers)
+    assert all("error" in answer for answer in answers)
 
 
 @pytest.mark.dist
 def test_a_rank_is_killed_after_the_roll_call(start: Start, meeting: dict[str, Any]) -> None:
-    ranks = ranks_at(meeting, timeout=3.0)
+    ranks = ranks_at(meeting, timeout=10.0)  # to connect too, which the dead never does
     ranks[2]["do"] = "die early"
     answers = start(ranks)
     assert answers.pop() is None
@@ -250,7 +258,6 @@ def test_a_rank_is_killed_after_the_roll_call(start: Start, meeting: dict[str, A
             True,
             2,
         )
-        assert answer["seconds"] < 10
 
 
 @pytest.mark.dist
@@ -267,8 +274,8 @@ def test_a_port_is_taken(start: Start) -> None:
 def test_ranks_of_another_run_are_not_mistaken_for_ours(start: Start) -> None:
     meeting = {"address": "127.0.0.1", "port": free_port()}
     ranks, stranger = ranks_at(meeting), ranks_at(meeting)[1]
-    stranger["delay"] = 0.5
-    ranks[2]["delay"] = 1.0
+    stranger |= {"number": 3, "after": 1}
+    ranks[2]["after"] = 3
     *ours, refused = start([*ranks, stranger])
     assert [answer.get("sum") for answer in ours] == [3.0] * 3
     assert refused["message"].startswith(

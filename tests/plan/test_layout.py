@@ -228,7 +228,7 @@ def is_allowed(values: dict[str, Any]) -> bool:
     return True
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(VALUES)
 def test_the_rules_allow_just_what_comes_out_even(values: dict[str, Any]) -> None:
     assert is_allowed(values) == oracle_allows(values)
@@ -281,7 +281,7 @@ def apply(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return values | {"ramp": values["ramp"] and ramp} | changes
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(VALUES)
 def test_every_named_change_works(values: dict[str, Any]) -> None:
     try:

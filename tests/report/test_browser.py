@@ -12,6 +12,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.report.page import write_report
 
@@ -36,7 +37,7 @@ def run_chromium(chromium: str, folder: Path, *arguments: str) -> str:
         check=True,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WATCHDOG_SECONDS,
     )
     return done.stdout
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.train.conftest import read_lines
+from tests.waiting import wait_until
 
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import load_tensors, newest_checkpoint
@@ -51,13 +50,6 @@ def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder / "metrics.jsonl") if line["kind"] == kind]
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_files_save_and_stop_a_run(tiny_run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     metrics = folder / "metrics.jsonl"
@@ -65,10 +57,10 @@ def test_files_save_and_stop_a_run(tiny_run: Run, tmp_path: Path) -> None:
 
     def ask() -> None:
         try:
-            wait_for(lambda: metrics.exists() and metrics.read_text().count('"train"') >= 3)
+            wait_until(lambda: metrics.exists() and metrics.read_text().count('"train"') >= 3)
             (folder / "SAVE").touch()
-            wait_for(lambda: not (folder / "SAVE").exists())
-            wait_for(lambda: '"save"' in metrics.read_text())
+            wait_until(lambda: not (folder / "SAVE").exists())
+            wait_until(lambda: '"save"' in metrics.read_text())
         except BaseException as problem:
             problems.append(problem)
         (folder / "STOP").touch()

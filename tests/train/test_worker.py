@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from tests.command import Fork
+from tests.waiting import wait_until
 
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import load_tensors, newest_checkpoint
@@ -273,12 +273,8 @@ def test_a_signal_saves_and_its_exit_code_tells_a_scheduler(
     write_run_folder(folder, run, "auto")
     monkeypatch.setattr("sys.argv", ["worker", str(folder)])
     running = Fork(worker_main)
-    deadline = time.monotonic() + 60
     metrics = folder / "metrics.jsonl"
-    while time.monotonic() < deadline and (
-        not metrics.exists() or metrics.read_text().count('"train"') < 3
-    ):
-        time.sleep(0.05)
+    wait_until(lambda: metrics.exists() and metrics.read_text().count('"train"') >= 3)
     os.kill(running.pid, number)
     ended = running.wait()
     assert ended.returncode == code, ended.stderr

@@ -100,8 +100,11 @@ class Company:
                     return
             here = {"host": socket.gethostname(), "part": self._part}
             store.set(f"doctor/here/{rank}", json.dumps(here))
-            if self._is_over.wait(ANSWER_SECONDS):
-                return
+            all_here = [f"doctor/here/{each}" for each in range(self._process.n_ranks)]
+            end = time.monotonic() + ANSWER_SECONDS
+            while not store.check(all_here) and time.monotonic() < end:
+                if self._is_over.wait(POLL_SECONDS):
+                    return
             problem = self._name_silent(store)
         except RuntimeError:  # the first rank has ended, and the store with it: all is over
             return

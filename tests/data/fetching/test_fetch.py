@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.data.fetching.catalogue import (
     Listing,
@@ -169,7 +170,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "stall":
             self.wfile.flush()
             self.server.sent_half.set()
-            self.connection.settimeout(30)
+            self.connection.settimeout(WATCHDOG_SECONDS)
             self.rfile.read(1)  # until the client is gone
 
 
@@ -184,7 +185,9 @@ def server() -> Iterator[Server]:
 
 
 def quick(server: Server) -> Network:
-    return Network(server.address, backoff_seconds=0.001, timeout_seconds=5, attempts=4)
+    return Network(
+        server.address, backoff_seconds=0.001, timeout_seconds=WATCHDOG_SECONDS, attempts=4
+    )
 
 
 def get(server: Server, folder: Path, corpus: str = "openwebtext", only: str = "*") -> FetchResult:
@@ -433,25 +436,24 @@ def test_the_server_says_how_long_to_wait(server: Server, tmp_path: Path, fault:
         network=quick(server),
         progress=lambda done, total, detail="": details.append(detail),
     )
-    assert 0.9 < time.monotonic() - start < 10
+    assert "DATE" in fault or time.monotonic() - start > 0.9
     assert any(re.fullmatch(r"waiting [0-3]\.\ds: HTTP (429|503)", text) for text in details)
 
 
 def test_a_silent_server_is_given_up_on(server: Server, tmp_path: Path) -> None:
     server.publish({A: some_bytes(1)})
     server.faults[RESOLVE + A] = ["stall"]
-    fetch("openwebtext", tmp_path, network=replace(quick(server), timeout_seconds=0.5))
+    fetch("openwebtext", tmp_path, network=replace(quick(server), timeout_seconds=2.0))
     assert server.asked(RESOLVE + A)[1]["Range"] == f"bytes={HALF}-"
 
 
 def test_an_error_ends_the_waits_of_the_others(server: Server, tmp_path: Path) -> None:
     server.publish({A: some_bytes(1), B: some_bytes(2)})
-    server.faults[RESOLVE + A] = ["429 Retry-After: 60"]
+    server.faults[RESOLVE + A] = ["429 Retry-After: 3000"]
     server.faults[RESOLVE + B] = ["503", "503", "404"]
-    start = time.monotonic()
     with pytest.raises(DataError, match=f"{B} is refused"):
         get(server, tmp_path)
-    assert time.monotonic() - start < 10
+    assert len(server.asked(RESOLVE + A)) == 1
     assert not any("trainyard-fetch" in thread.name for thread in threading.enumerate())
 
 
@@ -647,22 +649,17 @@ def test_a_killed_download_goes_on(server: Server, tmp_path: Path, death: signal
         "from pathlib import Path\n"
         "from trainyard.data.fetching.fetch import fetch\n"
         "from trainyard.data.fetching.web import Network\n"
-        f"fetch('openwebtext', Path({str(tmp_path)!r}), network=Network({server.address!r}))\n"
+        f"fetch('openwebtext', Path({str(tmp_path)!r}), "
+        f"      network=Network({server.address!r}, timeout_seconds=3000))\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
-    assert server.sent_half.wait(timeout=30)
+    assert server.sent_half.wait(WATCHDOG_SECONDS)
     partial = tmp_path / f"{B}.partial"
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and not (
-        partial.is_file()
-        and partial.stat().st_size > HALF // 2
-        and (tmp_path / A).is_file()
-        and (tmp_path / C).is_file()
-    ):
-        time.sleep(0.01)
+    wait_until(lambda: partial.is_file() and partial.stat().st_size > HALF // 2)
+    wait_until(lambda: (tmp_path / A).is_file() and (tmp_path / C).is_file())
     child.send_signal(death)
     # Ctrl-C does not wait for the server, which is silent for as long as it likes.
-    assert child.wait(timeout=10) != 0
+    assert child.wait(WATCHDOG_SECONDS) != 0
     assert not (tmp_path / B).exists()
     n_kept = partial.stat().st_size
     assert n_kept > HALF // 2

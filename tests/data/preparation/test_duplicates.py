@@ -64,7 +64,7 @@ def all_repeats(step: Step, texts: list[str]) -> list[bool]:
 some_keys = st.sampled_from([0, 1, 2**40, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.lists(st.tuples(some_keys, some_keys), max_size=40),
     cuts=st.lists(st.integers(0, 40), max_size=5),

@@ -9,8 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.data.preparation.progress import read_progress
 from trainyard.data.preparation.work_folder import Claim, WorkerState, WorkFolder, name_process
@@ -147,13 +149,13 @@ def test_racing_processes_never_get_the_same_piece(tmp_path: Path) -> None:
     taken: Counter[str] = Counter()
     shares = []
     for racer in racers:
-        lines = racer.communicate(timeout=60)[0].splitlines()
+        lines = racer.communicate(timeout=WATCHDOG_SECONDS)[0].splitlines()
         assert racer.returncode == 0
         taken.update(lines)
         shares.append(len(lines))
     # Taken once more than it was given back, however many processes asked for it.
     assert [taken[piece] - taken[f"back {piece}"] for piece in pieces] == [1] * len(pieces)
-    assert min(shares) > 0
+    assert sum(share > 0 for share in shares) > 1
     assert folder.names("done") == pieces
     assert folder.names("todo") == folder.names("claimed") == []
 
@@ -193,18 +195,23 @@ def test_a_process_that_was_dead_when_it_was_named_is_dead(tmp_path: Path) -> No
     assert folder.names("claimed") == []
 
 
-def test_a_far_process_loses_its_claim_when_it_is_silent(tmp_path: Path) -> None:
-    folder = WorkFolder(make(tmp_path / "x.work").path, ME, stale_seconds=0.2)
+def test_a_far_process_loses_its_claim_when_it_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
+    monkeypatch.setattr("trainyard.data.preparation.work_folder.time", clock)
+    folder = enter(make(tmp_path / "x.work").path, ME)
     far, state = enter(folder.path, FAR), WorkerState()
     take(far)
     folder.take_back()  # the first look says nothing
     for _ in range(3):
-        time.sleep(0.12)
+        now += 59.0
         far.beat(state)
         folder.take_back()
     assert folder.names("claimed") == [f"{PIECES[0]}.0@{FAR}"]
     assert folder.read_states()[FAR][0].beat == 3
-    time.sleep(0.25)
+    now += 61.0
     folder.take_back()
     assert folder.names("todo")[0] == f"{PIECES[0]}.1"
     far.release(Claim(PIECES[0], 0, folder.path / "claimed" / f"{PIECES[0]}.0@{FAR}"))

@@ -1,0 +1,58 @@
+"""Waiting for what must happen: a busy machine makes it late, and no test red."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+WATCHDOG_SECONDS = 900.0
+"""Ten times what the longest wait takes on an idle machine: after it something hangs."""
+
+
+def wait_until(holds: Callable[[], object], what: str = "") -> None:
+    """Returns once something has come true.
+
+    Raises:
+        TimeoutError: it never does; says `what`.
+    """
+    end = time.monotonic() + WATCHDOG_SECONDS
+    while not holds():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not so after {WATCHDOG_SECONDS:g} s: {what}")
+        time.sleep(0.01)
+
+
+def wait_for(pid: int) -> int:
+    """Waits for a child process to end, which it does whatever happens; gives its exit code."""
+    try:
+        wait_until(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), f"{pid}")
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def prepare_fork() -> None:
+    """Returns when no other thread of this process is at work.
+
+    What a thread has half done stays so in a fork, which has no such thread; one of Python's is
+    at work for a moment even after it was joined.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    tasks = Path("/proc/self/task")
+    own = str(threading.get_native_id())
+    wait_until(lambda: not any(_is_at_work(task) for task in tasks.iterdir() if task.name != own))
+
+
+def _is_at_work(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD"
+    except OSError:  # it has ended
+        return False
