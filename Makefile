@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Else every process of the demo would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 # Hundreds of processes are started, which would compile Trainyard each time if nothing were kept.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -q
 
@@ -31,6 +33,7 @@ bench: set-up-dev
 	$(BIN)/python benchmarks/cpu_step.py
 
 set-up-train set-up-dev:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Trainyard needs Python 3.11 or newer\nhint: make PYTHON=python3.12 ...")'
 	@$(PYTHON) tools/set_up.py $(@:set-up-%=%)
 
 clean:

@@ -30,8 +30,8 @@ PYTHON = VENV / "bin" / "python"
 STATE = VENV / ".set-up.json"
 EXTRAS = {"train": ["train"], "dev": ["train", "dev"]}
 CONTENTS = {
-    "train": "what training needs: 70 packages, about 300 MB",
-    "dev": "what training, tests and checks need: 100 packages, about 350 MB",
+    "train": "what training needs: 70 packages, 350 MB",
+    "dev": "what training, tests and checks need: 90 packages, 400 MB",
 }
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -96,8 +96,8 @@ def set_up(before: State | None, wanted: State) -> None:
     """
     started = time.monotonic()
     print(
-        f"Setting up .venv with {CONTENTS[wanted.extras[-1]]} to download, if not cached (3 GB if "
-        "torch comes with CUDA): 10 seconds to a few minutes, once",
+        f"Setting up .venv with {CONTENTS[wanted.extras[-1]]} unless cached (3 GB if torch comes "
+        "with CUDA), 10 seconds to a few minutes",
         flush=True,
     )
     same = before and replace(wanted, files=before.files, extras=before.extras) == before
@@ -109,7 +109,7 @@ def set_up(before: State | None, wanted: State) -> None:
     try:
         install(wanted.extras, wanted.torch_index)
     except SetUpError:
-        # Nothing was installed: both uv and pip download everything first.
+        # Most likely nothing was installed: both uv and pip download everything first.
         if before and same:
             write(before)
         else:
@@ -123,14 +123,9 @@ def create() -> None:
     """Makes `.venv` with pip; one made by hand keeps its Python and packages.
 
     Raises:
-        SetUpError: Python is too old, or cannot make virtual environments.
+        SetUpError: this Python cannot make virtual environments.
     """
     maker = str(PYTHON) if PYTHON.exists() else sys.executable
-    if maker == sys.executable and sys.version_info < (3, 11):
-        raise SetUpError(
-            "Trainyard needs Python 3.11 or newer, and this is "
-            f"{sys.version.split()[0]}\nhint: make PYTHON=python3.12 ..."
-        )
     failure = run("virtual environment", [maker, "-m", "venv", str(VENV)], {})
     if failure is not None:
         raise SetUpError(
@@ -148,13 +143,13 @@ def install(extras: list[str], torch_index: str) -> None:
     pip = [str(PYTHON), "-m", "pip"]
     common = ["-c", "constraints.txt"]
     packages = ["-e", f".[{','.join(extras)}]"]
-    quiet = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-    failure = run("uv", [*pip, "install", "-q", *common, "uv"], quiet)
+    variables = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    failure = run("installer (uv)", [*pip, "install", "-q", *common, "uv"], variables)
     listing = subprocess.run([*pip, "config", "list"], stdout=subprocess.PIPE, text=True)
     settings = pip_settings(listing.stdout)
     if torch_index:
         more = f"{settings.get('extra-index-url', '')} {torch_index}".strip()
-        settings["extra-index-url"] = quiet["PIP_EXTRA_INDEX_URL"] = more
+        settings["extra-index-url"] = variables["PIP_EXTRA_INDEX_URL"] = more
     elif gets_needless_cuda(settings):
         print(f"  torch comes with CUDA; without: make ... TORCH_INDEX={CPU_INDEX}", flush=True)
     if failure is None:
@@ -162,12 +157,16 @@ def install(extras: list[str], torch_index: str) -> None:
         uv += ["--build-constraints", "constraints.txt"]
         failure = run("packages", [*uv, *packages], uv_environment(settings, os.environ))
     if failure is not None:
-        print(f"  uv failed ({tail(failure, 1).strip()}); pip goes on, in minutes", flush=True)
-        failure = run("packages", [*pip, "install", "-q", *common, *packages], quiet)
+        print(
+            f"  uv failed ({tail(failure, 1).strip()}); pip installs instead, in minutes",
+            flush=True,
+        )
+        failure = run("packages", [*pip, "install", "-q", *common, *packages], variables)
     if failure is not None:
         raise SetUpError(
             f"pip cannot install the packages:\n{tail(failure)}\n"
-            "hint: is the network there? A proxy or a mirror is set by `pip config`"
+            "hint: is the network there? Set a proxy or a mirror with `pip config`; `make clean` "
+            "removes .venv for a fresh start"
         )
 
 
@@ -208,12 +207,12 @@ def uv_environment(settings: Mapping[str, str], environment: Mapping[str, str]) 
         for setting, name in names.items()
         if setting in settings
     }
-    variables["UV_FIND_LINKS"] = ",".join(settings.get("find-links", "").split())
+    if "find-links" in settings:
+        variables["UV_FIND_LINKS"] = ",".join(settings["find-links"].split())
     variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # the best version of all, as pip
-    caches = environment.get("XDG_CACHE_HOME") or Path(
-        environment.get("HOME", os.devnull), ".cache"
-    )
-    if not can_write(Path(environment.get("UV_CACHE_DIR") or Path(caches, "uv"))):
+    home = environment.get("HOME", os.devnull)
+    caches = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
+    if not can_write(Path(environment.get("UV_CACHE_DIR") or f"{caches}/uv")):
         variables["UV_CACHE_DIR"] = str(VENV / ".cache")
     return variables
 

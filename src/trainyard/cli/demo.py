@@ -15,6 +15,8 @@ from pathlib import Path
 
 import typer
 
+from trainyard.extras import require
+
 FOLDER = Path("runs/demo")
 VOCABULARY_SIZE = 4096
 HELD_OUT_EVERY = 60
@@ -29,6 +31,7 @@ def demo() -> None:
 
     An interrupted demo continues; a finished one starts anew.
     """
+    require("torch")
     started = time.monotonic()
     typer.echo(f"Trainyard demo: everything goes to {FOLDER}")
     if (FOLDER / "report.html").exists():
