@@ -107,6 +107,7 @@ def test_what_cannot_be_added_to_is_made_anew(
     leftover = Path(".venv/leftover")
     leftover.touch()
     state = json.loads(set_up.STATE.read_text())
+    assert state["folder"] == str(Path.cwd())
     if change == "unfinished":
         set_up.STATE.write_text("")
     elif change == "moved":
@@ -155,6 +156,20 @@ def test_where_both_fail_what_was_there_stays_in_use(set_up: ModuleType) -> None
     assert start(set_up, "train") == []
     Path("fails").write_text("")
     assert start(set_up, "dev") == ["python uv", "uv dev"]
+
+
+def test_python_without_venv_is_one_message(checkout: Path) -> None:
+    shutil.copy(checkout / ".venv" / "bin" / "python", checkout / "python")
+    shutil.rmtree(checkout / ".venv")
+    (checkout / "fails").write_text("venv")
+    code = "import sys; sys.path.insert(0, 'tools'); import set_up; "
+    code += "sys.executable, sys.argv = './python', ['', 'train']; set_up.main()"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ./python cannot make a virtual environment:\nno route")
+    assert "apt install python3-venv" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_another_index_for_torch(
@@ -240,31 +255,33 @@ def test_a_cache_that_cannot_be_written_is_replaced(
 
 
 def start_process(checkout: Path) -> subprocess.Popen[str]:
+    (checkout / "hangs").touch()
     command = [sys.executable, "tools/set_up.py", "train"]
     return subprocess.Popen(command, cwd=checkout, stdout=-1, stderr=-1, text=True)
 
 
+def interrupt(process: subprocess.Popen[str], checkout: Path) -> str:
+    """Interrupts the set-up in uv; gives what it said of it."""
+    while not (checkout / "started").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    return process.communicate(timeout=240)[1]
+
+
 def test_an_interrupted_set_up_is_known_as_such(checkout: Path) -> None:
-    (checkout / "hangs").touch()
     with start_process(checkout) as process:
-        while not (checkout / "started").exists():
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        errors = process.communicate(timeout=240)[1]
+        errors = interrupt(process, checkout)
     assert process.returncode == 1
     assert errors == "\ninterrupted; the same command starts the set-up anew\n"
     assert (checkout / ".venv" / ".set-up.json").read_text() == ""
 
 
-def test_two_at_once_set_up_once(checkout: Path) -> None:
-    (checkout / "hangs").touch()
+def test_two_at_once_set_up_one_after_the_other(checkout: Path) -> None:
     with (checkout / "tools" / "set_up.py").open("rb+") as script:
-        fcntl.flock(script, fcntl.LOCK_EX)
+        fcntl.flock(script, fcntl.LOCK_SH)
         with start_process(checkout) as process:
             assert process.stdout is not None
             assert "waiting for another make" in process.stdout.readline()
             assert (checkout / "log").read_text() == ""
             fcntl.flock(script, fcntl.LOCK_UN)
-            while not (checkout / "started").exists():
-                assert process.poll() is None
-            process.kill()
+            interrupt(process, checkout)
