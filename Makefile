@@ -2,40 +2,39 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-SETUP := .venv/.set-up
+# Else every process of the demo would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 # Hundreds of processes are started, which would compile Trainyard each time if nothing were kept.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -q
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check bench set-up-train set-up-dev clean
 
-demo: $(SETUP)
+demo: set-up-train
 	$(BIN)/trainyard demo
 
-test: $(SETUP)
+test: set-up-dev
 	$(PYTEST)
 
-test-all: $(SETUP)
+test-all: set-up-dev
 	$(PYTEST) -m ''
 
-check: $(SETUP)
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+check: set-up-dev
+	$(BIN)/ruff format --check src tests benchmarks tools
+	$(BIN)/ruff check src tests benchmarks tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/codespell src tests docs recipes benchmarks README.md CHANGELOG.md CONTRIBUTING.md
+	$(BIN)/codespell src tests docs recipes benchmarks tools README.md CHANGELOG.md CONTRIBUTING.md
 
-bench: $(SETUP)
+bench: set-up-dev
 	$(BIN)/python benchmarks/sample_index.py
 	$(BIN)/python benchmarks/merging.py
 	$(BIN)/python benchmarks/bubble.py
 	$(BIN)/python benchmarks/wrapping.py
 	$(BIN)/python benchmarks/cpu_step.py
 
-$(SETUP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Trainyard needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
-	touch $@
+set-up-train set-up-dev:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Trainyard needs Python 3.11 or newer\nhint: make PYTHON=python3.12 ...")'
+	@$(PYTHON) tools/set_up.py $(@:set-up-%=%)
 
 clean:
 	rm -rf .venv runs

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import typer
 
+from trainyard.extras import require
+
 FOLDER = Path("runs/demo")
 RUN_FILE = FOLDER / "demo.toml"
 REPORT = FOLDER / "report.html"
@@ -42,6 +44,7 @@ def demo() -> None:
 
     The same command continues an interrupted demo, and starts a finished one anew.
     """
+    require("torch")
     started = time.monotonic()
     typer.echo(
         "Trainyard demo: trains a small GPT on the Python standard library.\n"

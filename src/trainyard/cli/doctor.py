@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainyard.errors import ConfigError, LaunchError, MachineError
+from trainyard.extras import install_command
 from trainyard.launch.environment import Process, read_process
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def doctor(
         if not has_torch():
             raise MachineError(
                 "--calibrate: nothing can be measured without torch",
-                "pip install 'trainyard[train]'",
+                install_command("train"),
             )
     order = Order(
         runs=folder,
@@ -119,7 +120,7 @@ def _examine(process: Process, order: Order, ranks: int | None) -> list[Examinat
         if ranks is not None and ranks > 1:
             raise ConfigError(
                 f"--ranks {ranks}: without torch nothing but this machine can be described",
-                "pip install 'trainyard[train]', or leave out --ranks",
+                f"{install_command('train')}, or leave out --ranks",
             )
         return examine(process, order)
     if ranks is None and process.n_ranks == 1:

@@ -29,6 +29,7 @@ from trainyard.cli.status import status
 from trainyard.cli.train import train
 from trainyard.cli.watch import watch
 from trainyard.errors import UserError
+from trainyard.extras import missing_package
 from trainyard.launch.environment import hide_secrets, let_idle_threads_sleep
 from trainyard.log import build_logger
 
@@ -79,8 +80,11 @@ def main(arguments: list[str] | None = None) -> None:
     let_idle_threads_sleep()
     try:
         app(arguments)
-    except UserError as error:
+    except (UserError, ModuleNotFoundError) as error:
+        told = missing_package(error) if isinstance(error, ModuleNotFoundError) else error
+        if told is None:
+            raise
         if "--debug" in arguments:
             typer.echo(hide_secrets(traceback.format_exc()), err=True)
-        typer.echo(hide_secrets(f"error: {error}"), err=True)
-        sys.exit(error.exit_code)
+        typer.echo(hide_secrets(f"error: {told}"), err=True)
+        sys.exit(told.exit_code)

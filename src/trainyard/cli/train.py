@@ -15,6 +15,7 @@ import typer
 
 from trainyard.config.run import Run
 from trainyard.errors import LaunchError, UserError
+from trainyard.extras import require
 from trainyard.launch.environment import Process, read_process, read_start
 from trainyard.launch.lock import hold
 from trainyard.launch.restarts import note_refusal
@@ -87,6 +88,7 @@ def train(
     if process.n_ranks > 1:
         ranks = process.n_ranks
     plan = resolve(run, ranks)  # refuses what cannot be before torch takes its seconds to import
+    require("torch")
     if ranks is None:
         plan = resolve(run, max(plan.n_ranks, _count_gpus()))
     folder = RUNS_FOLDER / run.name

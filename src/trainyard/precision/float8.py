@@ -30,6 +30,7 @@ from torch import Tensor
 
 from trainyard.config.run import Fp8, Run
 from trainyard.errors import ConfigError, MachineError
+from trainyard.extras import install_command
 from trainyard.model.gpt import GPT, Block
 from trainyard.model.linear import Linear, Product
 
@@ -117,7 +118,7 @@ def refuse_missing_torchao(run: Run) -> None:
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(
             f"precision.kind={run.precision.kind!r} needs torchao, which is not installed",
-            "pip install 'torchao>=0.18,<0.19', or precision.kind=bf16",
+            f"{install_command('train')}, or precision.kind=bf16",
         )
 
 

@@ -1,0 +1,76 @@
+"""The packages that the extras of the distribution bring, and the command that installs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from trainyard.errors import MachineError
+
+DISTRIBUTION = "trainyard-gpt"
+REQUIREMENT = re.compile(r"([\w.-]+).*\bextra == ['\"](\w+)['\"]")
+
+
+def require(package: str) -> None:
+    """Refuses to go on without a package, before anything is written; imports nothing.
+
+    Raises:
+        MachineError: it is not installed; names the command that installs it.
+    """
+    if importlib.util.find_spec(package) is None:
+        missing = ModuleNotFoundError(name=package)
+        raise missing_package(missing) or missing
+
+
+def missing_package(error: ModuleNotFoundError) -> MachineError | None:
+    """Explains a failed import of a package that an extra brings; None if none does."""
+    package = (error.name or "").partition(".")[0]
+    extra = _extras().get(package)
+    if extra is None:
+        return None
+    return MachineError(f"this command needs {package}, which is not installed", install_command(extra))
+
+
+def install_command(extra: str) -> str:
+    """Gives the command that installs an extra where Trainyard is installed."""
+    options, place = "", DISTRIBUTION
+    origin = json.loads(_distribution_file("direct_url.json") or "{}")
+    if "dir_info" in origin:
+        folder = Path(url2pathname(urlsplit(origin["url"]).path))
+        if folder.is_dir():
+            place = "." if folder == Path.cwd() else str(folder)
+            options = "-e " if origin["dir_info"].get("editable") else ""
+    return f"{_installer()} {options}{shlex.quote(f'{place}[{extra}]')}"
+
+
+def _installer() -> str:
+    python = shlex.quote(sys.executable)
+    if importlib.util.find_spec("pip") is None:  # an environment that uv made
+        return f"uv pip install --python {python}"
+    found = shutil.which("pip")
+    is_own = found is not None and Path(found).parent == Path(sys.executable).parent
+    return "pip install" if is_own else f"{python} -m pip install"
+
+
+def _extras() -> dict[str, str]:
+    try:
+        requirements = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
+        return {}
+    found = (REQUIREMENT.match(requirement) for requirement in requirements)
+    return {match[1].lower().replace("-", "_"): match[2] for match in found if match}
+
+
+def _distribution_file(name: str) -> str | None:
+    try:
+        return metadata.distribution(DISTRIBUTION).read_text(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,152 @@
+"""Every verb without the packages of the `train` extra: it works, or names the command to run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.command import Fork
+
+from trainyard.cli.main import app, main
+from trainyard.data.indexed import IndexedWriter
+from trainyard.extras import DISTRIBUTION, install_command, missing_package
+
+NEEDS_TRAIN = {
+    "prepare": "prepare text.txt --output new --train-tokenizer 300",
+    "train": "train tiny --ranks 2",
+    "bench": "bench tiny",
+    "evaluate": "evaluate runs/a",
+    "generate": "generate runs/a --prompt a",
+    "report": "report runs/a",
+    "export": "export runs/a --output new",
+    "import": "import runs/a --output new",
+    "check layout": "check layout tiny",
+    "check checkpoint": "check checkpoint runs/a",
+    "plan --simulate": "plan tiny --simulate",
+    "demo": "demo",
+    "doctor": "doctor --calibrate new.toml",
+}
+WORKS = {
+    "plan": "plan tiny",
+    "launch": "launch gpt3-350m data.blend.prefixes=['corpus'] --cluster slurm --dry-run",
+    "show": "show tiny",
+    "show order": "show order tiny data.blend.prefixes=['corpus'] data.split='90,10,0'",
+    "check data": "check data corpus",
+    "status": "status runs/a",
+    "watch": "watch runs/a --once",
+}
+
+
+def packages_of(extra: str) -> list[str]:
+    requirements = metadata.requires(DISTRIBUTION) or []
+    return [re.split(r"[^\w-]", line)[0] for line in requirements if f'"{extra}"' in line]
+
+
+def run_in_base(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    """Runs a command in a fork that cannot import what the `train` extra brings."""
+    monkeypatch.chdir(folder)
+
+    def run() -> None:
+        for name in list(sys.modules):
+            if name.partition(".")[0] == "trainyard":
+                del sys.modules[name]
+        sys.modules.update(dict.fromkeys(packages_of("train")))  # type: ignore[arg-type]
+        from trainyard.cli.main import main
+
+        sys.argv = ["trainyard", *words.split()]
+        main()
+
+    result = Fork(run).wait()
+    return result.returncode, result.stdout, result.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    from trainyard.config.load import load_run, render_run
+
+    run_folder = tmp_path / "runs" / "a"
+    run_folder.mkdir(parents=True)
+    (run_folder / "run.toml").write_text(render_run(load_run("tiny").run))
+    (tmp_path / "text.txt").write_text("hello")
+    with IndexedWriter(tmp_path / "corpus", np.dtype(np.uint16)) as writer:
+        for _ in range(20):
+            writer.add_document(np.arange(400, dtype=np.uint16))
+    return tmp_path
+
+
+def test_every_verb_is_tried() -> None:
+    verbs = {info.name or info.callback.__name__ for info in app.registered_commands}  # type: ignore[union-attr]
+    verbs |= {info.name for info in app.registered_groups}
+    assert verbs == {name.split()[0] for name in (NEEDS_TRAIN | WORKS)}
+
+
+@pytest.mark.parametrize("words", NEEDS_TRAIN.values(), ids=NEEDS_TRAIN)
+def test_a_verb_names_the_command_that_installs_what_it_needs(
+    words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(folder.rglob("*"))
+    code, _, errors = run_in_base(words, folder, monkeypatch)
+    assert code == 2, errors
+    assert "Traceback" not in errors
+    assert errors.strip().splitlines()[-1] == f"hint: {install_command('train')}"
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("words", WORKS.values(), ids=WORKS)
+def test_a_verb_works(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, output, errors = run_in_base(words, folder, monkeypatch)
+    assert (code, bool(output)) == (0, True), errors
+
+
+def test_the_extras_are_those_of_the_distribution() -> None:
+    assert {"torch", "tokenizers", "matplotlib", "zstandard"} <= set(packages_of("train"))
+    for package in ("torch", "wandb", "pytest_xdist", "import_linter"):
+        error = missing_package(ModuleNotFoundError(name=f"{package}.part"))
+        assert error is not None and package in error.problem
+    for package in ("numpy", "sympy", "trainyard", ""):
+        assert missing_package(ModuleNotFoundError(name=package)) is None
+
+
+def test_what_no_extra_brings_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "registered_commands", [])
+
+    @app.command("broken")
+    def broken() -> None:
+        import nothing_that_exists  # type: ignore[import-not-found]  # noqa: F401
+
+    with pytest.raises(ModuleNotFoundError, match="nothing_that_exists"):
+        main(["broken"])
+
+
+@pytest.mark.parametrize(
+    ("origin", "where", "expected"),
+    [
+        ("", "elsewhere", "'trainyard-gpt[train]'"),
+        ('{"url": "file://HERE", "dir_info": {"editable": true}}', "my checkout", "-e '.[train]'"),
+        ('{"url": "file://HERE", "dir_info": {"editable": true}}', "elsewhere", "-e 'HERE[train]'"),
+        ('{"url": "file://HERE", "dir_info": {}}', "my checkout", "'.[train]'"),
+        ('{"url": "file:///gone", "dir_info": {}}', "elsewhere", "'trainyard-gpt[train]'"),
+        ('{"url": "https://a/b.whl", "archive_info": {}}', "elsewhere", "'trainyard-gpt[train]'"),
+    ],
+)
+def test_the_command_is_that_of_the_installation(
+    origin: str, where: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = tmp_path / "my checkout"
+    for name in ("my checkout", "elsewhere"):
+        (tmp_path / name).mkdir()
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 1.0\n",
+        "direct_url.json": origin.replace("HERE", str(checkout).replace(" ", "%20")),
+    }
+    installed = tmp_path / "site" / "trainyard_gpt-1.0.dist-info"
+    installed.mkdir(parents=True)
+    for name, text in files.items():
+        (installed / name).write_text(text)
+    monkeypatch.syspath_prepend(str(installed.parent))
+    monkeypatch.chdir(tmp_path / where)
+    assert install_command("train").endswith(" " + expected.replace("HERE", str(checkout)))

@@ -1,0 +1,287 @@
+"""`tools/set_up.py`, with programs in place of pip and uv that note what they are asked."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "tools" / "set_up.py"
+# In `log`: a line for each start; the file `fails` has patterns of those that are to fail.
+PROGRAM = """#!/bin/sh
+echo "$(basename "$0") $* index=$UV_INDEX" >> log
+case "$*" in "-m pip config list") echo "global.extra-index-url='http://mirror/simple'" ;; esac
+for pattern in $(cat fails); do
+  case "$(basename "$0") $*" in *$pattern*) echo "no route to host"; exit 1 ;; esac
+done
+[ ! -e hangs ] || [ "$(basename "$0")" = python ] || { touch started; exec sleep 600; }
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "a checkout"
+    (folder / "tools").mkdir(parents=True)
+    shutil.copy(SCRIPT, folder / "tools")
+    for name in ("pyproject.toml", "constraints.txt", "log", "fails"):
+        (folder / name).write_text("")
+    write_programs(folder)
+    return folder
+
+
+@pytest.fixture
+def set_up(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of a checkout, whose `create` writes programs instead of asking Python."""
+    spec = importlib.util.spec_from_file_location("set_up", checkout / "tools" / "set_up.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "set_up", module)
+    spec.loader.exec_module(module)
+    monkeypatch.chdir(checkout)
+    monkeypatch.delenv("TORCH_INDEX", raising=False)
+    monkeypatch.delenv("UV_INDEX", raising=False)
+
+    def create() -> None:
+        write_programs(checkout)
+        with (checkout / "log").open("a") as log:
+            log.write("created\n")
+
+    monkeypatch.setattr(module, "create", create)
+    return module
+
+
+def write_programs(folder: Path) -> None:
+    (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+    for name in ("python", "uv"):
+        program = folder / ".venv" / "bin" / name
+        program.write_text(PROGRAM)
+        program.chmod(0o755)
+
+
+def start(module: ModuleType, purpose: str) -> list[str]:
+    """Runs `set_up.py PURPOSE` up to its end; gives what was created and installed, in order."""
+    Path("log").write_text("")
+    sys.argv = ["set_up.py", purpose]
+    module.main()
+    words = {"created": "created", "-q -c constraints.txt uv": "uv", "-e .[train,dev]": "dev"}
+    words["-e .[train]"] = "train"
+    return [
+        f"{line.split()[0]} {word}"
+        for line in Path("log").read_text().splitlines()
+        for text, word in words.items()
+        if text in line
+    ]
+
+
+def test_what_is_set_up_is_not_set_up_again(
+    set_up: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(set_up, "train") == ["created created", "python uv", "uv train"]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("Setting up .venv with what training needs: 70 packages, 350 MB")
+    assert [line.partition(" ...")[0] for line in said[1:-1]] == ["  installer (uv)", "  packages"]
+    assert start(set_up, "train") == []
+    assert start(set_up, "dev") == ["python uv", "uv dev"]
+    assert start(set_up, "train") == start(set_up, "dev") == []
+    Path("constraints.txt").write_text("torch==3.0\n")
+    assert start(set_up, "train") == ["python uv", "uv dev"]
+    capsys.readouterr()
+    assert start(set_up, "dev") == []
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("change", ["unfinished", "moved", "other torch", "no python"])
+def test_what_cannot_be_added_to_is_made_anew(
+    change: str, set_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(set_up, "train")
+    leftover = Path(".venv/leftover")
+    leftover.touch()
+    state = json.loads(set_up.STATE.read_text())
+    assert state["folder"] == str(Path.cwd())
+    if change == "unfinished":
+        set_up.STATE.write_text("")
+    elif change == "moved":
+        set_up.STATE.write_text(json.dumps(state | {"folder": "/elsewhere"}))
+    elif change == "other torch":
+        monkeypatch.setenv("TORCH_INDEX", "http://cpu/simple")
+    else:
+        set_up.PYTHON.unlink()
+    assert start(set_up, "train")[0] == "created created"
+    assert not leftover.exists()
+    monkeypatch.delenv("TORCH_INDEX", raising=False)
+    assert start(set_up, "train") == []
+
+
+def test_a_folder_made_by_hand_is_kept(set_up: ModuleType) -> None:
+    leftover = Path(".venv/leftover")
+    leftover.touch()
+    assert start(set_up, "train") == ["created created", "python uv", "uv train"]
+    assert leftover.exists()
+
+
+@pytest.mark.parametrize(
+    ("fails", "expected"),
+    [
+        ("uv*install", ["python uv", "uv train", "python train"]),
+        ("python*constraints.txt?uv", ["python uv", "python train"]),
+    ],
+)
+def test_pip_takes_over_where_uv_fails(
+    fails: str, expected: list[str], set_up: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("fails").write_text(fails)
+    assert start(set_up, "train")[1:] == expected
+    said = capsys.readouterr().out
+    assert "uv failed (no route to host); pip installs instead" in said
+    assert start(set_up, "train") == []
+
+
+def test_where_both_fail_what_was_there_stays_in_use(set_up: ModuleType) -> None:
+    start(set_up, "train")
+    Path("fails").write_text("install")
+    with pytest.raises(
+        SystemExit, match="pip cannot install the packages:\nno route to host\nhint"
+    ):
+        start(set_up, "dev")
+    assert start(set_up, "train") == []
+    Path("fails").write_text("")
+    assert start(set_up, "dev") == ["python uv", "uv dev"]
+
+
+def test_python_without_venv_is_one_message(checkout: Path) -> None:
+    shutil.copy(checkout / ".venv" / "bin" / "python", checkout / "python")
+    shutil.rmtree(checkout / ".venv")
+    (checkout / "fails").write_text("venv")
+    code = "import sys; sys.path.insert(0, 'tools'); import set_up; "
+    code += "sys.executable, sys.argv = './python', ['', 'train']; set_up.main()"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ./python cannot make a virtual environment:\nno route")
+    assert "apt install python3-venv" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_another_index_for_torch(
+    set_up: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_INDEX", "http://cpu/simple")
+    start(set_up, "train")
+    install = Path("log").read_text().splitlines()[-1]
+    assert install.endswith("index=http://mirror/simple http://cpu/simple")
+    assert "CUDA; without" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "devices", "expected"),
+    [({}, [], True), ({}, [os.devnull], False), ({"find-links": "/wheels"}, [], False)],
+)
+def test_where_cuda_is_needless_it_is_said(
+    settings: dict[str, str],
+    devices: list[str],
+    expected: bool,
+    set_up: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(set_up, "GPU_DEVICES", devices)
+    monkeypatch.setattr(set_up.sys, "platform", "linux")
+    assert set_up.gets_needless_cuda(settings) is expected
+
+
+def test_pip_settings_with_the_precedence_of_pip(set_up: ModuleType) -> None:
+    listing = r"""
+:env:.find-links='/a /b'
+:env:.proxy=''
+download.cert='/not/this'
+global.find-links='/c'
+global.extra-index-url='\nhttp://one\nhttp://two'
+global.timeout='10'
+install.timeout='20'
+Warning: something
+"""
+    assert set_up.pip_settings(listing) == {
+        "find-links": "/a /b",
+        "extra-index-url": "\nhttp://one\nhttp://two",
+        "timeout": "20",
+    }
+
+
+def test_uv_finds_what_pip_finds(set_up: ModuleType, tmp_path: Path) -> None:
+    settings = {
+        "index-url": "http://mirror",
+        "extra-index-url": "\nhttp://one\nhttp://two",
+        "find-links": "/a /b",
+        "cert": str(SCRIPT),
+        "timeout": "20",
+    }
+    assert set_up.uv_environment(settings, {"HOME": str(tmp_path)}) == {
+        "UV_DEFAULT_INDEX": "http://mirror",
+        "UV_INDEX": "http://one http://two",
+        "UV_FIND_LINKS": "/a,/b",
+        "SSL_CERT_FILE": str(SCRIPT),
+        "UV_HTTP_TIMEOUT": "20",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }
+    folder = set_up.uv_environment({"cert": str(tmp_path)}, {"HOME": str(tmp_path)})
+    assert folder["SSL_CERT_DIR"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_own"),
+    [
+        ({"HOME": "HERE"}, True),
+        ({"HOME": "/dev/null/home"}, False),
+        ({}, False),
+        ({"HOME": "/dev/null/home", "XDG_CACHE_HOME": "HERE"}, True),
+        ({"HOME": "HERE", "UV_CACHE_DIR": "/dev/null/cache"}, False),
+    ],
+)
+def test_a_cache_that_cannot_be_written_is_replaced(
+    environment: dict[str, str], is_own: bool, set_up: ModuleType, tmp_path: Path
+) -> None:
+    environment = {key: text.replace("HERE", str(tmp_path)) for key, text in environment.items()}
+    found = set_up.uv_environment({}, environment).get("UV_CACHE_DIR")
+    assert found == (None if is_own else ".venv/.cache")
+
+
+def start_process(checkout: Path) -> subprocess.Popen[str]:
+    (checkout / "hangs").touch()
+    command = [sys.executable, "tools/set_up.py", "train"]
+    return subprocess.Popen(command, cwd=checkout, stdout=-1, stderr=-1, text=True)
+
+
+def interrupt(process: subprocess.Popen[str], checkout: Path) -> str:
+    """Interrupts the set-up in uv; gives what it said of it."""
+    while not (checkout / "started").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    return process.communicate(timeout=240)[1]
+
+
+def test_an_interrupted_set_up_is_known_as_such(checkout: Path) -> None:
+    with start_process(checkout) as process:
+        errors = interrupt(process, checkout)
+    assert process.returncode == 1
+    assert errors == "\ninterrupted; the same command starts the set-up anew\n"
+    assert (checkout / ".venv" / ".set-up.json").read_text() == ""
+
+
+def test_two_at_once_set_up_one_after_the_other(checkout: Path) -> None:
+    with (checkout / "tools" / "set_up.py").open("rb+") as script:
+        fcntl.flock(script, fcntl.LOCK_SH)
+        with start_process(checkout) as process:
+            assert process.stdout is not None
+            assert "waiting for another make" in process.stdout.readline()
+            assert (checkout / "log").read_text() == ""
+            fcntl.flock(script, fcntl.LOCK_UN)
+            interrupt(process, checkout)
