@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def show_tokenizer(path: Path, console: Console) -> None:
+def show_tokenizer(name: str, console: Console) -> None:
     """Prints a tokenizer's size, identity and an example.
 
     Raises:
@@ -20,7 +20,7 @@ def show_tokenizer(path: Path, console: Console) -> None:
     """
     from trainyard.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(name)
     example = "The train leaves the yard at 07:45."
     ids = tokenizer.encode(example)
     facts = {
@@ -30,7 +30,7 @@ def show_tokenizer(path: Path, console: Console) -> None:
         "example": f"{example!r} -> {ids}",
         "pieces": " ".join(repr(tokenizer.decode([i])) for i in ids),
     }
-    console.print(facts_table(str(path), facts))
+    console.print(facts_table(name, facts))
 
 
 def show_checkpoint(path: Path, console: Console, *, verify: bool) -> None:

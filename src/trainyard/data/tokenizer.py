@@ -1,6 +1,6 @@
 """Text to token ids and back: an exact byte-level BPE at the speed of the fastest engine at hand.
 
-    tokenizer = load_tokenizer(Path("gpt2"))
+    tokenizer = load_tokenizer("gpt2")
     tokenizer.encode(" hello world")                    # [23748, 995]
     tokens, lengths = tokenizer.encode_batch(["a", "", "b c"])
     tokens                                              # uint32, all documents back to back
@@ -187,7 +187,9 @@ class Tokenizer:
         special_tokens: whether special tokens written in a text are "text" or are parsed.
     """
 
-    def __init__(self, vocabulary: Vocabulary, name: str, special_tokens: SpecialTokens) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, name: str, special_tokens: SpecialTokens = "text"
+    ) -> None:
         self.name = name
         self.vocabulary_size = len(vocabulary.tokens)
         self.eod_id = vocabulary.special_tokens[END_OF_DOCUMENT]
@@ -284,14 +286,19 @@ def _refuse_lone_surrogates(texts: list[str]) -> None:
             ) from error
 
 
-def load_tokenizer(path: Path, special_tokens: SpecialTokens = "text") -> Tokenizer:
-    """Loads GPT-2's vocab.json and merges.txt from a folder, or a byte-level tokenizer.json.
+def load_tokenizer(source: str | Path, special_tokens: SpecialTokens = "text") -> Tokenizer:
+    """Loads a tokenizer from what `load_vocabulary` reads: "gpt2", a folder or a tokenizer.json.
 
     Raises:
         DataError: as `load_vocabulary`.
     """
-    folder = path.parent if path.is_file() else path
-    return Tokenizer(load_vocabulary(path), folder.resolve().name, special_tokens)
+    return Tokenizer(load_vocabulary(source), tokenizer_name(source), special_tokens)
+
+
+def tokenizer_name(source: str | Path) -> str:
+    """Names a tokenizer for people: after its folder, whether or not that is still there."""
+    path = Path(source)
+    return (path.parent if path.suffix == ".json" else path).resolve().name
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary_size: int, folder: Path) -> Path:

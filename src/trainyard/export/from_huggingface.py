@@ -16,7 +16,7 @@ from torch import Tensor
 from trainyard.checkpoint.shard import Values, read_header, read_values
 from trainyard.config.reading import parse_json, read_file
 from trainyard.config.run import Model
-from trainyard.data.vocabulary import load_vocabulary
+from trainyard.data.vocabulary import holds_tokenizer, load_vocabulary
 from trainyard.errors import CheckpointError
 from trainyard.export.gpt2 import (
     CONFIG,
@@ -54,7 +54,7 @@ def import_huggingface(folder: Path, output: Path) -> Path:
     require_new(output)
     model = model_of(_read_text(folder / CONFIG), str(folder / CONFIG))
     n_rows = padded_vocabulary_size(model)
-    vocabulary = load_vocabulary(folder) if _has_tokenizer(folder) else None
+    vocabulary = load_vocabulary(folder) if holds_tokenizer(folder) else None
     description = f"Imported from {folder.name}."
     run = build_run(output, model, description, has_tokenizer=vocabulary is not None)
     theirs = _find_weights(folder)
@@ -68,13 +68,6 @@ def import_huggingface(folder: Path, output: Path) -> Path:
 
     outlines = outline(parameter_shapes(model, n_rows), torch.float32)
     return write_run_folder(output, run, vocabulary, outlines, make)
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any(
-        all((folder / file).is_file() for file in files)
-        for files in (("tokenizer.json",), ("vocab.json", "merges.txt"))
-    )
 
 
 def _find_weights(folder: Path) -> dict[str, Values]:
