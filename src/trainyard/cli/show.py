@@ -87,7 +87,9 @@ def _show_thing(
     from trainyard.data.vocabulary import GPT2
 
     path = Path(name)
-    if name == GPT2 or (path / "tokenizer.json").exists() or (path / "vocab.json").exists():
+    is_checkpoint = (path / "manifest.json").exists()
+    has_tokenizer = (path / "tokenizer.json").exists() or (path / "vocab.json").exists()
+    if name == GPT2 or (has_tokenizer and not is_checkpoint):
         from trainyard.cli.show_files import show_tokenizer
 
         show_tokenizer(name, console)

@@ -185,6 +185,7 @@ class Tokenizer:
         eod_id: the id of `<|endoftext|>`, put between documents.
         fingerprint: sha256 of vocabulary, merges, special tokens and splitting rule.
         special_tokens: whether special tokens written in a text are "text" or are parsed.
+        vocabulary: its rules.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class Tokenizer:
         self.eod_id = vocabulary.special_tokens[END_OF_DOCUMENT]
         self.fingerprint = vocabulary.fingerprint
         self.special_tokens = special_tokens
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         rules = vocabulary.render_json(with_special_tokens=special_tokens == "parse")
         self._engine = _build_engine(rules, name)
 
@@ -249,10 +250,10 @@ class Tokenizer:
     @cached_property
     def _windows(self) -> Windows | None:
         """Reads long texts; None where another splitting rule than GPT-2's forbids it."""
-        if self._vocabulary.split != GPT2_SPLIT:
+        if self.vocabulary.split != GPT2_SPLIT:
             return None
-        token_bytes = list(map(len, self._vocabulary.token_bytes))
-        added = {**self._vocabulary.added_tokens, **self._vocabulary.special_tokens}
+        token_bytes = list(map(len, self.vocabulary.token_bytes))
+        added = {**self.vocabulary.added_tokens, **self.vocabulary.special_tokens}
         return Windows(
             lambda text: self._engine.encode_batch([text])[0],
             np.array(token_bytes),
@@ -270,7 +271,7 @@ class Tokenizer:
                 f"(0 to {self.vocabulary_size - 1})",
                 "decode with the tokenizer that made the ids",
             )
-        token_bytes = self._vocabulary.token_bytes
+        token_bytes = self.vocabulary.token_bytes
         return b"".join(token_bytes[i] for i in ids).decode(errors="replace")
 
 
