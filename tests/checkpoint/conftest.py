@@ -13,6 +13,7 @@ from torch import Tensor
 from trainyard.checkpoint.format import MANIFEST, Facts
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
+from trainyard.data.vocabulary import Vocabulary, build_vocabulary, byte_symbols
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialise
 from trainyard.plan.size import padded_vocabulary_size
@@ -21,6 +22,14 @@ from trainyard.plan.size import padded_vocabulary_size
 @pytest.fixture(scope="session")
 def run() -> Run:
     return load_run("tiny", ["model.n_layers=2", "model.d_model=16", "model.d_ff=48"]).run
+
+
+@pytest.fixture(scope="session")
+def vocabulary() -> Vocabulary:
+    """The 256 bytes and an end of document."""
+    tokens = [*byte_symbols(), "<|endoftext|>"]
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    return build_vocabulary(Path("tokenizer.json"), ids, [])
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from torch import Tensor
 from trainyard.checkpoint.format import MANIFEST, Facts
 from trainyard.checkpoint.save import Ranks, save_checkpoint
 from trainyard.checkpoint.verify import check_checkpoint
+from trainyard.data.vocabulary import Vocabulary
 from trainyard.errors import CheckpointError
 from trainyard.parallel.placement import whole
 
@@ -28,7 +29,9 @@ N_FLIPS = 1000
 Edit = Callable[[Path, Callable[[dict[str, Any]], object]], None]
 
 
-def save_with_ranks(folder: Path, facts: Facts, tensors: dict[str, Tensor]) -> Path:
+def save_with_ranks(
+    folder: Path, facts: Facts, tensors: dict[str, Tensor], vocabulary: Vocabulary
+) -> Path:
     """Saves as four ranks do that each hold a quarter of the rows, or one of them the whole."""
     barrier = threading.Barrier(N_RANKS, timeout=WATCHDOG_SECONDS)
 
@@ -42,24 +45,29 @@ def save_with_ranks(folder: Path, facts: Facts, tensors: dict[str, Tensor]) -> P
             elif index % N_RANKS == rank:
                 held[name] = tensor
         ranks = Ranks(rank, N_RANKS, barrier.wait)
-        return save_checkpoint(folder, facts, held, places, ranks)
+        return save_checkpoint(folder, facts, held, places, ranks, None, vocabulary)
 
     with ThreadPoolExecutor(N_RANKS) as pool:
         return next(iter(pool.map(save, range(N_RANKS))))
 
 
 @pytest.fixture
-def saved(tmp_path: Path, make_facts: Callable[[int], Facts], tensors: dict[str, Tensor]) -> Path:
+def saved(
+    tmp_path: Path,
+    make_facts: Callable[[int], Facts],
+    tensors: dict[str, Tensor],
+    vocabulary: Vocabulary,
+) -> Path:
     # A block, both norms and their moments: files of some kB, so that 1,000 checks take seconds.
     small = {name: tensor for name, tensor in tensors.items() if ".1." in name or "norm" in name}
-    return save_with_ranks(tmp_path / "checkpoints", make_facts(7), small)
+    return save_with_ranks(tmp_path / "checkpoints", make_facts(7), small, vocabulary)
 
 
 def test_an_unharmed_checkpoint_is_read_whole(saved: Path) -> None:
     told: list[tuple[int, int]] = []
     report = check_checkpoint(saved, lambda done, total: told.append((done, total)))
     sizes = {path.name: path.stat().st_size for path in saved.iterdir()}
-    assert len(sizes) == 2 * N_RANKS + 1
+    assert len(sizes) == 2 * N_RANKS + 2
     assert report.n_bytes == sum(sizes.values())
     in_files = report.n_bytes - sizes[MANIFEST]
     assert told[-1] == (in_files, in_files)

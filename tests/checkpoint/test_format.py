@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -14,14 +15,17 @@ import pytest
 from trainyard.checkpoint import format as checkpoint_format
 from trainyard.checkpoint.format import (
     MANIFEST,
+    TOKENIZER,
     Chunk,
     StoredTensor,
     grid_problem,
     read_manifest,
     render_manifest,
 )
-from trainyard.checkpoint.load import load_tensors
+from trainyard.checkpoint.load import load_tensors, load_tokenizer_copy
 from trainyard.checkpoint.save import save_checkpoint
+from trainyard.checkpoint.verify import check_checkpoint
+from trainyard.data.vocabulary import save_vocabulary
 from trainyard.errors import CheckpointError
 
 
@@ -69,11 +73,46 @@ def test_a_shard_that_is_missing_or_truncated_is_named(checkpoint):
         read_manifest(checkpoint)
 
 
+def test_format_1_has_no_tokenizer_and_is_read(checkpoint, edit_manifest, run):
+    def as_written_then(content):
+        content.update(format=1)
+        del content["tokenizer"]
+
+    edit_manifest(checkpoint, as_written_then)
+    manifest = read_manifest(checkpoint)
+    assert (manifest.format, manifest.tokenizer) == (1, None)
+    assert manifest.build_run() == run
+
+
+def test_a_tokenizer_belongs_to_the_files(tmp_path, make_facts, tensors, vocabulary):
+    path = save_checkpoint(tmp_path, make_facts(7), tensors, vocabulary=vocabulary)
+    manifest = read_manifest(path)
+    assert load_tokenizer_copy(path, manifest) == vocabulary
+    whole = (path / TOKENIZER).read_bytes()
+    (path / TOKENIZER).write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=rf"{TOKENIZER} has {len(whole) - 1} bytes instead"):
+        read_manifest(path)
+    (path / TOKENIZER).unlink()
+    with pytest.raises(CheckpointError, match=rf"{TOKENIZER} is missing"):
+        read_manifest(path)
+
+
+def test_another_tokenizer_in_a_checkpoint_is_not_used(tmp_path, make_facts, tensors, vocabulary):
+    path = save_checkpoint(tmp_path, make_facts(7), tensors, vocabulary=vocabulary)
+    tokens = [*vocabulary.tokens[1:256], vocabulary.tokens[0], vocabulary.tokens[256]]
+    other = dataclasses.replace(vocabulary, tokens=tokens)
+    save_vocabulary(other, path / TOKENIZER)
+    with pytest.raises(CheckpointError, match=rf"{TOKENIZER} is damaged: its fingerprint is "):
+        load_tokenizer_copy(path, read_manifest(path))
+    with pytest.raises(CheckpointError, match=rf"{TOKENIZER} is damaged: its sha256 is "):
+        check_checkpoint(path)
+
+
 def test_a_newer_format_is_refused_before_its_fields_are_looked_at(checkpoint, edit_manifest):
-    edit_manifest(checkpoint, lambda content: content.update(format=2, tensors="other"))
+    edit_manifest(checkpoint, lambda content: content.update(format=3, tensors="other"))
     with pytest.raises(CheckpointError) as raised:
         read_manifest(checkpoint)
-    assert "has format 2; this version of Trainyard reads format 1" in str(raised.value)
+    assert "has format 3; this version of Trainyard reads formats 1 to 2" in str(raised.value)
     assert "upgrade Trainyard" in str(raised.value)
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainyard.checkpoint.format import Manifest
+from trainyard.checkpoint.format import Manifest, StoredTokenizer
 from trainyard.checkpoint.resume import FREE, check_resumable, refusal_of, run_changes
 from trainyard.config.load import all_fields, load_run
 from trainyard.errors import CheckpointError
@@ -60,7 +60,7 @@ def test_changes_are_listed_with_both_values():
 
 def test_free_changes_are_returned():
     wanted = _run("log.interval=5", "train.micro_batch_size=2", 'data.blend.prefixes=["moved/x"]')
-    changes = check_resumable(_manifest(), wanted, "abc")
+    changes = check_resumable(_manifest(), wanted, "abc", "")
     assert [change.field for change in changes] == [
         "data.blend.prefixes",
         "train.micro_batch_size",
@@ -71,7 +71,7 @@ def test_free_changes_are_returned():
 def test_refused_changes_are_told_all_at_once():
     wanted = _run("train.length=60 steps", "model.dropout=0.0", "log.interval=5")
     with pytest.raises(CheckpointError) as raised:
-        check_resumable(_manifest(), wanted, "other")
+        check_resumable(_manifest(), wanted, "other", "")
     assert raised.value.problem == (
         "the checkpoint of step 10 is of another run:\n"
         "  model.dropout: 0.1 in the checkpoint, now 0.0; "
@@ -84,8 +84,24 @@ def test_refused_changes_are_told_all_at_once():
     assert all(name.removesuffix(".") in raised.value.hint for name in FREE)
 
 
+def test_another_tokenizer_is_refused():
+    tokenizer = StoredTokenizer(n_bytes=1, sha256="0" * 64, fingerprint="a" * 64)
+    saved = _manifest().model_copy(update={"tokenizer": tokenizer})
+    wanted = _run("tokenizer.path=moved")
+    with pytest.raises(CheckpointError) as raised:
+        check_resumable(saved, wanted, "abc", "b" * 64)
+    assert raised.value.problem.endswith(
+        f"\n  tokenizer.path='moved': the tokenizer has fingerprint '{'a' * 64}' "
+        f"in the checkpoint, now '{'b' * 64}'"
+    )
+    for manifest, fingerprint in ((saved, "a" * 64), (saved, ""), (_manifest(), "b" * 64)):
+        assert len(check_resumable(manifest, wanted, "abc", fingerprint)) == 1
+    at_start = _manifest(step=0).model_copy(update={"tokenizer": tokenizer})
+    assert len(check_resumable(at_start, wanted, "abc", "b" * 64)) == 1
+
+
 def test_before_the_first_step_only_the_shape_is_settled():
     wanted = _run("train.length=60 steps", "model.dropout=0.0", "optimizer.learning_rate=1e-2")
-    assert len(check_resumable(_manifest(step=0), wanted, "other")) == 3
+    assert len(check_resumable(_manifest(step=0), wanted, "other", "")) == 3
     with pytest.raises(CheckpointError, match=r"model\.n_layers: 2 in the checkpoint, now 3"):
-        check_resumable(_manifest(step=0), _run("model.n_layers=3"), "abc")
+        check_resumable(_manifest(step=0), _run("model.n_layers=3"), "abc", "")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -106,7 +107,6 @@ def test_a_second_launch_forgets_vain_starts(project: Path) -> None:
 
 
 def test_stages_wait_for_each_other(project: Path) -> None:
-    (project / "data" / "gpt2").mkdir(parents=True)
     text = run("recipes/benchmark64/full.toml", "--cluster", "slurm", "--nodes", "8",
                "--stages", "all")  # fmt: skip
     jobs = project / "runs" / "benchmark64-full"
@@ -126,7 +126,6 @@ def test_stages_wait_for_each_other(project: Path) -> None:
 
 
 def test_some_stages(project: Path) -> None:
-    (project / "data" / "gpt2").mkdir(parents=True)
     text = run("recipes/lumi/13b.toml", "--cluster", "slurm", "--stages", "prepare,download")
     assert text == "prepare-oscar: job 4712\n", "there is no Oscar to download"
 
@@ -178,7 +177,6 @@ def test_what_is_refused(
 
 
 def test_folders_of_data_are_there_for_the_stages(project: Path) -> None:
-    (project / "data" / "gpt2").mkdir(parents=True)
     run("recipes/azure/175b.toml", "--cluster", "slurm", "--stages", "prepare")
     assert (project / "data" / "slimpajama").is_dir()
 
@@ -199,8 +197,16 @@ def test_missing_data_is_found_before_the_queue(project: Path) -> None:
 
 
 def test_a_missing_tokenizer_is_found_before_the_queue(project: Path) -> None:
-    with pytest.raises(DataError, match=r"oscar.toml needs the tokenizer data/gpt2"):
+    (project / "recipes").unlink()
+    shutil.copytree(ROOT / "recipes", project / "recipes")
+    oscar = project / "recipes/lumi/data/oscar.toml"
+    oscar.write_text(oscar.read_text().replace('"gpt2"', '"data/mine"'))
+    with pytest.raises(
+        DataError, match=r"oscar.toml: the tokenizer data/mine does not exist"
+    ) as caught:
         run("recipes/lumi/13b.toml", "--cluster", "slurm", "--stages", "all", "--nodes", "2")
+    assert "gpt2 means GPT-2's, which ships" in caught.value.hint
+    assert f"trainyard prepare {oscar.relative_to(project)} --train-tokenizer" in caught.value.hint
     assert files(project) == set()
 
 

@@ -291,6 +291,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the tokenizer .*nowhere does not exist") as caught:
         load_vocabulary(tmp_path / "nowhere")
     assert "vocab.json and merges.txt" in caught.value.hint
+    assert "gpt2 means GPT-2's, which ships with Trainyard" in caught.value.hint
     with pytest.raises(DataError, match=r"has no vocab.json"):
         load_vocabulary(tmp_path)
     (tmp_path / "vocab.json").write_text("{}")

@@ -35,11 +35,10 @@ SMALL += ["train.length='3 steps'", "evaluate.batches=1"]
 
 
 @pytest.fixture
-def project(tmp_path: Path, shared_data: Path) -> Path:
-    """A folder to work in, with the recipes and GPT-2's tokenizer."""
+def project(tmp_path: Path) -> Path:
+    """A folder to work in, with the recipes."""
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/gpt2").symlink_to(shared_data / "gpt2")
     return tmp_path
 
 

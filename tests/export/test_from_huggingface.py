@@ -11,11 +11,13 @@ import typer
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from trainyard.checkpoint.load import build_model_from_checkpoint
+from trainyard.checkpoint.format import read_manifest
+from trainyard.checkpoint.load import build_model_from_checkpoint, load_tokenizer_copy
 from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.cli.import_ import import_
 from trainyard.config.load import load_run
-from trainyard.errors import CheckpointError
+from trainyard.data.vocabulary import load_vocabulary
+from trainyard.errors import CheckpointError, DataError
 from trainyard.export.from_huggingface import import_huggingface
 from trainyard.export.to_huggingface import export_huggingface
 
@@ -99,6 +101,10 @@ def test_the_run_can_be_trained_on(theirs, tmp_path, tokenizer_folder):
     assert run == saved
     assert run.name == "mine"
     assert run.tokenizer.path == str(output / "tokenizer")
+    assert (checkpoint / "tokenizer.json").read_bytes() == (
+        output / "tokenizer" / "tokenizer.json"
+    ).read_bytes()
+    check_checkpoint(checkpoint)
     assert run.model.vocabulary_size == 259
     assert model.embedding.weight.shape == (384, 32)
     assert torch.count_nonzero(model.embedding.weight[259:]) == 0
@@ -106,6 +112,18 @@ def test_the_run_can_be_trained_on(theirs, tmp_path, tokenizer_folder):
     export_huggingface(checkpoint, tmp_path / "back")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     assert tokenizer("<|endoftext|>")["input_ids"] == [258]
+
+
+def test_a_tokenizer_may_lie_elsewhere(theirs, tmp_path, tokenizer_folder):
+    checkpoint = import_huggingface(theirs, tmp_path / "mine", str(tokenizer_folder))
+    copy = load_tokenizer_copy(checkpoint, read_manifest(checkpoint))
+    assert copy == load_vocabulary(tokenizer_folder)
+
+
+def test_a_tokenizer_of_another_model_is_refused(theirs, tmp_path):
+    with pytest.raises(DataError, match="gpt2 has 50257 tokens, the model knows 259"):
+        import_huggingface(theirs, tmp_path / "mine", "gpt2")
+    assert not (tmp_path / "mine").exists()
 
 
 def test_old_names_masks_and_half_precision_are_read(theirs, tmp_path):

@@ -12,10 +12,12 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from trainyard.checkpoint.load import build_model_from_checkpoint
+from trainyard.checkpoint.format import read_manifest
+from trainyard.checkpoint.load import build_model_from_checkpoint, load_tokenizer_copy
 from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.cli.import_ import import_
 from trainyard.config.load import load_run
+from trainyard.data.vocabulary import load_vocabulary
 from trainyard.errors import CheckpointError
 from trainyard.export.from_megatron import import_megatron
 
@@ -95,6 +97,17 @@ def test_every_cut_and_version_gives_the_same_model(gpt2, tmp_path, tensor, pipe
     checkpoint = import_megatron(tmp_path / "theirs", tmp_path / "runs" / "mine")
     assert checkpoint == tmp_path / "runs" / "mine" / "checkpoints" / "step-00000000"
     require_same(gpt2, checkpoint)
+
+
+def test_the_tokenizer_that_is_given_comes_with_the_model(gpt2, tmp_path, tokenizer_folder):
+    save_megatron(tmp_path / "theirs", gpt2, Theirs(1, 1))
+    output = tmp_path / "mine"
+    checkpoint = import_megatron(tmp_path / "theirs", output, str(tokenizer_folder))
+    require_same(gpt2, checkpoint)
+    assert load_run(str(output / "run.toml")).run.tokenizer.path == str(output / "tokenizer")
+    expected = load_vocabulary(tokenizer_folder)
+    assert load_vocabulary(output / "tokenizer") == expected
+    assert load_tokenizer_copy(checkpoint, read_manifest(checkpoint)) == expected
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)

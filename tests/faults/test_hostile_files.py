@@ -135,7 +135,7 @@ OTHERWISE = {
     ("nothing", "run.toml"): (0, 2),  # a run of defaults, but without data
     ("nothing", "base.toml"): (0,),
     ("nothing", "runs/demo/run.toml"): (0,),
-    ("nothing", "gpt2/merges.txt"): (0,),
+    ("nothing", "two/merges.txt"): (0,),
     ("zeros", "tokens_text_document.bin"): (0, 2),  # token 0, and more than the index asks for
     ("a folder", "cache/*.npy"): (2,),
     ("a folder", "cache/content-*.json"): (2,),
@@ -152,8 +152,8 @@ READERS: list[tuple[str, str, str]] = [
     ("fetch.toml", "prepare --fetch fetch.toml -o got", "refused"),
     ("tok/tokenizer.json", "show tok", "refused"),
     ("tok/tokenizer.json", "prepare in.jsonl -o out --tokenizer tok", "refused"),
-    ("gpt2/vocab.json", "show gpt2", "refused"),
-    ("gpt2/merges.txt", "show gpt2", "refused"),
+    ("two/vocab.json", "show two", "refused"),
+    ("two/merges.txt", "show two", "refused"),
     ("in.jsonl", "prepare in.jsonl -o out --tokenizer tok", "refused"),
     ("in.jsonl.gz", "prepare in.jsonl.gz -o out --tokenizer tok", "refused"),
     ("in.jsonl.bz2", "prepare in.jsonl.bz2 -o out --tokenizer tok", "refused"),
@@ -234,9 +234,9 @@ def write_corpora() -> None:
     model = json.loads(Path("tok/tokenizer.json").read_text())["model"]
     added = json.loads(Path("tok/tokenizer.json").read_text())["added_tokens"]
     vocabulary = model["vocab"] | {token["content"]: token["id"] for token in added}
-    Path("gpt2").mkdir()
-    Path("gpt2/vocab.json").write_text(json.dumps(vocabulary))
-    Path("gpt2/merges.txt").write_text("\n".join(" ".join(merge) for merge in model["merges"]))
+    Path("two").mkdir()
+    Path("two/vocab.json").write_text(json.dumps(vocabulary))
+    Path("two/merges.txt").write_text("\n".join(" ".join(merge) for merge in model["merges"]))
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
     for ending, packed in {
         "": lines,

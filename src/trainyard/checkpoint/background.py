@@ -38,6 +38,7 @@ from trainyard.checkpoint.save import (
     require_space,
     save_checkpoint,
 )
+from trainyard.data.vocabulary import Vocabulary
 from trainyard.errors import CheckpointError, MachineError
 from trainyard.parallel.placement import Placement
 
@@ -88,10 +89,20 @@ class Saver:
         keep: which checkpoints stay once a newer one is complete.
         background: write while training goes on; else `save` returns when all is written, and no
             host memory is taken.
+        vocabulary: of the run's tokenizer, which every checkpoint gets a copy of.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks, keep: Retention, *, background: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Ranks,
+        keep: Retention,
+        *,
+        background: bool,
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
         self._folder = folder
+        self._vocabulary = vocabulary
         self._ranks = ranks
         self._keep = keep
         self._host = _HostMemory() if background else None
@@ -144,7 +155,15 @@ class Saver:
 
         def write() -> None:
             try:
-                save_checkpoint(self._folder, facts, tensors, placements, self._ranks, total_bytes)
+                save_checkpoint(
+                    self._folder,
+                    facts,
+                    tensors,
+                    placements,
+                    self._ranks,
+                    total_bytes,
+                    self._vocabulary,
+                )
                 seconds = time.perf_counter() - started
                 stalled = seconds if self._host is None else stall_seconds
                 self._last = SaveTimes(facts.step, total_bytes, stalled, seconds)

@@ -6,11 +6,12 @@
         model-00001-of-00002.safetensors
         optimizer-00000-of-00002.safetensors
         optimizer-00001-of-00002.safetensors
+        tokenizer.json                           a copy of the run's, if it has one
         manifest.json
       .step-00002000.partial/        being written, or left by a save that was killed
 
     {"sha256": "9f86d081...",                        of every byte after this line's comma
-     "format": 1,
+     "format": 2,
      "step": 1000, "consumed_sequences": 256000, "consumed_tokens": 524288000,
      "run": {...}, "plan": {...}, "versions": {...}, "data_fingerprint": "...", "training": {...},
      "tensors": {"model.final_norm.weight": {"dtype": "float32", "shape": [768], "chunks": [
@@ -19,7 +20,10 @@
          {"offset": [384], "shape": [384], "file": "model-00001-of-00002.safetensors",
           "sha256": "..."}]}, ...},
      "files": {"model-00000-of-00002.safetensors": {"n_bytes": 1073740800,
-                                                    "header_sha256": "..."}, ...}}
+                                                    "header_sha256": "..."}, ...},
+     "tokenizer": {"n_bytes": 1755863, "sha256": "...", "fingerprint": "..."}}
+
+Format 1 is the same without the tokenizer, and is read too.
 
 Tensor names are global: `model.blocks.17.attention.qkv.weight`, `optimizer.<parameter>.exp_avg`.
 A tensor is stored in chunks, as it was cut when it was saved; each has the tensor's name inside
@@ -63,8 +67,9 @@ from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
 from trainyard.units import format_bytes
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
 MANIFEST_LIMIT_BYTES = 2**30  # 105 MB were measured for 3468 tensors in 128 chunks each
 HEADER_LIMIT_BYTES = 100_000_000
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
@@ -123,6 +128,16 @@ class StoredFile(_Part):
     header_sha256: Sha256
 
 
+class StoredTokenizer(_Part):
+    """The copy of the run's tokenizer, `tokenizer.json`."""
+
+    n_bytes: Count
+    sha256: Sha256
+    """Of the file."""
+    fingerprint: Sha256
+    """Of everything that decides an id: `Vocabulary.fingerprint`."""
+
+
 class Facts(_Part):
     """What the trainer knows at a step, beside the tensors."""
 
@@ -158,9 +173,17 @@ class Facts(_Part):
 class Manifest(Facts):
     """Everything in `manifest.json`."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[1, 2] = FORMAT
     tensors: dict[str, StoredTensor]
     files: dict[PlainName, StoredFile]
+    """Those that hold the tensors."""
+    tokenizer: StoredTokenizer | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each file beside the manifest."""
+        sizes = {name: file.n_bytes for name, file in self.files.items()}
+        return sizes | ({TOKENIZER: self.tokenizer.n_bytes} if self.tokenizer else {})
 
     @model_validator(mode="after")
     def _tensors_fit_their_files(self) -> Self:
@@ -236,13 +259,13 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: as `load_manifest`, or a file is missing or of another size.
     """
     manifest = load_manifest(path)
-    for name, file in manifest.files.items():
+    for name, n_bytes in manifest.sizes.items():
         found = regular_file_size(path / name)
         if found is None:
             raise CheckpointError(f"{path / name} is missing", OLDER_IS_KEPT)
-        if found != file.n_bytes:
+        if found != n_bytes:
             raise CheckpointError(
-                f"{path / name} has {found} bytes instead of {file.n_bytes}", OLDER_IS_KEPT
+                f"{path / name} has {found} bytes instead of {n_bytes}", OLDER_IS_KEPT
             )
     return manifest
 
@@ -333,7 +356,8 @@ def _parse_manifest(path: Path, raw: bytes) -> Manifest:
         written = _OnlyFormat.model_validate_json(b"{" + body).format
         if written > FORMAT:
             raise CheckpointError(
-                f"{path} has format {written}; this version of Trainyard reads format {FORMAT}",
+                f"{path} has format {written}; this version of Trainyard reads formats 1 to "
+                f"{FORMAT}",
                 "upgrade Trainyard to read this checkpoint",
             )
         return Manifest.model_validate_json(b"{" + body)

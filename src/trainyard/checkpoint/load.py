@@ -26,6 +26,7 @@ from trainyard.checkpoint.format import (
     DTYPES,
     MANIFEST,
     OLDER_IS_KEPT,
+    TOKENIZER,
     Chunk,
     Manifest,
     StoredTensor,
@@ -35,6 +36,7 @@ from trainyard.checkpoint.format import (
 )
 from trainyard.checkpoint.shard import THREADS, Values, read_header, read_values
 from trainyard.config.run import Run
+from trainyard.data.vocabulary import Vocabulary, load_vocabulary
 from trainyard.errors import CheckpointError
 from trainyard.model.gpt import GPT
 from trainyard.parallel.placement import Placement, whole
@@ -146,6 +148,26 @@ def build_model_from_checkpoint(
     parameters = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     load_into(path, parameters, run.model.vocabulary_size)
     return model.eval(), run, manifest
+
+
+def load_tokenizer_copy(path: Path, manifest: Manifest) -> Vocabulary | None:
+    """Loads the tokenizer of a checkpoint: its own copy, or without one what its run names.
+
+    Raises:
+        CheckpointError: the copy is damaged.
+        DataError: it cannot be read.
+    """
+    if manifest.tokenizer is None:  # the run has none, or the checkpoint is of format 1
+        source = manifest.build_run().tokenizer.path
+        return load_vocabulary(source) if source else None
+    vocabulary = load_vocabulary(path / TOKENIZER)
+    if vocabulary.fingerprint != manifest.tokenizer.fingerprint:
+        raise CheckpointError(
+            f"{path / TOKENIZER} is damaged: its fingerprint is {vocabulary.fingerprint}, "
+            f"the manifest says {manifest.tokenizer.fingerprint}",
+            OLDER_IS_KEPT,
+        )
+    return vocabulary
 
 
 def _require_model(path: Path, manifest: Manifest, run: Run) -> int:

@@ -68,7 +68,9 @@ def run_changes(saved: Run, wanted: Run) -> list[Change]:
     ]
 
 
-def check_resumable(manifest: Manifest, wanted: Run, data_fingerprint: str) -> list[Change]:
+def check_resumable(
+    manifest: Manifest, wanted: Run, data_fingerprint: str, tokenizer_fingerprint: str
+) -> list[Change]:
     """Makes sure that `wanted` goes on with what the checkpoint began; returns the free changes.
 
     At step 0 there are only weights, and everything but the shape of the model may change.
@@ -77,6 +79,7 @@ def check_resumable(manifest: Manifest, wanted: Run, data_fingerprint: str) -> l
         manifest: of the checkpoint.
         wanted: the run that is to go on.
         data_fingerprint: of the token files of `wanted`.
+        tokenizer_fingerprint: of its tokenizer; empty when it has none.
 
     Raises:
         CheckpointError: lists each field that must not change, with both values and the reason.
@@ -90,6 +93,12 @@ def check_resumable(manifest: Manifest, wanted: Run, data_fingerprint: str) -> l
             refused.append(
                 f"data: the token files have fingerprint {manifest.data_fingerprint!r} "
                 f"in the checkpoint, now {data_fingerprint!r}"
+            )
+        saved = manifest.tokenizer.fingerprint if manifest.tokenizer else ""
+        if saved and tokenizer_fingerprint and saved != tokenizer_fingerprint:
+            refused.append(
+                f"tokenizer.path={wanted.tokenizer.path!r}: the tokenizer has fingerprint "
+                f"{saved!r} in the checkpoint, now {tokenizer_fingerprint!r}"
             )
     if refused:
         raise CheckpointError(

@@ -19,6 +19,7 @@ Ranks save together through that folder, with nothing between them but a barrier
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -30,8 +31,10 @@ from torch import Tensor
 
 from trainyard.checkpoint.format import (
     MANIFEST,
+    TOKENIZER,
     Facts,
     Manifest,
+    StoredTokenizer,
     first_problem,
     render_manifest,
     step_folder_name,
@@ -48,6 +51,7 @@ from trainyard.checkpoint.parts import (
     read_parts,
 )
 from trainyard.checkpoint.shard import write_shards
+from trainyard.data.vocabulary import Vocabulary
 from trainyard.errors import MachineError
 from trainyard.parallel.placement import Placement, whole
 from trainyard.units import format_bytes
@@ -80,6 +84,7 @@ def save_checkpoint(
     placements: Mapping[str, Placement] | None = None,
     ranks: Ranks = ALONE,
     total_bytes: int | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Path:
     """Writes the checkpoint of one step into `folder` and returns its path.
 
@@ -95,6 +100,7 @@ def save_checkpoint(
         ranks: this rank among those that save.
         total_bytes: of the tensors of all ranks, for which there must be room before anything is
             written; None: those of rank 0 are all there is.
+        vocabulary: of the run's tokenizer; rank 0 writes a copy.
 
     Raises:
         MachineError: no room, or the disk cannot be written; older checkpoints are as they were.
@@ -110,7 +116,9 @@ def save_checkpoint(
         error = _attempt(lambda: _write_parts(partial, tensors, placements or {}, ranks))
     ranks.barrier()
     if leads:
-        error = error or _attempt(lambda: _join_and_publish(partial, final, facts, ranks))
+        error = error or _attempt(
+            lambda: _join_and_publish(partial, final, facts, ranks, vocabulary)
+        )
         if error is not None:
             _tell_failure(partial, error)
     ranks.barrier()
@@ -164,6 +172,17 @@ def require_space(folder: Path, tensors_bytes: int) -> None:
             "free space there or write elsewhere (training: a lower checkpoint.keep_last); "
             "nothing was removed",
         )
+
+
+def write_tokenizer(folder: Path, vocabulary: Vocabulary | None) -> StoredTokenizer | None:
+    """Writes and flushes the copy of the run's tokenizer; gives its entry in the manifest."""
+    if vocabulary is None:
+        return None
+    content = vocabulary.render_json().encode()
+    (folder / TOKENIZER).write_bytes(content)
+    flush(folder / TOKENIZER)
+    sha256 = hashlib.sha256(content).hexdigest()
+    return StoredTokenizer(n_bytes=len(content), sha256=sha256, fingerprint=vocabulary.fingerprint)
 
 
 def flush(path: Path) -> None:
@@ -236,10 +255,13 @@ def _named_shards(
             yield f"{part}{of}.safetensors", shard
 
 
-def _join_and_publish(partial: Path, final: Path, facts: Facts, ranks: Ranks) -> None:
+def _join_and_publish(
+    partial: Path, final: Path, facts: Facts, ranks: Ranks, vocabulary: Vocabulary | None
+) -> None:
     tensors, files = join_parts(read_parts(partial, ranks.n_ranks))
+    tokenizer = write_tokenizer(partial, vocabulary)
     try:
-        manifest = Manifest(**dict(facts), tensors=tensors, files=files)
+        manifest = Manifest(**dict(facts), tensors=tensors, files=files, tokenizer=tokenizer)
     except ValidationError as error:
         raise ValueError(first_problem(error)) from None
     (partial / MANIFEST).write_bytes(render_manifest(manifest))

@@ -13,12 +13,14 @@ Each byte belongs to exactly one of these, so that no flipped bit is missed:
 
     manifest.json          its first line, which is compared whole | everything after it, sealed
     NAME.safetensors       length and header, one checksum | values of a chunk, one checksum | ...
+    tokenizer.json         one checksum
 
 Values are read once, in pieces, as plain bytes; memory does not grow with them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable
@@ -32,9 +34,9 @@ from trainyard.checkpoint.format import (
     DTYPES,
     MANIFEST,
     OLDER_IS_KEPT,
+    TOKENIZER,
     Chunk,
     Manifest,
-    StoredFile,
     header_sha256,
     load_manifest,
     regular_file_size,
@@ -75,7 +77,7 @@ def check_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint
     """
     manifest = load_manifest(path)
     problems = _problems_of_folder(path, manifest)
-    counter = _Counter(sum(file.n_bytes for file in manifest.files.values()), progress)
+    counter = _Counter(sum(manifest.sizes.values()), progress)
     chunks: dict[str, _Chunks] = {name: {} for name in manifest.files}
     for name, tensor in manifest.tensors.items():
         for chunk in tensor.chunks:
@@ -84,15 +86,24 @@ def check_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint
             chunks[chunk.file][name] = (tensor.dtype, chunk)
 
     def problem_of(name: str) -> str:
+        file = path / name
         try:
-            return _problem_of_file(path / name, manifest.files[name], chunks[name], counter.add)
+            size, expected = regular_file_size(file), manifest.sizes[name]
+            if size is None:
+                return f"{name} is missing, or is no ordinary file"
+            if size != expected:
+                return f"{name} has {size} bytes instead of {expected}"
+            if manifest.tokenizer and name == TOKENIZER:
+                return _problem_of_tokenizer(file, manifest.tokenizer.sha256, counter.add)
+            header = manifest.files[name].header_sha256
+            return _problem_of_file(file, header, chunks[name], counter.add)
         except CheckpointError as error:
             return error.problem.removeprefix(f"{path}/")
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        problems += filter(None, pool.map(problem_of, sorted(manifest.files)))
+        problems += filter(None, pool.map(problem_of, sorted(manifest.sizes)))
     _raise_if_any(path, problems)
     return CheckpointReport(path, manifest, counter.total + (path / MANIFEST).stat().st_size)
 
@@ -102,7 +113,7 @@ def _problems_of_folder(path: Path, manifest: Manifest) -> list[str]:
     step = step_of(path)
     if step is not None and step != manifest.step:
         problems.append(f"{MANIFEST} is of step {manifest.step}, the folder is named for {step}")
-    known = {MANIFEST, *manifest.files}
+    known = {MANIFEST, *manifest.sizes}
     problems += [
         f"{entry.name!r} is no part of this checkpoint: nothing vouches for it"
         for entry in sorted(path.iterdir())
@@ -111,24 +122,29 @@ def _problems_of_folder(path: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
+def _problem_of_tokenizer(path: Path, expected: str, read: Callable[[int], None]) -> str:
+    content = path.read_bytes()
+    read(len(content))
+    found = hashlib.sha256(content).hexdigest()
+    if found == expected:
+        return ""
+    return f"{path.name} is damaged: its sha256 is {found}, the manifest says {expected}"
+
+
 def _problem_of_file(
-    path: Path, file: StoredFile, chunks: _Chunks, read: Callable[[int], None]
+    path: Path, expected_header: str, chunks: _Chunks, read: Callable[[int], None]
 ) -> str:
-    """Says what is wrong with a file; empty when nothing is.
+    """Says what is wrong with a file of tensors; empty when nothing is.
 
     Raises:
         CheckpointError, OSError: it cannot be read, or is no safetensors file.
     """
-    name, size = path.name, regular_file_size(path)
-    if size is None:
-        return f"{name} is missing, or is no ordinary file"
-    if size != file.n_bytes:
-        return f"{name} has {size} bytes instead of {file.n_bytes}"
+    name = path.name
     found = header_sha256(path)
-    if found != file.header_sha256:
+    if found != expected_header:
         return (
             f"{name} is damaged: the sha256 of its header is {found}, the manifest says "
-            f"{file.header_sha256}"
+            f"{expected_header}"
         )
     header = read_header(path)
     holds = {tensor: (values.dtype, values.shape) for tensor, values in header.items()}
@@ -139,7 +155,7 @@ def _problem_of_file(
                 f"{name} does not hold what the manifest lists: of {tensor!r} it has "
                 f"{_describe(holds.get(tensor))}, not {_describe(listed.get(tensor))}"
             )
-    read(size - sum(values.n_bytes for values in header.values()))
+    read(path.stat().st_size - sum(values.n_bytes for values in header.values()))
     damaged = []
     for tensor, values in header.items():  # in the order in which they lie
         found, expected = read_values(values), chunks[tensor][1].sha256

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,9 +28,8 @@ def data(
         list[str], typer.Argument(metavar="PREFIX", help="Token files, with or without ending.")
     ],
     tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="Tokenizer folder that shall have made them; its ids are compared."),
-    ] = None,
+        str, typer.Option(help="Expected tokenizer, gpt2 or a folder; its ids are compared.")
+    ] = "",
 ) -> None:
     """Compare token files with their record, byte for byte, and with the rules of the format.
 
@@ -39,7 +37,7 @@ def data(
     every token id and the end of every document. Lists all problems, with their places. Exit code
     2 if any of the prefixes has one.
 
-    Example: trainyard check data data/web_text_document --tokenizer gpt2/
+    Example: trainyard check data data/web_text_document --tokenizer gpt2
     """
     from rich.console import Console
 
@@ -49,7 +47,7 @@ def data(
     from trainyard.data.verify import check_data
     from trainyard.log import show_progress
 
-    made_by = load_tokenizer(tokenizer) if tokenizer is not None else None
+    made_by = load_tokenizer(tokenizer) if tokenizer else None
     console = Console(soft_wrap=True)
     errors: list[DataError] = []
     for prefix in map(without_ending, prefixes):
@@ -59,7 +57,7 @@ def data(
         except DataError as error:
             errors.append(error)
         else:
-            facts = _facts(report, str(tokenizer) if tokenizer is not None else "")
+            facts = _facts(report, tokenizer)
             console.print(facts_table(f"{prefix}: OK", facts))
     if errors:
         raise DataError("\n".join(error.problem for error in errors), errors[0].hint)

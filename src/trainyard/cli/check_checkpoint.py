@@ -83,7 +83,7 @@ def describe_report(report: CheckpointReport) -> dict[str, str]:
     from trainyard.units import format_bytes
 
     manifest = report.manifest
-    n_files = len(manifest.files) + 1
+    n_files = len(manifest.sizes) + 1
     return {
         "step": f"{manifest.step:,}: {manifest.consumed_sequences:,} sequences, "
         f"{manifest.consumed_tokens:,} tokens",

@@ -16,12 +16,16 @@ def import_(
     source: Annotated[
         Literal["huggingface", "megatron"], typer.Option("--from", help="The layout.")
     ] = "huggingface",
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="The model's tokenizer, gpt2 or a folder; default: the one in FOLDER."),
+    ] = "",
 ) -> None:
     """Make a run folder from a GPT-2 in Hugging Face's layout, or from a Megatron checkpoint.
 
     Example: trainyard import gpt2 --output runs/gpt2
 
-    Example: trainyard import checkpoints --from megatron --output runs/mine
+    Example: trainyard import checkpoints --from megatron --output runs/mine --tokenizer gpt2
 
     Fill in data and schedule in its run.toml; trainyard train then goes on from the weights.
     Optimizer state is not imported: moments start from zero.
@@ -31,6 +35,6 @@ def import_(
     else:
         from trainyard.export.from_huggingface import import_huggingface as import_it
 
-    checkpoint = import_it(folder, output)
+    checkpoint = import_it(folder, output, tokenizer)
     typer.echo(f"{folder} is now {checkpoint}: weights alone, its optimizer starts afresh")
     typer.echo(f"its run file is {output / 'run.toml'}: fill in data, batches and schedule")

@@ -83,18 +83,20 @@ def make_ready(data_file: Path) -> None:
     """Makes the folder that data is prepared into; refuses a tokenizer that no stage makes.
 
     Raises:
-        DataError: names the tokenizer.
+        DataError: the tokenizer is missing or malformed.
         MachineError: the folder cannot be made.
     """
     from trainyard.config.corpus import load_corpus
+    from trainyard.data.vocabulary import load_vocabulary
 
     corpus = load_corpus(data_file, {})
-    if not Path(corpus.tokenizer).exists():
+    try:
+        load_vocabulary(corpus.tokenizer)
+    except DataError as error:
         raise DataError(
-            f"{data_file} needs the tokenizer {corpus.tokenizer}, and it is not there",
-            "a folder with vocab.json and merges.txt, or with tokenizer.json; or make one: "
-            f"trainyard prepare {data_file} --train-tokenizer 4096",
-        )
+            f"{data_file}: {error.problem}",
+            f"{error.hint}; or make one: trainyard prepare {data_file} --train-tokenizer 4096",
+        ) from None
     folder = Path(corpus.output).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,11 @@ def prepare(
         str, typer.Option("--output", "-o", help="Path that the token files begin with.")
     ] = "",
     tokenizer: Annotated[
-        str, typer.Option(help="Folder with vocab.json and merges.txt, or with a tokenizer.json.")
+        str,
+        typer.Option(
+            help="gpt2, which ships; or a folder with vocab.json and merges.txt, or with a "
+            "tokenizer.json.",
+        ),
     ] = "",
     train_tokenizer: Annotated[
         int,
@@ -85,7 +89,11 @@ def prepare(
     Reads JSON lines and plain text (.jsonl .ndjson .json .txt, also .gz .bz2 .xz .zst), Parquet,
     and dumps of Wikipedia (.xml .xml.bz2); as plain text any other file that is named itself.
 
+<<<<<<< HEAD
     Example: trainyard prepare corpus/ -o web
+=======
+    Example: trainyard prepare corpus/ -o data/web --tokenizer gpt2 --workers 8
+>>>>>>> tokenizer
 
     writes web_text_document.bin, .idx and .json, the tokenizer web_tokenizer, and web.toml, a run
     file for trainyard train. A data file names these and steps to clean the text:
@@ -105,7 +113,7 @@ def prepare(
     if train_tokenizer and tokenizer:
         raise ConfigError(
             "both --tokenizer and --train-tokenizer given",
-            "pass --tokenizer with a folder such as GPT-2's, or --train-tokenizer 4096 to make one",
+            "pass --tokenizer gpt2 or a folder, or --train-tokenizer 4096 to make one",
         )
     given = {
         "output": output,

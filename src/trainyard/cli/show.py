@@ -18,7 +18,7 @@ def show(
         list[str] | None,
         typer.Argument(
             help="A preset, a run file with overrides, a token file prefix, a checkpoint or run "
-            "folder, a tokenizer folder; or: order RUN_FILE, cluster NAME."
+            "folder, a tokenizer folder or gpt2; or: order RUN_FILE, cluster NAME."
         ),
     ] = None,
     fields: Annotated[bool, typer.Option("--fields", help="Explain every field.")] = False,
@@ -29,8 +29,8 @@ def show(
         bool, typer.Option("--verify", help="For checkpoints: compare files with their checksums.")
     ] = False,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="For token files: decode the documents that are shown.")
-    ] = None,
+        str, typer.Option(help="For token files: gpt2 or a folder, to decode what is shown.")
+    ] = "",
     split: Annotated[str, typer.Option(help="For order: train, valid or test.")] = "train",
     start: Annotated[int, typer.Option(help="For order: the first sequence.")] = 0,
     count: Annotated[int, typer.Option(help="For order and token files: how many to show.")] = 3,
@@ -43,7 +43,7 @@ def show(
     Examples:
     trainyard show gpt3-13b
     trainyard show run.toml model.n_layers=24 --all
-    trainyard show data/wiki_text_document --tokenizer gpt2/ --count 5
+    trainyard show data/wiki_text_document --tokenizer gpt2 --count 5
     trainyard show runs/demo --verify
     trainyard show cluster lumi
     trainyard show order run.toml --split train --start 0 --count 2000 --output order.npz
@@ -84,16 +84,20 @@ def show(
 def _show_thing(
     name: str, overrides: list[str], console: Console, *, all_fields: bool, verify: bool
 ) -> None:
+    from trainyard.data.vocabulary import GPT2
+
     path = Path(name)
-    if name.endswith(".toml") or not path.exists():
+    is_checkpoint = (path / "manifest.json").exists()
+    has_tokenizer = (path / "tokenizer.json").exists() or (path / "vocab.json").exists()
+    if name == GPT2 or (has_tokenizer and not is_checkpoint):
+        from trainyard.cli.show_files import show_tokenizer
+
+        show_tokenizer(name, console)
+    elif name.endswith(".toml") or not path.exists():
         from trainyard.cli.show_run import render_run_summary
         from trainyard.config.load import load_run
 
         console.print(render_run_summary(load_run(name, overrides), all_fields=all_fields))
-    elif (path / "tokenizer.json").exists() or (path / "vocab.json").exists():
-        from trainyard.cli.show_files import show_tokenizer
-
-        show_tokenizer(path, console)
     else:
         from trainyard.cli.show_files import show_checkpoint
 

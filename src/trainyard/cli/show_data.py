@@ -31,7 +31,9 @@ BAR_CHARACTERS = 30  # leaves a line of 80 for the largest counts
 _SLAB = 1 << 18  # documents looked at together
 
 
-def show_data(prefix: str, console: Console, *, count: int, tokenizer_path: Path | None) -> None:
+def show_data(
+    prefix: str, console: Console, *, count: int, tokenizer_path: str | Path | None
+) -> None:
     """Prints counts, lengths, origins and `count` documents of token files, from first to last.
 
     Raises:
@@ -43,7 +45,7 @@ def show_data(prefix: str, console: Console, *, count: int, tokenizer_path: Path
 
     dataset = IndexedDataset(prefix)
     sidecar = load_sidecar(prefix) if Path(f"{prefix}.json").exists() else None
-    tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path is not None else None
+    tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path else None
     if sidecar is not None:
         sidecar.check_sizes(prefix)
         if tokenizer is not None:

@@ -11,8 +11,10 @@ from trainyard.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from trainyard.checkpoint.format import Manifest
 
-def show_tokenizer(path: Path, console: Console) -> None:
+
+def show_tokenizer(name: str, console: Console) -> None:
     """Prints a tokenizer's size, identity and an example.
 
     Raises:
@@ -20,7 +22,7 @@ def show_tokenizer(path: Path, console: Console) -> None:
     """
     from trainyard.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(name)
     example = "The train leaves the yard at 07:45."
     ids = tokenizer.encode(example)
     facts = {
@@ -30,7 +32,7 @@ def show_tokenizer(path: Path, console: Console) -> None:
         "example": f"{example!r} -> {ids}",
         "pieces": " ".join(repr(tokenizer.decode([i])) for i in ids),
     }
-    console.print(facts_table(str(path), facts))
+    console.print(facts_table(name, facts))
 
 
 def show_checkpoint(path: Path, console: Console, *, verify: bool) -> None:
@@ -55,8 +57,16 @@ def show_checkpoint(path: Path, console: Console, *, verify: bool) -> None:
         "model": f"{run.model.n_layers} blocks, d_model {run.model.d_model}, "
         f"{run.model.n_heads} heads, sequences of {run.model.sequence_length}",
         "tensors": f"{len(manifest.tensors)} in {len(manifest.files)} files, {size}",
+        "tokenizer": _describe_tokenizer(manifest),
         "data fingerprint": manifest.data_fingerprint or "none",
         "versions": ", ".join(f"{name} {value}" for name, value in manifest.versions.items()),
         "files": "every checksum matches" if verify else "sizes match; --verify reads them all",
     }
     console.print(facts_table(str(checkpoint), facts))
+
+
+def _describe_tokenizer(manifest: Manifest) -> str:
+    if manifest.tokenizer is not None:
+        return f"a copy, fingerprint {manifest.tokenizer.fingerprint[:16]}"
+    path = manifest.build_run().tokenizer.path
+    return f"{path}, not copied here" if path else "none"

@@ -130,7 +130,8 @@ class Tokenizer(Section):
     """Which tokenizer made the data; needed to print text and to count bytes."""
 
     path: str = ""
-    """A folder with tokenizer.json, or with vocab.json and merges.txt; empty: token ids only."""
+    """`gpt2`, which ships; or a folder with tokenizer.json, or with vocab.json and merges.txt.
+    Empty: token ids only."""
 
 
 class BatchRamp(Section):

@@ -1,6 +1,6 @@
 """Text to token ids and back: an exact byte-level BPE at the speed of the fastest engine at hand.
 
-    tokenizer = load_tokenizer(Path("gpt2"))
+    tokenizer = load_tokenizer("gpt2")
     tokenizer.encode(" hello world")                    # [23748, 995]
     tokens, lengths = tokenizer.encode_batch(["a", "", "b c"])
     tokens                                              # uint32, all documents back to back
@@ -185,15 +185,18 @@ class Tokenizer:
         eod_id: the id of `<|endoftext|>`, put between documents.
         fingerprint: sha256 of vocabulary, merges, special tokens and splitting rule.
         special_tokens: whether special tokens written in a text are "text" or are parsed.
+        vocabulary: its rules.
     """
 
-    def __init__(self, vocabulary: Vocabulary, name: str, special_tokens: SpecialTokens) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, name: str, special_tokens: SpecialTokens = "text"
+    ) -> None:
         self.name = name
         self.vocabulary_size = len(vocabulary.tokens)
         self.eod_id = vocabulary.special_tokens[END_OF_DOCUMENT]
         self.fingerprint = vocabulary.fingerprint
         self.special_tokens = special_tokens
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         rules = vocabulary.render_json(with_special_tokens=special_tokens == "parse")
         self._engine = _build_engine(rules, name)
 
@@ -247,10 +250,10 @@ class Tokenizer:
     @cached_property
     def _windows(self) -> Windows | None:
         """Reads long texts; None where another splitting rule than GPT-2's forbids it."""
-        if self._vocabulary.split != GPT2_SPLIT:
+        if self.vocabulary.split != GPT2_SPLIT:
             return None
-        token_bytes = list(map(len, self._vocabulary.token_bytes))
-        added = {**self._vocabulary.added_tokens, **self._vocabulary.special_tokens}
+        token_bytes = list(map(len, self.vocabulary.token_bytes))
+        added = {**self.vocabulary.added_tokens, **self.vocabulary.special_tokens}
         return Windows(
             lambda text: self._engine.encode_batch([text])[0],
             np.array(token_bytes),
@@ -268,7 +271,7 @@ class Tokenizer:
                 f"(0 to {self.vocabulary_size - 1})",
                 "decode with the tokenizer that made the ids",
             )
-        token_bytes = self._vocabulary.token_bytes
+        token_bytes = self.vocabulary.token_bytes
         return b"".join(token_bytes[i] for i in ids).decode(errors="replace")
 
 
@@ -284,14 +287,19 @@ def _refuse_lone_surrogates(texts: list[str]) -> None:
             ) from error
 
 
-def load_tokenizer(path: Path, special_tokens: SpecialTokens = "text") -> Tokenizer:
-    """Loads GPT-2's vocab.json and merges.txt from a folder, or a byte-level tokenizer.json.
+def load_tokenizer(source: str | Path, special_tokens: SpecialTokens = "text") -> Tokenizer:
+    """Loads a tokenizer from what `load_vocabulary` reads: "gpt2", a folder or a tokenizer.json.
 
     Raises:
         DataError: as `load_vocabulary`.
     """
-    folder = path.parent if path.is_file() else path
-    return Tokenizer(load_vocabulary(path), folder.resolve().name, special_tokens)
+    return Tokenizer(load_vocabulary(source), tokenizer_name(source), special_tokens)
+
+
+def tokenizer_name(source: str | Path) -> str:
+    """Names a tokenizer for people: after its folder, whether or not that is still there."""
+    path = Path(source)
+    return (path.parent if path.suffix == ".json" else path).resolve().name
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary_size: int, folder: Path) -> Path:

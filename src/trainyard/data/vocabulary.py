@@ -3,8 +3,12 @@
 GPT-2's layout is a folder with `vocab.json` and `merges.txt`; the other is one `tokenizer.json`.
 Both say the same things, so both give the same `Vocabulary` and the same fingerprint:
 
-    load_vocabulary(Path("gpt2"))                  # vocab.json + merges.txt
-    load_vocabulary(Path("gpt2/tokenizer.json"))   # the same fingerprint
+    load_vocabulary("gpt2")                     # GPT-2's own, which ships with this package
+    load_vocabulary("data/gpt2")                # vocab.json + merges.txt: the same fingerprint
+    load_vocabulary("data/gpt2/tokenizer.json") # the same fingerprint
+
+Only GPT-2's merges ship, compressed: its tokens are the 256 bytes in the order of their symbols,
+then what each merge makes, then `<|endoftext|>`.
 
 What we save is one `tokenizer.json`: a single file is published atomically, names its special
 tokens and its splitting rule, and opens in Hugging Face libraries as it is.
@@ -14,8 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +30,14 @@ from trainyard.data.publish import publish_text
 from trainyard.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
+GPT2 = "gpt2"
+"""Names GPT-2's tokenizer, which ships with this package, wherever a tokenizer is named."""
 # The splitting rule of GPT-2: its regular expression, and no space put before the first word.
 GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-_FOLDER_HINT = "name a folder with vocab.json and merges.txt, or one with a tokenizer.json"
+_HINT = (
+    "name a folder with vocab.json and merges.txt, or one with a tokenizer.json; "
+    "the name gpt2 means GPT-2's, which ships with Trainyard"
+)
 
 
 def byte_symbols() -> list[str]:
@@ -118,25 +129,54 @@ def save_vocabulary(vocabulary: Vocabulary, path: Path) -> None:
     publish_text(path, vocabulary.render_json())
 
 
-def load_vocabulary(path: Path) -> Vocabulary:
-    """Reads and checks a folder with vocab.json and merges.txt, or a tokenizer.json.
+def load_vocabulary(source: str | Path) -> Vocabulary:
+    """Reads and checks a tokenizer.
+
+    Args:
+        source: a folder with vocab.json and merges.txt or with a tokenizer.json, or that file; the
+            text "gpt2" is GPT-2's that ships, while "./gpt2" and a `Path` are always files.
 
     Raises:
         DataError: a file is missing or malformed, or it is not a byte-level BPE with
-            `<|endoftext|>`.
+            `<|endoftext|>`; or "gpt2" could also mean another tokenizer, in a folder of that name.
     """
+    if source == GPT2:
+        return _load_gpt2()
+    path = Path(source)
     if path.is_file():
         return _from_tokenizer_json(path)
     if not path.is_dir():
-        raise DataError(f"the tokenizer {path} does not exist", _FOLDER_HINT)
+        raise DataError(f"the tokenizer {source} does not exist", _HINT)
     if (path / "tokenizer.json").is_file():
         return _from_tokenizer_json(path / "tokenizer.json")
     for name in ("vocab.json", "merges.txt"):
         if not (path / name).is_file():
-            raise DataError(f"the tokenizer folder {path} has no {name}", _FOLDER_HINT)
+            raise DataError(f"the tokenizer folder {source} has no {name}", _HINT)
     ids = _read_json(path / "vocab.json")
     merges = _read_merges(path / "merges.txt")
     return build_vocabulary(path / "vocab.json", ids, merges)
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder has the files of a tokenizer, in either layout."""
+    layouts = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+    return any(all((folder / name).is_file() for name in names) for names in layouts)
+
+
+def _load_gpt2() -> Vocabulary:
+    packed = resources.files("trainyard.data") / "gpt2" / "merges.txt.xz"
+    merges = _parse_merges(Path(packed.name), lzma.decompress(packed.read_bytes()).decode())
+    tokens = [*sorted(byte_symbols()), *map("".join, merges), END_OF_DOCUMENT]
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    vocabulary = build_vocabulary(Path(packed.name), ids, merges)
+    folder = Path(GPT2)
+    if holds_tokenizer(folder) and load_vocabulary(folder).fingerprint != vocabulary.fingerprint:
+        raise DataError(
+            f"{GPT2} names the tokenizer that ships with Trainyard, but the folder {GPT2} here "
+            "holds another one",
+            f"write ./{GPT2} to use the folder, or rename the folder to use the one that ships",
+        )
+    return vocabulary
 
 
 def _from_tokenizer_json(path: Path) -> Vocabulary:
@@ -177,7 +217,7 @@ def _check_byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     if wrong:
         raise DataError(
             f"{path} is not a byte-level BPE tokenizer: {wrong}",
-            "use GPT-2's files, or train one with `trainyard prepare --train-tokenizer`",
+            "use gpt2, which ships, or train one with `trainyard prepare --train-tokenizer`",
         )
     if split is last:
         return {**GPT2_SPLIT, "use_regex": split.get("use_regex", True)}
@@ -245,9 +285,14 @@ def _check_merges(path: Path, ids: dict[str, int], merges: list[Any]) -> None:
 
 def _read_merges(path: Path) -> list[tuple[str, ...]]:
     try:
-        lines = read_file(path).decode().split("\n")
+        text = read_file(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}", "fetch or save it again") from error
+    return _parse_merges(path, text)
+
+
+def _parse_merges(path: Path, text: str) -> list[tuple[str, ...]]:
+    lines = text.split("\n")
     if lines[0].startswith("#version"):
         lines = lines[1:]
     merges = [tuple(line.rstrip("\r").split(" ")) for line in lines if line.strip()]

@@ -11,13 +11,17 @@ import torch
 from numpy.typing import NDArray
 
 from trainyard.checkpoint.format import read_manifest
-from trainyard.checkpoint.load import build_model_from_checkpoint, find_checkpoint
+from trainyard.checkpoint.load import (
+    build_model_from_checkpoint,
+    find_checkpoint,
+    load_tokenizer_copy,
+)
 from trainyard.config.reading import FILE_LIMIT_BYTES, read_file
 from trainyard.config.run import Run
 from trainyard.data.indexed import IndexedDataset, token_paths
 from trainyard.data.order import SequenceOrder
 from trainyard.data.sidecar import load_sidecar
-from trainyard.data.tokenizer import Tokenizer, load_tokenizer
+from trainyard.data.tokenizer import Tokenizer, tokenizer_name
 from trainyard.errors import ConfigError, DataError
 from trainyard.evaluate.loss import Ids
 from trainyard.model.gpt import GPT
@@ -44,7 +48,7 @@ class Trained:
         if self.tokenizer is None:
             raise ConfigError(
                 f"the run in {self.checkpoint} has no tokenizer.path, so text is unknown to it",
-                "set tokenizer.path in the run file before training",
+                "set tokenizer.path in the run file before training; gpt2 ships with Trainyard",
             )
         return self.tokenizer
 
@@ -56,16 +60,18 @@ def load_trained(path: Path) -> Trained:
 
     Raises:
         CheckpointError: there is none, or it is damaged.
-        DataError: the run's tokenizer is missing.
+        DataError: its tokenizer is missing.
     """
     checkpoint = find_checkpoint(path)
-    run = read_manifest(checkpoint).build_run()
+    manifest = read_manifest(checkpoint)
+    run = manifest.build_run()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32
     if device.type == "cuda":
         trained_in = {"fp16": torch.float16, "fp32": torch.float32}
         dtype = trained_in.get(run.precision.kind, torch.bfloat16)
-    tokenizer = load_tokenizer(Path(run.tokenizer.path)) if run.tokenizer.path else None
+    vocabulary = load_tokenizer_copy(checkpoint, manifest)
+    tokenizer = Tokenizer(vocabulary, tokenizer_name(run.tokenizer.path)) if vocabulary else None
     model, _, _ = build_model_from_checkpoint(checkpoint, device, dtype)
     return Trained(checkpoint, model, run, tokenizer)
 
@@ -90,7 +96,8 @@ def read_documents(source: str, tokenizer: Tokenizer | None) -> Iterator[Ids]:
     if tokenizer is None:
         raise DataError(
             f"{source} is text, and the run names no tokenizer",
-            "evaluate token files, or set tokenizer.path in the run file before training",
+            "evaluate token files, or set tokenizer.path in the run file before training; "
+            "gpt2 ships with Trainyard",
         )
     return iter([np.array(tokenizer.encode(text), np.int64)])
 

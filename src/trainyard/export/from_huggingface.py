@@ -16,7 +16,7 @@ from torch import Tensor
 from trainyard.checkpoint.shard import Values, read_header, read_values
 from trainyard.config.reading import parse_json, read_file
 from trainyard.config.run import Model
-from trainyard.data.vocabulary import load_vocabulary
+from trainyard.data.vocabulary import holds_tokenizer
 from trainyard.errors import CheckpointError
 from trainyard.export.gpt2 import (
     CONFIG,
@@ -27,7 +27,7 @@ from trainyard.export.gpt2 import (
     their_name,
     their_shape,
 )
-from trainyard.export.run_folder import build_run, require_new, write_run_folder
+from trainyard.export.run_folder import build_run, load_fitting, require_new, write_run_folder
 from trainyard.export.stream import outline
 from trainyard.plan.size import padded_vocabulary_size, parameter_shapes
 
@@ -36,7 +36,7 @@ _TEXT_LIMIT_BYTES = 64 * 2**20
 _NO_WEIGHT = re.compile(r"transformer\.h\.[0-9]+\.attn\.(masked_)?bias")
 
 
-def import_huggingface(folder: Path, output: Path) -> Path:
+def import_huggingface(folder: Path, output: Path, tokenizer: str = "") -> Path:
     """Writes `output` as a run folder with the weights as its checkpoint of step 0; returns that.
 
     The run has the model's shape and defaults elsewhere: data, batches and schedule are for the
@@ -45,16 +45,18 @@ def import_huggingface(folder: Path, output: Path) -> Path:
     Args:
         folder: with config.json and model.safetensors, or shards with their index.
         output: the run folder to make; it appears complete or not at all.
+        tokenizer: of the model, as `load_vocabulary` reads it; empty: the one in `folder`, if any.
 
     Raises:
         CheckpointError: `folder` is not a GPT-2 of safetensors, or `output` exists.
-        DataError: it has a tokenizer that is not a byte-level BPE.
+        DataError: the tokenizer is missing, is not a byte-level BPE, or does not fit the model.
         MachineError: `output` cannot be written.
     """
     require_new(output)
     model = model_of(_read_text(folder / CONFIG), str(folder / CONFIG))
     n_rows = padded_vocabulary_size(model)
-    vocabulary = load_vocabulary(folder) if _has_tokenizer(folder) else None
+    source = tokenizer or (folder if holds_tokenizer(folder) else None)
+    vocabulary = load_fitting(source, model) if source else None
     description = f"Imported from {folder.name}."
     run = build_run(output, model, description, has_tokenizer=vocabulary is not None)
     theirs = _find_weights(folder)
@@ -68,13 +70,6 @@ def import_huggingface(folder: Path, output: Path) -> Path:
 
     outlines = outline(parameter_shapes(model, n_rows), torch.float32)
     return write_run_folder(output, run, vocabulary, outlines, make)
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any(
-        all((folder / file).is_file() for file in files)
-        for files in (("tokenizer.json",), ("vocab.json", "merges.txt"))
-    )
 
 
 def _find_weights(folder: Path) -> dict[str, Values]:

@@ -38,7 +38,7 @@ from trainyard.export.megatron import (
     vocabulary_size_of,
 )
 from trainyard.export.megatron_files import Grid, find_grid
-from trainyard.export.run_folder import build_run, require_new, write_run_folder
+from trainyard.export.run_folder import build_run, load_fitting, require_new, write_run_folder
 from trainyard.export.stream import outline
 from trainyard.export.torch_file import Contents, StoredTensor, describe_file, read_tensor
 from trainyard.plan.size import padded_vocabulary_size, parameter_shapes, stage_shapes
@@ -62,7 +62,7 @@ _Sources = dict[str, list[_Source]]
 """By our names: the parts of all tensor ranks."""
 
 
-def import_megatron(folder: Path, output: Path) -> Path:
+def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
     """Writes `output` as a run folder with the weights as its checkpoint of step 0; returns that.
 
     The files are pickles; nothing in them is run, and no class they name is imported.
@@ -70,10 +70,12 @@ def import_megatron(folder: Path, output: Path) -> Path:
     Args:
         folder: where Megatron-LM or Megatron-DeepSpeed saved, or one of the checkpoints in it.
         output: the run folder to make; it appears complete or not at all.
+        tokenizer: of the model, as `load_vocabulary` reads it; empty: none.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is incomplete, damaged or hostile, or its
             model computes something that ours does not; or `output` exists.
+        DataError: the tokenizer is missing, is not a byte-level BPE, or does not fit the model.
         MachineError: `output` cannot be written.
     """
     require_new(output)
@@ -100,8 +102,9 @@ def import_megatron(folder: Path, output: Path) -> Path:
     if model.tied_embeddings and "head.weight" in sources:
         weights.require_equal_head()
     description = f"Imported from {grid.folder.name} of {grid.folder.parent.name}."
-    run = build_run(output, model, description, has_tokenizer=False)
-    return write_run_folder(output, run, None, outline(shapes, torch.float32), weights.make)
+    vocabulary = load_fitting(tokenizer, model) if tokenizer else None
+    run = build_run(output, model, description, has_tokenizer=vocabulary is not None)
+    return write_run_folder(output, run, vocabulary, outline(shapes, torch.float32), weights.make)
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,10 @@ from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import require_space
 from trainyard.config.load import render_run
 from trainyard.config.run import Model, Run, Tokenizer
-from trainyard.data.vocabulary import Vocabulary, save_vocabulary
-from trainyard.errors import CheckpointError, MachineError
+from trainyard.data.vocabulary import Vocabulary, load_vocabulary
+from trainyard.errors import CheckpointError, DataError, MachineError
 from trainyard.export.stream import Make, write_weights
-
-TOKENIZER_FOLDER = "tokenizer"
+from trainyard.train.run_folder import TOKENIZER_FOLDER, write_tokenizer_folder
 
 
 def require_new(output: Path) -> None:
@@ -34,6 +33,22 @@ def require_new(output: Path) -> None:
     """
     if output.exists():
         raise CheckpointError(f"{output} exists already", "name another --output, or remove it")
+
+
+def load_fitting(source: str | Path, model: Model) -> Vocabulary:
+    """Loads the tokenizer of a model.
+
+    Raises:
+        DataError: as `load_vocabulary`, or it gives ids that the model does not know.
+    """
+    vocabulary = load_vocabulary(source)
+    if len(vocabulary.tokens) > model.vocabulary_size:
+        raise DataError(
+            f"the tokenizer {source} has {len(vocabulary.tokens)} tokens, the model knows "
+            f"{model.vocabulary_size}",
+            "name the tokenizer that the model was trained with",
+        )
+    return vocabulary
 
 
 def build_run(output: Path, model: Model, description: str, *, has_tokenizer: bool) -> Run:
@@ -73,11 +88,11 @@ def write_run_folder(
             facts,
             {f"model.{name}": tensor for name, tensor in outlines.items()},
             lambda name: make(name.removeprefix("model.")),
+            vocabulary,
         )
         (partial / "run.toml").write_text(render_run(run), encoding="utf-8")
         if vocabulary:
-            (partial / TOKENIZER_FOLDER).mkdir()
-            save_vocabulary(vocabulary, partial / TOKENIZER_FOLDER / "tokenizer.json")
+            write_tokenizer_folder(partial, vocabulary)
         partial.rename(output)
     except OSError as error:
         raise MachineError(f"cannot write {output}: {error}", "free space on that disk") from error

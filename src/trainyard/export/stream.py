@@ -36,8 +36,14 @@ from trainyard.checkpoint.format import (
     values_sha256,
 )
 from trainyard.checkpoint.parts import describe_part
-from trainyard.checkpoint.save import SHARD_LIMIT_BYTES, flush, split_in_shards
+from trainyard.checkpoint.save import (
+    SHARD_LIMIT_BYTES,
+    flush,
+    split_in_shards,
+    write_tokenizer,
+)
 from trainyard.checkpoint.shard import Values, read_header, read_values
+from trainyard.data.vocabulary import Vocabulary
 from trainyard.errors import CheckpointError
 from trainyard.parallel.placement import whole
 
@@ -171,6 +177,7 @@ def write_weights(
     facts: Facts,
     outlines: Mapping[str, Tensor],
     make: Make,
+    vocabulary: Vocabulary | None = None,
     limit_bytes: int = SHARD_LIMIT_BYTES,
 ) -> Path:
     """Writes a checkpoint of weights alone into `folder`, file by file; returns its path.
@@ -180,6 +187,7 @@ def write_weights(
         facts: of its manifest.
         outlines: by global name, those of the model.
         make: gives the values.
+        vocabulary: of the tokenizer.
         limit_bytes: of a file, unless a single tensor is larger.
     """
     final = folder / step_folder_name(facts.step)
@@ -194,7 +202,8 @@ def write_weights(
             tensors[tensor] = describe_part(shard[tensor], place, name, checksum)
         size = (final / name).stat().st_size
         files[name] = StoredFile(n_bytes=size, header_sha256=header_sha256(final / name))
-    manifest = Manifest(**dict(facts), tensors=tensors, files=files)
+    tokenizer = write_tokenizer(final, vocabulary)
+    manifest = Manifest(**dict(facts), tensors=tensors, files=files, tokenizer=tokenizer)
     (final / MANIFEST).write_bytes(render_manifest(manifest))
     flush(final / MANIFEST)
     flush(final)

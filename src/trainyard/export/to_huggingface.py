@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.format import OLDER_IS_KEPT
-from trainyard.checkpoint.load import build_model_from_checkpoint
+from trainyard.checkpoint.format import OLDER_IS_KEPT, Manifest
+from trainyard.checkpoint.load import build_model_from_checkpoint, load_tokenizer_copy
 from trainyard.checkpoint.save import flush, split_in_shards
-from trainyard.config.run import Model, Run
-from trainyard.data.vocabulary import END_OF_DOCUMENT, Vocabulary, load_vocabulary
+from trainyard.config.run import Model
+from trainyard.data.vocabulary import END_OF_DOCUMENT, GPT2, Vocabulary
 from trainyard.errors import CheckpointError, MachineError
 from trainyard.export.gpt2 import (
     CONFIG,
@@ -63,7 +63,7 @@ def export_huggingface(
     weights = CheckpointWeights.open(checkpoint)
     run = weights.manifest.build_run()
     outlines = _outline(weights, run.model, dtype)
-    vocabulary = _find_vocabulary(run)
+    vocabulary = _find_vocabulary(checkpoint, weights.manifest)
     partial = output.with_name(f".{output.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -121,11 +121,11 @@ def compare_logits(checkpoint: Path, folder: Path, n_tokens: int = 128) -> float
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def _find_vocabulary(run: Run) -> Vocabulary | None:
-    path = Path(run.tokenizer.path)
-    if run.tokenizer.path and path.exists():
-        return load_vocabulary(path)
-    why = f"{path} is not here" if run.tokenizer.path else "the run names none"
+def _find_vocabulary(checkpoint: Path, manifest: Manifest) -> Vocabulary | None:
+    source = manifest.build_run().tokenizer.path
+    if manifest.tokenizer or source == GPT2 or (source and Path(source).exists()):
+        return load_tokenizer_copy(checkpoint, manifest)
+    why = f"{source} is not here" if source else "the run names none"
     logger.warning("exporting without a tokenizer: %s", why)
     return None
 

@@ -37,7 +37,8 @@ def build_saver(parts: Parts) -> Saver:
         ranks = Ranks(mesh.rank, mesh.topology.n_ranks, mesh.saving_barrier)
     keep = Retention(settings.keep_last, settings.keep_every, settings.keep_best)
     folder = checkpoint_folder(parts.folder)
-    saver = Saver(folder, ranks, keep, background=settings.background)
+    vocabulary = parts.tokenizer.vocabulary if parts.tokenizer else None
+    saver = Saver(folder, ranks, keep, background=settings.background, vocabulary=vocabulary)
     saver.reserve(rank_bytes(parts.run, parts.plan, mesh.rank), parts.device)
     return saver
 
@@ -142,7 +143,8 @@ def _try(parts: Parts, path: Path) -> tuple[str | None, State | None]:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return error.problem, None
-    for change in check_resumable(manifest, parts.run, parts.data_fingerprint):
+    tokenizer = parts.tokenizer.fingerprint if parts.tokenizer else ""
+    for change in check_resumable(manifest, parts.run, parts.data_fingerprint, tokenizer):
         logger.info("changed since the checkpoint: %s", change)
     state = State.from_json(parts, manifest.step, manifest.training)
     try:

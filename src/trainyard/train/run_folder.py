@@ -14,15 +14,18 @@ from trainyard.config.load import render_run
 from trainyard.config.run import Run
 from trainyard.data.loader import data_fingerprint
 from trainyard.data.publish import publish_text
+from trainyard.data.vocabulary import Vocabulary, load_vocabulary, save_vocabulary
 from trainyard.errors import ConfigError
 from trainyard.train.stop import refuse_stopped
 
 Resume = Literal["auto", "must", "never"]
+TOKENIZER_FOLDER = "tokenizer"
+"""In a run folder: the copy of the run's tokenizer, which all ranks read."""
 FIRST_WITH_ZERO_BUBBLE = (2, 13)
 
 
 def write_run_folder(folder: Path, run: Run, resume: Resume) -> None:
-    """Writes run.toml for the workers, once everything that can be checked before is in order.
+    """Writes run.toml and the tokenizer for the workers, once all that can be checked is in order.
 
     Raises:
         UserError: the run cannot be trained here, or differs from the one already in the folder.
@@ -30,10 +33,19 @@ def write_run_folder(folder: Path, run: Run, resume: Resume) -> None:
     refuse_what_is_not_built(run)
     refuse_stopped(folder)
     fingerprint = data_fingerprint(run)
+    vocabulary = load_vocabulary(run.tokenizer.path) if run.tokenizer.path else None
     if resume == "must" or (folder / "checkpoints").exists():
-        _refuse_another_run(folder, run, resume, fingerprint)
+        _refuse_another_run(folder, run, resume, fingerprint, vocabulary)
     folder.mkdir(parents=True, exist_ok=True)
+    if vocabulary is not None:
+        write_tokenizer_folder(folder, vocabulary)
     publish_text(folder / "run.toml", render_run(run))
+
+
+def write_tokenizer_folder(folder: Path, vocabulary: Vocabulary) -> None:
+    """Copies the tokenizer into a run folder."""
+    (folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+    save_vocabulary(vocabulary, folder / TOKENIZER_FOLDER / "tokenizer.json")
 
 
 def refuse_what_is_not_built(run: Run) -> None:
@@ -58,11 +70,14 @@ def refuse_what_is_not_built(run: Run) -> None:
         )
 
 
-def _refuse_another_run(folder: Path, run: Run, resume: Resume, fingerprint: str) -> None:
+def _refuse_another_run(
+    folder: Path, run: Run, resume: Resume, data: str, vocabulary: Vocabulary | None
+) -> None:
     from trainyard.checkpoint.format import read_manifest
     from trainyard.checkpoint.resume import check_resumable
     from trainyard.train.checkpoints import find_checkpoint
 
     checkpoint = find_checkpoint(folder, resume)
     if checkpoint is not None:
-        check_resumable(read_manifest(checkpoint), run, fingerprint)
+        tokenizer = vocabulary.fingerprint if vocabulary else ""
+        check_resumable(read_manifest(checkpoint), run, data, tokenizer)

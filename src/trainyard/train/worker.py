@@ -26,7 +26,8 @@ from trainyard.config.run import Run
 from trainyard.data.loader import Loader, build_orders, data_fingerprint, data_prefixes
 from trainyard.data.publish import publish_text
 from trainyard.data.sidecar import load_sidecar
-from trainyard.data.tokenizer import Tokenizer, load_tokenizer
+from trainyard.data.tokenizer import Tokenizer, tokenizer_name
+from trainyard.data.vocabulary import load_vocabulary
 from trainyard.errors import ConfigError, GuardError, MachineError, UserError
 from trainyard.launch.environment import (
     hide_secrets,
@@ -55,7 +56,7 @@ from trainyard.train.checkpoints import (
 )
 from trainyard.train.loop import train
 from trainyard.train.metrics import LogLines, Metrics
-from trainyard.train.run_folder import Resume, refuse_what_is_not_built
+from trainyard.train.run_folder import TOKENIZER_FOLDER, Resume, refuse_what_is_not_built
 from trainyard.train.state import Parts, State
 from trainyard.train.stop import Ending, Stop
 from trainyard.units import format_large
@@ -159,7 +160,10 @@ def _train_on(parts: Parts, resume: Resume, log: LogLines) -> Ending:
 
 def build_parts(folder: Path, run: Run, plan: Plan, mesh: Mesh, pulse: Pulse) -> Parts:
     """Builds model, optimizer and data; checks that data, tokenizer and model belong together."""
-    tokenizer = load_tokenizer(Path(run.tokenizer.path)) if run.tokenizer.path else None
+    tokenizer = None
+    if run.tokenizer.path:
+        vocabulary = load_vocabulary(folder / TOKENIZER_FOLDER)
+        tokenizer = Tokenizer(vocabulary, tokenizer_name(run.tokenizer.path))
     _check_vocabularies(run, tokenizer)
     batches = BatchSchedule(run)
     # The first rank fills the cache of orders, the others find it there.

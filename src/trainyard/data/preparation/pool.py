@@ -157,7 +157,7 @@ def _work(connection: Connection, plan: CorpusPlan, path: Path, quarantine: bool
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     build_logger(hide_secrets)
     try:
-        tokenizer = load_tokenizer(Path(plan.corpus.tokenizer), plan.corpus.special_tokens)
+        tokenizer = load_tokenizer(plan.corpus.tokenizer, plan.corpus.special_tokens)
         folder = WorkFolder(path, name_process(os.getpid()))
         CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(lambda: None)
     except UserError as error:

@@ -41,8 +41,8 @@ from trainyard.data.preparation.worker import CorpusWorker, is_prepared, piece_n
 from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
 from trainyard.data.sources import Segment, find_files, read_documents
 from trainyard.data.sources.files import UNIT_BYTES, format_of
-from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
-from trainyard.data.vocabulary import END_OF_DOCUMENT, load_vocabulary
+from trainyard.data.tokenizer import load_tokenizer, tokenizer_name, train_tokenizer
+from trainyard.data.vocabulary import END_OF_DOCUMENT, GPT2, load_vocabulary
 from trainyard.errors import DataError, MachineError
 from trainyard.units import format_bytes
 
@@ -90,7 +90,7 @@ def prepare(
     quarantine = on_error == "quarantine"
     n_workers = min(workers, max(len(plan.units), 1))
     if n_workers == 1:
-        tokenizer = load_tokenizer(Path(corpus.tokenizer), corpus.special_tokens)
+        tokenizer = load_tokenizer(corpus.tokenizer, corpus.special_tokens)
         CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(on_beat)
     else:
         work_in_processes(plan, folder, n_workers, on_beat, quarantine=quarantine)
@@ -197,8 +197,12 @@ def train_on_inputs(
     One that is there already is left alone if the work on this corpus was begun with it.
 
     Raises:
-        DataError: an input or a document is wrong, or the text is too little.
+        DataError: an input or a document is wrong, the text is too little, or the tokenizer is
+            the one that ships.
     """
+    if corpus.tokenizer == GPT2:
+        hint = f"name a folder to train one into, such as ./{GPT2}, or leave out --train-tokenizer"
+        raise DataError(f"the tokenizer {GPT2} ships with Trainyard and is not trained", hint)
     folder = Path(corpus.tokenizer)
     if (folder / "tokenizer.json").exists() and not overwrite:
         plan = plan_corpus(corpus, _record_tokenizer(corpus), UNIT_BYTES)
@@ -221,10 +225,9 @@ def _read_texts(corpus: Corpus, on_error: OnError) -> Iterator[str]:
 
 
 def _record_tokenizer(corpus: Corpus) -> TokenizerRecord:
-    path = Path(corpus.tokenizer)
-    vocabulary = load_vocabulary(path)
+    vocabulary = load_vocabulary(corpus.tokenizer)
     return TokenizerRecord(
-        name=(path.parent if path.is_file() else path).resolve().name,
+        name=tokenizer_name(corpus.tokenizer),
         fingerprint=vocabulary.fingerprint,
         vocabulary_size=len(vocabulary.tokens),
         eod_id=vocabulary.special_tokens[END_OF_DOCUMENT],
