@@ -89,11 +89,7 @@ def prepare(
     Reads JSON lines and plain text (.jsonl .ndjson .json .txt, also .gz .bz2 .xz .zst), Parquet,
     and dumps of Wikipedia (.xml .xml.bz2); as plain text any other file that is named itself.
 
-<<<<<<< HEAD
     Example: trainyard prepare corpus/ -o web
-=======
-    Example: trainyard prepare corpus/ -o data/web --tokenizer gpt2 --workers 8
->>>>>>> tokenizer
 
     writes web_text_document.bin, .idx and .json, the tokenizer web_tokenizer, and web.toml, a run
     file for trainyard train. A data file names these and steps to clean the text:

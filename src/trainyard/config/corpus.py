@@ -120,11 +120,8 @@ class Corpus(Section):
     output: str = ""
     """Path that the names of the token files begin with."""
     tokenizer: str = ""
-<<<<<<< HEAD
-    """A folder with vocab.json and merges.txt, or with a tokenizer.json; empty: one is trained."""
-=======
-    """`gpt2`, which ships; or a folder with vocab.json and merges.txt, or with a tokenizer.json."""
->>>>>>> tokenizer
+    """`gpt2`, which ships; or a folder with vocab.json and merges.txt, or with a tokenizer.json;
+    empty: one is trained."""
     json_key: str = "text"
     """The JSON key, or the Parquet column, that holds the text."""
     append_eod: bool = True
@@ -199,10 +196,6 @@ def check_complete(corpus: Corpus) -> None:
         hints = {
             "inputs": "name at least one file, folder or glob",
             "output": "pass -o, such as -o data/web",
-<<<<<<< HEAD
-=======
-            "tokenizer": "pass --tokenizer gpt2 or a folder, or --train-tokenizer 4096 to make one",
->>>>>>> tokenizer
         }
         raise ConfigError(f"no {missing[0]} given", hints[missing[0]])
 
