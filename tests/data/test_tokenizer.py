@@ -190,7 +190,7 @@ def test_an_id_outside_the_vocabulary_is_refused(trained: Tokenizer, token_id: i
 
 
 def test_the_known_answers_for_gpt2_are_those_of_the_reference(gpt2: Tokenizer) -> None:
-    rules = gpt2._vocabulary.render_json(with_special_tokens=False)
+    rules = gpt2.vocabulary.render_json(with_special_tokens=False)
     reference = subject._HuggingFaceEngine(rules)
     assert subject._digest_answers(rules, reference) == subject._GPT2_ANSWERS
     assert subject._digest_answers(rules + " ", reference) != subject._GPT2_ANSWERS
