@@ -136,7 +136,7 @@ def test_without_torchao_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs torchao, which is not installed") as caught:
         refuse_missing_products(run_in_fp8())
-    assert caught.value.hint.endswith("[train]', or precision.kind=bf16")
+    assert caught.value.hint == "pip install torchao, or precision.kind=bf16"
     refuse_missing_products(load_run("tiny").run)
 
 
