@@ -36,7 +36,9 @@ def missing_package(error: ModuleNotFoundError) -> MachineError | None:
     extra = _extras().get(package)
     if extra is None:
         return None
-    return MachineError(f"this command needs {package}, which is not installed", install_command(extra))
+    return MachineError(
+        f"this command needs {package}, which is not installed", install_command(extra)
+    )
 
 
 def install_command(extra: str) -> str:
