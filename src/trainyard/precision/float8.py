@@ -30,7 +30,6 @@ from torch import Tensor
 
 from trainyard.config.run import Fp8, Run
 from trainyard.errors import ConfigError, MachineError
-from trainyard.extras import install_command
 from trainyard.model.gpt import GPT, Block
 from trainyard.model.linear import Linear, Product
 
@@ -118,7 +117,7 @@ def refuse_missing_torchao(run: Run) -> None:
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(
             f"precision.kind={run.precision.kind!r} needs torchao, which is not installed",
-            f"{install_command('train')}, or precision.kind=bf16",
+            "pip install 'trainyard-gpt[train]', or precision.kind=bf16",
         )
 
 

@@ -25,7 +25,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
-from trainyard.extras import install_command
 from trainyard.parallel.mesh import device_name
 from trainyard.plan.flops import model_flops_utilization, tflops_per_second_per_gpu
 from trainyard.plan.hardware import find_device
@@ -238,7 +237,7 @@ def _start_wandb(folder: Path, run: Run) -> Any:
     except ImportError:
         raise ConfigError(
             f"log.wandb_project={run.log.wandb_project!r} needs the package wandb",
-            f"{install_command('wandb')}, or leave log.wandb_project empty",
+            "pip install 'trainyard-gpt[wandb]', or leave log.wandb_project empty",
         ) from None
     return wandb.init(
         project=run.log.wandb_project,
