@@ -1,4 +1,4 @@
-# make demo | test | test-all | check | bench; each sets up .venv first, pinned by constraints.txt.
+# make demo | test | test-all | check | bench; each sets up .venv first (tools/set_up.py).
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -22,6 +22,7 @@ check: set-up-dev
 	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/ruff check src tests benchmarks tools
 	$(BIN)/mypy
+	$(BIN)/mypy --strict tools/set_up.py
 	$(BIN)/lint-imports
 	$(BIN)/codespell src tests docs recipes benchmarks tools README.md CHANGELOG.md CONTRIBUTING.md
 

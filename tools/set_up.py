@@ -145,7 +145,7 @@ def install(extras: list[str], torch_index: str) -> None:
     packages = ["-e", f".[{','.join(extras)}]"]
     variables = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     failure = run("installer (uv)", [*pip, "install", "-q", *common, "uv"], variables)
-    listing = subprocess.run([*pip, "config", "list"], stdout=subprocess.PIPE, text=True)
+    listing = subprocess.run([*pip, "config", "list"], capture_output=True, text=True)
     settings = pip_settings(listing.stdout)
     if torch_index:
         more = f"{settings.get('extra-index-url', '')} {torch_index}".strip()
