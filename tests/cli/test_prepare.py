@@ -250,7 +250,7 @@ def test_what_is_skipped_is_told(folder: Path) -> None:
     for name in ("a.md", "b.MD", "c.pdf", ".d"):
         (Path("in") / name).touch()
     shown = run_verb("in", "-o", "new", "--tokenizer", "small").splitlines()
-    assert shown[0].startswith("skipped 2 .md, 1 .pdf, 1 hidden; folders are searched for .jsonl ")
+    assert shown[0].startswith("skipped 2 .md, 1 .pdf, 1 hidden; name other text files ")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.waiting import WATCHDOG_SECONDS
 
+from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import train_tokenizer
@@ -68,7 +69,10 @@ def run(arguments: list[str]) -> str:
 
 
 def read_all(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """Reads the token files; the run file beside them names the folder."""
+    names = {path.name for path in folder.iterdir()}
+    assert "slim.toml" in names
+    return {name: (folder / name).read_bytes() for name in sorted(names - {"slim.toml"})}
 
 
 def test_what_one_process_makes(root: Path) -> None:
@@ -114,6 +118,8 @@ def test_an_array_of_jobs(root: Path, slurm: Slurm) -> None:
     # Every task has seen the finished corpus, whoever finished it.
     outputs = [slurm.output(job, i) for i in range(5)]
     assert all("slim_07_text_document.bin: " in text for text in outputs)
+    assert all(f"trainyard train {root}/array/slim.toml --minutes " in text for text in outputs)
+    assert len(load_run(str(root / "array/slim.toml")).run.data.blend.prefixes) == 8
     assert read_all(root / "array") == read_all(root / "one")
 
 

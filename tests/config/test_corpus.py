@@ -186,7 +186,7 @@ def test_orders_that_make_sense_are_accepted(tmp_path: Path, kinds: list[str]) -
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("inputs", "at least one file"), ("output", "-o data/web"), ("tokenizer", "--tokenizer gpt2")],
+    [("inputs", "at least one file"), ("output", "-o data/web")],
 )
 def test_what_is_missing_is_asked_for(name: str, hint: str) -> None:
     given: dict[str, Any] = {"inputs": ["a"], "output": "o", "tokenizer": "t"}

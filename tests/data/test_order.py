@@ -232,7 +232,7 @@ def test_few_documents_are_split_by_tokens(n_documents: int, split: str, expecte
     assert splits_by_tokens(n_documents, parse_split(split)) == expected
 
 
-@pytest.mark.parametrize("lengths", [[1000], [3, 900, 97], [50] * 20])
+@pytest.mark.parametrize("lengths", [[1000], [3, 900, 97], [50] * 20, [840, 120, 40]])
 def test_a_split_by_tokens_gives_each_token_to_one_split(
     tmp_path: Path, lengths: list[int]
 ) -> None:

@@ -170,11 +170,11 @@ def _split(inputs: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def _print_skipped(corpus: Corpus) -> None:
-    from trainyard.data.sources.files import KNOWN, OTHER_TEXT, describe_skipped, scan_inputs
+    from trainyard.data.sources.files import OTHER_TEXT, describe_skipped, scan_inputs
 
     _, skipped = scan_inputs(corpus.inputs)
     if skipped:
-        typer.echo(f"skipped {describe_skipped(skipped)}; {KNOWN}; {OTHER_TEXT}", err=True)
+        typer.echo(f"skipped {describe_skipped(skipped)}; {OTHER_TEXT}", err=True)
 
 
 def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:

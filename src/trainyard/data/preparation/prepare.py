@@ -194,7 +194,8 @@ def train_on_inputs(
 ) -> None:
     """Trains a tokenizer on the documents of a corpus and saves it as `corpus.tokenizer`.
 
-    One that is there already is left alone if the work on this corpus was begun with it.
+    One that is there already is left alone if the work on this corpus was begun with it, or if it
+    is what would be trained: many processes may begin at once, and one may be killed here.
 
     Raises:
         DataError: an input or a document is wrong, the text is too little, or the tokenizer is
@@ -204,13 +205,22 @@ def train_on_inputs(
         hint = f"name a folder to train one into, such as ./{GPT2}, or leave out --train-tokenizer"
         raise DataError(f"the tokenizer {GPT2} ships with Trainyard and is not trained", hint)
     folder = Path(corpus.tokenizer)
-    if (folder / "tokenizer.json").exists() and not overwrite:
+    path = folder / "tokenizer.json"
+    is_there = path.exists() and not overwrite
+    if is_there:
         plan = plan_corpus(corpus, _record_tokenizer(corpus), UNIT_BYTES)
         if work_path(corpus).exists() or is_prepared(plan):
             return
-        hint = "data may depend on it: use it with --tokenizer, or pass --overwrite"
-        raise DataError(f"the tokenizer {folder / 'tokenizer.json'} is there already", hint)
-    train_tokenizer(_read_texts(corpus, on_error), vocabulary_size, folder)
+    own = folder.with_name(f"{folder.name}.{name_process(os.getpid())}")
+    try:
+        trained = train_tokenizer(_read_texts(corpus, on_error), vocabulary_size, own)
+        if is_there and trained.read_bytes() != path.read_bytes():
+            hint = "data may depend on it: use it with --tokenizer, or pass --overwrite"
+            raise DataError(f"the tokenizer {path} is there already, and is another", hint)
+        folder.mkdir(parents=True, exist_ok=True)
+        trained.replace(path)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def _read_texts(corpus: Corpus, on_error: OnError) -> Iterator[str]:

@@ -30,7 +30,7 @@ UNIT_BYTES = 128 * 2**20
 _DUMP_UNITS = {("wikipedia", ""): 4, ("wikipedia", ".bz2"): 16}
 # Wikimedia names the parts of a dump pages-articles1.xml-p1p41242.bz2.
 _DUMP_PART = re.compile(r"\.xml-p\d+p\d+[\w-]*$")
-KNOWN = (
+_KNOWN = (
     "folders are searched for .jsonl .ndjson .json (one object a line), .txt, .xml (a dump of "
     "Wikipedia), each also .gz .bz2 .xz .zst, and .parquet"
 )
@@ -136,7 +136,7 @@ def _expand(item: str, skipped: Counter[str]) -> list[Path]:
         if not found:
             there = f"only {describe_skipped(others)}" if others else "it is empty"
             problem = f"the folder {shown} holds no file that can be read: {there}"
-            raise DataError(problem, f"{KNOWN}; {OTHER_TEXT}")
+            raise DataError(problem, f"{_KNOWN}; {OTHER_TEXT}")
         skipped += others
     elif path.exists():
         open_file(path).close()  # neither a pipe nor a device
