@@ -36,7 +36,6 @@ class Fork:
     """A fork of this process that calls a function, and ends as Python would."""
 
     def __init__(self, call: Callable[[], object]) -> None:
-
         prepare_fork()
         self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         self.pid = os.fork()

@@ -74,7 +74,6 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     n_calls = 0
 
     def run(n: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-
         nonlocal n_calls
         n_calls += 1
         prepare_fork()

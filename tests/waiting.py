@@ -44,6 +44,7 @@ def prepare_fork() -> None:
     at work for a moment even after it was joined.
     """
     import torch
+    import torch._dynamo  # at first use in every fork it would take seconds
 
     torch.set_num_threads(1)
     tasks = Path("/proc/self/task")

@@ -220,7 +220,7 @@ def test_the_status_of_work_in_flight(folder: Path) -> None:
     assert "% of 0.240 GB of input, " in shown
     assert "documents, " in shown
     assert f"-{process.pid}-" not in shown  # it only waits for its workers
-    assert ": waiting, heard of 0 s ago" in shown or ": unit-" in shown
+    assert ": waiting, heard of " in shown or ": unit-" in shown
     assert not list(Path().glob("web.work/claimed/*"))  # given back at once
     assert not Path("web_text_document.bin").exists()
 

@@ -57,7 +57,7 @@ def test_a_run_that_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
         *run_lines(8)[:-1],
         {"kind": "end", "time": 1009.0, "step": 8, "reason": "received SIGUSR1"},
         {"kind": "start", "time": 1020.0, "step": 8, "resumed": True, "device": "GPU"},
-        train_line(9, 5.1, time=time.time() - 1, seconds_left=7230.0),
+        train_line(9, 5.1, time=time.time() - 1, seconds_left=7255.0),
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     save(folder, 4)

@@ -30,8 +30,7 @@ def test_a_run_is_prepared_preempted_and_loses_nodes(
     folder = tmp_path / "runs" / "story"
     starts = read_starts(folder)
     assert (starts[0].exit_code, starts[-1].exit_code) == (75, 0), said
-    # Slurm may end more starts: by an order that a node did not hear while it was down.
-    assert [start.lost for start in starts if start.lost] == ["n2", "n3", "n2"]
+    assert [start.lost for start in starts] == ["", "n2", "n3", "n2", ""]
     assert len(starts) <= 8
     assert len({start.job for start in starts}) == 1
     assert read_bad_nodes(folder) == {"n2": 2, "n3": 1}

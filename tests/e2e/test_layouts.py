@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # at first use in every rank it would take seconds
 from safetensors.torch import load_file
 from tests.waiting import WATCHDOG_SECONDS, prepare_fork, wait_for, wait_until
 

@@ -63,7 +63,6 @@ class ForkedWorker:
 
 def run(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> tuple[int, str]:
     """Runs `trainyard WORDS` in a folder; gives its exit code and all that it and rank 0 said."""
-
     from trainyard.train import worker
 
     assert worker

@@ -17,7 +17,6 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Literal
 
-import torch._dynamo  # noqa: F401  at first use in every rank it would take seconds
 from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 
 from trainyard.checkpoint.format import list_checkpoints, step_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -148,7 +149,10 @@ def test_workers_killed_are_replaced(tmp_path: Path, tokenizer_folder: Path) -> 
 def test_a_piece_that_kills_its_workers_ends_the_run(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
-    write_corpus(tmp_path / "in", n_files=3, n_documents=3000)
+    (tmp_path / "in").mkdir()
+    for name, n_words in (("a", 1), ("b", 10**6)):  # that of "b" takes longer than to see its claim
+        line = {"text": "the cat " * n_words, "meta": {"set": "web"}}
+        (tmp_path / f"in/{name}.jsonl").write_text(json.dumps(line) + "\n")
     (tmp_path / "out").mkdir()
     corpus = describe_corpus(tmp_path / "in", tokenizer_folder, tmp_path / "out/c")
     running = start_with_workers(corpus.model_dump_json(), 2)

@@ -3,7 +3,7 @@
     python pulsing_rank.py RUN_FOLDER '{"n_steps": 20, "faults": [[1, 3, "SIGKILL", 1]]}'
 
 Every second step it saves: an empty manifest. `faults` are [rank, step, what, how many starts]; a
-rank has "limit" and "slow" from its fault on, so that no other is taken for hung on a busy machine.
+rank has "limit" and "slow" once it hangs, so that no other is taken for hung on a busy machine.
 With "gloo": true the ranks meet as real ones do; else each waits for the files of the others, which
 takes less than importing torch does, and for ever if one of them dies.
 """
@@ -77,6 +77,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "lock": hold_the_lock_of_python,
     "sleep": lambda: time.sleep(600),
 }
+HANGS = {"SIGSTOP", "regex", "lock"}
 
 
 @contextmanager
@@ -140,7 +141,7 @@ def train(process: Process, folder: Path, wanted: dict[str, Any]) -> int:
                 for rank, at, what, starts in wanted.get("faults", [])
                 if (rank, at) == (process.rank, step) and n_starts < starts
             ]
-            if faults:
+            if HANGS & set(faults):
                 pulse._step_seconds = wanted.get("limit", pulse._step_seconds)
                 pulse._slow_seconds = wanted.get("slow", pulse._slow_seconds)
             pulse.enter("data", step)

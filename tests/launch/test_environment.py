@@ -185,12 +185,13 @@ def test_torchrun_starts_again_what_does_not_end_with_0() -> None:
     assert not read_process(STEP).launcher_restarts
 
 
-def test_time_until_the_limit_of_a_scheduler() -> None:
+def test_time_until_the_limit_of_a_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = float(round(time.time()))
+    monkeypatch.setattr(time, "time", lambda: now)
     assert seconds_left({}) is None
-    in_a_minute = {"SLURM_JOB_END_TIME": str(int(time.time()) + 60)}
-    assert seconds_left(in_a_minute) == pytest.approx(60, abs=2)
-    of_the_script = {"TRAINYARD_END": str(round(time.time()) + 30), "PBS_WALLTIME": "3600"}
-    assert seconds_left(of_the_script) == pytest.approx(30, abs=2)
+    assert seconds_left({"SLURM_JOB_END_TIME": f"{now + 60:.0f}"}) == 60
+    of_the_script = {"TRAINYARD_END": f"{now + 30:.0f}", "PBS_WALLTIME": "3600"}
+    assert seconds_left(of_the_script) == 30
     short, long = (seconds_left({"PBS_WALLTIME": limit}) for limit in ("3600", "7200"))
     assert short is not None
     assert long is not None

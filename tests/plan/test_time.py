@@ -213,7 +213,7 @@ def test_it_is_quick() -> None:
     plan = resolve(run, 1024)
     start = time.process_time()
     step_time(run, plan, H100)
-    assert time.process_time() - start < 0.2
+    assert time.process_time() - start < 0.5  # of computing; it takes a thousandth
 
 
 def test_the_175b_benchmark_on_64_gpus_is_near_its_published_time() -> None:

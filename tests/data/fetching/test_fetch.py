@@ -59,16 +59,19 @@ class Server(ThreadingHTTPServer):
         self.sent_half = threading.Event()
         self.n_sent = 0
         self.lock = threading.Lock()
-        self.n_open = self.most_open = 0
+        self.changed = threading.Condition(self.lock)
+        self.n_open = self.most_open = self.n_awaited = 0
 
     def handle_error(self, request: object, client_address: object) -> None:
         pass  # clients that are killed break connections; that is what is tested
 
     def count_those_at_once(self) -> None:
-        with self.lock:
+        with self.changed:
             self.n_open += 1
             self.most_open = max(self.most_open, self.n_open)
-        time.sleep(0.1)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.most_open >= self.n_awaited, WATCHDOG_SECONDS)
+        time.sleep(0.1)  # for more to come
         with self.lock:
             self.n_open -= 1
 
@@ -248,6 +251,7 @@ def test_no_more_connections_than_the_server_allows(
     paths = [f"plain_text/{n}.parquet" for n in range(6)]
     server.publish({path: path.encode() for path in paths})
     server.faults = {RESOLVE + path: ["slow"] for path in paths}
+    server.n_awaited = expected
     assert get(server, tmp_path / "folder", corpus=str(corpus)).n_files == 6
     assert server.most_open == expected
 

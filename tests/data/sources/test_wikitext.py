@@ -124,8 +124,8 @@ def test_a_hostile_page_takes_linear_time(piece: str) -> None:
         clean_wikitext(piece * (n_bytes // len(piece)))
         return time.process_time() - start
 
-    # Quadratic work on 400 kB takes minutes; the shared machines of a test run vary by a few times.
-    assert seconds(400_000) < 5
+    # Of computing, whatever else the machine does. Quadratic work on 400 kB takes minutes.
+    assert seconds(400_000) < 30
 
 
 def test_the_excerpt_has_hardly_any_markup_left(shared_data: Path) -> None:
