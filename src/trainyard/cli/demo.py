@@ -18,11 +18,11 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from importlib import resources
-from importlib.metadata import version
 from pathlib import Path
 
 import typer
 
+from trainyard import __version__
 from trainyard.extras import require
 
 FOLDER = Path("runs/demo")
@@ -78,7 +78,7 @@ def _render_run_file() -> str:
 
     preset = (resources.files("trainyard.config") / "presets" / "demo.toml").read_bytes()
     return f"""\
-# Written by trainyard {version("trainyard")}, preset demo {hashlib.sha256(preset).hexdigest()[:12]}
+# Written by trainyard {__version__}, preset demo {hashlib.sha256(preset).hexdigest()[:12]}
 extends = "demo"
 
 [data.train]
@@ -135,7 +135,9 @@ def _standard_library_sources() -> Iterator[str]:
 
 
 def _prepare_tokens() -> None:
-    from trainyard.cli.prepare import prepare
+    from trainyard.cli.prepare import tokenise
+    from trainyard.config.corpus import Corpus
+    from trainyard.data.preparation.prepare import train_on_inputs
 
     tokenizer = FOLDER / "data" / "train_tokenizer"
     (FOLDER / "data").mkdir(exist_ok=True)
@@ -143,12 +145,13 @@ def _prepare_tokens() -> None:
         text, output = FOLDER / "corpus" / f"{name}.jsonl", FOLDER / "data" / name
         if Path(f"{output}_text_document.json").exists():
             continue
+        corpus = Corpus(inputs=(str(text),), output=str(output), tokenizer=str(tokenizer))
         if name == "train":
-            _announce(f"prepare {text} --output {output} --train-tokenizer {VOCABULARY_SIZE}")
-            prepare([str(text)], str(output), train_tokenizer=VOCABULARY_SIZE, overwrite=True)
+            _announce(f"prepare {text} -o {output} --train-tokenizer {VOCABULARY_SIZE}")
+            train_on_inputs(corpus, VOCABULARY_SIZE, overwrite=True)
         else:
-            _announce(f"prepare {text} --output {output} --tokenizer {tokenizer}")
-            prepare([str(text)], str(output), tokenizer=str(tokenizer), overwrite=True)
+            _announce(f"prepare {text} -o {output} --tokenizer {tokenizer}")
+        tokenise(corpus, overwrite=True)
 
 
 def _train() -> None:
@@ -198,7 +201,7 @@ Done in {math.ceil(seconds)} s: {evaluation["bits_per_byte"]:.2f} bits per byte 
   {FOLDER}/huggingface/      the same model for transformers
 
 Your own text, .txt or .jsonl files:
-  {command} prepare mytext/ --output mine
+  {command} prepare mytext/ -o mine
   {command} train mine.toml --minutes 10
   {command} generate runs/mine --prompt "Once"
 """)

@@ -129,15 +129,17 @@ def prepare(
     _print_skipped(corpus)
     if train_tokenizer:
         train_on_inputs(corpus, train_tokenizer, overwrite=overwrite, on_error=on_error)
-    sidecars = _tokenise(corpus, workers, on_error, overwrite=overwrite)
-    _print_result(corpus, sidecars)
+    sidecars = tokenise(corpus, workers, on_error, overwrite=overwrite)
     run_file = write_run_file(corpus, sidecars)
     typer.echo(run_file.note)
     if run_file.command:
         typer.echo(f"train with: {run_file.command}")
 
 
-def _tokenise(corpus: Corpus, workers: int, on_error: OnError, *, overwrite: bool) -> list[Sidecar]:
+def tokenise(
+    corpus: Corpus, workers: int = 1, on_error: OnError = "stop", *, overwrite: bool
+) -> list[Sidecar]:
+    """Writes the token files of a corpus, with progress, and prints what is in them."""
     from trainyard.data.preparation.prepare import prepare as prepare_tokens
     from trainyard.log import show_progress
 
@@ -147,13 +149,15 @@ def _tokenise(corpus: Corpus, workers: int, on_error: OnError, *, overwrite: boo
             detail = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
             update(progress.done_bytes, progress.total_bytes, detail)
 
-        return prepare_tokens(
+        sidecars = prepare_tokens(
             corpus,
             workers=workers,
             on_error=on_error,
             overwrite=overwrite,
             on_progress=report,
         )
+    _print_result(corpus, sidecars)
+    return sidecars
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def choose_tokenizer(corpus: Corpus, vocabulary_size: int = 0) -> tuple[Corpus, 
         return trained, vocabulary_size
     n_bytes = sum(path.stat().st_size for path in find_files(corpus.inputs))
     if n_bytes > _MOST_BYTES_TO_TRAIN_ON:
-        return corpus.model_copy(update={"tokenizer": "gpt2"}), 0
+        return corpus.model_copy(update={"tokenizer": GPT2}), 0
     suitable = 1 << int(math.log2(max(1.0, 24 * n_bytes ** (1 / 3))))
     return trained, max(_LEAST_VOCABULARY, suitable)
 
