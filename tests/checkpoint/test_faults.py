@@ -225,7 +225,6 @@ def test_every_flipped_bit_is_found(tmp_path, make_facts, tensors):
     check_checkpoint(checkpoint)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("mode, n_kills", [("background", 60), ("at once", 20)])
 def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, mode, n_kills):
     done = _python(KILLER, tmp_path, mode, n_kills)

@@ -60,7 +60,6 @@ def check_contender(record: dict[str, Any], contender: dict[str, Any]) -> None:
     assert 5.5 < contender["first_loss"] < 7  # the logarithm of a vocabulary of 512 is 6.24
 
 
-@pytest.mark.dist
 def test_a_run_on_one_rank_leaves_a_record_with_everything(folder: Path) -> None:
     record = json.loads(
         run_bench("tiny", "--ranks", "1", "--steps", "4", "--warm-up", "1", "--json")
@@ -90,7 +89,6 @@ def test_a_run_on_one_rank_leaves_a_record_with_everything(folder: Path) -> None
     assert [path.name for path in folder.iterdir()] == ["runs"]
 
 
-@pytest.mark.dist
 def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
     arguments = ["--ranks", "2", "--steps", "3-5", "--compare", "fp32,bf16", "--rounds", "1"]
     table = run_bench("tiny", *arguments, "--output", "out/record.json", "--profile")
@@ -124,7 +122,6 @@ def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
     assert any(line.split() == ["fp32", "bf16"] for line in lines)
 
 
-@pytest.mark.dist
 def test_a_run_with_data_reads_its_own_and_a_peer_reads_the_same(folder: Path) -> None:
     pytest.importorskip("transformers")
     with IndexedWriter(folder / "corpus", np.dtype(np.uint16)) as writer:
@@ -179,7 +176,6 @@ def test_ranks_are_said_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         run_bench("tiny", "--ranks", "2")
 
 
-@pytest.mark.dist
 def test_what_a_process_refuses_is_said_once(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,7 +172,6 @@ def test_measuring_elsewhere_is_refused() -> None:
     assert "--cluster local" in error.value.hint
 
 
-@pytest.mark.dist
 def test_the_fastest_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "run.toml"

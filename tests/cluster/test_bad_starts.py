@@ -19,7 +19,7 @@ from .machines import Machines
 from .slurm import Slurm
 from .test_backends import job_of, log_of
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.exhaustive
 
 LIMIT_SECONDS = 60.0
 LISTEN = "import socket, time; s = socket.create_server(('', 12345)); time.sleep(600)"

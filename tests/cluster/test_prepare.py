@@ -19,7 +19,7 @@ from trainyard.data.tokenizer import train_tokenizer
 from .slimpajama import WORDS, write_slimpajama
 from .slurm import Slurm
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.exhaustive
 
 PROGRAM = [sys.executable, "-c", "from trainyard.cli.main import main; main()", "prepare"]
 DATA_FILE = """

@@ -269,7 +269,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 - tok
 """
 
 
-@pytest.mark.dist
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory in other units")
 @pytest.mark.parametrize("text", ["\n", "a", "words"])
 def test_memory_does_not_grow_with_the_document(gpt2_folder: Path, text: str) -> None:

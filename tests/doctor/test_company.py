@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 STUCK = """
 import logging, os, signal, sys
 from pathlib import Path
@@ -47,7 +45,6 @@ def run_stuck(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.dist
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     result = run_stuck("stops", tmp_path)
     assert result.returncode == 1  # of the script
@@ -55,7 +52,6 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     assert "leave out the machine" in result.stderr
 
 
-@pytest.mark.dist
 def test_ranks_that_answer_and_do_not_go_on_say_where_they_are(tmp_path: Path) -> None:
     result = run_stuck("waits", tmp_path)
     assert result.returncode == 1

@@ -67,7 +67,6 @@ def rows_of(found: dict[str, Any]) -> dict[str, Any]:
     return {row["name"]: row for row in found["measured"]}
 
 
-@pytest.mark.dist
 def test_a_machine_that_is_not_what_it_should_be(tmp_path: Path) -> None:
     code, output, errors = doctor(
         *("--json", "--cluster", "azure-ndv5"), folder=tmp_path, NCCL_SOCKET_IFNAME="ib7"
@@ -99,7 +98,6 @@ def test_a_machine_that_is_not_what_it_should_be(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nor a folder for runs
 
 
-@pytest.mark.dist
 def test_two_ranks_talk_and_leave_a_cluster_file_that_a_plan_reads(tmp_path: Path) -> None:
     code, output, errors = doctor("--ranks", "2", "--calibrate", "vm.toml", folder=tmp_path)
     assert code == 0, errors
@@ -146,7 +144,6 @@ def start_machines(
     ]
 
 
-@pytest.mark.dist
 def test_two_machines_share_a_folder_and_each_is_seen(tmp_path: Path) -> None:
     ranks = start_machines("--json", "--nodes", "2", folder=tmp_path)
     (output, errors), (silent, other_errors) = (rank.communicate(timeout=200) for rank in ranks)
@@ -167,8 +164,7 @@ def test_two_machines_share_a_folder_and_each_is_seen(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-@pytest.mark.dist
+@pytest.mark.exhaustive
 def test_a_machine_that_is_slow_is_named(tmp_path: Path) -> None:
     """The second one is stopped for six sevenths of the time, as soon as it has torch."""
     slow = (
@@ -188,7 +184,6 @@ def test_a_machine_that_is_slow_is_named(tmp_path: Path) -> None:
     assert "leave the machine out" in errors
 
 
-@pytest.mark.dist
 def test_a_network_interface_that_is_not_there_is_named_by_all(tmp_path: Path) -> None:
     ranks = start_machines(folder=tmp_path, NCCL_SOCKET_IFNAME="ib7")
     ends = [rank.communicate(timeout=200)[1] for rank in ranks]
@@ -198,7 +193,6 @@ def test_a_network_interface_that_is_not_there_is_named_by_all(tmp_path: Path) -
     assert "export the one that leads to the other machines" in ends[0]
 
 
-@pytest.mark.dist
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -36,7 +36,7 @@ from trainyard.train import worker
 from trainyard.train.run_folder import write_run_folder
 from trainyard.train.stop import Ending, Stop
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.exhaustive
 
 DOCUMENTS = Path(__file__).parent.parent.parent / "docs"
 TRAIN = "import sys; from trainyard.cli.main import main; main(['train', *sys.argv[1:]])"

@@ -48,7 +48,7 @@ from trainyard.model.gpt import GPT
 from trainyard.model.init import initialise
 from trainyard.plan.resolve import resolve
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.exhaustive
 
 SECONDS = 20
 # Loaded once, so that each fork has them.

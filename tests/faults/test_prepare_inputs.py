@@ -180,7 +180,6 @@ def workers_of(case: Case) -> list[int]:
     return [1, 2] if case.name in ("malformed line", "damaged zst", "zip bomb") else [1]
 
 
-@pytest.mark.dist
 def test_the_run_stops_and_names_the_place(
     case: Case, inputs: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
@@ -195,7 +194,6 @@ def test_the_run_stops_and_names_the_place(
     assert case.hint in problems[0][1]
 
 
-@pytest.mark.dist
 def test_the_document_is_set_aside_and_all_others_are_kept(
     case: Case, inputs: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:

@@ -19,8 +19,6 @@ import pytest
 
 from trainyard.launch.remote import worst
 
-pytestmark = pytest.mark.dist
-
 SSH = """#!/bin/bash
 while [[ $1 == -* ]]; do shift 2; done
 host=$1

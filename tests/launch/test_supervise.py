@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 from tests.launch.processes import Done, finish, process_ids, start, wait_until
 
-pytestmark = pytest.mark.dist
-
 HOST = socket.gethostname()
 N_STEPS = 8
 

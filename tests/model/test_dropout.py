@@ -175,7 +175,7 @@ def test_module_needs_keys() -> None:
     assert torch.equal(module(x, keys, positions), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 def test_compiled_masks_are_those_of_eager_mode() -> None:
     x, keys, rows = torch.randn(4, 64, 96), sequence_keys(1, 2, 0, 4), torch.arange(64)

@@ -322,7 +322,7 @@ def test_positions_of_the_residual_stream_can_be_cut() -> None:
         assert torch.equal(model(tokens[:, half], keys), whole[:, half])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 @pytest.mark.parametrize("recompute", ["none", "attention", "block"])
 def test_compiled_blocks_equal_eager_ones(recompute: Recompute) -> None:

@@ -23,8 +23,6 @@ from trainyard.parallel import ring
 from trainyard.parallel.context import Method, UlyssesAttention, cut_context, take_share
 from trainyard.parallel.ring import RingAttention
 
-pytestmark = pytest.mark.dist
-
 RunRanks = Callable[..., list[Any]]
 METHODS: tuple[Method, ...] = ("ulysses", "ring")
 B, T, K = 3, 32, 8  # the batch does not divide by the ranks

@@ -79,7 +79,6 @@ def compare(
     return differing_copies(replica)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("n_ranks", "parallel", "flips", "expected"),
     [
@@ -158,13 +157,11 @@ def test_a_flipped_bit_is_named_on_every_rank(
         assert found == expected
 
 
-@pytest.mark.dist
 def test_an_untied_embedding_is_nobody_elses(run_ranks: Callable[..., list[Any]]) -> None:
     untied = {"tied_embeddings": False}
     assert run_ranks(2, compare, {"pipeline": 2}, {0: EMBEDDING}, untied) == [[], []]
 
 
-@pytest.mark.dist
 def test_three_different_copies_and_many_parts(run_ranks: Callable[..., list[Any]]) -> None:
     def compare_all() -> list[str]:
         replica = build_replica({}, {})

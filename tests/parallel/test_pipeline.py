@@ -22,8 +22,6 @@ from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.simulation import count_steps
 from trainyard.train.run_folder import FIRST_WITH_ZERO_BUBBLE
 
-pytestmark = pytest.mark.dist
-
 SMALL = """train.compile=never train.micro_batch_size=1 train.global_batch_size=24
     model.n_layers=4 model.d_model=32 model.n_heads=2 model.d_ff=64 model.sequence_length=64
     model.vocabulary_size=90 model.dropout=0.0 parallel.pipeline=2 parallel.zero_stage=0"""

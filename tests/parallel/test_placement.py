@@ -150,7 +150,6 @@ LAYOUTS = ("shard", "replicate", "hybrid", "tensor x shard")
 N_WRITERS = {"shard": (4, 4, 3, 3), "replicate": (1, 1, 1, 1), "hybrid": (2, 2, 2, 2)}
 
 
-@pytest.mark.dist
 def test_ranks_of_fsdp_save_and_load_any_layout(run_ranks: RunRanks, tmp_path):
     for layout in LAYOUTS:
         written = run_ranks(4, save_rank, layout, tmp_path / layout)

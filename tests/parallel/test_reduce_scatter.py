@@ -19,7 +19,6 @@ from trainyard.parallel.replica import Replica
 from trainyard.plan.resolve import resolve
 from trainyard.precision.codes import Codes
 
-pytestmark = pytest.mark.dist
 E4M3_ROUNDING = 2.0**-4  # relative, at most
 
 

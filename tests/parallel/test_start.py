@@ -82,7 +82,6 @@ def ranks_at(
     ]
 
 
-@pytest.mark.dist
 def test_they_add_up_and_listen_to_nobody_outside(start: Start, meeting: dict[str, Any]) -> None:
     answers = start(ranks_at(meeting, 4))
     assert [answer.get("sum") for answer in answers] == [6.0] * 4, answers
@@ -92,7 +91,6 @@ def test_they_add_up_and_listen_to_nobody_outside(start: Start, meeting: dict[st
     assert not any(answer["has_group"] for answer in answers)
 
 
-@pytest.mark.dist
 def test_late_ranks_are_waited_for(start: Start, meeting: dict[str, Any]) -> None:
     ranks = ranks_at(meeting)
     ranks[0]["delay"] = 1.0
@@ -109,7 +107,6 @@ def test_one_rank_starts_nothing() -> None:
         assert not dist.is_initialized()
 
 
-@pytest.mark.dist
 def test_a_rank_is_missing(start: Start, meeting: dict[str, Any]) -> None:
     answers = start(ranks_at(meeting, 4, timeout=2.0)[:2])
     problem = (
@@ -122,7 +119,6 @@ def test_a_rank_is_missing(start: Start, meeting: dict[str, Any]) -> None:
         assert answer["seconds"] < 5
 
 
-@pytest.mark.dist
 def test_rank_0_is_missing_from_a_file(start: Start, tmp_path: Path) -> None:
     file = str(tmp_path / "store")
     answers = start(ranks_at({"store_file": file}, timeout=1.0)[1:])
@@ -132,7 +128,6 @@ def test_rank_0_is_missing_from_a_file(start: Start, tmp_path: Path) -> None:
         assert answer["message"].startswith(start_of_message)
 
 
-@pytest.mark.dist
 def test_rank_0_listens_where_other_machines_cannot_come(start: Start) -> None:
     (rank_0, _) = ranks_at({"address": "localhost", "port": free_port()}, 2, timeout=0.5)
     rank_0["process"]["n_local_ranks"] = 1
@@ -143,7 +138,6 @@ def test_rank_0_listens_where_other_machines_cannot_come(start: Start) -> None:
     )
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("address", "reason"),
     [("127.0.0.2", "Connection refused"), ("no.such.host.invalid", "Name or service not known")],
@@ -162,7 +156,6 @@ def test_a_rank_has_another_address(start: Start, address: str, reason: str) -> 
     assert max(answer["seconds"] for answer in answers) < 10
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
@@ -190,7 +183,6 @@ def test_a_rank_differs(
         assert answer["seconds"] < 4
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_rank_fails_before_it_has_facts(
     start: Start, meeting: dict[str, Any], failing: int
@@ -208,7 +200,6 @@ def test_a_rank_fails_before_it_has_facts(
         assert answer["seconds"] < 4
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize("do", ["raise", "refuse"])
 def test_a_rank_fails_later(start: Start, meeting: dict[str, Any], failing: int, do: str) -> None:
@@ -227,7 +218,6 @@ def test_a_rank_fails_later(start: Start, meeting: dict[str, Any], failing: int,
     assert not any(answer["has_group"] for answer in [own, *answers])
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("dying", [0, 2])
 def test_a_rank_is_killed(start: Start, meeting: dict[str, Any], dying: int) -> None:
     ranks = ranks_at(meeting)
@@ -237,7 +227,6 @@ def test_a_rank_is_killed(start: Start, meeting: dict[str, Any], dying: int) -> 
     assert all("error" in answer and answer["seconds"] < 8 for answer in answers)
 
 
-@pytest.mark.dist
 def test_a_rank_is_killed_after_the_roll_call(start: Start, meeting: dict[str, Any]) -> None:
     ranks = ranks_at(meeting, timeout=3.0)
     ranks[2]["do"] = "die early"
@@ -253,7 +242,6 @@ def test_a_rank_is_killed_after_the_roll_call(start: Start, meeting: dict[str, A
         assert answer["seconds"] < 10
 
 
-@pytest.mark.dist
 def test_a_port_is_taken(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         meeting = {"address": "127.0.0.1", "port": other.getsockname()[1]}
@@ -263,7 +251,6 @@ def test_a_port_is_taken(start: Start) -> None:
     )
 
 
-@pytest.mark.dist
 def test_ranks_of_another_run_are_not_mistaken_for_ours(start: Start) -> None:
     meeting = {"address": "127.0.0.1", "port": free_port()}
     ranks, stranger = ranks_at(meeting), ranks_at(meeting)[1]

@@ -24,8 +24,6 @@ from trainyard.plan.resolve import resolve
 from trainyard.plan.traffic import rank_traffic
 from trainyard.simulate.accounting import Accounting
 
-pytestmark = pytest.mark.dist
-
 # Calls and bytes by axis and kind of call.
 Counts = dict[tuple[str, str], tuple[int, int]]
 

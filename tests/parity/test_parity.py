@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests.circles import everyday
 from tests.precision.by_hand import build_product_by_hand
 
 from trainyard.config.run import Fp8
@@ -19,8 +20,6 @@ from trainyard.precision import float8
 from trainyard.train.parity import BOUNDS, Outcome, compare
 
 from .layouts import Row, train_rank
-
-pytestmark = pytest.mark.dist
 
 UNTIED = {"tied_embeddings": False}
 DROPOUT = {"dropout": 0.2}
@@ -222,13 +221,24 @@ TABLE = {
 }
 
 
+# Each axis by itself and two triples in fp64, and each precision.
+EVERY_DAY = (
+    *("dp2 zero 1", "dp2 zero 3", "hybrid 2x2 zero 2", "tp2, dropout"),
+    *("tp2 sequence, recompute block", "pp2 1f1b", "pp2 interleaved, uneven, untied"),
+    *("pp2 zero bubble", "cp2 ulysses", "cp2 ring"),
+    *("dp2 tp2 pp2 sequence zero 3 recompute", "dp2 tp2 cp2 ring sequence zero 3"),
+    *("fp32 cp2 ring", "bf16 tp2 sequence", "fp16 pp2 1f1b", "fp8 dp2 zero 1"),
+    *("low bit hybrid 2x2 zero 2", "products in fp8, dp2 zero 1"),
+)
+
+
 @pytest.fixture(scope="module")
 def references() -> dict[str, Outcome]:
     """Outcomes of the single device, by the run that made them."""
     return {}
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", everyday(TABLE, EVERY_DAY))
 def test_a_layout_computes_what_one_device_computes(
     name: str,
     run_ranks: Callable[..., list[Outcome]],

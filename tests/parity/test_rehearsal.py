@@ -18,7 +18,7 @@ from trainyard.plan.rehearsal import Rehearsal, plan_rehearsal
 from trainyard.train.parity import BOUNDS, Difference, Outcome, compare, train_three_steps
 from trainyard.train.rehearsal import precisions_of
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.exhaustive
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
 SOURCES = [str(path) for path in RECIPES] + preset_names()

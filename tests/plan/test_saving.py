@@ -69,7 +69,6 @@ def count_bytes(run: Run, n_ranks: int) -> int:
     )
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("layout", [name for name, (n_ranks, _) in LAYOUTS.items() if n_ranks > 1])
 def test_real_ranks_write_as_many_bytes(layout: str, run_ranks: Callable[..., list[Any]]) -> None:
     n_ranks, changes = LAYOUTS[layout]

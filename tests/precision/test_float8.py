@@ -230,7 +230,6 @@ def train_shared(parallel: dict[str, Any], n_ranks: int, all_gather: bool) -> tu
     return losses, held_out.item(), values, counted.n_bytes
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("parallel", "n_ranks"),
     [

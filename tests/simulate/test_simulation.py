@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.circles import everyday
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
@@ -125,10 +126,7 @@ def measure(run: Run, n_ranks: int) -> int:
 SHORT = ("one rank", "zero 1", "pipeline")
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in REAL]
-)
+@pytest.mark.parametrize("name", everyday(REAL, SHORT))
 def test_real_ranks_hold_what_is_simulated(name: str, run_ranks: Callable[..., list[int]]) -> None:
     changes, n_ranks = REAL[name]
     run = build_run(changes)
@@ -248,7 +246,6 @@ def test_nothing_of_the_fake_world_stays() -> None:
     assert torch.ones(1).item() == 1.0
 
 
-@pytest.mark.dist
 def test_real_ranks_follow_a_fake_world(run_ranks: Callable[..., list[int]]) -> None:
     run = build_run("tensor=2 zero_stage=1 precision.kind=fp8_lowbit")
     simulate(run, 8, 0)  # its groups have other numbers than those of 4 ranks

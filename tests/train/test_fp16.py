@@ -105,7 +105,6 @@ def train_with_overflow(parallel: dict[str, Any], bad_rank: int) -> dict[str, An
     return {"skipped": skipped, "scales": scales, "same": is_same, "kept": state.as_json()}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_overflow_on_one_rank_is_left_out_by_all(
@@ -137,7 +136,6 @@ def search(parallel: dict[str, Any], n_ranks: int) -> tuple[list[float], list[fl
     return scales, losses
 
 
-@pytest.mark.dist
 def test_every_layout_searches_as_one_device_does(
     run_ranks: Callable[..., list[tuple[list[float], list[float]]]],
 ) -> None:

@@ -122,7 +122,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_is_exact_in_the_same_and_in_other_layouts(
     layout: str, tmp_path: Path, run_ranks: Callable[..., list[Any]]
@@ -171,7 +170,6 @@ def bytes_at_the_update(n_ranks: int, parallel: dict[str, Any]) -> tuple[int, in
     return held_bytes() - before, n_bytes
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_state_and_gradients_take_6_bytes_a_parameter(
     zero_stage: int, run_ranks: Callable[..., list[Any]]
@@ -276,7 +274,6 @@ def test_it_begins_with_imported_weights_in_fp32(tmp_path: Path) -> None:
     take_steps(parts, state, 1)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("layout", ["dp3 zero 3", "dp2 tp2 hybrid"])
 def test_the_plan_knows_what_each_rank_writes(
     layout: str, run_ranks: Callable[..., list[Any]]

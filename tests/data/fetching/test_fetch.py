@@ -638,7 +638,6 @@ def test_certificates_are_checked_and_encryption_is_kept(
         thread.join()
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_download_goes_on(server: Server, tmp_path: Path, death: signal.Signals) -> None:
     server.publish({A: some_bytes(1), B: some_bytes(2), C: some_bytes(3)})

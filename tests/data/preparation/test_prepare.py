@@ -84,7 +84,7 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != "in")
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.dist)])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_bytes_are_those_of_megatron(shared_data: Path, tmp_path: Path, workers: int) -> None:
     novels = Corpus(
         inputs=(str(shared_data / "corpora/novels.jsonl"),),
@@ -169,7 +169,6 @@ def test_bad_documents_are_set_aside_counted_and_named(
     assert found[1]["detail"] == 'the value of "text" is 7, not a string'
 
 
-@pytest.mark.dist
 def test_the_number_of_workers_changes_nothing(corpus: Corpus, tmp_path: Path) -> None:
     results, messages = set(), set()
     for workers in (1, 3):
