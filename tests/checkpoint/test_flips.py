@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import shutil
 import threading
@@ -207,46 +205,4 @@ def test_bytes_that_belong_to_no_tensor_are_found(saved: Path, edit_manifest: Ed
 
     edit_manifest(saved, grow)
     with pytest.raises(CheckpointError, match="6 bytes belong to no tensor"):
-        check_checkpoint(saved)
-
-
-@pytest.mark.parametrize("header", [b"{" * 5000, b"[]", b"\xff\xfe", b'{"a": 1}', b""])
-def test_a_header_that_is_none(saved: Path, edit_manifest: Edit, header: bytes) -> None:
-    from trainyard.checkpoint.format import header_sha256
-
-    shard = sorted(saved.glob("model-*"))[0]
-    shard.write_bytes(len(header).to_bytes(8, "little") + header)
-
-    def vouch(content: dict[str, Any]) -> None:
-        content["files"][shard.name] = {
-            "n_bytes": shard.stat().st_size,
-            "header_sha256": header_sha256(shard),
-        }
-        held = {
-            name: tensor
-            for name, tensor in content["tensors"].items()
-            if all(chunk["file"] != shard.name for chunk in tensor["chunks"])
-        }
-        kept = next(iter(content["tensors"].values()))
-        kept["shape"], kept["chunks"] = [0], [{**kept["chunks"][0], "shape": [0], "offset": [0]}]
-        kept["chunks"][0]["file"] = shard.name
-        content["tensors"] = {**held, "model.empty": kept}
-
-    edit_manifest(saved, vouch)
-    with pytest.raises(CheckpointError, match="is no safetensors file: "):
-        check_checkpoint(saved)
-
-
-def test_a_pipe_in_place_of_a_file_does_not_block(saved: Path) -> None:
-    shard = sorted(saved.glob("model-*"))[0]
-    shard.unlink()
-    os.mkfifo(shard)
-    with pytest.raises(CheckpointError, match="is missing, or is no ordinary file"):
-        check_checkpoint(saved)
-
-
-def test_the_manifest_is_what_the_checks_are_based_on(saved: Path) -> None:
-    content = json.loads((saved / MANIFEST).read_bytes())
-    (saved / MANIFEST).write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"manifest.json is damaged: its first line"):
         check_checkpoint(saved)

@@ -174,13 +174,3 @@ def test_ranks_are_said_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(UserError, match="--ranks 2: a launcher has started 2 ranks already"):
         run_bench("tiny", "--ranks", "2")
-
-
-def test_what_a_process_refuses_is_said_once(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.bin") as error:
-        run_bench("tiny", "data.blend.prefixes=['nowhere']", "--ranks", "1")
-    assert error.value.exit_code == 2
-    assert error.value.hint
-    assert "nowhere.bin" not in capfd.readouterr().err

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +20,6 @@ from .test_backends import job_of, log_of
 pytestmark = pytest.mark.exhaustive
 
 LIMIT_SECONDS = 60.0
-LISTEN = "import socket, time; s = socket.create_server(('', 12345)); time.sleep(600)"
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +45,6 @@ def end_of(slurm: Slurm, project: Path, name: str) -> tuple[tuple[str, int], str
     folder = project / "runs" / name
     (ended,) = slurm.wait(job_of(folder), LIMIT_SECONDS).values()
     return ended, log_of(folder)
-
-
-def test_a_port_in_use(slurm: Slurm, machines: Machines, project: Path) -> None:
-    with on(machines, "n1", LISTEN, "ss -ltn | grep -q :12345"):
-        launch(machines, project, "port", environment={"MASTER_PORT": "12345"})
-        ended, log = end_of(slurm, project, "port")
-    assert ended == ("FAILED", 2), log
-    assert "error: rank 0 on n1 cannot listen at n1:12345: Address already in use" in log
 
 
 def test_an_interface_that_is_not_there(slurm: Slurm, machines: Machines, project: Path) -> None:
@@ -117,39 +106,6 @@ def test_a_run_folder_that_another_node_cannot_write(
         wait_for(lambda: says in log_of(folder))
         slurm.run(["scancel", str(job_of(folder))])
         end_of(slurm, project, "other")
-
-
-def test_no_sbatch_here(machines: Machines, project: Path) -> None:
-    programs = project / "bin"
-    programs.mkdir()
-    for name in ("nsenter", "sh"):
-        (programs / name).symlink_to(str(shutil.which(name)))
-    settings = ["tiny", "name=nothing", *small_overrides(project / "corpus_text_document", 4)]
-    cluster = write_cluster(project / "nothing.toml", "slurm")
-    where = ["--cluster", str(cluster), "--nodes", "2"]
-    done = trainyard(machines, project, "launch", *settings, *where, path=str(programs))
-    assert done.returncode == 2
-    assert "error: there is no sbatch here" in done.stderr
-
-
-def test_more_devices_than_nodes_have(slurm: Slurm, machines: Machines, project: Path) -> None:
-    code, said = launch(machines, project, "devices", options=["--gpus-per-node=8"])
-    assert code == 2
-    assert "Requested node configuration is not available" in said
-    assert "hint: its options are the first lines of that script" in said
-
-
-@contextmanager
-def on(machines: Machines, host: str, program: str, ready: str) -> Iterator[None]:
-    """Runs a Python program on a machine for as long as its block, once it is ready."""
-    started = machines.run(
-        ["sh", "-c", '"$0" -c "$1" >/dev/null 2>&1 & echo $!', sys.executable, program], host=host
-    )
-    try:
-        wait_for(lambda: machines.run(["sh", "-c", ready], host=host).returncode == 0)
-        yield
-    finally:
-        machines.run(["kill", started.stdout.strip()], host=host)
 
 
 def wait_for(holds: Callable[[], bool]) -> None:

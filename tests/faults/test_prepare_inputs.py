@@ -10,9 +10,6 @@ import bz2
 import gzip
 import json
 import lzma
-import os
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +22,7 @@ import zstandard
 from trainyard.config.corpus import Corpus
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.preparation.prepare import OnError, prepare
-from trainyard.data.sidecar import Sidecar, load_sidecar
+from trainyard.data.sidecar import Sidecar
 from trainyard.data.tokenizer import load_tokenizer
 from trainyard.errors import DataError
 
@@ -217,98 +214,3 @@ def test_the_document_is_set_aside_and_all_others_are_kept(
     assert [tokenizer.decode(dataset.tokens(i)[:-1]) for i in (0, len(GOOD) - 1)] == ends
     first_of_c = len(dataset) - len(GOOD)
     assert [tokenizer.decode(dataset.tokens(i)[:-1]) for i in (first_of_c, -1)] == ends
-
-
-def test_a_resumed_run_can_quarantine_what_stopped_it(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "a.jsonl").write_bytes(with_line(b"oops"))
-    (tmp_path / "out").mkdir()
-    corpus = Corpus(
-        inputs=(str(tmp_path / "a.jsonl"),),
-        output=str(tmp_path / "out/c"),
-        tokenizer=str(tokenizer_folder),
-    )
-    with pytest.raises(DataError, match=r"a\.jsonl:1001: the line is not valid"):
-        prepare(corpus, unit_bytes=20_000)
-    done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out/c.work/done").iterdir()}
-    assert done
-    with pytest.raises(DataError, match=r"a\.jsonl:1001: the line is not valid"):
-        prepare(corpus, unit_bytes=20_000)
-    after = {
-        path.name: path.stat().st_mtime_ns for path in (tmp_path / "out/c.work/done").iterdir()
-    }
-    assert {name: after[name] for name in done} == done, "nothing was done again"
-    (sidecar,) = prepare(corpus, on_error="quarantine", unit_bytes=20_000)
-    assert sidecar.documents == len(GOOD)
-    assert sidecar.quarantined_places[0].endswith("Expecting value: line 1 column 1 (char 0)")
-    aside = json.loads((tmp_path / "out/c_text_document.quarantine.jsonl").read_text())
-    assert aside["position"] == 1001
-    assert aside["raw"] == "oops"
-
-
-@pytest.mark.parametrize("how", ["longer", "same size", "gone", "new file", "while it runs"])
-def test_an_input_that_changes_between_two_attempts_is_refused(
-    tokenizer_folder: Path, tmp_path: Path, how: str
-) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "a.jsonl").write_bytes(lines(GOOD))
-    (folder / "b.jsonl").write_bytes(with_line(b"oops"))
-    (tmp_path / "out").mkdir()
-    corpus = Corpus(
-        inputs=(str(folder),), output=str(tmp_path / "out/c"), tokenizer=str(tokenizer_folder)
-    )
-    if how == "while it runs":
-        done = tmp_path / "out/c.work/done"
-
-        def rewrite() -> None:
-            while not done.exists() or not any(done.iterdir()):
-                time.sleep(0.001)
-            (folder / "a.jsonl").write_bytes(lines(GOOD[:10]))
-
-        thread = threading.Thread(target=rewrite)
-        thread.start()
-        with pytest.raises(DataError, match=r"a\.jsonl changed while it was read: \d+ bytes b"):
-            prepare(corpus, on_error="quarantine", unit_bytes=2_000)
-        thread.join()
-        assert not list((tmp_path / "out").glob("*.bin"))
-        return
-    with pytest.raises(DataError, match=r"not valid JSON"):
-        prepare(corpus, unit_bytes=20_000)
-    if how == "longer":
-        (folder / "a.jsonl").write_bytes(lines([*GOOD, "more"]))
-    elif how == "same size":
-        status = (folder / "a.jsonl").stat()
-        os.utime(folder / "a.jsonl", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    elif how == "gone":
-        (folder / "a.jsonl").unlink()
-    else:
-        (folder / "c.jsonl").write_bytes(lines(GOOD))
-    says = {
-        "longer": r"a\.jsonl changed since .*c\.work was begun: it has \d+ bytes now, \d+ then",
-        "same size": r"a\.jsonl changed since .* its size is the same, its time of change is not",
-        "gone": r"c\.work was begun with .*a\.jsonl, which is gone",
-        "new file": r"c\.work was begun without .*c\.jsonl",
-    }[how]
-    with pytest.raises(DataError, match=says) as caught:
-        prepare(corpus, on_error="quarantine", unit_bytes=20_000)
-    assert "pass --overwrite to begin again" in caught.value.hint
-    assert not list((tmp_path / "out").glob("*.bin"))
-    (sidecar,) = prepare(corpus, on_error="quarantine", overwrite=True, unit_bytes=20_000)
-    assert sidecar == load_sidecar(tmp_path / "out/c_text_document")
-
-
-def test_empty_files_links_in_circles_and_odd_names(tokenizer_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "deep/around").symlink_to(folder)
-    (folder / "itself.jsonl").symlink_to(folder / "itself.jsonl")
-    (folder / "empty.jsonl").touch()
-    (folder / "blank.jsonl").write_bytes(b"\n\n  \n")
-    (folder / "a 'quoted' \"name\" & $(more).jsonl").write_bytes(lines(GOOD))
-    sidecar = run(folder, tokenizer_folder, tmp_path / "out", 1, "stop")
-    assert sidecar.documents == len(GOOD)
-    assert [Path(source.path).name for source in sidecar.sources] == [
-        "a 'quoted' \"name\" & $(more).jsonl", "blank.jsonl", "empty.jsonl",
-    ]  # fmt: skip

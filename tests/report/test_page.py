@@ -145,10 +145,6 @@ def test_several_runs_stand_side_by_side(make_run_folder: MakeRunFolder) -> None
     assert "<mark>" not in html
 
 
-def test_many_runs_are_counted_in_the_title(make_run_folder: MakeRunFolder) -> None:
-    assert "<title>Training report: 4 runs</title>" in report(*(make_run_folder(n) for n in "abcd"))
-
-
 def test_settings_that_differ_between_runs_are_marked(make_run_folder: MakeRunFolder) -> None:
     one, two = make_run_folder("one"), make_run_folder("two")
     text = (two / "run.toml").read_text()
@@ -179,13 +175,6 @@ def test_what_did_not_go_straight_on_is_marked_and_listed(make_run_folder: MakeR
         assert text in page.text
     for legend in ("restart", "went back", "save failed", "skipped steps", "done again later"):
         assert html.count(f">{legend}</text>") == N_DRAWINGS
-
-
-def test_very_many_events_are_shortened(make_run_folder: MakeRunFolder) -> None:
-    failed = [{"kind": "save failed", "step": n, "problem": f"no. {n}."} for n in range(1000)]
-    text = Page(report(make_run_folder(lines=[*run_lines(), *failed]))).text
-    assert "801 between are left out." in text
-    assert ("no. 0." in text, "no. 500." in text, "no. 999." in text) == (True, False, True)
 
 
 def test_damaged_lines_are_told(make_run_folder: MakeRunFolder) -> None:

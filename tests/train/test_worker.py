@@ -190,17 +190,6 @@ def test_resume_with_a_changed_run_names_the_fields(tiny_run: Run, tmp_path: Pat
     assert (tmp_path / "run" / "run.toml").read_text() == before
 
 
-def test_damaged_shard_is_refused_by_checksum(tiny_run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    start(folder, tiny_run)
-    shard = next((folder / "checkpoints" / "step-00000012").glob("model-*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model-.*is damaged: the sha256 of .*[0-9a-f]{64}"):
-        run_worker(folder, "must")
-
-
 def test_steps_whose_gradients_are_not_finite_stop_the_run(tiny_run: Run, tmp_path: Path) -> None:
     hopeless = with_fields(
         tiny_run,
