@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -27,54 +26,6 @@ def save(step, n=200_000):
     facts = Facts(step=step, consumed_sequences=0, consumed_tokens=0, run={})
     parts = ("model.a", "model.b", "optimizer.a", "optimizer.b")
     return save_checkpoint(folder, facts, {name: torch.full((n,), float(step)) for name in parts})
-"""
-
-# Forks, because a process that has imported torch is ready at once. The moment of the kill is drawn
-# from two saves' time after the child is ready, so that most kills fall into a save.
-KILLER = """
-moments = random.Random(0)
-
-def train(first, last):
-    values = {name: torch.empty(n) for name, n in (("model.a", 200_000), ("optimizer.a", 300_001))}
-    saver = Saver(folder, ALONE, Retention(2), background=sys.argv[2] == "background")
-    for step in range(first, last + 1):
-        [value.fill_(step) for value in values.values()]
-        facts = Facts(step=step, consumed_sequences=8 * step, consumed_tokens=0, run={})
-        saver.save(facts, values, {}, 2_000_004)
-        [value.fill_(-1) for value in values.values()]
-    saver.wait()
-
-started = time.perf_counter()
-train(1, 3)
-two_saves_seconds = 2 / 3 * (time.perf_counter() - started)
-newest_steps, n_half_written = [3], 0
-for _ in range(int(sys.argv[3])):
-    ready, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(tell, b"x")
-            train(newest_steps[-1] + 1, 10**6)
-        finally:
-            os._exit(1)
-    os.read(ready, 1)
-    time.sleep(moments.uniform(0.0, two_saves_seconds))
-    os.kill(child, signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    os.close(ready)
-    os.close(tell)
-    n_half_written += any(folder.glob(".*"))
-    manifests = [check_checkpoint(path).manifest for path in list_checkpoints(folder)]
-    newest = newest_checkpoint(folder)
-    step = check_checkpoint(newest).manifest.step
-    assert step == max(manifest.step for manifest in manifests)
-    assert all(manifest.consumed_sequences == 8 * manifest.step for manifest in manifests)
-    found = load_tensors(newest, "")
-    assert sorted(value.numel() for value in found.values()) == [200_000, 300_001]
-    assert all((value == step).all() for value in found.values())
-    newest_steps.append(step)
-assert newest_steps == sorted(newest_steps), newest_steps
-print(newest_steps[-1], n_half_written)
 """
 
 
@@ -134,21 +85,6 @@ probe(folder, 4000)
 save_at(3)
 assert [path.name for path in folder.iterdir()] == ["step-00000003"]
 """
-
-
-def _python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PREAMBLE + code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-
-
-@pytest.mark.parametrize("mode, n_kills", [("background", 60), ("at once", 20)])
-def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path, mode, n_kills):
-    done = _python(KILLER, tmp_path, mode, n_kills)
-    assert done.returncode == 0, done.stderr
-    newest_step, n_half_written = map(int, done.stdout.split())
-    assert newest_step > n_kills // 4, "the children were killed before they saved anything"
-    assert n_half_written > n_kills // 4, "the children were not killed while they saved"
 
 
 def test_a_disk_that_others_fill_is_told_and_saved_to_once_they_make_room(tmp_path):

@@ -4,13 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from trainyard.cli.bench import bench
-from trainyard.data.indexed import IndexedWriter
 from trainyard.errors import UserError
 
 PARTS = ["data wait", "forward", "backward", "optimizer", "communication"]
@@ -120,26 +118,6 @@ def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
     for title in ("ms/step, median", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "HFU", "peak memory"):
         assert title in titles
     assert any(line.split() == ["fp32", "bf16"] for line in lines)
-
-
-def test_a_run_with_data_reads_its_own_and_a_peer_reads_the_same(folder: Path) -> None:
-    pytest.importorskip("transformers")
-    with IndexedWriter(folder / "corpus", np.dtype(np.uint16)) as writer:
-        for start in range(50):
-            writer.add_document(np.arange(start, start + 200, dtype=np.uint16))
-    arguments = ["--against", "gpt2-transformers", "--rounds", "1", "--steps", "3", "--ranks", "1"]
-    overrides = ["data.blend.prefixes=['corpus']", "model.dropout=0.0", "train.length='9 steps'"]
-    record = json.loads(run_bench("tiny", *overrides, *arguments, "--json"))
-    assert record["data"] == "the run's token files"
-    ours, theirs = record["contenders"]
-    assert [ours["peer"], theirs["peer"]] == [None, "gpt2-transformers"]
-    for contender in (ours, theirs):
-        check_contender(record, contender)
-    # The steps between have learnt: both the same.
-    assert ours["last_loss"] < ours["first_loss"]
-    assert theirs["first_loss"] == pytest.approx(ours["first_loss"], rel=2e-6)
-    assert theirs["last_loss"] == pytest.approx(ours["last_loss"], rel=2e-6)
-    assert (folder / "runs" / "cache").is_dir()  # where train would keep the order too
 
 
 @pytest.mark.parametrize(

@@ -326,25 +326,3 @@ def main_returns(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 0
-
-
-def test_ranks_that_differ_are_refused(corpus: list[str], tmp_path: Path) -> None:
-    def prepare_rank(rank: int) -> None:
-        if rank == 1:
-            read = Path.read_text
-            Path.read_text = lambda path, **options: (  # type: ignore[method-assign]
-                read(path, **options) + ("#" if path.name == "run.toml" else "")
-            )
-            from trainyard.parallel import start
-
-            start.__version__ = "0.0.1"
-            worker.find_checkpoint = lambda *_: Path("step-00000007")
-
-    assert train(tmp_path, run_of(corpus), 2, prepare_rank) == [2, 2]
-    for rank in (0, 1):
-        told = said(tmp_path, rank)
-        assert "the ranks differ\ntrainyard: " in told
-        assert "0.0.1 on rank 1" in told
-        assert "checkpoint: none on rank 0" in told
-        assert "step-00000007 on rank 1" in told
-        assert "\nrun: " in told

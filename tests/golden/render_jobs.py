@@ -83,7 +83,6 @@ GOLDEN: dict[str, str | None] = {
     "lumi-175b": "azure-175b",
     "on-perlmutter": "azure-175b",
     "on-frontier": "azure-175b",
-    "on-azure-ndv5-h200": "azure-175b",
     "on-slurm": "azure-175b",
     "on-slurm-torchrun": "on-slurm",
     "on-pbs": None,
@@ -95,9 +94,7 @@ GOLDEN: dict[str, str | None] = {
     "all-azure-175b.prepare-slimpajama": "all-azure-175b.download-slimpajama",
     "all-azure-175b.train": "azure-175b",
     "all-benchmark64-full.download-openwebtext": None,
-    "all-benchmark64-full.download-wikipedia": "all-benchmark64-full.download-openwebtext",
     "all-benchmark64-full.prepare-openwebtext": "all-benchmark64-full.download-openwebtext",
-    "all-benchmark64-full.prepare-wikipedia": "all-benchmark64-full.prepare-openwebtext",
     "all-benchmark64-full.train": "polaris-gpt25b",
 }
 

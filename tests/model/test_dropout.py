@@ -11,7 +11,6 @@ from trainyard.model.dropout import (
     Dropout,
     at_site,
     dropout,
-    rows_of_heads,
     sequence_keys,
 )
 
@@ -84,29 +83,6 @@ def test_rows_and_columns_lose_about_the_same() -> None:
     for dimension, n in ((1, 256), (2, 384)):
         spread = centred.sum(dimension).pow(2) / (n * 0.1 * 0.9)  # 1 on average, variance 2
         assert abs(deviation(spread - 1, 2.0)) < SIGMAS
-
-
-def test_a_part_gets_its_part_of_the_mask() -> None:
-    whole, keys = torch.randn(6, 32, 48), sequence_keys(5, 7, 0, 6)
-    expected = dropout(whole, 0.3, keys, torch.arange(32))
-    rows = torch.tensor([3, 4, 5, 30, 2])  # tokens, in any order
-    assert torch.equal(dropout(whole[:, rows], 0.3, keys, rows), expected[:, rows])
-    part = dropout(whole[..., 16:40], 0.3, keys, torch.arange(32), torch.arange(16, 40))
-    assert torch.equal(part, expected[..., 16:40])  # features
-    part = dropout(whole[2:5], 0.3, sequence_keys(5, 7, 2, 3), torch.arange(32))
-    assert torch.equal(part, expected[2:5])  # sequences
-
-
-def test_heads_queries_and_keys_of_attention_can_be_cut() -> None:
-    whole, keys = torch.rand(2, 8, 16, 16), at_site(sequence_keys(5, 7, 0, 2), 1)
-    positions = torch.arange(16)
-    expected = dropout(whole, 0.3, keys, rows_of_heads(0, 8, positions), positions)
-    masks = (expected != 0).flatten(1, 2).unbind(1)  # of each head and position
-    assert len({str(mask.tolist()) for mask in masks}) == 8 * 16
-    queries, seen = torch.tensor([4, 5, 10, 11]), torch.tensor([0, 1, 14, 15])
-    rows = rows_of_heads(6, 2, queries)
-    part = dropout(whole[:, 6:][:, :, queries][..., seen], 0.3, keys, rows, seen)
-    assert torch.equal(part, expected[:, 6:][:, :, queries][..., seen])
 
 
 def test_keys_are_of_seed_step_and_number_alone() -> None:

@@ -84,16 +84,6 @@ def compare(
     [
         pytest.param(2, {}, {1: UP}, [f"{UP}: rank 0 differs from rank 1"], id="replicate x2"),
         pytest.param(
-            4, {}, {2: EMBEDDING}, [f"{EMBEDDING}: rank 2 differs from ranks 0-1, 3"], id="x4"
-        ),
-        pytest.param(
-            4,
-            {},
-            {1: UP, 3: NORM},
-            [f"{NORM}: rank 3 differs from ranks 0-2", f"{UP}: rank 1 differs from ranks 0, 2-3"],
-            id="two ranks, two parts",
-        ),
-        pytest.param(
             4,
             {"replicas": 2, "zero_stage": 3},
             {3: UP},
@@ -103,14 +93,6 @@ def compare(
         pytest.param(
             2, {"tensor": 2}, {1: NORM}, [f"{NORM}: rank 0 differs from rank 1"], id="tp2 norm"
         ),
-        pytest.param(2, {"tensor": 2}, {1: UP}, [], id="tp2, held once"),
-        pytest.param(
-            2,
-            {"tensor": 2, "sequence": True},
-            {0: NORM},
-            [f"{NORM}: rank 0 differs from rank 1"],
-            id="sp2",
-        ),
         pytest.param(
             2,
             {"pipeline": 2},
@@ -118,7 +100,6 @@ def compare(
             [f"{EMBEDDING}: rank 0 differs from rank 1"],
             id="pp2 tied",
         ),
-        pytest.param(2, {"pipeline": 2}, {1: UP}, [], id="pp2, held once"),
         pytest.param(
             4,
             {"tensor": 2},
@@ -127,21 +108,11 @@ def compare(
             id="tp2 x dp2 norm",
         ),
         pytest.param(
-            4, {"tensor": 2}, {3: UP}, [f"{UP}: rank 1 differs from rank 3"], id="tp2 x dp2 cut"
-        ),
-        pytest.param(
             4,
             {"pipeline": 2},
             {3: UP},
             [f"{UP}: rank 2 differs from rank 3"],
             id="pp2 x dp2: a name that only the last stage knows",
-        ),
-        pytest.param(
-            2,
-            {"context": 2},
-            {1: UP},
-            [f"{UP}: rank 0 differs from rank 1"],
-            id="cp2",
         ),
         pytest.param(2, {"zero_stage": 3}, {0: UP}, [], id="zero 3, held once"),
     ],

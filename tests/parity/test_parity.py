@@ -134,56 +134,39 @@ TABLE = {
     ),
     # The precisions of training.
     "fp32 dp2 zero 3": Row(Z3, data=2, computed_in=F32, model=DROPOUT),
-    "fp32 tp2 sequence": Row(SP2, computed_in=F32, model=DROPOUT),
     "fp32 dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, computed_in=F32, model=DROPOUT),
     "fp32 cp2 ring": Row(RING2, computed_in=F32),
     "fp32 pp2 zero bubble": Row(ZERO_BUBBLE, computed_in=F32),
-    "bf16 dp2 zero 1": Row(Z1, data=2, computed_in=BF16, model=DROPOUT),
     "bf16 dp2 zero 3": Row(Z3, data=2, computed_in=BF16, model=DROPOUT),
     "bf16 tp2 sequence": Row(SP2, computed_in=BF16, model=DROPOUT),
-    "bf16 pp2": Row(PP2, computed_in=BF16, model=DROPOUT),
     "bf16 cp2 ulysses": Row(ULYSSES2, computed_in=BF16, model=DROPOUT),
     "bf16 dp2 tp2 pp2 sequence zero 1": Row(
         SP2 | PP2 | Z1, data=2, computed_in=BF16, model=DROPOUT
     ),
-    "fp16 dp2": Row(data=2, computed_in=F16, model=DROPOUT),
-    "fp16 dp2 zero 1": Row(Z1, data=2, computed_in=F16, model=DROPOUT),
-    "fp16 dp2 zero 2": Row(Z2, data=2, computed_in=F16, model=DROPOUT),
     "fp16 dp2 zero 3, recompute": Row(Z3 | BLOCK, data=2, computed_in=F16, model=DROPOUT),
     "fp16 hybrid 2x2 zero 3": Row(HYBRID | Z3, data=4, computed_in=F16, model=DROPOUT),
-    "fp16 tp2": Row(TP2, computed_in=F16, model=DROPOUT),
     "fp16 tp2 sequence": Row(SP2, computed_in=F16, model=DROPOUT),
     "fp16 pp2 1f1b": Row(PP2, computed_in=F16, model=DROPOUT),
     "fp16 pp2 interleaved, untied": Row(INTERLEAVED, computed_in=F16, model=DROPOUT | UNTIED),
-    "fp16 pp2 zero bubble": Row(ZERO_BUBBLE, computed_in=F16, model=DROPOUT),
-    "fp16 cp2 ulysses": Row(ULYSSES2, computed_in=F16, model=DROPOUT),
     "fp16 cp2 ring": Row(RING2, computed_in=F16),
     "fp16 dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, computed_in=F16, model=DROPOUT),
-    "fp16 dp2 tp2 pp2 sequence zero 3": Row(SP2 | PP2 | Z3, data=2, computed_in=F16, model=DROPOUT),
     # The product of fewer tokens or columns than 16 is refused.
-    "fp8 dp2": Row(data=2, computed_in=FP8, model=DROPOUT),
     "fp8 dp2 zero 1": Row(Z1, data=2, computed_in=FP8, model=DROPOUT),
-    "fp8 dp2 zero 2": Row(Z2, data=2, computed_in=FP8, model=DROPOUT),
     "fp8 dp2 zero 3, gather, recompute": Row(
         Z3 | BLOCK, data=2, computed_in=FP8, precision=GATHER, model=DROPOUT
     ),
     "fp8 hybrid 2x2 zero 3": Row(HYBRID | Z3, data=4, computed_in=FP8, model=DROPOUT),
-    "fp8 tp2": Row(TP2, computed_in=FP8, model=DROPOUT),
     "fp8 tp2 sequence, recompute attention": Row(SP2 | ATTENTION, computed_in=FP8, model=DROPOUT),
     "fp8 tp4, untied": Row(TP4, computed_in=FP8, model=UNTIED | WIDE),
-    "fp8 pp2 1f1b": Row(PP2, computed_in=FP8, model=DROPOUT),
     "fp8 pp2 interleaved, untied": Row(INTERLEAVED, computed_in=FP8, model=DROPOUT | UNTIED),
     "fp8 cp2 ulysses": Row(ULYSSES2, computed_in=FP8, model=DROPOUT | LONG),
-    "fp8 cp2 ring": Row(RING2, computed_in=FP8, model=LONG),
     "fp8 dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, computed_in=FP8, model=DROPOUT),
     "fp8 dp2 tp2 cp2 sequence zero 3": Row(
         SP2 | ULYSSES2 | Z3, data=2, computed_in=FP8, model=DROPOUT | LONG
     ),
-    "fp8 rowwise dp2 zero 3": Row(Z3, data=2, computed_in=FP8, precision=ROWWISE, model=DROPOUT),
     "fp8 rowwise tp2 sequence": Row(SP2, computed_in=FP8, precision=ROWWISE, model=DROPOUT),
     "fp8 rowwise cp2 ulysses": Row(ULYSSES2, computed_in=FP8, precision=ROWWISE, model=LONG),
     # Gradients of ranks are rounded before they are added up, and a part has 32 columns at least.
-    "low bit dp2 zero 1": Row(Z1, data=2, computed_in=LOW_BIT, model=DROPOUT),
     "low bit dp2 zero 3, gather, recompute": Row(
         Z3 | BLOCK, data=2, computed_in=LOW_BIT, precision=GATHER, model=DROPOUT
     ),
@@ -205,7 +188,6 @@ TABLE = {
     "products in fp8, dp2 pp2 interleaved zero 3": Row(
         INTERLEAVED | Z3, data=2, precision=PRODUCTS, model=DROPOUT
     ),
-    "products in fp8, tp2": Row(TP2, precision=PRODUCTS, bound="scales", model=DROPOUT),
     "products in fp8, tp2 sequence, recompute": Row(
         SP2 | ATTENTION, precision=PRODUCTS, bound="scales", model=DROPOUT
     ),

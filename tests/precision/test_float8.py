@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from tests.precision.by_hand import build_product_by_hand
 from tests.train.small import build_small_parts
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Fp8, Run
@@ -195,20 +193,3 @@ def test_it_learns_as_bf16_does(scaling: str) -> None:
     assert found[0] != found[1]
     assert last == pytest.approx(expected, rel=1e-2)
     assert last < first
-
-
-class GatheredBytes(TorchDispatchMode):
-    """Counts the bytes that ranks gather, by type."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_bytes: dict[str, int] = {}
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), options: Any = None
-    ) -> Any:
-        if "allgather" in str(function).replace("_", ""):
-            tensor = next(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-            kind = str(tensor.dtype).removeprefix("torch.")
-            self.n_bytes[kind] = self.n_bytes.get(kind, 0) + tensor.nbytes
-        return function(*arguments, **(options or {}))

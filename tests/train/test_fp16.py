@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.train.conftest import read_lines
 from torch import Tensor
 
-from trainyard.checkpoint.format import read_manifest
-from trainyard.checkpoint.load import load_tensors, newest_checkpoint
-from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, GuardError
 from trainyard.parallel.placement import local_part
 from trainyard.parallel.replica import Replica
 from trainyard.train.loop import stop_if_stuck
-from trainyard.train.run_folder import write_run_folder
 from trainyard.train.state import Parts, State
 from trainyard.train.step import StepResult, train_step
-from trainyard.train.stop import DONE, Ending, Stop
-from trainyard.train.worker import COMPUTE_DTYPES, run_worker
+from trainyard.train.worker import COMPUTE_DTYPES
 
 from .small import build_small_parts
 
@@ -184,64 +177,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_any_scale() -> None:
     take_steps(parts, state, 2)
     with pytest.raises(GuardError, match="2 steps in a row up to step 2"):
         stop_if_stuck(parts, state)
-
-
-def with_fp16(run: Run, initial: float, **sections: dict[str, Any]) -> Run:
-    values = run.model_dump(mode="json", exclude_none=True)
-    small = {"d_model": 32, "n_heads": 2, "d_ff": 64, "sequence_length": 32}
-    changes = {"model": small, "precision": fp16(initial), "train": {"global_batch_size": 4}}
-    for name, fields in (*changes.items(), *sections.items()):
-        values[name] |= fields
-    return Run.model_validate(values)
-
-
-def start(folder: Path, run: Run) -> Ending:
-    write_run_folder(folder, run, "auto")
-    return run_worker(folder)
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in read_lines(folder / "metrics.jsonl") if line["kind"] == "train"]
-
-
-def test_a_resumed_run_is_the_same_to_the_last_bit(
-    tiny_run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO", "trainyard")
-    run = with_fp16(tiny_run, 2.0**26, train={"length": "20 steps"}, schedule={"decay": "20 steps"})
-    assert start(tmp_path / "whole", run) == DONE
-    lines = lines_of(tmp_path / "whole")
-    scales = [line["loss_scale"] for line in lines]
-    assert scales[0] == 2.0**26 > scales[3] > scales[6]  # the search goes on after a restart
-    assert lines[-1]["skipped_steps"] == 1 + round(math.log2(scales[0] / scales[-1]))
-    assert "| loss scale 6.71089e+07 |" in caplog.text
-    assert "few processors have fp16 products" in caplog.text
-
-    class StopsEveryThirdStep(Stop):
-        n_steps = 0
-
-        def wish(self) -> str | None:
-            self.n_steps += 1
-            return str(Ending("told to")) if self.n_steps == 3 else None
-
-    monkeypatch.setattr("trainyard.train.worker.Stop", lambda *_: StopsEveryThirdStep(None))
-    n_parts = 1
-    while start(tmp_path / "parts", run) != DONE:
-        n_parts += 1
-    assert n_parts == 7
-    checkpoints = []
-    for name in ("whole", "parts"):
-        newest = newest_checkpoint(tmp_path / name / "checkpoints")
-        assert newest is not None
-        checkpoints.append(newest)
-    expected, found = (load_tensors(path, "") for path in checkpoints)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    kept = [read_manifest(path).training for path in checkpoints]
-    assert kept[0] == kept[1]
-    assert [line["loss_scale"] for line in lines_of(tmp_path / "parts")] == scales
 
 
 def test_a_checkpoint_keeps_the_scale_and_refuses_a_damaged_one() -> None:

@@ -48,6 +48,12 @@ def train_losses(folder: Path) -> list[float]:
     return [line["loss"] for line in map(json.loads, lines) if line["kind"] == "train"]
 
 
+def read_steps(folder: Path) -> list[tuple[float | None, float | None]]:
+    """Loss and loss scale of each step."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [(line["loss"], line.get("loss_scale")) for line in lines if line["kind"] == "train"]
+
+
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     checkpoint = newest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
@@ -66,7 +72,17 @@ class StopsAfter(Stop):
         return str(Ending("told to", 75)) if self.left == 0 else None
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+EMULATED = {"fp8": {"emulate": True, "precise_blocks": 0}}
+PRECISIONS: dict[str, dict[str, object]] = {
+    "fp32": {},
+    "bf16": {},
+    "fp16": {"loss_scale": {"initial": 2.0**26}},  # is still searched for when the run stops
+    "fp8": EMULATED,
+    "fp8_lowbit": EMULATED,
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("accumulate", [8, 2])
 def test_stopped_and_resumed_equals_uninterrupted_to_the_last_bit(
     tiny_run: Run,
@@ -76,7 +92,9 @@ def test_stopped_and_resumed_equals_uninterrupted_to_the_last_bit(
     accumulate: int,
 ) -> None:
     run = with_fields(
-        tiny_run, precision={"kind": precision}, train={"micro_batch_size": accumulate}
+        tiny_run,
+        precision={"kind": precision, **PRECISIONS[precision]},
+        train={"micro_batch_size": accumulate},
     )
     assert start(tmp_path / "whole", run) == DONE
     monkeypatch.setattr("trainyard.train.worker.Stop", lambda *_: StopsAfter(5))
@@ -84,9 +102,11 @@ def test_stopped_and_resumed_equals_uninterrupted_to_the_last_bit(
     monkeypatch.undo()
     assert start(tmp_path / "parts", run, "must") == DONE
 
-    whole, parts = train_losses(tmp_path / "whole"), train_losses(tmp_path / "parts")
+    whole, parts = (read_steps(tmp_path / name) for name in ("whole", "parts"))
     assert parts == whole
     assert len(whole) == 12
+    if precision == "fp16":
+        assert whole[0][1] > whole[4][1] > whole[7][1]
     expected, found = all_tensors(tmp_path / "whole"), all_tensors(tmp_path / "parts")
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)

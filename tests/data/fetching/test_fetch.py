@@ -328,17 +328,6 @@ def test_a_cut_body_goes_on_where_it_ended(server: Server, tmp_path: Path) -> No
     assert server.n_sent - sum(map(len, server.files.values())) == 0
 
 
-@pytest.mark.parametrize("fault", ["no tag", "weak tag"])
-def test_without_tag_and_checksum_nothing_is_pieced_together(
-    server: Server, tmp_path: Path, fault: str
-) -> None:
-    server.publish({A: some_bytes(1)}, large=False)
-    server.faults[RESOLVE + A] = [fault]
-    get(server, tmp_path)
-    assert ["Range" in headers for headers in server.asked(RESOLVE + A)] == [False, False]
-    assert (tmp_path / A).read_bytes() == some_bytes(1)
-
-
 @pytest.mark.parametrize("large", [True, False], ids=["checksum", "no checksum"])
 @pytest.mark.parametrize("fault", ["", "ignore If-Range"])
 def test_a_file_that_changes_between_two_attempts_is_not_mixed(
@@ -593,12 +582,6 @@ def test_a_corpus_file_with_a_mistake(tmp_path: Path, old: str, new: str, proble
     assert problem in error.value.problem
     with pytest.raises(ConfigError, match="does not exist"):
         find_corpus(str(tmp_path / "other.toml"))
-
-
-@pytest.mark.parametrize("network", [Network(mirror="ftp://x"), Network(contact="a\nb: c")])
-def test_a_network_with_a_mistake(tmp_path: Path, network: Network) -> None:
-    with pytest.raises(DataError, match=r"the mirror|the contact"):
-        fetch("wikipedia", tmp_path, network=network)
 
 
 @pytest.fixture
