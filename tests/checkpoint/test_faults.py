@@ -87,6 +87,7 @@ assert [path.name for path in folder.iterdir()] == ["step-00000003"]
 """
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_others_fill_is_told_and_saved_to_once_they_make_room(tmp_path):
     checkpoints = tmp_path / "checkpoints"
     done = _python_on_a_disk_of_its_own(FILLED_BY_OTHERS, tmp_path, "size=24m", checkpoints)
@@ -95,6 +96,7 @@ def test_a_disk_that_others_fill_is_told_and_saved_to_once_they_make_room(tmp_pa
     assert done.stdout.count("step-00000003: a checkpoint of 8.6 MiB does not fit in") == 4
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_turns_read_only_is_told_and_left_as_it_is(tmp_path):
     checkpoints = tmp_path / "checkpoints"
     done = _python_on_a_disk_of_its_own(READ_ONLY, tmp_path, "size=24m", checkpoints)

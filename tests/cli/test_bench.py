@@ -87,6 +87,7 @@ def test_a_run_on_one_rank_leaves_a_record_with_everything(folder: Path) -> None
     assert [path.name for path in folder.iterdir()] == ["runs"]
 
 
+@pytest.mark.exhaustive
 def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
     arguments = ["--ranks", "2", "--steps", "3-5", "--compare", "fp32,bf16", "--rounds", "1"]
     table = run_bench("tiny", *arguments, "--output", "out/record.json", "--profile")
@@ -141,14 +142,3 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert hint in str(error.value)
     assert error.value.exit_code == 2
     assert list(folder.iterdir()) == []
-
-
-def test_ranks_are_said_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(UserError, match="--ranks 2: a launcher has started 2 ranks already"):
-        run_bench("tiny", "--ranks", "2")

@@ -43,6 +43,7 @@ def test_a_layout_is_proven_and_what_was_made_smaller_is_said(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_fault_is_seen_and_the_exit_code_says_so(tmp_path: Path) -> None:
     # Python imports this module, if there is one, at its start: here in every rank.
     (tmp_path / "sitecustomize.py").write_text(FAULT)

@@ -167,6 +167,7 @@ def test_measuring_elsewhere_is_refused() -> None:
     assert "--cluster local" in error.value.hint
 
 
+@pytest.mark.exhaustive
 def test_the_fastest_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "run.toml"
@@ -186,6 +187,7 @@ def test_the_fastest_measured_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     assert kept.parallel.tensor == 1
 
 
+@pytest.mark.exhaustive
 def test_pictures(tmp_path: Path) -> None:
     for name in ("plan.png", "plan.svg"):
         run_plan(str(RECIPES / "lumi" / "13b.toml"), *LUMI, "--picture", str(tmp_path / name))

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.exhaustive
+
 STUCK = """
 import logging, os, signal, sys
 from pathlib import Path

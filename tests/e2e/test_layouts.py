@@ -44,17 +44,10 @@ LIMIT_SECONDS = 100.0
 CLOSE = 3e-6
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "data 2, ZeRO 0": (2, ["parallel.zero_stage=0"]),
-    "data 2, ZeRO 1": (2, ["parallel.zero_stage=1"]),
-    "data 2, ZeRO 2": (2, ["parallel.zero_stage=2"]),
     "data 2, ZeRO 3": (2, ["parallel.zero_stage=3"]),
-    "data 2 x tensor 2": (4, ["parallel.tensor=2"]),
     "tensor 2 x pipeline 2": (
         4,
         ["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true"],
-    ),
-    "interleaved": (
-        2,
-        ["parallel.pipeline=2", "parallel.chunks=2", "parallel.schedule=interleaved"],
     ),
     "context 2": (2, ["parallel.context=2"]),
     "data 2 x tensor 2 x pipeline 2": (8, ["parallel.tensor=2", "parallel.pipeline=2"]),

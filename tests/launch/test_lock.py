@@ -93,6 +93,7 @@ def test_a_second_command_is_refused(tmp_path: Path) -> None:
     assert is_free(folder)
 
 
+@pytest.mark.exhaustive
 def test_the_lock_outlives_a_killed_parent_with_its_workers(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # A worker that holds Python's lock does not notice that its parent has gone.
@@ -108,6 +109,7 @@ def test_the_lock_outlives_a_killed_parent_with_its_workers(tmp_path: Path) -> N
     wait_until(lambda: is_free(folder))
 
 
+@pytest.mark.exhaustive
 def test_the_lock_is_free_when_all_are_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = started(folder)

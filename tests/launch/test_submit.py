@@ -48,6 +48,7 @@ def submit_there(machines: Machines, path: Path, *after: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.exhaustive
 def test_a_job_runs_after_another(slurm: Slurm, machines: Machines, tmp_path: Path) -> None:
     first = submit_there(machines, script(tmp_path, f"sleep 0.3; echo 1 >>{tmp_path}/order"))
     second = submit_there(machines, script(tmp_path, f"echo 2 >>{tmp_path}/order"), first)
@@ -55,6 +56,7 @@ def test_a_job_runs_after_another(slurm: Slurm, machines: Machines, tmp_path: Pa
     assert (tmp_path / "order").read_text() == "1\n2\n"
 
 
+@pytest.mark.exhaustive
 def test_a_job_never_runs_after_one_that_failed(
     slurm: Slurm, machines: Machines, tmp_path: Path
 ) -> None:
@@ -64,6 +66,7 @@ def test_a_job_never_runs_after_one_that_failed(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("option", "said"),
     [
@@ -82,6 +85,7 @@ def test_what_slurm_refuses(
     assert "hint: its options are the first lines of that script" in answer
 
 
+@pytest.mark.exhaustive
 def test_a_controller_that_is_not_there(
     slurm: Slurm, machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

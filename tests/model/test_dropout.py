@@ -59,15 +59,6 @@ def test_no_two_elements_are_correlated(rate: float) -> None:
     assert {name: value for name, value in found.items() if abs(value) > SIGMAS} == {}
 
 
-def test_no_three_or_four_elements_are_correlated() -> None:
-    centred = kept(0.5).float() - 0.5
-    a, b, c, d = (centred[..., n : n + 381] for n in range(4))
-    assert abs(deviation(a * b * c, 0.25**3)) < SIGMAS
-    assert abs(deviation(a * b * c * d, 0.25**4)) < SIGMAS
-    corners = centred[:, 1:, 1:] * centred[:, :-1, 1:] * centred[:, 1:, :-1] * centred[:, :-1, :-1]
-    assert abs(deviation(corners, 0.25**4)) < SIGMAS
-
-
 def test_any_two_features_and_any_two_tokens_are_as_good_as_independent() -> None:
     """Correlations of all pairs spread as those of coin tosses, none far out."""
     tokens = 2 * kept(0.5, shape=(32, 256, 256)).flatten(0, 1).float() - 1  # (8192, 256)

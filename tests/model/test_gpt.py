@@ -248,23 +248,6 @@ def test_micro_batches_of_any_size_have_the_same_gradients_with_dropout() -> Non
             torch.testing.assert_close(gradient, whole[name], rtol=1e-11, atol=1e-14)
 
 
-def test_a_part_has_only_what_it_needs() -> None:
-    first = GPT(SHAPE, 64, part=Part(range(0, 1), takes_tokens=True, gives_loss=False))
-    middle = GPT(SHAPE, 64, part=Part(range(1, 2), takes_tokens=False, gives_loss=False))
-    last = GPT(SHAPE, 64, part=Part(range(2, 2), takes_tokens=False, gives_loss=True))
-    modules = ("embedding", "positions", "blocks", "final_norm", "head", "cross_entropy")
-    held = [{name for name in modules if getattr(part, name)} for part in (first, middle, last)]
-    assert held == [
-        {"embedding", "positions", "blocks"},
-        {"blocks"},
-        {"embedding", "final_norm", "cross_entropy"},  # the embedding as head
-    ]
-    with pytest.raises(AssertionError, match="gives no loss"):
-        first.summed_loss(torch.zeros(1, 2, 32), torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(AssertionError, match="has no head"):
-        _ = middle.head_weight
-
-
 @torch.no_grad()
 def test_positions_survive_a_model_built_without_memory() -> None:
     with torch.device("meta"):

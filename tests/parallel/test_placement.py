@@ -2,17 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 
 from trainyard.model.init import Share
 from trainyard.parallel.placement import Placement, is_writer, local_part, place, whole
-
-WHOLE_SHAPES = {"up.weight": (14, 6), "up.bias": (14,), "down.weight": (5, 14), "down.bias": (5,)}
-CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
-ALL = Share(0, 1)
 
 
 @pytest.mark.parametrize("length", range(8))
@@ -46,50 +39,3 @@ def test_a_plain_parameter_is_cut_over_tensor_ranks_alone():
     part = local_part(parameter)
     assert part.data_ptr() == parameter.data_ptr()
     assert not part.requires_grad
-
-
-class Model(nn.Module):
-    """Two layers of one rank: its parts of the whole ones."""
-
-    def __init__(self, n_tensor_ranks: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 14 // n_tensor_ranks)
-        self.down = nn.Linear(14 // n_tensor_ranks, 5)
-
-
-def whole_values() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return {
-        f"{kind}.{name}": torch.randn(shape, generator=generator)
-        for kind in ("model", "optimizer")
-        for name, shape in WHOLE_SHAPES.items()
-    }
-
-
-def build(layout: str) -> tuple[Model, Share]:
-    """A model over four ranks, and the place of this one among the tensor ranks."""
-    from torch.distributed._composable.replicate_with_fsdp import replicate
-
-    if layout == "hybrid":
-        model, tensor, mesh = (
-            Model(1),
-            ALL,
-            init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")),
-        )
-    elif layout == "tensor x shard":
-        model, tensor = Model(2), Share(dist.get_rank() % 2, 2)
-        names = ("shard", "tensor")
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)["shard"]
-    else:
-        model, tensor, mesh = Model(1), ALL, init_device_mesh("cpu", (4,))
-    if layout == "replicate":
-        replicate(model, mesh=mesh)
-    else:
-        fully_shard(model.up, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model, tensor
-
-
-def take(value: Tensor, placement: Placement) -> Tensor:
-    ranges = zip(placement.offsets, placement.local_shape, strict=True)
-    return value[tuple(slice(start, start + size) for start, size in ranges)]

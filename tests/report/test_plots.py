@@ -103,14 +103,6 @@ def test_all_that_befell_a_run_is_marked() -> None:
     assert skipped.get_xdata().tolist() == [1500.0, 2000.0]
 
 
-def test_thousands_of_marks_are_thinned() -> None:
-    events = [Event("skipped", step, "") for step in range(1, 5001)]
-    events += [Event("restart", step, "") for step in range(1, 5001)]
-    (axes,) = build_plots([curves(n=5000, events=events)])[1].figure.axes
-    assert len(axes.collections[1].get_segments()) == 100
-    assert max(len(line.get_xdata()) for line in axes.lines[1:]) == 100
-
-
 def test_values_that_are_no_number_break_the_line_and_are_marked() -> None:
     loss = np.array([5.0, np.nan, 4.0, np.nan, 3.0, 2.9])
     figure = build_plots([curves(train=table(6, loss=loss))])[0].figure

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.circles import everyday
 from torch import Tensor
 
 from trainyard.errors import CheckpointError, GuardError
@@ -96,7 +97,7 @@ def train_with_overflow(parallel: dict[str, Any], bad_rank: int) -> dict[str, An
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", everyday(LAYOUTS, ("zero 3", "pp2")))
 def test_an_overflow_on_one_rank_is_left_out_by_all(
     layout: str, bad_rank: int, run_ranks: Callable[..., list[dict[str, Any]]]
 ) -> None:
@@ -126,6 +127,7 @@ def search(parallel: dict[str, Any], n_ranks: int) -> tuple[list[float], list[fl
     return scales, losses
 
 
+@pytest.mark.exhaustive
 def test_every_layout_searches_as_one_device_does(
     run_ranks: Callable[..., list[tuple[list[float], list[float]]]],
 ) -> None:

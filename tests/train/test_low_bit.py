@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from tests.circles import everyday
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -122,7 +123,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", everyday(LAYOUTS, ("dp2 pp2",)))
 def test_a_checkpoint_is_exact_in_the_same_and_in_other_layouts(
     layout: str, tmp_path: Path, run_ranks: Callable[..., list[Any]]
 ) -> None:
@@ -170,7 +171,7 @@ def bytes_at_the_update(n_ranks: int, parallel: dict[str, Any]) -> tuple[int, in
     return held_bytes() - before, n_bytes
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", everyday((0, 1, 2, 3), (2,)))
 def test_state_and_gradients_take_6_bytes_a_parameter(
     zero_stage: int, run_ranks: Callable[..., list[Any]]
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.circles import everyday
 from tests.command import Fork
 
 from trainyard.checkpoint.format import read_manifest
@@ -82,8 +83,8 @@ PRECISIONS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("accumulate", [8, 2])
+@pytest.mark.parametrize("precision", everyday(PRECISIONS, ("fp32", "fp16", "fp8_lowbit")))
+@pytest.mark.parametrize("accumulate", everyday((8, 2), (8,)))
 def test_stopped_and_resumed_equals_uninterrupted_to_the_last_bit(
     tiny_run: Run,
     tmp_path: Path,

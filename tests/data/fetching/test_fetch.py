@@ -367,14 +367,6 @@ def test_another_size_is_an_error(server: Server, tmp_path: Path, cut: bool, n_b
     assert "new folder" in error.value.hint
 
 
-def test_too_many_bytes_without_a_length(server: Server, tmp_path: Path) -> None:
-    server.publish({A: some_bytes(1)})
-    server.files[RESOLVE + A] = some_bytes(1, 10 * SIZE)
-    server.faults[RESOLVE + A] = ["no length"] * 3
-    with pytest.raises(DataError, match="more bytes than the file has"):
-        get(server, tmp_path)
-
-
 def test_a_wrong_checksum_names_both(server: Server, tmp_path: Path) -> None:
     server.publish({A: some_bytes(1)})
     server.faults[RESOLVE + A] = ["wrong bytes"] * 3
@@ -395,15 +387,6 @@ def test_a_server_that_only_fails_ends_the_call(server: Server, tmp_path: Path) 
     assert error.value.problem == f"{A}: HTTP 502 (4 times in a row)"
     assert "same command again" in error.value.hint
     assert get(server, tmp_path).n_files == 2
-
-
-def test_a_body_cut_again_at_the_same_byte_ends_the_call(server: Server, tmp_path: Path) -> None:
-    # Bytes that are thrown away and come again are no progress.
-    server.publish({A: some_bytes(1)}, large=False)
-    server.faults[RESOLVE + A] = ["no tag"] * 20
-    with pytest.raises(DataError, match=r"4 times in a row"):
-        get(server, tmp_path)
-    assert len(server.asked(RESOLVE + A)) == 4
 
 
 @pytest.mark.parametrize(

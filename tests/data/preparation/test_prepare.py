@@ -201,12 +201,6 @@ def test_a_mended_document_lets_the_same_work_go_on(corpus: Corpus, tmp_path: Pa
     assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
 
 
-def test_what_was_set_aside_does_not_pass_a_run_that_stops(corpus: Corpus) -> None:
-    run(corpus)
-    with pytest.raises(DataError):
-        run(corpus, on_error="stop")
-
-
 def test_a_finished_corpus_is_left_alone(corpus: Corpus, tmp_path: Path) -> None:
     first = run(corpus)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -286,17 +280,6 @@ def test_work_that_was_interrupted_goes_on(corpus: Corpus, monkeypatch: pytest.M
     assert rest[0] == begun[4]
     assert read_output(prefix_of(corpus)) == expected
     assert read_status(corpus) is None
-
-
-def test_unfinished_work_on_other_options_is_replaced(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 4)
-        with pytest.raises(KeyboardInterrupt):
-            run(corpus)
-    assert run(change(corpus, append_eod=False), overwrite=True).append_eod is False
-    assert not work_path(corpus).exists()
 
 
 def test_a_command_that_is_killed_may_be_given_again_any_number_of_times(
