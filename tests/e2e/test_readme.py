@@ -35,7 +35,6 @@ def fenced_commands(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if line.startswith("trainyard ")]
 
 
-@pytest.mark.exhaustive
 def test_commands_for_your_own_text(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     for path in sorted(Path(subprocess.__file__).parent.glob("*.py"))[:120]:
