@@ -165,7 +165,7 @@ def test_python_without_venv_is_one_message(checkout: Path) -> None:
     code = "import sys; sys.path.insert(0, 'tools'); import set_up; "
     code += "sys.executable, sys.argv = './python', ['', 'train']; set_up.main()"
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=WATCHDOG_SECONDS
     )
     assert result.returncode == 1
     assert result.stderr.startswith("error: ./python cannot make a virtual environment:\nno route")
@@ -265,7 +265,7 @@ def interrupt(process: subprocess.Popen[str], checkout: Path) -> str:
     while not (checkout / "started").exists():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    return process.communicate(timeout=240)[1]
+    return process.communicate(timeout=WATCHDOG_SECONDS)[1]
 
 
 def test_an_interrupted_set_up_is_known_as_such(checkout: Path) -> None:

@@ -119,6 +119,10 @@ def test_every_knob_is_documented() -> None:
         ["show", "gpt3-13b"],
         ["train", "--help"],
         ["plan", "gpt3-125m", "--gpu", "h100-80g"],
+        [
+            *("launch", "recipes/lumi/13b.toml", "--cluster", "lumi", "--nodes", "2"),
+            *("--account", "project", "--image", "x.sif", "--dry-run"),
+        ],
     ],
 )
 def test_light_verbs_do_not_import_torch(arguments: list[str]) -> None:
@@ -128,4 +132,5 @@ def test_light_verbs_do_not_import_torch(arguments: list[str]) -> None:
         "except SystemExit as end: assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    argv = [sys.executable, "-c", code]
+    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainyard.bench.figures import compute_figures, recomputed_flops_per_token, spread_of
+from trainyard.bench.figures import compute_figures, recomputed_flops_per_token
 from trainyard.config.load import load_run
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialise
@@ -61,10 +61,3 @@ def test_recomputed_products_are_those_that_torch_counts(
     scores_and_values = 2.0 * run.model.n_layers * run.model.sequence_length * run.model.d_model
     expected = (recomputed_flops_per_token(run) - scores_and_values) * tokens.numel()
     assert counted[1] - counted[0] == expected
-
-
-def test_spread() -> None:
-    spread = spread_of([5.0, 1.0, 2.0, 4.0, 3.0])
-    assert (spread.median, spread.mean) == (3.0, 3.0)
-    assert (spread.p10, spread.p90) == (pytest.approx(1.4), pytest.approx(4.6))
-    assert spread_of([7.0]).p90 == 7.0

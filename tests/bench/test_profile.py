@@ -97,6 +97,7 @@ def test_a_read_is_found_with_its_place(build: Build, tmp_path: Path) -> None:
     assert found["host_reads_per_step"][new[0]] == 1.0
 
 
+@pytest.mark.exhaustive
 def test_a_profile_names_operators_and_parts(build: Build, tmp_path: Path) -> None:
     found = profile_ours(build, tmp_path, OurTraining.step)
     shares = [each["share"] for each in found["operators"]]

@@ -69,7 +69,7 @@ def test_a_commit_is_named_in_a_checkout_alone() -> None:
     assert bool(find_commit()) == is_checkout
 
 
-@pytest.mark.dist
+@pytest.mark.exhaustive
 def test_contenders_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps(1, 2)
     run = prepare_run(load_run("tiny").run, steps, tmp_path)

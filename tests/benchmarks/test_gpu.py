@@ -83,8 +83,7 @@ def test_all_that_a_part_times_can_be(part: str, monkeypatch: pytest.MonkeyPatch
     assert found["items"]
 
 
-@pytest.mark.slow
-@pytest.mark.dist
+@pytest.mark.exhaustive
 def test_the_rehearsal_leaves_records(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--only", "ceiling,sizes"]
     source = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])

@@ -33,6 +33,7 @@ def test_every_run_file_is_a_job() -> None:
     assert len({job.step for job in jobs}) == len(jobs) - 1
 
 
+@pytest.mark.exhaustive
 def test_a_job_and_its_line_of_the_page() -> None:
     from benchmarks.guides import PARTS, begin_row, examine, list_jobs, list_missing, write_page
 

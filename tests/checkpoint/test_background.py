@@ -218,7 +218,6 @@ def test_ranks_save_together_and_fail_together(tmp_path, make_facts):
     assert torch.equal(load_tensors(tmp_path / "step-00000003")["a"], torch.full((8,), 3.0))
 
 
-@pytest.mark.dist
 def test_a_writer_that_waits_for_a_dead_rank_does_not_keep_the_process(tmp_path):
     code = (
         "import sys, threading, torch; from pathlib import Path\n"

@@ -15,11 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from trainyard.checkpoint import shard
-from trainyard.checkpoint.format import DTYPES, header_sha256, read_manifest
-from trainyard.checkpoint.load import load_tensors
-from trainyard.checkpoint.save import save_checkpoint
+from trainyard.checkpoint.format import DTYPES, header_sha256
 from trainyard.checkpoint.shard import read_header, read_values, write_shards
-from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.errors import CheckpointError
 
 
@@ -105,21 +102,6 @@ def test_the_files_are_the_same_in_any_order_of_tensors(tmp_path, of_every_type)
     one, other = tmp_path / "one", tmp_path / "other"
     write_shards({one: of_every_type, other: dict(reversed(of_every_type.items()))})
     assert one.read_bytes() == other.read_bytes()
-
-
-def test_a_checkpoint_with_files_of_the_library_is_read(
-    tmp_path, make_facts, tensors, edit_manifest
-):
-    """Earlier versions had the library write their files: format 1, too."""
-    checkpoint = save_checkpoint(tmp_path, make_facts(1), tensors)
-    for name in read_manifest(checkpoint).files:
-        path = checkpoint / name
-        save_file({key: value.clone() for key, value in load_file(path).items()}, path)
-        found = {"n_bytes": path.stat().st_size, "header_sha256": header_sha256(path)}
-        edit_manifest(checkpoint, lambda c, n=name, f=found: c["files"].update({n: f}))
-    check_checkpoint(checkpoint)
-    found = load_tensors(checkpoint, "")
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def write_file(path: Path, header: bytes, n_value_bytes: int, length: int | None = None) -> None:

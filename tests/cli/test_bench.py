@@ -4,13 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from trainyard.cli.bench import bench
-from trainyard.data.indexed import IndexedWriter
 from trainyard.errors import UserError
 
 PARTS = ["data wait", "forward", "backward", "optimizer", "communication"]
@@ -60,7 +58,6 @@ def check_contender(record: dict[str, Any], contender: dict[str, Any]) -> None:
     assert 5.5 < contender["first_loss"] < 7  # the logarithm of a vocabulary of 512 is 6.24
 
 
-@pytest.mark.dist
 def test_a_run_on_one_rank_leaves_a_record_with_everything(folder: Path) -> None:
     record = json.loads(
         run_bench("tiny", "--ranks", "1", "--steps", "4", "--warm-up", "1", "--json")
@@ -90,7 +87,7 @@ def test_a_run_on_one_rank_leaves_a_record_with_everything(folder: Path) -> None
     assert [path.name for path in folder.iterdir()] == ["runs"]
 
 
-@pytest.mark.dist
+@pytest.mark.exhaustive
 def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
     arguments = ["--ranks", "2", "--steps", "3-5", "--compare", "fp32,bf16", "--rounds", "1"]
     table = run_bench("tiny", *arguments, "--output", "out/record.json", "--profile")
@@ -124,27 +121,6 @@ def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
     assert any(line.split() == ["fp32", "bf16"] for line in lines)
 
 
-@pytest.mark.dist
-def test_a_run_with_data_reads_its_own_and_a_peer_reads_the_same(folder: Path) -> None:
-    pytest.importorskip("transformers")
-    with IndexedWriter(folder / "corpus", np.dtype(np.uint16)) as writer:
-        for start in range(50):
-            writer.add_document(np.arange(start, start + 200, dtype=np.uint16))
-    arguments = ["--against", "gpt2-transformers", "--rounds", "1", "--steps", "3", "--ranks", "1"]
-    overrides = ["data.blend.prefixes=['corpus']", "model.dropout=0.0", "train.length='9 steps'"]
-    record = json.loads(run_bench("tiny", *overrides, *arguments, "--json"))
-    assert record["data"] == "the run's token files"
-    ours, theirs = record["contenders"]
-    assert [ours["peer"], theirs["peer"]] == [None, "gpt2-transformers"]
-    for contender in (ours, theirs):
-        check_contender(record, contender)
-    # The steps between have learnt: both the same.
-    assert ours["last_loss"] < ours["first_loss"]
-    assert theirs["first_loss"] == pytest.approx(ours["first_loss"], rel=2e-6)
-    assert theirs["last_loss"] == pytest.approx(ours["last_loss"], rel=2e-6)
-    assert (folder / "runs" / "cache").is_dir()  # where train would keep the order too
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem", "hint"),
     [
@@ -166,25 +142,3 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert hint in str(error.value)
     assert error.value.exit_code == 2
     assert list(folder.iterdir()) == []
-
-
-def test_ranks_are_said_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(UserError, match="--ranks 2: a launcher has started 2 ranks already"):
-        run_bench("tiny", "--ranks", "2")
-
-
-@pytest.mark.dist
-def test_what_a_process_refuses_is_said_once(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.bin") as error:
-        run_bench("tiny", "data.blend.prefixes=['nowhere']", "--ranks", "1")
-    assert error.value.exit_code == 2
-    assert error.value.hint
-    assert "nowhere.bin" not in capfd.readouterr().err

@@ -84,13 +84,6 @@ def test_every_prefix_is_checked_and_one_bad_one_is_enough(folder: Path) -> None
     assert "Traceback" not in result.stderr
 
 
-def test_another_tokenizer_is_refused(folder: Path) -> None:
-    train_tokenizer(["other words, and more of other words"], 262, folder / "other")
-    result = trainyard("check", "data", "first", "--tokenizer", "other", folder=folder)
-    assert result.returncode == 2
-    assert "first was made with the tokenizer tok" in result.stderr
-
-
 def test_without_a_record_it_says_what_it_cannot_know(folder: Path) -> None:
     (folder / "first.json").unlink()
     result = trainyard("check", "data", "first", folder=folder)
@@ -99,21 +92,8 @@ def test_without_a_record_it_says_what_it_cannot_know(folder: Path) -> None:
     assert "0 or more; which vocabulary is unknown" in result.stdout
 
 
-def test_a_name_with_brackets_is_shown_as_it_is(folder: Path) -> None:
-    for suffix in (".bin", ".idx", ".json"):
-        (folder / f"first{suffix}").rename(folder / f"[b]first{suffix}")
-    assert "[b]first: OK" in trainyard("check", "data", "[b]first", folder=folder).stdout
-    assert "[b]first" in trainyard("show", "[b]first", folder=folder).stdout
-
-
 def test_help_has_an_example_and_no_prefix_is_a_mistake(folder: Path) -> None:
     shown = trainyard("check", "data", "--help", folder=folder)
     assert "Example: trainyard check data data/web_text_document" in shown.stdout
     assert "data " in trainyard("check", "--help", folder=folder).stdout
     assert trainyard("check", "data", folder=folder).returncode == 2
-
-
-def test_show_points_from_verify_to_check(folder: Path) -> None:
-    result = trainyard("show", "first", "--verify", folder=folder)
-    assert result.returncode == 2
-    assert "--verify is for checkpoints\nhint: trainyard check data first" in result.stderr

@@ -28,7 +28,6 @@ def check_layout(*arguments: str, folder: Path, python_path: str = "") -> Comple
     )
 
 
-@pytest.mark.dist
 def test_a_layout_is_proven_and_what_was_made_smaller_is_said(tmp_path: Path) -> None:
     result = check_layout(
         "mds-125m", "parallel.tensor=4", "parallel.sequence=true", "--ranks", "4", folder=tmp_path
@@ -44,7 +43,7 @@ def test_a_layout_is_proven_and_what_was_made_smaller_is_said(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.dist
+@pytest.mark.exhaustive
 def test_a_fault_is_seen_and_the_exit_code_says_so(tmp_path: Path) -> None:
     # Python imports this module, if there is one, at its start: here in every rank.
     (tmp_path / "sitecustomize.py").write_text(FAULT)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -244,17 +243,3 @@ def test_show_cluster(capsys: pytest.CaptureFixture[str], project: Path) -> None
     assert capsys.readouterr().out.startswith("clusters: azure-ndv5, azure-ndv5-h200, frontier")
     with pytest.raises(MachineError, match="no cluster named 'lumy'"):
         show(["cluster", "lumy"])
-
-
-def test_without_torch(project: Path) -> None:
-    """The parts of a launch that need none, as on a login node."""
-    import subprocess
-
-    code = (
-        "import sys; from trainyard.cli.main import main\n"
-        "try: main(['launch', 'recipes/lumi/13b.toml', '--cluster', 'lumi', '--nodes', '2',"
-        " '--image', 'x.sif', '--dry-run'])\n"
-        "except SystemExit as end: assert not end.code, end.code\n"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

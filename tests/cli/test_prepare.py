@@ -201,7 +201,6 @@ def test_the_status_of_work_on_other_inputs_is_refused(
         run_verb("web.toml", "--status")
 
 
-@pytest.mark.dist
 def test_the_status_of_work_in_flight(folder: Path) -> None:
     with Path("in/big.jsonl").open("w") as file:
         for number in range(400):

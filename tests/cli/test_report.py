@@ -30,9 +30,3 @@ def test_curves_for_papers_are_written_when_asked(tmp_path: Path) -> None:
         "memory.png",
         "throughput.png",
     ]
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    done = trainyard("report", ".", folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: . is not a run folder: it has no run.toml\nhint: ")

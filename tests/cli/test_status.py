@@ -186,7 +186,7 @@ def test_what_qstat_answers(
     assert (asked.phase, asked.text, asked.nodes) == (phase, text, nodes)
 
 
-@pytest.mark.dist
+@pytest.mark.exhaustive
 def test_jobs_of_a_real_slurm(slurm: Slurm, machines: Machines, folder: Path) -> None:
     def state(job: int) -> tuple[str, str]:
         record = Submission(cluster="c", scheduler="slurm", n_nodes=2, job=str(job))

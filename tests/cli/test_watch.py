@@ -54,7 +54,6 @@ def test_once_shows_one_screen(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout
 
 
-@pytest.mark.dist
 def test_off_a_terminal_it_prints_lines_until_the_run_has_ended(folder: Path) -> None:
     with hold(folder):
         watching = subprocess.Popen([*COMMAND, str(folder)], stdout=subprocess.PIPE, text=True)
@@ -70,7 +69,6 @@ def test_off_a_terminal_it_prints_lines_until_the_run_has_ended(folder: Path) ->
     assert (rest, watching.returncode) == ("step 4: ended: done\nended: done\n", 0)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("stop", ["the run ends", "Ctrl-C"])
 def test_on_a_terminal_it_shows_the_run_until_it_ends(folder: Path, stop: str) -> None:
     ours, theirs = pty.openpty()

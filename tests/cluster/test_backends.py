@@ -21,7 +21,7 @@ from .conftest import need_slurm
 from .launching import read_losses, trainyard, write_cluster
 from .machines import Machines
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.exhaustive
 
 N_STEPS = 3
 

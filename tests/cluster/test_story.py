@@ -13,7 +13,7 @@ from .launching import read_losses
 from .machines import Machines, why_not
 from .story import N_STEPS, tell
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.exhaustive
 
 
 def test_a_run_is_prepared_preempted_and_loses_nodes(

@@ -83,6 +83,7 @@ def test_novels_have_the_ids_that_megatron_wrote(
     assert np.array_equal(golden[~is_end], tokens)
 
 
+@pytest.mark.exhaustive
 def test_corpora_have_the_ids_of_the_reference(
     gpt2: Tokenizer, reference: ReferenceBpe, shared_data: Path, novels: list[str]
 ) -> None:
@@ -94,6 +95,7 @@ def test_corpora_have_the_ids_of_the_reference(
     assert_exact(gpt2, reference, [*texts, *xml, *novels[::30]])
 
 
+@pytest.mark.exhaustive
 def test_every_code_point_has_the_ids_of_the_reference(
     gpt2: Tokenizer, reference: ReferenceBpe
 ) -> None:
@@ -114,6 +116,7 @@ def test_hostile_texts_have_the_ids_of_the_reference(
     assert_exact(gpt2, reference, texts)
 
 
+@pytest.mark.exhaustive
 def test_a_word_of_a_megabyte_has_the_ids_of_the_reference(
     gpt2: Tokenizer, reference: ReferenceBpe, novels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,7 +101,7 @@ def corpora_with_gaps(
 
 
 @given(drawn=corpora_with_gaps())
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_any_parts_are_joined(
     tmp_path_factory: pytest.TempPathFactory,
     drawn: tuple[list[list[Document]], list[list[bool] | None]],
@@ -109,6 +109,7 @@ def test_any_parts_are_joined(
     check_merge(tmp_path_factory.mktemp("merge"), *drawn)
 
 
+@pytest.mark.exhaustive
 def test_parts_larger_than_a_block_keep_their_checksums(tmp_path: Path) -> None:
     tokens = np.arange(20_000_000, dtype=np.uint32).astype(UINT16)
     lengths = np.full(20, 1_000_000)

@@ -269,9 +269,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 - tok
 """
 
 
-@pytest.mark.dist
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory in other units")
-@pytest.mark.parametrize("text", ["\n", "a", "words"])
+@pytest.mark.parametrize("text", ("\n", "a", "words"))
 def test_memory_does_not_grow_with_the_document(gpt2_folder: Path, text: str) -> None:
     command = [sys.executable, "-c", MEASURE_MEMORY, str(gpt2_folder), text]
     added_bytes = int(subprocess.run(command, check=True, capture_output=True).stdout)

@@ -29,14 +29,6 @@ def test_each_launcher(cluster: str | None, command: str) -> None:
     assert command_for(cluster, 2) == command
 
 
-def test_the_masks_of_lumi_are_those_of_its_guide() -> None:
-    masks = command_for("lumi", 2).partition("mask_cpu:")[2].split()[0].split(",")
-    assert [int(mask, 16) for mask in masks] == [
-        *(0x00FE000000000000, 0xFE00000000000000, 0x0000000000FE0000, 0x00000000FE000000),
-        *(0x00000000000000FE, 0x000000000000FE00, 0x000000FE00000000, 0x0000FE0000000000),
-    ]
-
-
 def test_a_file_of_the_user_with_open_mpi(tmp_path: Path) -> None:
     path = tmp_path / "our nodes.toml"
     path.write_text('extends = "mpi"\ndevices_per_node = 2\n[launch]\nmpiexec = "openmpi"\n')

@@ -56,7 +56,6 @@ def measure(hosts: list[str]) -> tuple[list[str], dict[str, float]]:
     return talk.hosts, {name: value for name, value, _, _ in talk.measure()}
 
 
-@pytest.mark.dist
 def test_ranks_of_one_machine(run_ranks: Callable[..., list[Any]]) -> None:
     for hosts, found in run_ranks(2, measure, ["n1", "n1"]):
         assert hosts == ["n1", "n1"]
@@ -64,7 +63,6 @@ def test_ranks_of_one_machine(run_ranks: Callable[..., list[Any]]) -> None:
         assert all(value > 0 for value in found.values())
 
 
-@pytest.mark.dist
 def test_ranks_of_three_machines_one_of_which_has_one_more(
     run_ranks: Callable[..., list[Any]],
 ) -> None:
@@ -82,7 +80,6 @@ def test_ranks_of_three_machines_one_of_which_has_one_more(
     assert all(value > 0 for _, found in results for value in found.values())
 
 
-@pytest.mark.dist
 def test_names_of_machines_longer_than_they_should_be(
     run_ranks: Callable[..., list[Any]],
 ) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.exhaustive
+
 STUCK = """
 import os, signal, sys, time
 from pathlib import Path
@@ -52,7 +54,6 @@ def run_stuck(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.dist
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     result = run_stuck("stops", tmp_path)
     assert result.returncode == 1  # of the script
@@ -60,7 +61,6 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     assert "leave out the machine" in result.stderr
 
 
-@pytest.mark.dist
 def test_ranks_that_answer_and_do_not_go_on_say_where_they_are(tmp_path: Path) -> None:
     result = run_stuck("waits", tmp_path)
     assert result.returncode == 1

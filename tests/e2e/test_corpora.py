@@ -24,7 +24,7 @@ SHORTENED += ["model.n_layers=2", "model.d_model=128", "model.n_heads=2", "model
 SHORTENED += ["optimizer.learning_rate=3e-3", "evaluate.batches=2", "evaluate.sample_interval=0"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_commands_from_a_dump_to_a_perplexity(tmp_path: Path, shared_data: Path) -> None:
     (tmp_path / "corpora/wikipedia").mkdir(parents=True)
     (tmp_path / "data").mkdir()

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.waiting import WATCHDOG_SECONDS, prepare_fork, wait_for, wait_until
+from tests.waiting import prepare_fork, wait_for
 
 from trainyard.checkpoint.load import load_tensors, newest_checkpoint
 from trainyard.cli.main import main
@@ -36,27 +34,19 @@ from trainyard.train import worker
 from trainyard.train.run_folder import write_run_folder
 from trainyard.train.stop import Ending, Stop
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.exhaustive
 
 DOCUMENTS = Path(__file__).parent.parent.parent / "docs"
-TRAIN = "import sys; from trainyard.cli.main import main; main(['train', *sys.argv[1:]])"
 N_STEPS = 8
 SEQUENCE_LENGTH = 64
 # Of a loss: sums of some thousand fp32 numbers in another order.
 CLOSE = 3e-6
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "data 2, ZeRO 0": (2, ["parallel.zero_stage=0"]),
-    "data 2, ZeRO 1": (2, ["parallel.zero_stage=1"]),
-    "data 2, ZeRO 2": (2, ["parallel.zero_stage=2"]),
     "data 2, ZeRO 3": (2, ["parallel.zero_stage=3"]),
-    "data 2 x tensor 2": (4, ["parallel.tensor=2"]),
     "tensor 2 x pipeline 2": (
         4,
         ["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true"],
-    ),
-    "interleaved": (
-        2,
-        ["parallel.pipeline=2", "parallel.chunks=2", "parallel.schedule=interleaved"],
     ),
     "context 2": (2, ["parallel.context=2"]),
     "data 2 x tensor 2 x pipeline 2": (8, ["parallel.tensor=2", "parallel.pipeline=2"]),
@@ -297,13 +287,6 @@ def test_resumed_in_the_same_layout_to_the_last_bit(
     assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected)
 
 
-def test_a_time_limit_stops_all_at_the_same_step(corpus: list[str], tmp_path: Path) -> None:
-    run = run_of(corpus, "train.stop_after_minutes=1e-9")
-    assert train(tmp_path, run, 2) == [75, 75]
-    assert "train.stop_after_minutes=1e-09 is over: step 1 is saved in" in said(tmp_path, 0)
-    assert len(losses(tmp_path)) == 1
-
-
 @pytest.mark.parametrize("name", ["tensor 2 x pipeline 2", "data 2, ZeRO 3"])
 def test_what_is_done_with_a_checkpoint(
     trained: Callable[[str], Path],
@@ -332,129 +315,3 @@ def main_returns(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 0
-
-
-def raise_at_step(step: int, error: Exception) -> None:
-    """Makes a step of this rank fail."""
-    original = worker.train.__globals__["train_step"]
-
-    def failing(parts: Any, state: Any) -> Any:
-        if state.step == step:
-            raise error
-        return original(parts, state)
-
-    worker.train.__globals__["train_step"] = failing
-
-
-def test_a_rank_that_raises_is_named(corpus: list[str], tmp_path: Path) -> None:
-    def prepare_rank(rank: int) -> None:
-        if rank == 3:
-            raise_at_step(3, ValueError("rank 3 has had enough"))
-
-    run = run_of(corpus, *LAYOUTS["tensor 2 x pipeline 2"][1])
-    assert train(tmp_path, run, 4, prepare_rank) == [1] * 4
-    for rank in (0, 1, 2):
-        assert "rank 3 on " in said(tmp_path, rank)
-        assert "failed: ValueError: rank 3 has had enough" in said(tmp_path, rank)
-    assert "Traceback" in said(tmp_path, 3)
-
-
-@pytest.mark.parametrize("moment", ["evaluate", "save_state"])
-def test_one_rank_fails_beside_the_steps(corpus: list[str], tmp_path: Path, moment: str) -> None:
-    def prepare_rank(rank: int) -> None:
-        def failing(*_arguments: Any) -> None:
-            raise OSError("the disk is gone")
-
-        if rank == 1:
-            worker.train.__globals__[moment] = failing
-
-    assert train(tmp_path, run_of(corpus), 2, prepare_rank) == [1, 1]
-    assert "rank 1 on " in said(tmp_path, 0)
-    assert "failed: OSError: the disk is gone" in said(tmp_path, 0)
-
-
-def test_ranks_that_differ_are_refused(corpus: list[str], tmp_path: Path) -> None:
-    def prepare_rank(rank: int) -> None:
-        if rank == 1:
-            read = Path.read_text
-            Path.read_text = lambda path, **options: (  # type: ignore[method-assign]
-                read(path, **options) + ("#" if path.name == "run.toml" else "")
-            )
-            from trainyard.parallel import start
-
-            start.__version__ = "0.0.1"
-            worker.find_checkpoint = lambda *_: Path("step-00000007")
-
-    assert train(tmp_path, run_of(corpus), 2, prepare_rank) == [2, 2]
-    for rank in (0, 1):
-        told = said(tmp_path, rank)
-        assert "the ranks differ\ntrainyard: " in told
-        assert "0.0.1 on rank 1" in told
-        assert "checkpoint: none on rank 0" in told
-        assert "step-00000007 on rank 1" in told
-        assert "\nrun: " in told
-
-
-def start_train(folder: Path, corpus: list[str], *words: str) -> subprocess.Popen[str]:
-    """Starts the command as a user does."""
-    (folder / "tmp").mkdir()
-    long = ["train.length='5000 steps'", "schedule.decay='4999 steps'"]
-    long += ["evaluate.interval=0", "evaluate.sample_interval=0"]
-    return subprocess.Popen(
-        [sys.executable, "-c", TRAIN, "tiny", *arguments(corpus, *long), *words],
-        cwd=folder,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")},
-    )
-
-
-def wait_for_steps(folder: Path, n_steps: int) -> None:
-    metrics = folder / "runs/run/metrics.jsonl"
-    wait_until(lambda: metrics.exists() and count_steps(folder) >= n_steps)
-
-
-def count_steps(folder: Path) -> int:
-    """Counts lines of steps."""
-    return (folder / "runs/run/metrics.jsonl").read_text().count('"train"')
-
-
-def ranks_of(parent: int) -> list[int]:
-    """Process ids of the ranks, by rank."""
-    pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return sorted(map(int, pids))
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 93)])
-def test_a_signal_saves_once_on_all_ranks(
-    corpus: list[str], tmp_path: Path, number: signal.Signals, code: int
-) -> None:
-    process = start_train(tmp_path, corpus, "--ranks", "2")
-    wait_for_steps(tmp_path, 2)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=WATCHDOG_SECONDS)
-    assert process.returncode == code, errors
-    assert errors.count(f"received {number.name}: step ") == 1
-    assert len(list((tmp_path / "runs/run/checkpoints").iterdir())) == 1
-    assert [path.name for path in (tmp_path / "runs/run/logs").iterdir()] == ["rank-00001.log"]
-    assert (tmp_path / "runs/run/logs/rank-00001.log").read_text() == ""
-    assert "Warning" not in errors
-
-
-def test_a_rank_that_is_killed_is_named_and_all_start_again(
-    corpus: list[str], tmp_path: Path
-) -> None:
-    layout = ["parallel.tensor=2", "parallel.pipeline=2", "checkpoint.interval=1"]
-    process = start_train(tmp_path, corpus, *layout, "--ranks", "4")
-    wait_for_steps(tmp_path, 3)
-    first = ranks_of(process.pid)
-    os.kill(first[2], signal.SIGKILL)
-    wait_for_steps(tmp_path, count_steps(tmp_path) + 3)  # less than a save apart
-    second = ranks_of(process.pid)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=WATCHDOG_SECONDS)
-    assert process.returncode == 75, errors
-    assert re.search(r"rank 2 of 4 on \S+ was ended by SIGKILL at step \d+, in ", errors)
-    assert re.search(r"restart 1 of 3: from step-\d{8}", errors)
-    assert not set(first) & set(second)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in (*first, *second))

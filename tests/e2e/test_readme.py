@@ -111,7 +111,7 @@ def test_commands_for_your_own_text(tmp_path: Path, write: Callable[[Path], list
         assert (tmp_path / "web-gpt" / "model.safetensors").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_commands_before_the_queue(tmp_path: Path) -> None:
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     commands = fenced_commands(section("Before the queue"))
@@ -128,7 +128,7 @@ cp "${@: -1}" submitted.sh && echo 4711
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_commands_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but Slurm, which tests/cluster has."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")

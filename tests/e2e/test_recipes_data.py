@@ -26,6 +26,8 @@ from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.sidecar import load_sidecar
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parents[2]
 DUMP = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 SMALL = ["model.n_layers=2", "model.d_model=32", "model.n_heads=2", "model.d_ff=64"]

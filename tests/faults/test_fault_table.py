@@ -8,9 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.circles import everyday
 from tests.faults.fault_table import COVER, PHASES, TABLE, Expected
 from tests.faults.faulty_worker import FAULTS
 from tests.faults.run_faults import NEEDS_DISK, FaultRuns, can_mount
+
+# A death, a hang, a signal, a damaged file.
+EVERY_DAY = (
+    *(("SIGKILL", "save"), ("SIGSTOP", "data"), ("SIGTERM", "evaluate")),
+    ("flipped bit in a shard", "load"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> FaultRuns:
     return FaultRuns(tmp_path_factory.mktemp("faults"), forks=True)
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize(("fault", "phase"), COVER)
+@pytest.mark.parametrize(("fault", "phase"), everyday(COVER, EVERY_DAY))
 def test_what_comes_of_a_fault(runs: FaultRuns, tmp_path: Path, fault: str, phase: str) -> None:
     if fault in NEEDS_DISK and not can_mount(tmp_path):
         pytest.skip("needs the right to mount a file system")

@@ -46,7 +46,7 @@ from trainyard.model.gpt import GPT
 from trainyard.model.init import initialise
 from trainyard.plan.resolve import resolve
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.exhaustive
 
 # Loaded once, so that each fork has them.
 HEAVY_MODULES = (

@@ -13,8 +13,7 @@ from tests.waiting import WATCHDOG_SECONDS
 N_KILLS = 20
 
 
-@pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_anywhere_nothing_is_lost(tmp_path: Path) -> None:
     """The same with 200 kills: `python -m tests.faults.kill_training`."""
     done = subprocess.run(

@@ -13,6 +13,8 @@ from trainyard.errors import MachineError
 
 from .conftest import describe_corpus, read_all, write_corpus
 
+pytestmark = pytest.mark.exhaustive
+
 UNIT_BYTES = 100_000
 FINAL_NAMES = ("*.bin", "*.idx", "*.json")
 
@@ -39,7 +41,6 @@ def used_bytes(disk: Path) -> int:
     )
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("workers", "growth"), [(1, 60_000), (2, 120_000)])
 def test_the_disk_fills_up_at_every_stage(
     disk: Path, tmp_path: Path, tokenizer_folder: Path, workers: int, growth: int

@@ -20,7 +20,7 @@ from trainyard.data.preparation.prepare import prepare
 
 from .conftest import describe_corpus, read_all, write_corpus
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.exhaustive
 
 UNIT_BYTES = 60_000
 PREAMBLE = f"""
@@ -76,7 +76,6 @@ print(in_the_midst, resumed_with_parts)
 """
 
 
-@pytest.mark.slow
 def test_killed_at_thirty_moments(tmp_path: Path, tokenizer_folder: Path) -> None:
     write_corpus(tmp_path / "in", n_documents=600)
     (tmp_path / "expected").mkdir()

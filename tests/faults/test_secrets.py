@@ -79,7 +79,7 @@ def printed_secrets(done: CompletedProcess[str]) -> list[str]:
     return [secret for secret in SECRETS if secret in done.stdout + done.stderr]
 
 
-@pytest.mark.dist
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_training_writes_no_secret(run_file: Path, tmp_path: Path, n_ranks: int) -> None:
     (tmp_path / "work").mkdir()

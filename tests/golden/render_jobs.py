@@ -1,11 +1,16 @@
-"""The job scripts in `jobs/`, one for each recipe on its cluster and for every kind of start.
+"""The job scripts in `jobs/`, for each cluster and every kind of start.
 
-python -m tests.golden.render_jobs      writes them anew; look at the difference before you commit
+    python -m tests.golden.render_jobs      writes them anew; look at what differs before a commit
+
+One script of each kind is there in full (`.sh`), of the others what differs from it (`.diff`).
+Recipes of one cluster differ in their names and numbers; one of them is there.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from pathlib import Path
 
 from trainyard.cli.launch_jobs import Request, plan_jobs
@@ -70,6 +75,30 @@ STAGES: dict[str, tuple[str, str, int, dict[str, str]]] = {
 }
 
 
+# Scripts with a golden file, and the one from which the file says what differs.
+GOLDEN: dict[str, str | None] = {
+    "laptop-wikipedia": None,
+    "azure-175b": None,
+    "msamp-345m-deepspeed-fp16": "azure-175b",
+    "lumi-175b": "azure-175b",
+    "on-perlmutter": "azure-175b",
+    "on-frontier": "azure-175b",
+    "on-slurm": "azure-175b",
+    "on-slurm-torchrun": "on-slurm",
+    "on-pbs": None,
+    "polaris-gpt25b": "on-pbs",
+    "on-mpi": None,
+    "on-mpi-openmpi-apptainer": "on-mpi",
+    "on-ssh": None,
+    "all-azure-175b.download-slimpajama": None,
+    "all-azure-175b.prepare-slimpajama": "all-azure-175b.download-slimpajama",
+    "all-azure-175b.train": "azure-175b",
+    "all-benchmark64-full.download-openwebtext": None,
+    "all-benchmark64-full.prepare-openwebtext": "all-benchmark64-full.download-openwebtext",
+    "all-benchmark64-full.train": "polaris-gpt25b",
+}
+
+
 def requests() -> dict[str, Request]:
     """What is asked for, by the name of the golden file."""
     found = {}
@@ -87,18 +116,32 @@ def requests() -> dict[str, Request]:
 
 
 def render_all() -> dict[str, str]:
-    """All golden files by name; recipes are named as from the folder of the project."""
+    """All scripts by name; recipes are named as from the folder of the project."""
     texts = {}
     for name, request in requests().items():
         jobs = plan_jobs(request, PROJECT)[1]
         for stage, job in jobs.items():
-            texts[f"{name}.{stage}.sh" if len(jobs) > 1 else f"{name}.sh"] = render(job)
+            texts[f"{name}.{stage}" if len(jobs) > 1 else name] = render(job)
     return texts
+
+
+def golden_files(texts: dict[str, str]) -> dict[str, str]:
+    """Contents of the golden files by their names."""
+    files = {}
+    for name, other in GOLDEN.items():
+        if other is None:
+            files[f"{name}.sh"] = texts[name]
+        else:
+            lines = (texts[each].splitlines(keepends=True) for each in (other, name))
+            difference = difflib.unified_diff(*lines, other, name, n=0)
+            # Without line numbers, which a change above would change.
+            files[f"{name}.diff"] = "".join(re.sub("^@@ .*", "@@", line) for line in difference)
+    return files
 
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    for path in FOLDER.glob("*.sh"):
+    for path in FOLDER.iterdir():
         path.unlink()
-    for name, text in render_all().items():
+    for name, text in golden_files(render_all()).items():
         (FOLDER / name).write_text(text, encoding="utf-8")

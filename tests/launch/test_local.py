@@ -15,8 +15,6 @@ from tests.waiting import WATCHDOG_SECONDS, wait_until
 from trainyard.errors import MachineError
 from trainyard.launch.local import run_ranks
 
-pytestmark = pytest.mark.dist
-
 # Says that it is there and waits; what happens on SIGTERM is the test's.
 RANK = """
 import os, pathlib, signal, sys, time

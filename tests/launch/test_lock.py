@@ -82,7 +82,6 @@ def is_free(folder: Path) -> bool:
         return False
 
 
-@pytest.mark.dist
 def test_a_second_command_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = started(folder)
@@ -106,7 +105,7 @@ def is_held(path: Path) -> bool:
         os.close(pipe)
 
 
-@pytest.mark.dist
+@pytest.mark.exhaustive
 def test_the_lock_outlives_a_killed_parent_with_its_workers(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # A worker that holds Python's lock does not notice that its parent has gone.
@@ -121,7 +120,7 @@ def test_the_lock_outlives_a_killed_parent_with_its_workers(tmp_path: Path) -> N
     wait_until(lambda: is_free(folder))
 
 
-@pytest.mark.dist
+@pytest.mark.exhaustive
 def test_the_lock_is_free_when_all_are_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = started(folder)

@@ -71,7 +71,6 @@ def test_nobody_listens() -> None:
     pulse.blame(1)
 
 
-@pytest.mark.dist
 def test_a_watched_module_shows_its_stack_while_it_holds_the_lock_of_python(
     reader: PulseReader,
 ) -> None:

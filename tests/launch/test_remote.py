@@ -19,8 +19,6 @@ from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.launch.remote import worst
 
-pytestmark = pytest.mark.dist
-
 SSH = """#!/bin/bash
 while [[ $1 == -* ]]; do shift 2; done
 host=$1

@@ -16,7 +16,7 @@ from trainyard.config.cluster import Cluster, Launch
 from trainyard.launch.job import Job
 from trainyard.launch.render import render
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.exhaustive
 
 # The nth start of a rank ends as the nth word says: CODE, CODE:STEP with a checkpoint before it,
 # CODE!HOST with a rank that died there by itself, CODE=SAID with another code in outcome.json, or

@@ -52,7 +52,7 @@ def submit_there(
     return done.stdout.strip()
 
 
-@pytest.mark.dist
+@pytest.mark.exhaustive
 def test_a_job_runs_after_another(slurm: Slurm, machines: Machines, tmp_path: Path) -> None:
     first = submit_there(machines, script(tmp_path, f"sleep 0.3; echo 1 >>{tmp_path}/order"))
     second = submit_there(machines, script(tmp_path, f"echo 2 >>{tmp_path}/order"), first)
@@ -60,7 +60,7 @@ def test_a_job_runs_after_another(slurm: Slurm, machines: Machines, tmp_path: Pa
     assert (tmp_path / "order").read_text() == "1\n2\n"
 
 
-@pytest.mark.dist
+@pytest.mark.exhaustive
 def test_a_job_never_runs_after_one_that_failed(
     slurm: Slurm, machines: Machines, tmp_path: Path
 ) -> None:
@@ -70,7 +70,7 @@ def test_a_job_never_runs_after_one_that_failed(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.dist
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("option", "said"),
     [
@@ -89,7 +89,7 @@ def test_what_slurm_refuses(
     assert "hint: its options are the first lines of that script" in answer
 
 
-@pytest.mark.dist
+@pytest.mark.exhaustive
 def test_a_controller_that_is_not_there(
     slurm: Slurm, machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

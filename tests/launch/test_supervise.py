@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.circles import everyday
 from tests.launch.processes import Done, finish, process_ids, start
 from tests.waiting import wait_until
-
-pytestmark = pytest.mark.dist
 
 HOST = socket.gethostname()
 N_STEPS = 8
@@ -55,9 +54,9 @@ def test_all_is_well(folder: Path) -> None:
     ("fault", "how", "rank"),
     [
         ("SIGKILL", "was ended by SIGKILL", 0),
-        ("segfault", "was ended by SIGSEGV", 1),
-        ("abort", "was ended by SIGABRT", 0),
-        ("exception", "ended with code 1", 2),
+        pytest.param("segfault", "was ended by SIGSEGV", 1, marks=pytest.mark.exhaustive),
+        pytest.param("abort", "was ended by SIGABRT", 0, marks=pytest.mark.exhaustive),
+        pytest.param("exception", "ended with code 1", 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_death_is_named_and_the_run_starts_again(
@@ -74,6 +73,7 @@ def test_a_death_is_named_and_the_run_starts_again(
     assert starts(folder) == [0, 4]
 
 
+@pytest.mark.exhaustive
 def test_three_restarts_without_progress(folder: Path) -> None:
     done = supervise(folder, wanted([1, 1, "SIGKILL", 1], [1, 5, "SIGKILL", 99]))
     assert done.code == 93
@@ -109,7 +109,7 @@ def seconds_of(line: str, said: str) -> float:
     return float(found[1])
 
 
-@pytest.mark.parametrize("fault", ["SIGSTOP", "regex"])
+@pytest.mark.parametrize("fault", everyday(("SIGSTOP", "regex"), ("SIGSTOP",)))
 def test_a_hang_is_named_with_all_stacks(folder: Path, fault: str) -> None:
     done = supervise(folder, wanted([2, 5, fault, 1], limit=2.0))
     assert done.code == 0, done.said
@@ -129,6 +129,7 @@ def test_a_hang_is_named_with_all_stacks(folder: Path, fault: str) -> None:
     assert (told["rank"], told["step"], told["state"]) == (2, 5, state)
 
 
+@pytest.mark.exhaustive
 def test_the_first_step_may_be_slow(folder: Path) -> None:
     done = supervise(folder, wanted([1, 0, "SIGSTOP", 1], limit=1.0, slow=4.0))
     assert done.code == 0
@@ -158,6 +159,7 @@ def test_a_signal_stops_all_at_one_step(folder: Path, number: signal.Signals, co
     assert starts(folder) == [0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(folder: Path, second: signal.Signals) -> None:
     process = running_ranks(folder, HANGS)
@@ -170,6 +172,7 @@ def test_a_second_signal_ends_at_once(folder: Path, second: signal.Signals) -> N
     assert done.said == ""
 
 
+@pytest.mark.exhaustive
 def test_a_signal_before_a_worker_can_hear_it(folder: Path) -> None:
     process = start(folder, 3, json.dumps({"n_steps": 10**6, "gloo": True}))
     wait_until(lambda: len(children(process.pid)) == 3)
@@ -183,6 +186,7 @@ def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
+@pytest.mark.exhaustive
 def test_a_signal_to_one_worker_is_not_a_death(folder: Path) -> None:
     process = running_ranks(folder, LONG)
     os.kill(process_ids(folder)[1], signal.SIGTERM)
@@ -190,6 +194,7 @@ def test_a_signal_to_one_worker_is_not_a_death(folder: Path) -> None:
     assert (done.code, done.said) == (0, "") or done.code == 75
 
 
+@pytest.mark.exhaustive
 def test_real_ranks_fail_one_way_after_the_other(folder: Path) -> None:
     """Of those that hang none uses the processor: one sleeps, the others wait for it."""
     faults = [[1, 3, "SIGKILL", 1], [0, 5, "exception", 2], [2, 7, "lock", 3]]

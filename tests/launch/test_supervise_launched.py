@@ -15,7 +15,7 @@ import pytest
 from tests.launch.processes import TORCHRUN, finish, process_ids, start
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.exhaustive
 
 HOST = socket.gethostname()
 LAUNCHER = [*TORCHRUN, "--nproc-per-node=3", "--max-restarts=9"]
@@ -53,7 +53,6 @@ def test_torchrun_starts_again_what_died_or_hung(tmp_path: Path) -> None:
     assert "Signal 9 (SIGKILL)" not in done.said  # torchrun had to kill nobody
 
 
-@pytest.mark.exhaustive  # a minute and a half of torchrun's patience
 def test_three_restarts_without_progress(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = finish(start(folder, 3, wanted([1, 1, "abort", 99]), *LAUNCHER), folder)

@@ -11,7 +11,6 @@ from trainyard.model.dropout import (
     Dropout,
     at_site,
     dropout,
-    rows_of_heads,
     sequence_keys,
 )
 
@@ -60,15 +59,6 @@ def test_no_two_elements_are_correlated(rate: float) -> None:
     assert {name: value for name, value in found.items() if abs(value) > SIGMAS} == {}
 
 
-def test_no_three_or_four_elements_are_correlated() -> None:
-    centred = kept(0.5).float() - 0.5
-    a, b, c, d = (centred[..., n : n + 381] for n in range(4))
-    assert abs(deviation(a * b * c, 0.25**3)) < SIGMAS
-    assert abs(deviation(a * b * c * d, 0.25**4)) < SIGMAS
-    corners = centred[:, 1:, 1:] * centred[:, :-1, 1:] * centred[:, 1:, :-1] * centred[:, :-1, :-1]
-    assert abs(deviation(corners, 0.25**4)) < SIGMAS
-
-
 def test_any_two_features_and_any_two_tokens_are_as_good_as_independent() -> None:
     """Correlations of all pairs spread as those of coin tosses, none far out."""
     tokens = 2 * kept(0.5, shape=(32, 256, 256)).flatten(0, 1).float() - 1  # (8192, 256)
@@ -84,29 +74,6 @@ def test_rows_and_columns_lose_about_the_same() -> None:
     for dimension, n in ((1, 256), (2, 384)):
         spread = centred.sum(dimension).pow(2) / (n * 0.1 * 0.9)  # 1 on average, variance 2
         assert abs(deviation(spread - 1, 2.0)) < SIGMAS
-
-
-def test_a_part_gets_its_part_of_the_mask() -> None:
-    whole, keys = torch.randn(6, 32, 48), sequence_keys(5, 7, 0, 6)
-    expected = dropout(whole, 0.3, keys, torch.arange(32))
-    rows = torch.tensor([3, 4, 5, 30, 2])  # tokens, in any order
-    assert torch.equal(dropout(whole[:, rows], 0.3, keys, rows), expected[:, rows])
-    part = dropout(whole[..., 16:40], 0.3, keys, torch.arange(32), torch.arange(16, 40))
-    assert torch.equal(part, expected[..., 16:40])  # features
-    part = dropout(whole[2:5], 0.3, sequence_keys(5, 7, 2, 3), torch.arange(32))
-    assert torch.equal(part, expected[2:5])  # sequences
-
-
-def test_heads_queries_and_keys_of_attention_can_be_cut() -> None:
-    whole, keys = torch.rand(2, 8, 16, 16), at_site(sequence_keys(5, 7, 0, 2), 1)
-    positions = torch.arange(16)
-    expected = dropout(whole, 0.3, keys, rows_of_heads(0, 8, positions), positions)
-    masks = (expected != 0).flatten(1, 2).unbind(1)  # of each head and position
-    assert len({str(mask.tolist()) for mask in masks}) == 8 * 16
-    queries, seen = torch.tensor([4, 5, 10, 11]), torch.tensor([0, 1, 14, 15])
-    rows = rows_of_heads(6, 2, queries)
-    part = dropout(whole[:, 6:][:, :, queries][..., seen], 0.3, keys, rows, seen)
-    assert torch.equal(part, expected[:, 6:][:, :, queries][..., seen])
 
 
 def test_keys_are_of_seed_step_and_number_alone() -> None:
@@ -175,7 +142,7 @@ def test_module_needs_keys() -> None:
     assert torch.equal(module(x, keys, positions), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 def test_compiled_masks_are_those_of_eager_mode() -> None:
     x, keys, rows = torch.randn(4, 64, 96), sequence_keys(1, 2, 0, 4), torch.arange(64)

@@ -248,57 +248,6 @@ def test_micro_batches_of_any_size_have_the_same_gradients_with_dropout() -> Non
             torch.testing.assert_close(gradient, whole[name], rtol=1e-11, atol=1e-14)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("recompute", ["none", "block"])
-def test_parts_one_after_the_other_are_the_whole(tied: bool, recompute: Recompute) -> None:
-    shape = with_dropout(0.2).model_copy(update={"tied_embeddings": tied, "n_layers": 5})
-    whole = build(shape, recompute=recompute)
-    cuts = [(0, 2), (2, 3), (3, 5)]
-    parts = [
-        build(shape, recompute=recompute, part=Part(range(*cut), cut == cuts[0], cut == cuts[-1]))
-        for cut in cuts
-    ]
-    tokens, labels = some_tokens()
-    keys = sequence_keys(6, 0, 0, 3)
-    hidden = tokens
-    for part in parts:
-        hidden = part(hidden, keys)
-    loss = parts[-1].summed_loss(hidden, labels)
-    loss.backward()
-    expected, gradients = loss_and_gradients(whole)
-    assert torch.equal(loss, expected)
-    for number, part in enumerate(parts):
-        for name, parameter in part.named_parameters():
-            if tied and name == "embedding.weight":
-                assert number != 1
-                other = parts[2 - number].embedding
-                assert other is not None
-                both = parameter.grad + other.weight.grad
-                torch.testing.assert_close(both, gradients[name], rtol=1e-5, atol=1e-5)
-            else:
-                assert torch.equal(parameter.grad, gradients[name]), name
-    names = [name for part in parts for name, _ in part.named_parameters()]
-    assert set(names) == gradients.keys()
-    assert len(names) == len(gradients) + tied
-
-
-def test_a_part_has_only_what_it_needs() -> None:
-    first = GPT(SHAPE, 64, part=Part(range(0, 1), takes_tokens=True, gives_loss=False))
-    middle = GPT(SHAPE, 64, part=Part(range(1, 2), takes_tokens=False, gives_loss=False))
-    last = GPT(SHAPE, 64, part=Part(range(2, 2), takes_tokens=False, gives_loss=True))
-    modules = ("embedding", "positions", "blocks", "final_norm", "head", "cross_entropy")
-    held = [{name for name in modules if getattr(part, name)} for part in (first, middle, last)]
-    assert held == [
-        {"embedding", "positions", "blocks"},
-        {"blocks"},
-        {"embedding", "final_norm", "cross_entropy"},  # the embedding as head
-    ]
-    with pytest.raises(AssertionError, match="gives no loss"):
-        first.summed_loss(torch.zeros(1, 2, 32), torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(AssertionError, match="has no head"):
-        _ = middle.head_weight
-
-
 @torch.no_grad()
 def test_positions_survive_a_model_built_without_memory() -> None:
     with torch.device("meta"):
@@ -312,17 +261,7 @@ def test_positions_survive_a_model_built_without_memory() -> None:
     assert torch.equal(model.blocks["1"].attention.core.positions, torch.arange(16))
 
 
-def test_positions_of_the_residual_stream_can_be_cut() -> None:
-    """A stage that holds half of the tokens adds and drops what they have in the whole."""
-    model = build(with_dropout(0.3), part=Part(range(0), takes_tokens=True, gives_loss=False))
-    tokens, keys = some_tokens()[0], sequence_keys(1, 0, 0, 3)
-    whole = model(tokens, keys)
-    for half in (slice(0, 8), slice(8, 16)):
-        model.residual_positions = model.token_positions[half]
-        assert torch.equal(model(tokens[:, half], keys), whole[:, half])
-
-
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 @pytest.mark.parametrize("recompute", ["none", "attention", "block"])
 def test_compiled_blocks_equal_eager_ones(recompute: Recompute) -> None:

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from trainyard.config.run import Model
-from trainyard.model.cut import Part, cut_dimension
 from trainyard.model.gpt import GPT
-from trainyard.model.init import Share, initial_value, initialise
+from trainyard.model.init import initial_value, initialise
 
 SHAPE = Model(n_layers=3, d_model=64, n_heads=4, d_ff=256, sequence_length=32, vocabulary_size=500)
 
@@ -51,38 +50,6 @@ def test_spread_is_that_of_gpt2() -> None:
 def test_an_untied_head_is_drawn_on_its_own() -> None:
     drawn = build(SHAPE.model_copy(update={"tied_embeddings": False}), seed=1)
     assert not torch.equal(drawn["head.weight"], drawn["embedding.weight"])
-
-
-@pytest.mark.parametrize("n_ranks", [2, 4])
-@pytest.mark.parametrize("tied", [True, False])
-def test_ranks_that_share_layers_start_with_slices_of_the_whole(n_ranks: int, tied: bool) -> None:
-    shape = SHAPE.model_copy(update={"tied_embeddings": tied})
-    whole = build(shape, seed=1)
-    parts: list[dict[str, torch.Tensor]] = []
-    for rank in range(n_ranks):
-        model = GPT(shape, 512)
-        for name, parameter in model.named_parameters():
-            dimension = cut_dimension(name)
-            if dimension is not None:  # as a cut makes them
-                parameter.data = parameter.data.chunk(n_ranks, dimension)[0].clone()
-        initialise(model, shape, 1, Share(rank, n_ranks))
-        parts.append(dict(model.named_parameters()))
-    for name, value in whole.items():
-        dimension = cut_dimension(name)
-        if dimension is None:
-            assert all(torch.equal(part[name], value) for part in parts), name
-        else:
-            joined = torch.cat([part[name] for part in parts], dimension)
-            assert torch.equal(joined, value), name
-
-
-def test_a_part_of_the_stack_starts_with_the_values_of_the_whole() -> None:
-    whole = build(SHAPE, seed=1)
-    last = GPT(SHAPE, 512, part=Part(range(2, 3), takes_tokens=False, gives_loss=True))
-    initialise(last, SHAPE, seed=1)
-    names = [name for name, _ in last.named_parameters()]
-    assert {"embedding.weight", "blocks.2.mlp.up.weight"} <= set(names)
-    assert all(torch.equal(value, whole[name]) for name, value in last.named_parameters())
 
 
 @pytest.mark.parametrize("d_model", [64, 3])

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,16 +13,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainyard.config.run import Model
 from trainyard.model.attention import CausalAttention
-from trainyard.model.dropout import sequence_keys
-from trainyard.model.gpt import GPT, Recompute
-from trainyard.model.init import initialise
 from trainyard.parallel import ring
-from trainyard.parallel.context import Method, UlyssesAttention, cut_context, take_share
+from trainyard.parallel.context import Method, UlyssesAttention, take_share
 from trainyard.parallel.ring import RingAttention
-
-pytestmark = pytest.mark.dist
 
 RunRanks = Callable[..., list[Any]]
 METHODS: tuple[Method, ...] = ("ulysses", "ring")
@@ -101,26 +93,6 @@ def test_ranks_compute_what_one_device_does(
         assert all(is_same for _, is_same in results)
 
 
-def dropout_difference(first_head: int) -> float:
-    inputs = whole_inputs(8, torch.float64)
-    keys = sequence_keys(seed=1, step=2, first=3, count=B)
-    whole = CausalAttention(0.3, 1, T)
-    expected = results_of(lambda q, k, v: whole(q, k, v, keys), *inputs)
-    # As if a tensor cut had left the last heads to these ranks.
-    cut = UlyssesAttention(CausalAttention(0.3, 1, T), all_ranks())
-    cut.first_head = first_head
-    heads = [share_of(x[:, first_head:], "ulysses") for x in inputs]
-    found = results_of(lambda q, k, v: cut(q, k, v, keys), *heads)
-    return worst_difference(found, [share_of(x[:, first_head:], "ulysses") for x in expected])
-
-
-@pytest.mark.parametrize("first_head", [0, 4])
-def test_ulysses_drops_the_weights_that_one_device_drops(
-    run_ranks: RunRanks, first_head: int
-) -> None:
-    assert max(run_ranks(2, dropout_difference, first_head)) < 1e-12
-
-
 class _Watch(TorchDispatchMode):
     """Notes sends (s), computations (c) and waits (w), and how many received keys there were."""
 
@@ -166,59 +138,6 @@ def test_ring_computes_on_keys_while_the_next_arrive(run_ranks: RunRanks) -> Non
         assert most_received == 2
 
 
-SHAPE = Model(
-    n_layers=2,
-    d_model=32,
-    n_heads=4,
-    d_ff=64,
-    sequence_length=T,
-    vocabulary_size=61,
-    dropout=0.0,
-    init_std=0.2,
-)
-
-
-def model_differences(method: Method, dropout: float, how: str) -> float:
-    """This rank's worst difference in hidden states, and in gradients summed over ranks."""
-    shape = SHAPE.model_copy(update={"dropout": dropout})
-    tokens = torch.arange(B * T).view(B, T) * 7 % 61
-    keys = sequence_keys(seed=1, step=2, first=3, count=B)
-    gradient = torch.randn(
-        (B, T, 32), dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
-    results = []
-    for is_cut in (False, True):
-        recompute: Recompute = "block" if is_cut and how == "recomputed" else "none"
-        model = GPT(shape, 64, torch.float64, recompute)
-        initialise(model, shape, seed=3)
-        model.double().train()
-        inputs = [tokens, gradient]
-        if is_cut:
-            cut_context(model, all_ranks(), method)
-            inputs = [share_of(x, method, 1) for x in inputs]
-            if how == "compiled":
-                for block in model.blocks.values():
-                    block.compile(backend="aot_eager", fullgraph=True)
-        hidden = model(inputs[0], keys)
-        hidden.backward(inputs[1])
-        gradients = [each.grad for each in model.parameters() if each.grad is not None]
-        if is_cut:
-            for each in gradients:
-                dist.all_reduce(each)
-        results.append([hidden.detach(), *gradients])
-    results[0][0] = share_of(results[0][0], method, 1)
-    return worst_difference(results[1], results[0])
-
-
-@pytest.mark.parametrize(("method", "dropout"), [("ulysses", 0.2), ("ring", 0.0)])
-@pytest.mark.parametrize("how", ["plainly", "recomputed", "compiled"])
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler's own
-def test_model_cut_by_tokens_is_the_same_model(
-    run_ranks: RunRanks, method: Method, dropout: float, how: str
-) -> None:
-    assert max(run_ranks(2, model_differences, method, dropout, how)) < 1e-12
-
-
 def test_shares() -> None:
     tokens = torch.arange(16).view(2, 8)
     assert take_share(tokens, 1, 2, "ulysses", 1)[0].tolist() == [4, 5, 6, 7]
@@ -237,26 +156,3 @@ def test_kernels_of_a_gpu_take_what_the_ring_gives_them() -> None:
         assert out.shape == q_part.shape == queries.shape
         assert lse.shape == queries.shape[:3]
         assert kv_part.shape == kv.shape
-
-
-def fail_in_rank_1(how: str) -> int:
-    if dist.get_rank() == 1:
-        if how == "raises":
-            raise ValueError("of rank 1")
-        os._exit(9)
-    dist.barrier()
-    return 0
-
-
-def test_errors_of_ranks_are_raised_here(run_ranks: RunRanks) -> None:
-    with pytest.raises(ValueError, match="of rank 1") as error:
-        run_ranks(2, fail_in_rank_1, "raises")
-    assert "in rank 1:\nTraceback" in str(error.value.__cause__)
-    assert "line" in str(error.value.__cause__)
-    with pytest.raises(RuntimeError, match=r"rank 1 ended without a result|Connection"):
-        run_ranks(2, fail_in_rank_1, "dies")
-    assert run_ranks(3, lambda x: (dist.get_rank(), np.arange(x).sum()), 4) == [
-        (0, 6),
-        (1, 6),
-        (2, 6),
-    ]

@@ -79,21 +79,10 @@ def compare(
     return differing_copies(replica)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("n_ranks", "parallel", "flips", "expected"),
     [
         pytest.param(2, {}, {1: UP}, [f"{UP}: rank 0 differs from rank 1"], id="replicate x2"),
-        pytest.param(
-            4, {}, {2: EMBEDDING}, [f"{EMBEDDING}: rank 2 differs from ranks 0-1, 3"], id="x4"
-        ),
-        pytest.param(
-            4,
-            {},
-            {1: UP, 3: NORM},
-            [f"{NORM}: rank 3 differs from ranks 0-2", f"{UP}: rank 1 differs from ranks 0, 2-3"],
-            id="two ranks, two parts",
-        ),
         pytest.param(
             4,
             {"replicas": 2, "zero_stage": 3},
@@ -104,14 +93,6 @@ def compare(
         pytest.param(
             2, {"tensor": 2}, {1: NORM}, [f"{NORM}: rank 0 differs from rank 1"], id="tp2 norm"
         ),
-        pytest.param(2, {"tensor": 2}, {1: UP}, [], id="tp2, held once"),
-        pytest.param(
-            2,
-            {"tensor": 2, "sequence": True},
-            {0: NORM},
-            [f"{NORM}: rank 0 differs from rank 1"],
-            id="sp2",
-        ),
         pytest.param(
             2,
             {"pipeline": 2},
@@ -119,7 +100,6 @@ def compare(
             [f"{EMBEDDING}: rank 0 differs from rank 1"],
             id="pp2 tied",
         ),
-        pytest.param(2, {"pipeline": 2}, {1: UP}, [], id="pp2, held once"),
         pytest.param(
             4,
             {"tensor": 2},
@@ -128,21 +108,11 @@ def compare(
             id="tp2 x dp2 norm",
         ),
         pytest.param(
-            4, {"tensor": 2}, {3: UP}, [f"{UP}: rank 1 differs from rank 3"], id="tp2 x dp2 cut"
-        ),
-        pytest.param(
             4,
             {"pipeline": 2},
             {3: UP},
             [f"{UP}: rank 2 differs from rank 3"],
             id="pp2 x dp2: a name that only the last stage knows",
-        ),
-        pytest.param(
-            2,
-            {"context": 2},
-            {1: UP},
-            [f"{UP}: rank 0 differs from rank 1"],
-            id="cp2",
         ),
         pytest.param(2, {"zero_stage": 3}, {0: UP}, [], id="zero 3, held once"),
     ],
@@ -158,13 +128,11 @@ def test_a_flipped_bit_is_named_on_every_rank(
         assert found == expected
 
 
-@pytest.mark.dist
 def test_an_untied_embedding_is_nobody_elses(run_ranks: Callable[..., list[Any]]) -> None:
     untied = {"tied_embeddings": False}
     assert run_ranks(2, compare, {"pipeline": 2}, {0: EMBEDDING}, untied) == [[], []]
 
 
-@pytest.mark.dist
 def test_three_different_copies_and_many_parts(run_ranks: Callable[..., list[Any]]) -> None:
     def compare_all() -> list[str]:
         replica = build_replica({}, {})

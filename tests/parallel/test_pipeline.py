@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.circles import everyday
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
@@ -21,8 +22,6 @@ from trainyard.plan.resolve import resolve
 from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.simulation import count_steps
 from trainyard.train.run_folder import FIRST_WITH_ZERO_BUBBLE
-
-pytestmark = pytest.mark.dist
 
 SMALL = """train.compile=never train.micro_batch_size=1 train.global_batch_size=24
     model.n_layers=4 model.d_model=32 model.n_heads=2 model.d_ff=64 model.sequence_length=64
@@ -56,7 +55,7 @@ def count(run: Run, numbers: list[int]) -> list[tuple[int, int]]:
     return [(each.peak_bytes - each.batch_bytes, each.held_bytes) for each in counts]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", everyday(SCHEDULES, SCHEDULES[-1:]))
 def test_training_holds_no_more_for_more_micro_batches(
     schedule: str, run_ranks: Callable[..., list[Any]]
 ) -> None:
@@ -82,7 +81,7 @@ def evaluate(run: Run, numbers: list[int]) -> list[int]:
     return peaks
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+@pytest.mark.parametrize("schedule", everyday(SCHEDULES[1:], SCHEDULES[-1:]))
 def test_evaluation_holds_no_more_for_more_micro_batches(
     schedule: str, run_ranks: Callable[..., list[Any]]
 ) -> None:
@@ -110,7 +109,7 @@ def cast_each_time(*_: Any) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", everyday(SCHEDULES, SCHEDULES[-1:]))
 def test_shared_casts_change_no_bit(
     schedule: str, run_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

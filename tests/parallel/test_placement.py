@@ -1,28 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from trainyard.checkpoint.format import Facts
-from trainyard.checkpoint.load import load_into, load_tensors
-from trainyard.checkpoint.save import Ranks, save_checkpoint
-from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.model.init import Share
 from trainyard.parallel.placement import Placement, is_writer, local_part, place, whole
-
-RunRanks = Callable[..., list[Any]]
-WHOLE_SHAPES = {"up.weight": (14, 6), "up.bias": (14,), "down.weight": (5, 14), "down.bias": (5,)}
-CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
-ALL = Share(0, 1)
 
 
 @pytest.mark.parametrize("length", range(8))
@@ -56,114 +39,3 @@ def test_a_plain_parameter_is_cut_over_tensor_ranks_alone():
     part = local_part(parameter)
     assert part.data_ptr() == parameter.data_ptr()
     assert not part.requires_grad
-
-
-class Model(nn.Module):
-    """Two layers of one rank: its parts of the whole ones."""
-
-    def __init__(self, n_tensor_ranks: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 14 // n_tensor_ranks)
-        self.down = nn.Linear(14 // n_tensor_ranks, 5)
-
-
-def whole_values() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return {
-        f"{kind}.{name}": torch.randn(shape, generator=generator)
-        for kind in ("model", "optimizer")
-        for name, shape in WHOLE_SHAPES.items()
-    }
-
-
-def build(layout: str) -> tuple[Model, Share]:
-    """A model over four ranks, and the place of this one among the tensor ranks."""
-    from torch.distributed._composable.replicate_with_fsdp import replicate
-
-    if layout == "hybrid":
-        model, tensor, mesh = (
-            Model(1),
-            ALL,
-            init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")),
-        )
-    elif layout == "tensor x shard":
-        model, tensor = Model(2), Share(dist.get_rank() % 2, 2)
-        names = ("shard", "tensor")
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)["shard"]
-    else:
-        model, tensor, mesh = Model(1), ALL, init_device_mesh("cpu", (4,))
-    if layout == "replicate":
-        replicate(model, mesh=mesh)
-    else:
-        fully_shard(model.up, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model, tensor
-
-
-def take(value: Tensor, placement: Placement) -> Tensor:
-    ranges = zip(placement.offsets, placement.local_shape, strict=True)
-    return value[tuple(slice(start, start + size) for start, size in ranges)]
-
-
-def save_rank(layout: str, folder: Path) -> list[tuple[str, Placement]]:
-    """Saves weights and one moment from FSDP2 parameters; gives what this rank wrote."""
-    model, tensor = build(layout)
-    values, tensors, placements = whole_values(), {}, {}
-    written = []
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        placement = place(parameter, CUT.get(name), tensor)
-        local_part(parameter).copy_(take(values[f"model.{name}"], placement))
-        # What PyTorch says this rank's part is a part of.
-        expected = values[f"model.{name}"]
-        if name in CUT:
-            expected = expected.chunk(tensor.n_ranks, CUT[name])[tensor.rank]
-        assert torch.equal(parameter.full_tensor(), expected), name
-        moment = torch.zeros_like(parameter)
-        local_part(moment).copy_(take(values[f"optimizer.{name}"], placement))
-        if is_writer(parameter, CUT.get(name), tensor):
-            for key, value in ((f"model.{name}", parameter), (f"optimizer.{name}", moment)):
-                tensors[key], placements[key] = local_part(value), placement
-            written.append((name, placement))
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.barrier)
-    facts = Facts(step=3, consumed_sequences=0, consumed_tokens=0, run={})
-    save_checkpoint(folder, facts, tensors, placements, ranks)
-    return written
-
-
-def load_rank(layout: str, checkpoint: Path) -> bool:
-    """Loads into FSDP2 parameters and moments; whether all of them are right."""
-    model, tensor = build(layout)
-    values, tensors, placements = whole_values(), {}, {}
-    for name, parameter in model.named_parameters():
-        for key, value in (
-            (f"model.{name}", parameter),
-            (f"optimizer.{name}", torch.zeros_like(parameter)),
-        ):
-            tensors[key] = local_part(value)
-            placements[key] = place(parameter, CUT.get(name), tensor)
-    load_into(checkpoint, tensors, 1, placements)
-    return all(torch.equal(t, take(values[key], placements[key])) for key, t in tensors.items())
-
-
-LAYOUTS = ("shard", "replicate", "hybrid", "tensor x shard")
-N_WRITERS = {"shard": (4, 4, 3, 3), "replicate": (1, 1, 1, 1), "hybrid": (2, 2, 2, 2)}
-
-
-@pytest.mark.dist
-def test_ranks_of_fsdp_save_and_load_any_layout(run_ranks: RunRanks, tmp_path):
-    for layout in LAYOUTS:
-        written = run_ranks(4, save_rank, layout, tmp_path / layout)
-        writers = {
-            name: [p for rank in written for n, p in rank if n == name and 0 not in p.local_shape]
-            for name in WHOLE_SHAPES
-        }
-        if layout in N_WRITERS:
-            assert tuple(len(places) for places in writers.values()) == N_WRITERS[layout]
-        checkpoint = tmp_path / layout / "step-00000003"
-        check_checkpoint(checkpoint)
-        for key, value in load_tensors(checkpoint, "").items():
-            assert torch.equal(value, whole_values()[key]), (layout, key)
-    for saved, wanted in zip(LAYOUTS, (*LAYOUTS[1:], LAYOUTS[0]), strict=True):
-        checkpoint = tmp_path / saved / "step-00000003"
-        assert all(run_ranks(4, load_rank, wanted, checkpoint)), (saved, wanted)

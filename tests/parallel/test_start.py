@@ -93,7 +93,6 @@ def given_up(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return ranks
 
 
-@pytest.mark.dist
 def test_they_add_up_and_listen_to_nobody_outside(start: Start, meeting: dict[str, Any]) -> None:
     answers = start(ranks_at(meeting, 4))
     assert [answer.get("sum") for answer in answers] == [6.0] * 4, answers
@@ -103,7 +102,6 @@ def test_they_add_up_and_listen_to_nobody_outside(start: Start, meeting: dict[st
     assert not any(answer["has_group"] for answer in answers)
 
 
-@pytest.mark.dist
 def test_late_ranks_are_waited_for(start: Start, meeting: dict[str, Any]) -> None:
     ranks = ranks_at(meeting)
     ranks[0]["delay"] = 1.0
@@ -120,7 +118,6 @@ def test_one_rank_starts_nothing() -> None:
         assert not dist.is_initialized()
 
 
-@pytest.mark.dist
 def test_a_rank_is_missing(start: Start, meeting: dict[str, Any]) -> None:
     answers = start(given_up(ranks_at(meeting, 4)[:2]))
     problem = (
@@ -132,7 +129,6 @@ def test_a_rank_is_missing(start: Start, meeting: dict[str, Any]) -> None:
         assert answer["message"] == f"{problem}\nhint: {hint}"
 
 
-@pytest.mark.dist
 def test_rank_0_is_missing_from_a_file(start: Start, tmp_path: Path) -> None:
     file = str(tmp_path / "store")
     answers = start(given_up(ranks_at({"store_file": file})[1:]))
@@ -142,7 +138,6 @@ def test_rank_0_is_missing_from_a_file(start: Start, tmp_path: Path) -> None:
         assert answer["message"].startswith(start_of_message)
 
 
-@pytest.mark.dist
 def test_rank_0_listens_where_other_machines_cannot_come(start: Start) -> None:
     (rank_0, _) = ranks_at({"address": "localhost", "port": free_port()}, 2)
     rank_0["process"]["n_local_ranks"] = 1
@@ -153,7 +148,6 @@ def test_rank_0_listens_where_other_machines_cannot_come(start: Start) -> None:
     )
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("address", "reason"),
     [("127.0.0.2", "Connection refused"), ("no.such.host.invalid", "Name or service not known")],
@@ -173,7 +167,6 @@ def test_a_rank_has_another_address(start: Start, address: str, reason: str) -> 
         assert answer["message"].startswith(f"rank 1 of 3 did not come to {place(meeting)} within")
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
@@ -200,7 +193,6 @@ def test_a_rank_differs(
         )
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_rank_fails_before_it_has_facts(
     start: Start, meeting: dict[str, Any], failing: int
@@ -217,7 +209,6 @@ def test_a_rank_fails_before_it_has_facts(
         assert answer["exit_code"] == 2
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize("do", ["raise", "refuse"])
 def test_a_rank_fails_later(start: Start, meeting: dict[str, Any], failing: int, do: str) -> None:
@@ -235,7 +226,6 @@ def test_a_rank_fails_later(start: Start, meeting: dict[str, Any], failing: int,
     assert not any(answer["has_group"] for answer in [own, *answers])
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("dying", [0, 2])
 def test_a_rank_is_killed(start: Start, meeting: dict[str, Any], dying: int) -> None:
     ranks = ranks_at(meeting)
@@ -245,7 +235,6 @@ def test_a_rank_is_killed(start: Start, meeting: dict[str, Any], dying: int) -> 
     assert all("error" in answer for answer in answers)
 
 
-@pytest.mark.dist
 def test_a_rank_is_killed_after_the_roll_call(start: Start, meeting: dict[str, Any]) -> None:
     ranks = ranks_at(meeting, timeout=10.0)  # to connect too, which the dead never does
     ranks[2]["do"] = "die early"
@@ -260,7 +249,6 @@ def test_a_rank_is_killed_after_the_roll_call(start: Start, meeting: dict[str, A
         )
 
 
-@pytest.mark.dist
 def test_a_port_is_taken(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         meeting = {"address": "127.0.0.1", "port": other.getsockname()[1]}
@@ -270,7 +258,6 @@ def test_a_port_is_taken(start: Start) -> None:
     )
 
 
-@pytest.mark.dist
 def test_ranks_of_another_run_are_not_mistaken_for_ours(start: Start) -> None:
     meeting = {"address": "127.0.0.1", "port": free_port()}
     ranks, stranger = ranks_at(meeting), ranks_at(meeting)[1]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.circles import everyday
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
@@ -23,8 +24,6 @@ from trainyard.parallel.replica import Replica
 from trainyard.plan.resolve import resolve
 from trainyard.plan.traffic import rank_traffic
 from trainyard.simulate.accounting import Accounting
-
-pytestmark = pytest.mark.dist
 
 # Calls and bytes by axis and kind of call.
 Counts = dict[tuple[str, str], tuple[int, int]]
@@ -111,7 +110,13 @@ def count_step(run: Run, n_ranks: int) -> tuple[Counts, Counts]:
     return counted, {(t.axis, t.collective): (t.calls, t.n_bytes) for t in traffic}
 
 
-@pytest.mark.parametrize("name", TABLE)
+EVERY_DAY = (
+    *("tensor, sequence, untied", "ulysses, recompute attention", "replicas, zero 2"),
+    *("1f1b, bf16, zero 3", "weights as fp8, zero 3, tensor", "low-bit, zero 2, uneven shares"),
+)
+
+
+@pytest.mark.parametrize("name", everyday(TABLE, EVERY_DAY))
 def test_ranks_send_what_the_plan_says(
     name: str, run_ranks: Callable[..., list[tuple[Counts, Counts]]]
 ) -> None:

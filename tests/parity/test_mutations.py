@@ -27,8 +27,6 @@ from trainyard.train.parity import BOUNDS, Outcome, compare
 from .layouts import Row, train_rank
 from .test_parity import DROPOUT, PP2, SP2, TP2, Z1
 
-pytestmark = pytest.mark.dist
-
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 

@@ -66,8 +66,8 @@ def test_the_record_is_of_many_layouts_and_all_recipes() -> None:
     "changes",
     [
         "zero_stage=2 model.dropout=0.1",
-        pytest.param("", marks=pytest.mark.slow),
-        pytest.param("pipeline=2 tensor=2 sequence=true", marks=pytest.mark.slow),
+        pytest.param("", marks=pytest.mark.exhaustive),
+        pytest.param("pipeline=2 tensor=2 sequence=true", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_simulation_is_still_that_of_the_record(changes: str) -> None:
@@ -93,7 +93,7 @@ def test_all_simulations_are_still_those_of_the_record(row: dict[str, Any]) -> N
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changes", ["", "model.dropout=0.1", "model.dropout=0.1 recompute=block", "zero_stage=3"]
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.circles import everyday
 
 from trainyard.cli.show_run import render_run_summary
 from trainyard.config.load import load_run
@@ -69,8 +70,7 @@ def count_bytes(run: Run, n_ranks: int) -> int:
     )
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("layout", [name for name, (n_ranks, _) in LAYOUTS.items() if n_ranks > 1])
+@pytest.mark.parametrize("layout", everyday([*LAYOUTS][1:], ("interleaved, tensor",)))
 def test_real_ranks_write_as_many_bytes(layout: str, run_ranks: Callable[..., list[Any]]) -> None:
     n_ranks, changes = LAYOUTS[layout]
     run = run_of(changes)

@@ -60,7 +60,7 @@ def page(make_run_folder: Callable[..., Path], tmp_path_factory: pytest.TempPath
     return page
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_renders_in_light_and_dark(page: Path, chromium: str) -> None:
     light = screenshot(chromium, page, "light", 1200)
     dark = screenshot(chromium, page, "dark", 500)
@@ -73,7 +73,7 @@ def test_it_renders_in_light_and_dark(page: Path, chromium: str) -> None:
         assert 0.01 < drawn.mean() < 0.6
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_width_makes_the_page_scroll_sideways(page: Path, chromium: str) -> None:
     """A browser's window is no narrower than 500 pixels: frames stand for phones."""
     widths = (320, 360, 500, 700, 1000, 1400)

@@ -145,18 +145,6 @@ def test_several_runs_stand_side_by_side(make_run_folder: MakeRunFolder) -> None
     assert "<mark>" not in html
 
 
-def test_many_runs_are_counted_in_the_title(make_run_folder: MakeRunFolder) -> None:
-    assert "<title>Training report: 4 runs</title>" in report(*(make_run_folder(n) for n in "abcd"))
-
-
-def test_settings_that_differ_between_runs_are_marked(make_run_folder: MakeRunFolder) -> None:
-    one, two = make_run_folder("one"), make_run_folder("two")
-    text = (two / "run.toml").read_text()
-    (two / "run.toml").write_text(text.replace("seed = 7", "seed = 8"))
-    cells = "<td><mark>7</mark></td><td><mark>8</mark></td><td>1234</td>"
-    assert f'<th scope="row">train.<wbr>seed</th>{cells}' in report(one, two)
-
-
 def test_what_did_not_go_straight_on_is_marked_and_listed(make_run_folder: MakeRunFolder) -> None:
     lines = [
         {"kind": "start", "time": 0, "step": 0, "resumed": False, "device": "cpu"},
@@ -181,13 +169,6 @@ def test_what_did_not_go_straight_on_is_marked_and_listed(make_run_folder: MakeR
         assert html.count(f">{legend}</text>") == N_DRAWINGS
 
 
-def test_very_many_events_are_shortened(make_run_folder: MakeRunFolder) -> None:
-    failed = [{"kind": "save failed", "step": n, "problem": f"no. {n}."} for n in range(1000)]
-    text = Page(report(make_run_folder(lines=[*run_lines(), *failed]))).text
-    assert "801 between are left out." in text
-    assert ("no. 0." in text, "no. 500." in text, "no. 999." in text) == (True, False, True)
-
-
 def test_damaged_lines_are_told(make_run_folder: MakeRunFolder) -> None:
     folder = make_run_folder()
     with (folder / "metrics.jsonl").open("a") as file:
@@ -202,16 +183,6 @@ def test_an_ending_that_only_the_outcome_tells_is_told(make_run_folder: MakeRunF
     folder = make_run_folder(lines=run_lines()[:-1])
     (folder / "outcome.json").write_text('{"reason": "10 steps in a row\\nat", "exit_code": 93}')
     assert "ended: 10 steps in a row." in Page(report(folder)).text
-
-
-def test_runs_of_one_name_are_told_apart_by_folder(
-    make_run_folder: MakeRunFolder, tmp_path: Path
-) -> None:
-    folder = make_run_folder()
-    other = folder.rename(tmp_path / "other")
-    output = tmp_path / "out.html"
-    write_report([other, make_run_folder()], output)
-    assert f"tiny ({other})" in Page(output.read_text(encoding="utf-8")).text
 
 
 def test_samples_over_time_are_shown_from_the_newest(
@@ -260,11 +231,6 @@ def test_a_run_that_has_only_started_has_a_report(
     assert "nothing logged" in page.text
     assert "Nothing recorded." in page.text
     assert "not ended, or ended without saying why" in page.text
-
-
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no folder .*nowhere\nhint: give a run folder"):
-        report(tmp_path / "nowhere")
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:

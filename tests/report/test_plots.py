@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from trainyard.report.history import COLUMNS, Event, Metrics, Table
 from trainyard.report.pictures import CSS_OF_COLOUR, render_svg, save_png
-from trainyard.report.plots import LOSS, RunCurves, build_plot, build_plots
+from trainyard.report.plots import RunCurves, build_plots
 
 
 def table(n: int, **values: Any) -> Table:
@@ -83,21 +83,6 @@ def test_runs_are_told_apart_by_name_and_colour() -> None:
     assert legend_of(figure) == ["one", "two"]
 
 
-def test_more_runs_than_colours_are_told_apart_by_their_lines() -> None:
-    lines = build_plots([curves(f"{n}") for n in range(14)])[1].figure.axes[0].lines
-    looks = {(line.get_color(), line.get_linestyle(), str(line._dash_pattern)) for line in lines}
-    assert len(looks) == 14
-
-
-def test_a_long_name_is_shortened_and_the_legend_gets_its_rows() -> None:
-    one, two = build_plots([curves("a" * 100)])[0], build_plots([curves("a" * 99), curves("b")])[0]
-    assert "…" + "a" * 47 in legend_of(two.figure)
-    assert two.figure.get_size_inches()[1] > one.figure.get_size_inches()[1]
-    # A larger picture has the proportions of the small one.
-    large = build_plot(LOSS, [curves("a" * 99), curves("b")], scale=2)
-    assert np.allclose(large.figure.get_size_inches(), 2 * two.figure.get_size_inches())
-
-
 def test_what_was_done_again_is_drawn_faintly() -> None:
     figure = build_plots([curves(abandoned=[table(5), table(3)])])[0].figure
     faint = [line for line in figure.axes[0].lines if line.get_label() == "done again later"]
@@ -116,14 +101,6 @@ def test_all_that_befell_a_run_is_marked() -> None:
     assert at == {"restart": 0.0, "went back": 500.0, "save failed": 1000.0}
     (skipped, _) = (x for x in figure.axes[0].lines if x.get_label() == "skipped steps")
     assert skipped.get_xdata().tolist() == [1500.0, 2000.0]
-
-
-def test_thousands_of_marks_are_thinned() -> None:
-    events = [Event("skipped", step, "") for step in range(1, 5001)]
-    events += [Event("restart", step, "") for step in range(1, 5001)]
-    (axes,) = build_plots([curves(n=5000, events=events)])[1].figure.axes
-    assert len(axes.collections[1].get_segments()) == 100
-    assert max(len(line.get_xdata()) for line in axes.lines[1:]) == 100
 
 
 def test_values_that_are_no_number_break_the_line_and_are_marked() -> None:
@@ -164,11 +141,6 @@ def test_the_svg_follows_the_page(tmp_path: Path) -> None:
     targets = re.findall(r'url\(#([^)]*)\)|href="#([^"]*)"', "".join(svgs))
     assert targets
     assert {a or b for a, b in targets} <= set(ids)
-
-
-def test_the_same_run_gives_the_same_svg() -> None:
-    first, second = (render_svg(build_plots([curves()])[0]) for _ in range(2))
-    assert first == second
 
 
 def test_a_png_is_wide_enough_for_print(tmp_path: Path) -> None:

@@ -76,16 +76,6 @@ def test_a_curve_falls_from_the_upper_left_to_the_lower_right() -> None:
     assert (first[10], last[-1]) == ("⠉", "⣀")
 
 
-def test_a_curve_without_two_numbers_or_room_is_not_drawn() -> None:
-    nan = np.array([np.nan, 1.0])
-    x = np.arange(2.0)
-    assert draw_curve(x, nan, 80, 5) == []
-    assert draw_curve(x, x, 15, 5) == []
-    assert draw_curve(x, x, 80, 2) == []
-    assert len(draw_curve(x, np.ones(2), 80, 5)) == 6
-    assert len(draw_curve(np.zeros(2), x, 80, 5)) == 6
-
-
 @pytest.mark.parametrize(
     ("line", "text"),
     [

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.circles import everyday
+from tests.parallel.test_traffic import TABLE
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
@@ -28,61 +30,9 @@ from trainyard.simulate.simulation import (
 BASE = """train.compile=never train.micro_batch_size=1 train.global_batch_size=8 precision.kind=fp32
     model.n_layers=4 model.sequence_length=64 model.dropout=0.0 parallel.zero_stage=0"""
 
-# Changes to the run, the number of ranks, and the rank.
-LAYOUTS = {
-    "one rank": ("", 1, 0),
-    "tensor, sequence, block": ("tensor=2 sequence=true recompute=block model.dropout=0.1", 2, 1),
-    "ulysses, attention": ("context=2 recompute=attention precision.kind=bf16", 2, 0),
-    "ring of 4": ("context=4 context_method=ring", 4, 2),
-    "replicas, zero 2": ("zero_stage=2 replicas=2 train.global_batch_size=32", 4, 3),
-    "zero 3, bf16, uneven shares": (
-        "zero_stage=3 precision.kind=bf16 train.global_batch_size=12",
-        3,
-        1,
-    ),
-    "1f1b, bf16, zero 3, many": (
-        "pipeline=2 zero_stage=3 precision.kind=bf16 train.global_batch_size=40",
-        4,
-        3,
-    ),
-    "interleaved, untied": (
-        "pipeline=2 chunks=2 schedule=interleaved model.tied_embeddings=false",
-        2,
-        0,
-    ),
-    "zero bubble, zero 1": ("pipeline=2 chunks=2 schedule=zero_bubble zero_stage=1", 4, 0),
-    "fp8, tensor, sequence, zero 3": (
-        "tensor=2 sequence=true zero_stage=3 precision.kind=fp8",
-        4,
-        3,
-    ),
-    "fp8 by rows, recompute": (
-        "zero_stage=1 recompute=block precision.kind=fp8 precision.fp8.scaling=rowwise",
-        2,
-        0,
-    ),
-    "fp8 weights gathered as such": (
-        "zero_stage=3 precision.kind=fp8 precision.fp8.all_gather=true",
-        4,
-        1,
-    ),
-    "fp8_lowbit, tensor, replicas": (
-        "tensor=2 zero_stage=2 replicas=2 precision.kind=fp8_lowbit",
-        8,
-        5,
-    ),
-    "fp8_lowbit, 1f1b, fp8 weights, many": (
-        "pipeline=2 zero_stage=1 precision.kind=fp8_lowbit precision.fp8.all_gather=true "
-        "train.global_batch_size=40",
-        4,
-        3,
-    ),
-    "all axes": (
-        "tensor=2 sequence=true pipeline=4 context=2 zero_stage=1 train.global_batch_size=128",
-        64,
-        17,
-    ),
-}
+# As tests/parallel/test_traffic.py has with real ranks, on more ranks than those.
+MANY_RANKS = "tensor=2 sequence=true pipeline=4 context=2 zero_stage=1 train.global_batch_size=128"
+LAYOUTS = {**TABLE, "all axes": (MANY_RANKS, 64)}
 
 
 def build_run(changes: str) -> Run:
@@ -122,13 +72,10 @@ def measure(run: Run, n_ranks: int) -> int:
     return peak
 
 
-SHORT = ("one rank", "zero 1", "pipeline")
+SHORT = ("zero 1",)
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in REAL]
-)
+@pytest.mark.parametrize("name", everyday(REAL, SHORT))
 def test_real_ranks_hold_what_is_simulated(name: str, run_ranks: Callable[..., list[int]]) -> None:
     changes, n_ranks = REAL[name]
     run = build_run(changes)
@@ -142,10 +89,10 @@ def test_real_ranks_hold_what_is_simulated(name: str, run_ranks: Callable[..., l
         assert simulation.peak_bytes == pytest.approx(real[number], rel=0.05)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", everyday(LAYOUTS, ("ulysses, recompute attention", "all axes")))
 def test_messages_are_those_of_the_formulas(name: str) -> None:
-    changes, n_ranks, rank = LAYOUTS[name]
-    run = build_run(changes)
+    changes, n_ranks = LAYOUTS[name]
+    run, rank = build_run(changes), n_ranks // 2
     plan = resolve(run, n_ranks)
     traffic = rank_traffic(run, plan, plan.topology.coordinates(rank).pipeline)
     planned = {(each.axis, each.collective, each.calls, each.n_bytes) for each in traffic}
@@ -168,6 +115,7 @@ def test_products_have_the_flop_of_the_formula() -> None:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "scaling"), [("fp8", "tensorwise"), ("fp8_lowbit", "rowwise")])
 def test_scaled_products_are_products(kind: str, scaling: str) -> None:
     """Of a device that has them, on a machine that may not."""
@@ -183,6 +131,7 @@ def test_scaled_products_are_products(kind: str, scaling: str) -> None:
     assert {m.axis for m in found.messages} == {m.axis for m in bf16.messages} == set()
 
 
+@pytest.mark.exhaustive
 def test_low_bit_state_is_what_is_kept() -> None:
     bf16, low = (
         simulate(build_run(f"zero_stage=1 precision.kind={kind}"), 2, 0)
@@ -198,6 +147,7 @@ def test_low_bit_state_is_what_is_kept() -> None:
     assert bf16.held_bytes - low.held_bytes == pytest.approx(less, rel=0.02)
 
 
+@pytest.mark.exhaustive
 def test_emulated_products_are_counted_as_they_are() -> None:
     changes = "precision.kind=fp8 precision.fp8.emulate="
     real, emulated = (simulate(build_run(changes + word), 1, 0) for word in ("false", "true"))
@@ -248,7 +198,7 @@ def test_nothing_of_the_fake_world_stays() -> None:
     assert torch.ones(1).item() == 1.0
 
 
-@pytest.mark.dist
+@pytest.mark.exhaustive
 def test_real_ranks_follow_a_fake_world(run_ranks: Callable[..., list[int]]) -> None:
     run = build_run("tensor=2 zero_stage=1 precision.kind=fp8_lowbit")
     simulate(run, 8, 0)  # its groups have other numbers than those of 4 ranks

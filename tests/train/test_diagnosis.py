@@ -104,7 +104,6 @@ def test_weights_moments_and_gradients_are_as_before() -> None:
     assert not parts.optimizer.state
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("n_ranks", "parallel"),
     [(2, {}), (4, {"tensor": 2, "pipeline": 2}), (4, {"tensor": 2, "zero_stage": 3})],
@@ -120,7 +119,6 @@ def test_every_layout_says_what_a_single_device_says(
         assert float(blocks(first)[block]) == pytest.approx(float(norm), rel=1e-2)
 
 
-@pytest.mark.dist
 def test_it_names_the_rank_whose_loss_is_not_finite(run_ranks: Callable[..., list[Any]]) -> None:
     for text in run_ranks(4, diagnose_planted, 4, {}, 2):
         assert "  loss not finite on: rank 2\n" in text

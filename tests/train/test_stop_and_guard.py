@@ -88,23 +88,6 @@ def test_the_time_limit_of_a_job(seconds: float | None, wish: str | None) -> Non
     assert found == wish if wish is None else (found or "").startswith(wish)
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(
-    tiny_run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = with_fields(tiny_run, checkpoint={"interval": 4})
-    start(tmp_path / "clean", run)
-    start(tmp_path / "run", with_fields(run, checkpoint={"interval": 4}))
-    checkpoints = tmp_path / "run" / "checkpoints"
-    flip_a_bit(next((checkpoints / "step-00000012").glob("optimizer-*")))
-    assert start(tmp_path / "run", run) == DONE
-    assert "step-00000012 cannot be used, so the one before it is: " in caplog.text
-    assert "is damaged: the sha256 of" in caplog.text
-    assert [line["step"] for line in lines_of(tmp_path / "run", "start")] == [0, 8]
-    expected = load_tensors(tmp_path / "clean" / "checkpoints" / "step-00000012", "")
-    found = load_tensors(checkpoints / "step-00000012", "")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-
 def test_nothing_starts_over_where_all_checkpoints_are_damaged(
     tiny_run: Run, tmp_path: Path
 ) -> None:
@@ -139,27 +122,6 @@ def spiking_run(run: Run, policy: str) -> Run:
         checkpoint={"interval": 5, "keep_last": 2},
         guard={"spikes": policy, "spike_window": 8},
     )
-
-
-def test_a_spike_is_told(
-    tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "trainyard")
-    plant_spike(monkeypatch, 17, {0})
-    assert start(tmp_path / "run", spiking_run(tiny_run, "warn")) == DONE
-    assert caplog.text.count("warning: loss or gradient norm of step 18 is more than 6") == 1
-
-
-def test_a_spike_is_left_out(
-    tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant_spike(monkeypatch, 17, {0})
-    assert start(tmp_path / "run", spiking_run(tiny_run, "skip")) == DONE
-    training = read_manifest(tmp_path / "run" / "checkpoints" / "step-00000030").training
-    assert training["skipped_steps"] == 1
-    assert training["skipped_ranges"] == [
-        {"from_sequence": 17 * 8, "to_sequence": 18 * 8, "step": 17, "why": "spike"}
-    ]
 
 
 def test_a_spike_sends_the_run_back(

@@ -335,17 +335,6 @@ def test_a_cut_body_goes_on_where_it_ended(server: Server, tmp_path: Path) -> No
     assert server.n_sent - sum(map(len, server.files.values())) == 0
 
 
-@pytest.mark.parametrize("fault", ["no tag", "weak tag"])
-def test_without_tag_and_checksum_nothing_is_pieced_together(
-    server: Server, tmp_path: Path, fault: str
-) -> None:
-    server.publish({A: some_bytes(1)}, large=False)
-    server.faults[RESOLVE + A] = [fault]
-    get(server, tmp_path)
-    assert ["Range" in headers for headers in server.asked(RESOLVE + A)] == [False, False]
-    assert (tmp_path / A).read_bytes() == some_bytes(1)
-
-
 @pytest.mark.parametrize("large", [True, False], ids=["checksum", "no checksum"])
 @pytest.mark.parametrize("fault", ["", "ignore If-Range"])
 def test_a_file_that_changes_between_two_attempts_is_not_mixed(
@@ -385,14 +374,6 @@ def test_another_size_is_an_error(server: Server, tmp_path: Path, cut: bool, n_b
     assert "new folder" in error.value.hint
 
 
-def test_too_many_bytes_without_a_length(server: Server, tmp_path: Path) -> None:
-    server.publish({A: some_bytes(1)})
-    server.files[RESOLVE + A] = some_bytes(1, 10 * SIZE)
-    server.faults[RESOLVE + A] = ["no length"] * 3
-    with pytest.raises(DataError, match="more bytes than the file has"):
-        get(server, tmp_path)
-
-
 def test_a_wrong_checksum_names_both(server: Server, tmp_path: Path) -> None:
     server.publish({A: some_bytes(1)})
     server.faults[RESOLVE + A] = ["wrong bytes"] * 3
@@ -413,15 +394,6 @@ def test_a_server_that_only_fails_ends_the_call(server: Server, tmp_path: Path) 
     assert error.value.problem == f"{A}: HTTP 502 (4 times in a row)"
     assert "same command again" in error.value.hint
     assert get(server, tmp_path).n_files == 2
-
-
-def test_a_body_cut_again_at_the_same_byte_ends_the_call(server: Server, tmp_path: Path) -> None:
-    # Bytes that are thrown away and come again are no progress.
-    server.publish({A: some_bytes(1)}, large=False)
-    server.faults[RESOLVE + A] = ["no tag"] * 20
-    with pytest.raises(DataError, match=r"4 times in a row"):
-        get(server, tmp_path)
-    assert len(server.asked(RESOLVE + A)) == 4
 
 
 @pytest.mark.parametrize(
@@ -601,12 +573,6 @@ def test_a_corpus_file_with_a_mistake(tmp_path: Path, old: str, new: str, proble
         find_corpus(str(tmp_path / "other.toml"))
 
 
-@pytest.mark.parametrize("network", [Network(mirror="ftp://x"), Network(contact="a\nb: c")])
-def test_a_network_with_a_mistake(tmp_path: Path, network: Network) -> None:
-    with pytest.raises(DataError, match=r"the mirror|the contact"):
-        fetch("wikipedia", tmp_path, network=network)
-
-
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
     if not shutil.which("openssl"):
@@ -644,7 +610,6 @@ def test_certificates_are_checked_and_encryption_is_kept(
         thread.join()
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_download_goes_on(server: Server, tmp_path: Path, death: signal.Signals) -> None:
     server.publish({A: some_bytes(1), B: some_bytes(2), C: some_bytes(3)})

@@ -84,7 +84,7 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != "in")
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.dist)])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_bytes_are_those_of_megatron(shared_data: Path, tmp_path: Path, workers: int) -> None:
     novels = Corpus(
         inputs=(str(shared_data / "corpora/novels.jsonl"),),
@@ -169,7 +169,6 @@ def test_bad_documents_are_set_aside_counted_and_named(
     assert found[1]["detail"] == 'the value of "text" is 7, not a string'
 
 
-@pytest.mark.dist
 def test_the_number_of_workers_changes_nothing(corpus: Corpus, tmp_path: Path) -> None:
     results, messages = set(), set()
     for workers in (1, 3):
@@ -200,12 +199,6 @@ def test_a_mended_document_lets_the_same_work_go_on(corpus: Corpus, tmp_path: Pa
             run(corpus, on_error="stop")
     assert run(corpus).quarantined == QUARANTINED
     assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
-
-
-def test_what_was_set_aside_does_not_pass_a_run_that_stops(corpus: Corpus) -> None:
-    run(corpus)
-    with pytest.raises(DataError):
-        run(corpus, on_error="stop")
 
 
 def test_a_finished_corpus_is_left_alone(corpus: Corpus, tmp_path: Path) -> None:
@@ -287,17 +280,6 @@ def test_work_that_was_interrupted_goes_on(corpus: Corpus, monkeypatch: pytest.M
     assert rest[0] == begun[4]
     assert read_output(prefix_of(corpus)) == expected
     assert read_status(corpus) is None
-
-
-def test_unfinished_work_on_other_options_is_replaced(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 4)
-        with pytest.raises(KeyboardInterrupt):
-            run(corpus)
-    assert run(change(corpus, append_eod=False), overwrite=True).append_eod is False
-    assert not work_path(corpus).exists()
 
 
 def test_a_command_that_is_killed_may_be_given_again_any_number_of_times(

@@ -131,7 +131,6 @@ for turn in range(1_000_000):
 """
 
 
-@pytest.mark.dist
 def test_racing_processes_never_get_the_same_piece(tmp_path: Path) -> None:
     pieces = [f"unit-{number:06d}" for number in range(2000)]
     folder = make(tmp_path / "x.work", pieces)

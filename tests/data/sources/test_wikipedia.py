@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 import pytest
+from tests.circles import everyday
 
 from trainyard.data.sources import wikipedia
 from trainyard.data.sources.batch import Batch, Fault
@@ -71,7 +72,7 @@ def test_articles_are_kept_and_the_rest_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".xml", ".xml.bz2"])
-@pytest.mark.parametrize("n_pieces", [1, 2, 3, 7, 50])
+@pytest.mark.parametrize("n_pieces", everyday((1, 2, 3, 7, 50), (3,)))
 def test_any_cutting_gives_the_same_pages(tmp_path: Path, suffix: str, n_pieces: int) -> None:
     pages = [page(f"T{n}", f"text {n} " + "word " * (n * 37 % 900)) for n in range(400)]
     path = write(tmp_path / f"a{suffix}", pages)
@@ -93,6 +94,7 @@ def test_every_cut_near_a_page_is_clean(tmp_path: Path) -> None:
         assert texts_of(read(path, 0, cut)) + texts_of(read(path, cut, size)) == whole
 
 
+@pytest.mark.exhaustive
 def test_the_excerpt_in_pieces(shared_data: Path) -> None:
     (path,) = (shared_data / "corpora").glob("enwiki-*.bz2")
     size = path.stat().st_size

@@ -128,6 +128,7 @@ def test_a_hostile_page_takes_linear_time(piece: str) -> None:
     assert seconds(400_000) < 30
 
 
+@pytest.mark.exhaustive
 def test_the_excerpt_has_hardly_any_markup_left(shared_data: Path) -> None:
     file = Path(__file__).parents[3] / "benchmarks" / "wikitext.py"
     spec = importlib.util.spec_from_file_location("wikitext_benchmark", file)
