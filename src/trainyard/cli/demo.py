@@ -16,7 +16,7 @@ from pathlib import Path
 import typer
 
 FOLDER = Path("runs/demo")
-VOCABULARY_SIZE = 4096
+VOCABULARY_SIZE = 2048
 HELD_OUT_EVERY = 60
 # Installed packages, and tables of characters that only look like programs.
 NOT_PYTHONS_OWN_WRITING = {"site-packages", "dist-packages", "encodings"}
