@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.waiting import WATCHDOG_SECONDS
 
 SCRIPT = Path(__file__).parent.parent / "tools" / "set_up.py"
 # In `log`: a line for each start; the file `fails` has patterns of those that are to fail.
@@ -165,7 +166,11 @@ def test_python_without_venv_is_one_message(checkout: Path) -> None:
     code = "import sys; sys.path.insert(0, 'tools'); import set_up; "
     code += "sys.executable, sys.argv = './python', ['', 'train']; set_up.main()"
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=WATCHDOG_SECONDS
+        [sys.executable, "-c", code],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
     )
     assert result.returncode == 1
     assert result.stderr.startswith("error: ./python cannot make a virtual environment:\nno route")

@@ -28,7 +28,7 @@ from trainyard.extras import require
 FOLDER = Path("runs/demo")
 RUN_FILE = FOLDER / "demo.toml"
 REPORT = FOLDER / "report.html"
-VOCABULARY_SIZE = 4096
+VOCABULARY_SIZE = 2048
 MINUTES = 2.5
 MOST_MINUTES = 3.75
 HELD_OUT_EVERY = 60
