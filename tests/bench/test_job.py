@@ -74,6 +74,7 @@ def test_a_run_with_data_keeps_it_and_batches_are_full_from_the_start(tmp_path: 
     run = load_run("tiny", ["data.blend.prefixes=['corpus']", *ramp]).run
     prepared = prepare_run(run, Steps(1, 2), tmp_path)
     assert prepared.data == run.data
+    assert prepared.tokenizer.path == ""
     assert prepared.train.batch_ramp is None
     assert list(tmp_path.iterdir()) == []
     assert describe_data(run) == "the run's token files"

@@ -130,7 +130,9 @@ def prepare_run(run: Run, steps: Steps, folder: Path) -> Run:
         steps: how far it goes.
         folder: gets random tokens where the run names none.
     """
-    run = run.model_copy(update={"train": run.train.model_copy(update={"batch_ramp": None})})
+    train = run.train.model_copy(update={"batch_ramp": None})
+    # A step neither prints text nor counts its bytes.
+    run = run.model_copy(update={"train": train, "tokenizer": Tokenizer()})
     if not names_data(run):
         run = _with_random_tokens(run, steps, folder)
     return Run.model_validate(run.model_dump())
@@ -160,12 +162,10 @@ def _with_random_tokens(run: Run, steps: Steps, folder: Path) -> Run:
         writer.add_document(tokens)
     data = Data(train=Blend(prefixes=(str(prefix),)), cache_folder=str(folder / "cache"))
     train = run.train.model_copy(update={"length": Length(n_steps, "steps")})
-    # A vocabulary of its own belongs to other tokens.
     return run.model_copy(
         update={
             "data": data,
             "train": train,
-            "tokenizer": Tokenizer(),
             "evaluate": Evaluate(batches=0),
         }
     )
