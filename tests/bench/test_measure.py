@@ -36,18 +36,18 @@ class Counter:
         return torch.zeros(())
 
 
-def time_steps(steps: Steps, folder: Path) -> tuple[int, list[float]]:
+def time_steps(folder: Path, seconds: float) -> tuple[int, list[float]]:
     counter = Counter()
     mesh = build_mesh(resolve(load_run("tiny").run, 1).topology, 0, torch.device("cpu"))
-    job = Job(steps, "", takes_apart=False, profiles=False)
+    job = Job(Steps(5, 10), "", takes_apart=False, profiles=False, seconds=seconds)
     found = measure(counter, job, Timeline(cast(Any, StepClock())), mesh, folder)
     return counter.n_steps, found["step_seconds"]
 
 
 def test_steps_are_timed_for_as_long_as_asked(tmp_path: Path) -> None:
-    assert time_steps(Steps(5, 10), tmp_path) == (15, [0.25] * 10)
-    assert time_steps(Steps(5, 10, seconds=4.0), tmp_path) == (21, [0.25] * 16)
-    assert time_steps(Steps(5, 10, seconds=0.5), tmp_path) == (15, [0.25] * 10)
+    assert time_steps(tmp_path, 0.0) == (15, [0.25] * 10)
+    assert time_steps(tmp_path, 4.0) == (21, [0.25] * 16)
+    assert time_steps(tmp_path, 0.5) == (15, [0.25] * 10)
 
 
 def test_a_run_shorter_than_its_benchmark_begins_again(build: Any) -> None:

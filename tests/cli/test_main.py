@@ -107,7 +107,7 @@ def test_train_show_and_verify(folder: Path) -> None:
     short = ["train.length='4 steps'", "evaluate.batches=1"]
     trained = start_trainyard("train", "run.toml", *short, folder=folder)
     assert trained.returncode == 0, trained.stderr
-    assert "step      4/4" in trained.stderr
+    assert "step 4 of 4 | loss" in trained.stderr
     shown = trainyard("show", "runs/small", "--verify", folder=folder)
     assert "every checksum matches" in shown.stdout
     tokens = trainyard("show", "corpus", folder=folder)

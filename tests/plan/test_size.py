@@ -54,7 +54,8 @@ def test_count_is_the_closed_formula(preset: str) -> None:
     model = load_run(preset).run.model
     L, h, V, s = model.n_layers, model.d_model, padded_vocabulary_size(model), model.sequence_length
     assert model.d_ff == 4 * h
-    assert parameter_count(model, V).total == L * (12 * h**2 + 13 * h) + V * h + s * h + 2 * h
+    embeddings = (V if model.tied_embeddings else 2 * V) * h + s * h
+    assert parameter_count(model, V).total == L * (12 * h**2 + 13 * h) + embeddings + 2 * h
 
 
 def test_untied_head_and_odd_widths_count() -> None:

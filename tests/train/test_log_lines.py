@@ -73,7 +73,7 @@ def test_the_bar_moves_with_every_step_and_logs_nothing_of_it(
     monkeypatch.setattr(worker, "show_progress", show_progress)
     monkeypatch.setattr(worker.logger, "propagate", True)
     parts: Any = SimpleNamespace(is_first_rank=True, plan=PLAN)
-    with caplog.at_level("INFO"), worker.show_training(parts, 7) as show:
+    with caplog.at_level("INFO", logger="trainyard"), worker.show_training(parts, 7) as show:
         show(8, "")
         show(9, "a line")
     assert [done for done, _ in moves] == [7, 8, 9]

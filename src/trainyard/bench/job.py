@@ -43,8 +43,6 @@ class Steps:
     warm_up: int
     """Steps before, the first one included."""
     timed: int
-    seconds: float = 0.0
-    """Time more steps than `timed`, for about this long; needs a warm-up of two steps or more."""
 
     @property
     def taken_apart(self) -> int:
@@ -63,6 +61,8 @@ class Job:
     """More steps follow, which say what a step is made of."""
     profiles: bool
     """And more, which leave a trace."""
+    seconds: float = 0.0
+    """More steps are timed than asked, for about this long; needs a warm-up of two or more."""
 
     def write(self, folder: Path, run: Run) -> None:
         """Leaves everything that the processes need in a folder."""

@@ -90,9 +90,9 @@ def measure(
 
     train(job.steps.warm_up)
     n_timed = job.steps.timed
-    if job.steps.seconds:
+    if job.seconds:
         warm = timeline.clock.seconds(marks[1], marks[-1]) / (job.steps.warm_up - 1)
-        n_timed = max(n_timed, round(job.steps.seconds / _largest([warm], mesh)[0]))
+        n_timed = max(n_timed, round(job.seconds / _largest([warm], mesh)[0]))
     train(n_timed)
     seconds = _largest([timeline.clock.seconds(a, b) for a, b in pairwise(marks)], mesh)
     found: dict[str, Any] = {

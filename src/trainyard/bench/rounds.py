@@ -79,6 +79,8 @@ class Order:
     """The first round leaves traces."""
     takes_apart: bool = True
     """The first round says what a step is made of."""
+    seconds: float = 0.0
+    """Time each for about this long, if `steps` are over sooner."""
 
 
 def run_rounds(
@@ -110,6 +112,7 @@ def run_rounds(
                 outcome.contender.peer,
                 takes_apart=is_first and order.takes_apart,
                 profiles=is_first and order.profiles,
+                seconds=order.seconds,
             )
             job.write(here, outcome.contender.run)
             _run(order, process, here, number * len(outcomes) + place)

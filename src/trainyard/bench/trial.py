@@ -18,7 +18,7 @@ from trainyard.launch.environment import Process, read_process
 from trainyard.plan.hardware import Machine, find_device
 
 STEPS = Steps(warm_up=2, timed=5)
-STEPS_OF_ONE_RUN = Steps(warm_up=5, timed=10, seconds=4.0)
+STEPS_OF_ONE_RUN, SECONDS_OF_ONE_RUN = Steps(warm_up=5, timed=10), 4.0
 
 logger = logging.getLogger("trainyard")
 
@@ -93,7 +93,7 @@ def time_run(run: Run, n_ranks: int) -> float:
         UserError: the run or its data is not usable here.
         MachineError: a process failed.
     """
-    order = Order(STEPS_OF_ONE_RUN, 1, n_ranks, takes_apart=False)
+    order = Order(STEPS_OF_ONE_RUN, 1, n_ranks, takes_apart=False, seconds=SECONDS_OF_ONE_RUN)
     with tempfile.TemporaryDirectory(prefix="trainyard-time-") as name:
         prepared = prepare_run(run, order.steps, Path(name))
         (outcome,) = run_rounds([Contender("", prepared)], order, Process(), Path(name))

@@ -17,8 +17,8 @@ from trainyard.units import Length, parse_length
 
 LEAST_PER_RUN = {
     ("evaluate", "interval"): 8,
-    ("evaluate", "sample_interval"): 8,
-    ("log", "interval"): 200,
+    ("evaluate", "sample_interval"): 4,
+    ("log", "interval"): 60,
 }
 """An interval shrinks where the shorter run would have fewer of these."""
 
