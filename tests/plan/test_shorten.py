@@ -46,7 +46,7 @@ def test_a_short_run_is_still_watched() -> None:
     short = shorten(run, 400)
     assert short.evaluate.interval == 50
     assert short.evaluate.sample_interval == 0
-    assert short.log.interval == 6
+    assert short.log.interval == 7
     assert shorten(run, 19_000).evaluate.interval == 1000
 
 

@@ -4,11 +4,12 @@
 
 shortened to 4_000 steps:
 
-    length  4_000 steps   warmup  80 steps   decay  4_000 steps   evaluate every 500 steps
+    length  4_000 steps   warmup  80 steps   decay  4_000 steps   evaluate every   500 steps
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from trainyard.config.run import Run
@@ -49,5 +50,5 @@ def shorten(run: Run, n_steps: int) -> Run:
     if run.train.batch_ramp:
         shrink(tables["train"]["batch_ramp"], "length", 1)
     for (section, name), least in LEAST_PER_RUN.items():
-        tables[section][name] = min(tables[section][name], max(1, n_steps // least))
+        tables[section][name] = min(tables[section][name], math.ceil(n_steps / least))
     return Run.model_validate(tables)
