@@ -57,6 +57,7 @@ def test_an_interrupted_demo_continues_and_finishes(
     assert "Your own text" in finished.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_machine_that_becomes_slower_loses_no_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,7 +99,8 @@ def train(
         else:
             with hold(folder) as lock:
                 if minutes is not None:
-                    run = _fit_into(minutes, run, plan.n_ranks, folder)
+                    begun = None if resume == "never" else _begun_run(folder)
+                    run = _fit_into(minutes, run, plan.n_ranks, begun)
                 write_run_folder(folder, run, "auto" if process.attempt else resume)
                 code = _train_first_rank(process, plan.n_ranks, folder, resume, log, lock)
     except UserError as error:
@@ -110,14 +111,23 @@ def train(
         raise typer.Exit(code)
 
 
-def _fit_into(minutes: float, run: Run, n_ranks: int, folder: Path) -> Run:
-    """Shortens a run to what this machine trains in some minutes; one that has begun, as then."""
+def _begun_run(folder: Path) -> Run | None:
+    """Gives the run that a folder has checkpoints of, if it has any."""
     from trainyard.config.load import load_run
+
+    run_file = folder / "run.toml"
+    if run_file.exists() and any((folder / "checkpoints").glob("step-*")):
+        return load_run(str(run_file)).run
+    return None
+
+
+def _fit_into(minutes: float, run: Run, n_ranks: int, begun: Run | None) -> Run:
+    """Shortens a run to what this machine trains in some minutes, or as it was when it began."""
     from trainyard.plan.resolve import resolve
     from trainyard.plan.shorten import shorten
 
-    if any((folder / "checkpoints").glob("step-*")):
-        n_steps = resolve(load_run(str(folder / "run.toml")).run).n_steps
+    if begun is not None:
+        n_steps = resolve(begun).n_steps
         logger.info("%s continues to step %s, as measured when it began", run.name, f"{n_steps:,}")
         return shorten(run, n_steps)
     from trainyard.bench.trial import time_run
