@@ -33,9 +33,8 @@ VOCABULARY_SIZE = 2048
 MINUTES = 2.5
 MOST_MINUTES = 3.75
 HELD_OUT_EVERY = 60
-PROMPT = "class TestFile(unittest.TestCase):\n    def "
-# Windows that overlap by half: no token pays for standing at the start of one.
-STRIDE = 64
+PROMPT = "class Stack:\n    def"
+TEMPERATURE = 0.6
 # Installed packages, and tables of characters that only look like programs.
 NOT_PYTHONS_OWN_WRITING = {"site-packages", "dist-packages", "encodings"}
 
@@ -178,16 +177,16 @@ def _use(held_out: str) -> None:
     from trainyard.cli.report import report
 
     data = f"{FOLDER}/data/held_out_text_document"
-    _announce(f"evaluate {FOLDER} --data {data} --stride {STRIDE}")
-    evaluate(FOLDER, data=data, stride=STRIDE)
+    _announce(f"evaluate {FOLDER} --data {data}")
+    evaluate(FOLDER, data=data)
     text = held_out.encode()
     for name, packed in (
         ("gzip -9", gzip.compress(text, 9)),
         ("xz -9e", lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)),
     ):
         typer.echo(f"{name:<14}{8 * len(packed) / len(text):.4f} bits per byte, the same text")
-    _announce(f"generate {FOLDER} --prompt {shlex.quote(PROMPT)}")
-    generate(FOLDER, prompt=PROMPT)
+    _announce(f"generate {FOLDER} --prompt {shlex.quote(PROMPT)} --temperature {TEMPERATURE}")
+    generate(FOLDER, prompt=PROMPT, temperature=TEMPERATURE)
     _announce(f"export {FOLDER} --to huggingface --output {FOLDER}/huggingface")
     export(FOLDER, output=FOLDER / "huggingface")
     _announce(f"report {FOLDER}")

@@ -10,7 +10,7 @@ from trainyard.evaluate.loss import evaluate_sequences
 from trainyard.train.metrics import Metrics
 from trainyard.train.state import Parts, State
 
-SAMPLING = Sampling(temperature=0.8, top_k=50, top_p=1.0, seed=0)
+SAMPLING = Sampling(temperature=0.6, top_k=50, top_p=1.0, seed=0)
 
 
 def evaluate(
