@@ -64,5 +64,5 @@ def test_a_machine_that_becomes_slower_loses_no_stage(
     monkeypatch.setattr(demo, "MOST_MINUTES", 1e-6)
     finished = trainyard("demo", folder=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    assert "became slower" in finished.stdout
+    assert "slowed down" in finished.stdout
     assert (tmp_path / "runs/demo/report.html").stat().st_size > 0

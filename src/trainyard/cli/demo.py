@@ -167,7 +167,7 @@ def _train() -> None:
         outcome = json.loads((FOLDER / "outcome.json").read_text(encoding="utf-8"))
         if outcome["reason"] != out_of_time(MOST_MINUTES):
             raise
-        typer.echo("This machine became slower while it trained: the demo goes on with less.")
+        typer.echo("The machine slowed down and time is up: the demo goes on with this checkpoint.")
 
 
 def _use(held_out: str) -> None:
@@ -184,7 +184,7 @@ def _use(held_out: str) -> None:
         ("gzip -9", gzip.compress(text, 9)),
         ("xz -9e", lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)),
     ):
-        typer.echo(f"{name:<14}{8 * len(packed) / len(text):.4f} bits per byte, the same text")
+        typer.echo(f"{name:<14}{8 * len(packed) / len(text):.4f} bits per byte of the same text")
     _announce(f"generate {FOLDER} --prompt {shlex.quote(PROMPT)} --temperature {TEMPERATURE}")
     generate(FOLDER, prompt=PROMPT, temperature=TEMPERATURE)
     _announce(f"export {FOLDER} --to huggingface --output {FOLDER}/huggingface")
