@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Else every process of the demo would compile torch anew.
+# With it set, every process of the demo would compile torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 # Hundreds of processes are started, which would compile Trainyard each time if nothing were kept.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -q
