@@ -1,8 +1,8 @@
 """`trainyard demo`: the whole way from text to an exported model, on text every machine has.
 
 The corpus is the Python standard library's own source, found through `sysconfig`, so no network is
-needed. Each stage prints the command it stands for. Training has a budget of time: what fits is
-measured first, and a machine that becomes slower later ends training early, but no stage is lost.
+needed. Each stage prints the equivalent command. Training has a time budget: the machine is
+measured first, and if it slows down later, training ends early. Every stage runs either way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MINUTES = 2.5
 MOST_MINUTES = 3.75
 HELD_OUT_EVERY = 60
 PROMPT = "class TestFile(unittest.TestCase):\n    def "
-# Windows that overlap by half: no token pays for standing at the start of one.
+# Windows overlap by half: after the first, every token has at least half a window of context.
 STRIDE = 64
 # Installed packages, and tables of characters that only look like programs.
 NOT_PYTHONS_OWN_WRITING = {"site-packages", "dist-packages", "encodings"}
@@ -45,7 +45,7 @@ def demo() -> None:
 
     Example: trainyard demo
 
-    The same command continues an interrupted demo, and starts a finished one anew.
+    The same command continues an interrupted demo, and restarts a finished one.
     """
     require("torch")
     started = time.monotonic()
@@ -60,7 +60,7 @@ def demo() -> None:
         and RUN_FILE.read_text(encoding="utf-8") == run_file
         and not REPORT.exists()
     ):
-        typer.echo("The last demo was interrupted: this one continues it.")
+        typer.echo("The last demo was interrupted; this one continues it.")
     else:
         shutil.rmtree(FOLDER, ignore_errors=True)
         FOLDER.mkdir(parents=True)
@@ -71,7 +71,7 @@ def demo() -> None:
         _train()
         _use(held_out)
     except (KeyboardInterrupt, typer.Exit):
-        typer.echo("\nThe demo is interrupted; the same command continues it.", err=True)
+        typer.echo("\nThe demo stopped early; the same command continues it.", err=True)
         raise
     _print_ending(time.monotonic() - started)
 
@@ -122,7 +122,7 @@ def _write_corpus(folder: Path) -> str:
             part.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
             part.replace(path)
             sizes.append(sum(len(text.encode()) for text in texts) / 1e6)
-        typer.echo(f"\ncorpus: {sizes[0]:.1f} MB to learn from, {sizes[1]:.1f} MB held out")
+        typer.echo(f"\ncorpus: {sizes[0]:.1f} MB for training, {sizes[1]:.1f} MB held out")
     return "".join(json.loads(line)["text"] for line in held_out.open(encoding="utf-8"))
 
 
@@ -168,7 +168,7 @@ def _train() -> None:
         outcome = json.loads((FOLDER / "outcome.json").read_text(encoding="utf-8"))
         if outcome["reason"] != out_of_time(MOST_MINUTES):
             raise
-        typer.echo("This machine became slower while it trained: the demo goes on with less.")
+        typer.echo("This machine became slower: the demo goes on with the model trained so far.")
 
 
 def _use(held_out: str) -> None:
@@ -185,7 +185,7 @@ def _use(held_out: str) -> None:
         ("gzip -9", gzip.compress(text, 9)),
         ("xz -9e", lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)),
     ):
-        typer.echo(f"{name:<14}{8 * len(packed) / len(text):.4f} bits per byte, the same text")
+        typer.echo(f"{name:<14}{8 * len(packed) / len(text):.4f} bits per byte on the same text")
     _announce(f"generate {FOLDER} --prompt {shlex.quote(PROMPT)}")
     generate(FOLDER, prompt=PROMPT)
     _announce(f"export {FOLDER} --to huggingface --output {FOLDER}/huggingface")

@@ -53,13 +53,13 @@ def train(
         float | None,
         typer.Option(
             min=0.01,
-            help="Shorten the run, with its schedule, to what this machine trains in about this "
+            help="Shorten the run and its schedule to what this machine can train in about this "
             "time.",
         ),
     ] = None,
     log: Annotated[
         LogLines,
-        typer.Option(help="Log lines: short, or full with every metric of metrics.jsonl."),
+        typer.Option(help="Log lines: short, or full with every metric."),
     ] = "short",
 ) -> None:
     """Train a run; its folder is runs/NAME.
@@ -111,14 +111,14 @@ def train(
 
 
 def _fit_into(minutes: float, run: Run, n_ranks: int, folder: Path) -> Run:
-    """Shortens a run to what this machine trains in some minutes; one that has begun, as then."""
+    """Shortens a run to what fits into the minutes, or to the length it was begun with."""
     from trainyard.config.load import load_run
     from trainyard.plan.resolve import resolve
     from trainyard.plan.shorten import shorten
 
     if any((folder / "checkpoints").glob("step-*")):
         n_steps = resolve(load_run(str(folder / "run.toml")).run).n_steps
-        logger.info("%s continues to step %s, as measured when it began", run.name, f"{n_steps:,}")
+        logger.info("%s has begun: it continues to step %s", run.name, f"{n_steps:,}")
         return shorten(run, n_steps)
     from trainyard.bench.trial import time_run
 

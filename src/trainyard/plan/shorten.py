@@ -21,7 +21,7 @@ LEAST_PER_RUN = {
     ("evaluate", "sample_interval"): 4,
     ("log", "interval"): 60,
 }
-"""An interval shrinks where the shorter run would have fewer of these."""
+"""Intervals shrink if the shorter run would have fewer of these."""
 
 
 def shorten(run: Run, n_steps: int) -> Run:
@@ -29,7 +29,7 @@ def shorten(run: Run, n_steps: int) -> Run:
 
     Args:
         run: as asked for.
-        n_steps: steps of the full batch to shorten it to; a run that has no more stays as it is.
+        n_steps: the new length, in steps of the full batch; a run that is no longer is unchanged.
 
     Raises:
         ConfigError: the run's layout or batch is impossible.

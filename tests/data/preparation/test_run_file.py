@@ -108,7 +108,7 @@ def test_a_file_of_somebody_else_is_left_alone(prepared: tuple[Corpus, list[Side
     found = write_run_file(*prepared)
     assert Path("web.toml").read_text() == 'inputs = ["in"]\n'
     assert (found.note, found.command) == (
-        "web.toml is there already, and not by prepare: no run file",
+        "web.toml was not written by prepare: left as it is",
         "",
     )
 
