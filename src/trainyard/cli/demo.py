@@ -161,9 +161,9 @@ def _train() -> None:
     from trainyard.cli.train import train
     from trainyard.train.stop import out_of_time
 
-    _announce(f"train {RUN_FILE} --minutes {MINUTES:g}")
+    _announce(f"train {RUN_FILE} --ranks 1 --minutes {MINUTES:g}")
     try:
-        train(str(RUN_FILE), minutes=MINUTES)
+        train(str(RUN_FILE), ranks=1, minutes=MINUTES)  # its batch is too small for several GPUs
     except typer.Exit:
         outcome = json.loads((FOLDER / "outcome.json").read_text(encoding="utf-8"))
         if outcome["reason"] != out_of_time(MOST_MINUTES):

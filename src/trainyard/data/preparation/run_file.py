@@ -63,7 +63,9 @@ def write_run_file(corpus: Corpus, sidecars: list[Sidecar]) -> RunFile:
         return RunFile(path, f"{path} was not written by prepare: left as it is", "")
     if first is not None and first[2] != _checksum(rest):
         return RunFile(path, f"{path} has been edited: left as it is", command)
-    if first is None or first[1] != data:
+    if first is not None and first[1] == data:
+        body = rest
+    else:
         head = f"# Written by trainyard prepare for the data {data}; checksum {_checksum(body)}\n"
         own = path.with_name(f"{path.name}.{name_process(os.getpid())}")  # of many at once
         publish_text(own, head + body)
