@@ -2,10 +2,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Else every process of the demo would compile torch anew.
+# With it set, each of the hundreds of processes would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
-# Hundreds of processes are started, which would compile Trainyard each time if nothing were kept.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -q
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -q
 
 .PHONY: demo test test-all check bench set-up-train set-up-dev clean
 

@@ -4,9 +4,9 @@
     python benchmarks/front_door.py test --conditions idle --times 3
 
 Each run clones the commit into an empty folder and adds a line to the record: exit code, seconds of
-set-up and of the command, and the demo's bits per byte. `user` and `no-home` start it as `nobody`
-(root alone can do that), whose PATH lacks the optional system packages; `no-home` has a home that
-cannot be written. The shared data is put beside the clone if it is beside this checkout.
+set-up and of the command, and the demo's bits per byte. `user` and `no-home` run as `nobody` (which
+only root can start), with a PATH that lacks the optional system packages; `no-home` also has a
+read-only home. A folder `shared` beside this checkout is linked beside the clone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTIONAL = re.compile(
 
 
 def main() -> None:
-    """Runs what the command line asks for; exits with 1 if a run failed."""
+    """Runs the target under each condition; exits with 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", choices=("demo", "test", "test-all"))
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=["idle"])
@@ -114,7 +114,7 @@ def run(target: str, condition: str) -> dict[str, Any]:
 
 
 def surroundings(condition: str, folder: Path) -> dict[str, Any]:
-    """Gives what `subprocess.run` needs to meet a condition."""
+    """Gives the arguments of `subprocess.run` that set up a condition."""
     environment = {**os.environ}
     if condition == "one-core":
         return {"preexec_fn": lambda: os.sched_setaffinity(0, {0})}

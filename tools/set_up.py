@@ -1,8 +1,9 @@
 """Sets up `.venv` for the Makefile: `set_up.py train` for training, `set_up.py dev` for tests too.
 
-uv installs in seconds what takes pip minutes, so pip installs uv, and goes on itself where uv
-fails. uv gets pip's settings (index, mirror, local wheels, certificates), so both find the same.
-`.venv/.set-up.json` says what is installed. It is written last: an interrupted set-up starts anew.
+uv installs in seconds what takes pip minutes, so pip installs uv, and takes over if uv fails. uv
+gets pip's settings (index, mirror, local wheels, certificates), so both find the same packages.
+`.venv/.set-up.json` records what is installed. It is written last: an interrupted set-up starts
+anew.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 class SetUpError(Exception):
-    """The set-up failed in a way the user can fix; told in one message."""
+    """The set-up failed in a way the user can fix; the message says how."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class State:
     Attributes:
         folder: the checkout, which the commands in `.venv/bin` name.
         torch_index: where torch comes from; empty for PyPI, or pip's settings.
-        files: the checksum of what names the packages.
+        files: the checksum of pyproject.toml and constraints.txt.
         extras: of Trainyard.
     """
 
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def needs(before: State | None, purpose: str) -> State:
-    """Gives the state that a target needs; what other targets need stays."""
+    """Gives the state that a target needs; keeps what other targets need."""
     files = b"".join(Path(name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
     asked = os.environ.get("TORCH_INDEX", "")
     wanted = State(str(ROOT), asked, hashlib.sha256(files).hexdigest(), EXTRAS[purpose])
@@ -92,7 +93,7 @@ def set_up(before: State | None, wanted: State) -> None:
     """Makes `.venv`, or adds to it.
 
     Raises:
-        SetUpError: it failed; another try, or what worked before, is not harmed by it.
+        SetUpError: it failed; it can be run again, and what worked before still works.
     """
     started = time.monotonic()
     print(
@@ -135,7 +136,7 @@ def create() -> None:
 
 
 def install(extras: list[str], torch_index: str) -> None:
-    """Installs Trainyard and what its extras need, with uv or else with pip.
+    """Installs Trainyard with its extras, with uv or else with pip.
 
     Raises:
         SetUpError: neither could.
@@ -165,20 +166,20 @@ def install(extras: list[str], torch_index: str) -> None:
     if failure is not None:
         raise SetUpError(
             f"pip cannot install the packages:\n{tail(failure)}\n"
-            "hint: is the network there? Set a proxy or a mirror with `pip config`; `make clean` "
+            "hint: check the network; set a proxy or a mirror with `pip config`; `make clean` "
             "removes .venv for a fresh start"
         )
 
 
 def gets_needless_cuda(settings: dict[str, str]) -> bool:
-    """Whether torch will be PyPI's for Linux on a machine without a GPU."""
+    """Tells whether torch will come with CUDA on a machine without a GPU."""
     sources = {"index-url", "extra-index-url", "find-links", "no-index"}
     has_gpu = any(Path(device).exists() for device in GPU_DEVICES)
     return sys.platform == "linux" and not has_gpu and not sources & settings.keys()
 
 
 def pip_settings(listing: str) -> dict[str, str]:
-    """Reads `pip config list`: what `pip install` obeys, variables before files."""
+    """Reads the settings of `pip install` from `pip config list`; variables override files."""
     settings = {}
     for section in ("global.", "install.", ":env:."):
         for line in listing.splitlines():
@@ -189,7 +190,7 @@ def pip_settings(listing: str) -> dict[str, str]:
 
 
 def uv_environment(settings: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Gives the variables that make uv find what pip would."""
+    """Gives the variables that make uv find the packages that pip would."""
     certificates = "SSL_CERT_DIR" if Path(settings.get("cert", "")).is_dir() else "SSL_CERT_FILE"
     names = {
         "index-url": "UV_DEFAULT_INDEX",
@@ -218,7 +219,7 @@ def uv_environment(settings: Mapping[str, str], environment: Mapping[str, str]) 
 
 
 def can_write(folder: Path) -> bool:
-    """Whether files can be made in a folder, which is made where it is missing."""
+    """Tells whether files can be created in a folder, which is made if missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -228,10 +229,10 @@ def can_write(folder: Path) -> bool:
 
 
 def run(title: str, command: list[str], variables: Mapping[str, str]) -> str | None:
-    """Runs a command as one stage, with a line that ends in what it took.
+    """Runs a command as one stage, and prints its title and time.
 
     Returns:
-        None, or what it said if it failed.
+        None, or its output if it failed.
     """
     started = time.monotonic()
     shows_seconds = sys.stdout.isatty()
@@ -267,7 +268,7 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def tail(text: str, n_lines: int = 15) -> str:
-    """Gives the last lines of what a command said."""
+    """Gives the last lines of a command's output."""
     lines = [line for line in text.splitlines() if line.strip()]
     return "\n".join(lines[-n_lines:])
 
@@ -288,7 +289,7 @@ def write(state: State) -> None:
 
 @contextlib.contextmanager
 def lock() -> Iterator[None]:
-    """Lets one `make` at a time set up; where files cannot be locked, all of them."""
+    """Lets one `make` at a time set up, or any number where files cannot be locked."""
     with SCRIPT.open("rb+") as file:  # a network file system locks only what can be written
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

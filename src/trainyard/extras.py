@@ -1,4 +1,4 @@
-"""The packages that the extras of the distribution bring, and the command that installs them."""
+"""The packages of each extra of the distribution, and the command that installs an extra."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ REQUIREMENT = re.compile(r"([\w.-]+).*\bextra == ['\"](\w+)['\"]")
 
 
 def require(package: str) -> None:
-    """Refuses to go on without a package, before anything is written; imports nothing.
+    """Requires a package without importing it.
 
     Raises:
-        MachineError: it is not installed; names the command that installs it.
+        MachineError: it is not installed; the hint is the command that installs it.
     """
     if importlib.util.find_spec(package) is None:
         missing = ModuleNotFoundError(name=package)
@@ -31,7 +31,7 @@ def require(package: str) -> None:
 
 
 def missing_package(error: ModuleNotFoundError) -> MachineError | None:
-    """Explains a failed import of a package that an extra brings; None if none does."""
+    """Explains the failed import of a package that belongs to an extra; None for any other."""
     package = (error.name or "").partition(".")[0]
     extra = _extras().get(package)
     if extra is None:
@@ -42,7 +42,7 @@ def missing_package(error: ModuleNotFoundError) -> MachineError | None:
 
 
 def install_command(extra: str) -> str:
-    """Gives the command that installs an extra where Trainyard is installed."""
+    """Gives the command that adds an extra to this installation."""
     options, place = "", DISTRIBUTION
     origin = json.loads(_distribution_file("direct_url.json") or "{}")
     if "dir_info" in origin:

@@ -73,7 +73,7 @@ def test_a_data_file_says_everything(folder: Path) -> None:
         "quarantined, not a string: 1",
         '  in/a.jsonl:5: the value of "text" is 7, not a string',
         "  all are in web_text_document.quarantine.jsonl",
-        "web.toml is there already, and not by prepare: no run file",
+        "web.toml was not written by prepare: left as it is",
     ]
     assert run_verb("web.toml", "--on-error", "quarantine") == shown
 
@@ -249,7 +249,7 @@ def test_what_is_skipped_is_told(folder: Path) -> None:
     for name in ("a.md", "b.MD", "c.pdf", ".d"):
         (Path("in") / name).touch()
     shown = run_verb("in", "-o", "new", "--tokenizer", "small").splitlines()
-    assert shown[0].startswith("skipped 2 .md, 1 .pdf, 1 hidden; name other text files ")
+    assert shown[0].startswith("skipped 2 .md, 1 .pdf, 1 hidden; to read other text files ")
 
 
 @pytest.mark.parametrize(

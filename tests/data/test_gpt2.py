@@ -64,7 +64,7 @@ def test_its_files_are_package_data_with_their_licence() -> None:
 
 def test_a_folder_of_that_name_is_not_passed_over(working_folder: Path) -> None:
     other = load_vocabulary(train_tokenizer(["some words"], 260, Path("gpt2")))
-    with pytest.raises(DataError, match="the folder gpt2 here holds another one") as caught:
+    with pytest.raises(DataError, match="the folder gpt2 here holds a different one") as caught:
         load_vocabulary("gpt2")
     assert "write ./gpt2 to use the folder" in caught.value.hint
     for name in ("./gpt2", "gpt2/", "gpt2/tokenizer.json", Path("gpt2"), working_folder / "gpt2"):
@@ -89,6 +89,6 @@ def test_text_is_prepared_with_it() -> None:
 def test_it_is_not_trained_anew() -> None:
     Path("a.jsonl").write_text('{"text": " hello world"}\n')
     corpus = Corpus(inputs=("a.jsonl",), output="web", tokenizer="gpt2")
-    with pytest.raises(DataError, match="gpt2 ships with Trainyard and is not trained"):
+    with pytest.raises(DataError, match="gpt2 ships with Trainyard and cannot be trained"):
         train_on_inputs(corpus, 257, overwrite=True)
     assert not Path("gpt2").exists()

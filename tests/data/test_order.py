@@ -221,8 +221,8 @@ def test_a_single_corpus_repeats_to_the_size_asked_for(corpora: tuple[str, str])
         (1, "949,50,1", True),
         (99, "8,1,1", True),
         (100, "8,1,1", False),
-        (500, "949,50,1", True),  # none for the test split
-        (501, "949,50,1", False),
+        (500, "949,50,1", False),  # none for the test split alone
+        (100, "999,1,0", True),  # none to validate on
         (500, "949,50,0", False),
         (1, "1", False),
         (1, "0,0,5", False),

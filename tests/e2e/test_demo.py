@@ -46,7 +46,7 @@ def test_an_interrupted_demo_continues_and_finishes(
     assert finished.returncode == 0, finished.stderr
     assert "this one continues it" in finished.stdout
     assert "$ trainyard prepare" not in finished.stdout
-    assert "as measured when it began" in finished.stderr
+    assert "has begun: it continues to step" in finished.stderr
     folder = tmp_path / "runs/demo"
     assert load_run(str(folder / "run.toml")).run == run
     for stage in ("evaluate", "generate", "export", "report"):
@@ -66,3 +66,13 @@ def test_a_machine_that_becomes_slower_loses_no_stage(
     assert finished.returncode == 0, finished.stderr
     assert "slowed down" in finished.stdout
     assert (tmp_path / "runs/demo/report.html").stat().st_size > 0
+
+
+def test_the_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
+    other = tmp_path / "runs/demo/run.toml"
+    other.parent.mkdir(parents=True)
+    other.write_text("mine")
+    refused = trainyard("demo", folder=tmp_path)
+    assert refused.returncode == 2
+    assert "hint: move it: mv runs/demo runs/mine" in refused.stderr
+    assert other.read_text() == "mine"

@@ -121,7 +121,7 @@ def test_a_tokenizer_may_lie_elsewhere(theirs, tmp_path, tokenizer_folder):
 
 
 def test_a_tokenizer_of_another_model_is_refused(theirs, tmp_path):
-    with pytest.raises(DataError, match="gpt2 has 50257 tokens, the model knows 259"):
+    with pytest.raises(DataError, match="gpt2 has 50257 tokens, the model's vocabulary 259"):
         import_huggingface(theirs, tmp_path / "mine", "gpt2")
     assert not (tmp_path / "mine").exists()
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.plan.resolve import resolve
-from trainyard.plan.shorten import shorten
+from trainyard.plan.shorten import shorten, with_lengths_of
 
 
 def load(*overrides: str) -> Run:
@@ -52,8 +52,13 @@ def test_a_short_run_is_still_watched() -> None:
 
 def test_a_batch_ramp_shortens_too() -> None:
     ramp = "train.batch_ramp={start=4, increment=4, length='8_000 sequences'}"
-    run = load("train.length='80_000 sequences'", "train.global_batch_size=8", ramp)
+    shape = ["train.length='80_000 sequences'", "train.global_batch_size=8", ramp]
+    run = load(*shape)
     short = shorten(run, 1_000)
     assert short.train.batch_ramp is not None
     assert str(short.train.batch_ramp.length) == "800 sequences"
     assert resolve(short).n_sequences <= 8_000
+    assert with_lengths_of(short, run) == short
+    changed = with_lengths_of(short, load(*shape, "optimizer.clip_norm=2.0"))
+    assert changed.train == short.train
+    assert changed.optimizer.clip_norm == 2.0

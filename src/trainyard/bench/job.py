@@ -62,7 +62,7 @@ class Job:
     profiles: bool
     """And more, which leave a trace."""
     seconds: float = 0.0
-    """More steps are timed than asked, for about this long; needs a warm-up of two or more."""
+    """Time for about this long, in more steps than asked if need be; needs two warm-up steps."""
 
     def write(self, folder: Path, run: Run) -> None:
         """Leaves everything that the processes need in a folder."""
@@ -131,7 +131,7 @@ def prepare_run(run: Run, steps: Steps, folder: Path) -> Run:
         folder: gets random tokens where the run names none.
     """
     train = run.train.model_copy(update={"batch_ramp": None})
-    # A step neither prints text nor counts its bytes.
+    # The step needs no tokenizer: it neither prints text nor counts its bytes.
     run = run.model_copy(update={"train": train, "tokenizer": Tokenizer()})
     if not names_data(run):
         run = _with_random_tokens(run, steps, folder)

@@ -57,7 +57,7 @@ class OurTraining:
     def step(self) -> Tensor:
         """Does the next step; gives its loss, on the device."""
         loss = train_step(self._parts, self._state).loss
-        # A run shorter than its benchmark begins again.
+        # Start over if the run is shorter than its benchmark.
         self._state.step = (self._state.step + 1) % self._parts.plan.n_steps
         return loss
 

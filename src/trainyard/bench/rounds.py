@@ -40,7 +40,7 @@ class Contender:
     """Something to time."""
 
     name: str
-    """For the log, where there is more than one."""
+    """Shown in the log; empty: not shown."""
     run: Run
     peer: str = ""
     """Whose training step; empty: ours."""
@@ -78,9 +78,9 @@ class Order:
     profiles: bool = False
     """The first round leaves traces."""
     takes_apart: bool = True
-    """The first round says what a step is made of."""
+    """The first round measures the parts of a step."""
     seconds: float = 0.0
-    """Time each for about this long, if `steps` are over sooner."""
+    """Time each for at least about this long."""
 
 
 def run_rounds(

@@ -84,10 +84,10 @@ def time_runs(runs: Sequence[Run], n_ranks: int) -> list[float | None]:
 
 
 def time_run(run: Run, n_ranks: int) -> float:
-    """Times a run's training step for a few seconds, in processes of its own.
+    """Times a run's training step for a few seconds, in separate processes.
 
     Returns:
-        the mean seconds a step takes, whatever else this machine is doing.
+        the mean seconds of a step, slowed by whatever else this machine is doing.
 
     Raises:
         UserError: the run or its data is not usable here.

@@ -89,7 +89,7 @@ class Saver:
         keep: which checkpoints stay once a newer one is complete.
         background: write while training goes on; else `save` returns when all is written, and no
             host memory is taken.
-        vocabulary: of the run's tokenizer, which every checkpoint gets a copy of.
+        vocabulary: of the run's tokenizer; copied into every checkpoint.
     """
 
     def __init__(

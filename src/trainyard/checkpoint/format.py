@@ -23,7 +23,7 @@
                                                     "header_sha256": "..."}, ...},
      "tokenizer": {"n_bytes": 1755863, "sha256": "...", "fingerprint": "..."}}
 
-Format 1 is the same without the tokenizer, and is read too.
+Format 1, which can still be read, has no tokenizer.
 
 Tensor names are global: `model.blocks.17.attention.qkv.weight`, `optimizer.<parameter>.exp_avg`.
 A tensor is stored in chunks, as it was cut when it was saved; each has the tensor's name inside
@@ -135,7 +135,7 @@ class StoredTokenizer(_Part):
     sha256: Sha256
     """Of the file."""
     fingerprint: Sha256
-    """Of everything that decides an id: `Vocabulary.fingerprint`."""
+    """Of everything that affects ids: `Vocabulary.fingerprint`."""
 
 
 class Facts(_Part):
@@ -176,12 +176,12 @@ class Manifest(Facts):
     format: Literal[1, 2] = FORMAT
     tensors: dict[str, StoredTensor]
     files: dict[PlainName, StoredFile]
-    """Those that hold the tensors."""
+    """The files that hold tensors."""
     tokenizer: StoredTokenizer | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The bytes of each file beside the manifest."""
+        """The size in bytes of each file but the manifest."""
         sizes = {name: file.n_bytes for name, file in self.files.items()}
         return sizes | ({TOKENIZER: self.tokenizer.n_bytes} if self.tokenizer else {})
 

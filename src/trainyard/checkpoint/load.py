@@ -151,7 +151,7 @@ def build_model_from_checkpoint(
 
 
 def load_tokenizer_copy(path: Path, manifest: Manifest) -> Vocabulary | None:
-    """Loads the tokenizer of a checkpoint: its own copy, or without one what its run names.
+    """Loads the tokenizer of a checkpoint: its own copy, or else the one its run names.
 
     Raises:
         CheckpointError: the copy is damaged.

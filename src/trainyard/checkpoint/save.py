@@ -175,7 +175,7 @@ def require_space(folder: Path, tensors_bytes: int) -> None:
 
 
 def write_tokenizer(folder: Path, vocabulary: Vocabulary | None) -> StoredTokenizer | None:
-    """Writes and flushes the copy of the run's tokenizer; gives its entry in the manifest."""
+    """Writes and flushes a copy of the run's tokenizer; returns its manifest entry."""
     if vocabulary is None:
         return None
     content = vocabulary.render_json().encode()

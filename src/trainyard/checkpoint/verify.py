@@ -134,7 +134,7 @@ def _problem_of_tokenizer(path: Path, expected: str, read: Callable[[int], None]
 def _problem_of_file(
     path: Path, expected_header: str, chunks: _Chunks, read: Callable[[int], None]
 ) -> str:
-    """Says what is wrong with a file of tensors; empty when nothing is.
+    """Describes what is wrong with a file of tensors; empty if nothing is.
 
     Raises:
         CheckpointError, OSError: it cannot be read, or is no safetensors file.

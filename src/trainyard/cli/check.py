@@ -28,7 +28,7 @@ def data(
         list[str], typer.Argument(metavar="PREFIX", help="Token files, with or without ending.")
     ],
     tokenizer: Annotated[
-        str, typer.Option(help="Expected tokenizer, gpt2 or a folder; its ids are compared.")
+        str, typer.Option(help="Expected tokenizer, gpt2 or a folder; ids are checked.")
     ] = "",
 ) -> None:
     """Compare token files with their record, byte for byte, and with the rules of the format.

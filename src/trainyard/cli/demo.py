@@ -1,8 +1,8 @@
 """`trainyard demo`: the whole way from text to an exported model, on text every machine has.
 
 The corpus is the Python standard library's own source, found through `sysconfig`, so no network is
-needed. Each stage prints the command it stands for. Training has a budget of time: what fits is
-measured first, and a machine that becomes slower later ends training early, but no stage is lost.
+needed. Each stage prints the equivalent command. Training has a time budget: the machine is
+measured first, and if it slows down later, training ends early. Every stage runs either way.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from pathlib import Path
 import typer
 
 from trainyard import __version__
+from trainyard.errors import ConfigError, MachineError
 from trainyard.extras import require
 
 FOLDER = Path("runs/demo")
 RUN_FILE = FOLDER / "demo.toml"
 REPORT = FOLDER / "report.html"
+FIRST_WORDS = "# Written by trainyard demo"
 VOCABULARY_SIZE = 2048
 MINUTES = 2.5
 MOST_MINUTES = 3.75
@@ -44,7 +46,7 @@ def demo() -> None:
 
     Example: trainyard demo
 
-    The same command continues an interrupted demo, and starts a finished one anew.
+    The same command continues an interrupted demo, and restarts a finished one.
     """
     require("torch")
     started = time.monotonic()
@@ -53,26 +55,36 @@ def demo() -> None:
         f"It takes about {MINUTES + 0.7:.0f} minutes on two idle cores, longer on a busy machine; "
         f"everything goes to {FOLDER}."
     )
-    run_file = _render_run_file()
-    if (
-        RUN_FILE.exists()
-        and RUN_FILE.read_text(encoding="utf-8") == run_file
-        and not REPORT.exists()
-    ):
-        typer.echo("The last demo was interrupted: this one continues it.")
-    else:
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        FOLDER.mkdir(parents=True)
-        RUN_FILE.write_text(run_file, encoding="utf-8")
+    try:
+        _begin()
+    except OSError as error:
+        raise MachineError(f"cannot write to {FOLDER}: {error}", "make it writable") from error
     try:
         held_out = _write_corpus(FOLDER / "corpus")
         _prepare_tokens()
         _train()
         _use(held_out)
     except (KeyboardInterrupt, typer.Exit):
-        typer.echo("\nThe demo is interrupted; the same command continues it.", err=True)
+        typer.echo("\nThe demo stopped early; the same command continues it.", err=True)
         raise
     _print_ending(time.monotonic() - started)
+
+
+def _begin() -> None:
+    """Makes the folder of the demo, unless an interrupted one is there."""
+    run_file = _render_run_file()
+    found = RUN_FILE.read_text(encoding="utf-8") if RUN_FILE.exists() else ""
+    if found == run_file and not REPORT.exists():
+        typer.echo("The last demo was interrupted; this one continues it.")
+        return
+    if FOLDER.exists() and not found.startswith(FIRST_WORDS):
+        raise ConfigError(
+            f"{FOLDER} is there already, and not a demo's", f"move it: mv {FOLDER} runs/mine"
+        )
+    if FOLDER.exists():
+        shutil.rmtree(FOLDER)
+    FOLDER.mkdir(parents=True)
+    RUN_FILE.write_text(run_file, encoding="utf-8")
 
 
 def _render_run_file() -> str:
@@ -80,7 +92,7 @@ def _render_run_file() -> str:
 
     preset = (resources.files("trainyard.config") / "presets" / "demo.toml").read_bytes()
     return f"""\
-# Written by trainyard {__version__}, preset demo {hashlib.sha256(preset).hexdigest()[:12]}
+{FIRST_WORDS} {__version__}, preset {hashlib.sha256(preset).hexdigest()[:12]}
 extends = "demo"
 
 [data.train]
@@ -121,7 +133,7 @@ def _write_corpus(folder: Path) -> str:
             part.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
             part.replace(path)
             sizes.append(sum(len(text.encode()) for text in texts) / 1e6)
-        typer.echo(f"\ncorpus: {sizes[0]:.1f} MB to learn from, {sizes[1]:.1f} MB held out")
+        typer.echo(f"\ncorpus: {sizes[0]:.1f} MB for training, {sizes[1]:.1f} MB held out")
     return "".join(json.loads(line)["text"] for line in held_out.open(encoding="utf-8"))
 
 
@@ -160,14 +172,21 @@ def _train() -> None:
     from trainyard.cli.train import train
     from trainyard.train.stop import out_of_time
 
-    _announce(f"train {RUN_FILE} --minutes {MINUTES:g}")
+    def is_out_of_time() -> bool:
+        outcome = FOLDER / "outcome.json"
+        return outcome.exists() and (
+            json.loads(outcome.read_text(encoding="utf-8"))["reason"] == out_of_time(MOST_MINUTES)
+        )
+
+    if is_out_of_time():  # and interrupted later
+        return
+    _announce(f"train {RUN_FILE} --ranks 1 --minutes {MINUTES:g}")
     try:
-        train(str(RUN_FILE), minutes=MINUTES)
+        train(str(RUN_FILE), ranks=1, minutes=MINUTES)  # its batch is too small for several GPUs
     except typer.Exit:
-        outcome = json.loads((FOLDER / "outcome.json").read_text(encoding="utf-8"))
-        if outcome["reason"] != out_of_time(MOST_MINUTES):
+        if not is_out_of_time():
             raise
-        typer.echo("The machine slowed down and time is up: the demo goes on with this checkpoint.")
+        typer.echo("The machine slowed down: the demo goes on with the model trained so far.")
 
 
 def _use(held_out: str) -> None:

@@ -18,7 +18,7 @@ def import_(
     ] = "huggingface",
     tokenizer: Annotated[
         str,
-        typer.Option(help="The model's tokenizer, gpt2 or a folder; default: the one in FOLDER."),
+        typer.Option(help="The model's tokenizer: gpt2 or a folder; default: the one in FOLDER."),
     ] = "",
 ) -> None:
     """Make a run folder from a GPT-2 in Hugging Face's layout, or from a Megatron checkpoint.

@@ -28,17 +28,16 @@ def prepare(
     tokenizer: Annotated[
         str,
         typer.Option(
-            help="gpt2, which ships; or a folder with vocab.json and merges.txt, or with a "
-            "tokenizer.json.",
+            help="gpt2 (included), or a folder with vocab.json and merges.txt or with a "
+            "tokenizer.json; default: train one.",
         ),
     ] = "",
     train_tokenizer: Annotated[
         int,
         typer.Option(
             metavar="N",
-            help="Train a tokenizer of N tokens on the inputs first; kept where the data file's "
-            "tokenizer says, or else as <output>_tokenizer. Without either option N suits the "
-            "size of the text.",
+            help="Train a tokenizer of N tokens on the inputs first and save it as the data file's "
+            "tokenizer, or as <output>_tokenizer; default: N follows the size of the text.",
         ),
     ] = 0,
     json_key: Annotated[
@@ -87,12 +86,12 @@ def prepare(
     """Tokenises raw text into Megatron-LM token files: .bin and .idx, with a record in .json.
 
     Reads JSON lines and plain text (.jsonl .ndjson .json .txt, also .gz .bz2 .xz .zst), Parquet,
-    and dumps of Wikipedia (.xml .xml.bz2); as plain text any other file that is named itself.
+    and dumps of Wikipedia (.xml .xml.bz2). Reads any other file that you name as plain text.
 
     Example: trainyard prepare corpus/ -o web
 
     writes web_text_document.bin, .idx and .json, the tokenizer web_tokenizer, and web.toml, a run
-    file for trainyard train. A data file names these and steps to clean the text:
+    file for trainyard train. A data file holds these settings, and steps that clean the text:
 
     Example: trainyard prepare recipes/azure/data/slimpajama.toml --workers 8
 
@@ -139,7 +138,7 @@ def prepare(
 def tokenise(
     corpus: Corpus, workers: int = 1, on_error: OnError = "stop", *, overwrite: bool
 ) -> list[Sidecar]:
-    """Writes the token files of a corpus, with progress, and prints what is in them."""
+    """Writes the token files of a corpus, shows progress, and prints their counts."""
     from trainyard.data.preparation.prepare import prepare as prepare_tokens
     from trainyard.log import show_progress
 

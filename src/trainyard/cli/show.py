@@ -29,7 +29,7 @@ def show(
         bool, typer.Option("--verify", help="For checkpoints: compare files with their checksums.")
     ] = False,
     tokenizer: Annotated[
-        str, typer.Option(help="For token files: gpt2 or a folder, to decode what is shown.")
+        str, typer.Option(help="For token files: gpt2 or a folder; decodes the documents.")
     ] = "",
     split: Annotated[str, typer.Option(help="For order: train, valid or test.")] = "train",
     start: Annotated[int, typer.Option(help="For order: the first sequence.")] = 0,

@@ -53,13 +53,13 @@ def train(
         float | None,
         typer.Option(
             min=0.01,
-            help="Shorten the run, with its schedule, to what this machine trains in about this "
+            help="Shorten the run and its schedule to what this machine can train in about this "
             "time.",
         ),
     ] = None,
     log: Annotated[
         LogLines,
-        typer.Option(help="Log lines: short, or full with every metric of metrics.jsonl."),
+        typer.Option(help="Log lines: short, or full with every metric."),
     ] = "short",
 ) -> None:
     """Train a run; its folder is runs/NAME.
@@ -76,6 +76,7 @@ def train(
     from trainyard.config.load import load_run
     from trainyard.plan.resolve import resolve
     from trainyard.train.run_folder import write_run_folder
+    from trainyard.train.stop import refuse_stopped
 
     process = read_process()
     for option, value in (("--ranks", ranks), ("--minutes", minutes)):
@@ -99,6 +100,7 @@ def train(
         else:
             with hold(folder) as lock:
                 if minutes is not None:
+                    refuse_stopped(folder)
                     begun = None if resume == "never" else _begun_run(folder)
                     run = _fit_into(minutes, run, plan.n_ranks, begun)
                 write_run_folder(folder, run, "auto" if process.attempt else resume)
@@ -112,24 +114,25 @@ def train(
 
 
 def _begun_run(folder: Path) -> Run | None:
-    """Gives the run that a folder has checkpoints of, if it has any."""
+    """Gives the run of a folder that has trained."""
     from trainyard.config.load import load_run
 
     run_file = folder / "run.toml"
-    if run_file.exists() and any((folder / "checkpoints").glob("step-*")):
+    steps = {path.name for path in (folder / "checkpoints").glob("step-*")}
+    if run_file.exists() and steps - {"step-00000000"}:  # that one is imported
         return load_run(str(run_file)).run
     return None
 
 
 def _fit_into(minutes: float, run: Run, n_ranks: int, begun: Run | None) -> Run:
-    """Shortens a run to what this machine trains in some minutes, or as it was when it began."""
+    """Shortens a run to what fits into the minutes, or to the length it was begun with."""
     from trainyard.plan.resolve import resolve
-    from trainyard.plan.shorten import shorten
+    from trainyard.plan.shorten import shorten, with_lengths_of
 
     if begun is not None:
         n_steps = resolve(begun).n_steps
-        logger.info("%s continues to step %s, as measured when it began", run.name, f"{n_steps:,}")
-        return shorten(run, n_steps)
+        logger.info("%s has begun: it continues to step %s", run.name, f"{n_steps:,}")
+        return with_lengths_of(begun, run)
     from trainyard.bench.trial import time_run
 
     logger.info("measuring this machine: a few seconds of training steps")

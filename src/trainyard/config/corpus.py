@@ -120,8 +120,8 @@ class Corpus(Section):
     output: str = ""
     """Path that the names of the token files begin with."""
     tokenizer: str = ""
-    """`gpt2`, which ships; or a folder with vocab.json and merges.txt, or with a tokenizer.json;
-    empty: one is trained."""
+    """`gpt2` (included), or a folder with vocab.json and merges.txt or with a tokenizer.json;
+    empty: train one."""
     json_key: str = "text"
     """The JSON key, or the Parquet column, that holds the text."""
     append_eod: bool = True

@@ -105,8 +105,8 @@ class Data(Section):
     blend: Blend = Blend()
     """Token files that `split` cuts into train, valid and test."""
     split: str = "949,50,1"
-    """Shares of train, valid and test in each file of `blend`: by documents, as Megatron-LM; by
-    tokens if it has fewer than 100 documents, or too few to give each share one."""
+    """Shares of train, valid and test in each file of `blend`: by documents, as in Megatron-LM; by
+    tokens if it has fewer than 100 documents, or too few for each share to get one."""
     train: Blend = Blend()
     """Token files for training alone; used instead of `blend`."""
     valid: Blend = Blend()
@@ -130,8 +130,8 @@ class Tokenizer(Section):
     """Which tokenizer made the data; needed to print text and to count bytes."""
 
     path: str = ""
-    """`gpt2`, which ships; or a folder with tokenizer.json, or with vocab.json and merges.txt.
-    Empty: token ids only."""
+    """`gpt2` (included), or a folder with tokenizer.json or with vocab.json and merges.txt;
+    empty: token ids only."""
 
 
 class BatchRamp(Section):

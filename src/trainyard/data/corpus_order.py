@@ -162,7 +162,7 @@ def build_corpus_order(
     """Builds or loads the order of a range of documents of one corpus.
 
     Args:
-        dataset: the corpus, or the part of it that the split gets.
+        dataset: the corpus, or the split's part of it.
         documents: which of its sequences in the .idx belong to the split.
         asked: the least number of sequences needed; None makes one pass over the documents.
         settings: how they are cut and shuffled.

@@ -86,7 +86,7 @@ class IndexedDataset:
         document_indices: sequences before each document, and the total, int64.
         stream: every token of the .bin, as stored.
         n_tokens: how many that is.
-        span: which tokens of the .bin these are: all, but of a part that a split gets.
+        span: which tokens of the .bin these are: all, unless this is a split's part.
 
     Raises:
         DataError: a file is missing, damaged, cut short, or does not fit the other.
@@ -140,7 +140,7 @@ def _size_bytes(path: Path) -> int:
 
 
 def _suggest_prefix(path: Path) -> str:
-    """Says what a prefix is, or names the one that `prepare --output` of this name has made."""
+    """Explains prefixes, or suggests the one that `prepare` wrote for this output."""
     made = sorted(path.parent.glob(f"{glob.escape(path.stem)}_*_document.bin"))
     if made:
         return f"did you mean the prefix {made[0].with_suffix('')}?"

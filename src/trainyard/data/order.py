@@ -44,7 +44,7 @@ Rows = NDArray[np.int64]
 _log = logging.getLogger("trainyard")
 
 FEW_DOCUMENTS = 100
-"""A file with fewer is split by tokens: by documents, the size of one decides the shares."""
+"""A file with fewer is split by tokens: a single large document would distort the shares."""
 _WHOLE: Part = (0.0, 1.0)
 _SURPLUS = 0.005  # Megatron-LM's mid_level_dataset_surplus
 _ROWS_AT_ONCE = 64  # as many as fit a processor's cache
@@ -196,8 +196,8 @@ def build_order(
 
     Args:
         blend: what to draw from: one blend that `split` divides, or one for each split.
-        split: shares such as "949,50,1", of the documents as Megatron-LM, or of the tokens where
-            documents are few; None with a blend for each split.
+        split: shares such as "949,50,1": of the documents, as in Megatron-LM, or of the tokens if
+            there are few documents; None with a blend for each split.
         sizes: sequences wanted of each split. 0 is none of them. None is one pass over the
             documents. Without weights a blend may be shorter; with weights, longer by a few.
         settings: how documents are cut into sequences and shuffled.
@@ -249,14 +249,15 @@ def _normalized(weights: Sequence[float]) -> NDArray[np.float64]:
 
 
 def splits_by_tokens(n_documents: int, parts: Sequence[Part | None]) -> bool:
-    """Says whether a file has too few documents to be split by them.
+    """Whether a file has too few documents to be split by them.
 
-    It depends on nothing else, so that the splits of a run never overlap.
+    It depends on nothing else, so that the splits of a run never overlap. An empty test split does
+    not decide: few runs need one, and the order of the others stays Megatron-LM's.
     """
     if _WHOLE in parts:
         return False
-    spans = [_span(n_documents, part) for part in parts if part]
-    return n_documents < FEW_DOCUMENTS or not all(spans)
+    train_and_valid = [_span(n_documents, part) for part in parts[:2] if part]
+    return n_documents < FEW_DOCUMENTS or not all(train_and_valid)
 
 
 def _span(count: int, part: Part) -> range:
@@ -267,21 +268,22 @@ def _span(count: int, part: Part) -> range:
 def _select(
     dataset: IndexedDataset, part: Part, name: Split, *, by_tokens: bool
 ) -> tuple[IndexedDataset, range]:
-    """Gives the documents of a part: those of the dataset, or of a cut of its tokens."""
+    """Selects the documents of a part, by documents or by tokens."""
     if by_tokens and (span := _span(dataset.n_tokens, part)):
         dataset = _cut(dataset, span)
         return dataset, range(len(dataset))
     documents = _span(len(dataset), part)
     if by_tokens or not documents:
+        things = f"{dataset.n_tokens} tokens" if by_tokens else f"{len(dataset)} documents"
         raise DataError(
-            f"{dataset.prefix}: the {name} split gets none of its {dataset.n_tokens} tokens",
+            f"{dataset.prefix}: the {name} split gets none of its {things}",
             f"give {name} a larger share in the split, or another corpus",
         )
     return dataset, documents
 
 
 def _cut(dataset: IndexedDataset, span: range) -> IndexedDataset:
-    """Gives consecutive tokens as a dataset; its first and last document may be parts of one."""
+    """Returns consecutive tokens as a dataset, whose first and last document may be incomplete."""
     lengths = dataset.load_sequence_lengths(range(len(dataset)))
     ends = np.cumsum(lengths, dtype=np.int64)
     begins = np.clip(ends - lengths, span.start, span.stop)

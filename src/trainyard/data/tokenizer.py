@@ -288,7 +288,7 @@ def _refuse_lone_surrogates(texts: list[str]) -> None:
 
 
 def load_tokenizer(source: str | Path, special_tokens: SpecialTokens = "text") -> Tokenizer:
-    """Loads a tokenizer from what `load_vocabulary` reads: "gpt2", a folder or a tokenizer.json.
+    """Loads "gpt2", a folder or a tokenizer.json, as `load_vocabulary` reads them.
 
     Raises:
         DataError: as `load_vocabulary`.
@@ -297,7 +297,7 @@ def load_tokenizer(source: str | Path, special_tokens: SpecialTokens = "text") -
 
 
 def tokenizer_name(source: str | Path) -> str:
-    """Names a tokenizer for people: after its folder, whether or not that is still there."""
+    """Gives the name to display: that of the folder, which may be gone."""
     path = Path(source)
     return (path.parent if path.suffix == ".json" else path).resolve().name
 

@@ -3,12 +3,12 @@
 GPT-2's layout is a folder with `vocab.json` and `merges.txt`; the other is one `tokenizer.json`.
 Both say the same things, so both give the same `Vocabulary` and the same fingerprint:
 
-    load_vocabulary("gpt2")                     # GPT-2's own, which ships with this package
+    load_vocabulary("gpt2")                     # GPT-2's, included in this package
     load_vocabulary("data/gpt2")                # vocab.json + merges.txt: the same fingerprint
     load_vocabulary("data/gpt2/tokenizer.json") # the same fingerprint
 
-Only GPT-2's merges ship, compressed: its tokens are the 256 bytes in the order of their symbols,
-then what each merge makes, then `<|endoftext|>`.
+The package includes only GPT-2's merges, compressed. Its tokens follow from them: the 256 bytes in
+the order of their symbols, then the result of each merge, then `<|endoftext|>`.
 
 What we save is one `tokenizer.json`: a single file is published atomically, names its special
 tokens and its splitting rule, and opens in Hugging Face libraries as it is.
@@ -31,7 +31,7 @@ from trainyard.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 GPT2 = "gpt2"
-"""Names GPT-2's tokenizer, which ships with this package, wherever a tokenizer is named."""
+"""The name of the included GPT-2 tokenizer."""
 # The splitting rule of GPT-2: its regular expression, and no space put before the first word.
 GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _HINT = (
@@ -134,11 +134,11 @@ def load_vocabulary(source: str | Path) -> Vocabulary:
 
     Args:
         source: a folder with vocab.json and merges.txt or with a tokenizer.json, or that file; the
-            text "gpt2" is GPT-2's that ships, while "./gpt2" and a `Path` are always files.
+            string "gpt2" is the included tokenizer, while "./gpt2" and a `Path` are always files.
 
     Raises:
         DataError: a file is missing or malformed, or it is not a byte-level BPE with
-            `<|endoftext|>`; or "gpt2" could also mean another tokenizer, in a folder of that name.
+            `<|endoftext|>`; or a folder "gpt2" here holds a different tokenizer.
     """
     if source == GPT2:
         return _load_gpt2()
@@ -158,7 +158,7 @@ def load_vocabulary(source: str | Path) -> Vocabulary:
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Whether a folder has the files of a tokenizer, in either layout."""
+    """Tells whether a folder has the files of a tokenizer, in either layout."""
     layouts = (("tokenizer.json",), ("vocab.json", "merges.txt"))
     return any(all((folder / name).is_file() for name in names) for names in layouts)
 
@@ -173,8 +173,8 @@ def _load_gpt2() -> Vocabulary:
     if holds_tokenizer(folder) and load_vocabulary(folder).fingerprint != vocabulary.fingerprint:
         raise DataError(
             f"{GPT2} names the tokenizer that ships with Trainyard, but the folder {GPT2} here "
-            "holds another one",
-            f"write ./{GPT2} to use the folder, or rename the folder to use the one that ships",
+            "holds a different one",
+            f"write ./{GPT2} to use the folder, or rename the folder to use the included one",
         )
     return vocabulary
 
@@ -217,7 +217,7 @@ def _check_byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     if wrong:
         raise DataError(
             f"{path} is not a byte-level BPE tokenizer: {wrong}",
-            "use gpt2, which ships, or train one with `trainyard prepare --train-tokenizer`",
+            "use gpt2 (included), or train one with `trainyard prepare --train-tokenizer`",
         )
     if split is last:
         return {**GPT2_SPLIT, "use_regex": split.get("use_regex", True)}

@@ -45,7 +45,7 @@ def import_huggingface(folder: Path, output: Path, tokenizer: str = "") -> Path:
     Args:
         folder: with config.json and model.safetensors, or shards with their index.
         output: the run folder to make; it appears complete or not at all.
-        tokenizer: of the model, as `load_vocabulary` reads it; empty: the one in `folder`, if any.
+        tokenizer: as `load_vocabulary` reads it; empty: the one in `folder`, if any.
 
     Raises:
         CheckpointError: `folder` is not a GPT-2 of safetensors, or `output` exists.

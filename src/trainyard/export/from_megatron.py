@@ -70,7 +70,7 @@ def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
     Args:
         folder: where Megatron-LM or Megatron-DeepSpeed saved, or one of the checkpoints in it.
         output: the run folder to make; it appears complete or not at all.
-        tokenizer: of the model, as `load_vocabulary` reads it; empty: none.
+        tokenizer: as `load_vocabulary` reads it; empty: none.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is incomplete, damaged or hostile, or its

@@ -36,16 +36,16 @@ def require_new(output: Path) -> None:
 
 
 def load_fitting(source: str | Path, model: Model) -> Vocabulary:
-    """Loads the tokenizer of a model.
+    """Loads a tokenizer and checks that it fits the model.
 
     Raises:
-        DataError: as `load_vocabulary`, or it gives ids that the model does not know.
+        DataError: as `load_vocabulary`, or it has more tokens than the model's vocabulary.
     """
     vocabulary = load_vocabulary(source)
     if len(vocabulary.tokens) > model.vocabulary_size:
         raise DataError(
-            f"the tokenizer {source} has {len(vocabulary.tokens)} tokens, the model knows "
-            f"{model.vocabulary_size}",
+            f"the tokenizer {source} has {len(vocabulary.tokens)} tokens, the model's "
+            f"vocabulary {model.vocabulary_size}",
             "name the tokenizer that the model was trained with",
         )
     return vocabulary

@@ -226,8 +226,8 @@ def refuse_missing_devices(n_seen: int, environment: Mapping[str, str] = os.envi
 def let_idle_threads_sleep() -> None:
     """Keeps OpenMP's threads from spinning while they wait; call it before torch is imported.
 
-    Idle, a step takes as long; beside four busy processes on two cores spinning made it nine times
-    slower (docs/log.md). A policy that the environment names stays.
+    On an idle machine a step takes as long as before; next to four busy processes on two cores,
+    spinning made it nine times slower (docs/log.md). A policy set in the environment is kept.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

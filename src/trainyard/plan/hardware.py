@@ -181,26 +181,26 @@ class Machine:
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """What this machine trains on, as far as can be told without torch."""
+    """The devices of this machine, detected without torch."""
 
     name: str
     count: int
-    """Devices; the cores of a CPU are one."""
+    """Devices; all CPU cores are one."""
     is_gpu: bool
     flops_per_second: float
-    """Of all devices, as a small model reaches it: a guess to choose sizes by."""
+    """Of all devices, estimated for a small model."""
     precision: str
 
 
-# Measured with models of 0.3M to 4M parameters, where much time goes into other things than matrix
-# products: 20 to 45 GFLOP/s a core. A GPU reaches a fraction of its peak with such models.
+# Models of 0.3M to 4M parameters, which spend much of their time outside matmuls, were measured at
+# 20 to 45 GFLOP/s a core. On a GPU such models reach a fraction of its peak.
 _CORE_FLOPS_PER_SECOND = 30e9
 _SMALL_MODEL_SHARE = 0.2
 _UNKNOWN_GPU_PEAK = 50e12
 
 
 def find_local_machine(system: Path = Path("/")) -> LocalMachine:
-    """Looks for GPUs where their drivers list them, and counts the cores where there is none.
+    """Finds the GPUs that the drivers list, or else counts the CPU cores.
 
     Args:
         system: the root of the file system.
@@ -220,7 +220,7 @@ def find_local_machine(system: Path = Path("/")) -> LocalMachine:
 
 
 def _list_gpus(system: Path) -> list[str]:
-    """Names NVIDIA's and AMD's GPUs; none where torch is built for CPUs alone."""
+    """Names NVIDIA's and AMD's GPUs; none if torch is built for CPUs only."""
     try:
         if version("torch").endswith("+cpu"):
             return []

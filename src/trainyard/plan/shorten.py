@@ -21,7 +21,7 @@ LEAST_PER_RUN = {
     ("evaluate", "sample_interval"): 4,
     ("log", "interval"): 60,
 }
-"""An interval shrinks where the shorter run would have fewer of these."""
+"""Intervals shrink if the shorter run would have fewer of these."""
 
 
 def shorten(run: Run, n_steps: int) -> Run:
@@ -29,7 +29,7 @@ def shorten(run: Run, n_steps: int) -> Run:
 
     Args:
         run: as asked for.
-        n_steps: steps of the full batch to shorten it to; a run that has no more stays as it is.
+        n_steps: the new length, in steps of the full batch; a run that is no longer is unchanged.
 
     Raises:
         ConfigError: the run's layout or batch is impossible.
@@ -51,4 +51,14 @@ def shorten(run: Run, n_steps: int) -> Run:
         shrink(tables["train"]["batch_ramp"], "length", 1)
     for (section, name), least in LEAST_PER_RUN.items():
         tables[section][name] = min(tables[section][name], math.ceil(n_steps / least))
+    return Run.model_validate(tables)
+
+
+def with_lengths_of(other: Run, run: Run) -> Run:
+    """Gives a run every length and interval of another, which `shorten` may have changed."""
+    tables, others = run.model_dump(), other.model_dump()
+    lengths = [("train", "length"), ("train", "batch_ramp")]
+    lengths += [("schedule", name) for name in ("warmup", "decay", "cooldown")]
+    for section, name in [*lengths, *LEAST_PER_RUN]:
+        tables[section][name] = others[section][name]
     return Run.model_validate(tables)

@@ -2,8 +2,8 @@
 
     values = suggest_run(74_000, 1024, find_local_machine())
 
-Two limits decide. The text: a model with many more parameters than the text has tokens learns it by
-heart. The machine: in `FIRST_RUN_SECONDS` each parameter should see some ten tokens.
+Two limits decide. The text: a model with many more parameters than the text has tokens memorizes
+it. The machine: in `FIRST_RUN_SECONDS` it should train on about ten tokens per parameter.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _MOST_EPOCHS = 20
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Values of a run file, and what they are chosen by."""
+    """Values of a run file, and figures that explain them."""
 
     values: dict[str, dict[str, Any]]
     epochs: float
     """Passes over the training tokens."""
     parameters: int
     seconds: float
-    """How long that may take on the machine."""
+    """Estimated training time on the machine."""
 
 
 def suggest_run(n_tokens: int, vocabulary_size: int, machine: LocalMachine) -> Suggestion:
@@ -97,7 +97,7 @@ def suggest_run(n_tokens: int, vocabulary_size: int, machine: LocalMachine) -> S
 
 
 def _choose_shape(train_tokens: int, machine: LocalMachine) -> tuple[int, int]:
-    """Takes the largest shape that neither the text nor the machine is too small for."""
+    """Takes the largest shape that both text and machine allow."""
     flops = machine.flops_per_second * FIRST_RUN_SECONDS
     most = min(_PARAMETERS_PER_TOKEN * train_tokens, math.sqrt(flops / (6 * _TOKENS_PER_PARAMETER)))
     fitting = [shape for shape in _SHAPES if 12 * shape[0] * shape[1] ** 2 <= most]
@@ -105,7 +105,7 @@ def _choose_shape(train_tokens: int, machine: LocalMachine) -> tuple[int, int]:
 
 
 def _micro_batch(train_tokens: int, length: int, machine: LocalMachine) -> int:
-    """Takes a power of two of sequences, so few that a small text gives enough steps."""
+    """Takes a power of two of sequences, small enough that a small text gives enough steps."""
     most = 32768 if machine.is_gpu else 2048
     sequences = max(4, min(most, train_tokens // 32) // length)
     return 1 << int(math.log2(max(1, sequences // machine.count)))

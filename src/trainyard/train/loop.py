@@ -33,7 +33,7 @@ def train(
         metrics: where results go.
         stop: knows what was asked for.
         saver: of checkpoints.
-        show: called with (step, text) for every log line, and after every step with "".
+        show: called with (step, text) for every log line, and with (step, "") after every step.
 
     Returns:
         why it ended, and how far it is, which is saved.

@@ -195,7 +195,7 @@ class _Lines:
 
 
 def render_short_line(values: dict[str, Any], plan: Plan) -> str:
-    """Renders what a person watches."""
+    """Renders the essential metrics."""
     columns = [
         f"step {values['step']:>{len(f'{plan.n_steps:,}')},} of {plan.n_steps:,}",
         f"loss {values['loss']:.3f}",

@@ -25,7 +25,7 @@ FIRST_WITH_ZERO_BUBBLE = (2, 13)
 
 
 def write_run_folder(folder: Path, run: Run, resume: Resume) -> None:
-    """Writes run.toml and the tokenizer for the workers, once all that can be checked is in order.
+    """Writes run.toml and the tokenizer for the workers, after all checks that can run here.
 
     Raises:
         UserError: the run cannot be trained here, or differs from the one already in the folder.

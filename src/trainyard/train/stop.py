@@ -52,7 +52,7 @@ DONE = Ending("done")
 
 
 def out_of_time(minutes: float) -> str:
-    """Gives the reason of a run that train.stop_after_minutes ends."""
+    """Gives the reason when train.stop_after_minutes ends a run."""
     return f"train.stop_after_minutes={minutes:g} is over"
 
 

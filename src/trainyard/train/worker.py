@@ -81,7 +81,7 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
     Args:
         folder: holds run.toml; everything else is written here.
         resume: "auto" continues if there is a checkpoint, "must" insists on one, "never" on none.
-        log: whether a log line has what a person watches, or every metric.
+        log: whether log lines have the essential metrics or all of them.
 
     Returns:
         why training ended, `DONE` at the end of the plan; the first rank writes it to outcome.json.

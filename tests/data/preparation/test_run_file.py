@@ -63,11 +63,12 @@ def test_it_is_written_once_for_the_same_data(
     prepared: tuple[Corpus, list[Sidecar]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also on a machine that would get another one: a run may have begun with it."""
-    write_run_file(*prepared)
+    first = write_run_file(*prepared)
     before = Path("web.toml").read_text()
     large = LocalMachine("8 x H100", 8, True, 1e15, "bf16")
     monkeypatch.setattr("trainyard.data.preparation.run_file.find_local_machine", lambda: large)
-    assert write_run_file(*prepared).command
+    again = write_run_file(*prepared)
+    assert (again.note, bool(again.command)) == (first.note, True)
     assert Path("web.toml").read_text() == before
     Path("web.toml").unlink()
     write_run_file(*prepared)
@@ -108,7 +109,7 @@ def test_a_file_of_somebody_else_is_left_alone(prepared: tuple[Corpus, list[Side
     found = write_run_file(*prepared)
     assert Path("web.toml").read_text() == 'inputs = ["in"]\n'
     assert (found.note, found.command) == (
-        "web.toml is there already, and not by prepare: no run file",
+        "web.toml was not written by prepare: left as it is",
         "",
     )
 

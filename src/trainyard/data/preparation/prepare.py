@@ -165,16 +165,16 @@ def work_path(corpus: Corpus) -> Path:
 
 
 def choose_tokenizer(corpus: Corpus, vocabulary_size: int = 0) -> tuple[Corpus, int]:
-    """Names the tokenizer of a corpus without one.
+    """Chooses the tokenizer of a corpus that names none.
 
     Args:
-        corpus: what it is for.
-        vocabulary_size: train one of this size; 0 chooses.
+        corpus: to be tokenised.
+        vocabulary_size: of the tokenizer to train; 0: chosen from the size of the inputs.
 
     Returns:
         The corpus with its tokenizer, and the vocabulary size to train: a power of two that grows
-        with the cube root of the inputs, such as 2048 for 1 MB and 4096 for 10 MB. More than 1 GiB
-        gets GPT-2's, and 0.
+        with the cube root of the inputs, such as 2048 for 1 MB and 4096 for 10 MB. Above 1 GiB:
+        GPT-2's tokenizer, and 0.
 
     Raises:
         DataError: an input is wrong.
@@ -194,16 +194,16 @@ def train_on_inputs(
 ) -> None:
     """Trains a tokenizer on the documents of a corpus and saves it as `corpus.tokenizer`.
 
-    One that is there already is left alone if the work on this corpus was begun with it, or if it
-    is what would be trained: many processes may begin at once, and one may be killed here.
+    An existing one is kept if the work on this corpus began with it, or if training gives the same
+    one: many processes may start at once, and any of them may be killed here.
 
     Raises:
-        DataError: an input or a document is wrong, the text is too little, or the tokenizer is
-            the one that ships.
+        DataError: an input or a document is wrong, there is too little text, or the tokenizer is
+            the included `gpt2`.
     """
     if corpus.tokenizer == GPT2:
         hint = f"name a folder to train one into, such as ./{GPT2}, or leave out --train-tokenizer"
-        raise DataError(f"the tokenizer {GPT2} ships with Trainyard and is not trained", hint)
+        raise DataError(f"the tokenizer {GPT2} ships with Trainyard and cannot be trained", hint)
     folder = Path(corpus.tokenizer)
     path = folder / "tokenizer.json"
     is_there = path.exists() and not overwrite
@@ -216,7 +216,7 @@ def train_on_inputs(
         trained = train_tokenizer(_read_texts(corpus, on_error), vocabulary_size, own)
         if is_there and trained.read_bytes() != path.read_bytes():
             hint = "data may depend on it: use it with --tokenizer, or pass --overwrite"
-            raise DataError(f"the tokenizer {path} is there already, and is another", hint)
+            raise DataError(f"a different tokenizer exists already: {path}", hint)
         folder.mkdir(parents=True, exist_ok=True)
         trained.replace(path)
     finally:

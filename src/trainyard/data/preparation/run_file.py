@@ -1,11 +1,11 @@
-"""The run file that `prepare` leaves beside its token files, ready for `trainyard train`.
+"""The run file that `prepare` writes beside its token files, ready for `trainyard train`.
 
     written = write_run_file(corpus, sidecars)
     written.command              # "trainyard train web.toml --minutes 5"
 
-Its first line has a checksum of the rest, so that a file somebody has edited is known and left
-alone, and names the data, so that a file for the same data is left alone too: the same command on
-another machine, or many at once, changes nothing.
+Its first line has a checksum of the rest, to recognize and keep a file that was edited, and a
+fingerprint of the data, to keep a file for the same data: the same command on another machine, or
+many at once, changes nothing.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _FIRST_LINE = re.compile(
 
 @dataclass(frozen=True)
 class RunFile:
-    """What became of the run file."""
+    """The outcome of `write_run_file`."""
 
     path: Path
     note: str
     """One line about it."""
     command: str
-    """What trains it; empty where the file is another's."""
+    """Trains the run; empty if `prepare` did not write the file."""
 
 
 def write_run_file(corpus: Corpus, sidecars: list[Sidecar]) -> RunFile:
@@ -60,10 +60,12 @@ def write_run_file(corpus: Corpus, sidecars: list[Sidecar]) -> RunFile:
         found = ""
     first, rest = _FIRST_LINE.match(found), found.partition("\n")[2]
     if found and first is None:
-        return RunFile(path, f"{path} is there already, and not by prepare: no run file", "")
+        return RunFile(path, f"{path} was not written by prepare: left as it is", "")
     if first is not None and first[2] != _checksum(rest):
         return RunFile(path, f"{path} has been edited: left as it is", command)
-    if first is None or first[1] != data:
+    if first is not None and first[1] == data:
+        body = rest
+    else:
         head = f"# Written by trainyard prepare for the data {data}; checksum {_checksum(body)}\n"
         own = path.with_name(f"{path.name}.{name_process(os.getpid())}")  # of many at once
         publish_text(own, head + body)
@@ -76,7 +78,7 @@ def _checksum(text: str) -> str:
 
 
 def _render(corpus: Corpus, sidecars: list[Sidecar]) -> tuple[str, int]:
-    """Renders what follows the first line; says how many minutes suit it."""
+    """Renders what follows the first line; returns the minutes to train for, too."""
     tokenizer = sidecars[0].tokenizer
     n_tokens = sum(sidecar.tokens for sidecar in sidecars)
     machine = find_local_machine()
@@ -94,7 +96,7 @@ def _render(corpus: Corpus, sidecars: list[Sidecar]) -> tuple[str, int]:
     head = (
         f"# {suggestion.parameters / 1e6:.1f}M parameters, for {n_tokens:,} tokens and "
         f"{machine.name}; {suggestion.epochs:.3g} passes over the text.\n"
-        "# Every field: trainyard show --fields. Relative paths start where the command is run.\n"
+        "# Every field: trainyard show --fields. Relative paths start at the working directory.\n"
         "# Once you edit this file, prepare leaves it alone.\n\n"
     )
     return head + tomli_w.dumps(values), max(1, min(10, math.ceil(suggestion.seconds / 60)))

@@ -62,7 +62,7 @@ def _read(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Batch]:
 
 
 def _say_how_to_convert(fault: Fault, path: Path) -> Fault:
-    """Puts the command that makes UTF-8 of a file into the hint."""
+    """Adds the command that converts the file to UTF-8 as the hint."""
     if fault.kind != "invalid UTF-8" or format_of(path)[1]:
         return fault
     encoding = "LATIN1"

@@ -34,7 +34,7 @@ _KNOWN = (
     "folders are searched for .jsonl .ndjson .json (one object a line), .txt, .xml (a dump of "
     "Wikipedia), each also .gz .bz2 .xz .zst, and .parquet"
 )
-OTHER_TEXT = "name other text files to read them too, such as 'notes/**/*.md'"
+OTHER_TEXT = "to read other text files too, name them, such as 'notes/**/*.md'"
 _CONVERT = (
     "save it as plain text first: pdftotext for .pdf, pandoc -t plain for .docx, .odt and .epub"
 )
@@ -57,14 +57,14 @@ class Segment:
 def format_of(path: Path) -> tuple[str, str]:
     """Gives the format and the compression suffix ("" for none).
 
-    Any other suffix than those of `FORMATS` is that of plain text.
+    A suffix that is not in `FORMATS` means plain text.
     """
     inner, compression = _suffixes(path)
     return FORMATS.get(inner, "txt"), compression
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
-    """Gives what says the format, and the compression, both in lower case; "" for none."""
+    """Gives the suffixes of format and compression, in lower case; "" for none."""
     name = path.name.lower()
     compression = next((suffix for suffix in COMPRESSIONS if name.endswith(suffix)), "")
     name = name.removesuffix(compression)
@@ -72,7 +72,7 @@ def _suffixes(path: Path) -> tuple[str, str]:
 
 
 def _skipped_as(name: str) -> str:
-    """Names the kind of a file that folders are not searched for; "" if they are."""
+    """Names the kind of a file that is skipped in folders; "" if it is read."""
     inner, compression = _suffixes(Path(name))
     if inner in FORMATS and not (inner == ".parquet" and compression):
         return ""
@@ -123,7 +123,7 @@ def scan_inputs(inputs: Sequence[str]) -> tuple[list[Path], Counter[str]]:
 
 
 def describe_skipped(skipped: Counter[str]) -> str:
-    """Names the most frequent kinds of files first: `9 .md, 3 .pdf, 1 hidden`."""
+    """Lists the kinds of skipped files, most frequent first: `9 .md, 3 .pdf, 1 hidden`."""
     ordered = sorted(skipped.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {kind}" for kind, count in ordered)
 
@@ -159,7 +159,7 @@ def _expand(item: str, skipped: Counter[str]) -> list[Path]:
 
 
 def _check_text(path: Path) -> None:
-    """Refuses a file that only its user can take for text."""
+    """Refuses a named file that is not text."""
     with open_file(path) as file:
         head = file.read(_HEAD_BYTES)
     inner, compression = _suffixes(path)
