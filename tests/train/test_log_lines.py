@@ -1,12 +1,15 @@
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trainyard.config.load import load_run
 from trainyard.plan.resolve import resolve
+from trainyard.train import worker
 from trainyard.train.metrics import render_full_line, render_short_line
 
 PLAN = resolve(load_run("tiny", ["train.length='3_310 steps'"]).run)
@@ -57,25 +60,20 @@ def test_a_full_line_has_every_metric() -> None:
 
 
 def test_the_bar_moves_with_every_step_and_logs_nothing_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from contextlib import contextmanager
-    from types import SimpleNamespace
-
-    from trainyard.train import worker
-
     moves: list[tuple[float, str]] = []
+    lines: list[str] = []
 
     @contextmanager
-    def show_progress(_title: str, *, plain_lines: bool) -> Any:
+    def show_progress(_title: str, *, plain_lines: bool) -> Iterator[Any]:
         yield lambda done, _total, detail: moves.append((done, detail))
 
     monkeypatch.setattr(worker, "show_progress", show_progress)
-    monkeypatch.setattr(worker.logger, "propagate", True)
+    monkeypatch.setattr(worker.logger, "info", lambda form, text: lines.append(form % text))
     parts: Any = SimpleNamespace(is_first_rank=True, plan=PLAN)
-    with caplog.at_level("INFO", logger="trainyard"), worker.show_training(parts, 7) as show:
+    with worker.show_training(parts, 7) as show:
         show(8, "")
         show(9, "a line")
-    assert [done for done, _ in moves] == [7, 8, 9]
-    assert moves[-1][1] == "step 9 of 3,310"
-    assert caplog.messages == ["a line"]
+    assert moves == [(step, f"step {step} of 3,310") for step in (7, 8, 9)]
+    assert lines == ["a line"]
