@@ -290,7 +290,11 @@ def write(state: State) -> None:
 @contextlib.contextmanager
 def lock() -> Iterator[None]:
     """Lets one `make` at a time set up, or any number where files cannot be locked."""
-    with SCRIPT.open("rb+") as file:  # a network file system locks only what can be written
+    try:
+        file = SCRIPT.open("rb+")  # a network file system locks only what can be written
+    except OSError as error:
+        raise SetUpError(f"cannot write to {ROOT}: {error.strerror}") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tests.waiting import prepare_fork
 
 from trainyard.config.corpus import Corpus
 from trainyard.config.load import load_run
@@ -53,6 +54,7 @@ def test_it_lists_every_output(prepared: tuple[Corpus, list[Sidecar]]) -> None:
 
 
 def test_many_processes_write_one_file(prepared: tuple[Corpus, list[Sidecar]]) -> None:
+    prepare_fork()
     with multiprocessing.get_context("fork").Pool(4) as pool:
         found = pool.starmap(write_run_file, [prepared] * 8, chunksize=1)
     assert len({each.command for each in found}) == 1
@@ -102,6 +104,13 @@ def test_an_edited_one_is_left_alone(prepared: tuple[Corpus, list[Sidecar]], old
     assert Path("web.toml").read_text() == edited
     assert found.note == "web.toml has been edited: left as it is"
     assert found.command.startswith("trainyard train web.toml --minutes ")
+
+
+def test_a_folder_of_that_name_is_left_alone(prepared: tuple[Corpus, list[Sidecar]]) -> None:
+    Path("web.toml").mkdir()
+    found = write_run_file(*prepared)
+    assert found.note == "web.toml cannot be read (Is a directory): left as it is"
+    assert found.command == ""
 
 
 def test_a_file_of_somebody_else_is_left_alone(prepared: tuple[Corpus, list[Sidecar]]) -> None:

@@ -58,6 +58,8 @@ def write_run_file(corpus: Corpus, sidecars: list[Sidecar]) -> RunFile:
         found = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         found = ""
+    except OSError as error:
+        return RunFile(path, f"{path} cannot be read ({error.strerror}): left as it is", "")
     first, rest = _FIRST_LINE.match(found), found.partition("\n")[2]
     if found and first is None:
         return RunFile(path, f"{path} was not written by prepare: left as it is", "")
