@@ -31,7 +31,6 @@ def test_a_run_is_prepared_preempted_and_loses_nodes(
     starts = read_starts(folder)
     assert (starts[0].exit_code, starts[-1].exit_code) == (75, 0), said
     assert [start.lost for start in starts] == ["", "n2", "n3", "n2", ""]
-    assert len(starts) <= 8
     assert len({start.job for start in starts}) == 1
     assert read_bad_nodes(folder) == {"n2": 2, "n3": 1}
     assert "n2" not in starts[-1].nodes
