@@ -98,7 +98,7 @@ def run(target: str, condition: str) -> dict[str, Any]:
             kept.write_text(said)
             print(f"failed; its output is in {kept}", file=sys.stderr)
     bits = re.search(r"([0-9.]+) bits per byte on held-out", said)
-    tests = re.search(r"(\d+) passed.*", said)
+    tests = re.search(r"(\d+ failed, )?\d+ passed.*", said)
     return {
         "target": target,
         "condition": condition,
