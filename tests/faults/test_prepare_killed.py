@@ -35,7 +35,7 @@ def run(description, workers, unit_bytes={UNIT_BYTES}):
 
 # Forks, because a process that has imported everything is ready at once. The moments of the kills
 # are spread over the time that a whole run computes, so that every kind of piece is hit: it counts
-# no time in which others have the processor.
+# no time in which others have the processor. It goes on until enough kills hit unfinished work.
 KILLER = """
 description, folder, expected = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 
@@ -62,8 +62,9 @@ whole = [run_afresh() for _ in range(2)]
 assert not any(status for status, _ in whole)
 shortest = min(seconds for _, seconds in whole)
 moments = random.Random(1)
-in_the_midst = resumed_with_parts = 0
-for round in range(30):
+round = in_the_midst = resumed_with_parts = 0
+while round < 30 or in_the_midst < 15 or resumed_with_parts < 10:
+    round += 1
     status, _ = run_afresh(moments.uniform(0.1, 0.9) * shortest)
     assert status in (0, signal.SIGPROF), status
     works = list(folder.glob("*.work"))
@@ -72,11 +73,10 @@ for round in range(30):
     assert os.waitpid(start(), 0)[1] == 0, round
     got = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert got == want, (round, sorted(got))
-print(in_the_midst, resumed_with_parts)
 """
 
 
-def test_killed_at_thirty_moments(tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_killed_at_any_moment(tmp_path: Path, tokenizer_folder: Path) -> None:
     write_corpus(tmp_path / "in", n_documents=600)
     (tmp_path / "expected").mkdir()
     (tmp_path / "out").mkdir()
@@ -93,9 +93,6 @@ def test_killed_at_thirty_moments(tmp_path: Path, tokenizer_folder: Path) -> Non
         timeout=WATCHDOG_SECONDS,
     )
     assert result.returncode == 0, result.stderr
-    in_the_midst, resumed_with_parts = map(int, result.stdout.split())
-    assert in_the_midst >= 15
-    assert resumed_with_parts >= 10
 
 
 def children_of(pid: int) -> list[int]:
