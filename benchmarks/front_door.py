@@ -2,6 +2,7 @@
 
     python benchmarks/front_door.py demo --conditions idle busy one-core c-locale spaces
     python benchmarks/front_door.py test --conditions idle --times 3
+    taskset -c 1 python benchmarks/front_door.py test --conditions one-core   # not the first core
 
 Each run clones the commit into an empty folder and adds a line to the record: exit code, seconds of
 set-up and of the command, and the demo's bits per byte. `user` and `no-home` run as `nobody` (which
@@ -41,12 +42,13 @@ def main() -> None:
     parser.add_argument("target", choices=("demo", "test", "test-all"))
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=["idle"])
     parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("--beside", default="", help="what else runs on this machine")
     parser.add_argument("--record", type=Path, default=record_of_today())
     arguments = parser.parse_args()
     failed = False
     for condition in arguments.conditions:
         for _ in range(arguments.times):
-            row = run(arguments.target, condition)
+            row = run(arguments.target, condition) | {"beside": arguments.beside}
             append(arguments.record, row)
             print(json.dumps(row), flush=True)
             failed |= row["exit_code"] != 0
@@ -117,7 +119,7 @@ def surroundings(condition: str, folder: Path) -> dict[str, Any]:
     """Gives the arguments of `subprocess.run` that set up a condition."""
     environment = {**os.environ}
     if condition == "one-core":
-        return {"preexec_fn": lambda: os.sched_setaffinity(0, {0})}
+        return {"preexec_fn": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})}
     if condition == "c-locale":
         environment = {**environment, "LC_ALL": "C", "LANG": "C"}
     if condition not in ("user", "no-home"):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from tests.leftovers import collect_what_failed, ended_with_the_block
+from tests.leftovers import collect_what_failed, ended_with_the_block, logging_as_before
 from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 
 
@@ -25,8 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Leaves no process of a test to the next one."""
-    with ended_with_the_block():
+    """Leaves no process and no log of a test to the next one."""
+    with ended_with_the_block(), logging_as_before():
         return (yield)
 
 

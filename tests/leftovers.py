@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,18 @@ def ended_with_the_block() -> Iterator[None]:
                         os.kill(each, signal.SIGKILL)
                 with suppress(ChildProcessError):
                     os.waitpid(pid, 0)
+
+
+@contextmanager
+def logging_as_before() -> Iterator[None]:
+    """Undoes what its block has set up for the program's log: else later tests would print it."""
+    logger = logging.getLogger("trainyard")
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    try:
+        yield
+    finally:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 def collect_what_failed() -> None:

@@ -149,7 +149,7 @@ def test_evaluating_a_text_prints_exact_bits_per_byte(
     path = tmp_path / "book.txt"
     path.write_text(TEXT, encoding="utf-8")
     checkpoint = str(load_trained(run_folder).checkpoint)
-    found = json.loads(call(evaluate, checkpoint, "--data", str(path), "--json").output)
+    found = json.loads(call(evaluate, checkpoint, "--data", str(path), "--json").stdout)
     ids = tokenizer.encode(TEXT)
     assert (found["n_tokens"], found["n_bytes"]) == (len(ids), len(TEXT.encode()))
     run = load_trained(run_folder).run
@@ -177,7 +177,7 @@ def test_a_text_can_be_evaluated_where_the_training_data_is_not(
     save_untrained(folder, "data.blend.prefixes=['moved-away']")
     data = str(run_folder.parent / "corpus")
     result = call(evaluate, str(folder), "--data", data, "--json")
-    found = json.loads(result.output)
+    found = json.loads(result.stdout)
     assert found["unigram_loss"] is None
     assert found["bits_per_byte"] is None  # this run names no tokenizer
     assert json.loads((folder / "evaluation.json").read_text()) == found
