@@ -121,7 +121,8 @@ def start_with_workers(description: str, workers: int) -> subprocess.Popen[str]:
 
 def claimed_for_the_first_time(work: Path) -> list[str]:
     with suppress(FileNotFoundError):  # not begun, or published
-        return fnmatch.filter(os.listdir(work / "claimed"), "unit-*.0@*")
+        names = [path.name for path in (work / "claimed").iterdir()]
+        return fnmatch.filter(names, "unit-*.0@*")
     return []
 
 
