@@ -97,3 +97,21 @@ def format_seconds(seconds: float) -> str:
     while len(parts) > 1 and parts[0][0] == 0:
         parts.pop(0)
     return " ".join(f"{amount}{unit}" for amount, unit in parts[:2])
+
+
+def parse_shares(text: str) -> list[float]:
+    """Reads "949,50,1" as the shares of train, valid and test, on any scale.
+
+    Raises:
+        ValueError: it is not one to three numbers, at least one of them above 0.
+    """
+    numbers = [word.strip() for word in text.split(",")]
+    if len(numbers) > 3 or not all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", n) for n in numbers):
+        raise ValueError(
+            f"split {text!r} is not one to three numbers with commas between, the shares that "
+            'train, validate and test, such as "949,50,1"'
+        )
+    shares = [float(number) for number in numbers] + [0.0] * (3 - len(numbers))
+    if not sum(shares) > 0:
+        raise ValueError(f'split {text!r} gives nothing to any split; try "949,50,1"')
+    return shares

@@ -109,7 +109,10 @@ def test_several_outputs_are_listed(folder: Path) -> None:
         ('input = ["in"]', "input: unknown field; did you mean 'inputs'?  [web.toml]"),
         ('tokeniser = "x"', "tokeniser: unknown field; did you mean 'tokenizer'?  [web.toml]"),
         ("json_key = 3", "json_key: Input should be a valid string (got 3)  [web.toml]"),
-        ('inputs = "in"', 'inputs: a list is wanted, such as ["a", "b"] (got \'in\')  [web.toml]'),
+        (
+            'inputs = "in"',
+            'inputs: a list is wanted, such as ["a", "b"] or [1, 2] (got \'in\')  [web.toml]',
+        ),
         ("files_per_output = -1", "files_per_output: Input should be greater than or equal to 0"),
     ],
 )
@@ -214,8 +217,8 @@ def test_the_status_of_work_in_flight(folder: Path) -> None:
         shown = run_verb("plain.toml", "--status")
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=WATCHDOG_SECONDS)
-    assert process.returncode != 0
+        _, said = process.communicate(timeout=WATCHDOG_SECONDS)
+    assert (process.returncode, said.splitlines()[-1:]) == (130, [b"interrupted"])
     assert "% of 0.240 GB of input, " in shown
     assert "documents, " in shown
     assert f"-{process.pid}-" not in shown  # it only waits for its workers

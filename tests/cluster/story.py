@@ -31,7 +31,7 @@ from .machines import Machines
 from .slimpajama import WORDS, write_slimpajama
 from .slurm import Slurm
 
-N_STEPS = 200
+N_STEPS = 600
 N_BETWEEN = 15
 NOISE = re.compile("^      File|hread|hostname of the client socket")
 LAUNCH = "launch run.toml --cluster basement.toml --nodes 2 --stages all"

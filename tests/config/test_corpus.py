@@ -95,7 +95,10 @@ PROBLEMS = [
         HEAD + 'special_tokens = "drop"',
         "special_tokens: Input should be 'text' or 'parse' (got 'drop')",
     ),
-    (HEAD.replace('["a.jsonl"]', '"a.jsonl"'), 'inputs: a list is wanted, such as ["a", "b"]'),
+    (
+        HEAD.replace('["a.jsonl"]', '"a.jsonl"'),
+        'inputs: a list is wanted, such as ["a", "b"] or [1, 2]',
+    ),
     (step('kind = "keep"\nfield = "a"'), "steps.0.keep.values: is needed here"),
     (step('kind = "keep"\nfield = "a"\nvalues = []'), "steps.0.keep.values: "),
     (step('kind = "keep"\nvalues = ["a"]'), "steps.0.keep.field: is needed here"),

@@ -131,7 +131,7 @@ def test_override_lengths() -> None:
     assert str(load_run("tiny", ["train.length=2k steps"]).run.train.length) == "2k steps"
 
 
-@pytest.mark.parametrize("text", ["train.seed", "=3", "", " = 4"])
+@pytest.mark.parametrize("text", ["train.seed", "=3", "", " = 4", "model..n_layers=2"])
 def test_override_without_field_or_value(text: str) -> None:
     error = problem_of("tiny", text)
     assert error.problem == f"{text!r} is not of the form section.field=value"

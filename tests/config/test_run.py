@@ -41,7 +41,7 @@ IMPOSSIBLE = [
     ("model.dropout=1.0", "Input should be less than 1 (got 1.0)"),
     ("model.init_std=0", "model.init_std: Input should be greater than 0"),
     ("model.init_std=inf", "model.init_std: Input should be a finite number (got inf)"),
-    ("train.seed=2_147_483_648", "less than 2147483648"),
+    ("train.seed=4_294_967_296", "less than 4294967296"),
     ("train.stop_after_minutes=0", "train.stop_after_minutes: Input should be greater than 0"),
     ("optimizer.clip_norm=nan", "greater than 0 (got nan)"),
     ("optimizer.betas=[0.9, 1.0]", "betas must be at least 0 and below 1 (got [0.9, 1.0])"),
@@ -103,6 +103,13 @@ IMPOSSIBLE = [
         "data: give either blend with split, or train; not both",
     ),
     ("data.valid.prefixes=['b']", "data: valid is given without train"),
+    *(
+        (f"data.split='{text}'", f"data.split: split {text!r} is not one to three numbers")
+        for text in ("", "9,a", "1,2,3,4", "9,-1,2", "1e3,1", "9,,1", "nan", "1.2.3", "9;1")
+    ),
+    ("data.split='0,0'", "data.split: split '0,0' gives nothing to any split"),
+    ("model.n_layers=10000000000", "model.n_layers: Input should be less than or equal to 10000"),
+    ("optimizer.betas=0.9", "optimizer.betas: a list is wanted, such as ["),
 ]
 
 

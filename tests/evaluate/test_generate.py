@@ -110,10 +110,16 @@ def test_an_unknown_token_is_named(model: GPT, wrong: int) -> None:
         generate(model, [1, wrong], 3, GREEDY)
 
 
-@pytest.mark.parametrize("temperature", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [-0.1, 1e-45, float("nan"), float("inf")])
 def test_a_wrong_temperature_is_refused(temperature: float) -> None:
-    with pytest.raises(ConfigError, match=f"temperature {temperature} is not a number from 0 up"):
+    with pytest.raises(ConfigError, match=f"temperature {temperature} is neither 0 nor a number"):
         Sampling(temperature)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+    with pytest.raises(ConfigError, match=f"seed {seed} is not from 0 to 2"):
+        Sampling(seed=seed)
 
 
 @pytest.mark.parametrize("top_p", [0.0, -1.0, 1.01, float("nan")])

@@ -28,6 +28,11 @@ from trainyard.plan.resolve import resolve
 TEXT = "It was a dark and stormy night, and the café 漢 was closed; it was late. " * 3
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # orders of the data are kept in runs/cache
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -50,7 +55,7 @@ def run_folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-def save_untrained(folder: Path, *overrides: str) -> None:
+def save_untrained(folder: Path, *overrides: str, scale: float = 1.0) -> None:
     """Saves a model that has learnt nothing as the checkpoint of step 7."""
     run = load_run(
         "tiny",
@@ -69,7 +74,7 @@ def save_untrained(folder: Path, *overrides: str) -> None:
     facts = Facts(
         step=7, consumed_sequences=56, consumed_tokens=3584, run=run.model_dump(mode="json")
     )
-    tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
+    tensors = {f"model.{name}": scale * value.detach() for name, value in model.named_parameters()}
     save_checkpoint(folder / "checkpoints", facts, tensors)
 
 
@@ -141,6 +146,18 @@ def test_evaluating_the_test_split_keeps_the_result(run_folder: Path) -> None:
     assert f"loss          {found['loss']:.4f} nats per token" in result.output
     assert f"unigram loss  {found['unigram_loss']:.4f}" in result.output
     assert 0 < found["unigram_loss"] < found["loss"]
+
+
+def test_weights_that_are_not_finite_give_no_result(run_folder: Path, tmp_path: Path) -> None:
+    corpus = f"data.blend.prefixes=['{run_folder.parent / 'corpus'}']"
+    theirs = f"data.cache_folder='{tmp_path / 'theirs'}'"
+    save_untrained(tmp_path / "run", corpus, theirs, scale=math.nan)
+    result = call(evaluate, "run", "--json")
+    assert result.stdout == ""
+    assert isinstance(result.exception, CheckpointError)
+    assert "step-00000007 on its test split is nan" in result.exception.problem
+    assert not Path("run/evaluation.json").exists()
+    assert not (tmp_path / "theirs").exists()
 
 
 def test_evaluating_a_text_prints_exact_bits_per_byte(

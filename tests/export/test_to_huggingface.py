@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 import typer
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -188,6 +189,8 @@ def test_the_command_exports_the_newest_checkpoint_and_verifies(make_checkpoint,
     assert result.exit_code == 0, result.output
     flat = " ".join(result.output.split())
     assert f"{checkpoint} is now {tmp_path / 'out'}: config.json, generation_config.json" in flat
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as weights:
+        assert weights.metadata() == {"format": "pt"}
     assert "transformers loads it; its logits differ by at most" in flat
     help_text = CliRunner().invoke(app, ["--help"]).output
     assert "Example: trainyard export runs/demo --output demo-hf" in help_text

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from trainyard.config.load import load_run
-from trainyard.errors import ConfigError
 from trainyard.plan import saving
 from trainyard.plan.clusters import find_machine
 from trainyard.plan.cost import all_steps_seconds, corpora_use, run_cost, training_blend
@@ -113,6 +112,3 @@ def test_epochs() -> None:
 def test_blends_that_training_has_alone_are_read_whole() -> None:
     run = load_run("tiny", ["data.train.prefixes=['a']"]).run
     assert training_blend(run)[1] == 1
-    run = load_run("tiny", ["data.blend.prefixes=['a']", "data.split='9;1'"]).run
-    with pytest.raises(ConfigError, match=r"data\.split='9;1' is not shares"):
-        training_blend(run)

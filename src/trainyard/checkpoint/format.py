@@ -81,7 +81,9 @@ DTYPES = {
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
-OLDER_IS_KEPT = "remove or move that folder: the checkpoint before it is then the newest"
+OLDER_IS_KEPT = (
+    "restore its files from a copy, or move the folder away: the one before it is then the newest"
+)
 _SEAL_START, _SEAL_END, _SEAL_BYTES = b'{"sha256": "', b'",', 78
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -271,8 +273,15 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Lists the step folders in `folder`, newest first, complete or not."""
-    found = [path for path in folder.glob("step-*") if path.is_dir() and step_of(path) is not None]
+    """Lists the step folders in `folder`, newest first, complete or not.
+
+    A link is one even where it leads nowhere: the disk it leads to may be absent for now.
+    """
+    found = [
+        path
+        for path in folder.glob("step-*")
+        if step_of(path) is not None and (path.is_dir() or path.is_symlink())
+    ]
     return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
 
 

@@ -54,12 +54,20 @@ def complete_checkpoints(folder: Path) -> Iterator[Path]:
     Those that are not are passed over with a warning.
     """
     for path in list_checkpoints(folder):
-        try:
-            read_manifest(path)
-        except CheckpointError as error:
-            logger.warning("passing over %s: %s", path.name, error.problem)
+        problem = problem_of(path)
+        if problem:
+            logger.warning("passing over %s: %s", path.name, problem)
         else:
             yield path
+
+
+def problem_of(path: Path) -> str:
+    """Says what is wrong with the manifest or the file sizes of a checkpoint, if anything."""
+    try:
+        read_manifest(path)
+    except CheckpointError as error:
+        return error.problem
+    return ""
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

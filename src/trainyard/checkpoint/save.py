@@ -23,6 +23,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,7 +155,7 @@ def remove_checkpoint(path: Path) -> None:
 
     Its name goes first, so that half a folder is never taken for a checkpoint.
     """
-    shutil.rmtree(_rename_to_partial(path))
+    _remove(_rename_to_partial(path))
 
 
 def require_space(folder: Path, tensors_bytes: int) -> None:
@@ -269,11 +270,12 @@ def _join_and_publish(
     for rank in range(ranks.n_ranks):
         (partial / parts_name(rank)).unlink()
     flush(partial)
-    replaced = _rename_to_partial(final) if final.exists() else None
+    replaced = _rename_to_partial(final) if os.path.lexists(final) else None
     partial.rename(final)
     flush(final.parent)
     if replaced:
-        shutil.rmtree(replaced, ignore_errors=True)  # if not now, then by the next save
+        with suppress(OSError):  # if not now, then by the next save
+            _remove(replaced)
 
 
 def _tell_failure(partial: Path, error: Exception) -> None:
@@ -319,4 +321,12 @@ def _rename_to_partial(path: Path) -> Path:
 def remove_partials(folder: Path) -> None:
     """Removes what saves and removals that were killed have left in `folder`."""
     for path in folder.glob(f".step-*{_PARTIAL}"):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder; of a link to one, the link: what was moved to another disk stays there."""
+    if path.is_symlink():
+        path.unlink()
+    else:
         shutil.rmtree(path)

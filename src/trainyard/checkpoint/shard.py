@@ -43,7 +43,7 @@ _PIECE_BYTES = 8 * 2**20
 _WORTH_TELLING_BYTES = 2**20
 # Values begin at a whole page of memory.
 _HEADER_ALIGNMENT_BYTES = 4096
-_TAKE_ANOTHER = "copy or download it again, or take an older checkpoint"
+_TAKE_ANOTHER = "copy or download the file again"
 _CODES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,6 +41,7 @@ def evaluate(
     For a run folder, the result is kept in its evaluation.json, for the report.
     """
     from trainyard.data.publish import publish_text
+    from trainyard.errors import CheckpointError
     from trainyard.evaluate.inputs import count_training_tokens, load_trained
     from trainyard.evaluate.loss import unigram_loss
 
@@ -49,6 +51,11 @@ def evaluate(
         found = _evaluate_data(trained, data, stride)
     else:
         found = _evaluate_test_split(trained, orders["test"], batches)
+    if not math.isfinite(found.mean_loss):
+        raise CheckpointError(
+            f"the loss of {trained.checkpoint} on {data or 'its test split'} is {found.mean_loss}",
+            "its weights are not finite: take an older checkpoint, from before training diverged",
+        )
     result: dict[str, Any] = {**found.as_dict(), "unigram_loss": None}
     train_order = orders.get("train")
     if train_order is not None and found.token_counts is not None:
@@ -62,13 +69,17 @@ def evaluate(
 
 def _build_orders(trained: Trained, *, needed: bool) -> Orders:
     """The run's own data; nothing, where it is only wanted for token frequencies and not here."""
+    from trainyard.config.run import Data
     from trainyard.data.loader import build_orders
     from trainyard.errors import UserError
     from trainyard.plan.resolve import resolve
 
     wanted: tuple[Split, ...] = ("train", "test") if needed else ("train",)
+    # Not the cache folder that the checkpoint names: it may come from somebody else.
+    data = trained.run.data.model_copy(update={"cache_folder": Data().cache_folder})
+    run = trained.run.model_copy(update={"data": data})
     try:
-        return {**build_orders(trained.run, resolve(trained.run), wanted)}
+        return {**build_orders(run, resolve(run), wanted)}
     except UserError:
         if needed:
             raise

@@ -33,6 +33,9 @@ from trainyard.extras import missing_package
 from trainyard.launch.environment import hide_secrets, let_idle_threads_sleep
 from trainyard.log import build_logger
 
+EXIT_INTERRUPTED = 130
+"""Of Ctrl-C where nothing is saved."""
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -80,6 +83,10 @@ def main(arguments: list[str] | None = None) -> None:
     let_idle_threads_sleep()
     try:
         app(arguments)
+    except SystemExit as end:
+        if end.code == EXIT_INTERRUPTED:
+            typer.echo("interrupted", err=True)
+        raise
     except (UserError, ModuleNotFoundError) as error:
         told = missing_package(error) if isinstance(error, ModuleNotFoundError) else error
         if told is None:

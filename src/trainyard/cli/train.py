@@ -61,6 +61,9 @@ def train(
         LogLines,
         typer.Option(help="Log lines: short, or full with every metric."),
     ] = "short",
+    overwrite: Annotated[
+        bool, typer.Option(help="Remove the run's checkpoints and metrics, and begin again.")
+    ] = False,
 ) -> None:
     """Train a run; its folder is runs/NAME.
 
@@ -73,18 +76,49 @@ def train(
     what the message says. Below torchrun, srun or mpiexec this command is one rank: start it once
     for each.
     """
-    from trainyard.config.load import load_run
-    from trainyard.plan.resolve import resolve
     from trainyard.train.run_folder import write_run_folder
-    from trainyard.train.stop import refuse_stopped
+    from trainyard.train.stop import leave_when_told, refuse_stopped
 
     process = read_process()
-    for option, value in (("--ranks", ranks), ("--minutes", minutes)):
-        if value is not None and process.n_ranks > 1:
+    for option, value in (("--ranks", ranks), ("--minutes", minutes), ("--overwrite", overwrite)):
+        if value and process.n_ranks > 1:
             raise LaunchError(
-                f"{option} {value}: a launcher has started {process.n_ranks} ranks already",
+                f"{option}: a launcher has started {process.n_ranks} ranks already",
                 f"leave out {option}, or the launcher",
             )
+    with leave_when_told():
+        run, n_ranks = _load_run(run_file, overrides, process, ranks)
+        folder = RUNS_FOLDER / run.name
+        try:
+            if process.rank > 0:
+                wait_for_run_folder(folder, run, process)
+                code = _supervise(process, n_ranks, folder, resume, log)
+            else:
+                with hold(folder) as lock:
+                    if minutes is not None:
+                        refuse_stopped(folder)
+                        is_new = resume == "never" or overwrite
+                        run = _fit_into(
+                            minutes, run, n_ranks, None if is_new else _begun_run(folder)
+                        )
+                    how = "auto" if process.attempt else "overwrite" if overwrite else resume
+                    write_run_folder(folder, run, how)
+                    code = _train_first_rank(process, n_ranks, folder, resume, log, lock)
+        except UserError as error:
+            note_refusal(folder, read_start(), error.exit_code)
+            raise
+    note_refusal(folder, read_start(), code)
+    if code != 0:
+        raise typer.Exit(code)
+
+
+def _load_run(
+    run_file: str, overrides: list[str] | None, process: Process, ranks: int | None
+) -> tuple[Run, int]:
+    """Reads the run, and decides how many ranks train it."""
+    from trainyard.config.load import load_run
+    from trainyard.plan.resolve import resolve
+
     run = load_run(run_file, overrides).run
     if process.n_ranks > 1:
         ranks = process.n_ranks
@@ -92,25 +126,7 @@ def train(
     require("torch")
     if ranks is None:
         plan = resolve(run, max(plan.n_ranks, _count_gpus()))
-    folder = RUNS_FOLDER / run.name
-    try:
-        if process.rank > 0:
-            wait_for_run_folder(folder, run, process)
-            code = _supervise(process, plan.n_ranks, folder, resume, log)
-        else:
-            with hold(folder) as lock:
-                if minutes is not None:
-                    refuse_stopped(folder)
-                    begun = None if resume == "never" else _begun_run(folder)
-                    run = _fit_into(minutes, run, plan.n_ranks, begun)
-                write_run_folder(folder, run, "auto" if process.attempt else resume)
-                code = _train_first_rank(process, plan.n_ranks, folder, resume, log, lock)
-    except UserError as error:
-        note_refusal(folder, read_start(), error.exit_code)
-        raise
-    note_refusal(folder, read_start(), code)
-    if code != 0:
-        raise typer.Exit(code)
+    return run, plan.n_ranks
 
 
 def _begun_run(folder: Path) -> Run | None:

@@ -150,7 +150,7 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
 
 def _parse_override(text: str) -> tuple[str, Any]:
     field, equals, value = text.partition("=")
-    if not equals or not field.strip():
+    if not equals or not all(field.strip().split(".")):
         raise ConfigError(
             f"{text!r} is not of the form section.field=value",
             "for example: train.micro_batch_size=4",
@@ -234,7 +234,7 @@ _WANTED = {
     "too_short": "at least one value is wanted",
     "union_tag_not_found": "its kind is missing",
     "model_type": "this is a section with fields of its own",
-    "tuple_type": 'a list is wanted, such as ["a", "b"]',
+    "tuple_type": 'a list is wanted, such as ["a", "b"] or [1, 2]',
     "string_pattern_mismatch": "a name has letters, digits and . _ - and starts with the first two",
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -29,6 +30,16 @@ NoneByName = BeforeValidator(lambda value: None if value == "none" else value)
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
 
+def _as_text(value: object) -> object:
+    """Gives the text of a number: one share alone reads as one on the command line."""
+    return str(value) if isinstance(value, int | float) else value
+
+
+def _checked_split(text: str) -> str:
+    units.parse_shares(text)
+    return text
+
+
 class Section(BaseModel):
     """A table of the run file: typed, immutable, and closed to unknown fields."""
 
@@ -46,7 +57,7 @@ class Section(BaseModel):
 class Model(Section):
     """Shape of the decoder, in the names of the GPT-3 paper (arXiv:2005.14165, table 2.1)."""
 
-    n_layers: int = Field(default=12, ge=1)
+    n_layers: int = Field(default=12, ge=1, le=10_000)
     """Transformer blocks."""
     d_model: int = Field(default=768, ge=1)
     """Features in the residual stream."""
@@ -104,7 +115,7 @@ class Data(Section):
 
     blend: Blend = Blend()
     """Token files that `split` cuts into train, valid and test."""
-    split: str = "949,50,1"
+    split: Annotated[str, BeforeValidator(_as_text), AfterValidator(_checked_split)] = "949,50,1"
     """Shares of train, valid and test in each file of `blend`: by documents, as in Megatron-LM; by
     tokens if it has fewer than 100 documents, or too few for each share to get one."""
     train: Blend = Blend()
@@ -158,7 +169,7 @@ class Train(Section):
     """When the run is done."""
     stop_after_minutes: float = Field(default=float("inf"), gt=0, allow_inf_nan=True)
     """Saves and leaves after this much wall-clock time; a resumed run goes on."""
-    seed: int = Field(default=1234, ge=0, lt=2**31)
+    seed: int = Field(default=1234, ge=0, lt=2**32)
     """Seeds initial weights, dropout and the order of the data."""
     compile: Literal["gpu", "always", "never"] = "gpu"
     """Where torch.compile builds the blocks; on a CPU it rarely pays for its start-up time."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -35,6 +34,7 @@ from trainyard.data.corpus_order import CorpusOrder, SequenceSettings, build_cor
 from trainyard.data.index_cache import IndexCache
 from trainyard.data.indexed import IndexedDataset
 from trainyard.errors import DataError
+from trainyard.units import parse_shares
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -165,21 +165,10 @@ def parse_split(text: str) -> tuple[Part | None, Part | None, Part | None]:
         Begin and end of each part as shares of the documents; None for an empty part.
 
     Raises:
-        DataError: it is not one to three numbers, at least one of them above 0.
+        ValueError: it is not one to three numbers, at least one of them above 0.
     """
-    numbers = [word.strip() for word in text.split(",")]
-    if len(numbers) > len(SPLITS) or not all(
-        re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", number) for number in numbers
-    ):
-        raise DataError(
-            f"split {text!r} is not one to three numbers with commas between",
-            'write the shares that train, validate and test, such as "949,50,1"',
-        )
-    shares = [float(number) for number in numbers] + [0.0] * (len(SPLITS) - len(numbers))
-    if not np.sum(shares) > 0:
-        raise DataError(f"split {text!r} gives nothing to any split", 'try "949,50,1"')
     bounds = [0.0]
-    for share in _normalized(shares):
+    for share in _normalized(parse_shares(text)):
         bounds.append(bounds[-1] + share)
     train, valid, test = ((begin, end) if end > begin else None for begin, end in pairwise(bounds))
     return train, valid, test

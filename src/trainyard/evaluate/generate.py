@@ -17,10 +17,11 @@ class Sampling:
     """How the next token is chosen from the model's scores.
 
     Attributes:
-        temperature: divides the scores; below 1 the likely becomes likelier, 0 takes the best.
+        temperature: divides the scores; below 1 the likely becomes likelier, 0 takes the best;
+            at least 0.0001 otherwise.
         top_k: only this many of the likeliest tokens are possible; 0 for all.
         top_p: only the likeliest tokens that together reach this probability are; 1 for all.
-        seed: the same seed gives the same text.
+        seed: the same seed gives the same text; 0 to 2^63 - 1.
 
     Raises:
         ConfigError: a value is out of range.
@@ -33,11 +34,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be sampled with."""
-        if not 0 <= self.temperature < float("inf"):
+        if self.temperature != 0 and not 1e-4 <= self.temperature < float("inf"):
             raise ConfigError(
-                f"temperature {self.temperature} is not a number from 0 up",
+                f"temperature {self.temperature} is neither 0 nor a number from 0.0001 up",
                 "0 takes the likeliest token always, 1 samples as the model was trained",
             )
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed {self.seed} is not from 0 to 2^63 - 1", "take a smaller one")
         if self.top_k < 0:
             raise ConfigError(f"top_k {self.top_k} is below 0", "0 allows every token")
         if not 0 < self.top_p <= 1:

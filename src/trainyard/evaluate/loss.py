@@ -88,7 +88,7 @@ class HeldOut:
         """Gives the figures under the names they have in metrics.jsonl and evaluation.json."""
         return {
             "loss": self.mean_loss,
-            "perplexity": self.perplexity,
+            "perplexity": self.perplexity if math.isfinite(self.perplexity) else None,
             "bits_per_byte": self.bits_per_byte,
             "n_tokens": self.n_tokens,
             "n_bytes": self.n_bytes,

@@ -143,7 +143,7 @@ def write_tensors(path: Path, outlines: Mapping[str, Tensor], make: Make) -> dic
         outlines: by name, in the order of the file.
         make: gives the values, of any type, in the outline's shape.
     """
-    header: dict[str, object] = {}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     end = 0
     for name, tensor in outlines.items():
         begin, end = end, end + tensor.nbytes

@@ -14,9 +14,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainyard import units
 from trainyard.config import rules
 from trainyard.config.run import Blend, Run
-from trainyard.errors import ConfigError
 from trainyard.plan import saving
 from trainyard.plan.hardware import Machine
 from trainyard.plan.resolve import Plan, resolve
@@ -206,18 +206,8 @@ def corpora_use(run: Run, plan: Plan, sizes: Mapping[str, int]) -> list[CorpusUs
 
 
 def training_blend(run: Run) -> tuple[Blend, float]:
-    """Gives the blend a run trains on, and the share of its documents that training gets.
-
-    Raises:
-        ConfigError: data.split is not numbers with commas between.
-    """
+    """Gives the blend a run trains on, and the share of its documents that training gets."""
     if run.data.train.prefixes:
         return run.data.train, 1.0
-    try:
-        shares = [float(share) for share in run.data.split.split(",")]
-        return run.data.blend, shares[0] / sum(shares)
-    except (ValueError, ZeroDivisionError):
-        raise ConfigError(
-            f"data.split={run.data.split!r} is not shares of train, valid and test",
-            'for example "949,50,1"',
-        ) from None
+    shares = units.parse_shares(run.data.split)
+    return run.data.blend, shares[0] / sum(shares)

@@ -9,8 +9,19 @@ from pathlib import Path
 from torch import Tensor
 
 from trainyard.checkpoint.background import Retention, Saver
-from trainyard.checkpoint.format import Facts, Manifest, read_manifest, step_of
-from trainyard.checkpoint.load import complete_checkpoints, load_into
+from trainyard.checkpoint.format import (
+    Facts,
+    Manifest,
+    list_checkpoints,
+    read_manifest,
+    step_of,
+)
+from trainyard.checkpoint.load import (
+    complete_checkpoints,
+    load_into,
+    newest_checkpoint,
+    problem_of,
+)
 from trainyard.checkpoint.resume import check_resumable
 from trainyard.checkpoint.save import ALONE, Ranks
 from trainyard.config.fp8_rules import SCALED_COLUMNS
@@ -76,22 +87,32 @@ def checkpoint_folder(run_folder: Path) -> Path:
 
 
 def find_checkpoint(run_folder: Path, resume: Resume) -> Path | None:
-    """Finds the checkpoint to continue from.
+    """Finds the checkpoint to continue from; None where none was ever saved.
 
     Raises:
-        CheckpointError: there is none and there must be, or there is one and there must not.
+        CheckpointError: there is none and there must be; or there are some, and there must be none,
+            or none of them is intact.
     """
     folder = checkpoint_folder(run_folder)
-    path = next(complete_checkpoints(folder), None)
-    if path is None and resume == "must":
+    there = list_checkpoints(folder)
+    if not there and resume == "must":
         raise CheckpointError(
-            f"no complete checkpoint in {folder}, and --resume must asks for one",
+            f"no checkpoint in {folder}, and --resume must asks for one",
             "--resume auto starts from the beginning",
         )
-    if path is not None and resume == "never":
+    if there and resume == "never":
         raise CheckpointError(
-            f"{path} exists, and --resume never would mix two runs in one folder",
-            "give the run another name, or remove its folder",
+            f"{there[0]} exists, and --resume never would mix two runs in one folder",
+            "give the run another name, or pass --overwrite to remove its checkpoints and metrics",
+        )
+    path = newest_checkpoint(folder)
+    if there and path is None:
+        raise CheckpointError(
+            f"none of the {len(there)} checkpoints in {folder} is intact, so training does not "
+            "start; nothing was changed:\n"
+            + "\n".join(f"  {path.name}: {problem_of(path)}" for path in there),
+            "restore the files named here from a copy; or train under another name, or with "
+            "--overwrite, from the beginning",
         )
     return path
 

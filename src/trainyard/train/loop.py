@@ -39,7 +39,7 @@ def train(
         why it ended, and how far it is, which is saved.
 
     Raises:
-        GuardError: it gave up; nothing is saved, the newest checkpoint is from before.
+        GuardError: it gave up; nothing more is saved.
         MachineError: the last checkpoint could not be written.
     """
     run, plan = parts.run, parts.plan
@@ -55,7 +55,7 @@ def train(
 
         wish = parts.replica.mesh.agree(saves.wish(state.step) or stop.wish())
         is_last = state.step == plan.n_steps
-        ending = DONE if is_last else Ending.of(wish)
+        ending = Ending.of(wish)
         log_now = is_last or every(state.step, run.log.interval)
         save_now = is_last or wish is not None or every(state.step, run.checkpoint.interval)
         if log_now:
@@ -69,6 +69,7 @@ def train(
                     saves.pause(state.step)
                     state = roll_back(parts, state, spikes[0], metrics, show)
                     continue
+        ending = DONE if is_last else ending
         held_out_loss = None
         if is_last or every(state.step, run.evaluate.interval):
             held_out_loss = evaluate(parts, state, metrics, show)
@@ -100,7 +101,7 @@ def stop_if_stuck(parts: Parts, state: State) -> None:
         raise GuardError(
             f"{in_a_row} steps in a row up to step {state.step} were left out "
             f"(guard.skipped_steps_limit={limit})\n{diagnose(parts, state)}",
-            "the newest checkpoint is from before; lower optimizer.learning_rate or check the data",
+            "these steps changed no weights; lower optimizer.learning_rate or check the data",
         )
 
 

@@ -6,6 +6,7 @@ all at once.
 
 from __future__ import annotations
 
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -24,8 +25,13 @@ TOKENIZER_FOLDER = "tokenizer"
 FIRST_WITH_ZERO_BUBBLE = (2, 13)
 
 
-def write_run_folder(folder: Path, run: Run, resume: Resume) -> None:
+def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite"]) -> None:
     """Writes run.toml and the tokenizer for the workers, after all checks that can run here.
+
+    Args:
+        folder: of the run.
+        run: that is to be trained.
+        resume: as for `find_checkpoint`; "overwrite" removes what training has left here.
 
     Raises:
         UserError: the run cannot be trained here, or differs from the one already in the folder.
@@ -34,7 +40,9 @@ def write_run_folder(folder: Path, run: Run, resume: Resume) -> None:
     refuse_stopped(folder)
     fingerprint = data_fingerprint(run)
     vocabulary = load_vocabulary(run.tokenizer.path) if run.tokenizer.path else None
-    if resume == "must" or (folder / "checkpoints").exists():
+    if resume == "overwrite":
+        _remove_what_was_trained(folder)
+    elif resume == "must" or (folder / "checkpoints").exists():
         _refuse_another_run(folder, run, resume, fingerprint, vocabulary)
     folder.mkdir(parents=True, exist_ok=True)
     if vocabulary is not None:
@@ -68,6 +76,19 @@ def refuse_what_is_not_built(run: Run) -> None:
             f"parallel.schedule='zero_bubble' needs torch 2.13; this is {found}",
             "parallel.schedule='interleaved' with parallel.chunks=2, or a newer torch",
         )
+
+
+def _remove_what_was_trained(folder: Path) -> None:
+    from trainyard.checkpoint.format import list_checkpoints
+    from trainyard.checkpoint.save import remove_checkpoint, remove_partials
+    from trainyard.train.checkpoints import checkpoint_folder
+
+    for path in list_checkpoints(checkpoint_folder(folder)):
+        remove_checkpoint(path)
+    remove_partials(checkpoint_folder(folder))
+    for name in ("metrics.jsonl", "outcome.json", "evaluation.json", "report.html"):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
 
 
 def _refuse_another_run(

@@ -115,14 +115,19 @@ class State:
         Raises:
             CheckpointError: it is nothing that `as_json` gives.
         """
+        hint = "it was written by another version of Trainyard, or changed by hand"
         try:
             known = _Saved.model_validate_json(json.dumps(saved))
         except ValidationError as error:
             raise CheckpointError(
                 f"the training state in the checkpoint of step {step} is not valid: "
                 f"{first_problem(error)}",
-                "it was written by another version of Trainyard, or changed by hand",
+                hint,
             ) from None
+        if known.skipped_steps > step:
+            raise CheckpointError(
+                f"the checkpoint of step {step} says {known.skipped_steps} steps were skipped", hint
+            )
         precision = parts.run.precision
         scaler = None
         if precision.kind == "fp16":

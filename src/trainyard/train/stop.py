@@ -12,6 +12,7 @@ process at once; what is saved by then stays whole.
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from pathlib import Path
 from types import FrameType
 
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, GuardError
+
+logger = logging.getLogger("trainyard")
 
 STOP, SAVE = "STOP", "SAVE"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -126,6 +129,26 @@ class Stop:
         elif now - self._signalled > TWICE_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+@contextmanager
+def leave_when_told() -> Iterator[None]:
+    """Ends the process on SIGTERM or SIGUSR1 as long as nobody else catches them: to start again.
+
+    Raises:
+        SystemExit: 75, where a signal comes before training catches it; there is nothing to save.
+    """
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        logger.info("received %s before the first step", signal.Signals(number).name)
+        raise SystemExit(EXIT_REQUEUE)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def refuse_stopped(folder: Path) -> None:
