@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -175,9 +176,12 @@ def test_what_is_refused(
     assert not list(project.rglob("marker"))
 
 
-def test_folders_of_data_are_there_for_the_stages(project: Path) -> None:
-    run("recipes/azure/175b.toml", "--cluster", "slurm", "--stages", "prepare")
+def test_the_stages_make_the_files_of_all_splits_that_training_needs(project: Path) -> None:
+    run("recipes/azure/175b.toml", "--cluster", "slurm", "--nodes", "16", "--stages", "all")
     assert (project / "data" / "slimpajama").is_dir()
+    script = (project / "runs/azure-175b/job.sh").read_text()
+    numbers = re.findall(r"^  data/slimpajama/train_chunk_(\d\d)_text_document.json", script, re.M)
+    assert sorted(map(int, numbers)) == list(range(72))
 
 
 def test_a_missing_image_is_found_before_the_queue(project: Path) -> None:
