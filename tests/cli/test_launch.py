@@ -6,9 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import typer
+from tests.command import call
 from tests.faults.small_run import small_overrides, write_tokens
-from typer.testing import CliRunner
 
 from trainyard.cli.launch import launch
 from trainyard.cli.show import show
@@ -48,13 +47,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> str:
-    app = typer.Typer()
-    app.command()(launch)
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return call(launch, *arguments)
 
 
 def small(project: Path) -> list[str]:
