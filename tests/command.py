@@ -16,7 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import typer
 from tests.waiting import prepare_fork, wait_for
+from typer.testing import CliRunner
 
 
 def trainyard(*words: str, folder: Path, **environment: str) -> CompletedProcess[str]:
@@ -30,6 +32,15 @@ def trainyard(*words: str, folder: Path, **environment: str) -> CompletedProcess
         main()
 
     return Fork(run).wait()
+
+
+def call(verb: Callable[..., None], *arguments: object) -> str:
+    """Calls one verb in this process; gives what it prints, and raises what it raises."""
+    app = typer.Typer()
+    app.command()(verb)
+    result = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 class Fork:

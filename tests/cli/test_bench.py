@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from tests.command import call
 
 from trainyard.cli.bench import bench
 from trainyard.errors import UserError
@@ -16,13 +15,7 @@ STARTS = ["process", "imports", "config", "ranks", "data", "model", "first step"
 
 
 def run_bench(*arguments: str) -> str:
-    app = typer.Typer()
-    app.command()(bench)
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return call(bench, *arguments)
 
 
 @pytest.fixture

@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.command import trainyard
 
-from trainyard.data.file_record import Block, FileRecord
-from trainyard.data.indexed import IndexedDataset, IndexedWriter, token_paths
-from trainyard.data.sidecar import Sidecar, TokenizerRecord, save_sidecar
-from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-
-
-def write_record(prefix: Path, tokenizer: Tokenizer) -> None:
-    dataset = IndexedDataset(prefix)
-    files = [path.read_bytes() for path in token_paths(prefix)]
-    made = [FileRecord([Block(len(f), hashlib.sha256(f).hexdigest())]) for f in files]
-    size, eod = tokenizer.vocabulary_size, tokenizer.eod_id
-    record = Sidecar(
-        recipe="",
-        tokenizer=TokenizerRecord("tok", tokenizer.fingerprint, size, eod, "text"),
-        json_key="text",
-        append_eod=True,
-        dtype=dataset.dtype.name,
-        documents=len(dataset.document_indices) - 1,
-        empty_documents=0,
-        sequences=len(dataset),
-        tokens=dataset.n_tokens,
-        text_bytes=0,
-        steps=[],
-        groups={},
-        quarantined={},
-        quarantined_places=[],
-        bin=made[0],
-        idx=made[1],
-        sources=[],
-    )
-    save_sidecar(record, prefix)
+from trainyard.config.corpus import load_corpus
+from trainyard.data.preparation.prepare import prepare
+from trainyard.data.tokenizer import train_tokenizer
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two good corpora, and the tokenizer `tok` that made them."""
-    train_tokenizer(["the words of a small corpus"], 260, tmp_path / "tok")
-    tokenizer = load_tokenizer(tmp_path / "tok")
+    monkeypatch.chdir(tmp_path)
+    train_tokenizer(["the words of a small corpus"], 260, Path("tok"))
     for name in ("first", "second"):
-        with IndexedWriter(tmp_path / name, np.dtype(np.uint16)) as writer:
-            for text in ("some words", "and more"):
-                writer.add_document(np.array([*tokenizer.encode(text), tokenizer.eod_id]))
-        write_record(tmp_path / name, tokenizer)
+        Path(f"{name}.jsonl").write_text('{"text": "some words"}\n{"text": "and more"}\n')
+        corpus = {"inputs": [f"{name}.jsonl"], "output": name, "tokenizer": "tok"}
+        prepare(load_corpus(None, corpus))
+        for path in Path().glob(f"{name}_text_document.*"):
+            path.rename(path.name.replace("_text_document", ""))
     return tmp_path
 
 

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
-import typer
+from tests.command import call
 from tests.faults.small_run import small_overrides, write_tokens
-from typer.testing import CliRunner
 
 from trainyard.cli.launch import launch
 from trainyard.cli.show import show
@@ -47,13 +47,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> str:
-    app = typer.Typer()
-    app.command()(launch)
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return call(launch, *arguments)
 
 
 def small(project: Path) -> list[str]:
@@ -175,9 +169,12 @@ def test_what_is_refused(
     assert not list(project.rglob("marker"))
 
 
-def test_folders_of_data_are_there_for_the_stages(project: Path) -> None:
-    run("recipes/azure/175b.toml", "--cluster", "slurm", "--stages", "prepare")
+def test_the_stages_make_the_files_of_all_splits_that_training_needs(project: Path) -> None:
+    run("recipes/azure/175b.toml", "--cluster", "slurm", "--nodes", "16", "--stages", "all")
     assert (project / "data" / "slimpajama").is_dir()
+    script = (project / "runs/azure-175b/job.sh").read_text()
+    numbers = re.findall(r"^  data/slimpajama/train_chunk_(\d\d)_text_document.json", script, re.M)
+    assert sorted(map(int, numbers)) == list(range(72))
 
 
 def test_a_missing_image_is_found_before_the_queue(project: Path) -> None:

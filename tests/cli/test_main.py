@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 from tests.command import trainyard
 
+from trainyard import __version__
+from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedWriter
+from trainyard.data.loader import build_orders
+from trainyard.plan.resolve import resolve
 
 RUN_FILE = """
 name = "small"
@@ -75,29 +79,22 @@ def test_debug_shows_the_traceback_too(folder: Path) -> None:
 
 
 def test_version_and_presets(folder: Path) -> None:
-    from trainyard import __version__
-
     shown = start_trainyard("--version", folder=folder).stdout
     assert shown.strip() == f"trainyard {__version__}"
     assert "gpt3-175b" in trainyard("show", folder=folder).stdout
 
 
-def test_show_order_writes_exactly_what_training_reads(folder: Path) -> None:
-    from trainyard.config.load import load_run
-    from trainyard.data.loader import build_orders
-    from trainyard.plan.resolve import resolve
-
+def test_show_order_writes_exactly_what_training_reads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ["--split", "train", "--start", "5", "--count", "20", "--output", "order.npz"]
     result = trainyard("show", "order", "run.toml", *arguments, folder=folder)
     assert result.returncode == 0, result.stderr
-    with np.load(folder / "order.npz", allow_pickle=False) as found:
+    monkeypatch.chdir(folder)
+    with np.load("order.npz", allow_pickle=False) as found:
         sequences = found["sequences"]
     assert sequences.shape == (20, 65)
-    overrides = [
-        f"data.blend.prefixes=['{folder / 'corpus'}']",
-        f"data.cache_folder='{folder / 'cache'}'",
-    ]
-    run = load_run(str(folder / "run.toml"), overrides).run
+    run = load_run("run.toml").run
     order = build_orders(run, resolve(run))["train"]
     assert order is not None
     np.testing.assert_array_equal(sequences, order.sequences(5, 20))

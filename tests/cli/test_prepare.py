@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import typer
+from tests.command import call, trainyard
 from tests.waiting import WATCHDOG_SECONDS, wait_until
-from typer.testing import CliRunner
 
 from trainyard.cli.prepare import prepare as prepare_verb
 from trainyard.config.corpus import load_corpus
-from trainyard.data.preparation.prepare import choose_tokenizer
+from trainyard.data.preparation.prepare import choose_tokenizer, prepare
 from trainyard.data.preparation.unit import UnitWorker
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
@@ -52,30 +52,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_verb(*arguments: str) -> str:
-    """Gives what the verb prints; raises what it raises."""
-    app = typer.Typer()
-    app.command()(prepare_verb)
-    result = CliRunner().invoke(app, arguments)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.output
+    return call(prepare_verb, *arguments)
 
 
 def test_a_data_file_says_everything(folder: Path) -> None:
-    shown = run_verb("web.toml", "--on-error", "quarantine")
+    done = trainyard("prepare", "web.toml", "--on-error", "quarantine", folder=folder)
     sidecar = load_sidecar("web_text_document")
     assert sidecar.documents == 2
-    assert shown.splitlines() == [
+    assert done.stdout.splitlines() == [
         f"web_text_document.bin: 2 documents, {sidecar.tokens} tokens",
         "  length left out 1: too long",
         "  deduplicate left out 1: repeats an earlier document",
+        "web.toml was not written by prepare: left as it is",
+    ]
+    assert done.stderr.splitlines() == [
         "quarantined, not a string: 1",
         '  in/a.jsonl:5: the value of "text" is 7, not a string',
         "  all are in web_text_document.quarantine.jsonl",
-        "web.toml was not written by prepare: left as it is",
     ]
-    assert run_verb("web.toml", "--on-error", "quarantine") == shown
+    assert run_verb("web.toml", "--on-error", "quarantine") == done.stdout
 
 
 def test_options_come_before_the_data_file(folder: Path) -> None:
@@ -125,20 +120,20 @@ def test_a_mistake_in_the_data_file_is_named(folder: Path, text: str, problem: s
     assert problem in caught.value.problem
 
 
-MISTAKES = [
-    (["a.jsonl", "--tokenizer", "small"], "no output given", "pass -o, such as -o data/web"),
-    (["-o", "x", "--tokenizer", "small"], "no inputs given", "name at least one file, folder"),
-    (["no.toml"], "cannot read the data file no.toml: ", ""),
-    (["a.toml", "b.toml"], "b.toml is a second data file", "prepare one after the other"),
-    (
-        ["a.jsonl", "-o", "x", "--tokenizer", "t", "--train-tokenizer", "300"],
-        "both --tokenizer and --train-tokenizer given",
-        "to make one",
-    ),
-]
-
-
-@pytest.mark.parametrize(("arguments", "problem", "hint"), MISTAKES)
+@pytest.mark.parametrize(
+    ("arguments", "problem", "hint"),
+    [
+        (["a.jsonl", "--tokenizer", "small"], "no output given", "pass -o, such as -o data/web"),
+        (["-o", "x", "--tokenizer", "small"], "no inputs given", "name at least one file, folder"),
+        (["no.toml"], "cannot read the data file no.toml: ", ""),
+        (["a.toml", "b.toml"], "b.toml is a second data file", "prepare one after the other"),
+        (
+            ["a.jsonl", "-o", "x", "--tokenizer", "t", "--train-tokenizer", "300"],
+            "both --tokenizer and --train-tokenizer given",
+            "to make one",
+        ),
+    ],
+)
 def test_a_mistake_on_the_command_line_is_named(
     folder: Path, arguments: list[str], problem: str, hint: str
 ) -> None:
@@ -177,9 +172,6 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
 
 def prepare_until(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves work behind with the units before a file done."""
-    from trainyard.config.corpus import load_corpus
-    from trainyard.data.preparation.prepare import prepare
-
     for number in range(4):
         Path(f"in/{number}.txt").write_text(f"the cat {number}")
     with monkeypatch.context() as patch:
@@ -234,13 +226,16 @@ def test_a_tokenizer_is_trained_first(folder: Path) -> None:
     assert shown.startswith("new_text_document.bin: 1 document, ")
     assert (sidecar.tokenizer.name, sidecar.tokenizer.eod_id) == ("new_tokenizer", 261)
     sidecar.check_against(load_tokenizer(Path("new_tokenizer")), "new")
+    # Again is no mistake when all is done.
+    assert run_verb("in", "-o", "new", "--train-tokenizer", "262") == shown
 
 
 def test_one_file_and_an_output_are_enough(folder: Path) -> None:
     Path("my.txt").write_text(Path(typer.__file__).read_text(encoding="utf-8"))
     Path("in/notes.md").touch()
-    shown = run_verb("my.txt", "-o", "my")
-    assert "skipped" not in shown
+    done = trainyard("prepare", "my.txt", "-o", "my", folder=folder)
+    assert "skipped" not in done.stderr
+    shown = done.stdout
     assert shown.endswith("train with: trainyard train my.toml --minutes 1\n")
     assert load_sidecar("my_text_document").tokenizer.vocabulary_size == 320
     assert run_verb("my.txt", "-o", "my") == shown
@@ -251,8 +246,8 @@ def test_what_is_skipped_is_told(folder: Path) -> None:
     Path("in/a.jsonl").write_text('{"text": "the cat sat on the mat"}\n')
     for name in ("a.md", "b.MD", "c.pdf", ".d"):
         (Path("in") / name).touch()
-    shown = run_verb("in", "-o", "new", "--tokenizer", "small").splitlines()
-    assert shown[0].startswith("skipped 2 .md, 1 .pdf, 1 hidden; to read other text files ")
+    done = trainyard("prepare", "in", "-o", "new", "--tokenizer", "small", folder=folder)
+    assert done.stderr.startswith("skipped 2 .md, 1 .pdf, 1 hidden; to read other text files ")
 
 
 @pytest.mark.parametrize(
@@ -272,12 +267,6 @@ def test_the_text_decides_the_vocabulary(
         corpus.model_copy(update={"tokenizer": "x_tokenizer"}),
         300,
     )
-
-
-def test_training_again_is_no_mistake_when_all_is_done(folder: Path) -> None:
-    Path("in/a.jsonl").write_text('{"text": "the cat sat on the mat"}\n')
-    shown = run_verb("in", "-o", "new", "--train-tokenizer", "262")
-    assert run_verb("in", "-o", "new", "--train-tokenizer", "262") == shown
 
 
 def test_the_trained_tokenizer_lies_where_the_data_file_says(folder: Path) -> None:
@@ -304,6 +293,6 @@ def test_what_a_step_dropped_is_told_beside_a_fault_of_the_same_name(
     with Path("in/a.jsonl").open("a") as file:
         file.write(json.dumps({"text": "y" * 2000}) + "\n" * 2)
     monkeypatch.setattr("trainyard.data.sources.blocks.BLOCK_BYTES", 500)
-    shown = run_verb("web.toml", "--on-error", "quarantine")
-    assert "quarantined, too long: 1" in shown
-    assert "  length left out 1: too long" in shown
+    done = trainyard("prepare", "web.toml", "--on-error", "quarantine", folder=folder)
+    assert "quarantined, too long: 1" in done.stderr
+    assert "  length left out 1: too long" in done.stdout

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
+import json
 import tracemalloc
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
 
 from trainyard.cli.show import without_ending
 from trainyard.cli.show_data import count_lengths, printable, show_data
-from trainyard.data.file_record import Block, FileRecord
-from trainyard.data.indexed import IndexedDataset, IndexedWriter, token_paths
+from trainyard.config.corpus import load_corpus
+from trainyard.data.indexed import IndexedDataset, IndexedWriter
+from trainyard.data.preparation.prepare import prepare
 from trainyard.data.sidecar import (
     GroupCount,
-    Sidecar,
     SourceRecord,
     StepCount,
-    TokenizerRecord,
+    load_sidecar,
     save_sidecar,
 )
-from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from trainyard.data.tokenizer import train_tokenizer
 from trainyard.errors import DataError
 
 TEXTS = ["first words", "", "second", "\x1b[31mred\x1b[0m\nline two", "long " * 200, "the last"]
@@ -38,51 +39,30 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def prefix(tmp_path: Path, tokenizer_folder: Path) -> Path:
-    tokenizer = load_tokenizer(tokenizer_folder)
-    with IndexedWriter(tmp_path / "corpus", np.dtype(np.uint16)) as writer:
-        for text in TEXTS:
-            ids = [*tokenizer.encode(text), tokenizer.eod_id] if text else []
-            writer.add_document(np.array(ids, np.uint16))
-    write_record(tmp_path / "corpus", tokenizer)
-    return tmp_path / "corpus"
-
-
-def write_record(prefix: Path, tokenizer: Tokenizer) -> None:
-    dataset = IndexedDataset(prefix)
-    files = [path.read_bytes() for path in token_paths(prefix)]
-    made = [FileRecord([Block(len(f), hashlib.sha256(f).hexdigest())]) for f in files]
-    text_bytes = sum(map(len, TEXTS))
-    size, eod = tokenizer.vocabulary_size, tokenizer.eod_id
-    record = Sidecar(
-        recipe="",
-        tokenizer=TokenizerRecord("small", tokenizer.fingerprint, size, eod, "text"),
-        json_key="text",
-        append_eod=True,
-        dtype=dataset.dtype.name,
-        documents=6,
-        empty_documents=1,
-        sequences=5,
-        tokens=dataset.n_tokens,
-        text_bytes=text_bytes,
+def prefix(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A corpus of the texts, in whose record more happened to them than did."""
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text("\n".join(lines) + "\n")
+    corpus = {"inputs": ["a.jsonl"], "output": "corpus", "tokenizer": str(tokenizer_folder)}
+    prepare(load_corpus(None, corpus))
+    prefix = Path("corpus_text_document")
+    made = load_sidecar(prefix)
+    drops = {"too few letters": 1, "bullets": 2000}
+    record = msgspec.structs.replace(
+        made,
         steps=[
             StepCount(kind="read", documents_in=9, documents_out=8, bytes_in=4096, bytes_out=2048),
-            StepCount(
-                kind="quality",
-                documents_in=8,
-                documents_out=6,
-                dropped={"too few letters": 1, "bullets": 2000},
-            ),
+            StepCount(kind="quality", documents_in=8, documents_out=6, dropped=drops),
         ],
-        groups={"web": GroupCount(4, 1024, dataset.n_tokens // 4), "": GroupCount(2, 9, 7)},
+        groups={"web": GroupCount(4, 1024, made.tokens // 4), "": GroupCount(2, 9, 7)},
         quarantined={"json": 1200},
         quarantined_places=["a.jsonl:12: not \x1b]0;JSON"],
-        bin=made[0],
-        idx=made[1],
         sources=[SourceRecord(LONG_PATH, 2048, 0)]
         + [SourceRecord(f"[b]{number}.jsonl", 1, 0) for number in range(30)],
     )
     save_sidecar(record, prefix)
+    return prefix
 
 
 def show(prefix: Path, count: int = 3, tokenizer: Path | None = None) -> list[str]:
@@ -204,9 +184,9 @@ def test_ids_are_shown_without_a_tokenizer(prefix: Path) -> None:
     assert "  " + " ".join(map(str, dataset.tokens(3)[:64])) + " ..." in lines
 
 
-def test_another_tokenizer_is_refused(prefix: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused(prefix: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
     train_tokenizer(["other words, and more of other words"], 262, tmp_path / "other")
-    with pytest.raises(DataError, match="was made with the tokenizer small"):
+    with pytest.raises(DataError, match=f"was made with the tokenizer {tokenizer_folder.name}"):
         show(prefix, 3, tmp_path / "other")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.command import trainyard
 from tests.report.conftest import run_lines, train_line, write_run_folder
 from tests.waiting import WATCHDOG_SECONDS, wait_until
 
@@ -38,15 +39,7 @@ def folder(tmp_path: Path) -> Path:
 def test_once_shows_one_screen(tmp_path: Path) -> None:
     write_run_folder(tmp_path / "tiny", run_lines())
     end(tmp_path / "tiny", "received SIGTERM", 75)
-    sized = os.environ | {"COLUMNS": "100", "LINES": "40"}
-    done = subprocess.run(
-        [*COMMAND, "tiny", "--once"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=sized,
-        timeout=WATCHDOG_SECONDS,
-    )
+    done = trainyard("watch", "tiny", "--once", folder=tmp_path, COLUMNS="100", LINES="40")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("tiny  ended: received SIGTERM; the same command continues\n")
     for text in ("step 20/50", "40%", "4.0000; held out 4.5000, best 4.5000 at step 20", "3.0 GiB"):
@@ -107,19 +100,6 @@ def test_on_a_terminal_it_shows_the_run_until_it_ends(folder: Path, stop: str) -
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*COMMAND, str(tmp_path)], capture_output=True, text=True, timeout=WATCHDOG_SECONDS
-    )
+    done = trainyard("watch", ".", folder=tmp_path)
     assert done.returncode == 2
     assert "is not a run folder: it has no run.toml" in done.stderr
-
-
-def test_it_needs_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
-    folder = write_run_folder(tmp_path / "tiny", run_lines())
-    code = (
-        "import sys; from trainyard.cli.main import main\n"
-        f"try: main(['watch', {str(folder)!r}, '--once'])\n"
-        "except SystemExit as end: assert not end.code\n"
-        "assert not {'torch', 'matplotlib'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

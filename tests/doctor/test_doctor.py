@@ -200,24 +200,6 @@ def test_a_network_interface_that_is_not_there_is_named_by_all(tmp_path: Path) -
     assert "export the one that leads to the other machines" in ends[0]
 
 
-@pytest.mark.exhaustive
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        code, _, errors = doctor(
-            folder=tmp_path,
-            RANK=0,
-            WORLD_SIZE=2,
-            LOCAL_RANK=0,
-            LOCAL_WORLD_SIZE=2,
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-    assert code == 2
-    assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in errors
-    assert "MASTER_PORT must be free there" in errors
-
-
 @pytest.mark.parametrize(
     ("arguments", "variables", "problem"),
     [

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.waiting import prepare_fork, wait_for
+from tests.command import Fork, call
 
 from trainyard.checkpoint.load import load_tensors, newest_checkpoint
-from trainyard.cli.main import main
+from trainyard.cli.evaluate import evaluate
+from trainyard.cli.export import export
+from trainyard.cli.generate import generate
 from trainyard.config.corpus import load_corpus
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
@@ -72,29 +72,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def run_of(corpus: list[str], *overrides: str) -> Run:
-    return load_run("tiny", arguments(corpus, *overrides)).run
-
-
-def arguments(corpus: list[str], *overrides: str) -> list[str]:
-    return [
-        *corpus,
-        "name=run",
-        "model.n_layers=4",
-        "model.dropout=0.1",
-        "data.split='80,10,10'",
-        f"train.length='{N_STEPS} steps'",
-        "train.micro_batch_size=2",
-        f"schedule.decay='{N_STEPS} steps'",
-        "schedule.warmup='2 steps'",
-        "evaluate.batches=1",
-        "evaluate.interval=4",
-        "evaluate.sample_interval=4",
-        "evaluate.sample_prompts=['The rank']",
-        "evaluate.sample_tokens=8",
-        "log.interval=1",
-        "log.tensorboard=false",
-        *overrides,
+    fields = [
+        *("name=run", "model.n_layers=4", "model.dropout=0.1", "data.split='80,10,10'"),
+        *(f"train.length='{N_STEPS} steps'", "train.micro_batch_size=2"),
+        *(f"schedule.decay='{N_STEPS} steps'", "schedule.warmup='2 steps'"),
+        *("evaluate.batches=1", "evaluate.interval=4", "evaluate.sample_interval=4"),
+        *("evaluate.sample_prompts=['The rank']", "evaluate.sample_tokens=8"),
+        *("log.interval=1", "log.tensorboard=false"),
     ]
+    return load_run("tiny", [*corpus, *fields, *overrides]).run
 
 
 def train(
@@ -108,50 +94,27 @@ def train(
     (folder / "logs").mkdir(exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
     reading, writing = os.pipe()
-    prepare_fork()
-    ranks = []
-    for number in range(n_ranks):
+
+    def be_rank(number: int) -> None:
+        os.close(writing)
         place = Process(
             number, n_ranks, number, n_ranks, store_file=folder / "store", parent_pipe=reading
         )
-        pid = os.fork()
-        if pid == 0:
-            os.close(writing)
-            _be_rank(folder, place, prepare_rank)
-        ranks.append(pid)
+        os.environ.update(rank_environment(place, 1) if n_ranks > 1 else {})
+        prepare_rank(number)
+        sys.argv = ["worker", str(folder)]
+        worker.main()
+
     try:
-        return _wait_for(ranks)
+        ranks = [Fork(partial(be_rank, number)) for number in range(n_ranks)]
+        ended = [rank.wait() for rank in ranks]
     finally:
         os.close(reading)
         os.close(writing)
-
-
-def _be_rank(folder: Path, place: Process, prepare_rank: Callable[[int], None]) -> None:
-    code = 1
-    try:
-        sys.stdout = sys.stderr = (folder / "logs" / f"{place.rank}.log").open("a", buffering=1)
-        os.environ.update(rank_environment(place, 1) if place.n_ranks > 1 else {})
-        prepare_rank(place.rank)
-        sys.argv = ["worker", str(folder)]
-        worker.main()
-        code = 0
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def _wait_for(ranks: list[int]) -> list[int]:
-    try:
-        return [wait_for(pid) for pid in ranks]
-    except BaseException:
-        for pid in ranks:
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        raise
+    for number, rank in enumerate(ended):
+        with (folder / "logs" / f"{number}.log").open("a") as log:
+            log.write(rank.stdout + rank.stderr)
+    return [rank.returncode for rank in ended]
 
 
 def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -210,15 +173,11 @@ def test_a_layout_trains_as_one_process(
     for line in lines(folder, "train"):
         tokens_per_second = line["sequences_per_second"] * SEQUENCE_LENGTH
         assert line["tokens_per_second_per_device"] * n_ranks == pytest.approx(tokens_per_second)
-    assert [line["kind"] for line in map(json.loads, open_metrics(folder))].count("end") == 1
+    assert len(lines(folder, "end")) == 1
     expected, found = weights(alone), weights(folder)
     assert found.keys() == expected.keys()
     for tensor, whole in expected.items():
         torch.testing.assert_close(found[tensor], whole, rtol=1e-4, atol=2e-5, msg=tensor)
-
-
-def open_metrics(folder: Path) -> list[str]:
-    return (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
 
 
 def test_only_rank_0_speaks(trained: Callable[[str], Path]) -> None:
@@ -289,29 +248,16 @@ def test_resumed_in_the_same_layout_to_the_last_bit(
 
 @pytest.mark.parametrize("name", ["tensor 2 x pipeline 2", "data 2, ZeRO 3"])
 def test_what_is_done_with_a_checkpoint(
-    trained: Callable[[str], Path],
-    alone: Path,
-    name: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    trained: Callable[[str], Path], alone: Path, name: str, tmp_path: Path
 ) -> None:
     def answers(folder: Path) -> tuple[float, str, dict[str, torch.Tensor]]:
-        main_returns(["evaluate", str(folder), "--json"])
-        loss = json.loads(capsys.readouterr().out)["loss"]
-        main_returns(["generate", str(folder), "--prompt", "The", "--temperature", "0"])
-        text = capsys.readouterr().out
+        loss = json.loads(call(evaluate, folder, "--json"))["loss"]
+        text = call(generate, folder, "--prompt", "The", "--temperature", "0")
         output = tmp_path / folder.name
-        main_returns(["export", str(folder), "--output", str(output), "--no-verify"])
-        capsys.readouterr()
+        call(export, folder, "--output", output, "--no-verify")
         return loss, text, load_file(output / "model.safetensors")
 
     expected, found = answers(alone), answers(trained(name))
     assert found[0] == pytest.approx(expected[0], rel=CLOSE)
     assert found[1] == expected[1]
     torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=2e-5)
-
-
-def main_returns(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 0

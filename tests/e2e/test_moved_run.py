@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from tests.command import call
 
 from trainyard.checkpoint.format import TOKENIZER, read_manifest
 from trainyard.checkpoint.load import find_checkpoint, newest_checkpoint
@@ -81,14 +80,6 @@ def moved(copied: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.Monke
         yield Path("elsewhere/web")
     finally:
         hidden.rename(trained)
-
-
-def call(verb: object, *arguments: object) -> str:
-    app = typer.Typer()
-    app.command()(verb)  # type: ignore[type-var]
-    result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def test_every_verb_reads_a_moved_run(moved: Path) -> None:

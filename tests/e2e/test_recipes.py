@@ -23,13 +23,12 @@ def recipe(name: str) -> Run:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_recipe_loads_resolves_and_counts(path: Path) -> None:
-    run = load_run(str(path)).run
-    plan = resolve(run)
-    count = parameter_count(run.model, plan.padded_vocabulary_size).total
-    assert f"parameters {count:,} (" in render_run_summary(load_run(str(path))).plain
+    loaded = load_run(str(path))
+    run = loaded.run
+    count = parameter_count(run.model, resolve(run).padded_vocabulary_size).total
+    assert f"parameters {count:,} (" in render_run_summary(loaded).plain
     assert run.data.blend.prefixes or run.data.train.prefixes
     if run.precision.kind == "fp16":
-        loaded = load_run(str(path))
         assert "precision.loss_scale.initial" in loaded.origins
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import typer
+from tests.command import call
 from typer.testing import CliRunner
 
 from trainyard.cli.launch import launch
@@ -88,16 +89,6 @@ def test_every_recipe_has_a_row_and_fits_as_it_is(path: Path) -> None:
     assert "does not fit" not in rows[name]
 
 
-def launched(arguments: list[str]) -> str:
-    app = typer.Typer()
-    app.command()(launch)
-    result = CliRunner().invoke(app, [*arguments, "--dry-run"])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.parent.name)
 def test_what_is_planned_can_be_launched(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
@@ -105,11 +96,11 @@ def test_what_is_planned_can_be_launched(path: Path) -> None:
         words = shlex.split(row[1])
         cluster = words[words.index("--cluster") + 1] if "--cluster" in words else ""
         if "--nodes" in words:
-            assert launched([*words, *OWN[cluster]]).startswith("#!/bin/bash")
+            assert call(launch, *words, *OWN[cluster], "--dry-run").startswith("#!/bin/bash")
     written = [words[2:] for words in commands(text) if words[1] == "launch"]
     assert written
     for words in written:
-        script = launched(words)
+        script = call(launch, *words, "--dry-run")
         assert script.startswith("#!/bin/bash")
         if "--stages" in words:
             assert " prepare recipes/" in script

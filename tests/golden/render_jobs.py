@@ -70,7 +70,7 @@ OTHERS: dict[str, tuple[str, int, int | None, dict[str, str]]] = {
 }
 # Download, prepare, train.
 STAGES: dict[str, tuple[str, str, int, dict[str, str]]] = {
-    "azure-175b": ("recipes/azure/175b.toml", "azure-ndv5", 128, AZURE),
+    "msamp-345m-bf16": ("recipes/msamp/345m-bf16.toml", "azure-ndv5", 1, AZURE),
     "benchmark64-full": ("recipes/benchmark64/full.toml", "polaris", 16, POLARIS),
 }
 
@@ -78,21 +78,21 @@ STAGES: dict[str, tuple[str, str, int, dict[str, str]]] = {
 # Scripts with a golden file, and the one from which the file says what differs.
 GOLDEN: dict[str, str | None] = {
     "laptop-wikipedia": None,
-    "azure-175b": None,
-    "msamp-345m-deepspeed-fp16": "azure-175b",
-    "lumi-175b": "azure-175b",
-    "on-perlmutter": "azure-175b",
-    "on-frontier": "azure-175b",
-    "on-slurm": "azure-175b",
+    "on-slurm": None,
+    "msamp-345m-bf16": "on-slurm",
+    "msamp-345m-deepspeed-fp16": "msamp-345m-bf16",
+    "lumi-125m": "on-slurm",
+    "on-perlmutter": "on-slurm",
+    "on-frontier": "on-slurm",
     "on-slurm-torchrun": "on-slurm",
     "on-pbs": None,
     "polaris-gpt25b": "on-pbs",
     "on-mpi": None,
     "on-mpi-openmpi-apptainer": "on-mpi",
-    "on-ssh": None,
-    "all-azure-175b.download-slimpajama": None,
-    "all-azure-175b.prepare-slimpajama": "all-azure-175b.download-slimpajama",
-    "all-azure-175b.train": "azure-175b",
+    "on-ssh": "on-mpi",
+    "all-msamp-345m-bf16.download-wikipedia": None,
+    "all-msamp-345m-bf16.prepare-wikipedia": "all-msamp-345m-bf16.download-wikipedia",
+    "all-msamp-345m-bf16.train": "msamp-345m-bf16",
     "all-benchmark64-full.download-openwebtext": None,
     "all-benchmark64-full.prepare-openwebtext": "all-benchmark64-full.download-openwebtext",
     "all-benchmark64-full.train": "polaris-gpt25b",

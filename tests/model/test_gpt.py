@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from trainyard.bench.peers import build_transformers
 from trainyard.config.run import Model
 from trainyard.model.cut import WHOLE, Part
 from trainyard.model.dropout import Dropout, sequence_keys
@@ -60,58 +61,13 @@ def loss_and_gradients(model: GPT) -> tuple[Tensor, dict[str, Tensor]]:
     }
 
 
-def as_transformers(model: GPT, shape: Model) -> torch.nn.Module:
-    """The same weights in the GPT-2 of Hugging Face."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=shape.vocabulary_size,
-        n_positions=shape.sequence_length,
-        n_embd=shape.d_model,
-        n_layer=shape.n_layers,
-        n_head=shape.n_heads,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        tie_word_embeddings=shape.tied_embeddings,
-    )
-    peer = transformers.GPT2LMHeadModel(config)
-    ours = model.state_dict()
-    names = {"wte": "embedding", "wpe": "positions", "ln_f": "final_norm"}
-    for index in range(shape.n_layers):
-        names |= {
-            f"h.{index}.{theirs}": f"blocks.{index}.{mine}"
-            for theirs, mine in {
-                "ln_1": "attention_norm",
-                "attn.c_attn": "attention.qkv",
-                "attn.c_proj": "attention.out",
-                "ln_2": "mlp_norm",
-                "mlp.c_fc": "mlp.up",
-                "mlp.c_proj": "mlp.down",
-            }.items()
-        }
-    with torch.no_grad():
-        for name, parameter in peer.named_parameters():
-            if name == "lm_head.weight":
-                parameter.copy_(ours["head.weight"][:61])
-                continue
-            stem, kind = name.removeprefix("transformer.").rsplit(".", 1)
-            value = ours[f"{names[stem]}.{kind}"]
-            if stem.endswith("c_attn"):  # rows (H, 3, K) here, (3, H, K) there
-                heads = value.unflatten(0, (shape.n_heads, 3, -1))
-                value = heads.transpose(0, 1).flatten(0, 2)
-            if ".c_" in stem and value.ndim == 2:
-                value = value.t()
-            parameter.copy_(value[:61] if stem == "wte" else value)
-    return peer.train()
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_loss_and_gradients_are_those_of_hugging_face_gpt2(tied: bool) -> None:
+    pytest.importorskip("transformers")
     shape = SHAPE.model_copy(update={"tied_embeddings": tied})
     model = build(shape)
-    peer = as_transformers(model, shape)
+    peer = build_transformers(shape, model).train()
+    assert peer.config.layer_norm_epsilon == 1e-5
     tokens, labels = some_tokens()
     expected = peer(tokens).logits
     torch.testing.assert_close(model.logits(model(tokens)), expected, rtol=1e-5, atol=1e-5)

@@ -89,27 +89,6 @@ def test_where_nothing_is_labelled_loss_and_gradients_are_zero() -> None:
         assert gradient.count_nonzero() == 0
 
 
-def test_unlabelled_rows_get_no_gradient_and_give_none() -> None:
-    hidden, weight, labels = make()
-    labelled = labels != -100
-    gradient, of_weight = gradients(
-        summed_cross_entropy(hidden, weight, labels, 50), (hidden, weight, labels)
-    )
-    assert gradient[~labelled].count_nonzero() == 0
-    assert (gradient[labelled].norm(dim=-1) > 0).all()
-    kept = (hidden[labelled][None], weight, labels[labelled][None])
-    alone = torch.autograd.grad(0.37 * summed_cross_entropy(*kept, 50), weight)[0]
-    torch.testing.assert_close(of_weight, alone, rtol=1e-12, atol=1e-14)
-
-
-def test_without_gradients_the_value_is_the_same() -> None:
-    made = make()
-    with torch.no_grad():
-        loss = summed_cross_entropy(*made, 50)
-    assert not loss.requires_grad
-    assert torch.equal(loss, summed_cross_entropy(*made, 50).detach())
-
-
 def test_improbable_labels_have_a_finite_loss() -> None:
     hidden = torch.full((1, 1, 1), 1e4, requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)

@@ -117,14 +117,9 @@ def padding_of_the_vocabulary_counts(patch: pytest.MonkeyPatch) -> None:
     right = tensor.VocabularyCrossEntropy.forward
 
     def wrong(
-        self: tensor.VocabularyCrossEntropy,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        vocabulary_size: int,
-        scale: float,
+        self: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *size_and_scale: Any
     ) -> Tensor:
-        return right(self, hidden, weight, labels, 10**6, scale)
+        return right(self, hidden, weight, labels, 10**6, *size_and_scale[1:])
 
     patch.setattr(tensor.VocabularyCrossEntropy, "forward", wrong)
 

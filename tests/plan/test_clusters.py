@@ -19,47 +19,29 @@ product_share = 0.75
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "device", "devices_per_node", "link", "network"),
-    [
-        ("polaris", "A100 40GB", 4, 300e9, 12.5e9),
-        ("perlmutter", "A100 40GB", 4, 300e9, 25e9),
-        ("lumi", "MI250X GCD", 8, 75e9, 12.5e9),
-        ("frontier", "MI250X GCD", 8, 75e9, 12.5e9),
-        ("azure-ndv5", "H100", 8, 450e9, 50e9),
-        ("azure-ndv5-h200", "H200", 8, 450e9, 50e9),
-        ("local", "CPU", 4, 1e9, 0.1e9),
-        ("slurm", "H100", 8, 450e9, 50e9),
-        ("pbs", "H100", 8, 450e9, 50e9),
-        ("mpi", "H100", 8, 450e9, 50e9),
-        ("ssh", "H100", 8, 450e9, 50e9),
-    ],
-)
-def test_shipped_clusters(
-    name: str, device: str, devices_per_node: int, link: float, network: float
-) -> None:
-    machine = find_machine(name)
-    assert machine.name == name
-    assert machine.device.name == device
-    assert machine.devices_per_node == devices_per_node
-    assert machine.link_bytes_per_second == link
-    assert machine.network_bytes_per_second == network
+SHIPPED = {
+    "azure-ndv5": ("H100", 8, 450e9, 50e9),
+    "azure-ndv5-h200": ("H200", 8, 450e9, 50e9),
+    "frontier": ("MI250X GCD", 8, 75e9, 12.5e9),
+    "local": ("CPU", 4, 1e9, 0.1e9),
+    "lumi": ("MI250X GCD", 8, 75e9, 12.5e9),
+    "mpi": ("H100", 8, 450e9, 50e9),
+    "pbs": ("H100", 8, 450e9, 50e9),
+    "perlmutter": ("A100 40GB", 4, 300e9, 25e9),
+    "polaris": ("A100 40GB", 4, 300e9, 12.5e9),
+    "slurm": ("H100", 8, 450e9, 50e9),
+    "ssh": ("H100", 8, 450e9, 50e9),
+}
+"""Device, devices of a node, bytes per second of a link and of the network."""
 
 
-def test_every_shipped_cluster_is_in_the_test_above() -> None:
-    assert cluster_names() == [
-        "azure-ndv5",
-        "azure-ndv5-h200",
-        "frontier",
-        "local",
-        "lumi",
-        "mpi",
-        "pbs",
-        "perlmutter",
-        "polaris",
-        "slurm",
-        "ssh",
-    ]
+def test_shipped_clusters() -> None:
+    assert cluster_names() == list(SHIPPED)
+    for name, expected in SHIPPED.items():
+        found = find_machine(name)
+        bandwidths = found.link_bytes_per_second, found.network_bytes_per_second
+        assert found.name == name
+        assert (found.device.name, found.devices_per_node, *bandwidths) == expected, name
 
 
 @pytest.mark.parametrize("gpu", NODES)
@@ -68,12 +50,8 @@ def test_every_gpu_has_a_machine_with_all_figures(gpu: str) -> None:
     assert machine.device.memory_bytes_per_second
     assert machine.device.peaks
     assert set(machine.efficiencies.sources) == {
-        "product_share",
-        "attention_share",
-        "memory_share",
-        "link_share",
-        "network_share",
-        "launch_seconds",
+        *("product_share", "attention_share", "memory_share"),
+        *("link_share", "network_share", "launch_seconds"),
     }
 
 

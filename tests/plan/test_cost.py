@@ -5,22 +5,32 @@ from dataclasses import replace
 
 import pytest
 
+from trainyard.config import rules
 from trainyard.config.load import load_run
+from trainyard.config.run import Run
 from trainyard.plan import saving
+from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.clusters import find_machine
 from trainyard.plan.cost import all_steps_seconds, corpora_use, run_cost, training_blend
-from trainyard.plan.resolve import resolve
-from trainyard.plan.time import step_time
+from trainyard.plan.hardware import Machine
+from trainyard.plan.resolve import Plan, resolve
+from trainyard.plan.time import StepTime, step_time
 
 AZURE = find_machine("azure-ndv5")
 CUT = ["parallel.tensor=8", "parallel.sequence=true", "parallel.pipeline=16"]
 
 
-def test_a_run_adds_up() -> None:
-    run = load_run("azure-175b", [*CUT, "checkpoint.background=false", "evaluate.batches=0"]).run
+def planned(*overrides: str) -> tuple[Run, Plan, Machine, StepTime]:
+    """The preset azure-175b on 1024 devices."""
+    run = load_run("azure-175b", [*CUT, *overrides]).run
     plan = resolve(run, 1024)
-    time = step_time(run, plan, AZURE)
-    cost = run_cost(run, plan, AZURE, time, (20e9, 100e9), price_per_device_hour=2.5)
+    return run, plan, AZURE, step_time(run, plan, AZURE)
+
+
+def test_a_run_adds_up() -> None:
+    all_of_it = planned("checkpoint.background=false", "evaluate.batches=0")
+    run, plan, _, time = all_of_it
+    cost = run_cost(*all_of_it, (20e9, 100e9), price_per_device_hour=2.5)
     assert cost.step_seconds == pytest.approx(1500 * time.seconds)
     assert cost.evaluation_seconds == 0
     assert cost.interval_seconds == pytest.approx(run.checkpoint.interval * time.seconds)
@@ -37,9 +47,7 @@ def test_a_run_adds_up() -> None:
 
 
 def test_saves_in_the_background_cost_the_copy_alone_unless_the_next_one_waits() -> None:
-    run = load_run("azure-175b", CUT).run
-    plan = resolve(run, 1024)
-    time = step_time(run, plan, AZURE)
+    run, plan, _, time = planned()
     fast, slow = run_cost(run, plan, AZURE, time, (100e9, 0.1e9)).savings
     copy = saving.host_bytes(run, plan) / 20e9
     assert fast.stall_seconds == pytest.approx(copy)
@@ -49,22 +57,12 @@ def test_saves_in_the_background_cost_the_copy_alone_unless_the_next_one_waits()
 
 
 def test_a_ramp_is_the_sum_of_its_steps() -> None:
-    run = load_run(
-        "gpt3-125m",
-        [
-            "train.global_batch_size=32",
-            "train.length='40 steps'",
-            "schedule.decay='40 steps'",
-            "schedule.warmup='4 steps'",
-            "parallel.pipeline=2",
-            "train.batch_ramp={start=8, increment=8, length='600 sequences'}",
-        ],
-    ).run
+    lengths = ["train.length='40 steps'", "schedule.decay='40 steps'", "schedule.warmup='4 steps'"]
+    ramp = "train.batch_ramp={start=8, increment=8, length='600 sequences'}"
+    batch = ["train.global_batch_size=32", ramp]
+    run = load_run("gpt3-125m", [*lengths, *batch, "parallel.pipeline=2"]).run
     plan = resolve(run, 2)
     found = all_steps_seconds(run, plan, AZURE, step_time(run, plan, AZURE))
-    from trainyard.config import rules
-    from trainyard.plan.batches import BatchSchedule
-
     expected = 0.0
     for step in range(plan.n_steps):
         size = BatchSchedule(run).batch_size(step)
@@ -74,20 +72,14 @@ def test_a_ramp_is_the_sum_of_its_steps() -> None:
 
 
 def test_evaluation_is_forward_passes() -> None:
-    run = load_run("azure-175b", [*CUT, "evaluate.interval=100", "evaluate.batches=10"]).run
-    plan = resolve(run, 1024)
-    time = step_time(run, plan, AZURE)
+    run, plan, _, time = planned("evaluate.interval=100", "evaluate.batches=10")
     even = replace(time, stage_seconds=((1.0, 2.0),), parts={"optimizer": 0.0})
     cost = run_cost(run, plan, AZURE, even)
     assert cost.evaluation_seconds == pytest.approx(16 * 10 * time.seconds / 3)
 
 
 def test_a_job_that_never_ends() -> None:
-    run = load_run(
-        "azure-175b", [*CUT, "train.length='100_000 steps'", "checkpoint.interval=0"]
-    ).run
-    plan = resolve(run, 1024)
-    cost = run_cost(run, plan, AZURE, step_time(run, plan, AZURE))
+    cost = run_cost(*planned("train.length='100_000 steps'", "checkpoint.interval=0"))
     assert cost.useful_share == 0
     assert math.isinf(cost.seconds)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,7 +17,6 @@ from trainyard.plan.flops import (
     model_flops_utilization,
     tflops_per_second_per_gpu,
 )
-from trainyard.plan.size import parameter_shapes
 
 
 def printed_figure(
@@ -104,15 +101,6 @@ def test_deepspeed_2024_adds_what_recomputes() -> None:
 def test_model_flops_do_not_count_recomputation(formula: FormulaName) -> None:
     once = flops_per_token(Model(), 50304, formula)
     assert flops_per_token(Model(), 50304, formula, "block") == once
-
-
-def test_full_attention_formula_is_six_per_weight_and_attention() -> None:
-    model = Model(n_layers=2, d_model=48, n_heads=3, d_ff=100, sequence_length=32)
-    shapes = parameter_shapes(model, 128)
-    del shapes["positions.weight"]
-    weights = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
-    attention = 2 * 2 * 2 * 32 * 48  # blocks x (scores, values) x 2 FLOP x T x D
-    assert flops_per_token(model, 128, "megatron") == 6 * weights + 3 * attention
 
 
 def test_full_attention_formula_is_what_torch_counts() -> None:

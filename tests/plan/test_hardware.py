@@ -76,9 +76,6 @@ def test_native_bf16_is_read_from_the_flags(tmp_path: Path, text: str, native: b
     cpu_info = tmp_path / "cpuinfo"
     cpu_info.write_text(text)
     assert cpu_multiplies_bf16_natively(cpu_info) is native
-
-
-def test_native_bf16_is_false_where_it_cannot_be_known(tmp_path: Path) -> None:
     assert cpu_multiplies_bf16_natively(tmp_path / "missing") is False
 
 
@@ -108,36 +105,34 @@ def write_machine(root: Path, files: dict[str, str]) -> Path:
 
 NVIDIA = "proc/driver/nvidia/gpus/0000:{}:00.0/information"
 AMD = "sys/class/kfd/kfd/topology/nodes/{}/properties"
-MACHINES = {
-    "one": (
-        {NVIDIA.format(1): "Model: \t NVIDIA H100 80GB HBM3\n"},
-        "NVIDIA H100 80GB HBM3",
-        "bf16",
-    ),
-    "two": (
-        {NVIDIA.format(n): "Model: Tesla V100-SXM2-16GB\nIRQ: 7\n" for n in (1, 2)},
-        "2 x Tesla V100-SXM2-16GB",
-        "fp16",
-    ),
-    "unknown": ({NVIDIA.format(1): "IRQ: 7\n"}, "NVIDIA GPU", "bf16"),
-    "amd": (
-        {AMD.format(0): "cpu_cores_count 8\nsimd_count 0\n", AMD.format(1): "simd_count 304\n"},
-        "AMD GPU",
-        "bf16",
-    ),
-}
+H100 = {NVIDIA.format(1): "Model: \t NVIDIA H100 80GB HBM3\n"}
+V100S = {NVIDIA.format(n): "Model: Tesla V100-SXM2-16GB\nIRQ: 7\n" for n in (1, 2)}
+UNKNOWN = {NVIDIA.format(1): "IRQ: 7\n"}
+MI300X = {AMD.format(0): "cpu_cores_count 8\nsimd_count 0\n", AMD.format(1): "simd_count 304\n"}
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(
+    ("files", "name", "count", "precision"),
+    [
+        (H100, "NVIDIA H100 80GB HBM3", 1, "bf16"),
+        (V100S, "2 x Tesla V100-SXM2-16GB", 2, "fp16"),
+        (UNKNOWN, "NVIDIA GPU", 1, "bf16"),
+        (MI300X, "AMD GPU", 1, "bf16"),
+    ],
+)
 def test_gpus_are_found_without_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str],
+    name: str,
+    count: int,
+    precision: str,
 ) -> None:
-    files, found, precision = MACHINES[name]
     write_machine(tmp_path, files)
     monkeypatch.setattr("trainyard.plan.hardware.version", lambda _: "2.9.0")
     machine = find_local_machine(tmp_path)
-    assert (machine.name, machine.precision, machine.is_gpu) == (found, precision, True)
-    assert machine.count == (2 if name == "two" else 1)
+    assert (machine.name, machine.count, machine.precision) == (name, count, precision)
+    assert machine.is_gpu
     assert machine.flops_per_second > 1e12
 
 

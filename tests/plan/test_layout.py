@@ -458,3 +458,4 @@ def test_plans_are_json() -> None:
         "pipeline": 2, "replica": 1, "shard": 2, "context": 1, "tensor": 2
     }  # fmt: skip
     assert stored["stages"] == [[0, 1], [1, 2]]
+    assert stored["data_parallel_size"] == 2

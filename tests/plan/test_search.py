@@ -9,6 +9,7 @@ import pytest
 from trainyard.config import rules
 from trainyard.config.load import field_value, load_run
 from trainyard.config.run import Run
+from trainyard.errors import ConfigError
 from trainyard.plan.clusters import find_machine
 from trainyard.plan.hardware import Machine
 from trainyard.plan.layout import find_topology
@@ -84,8 +85,6 @@ def test_nothing_is_found_where_nothing_can_be() -> None:
 
 def test_legality_is_that_of_training() -> None:
     run = load_run("gpt3-125m", SMALL).run
-    from trainyard.errors import ConfigError
-
     for n_devices, pipeline, schedule, micro in itertools.product(
         (1, 2, 6, 8, 64), (1, 2, 3), ("1f1b", "gpipe", "zero_bubble"), (1, 8, 32)
     ):

@@ -1,43 +1,17 @@
-"""Bytes and calls of a step, against counts by hand.
-
-The model has 2 blocks, D 8, F 16, T 16, V 128; a step is 4 sequences, one in a micro batch, so that
-the residual stream of a micro batch is 128 values.
-"""
+"""Which blocks of a stage are in fp8, the rank that talks most, and what tensor ranks cut."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from trainyard.config.run import Fp8, Model, Parallel, Precision, Run, Train
+from trainyard.config.load import load_run
+from trainyard.config.run import Fp8, Model, Run
 from trainyard.model.cut import cut_dimension
-from trainyard.plan.resolve import Plan, resolve
+from trainyard.plan.resolve import resolve
 from trainyard.plan.size import is_cut, parameter_shapes
 from trainyard.plan.traffic import busiest_rank, count_fp8_blocks, rank_traffic
-from trainyard.units import Length
 
-
-def build(kind: str = "bf16", dropout: float = 0.0, n_layers: int = 2, **parallel: Any) -> Run:
-    parallel = {"zero_stage": 0, **parallel}
-    return Run(
-        model=Model(
-            n_layers=n_layers,
-            d_model=8,
-            n_heads=4,
-            d_ff=16,
-            sequence_length=16,
-            vocabulary_size=100,
-            vocabulary_multiple=32,
-            dropout=dropout,
-        ),
-        train=Train(
-            micro_batch_size=1,
-            global_batch_size=4,
-            compile="never",
-            length=Length(4, "sequences"),
-        ),
-        parallel=Parallel(**parallel),
-        precision=Precision(kind=kind),
-    )
+SIX_BLOCKS = load_run("tiny", ["model.n_layers=6"]).run
 
 
 def in_precision(run: Run, kind: str, **fp8: Any) -> Run:
@@ -47,15 +21,16 @@ def in_precision(run: Run, kind: str, **fp8: Any) -> Run:
 
 
 def test_fp8_blocks_of_a_stage_are_those_that_are_not_at_the_ends() -> None:
-    run = in_precision(build(n_layers=6), "fp8", precise_blocks=2)
+    run = in_precision(SIX_BLOCKS, "fp8", precise_blocks=2)
     stages = [(0, 2), (0, 3), (2, 4), (3, 6), (5, 6), (0, 6)]
     assert [count_fp8_blocks(run, blocks) for blocks in stages] == [0, 1, 2, 1, 0, 2]
-    assert count_fp8_blocks(build(n_layers=6), (0, 6)) == 0
+    assert count_fp8_blocks(SIX_BLOCKS, (0, 6)) == 0
 
 
 def test_the_busiest_rank_has_most_bytes() -> None:
-    run = build("fp32", pipeline=2)
-    plan: Plan = resolve(run, 4)
+    batch = ["train.micro_batch_size=1", "train.global_batch_size=4"]
+    run = load_run("tiny", [*batch, "parallel.pipeline=2", "parallel.zero_stage=0"]).run
+    plan = resolve(run, 4)
     sums = [sum(each.n_bytes for each in rank_traffic(run, plan, rank)) for rank in (0, 1)]
     assert sum(each.n_bytes for each in busiest_rank(run, plan)) == max(sums)
     assert sums[0] > sums[1]  # positions are more than the final norm

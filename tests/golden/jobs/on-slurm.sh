@@ -1,16 +1,13 @@
 #!/bin/bash
-# azure-175b: 128 nodes of 8 ranks. Made by
-#     trainyard launch recipes/azure/175b.toml --cluster azure-ndv5 --nodes 128 --image /project/me/trainyard.sqsh
+# lumi-125m: 2 nodes of 8 ranks. Made by
+#     trainyard launch recipes/lumi/125m.toml --cluster slurm --nodes 2
 # Started again by hand it goes on where the run stopped:
-#     sbatch /project/me/runs/azure-175b/job.sh
-#SBATCH --job-name=azure-175b
-#SBATCH --nodes=128
+#     sbatch /project/me/runs/lumi-125m/job.sh
+#SBATCH --job-name=lumi-125m
+#SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
-#SBATCH --partition=gpu
-#SBATCH --output=/project/me/runs/azure-175b/job-%j.log
+#SBATCH --output=/project/me/runs/lumi-125m/job-%j.log
 #SBATCH --gpus-per-node=8
-#SBATCH --cpus-per-task=12
-#SBATCH --mem=0
 #SBATCH --exclusive
 # Before the time limit: save. After a node has failed: start again.
 #SBATCH --signal=B:USR1@180
@@ -18,7 +15,7 @@
 #SBATCH --open-mode=append
 
 cd /project/me || exit 2
-folder=runs/azure-175b
+folder=runs/lumi-125m
 
 job=$SLURM_JOB_ID start=${SLURM_RESTART_COUNT:-0} is_warned='' is_ended=''
 export TRAINYARD_JOB="$job-$start"
@@ -26,44 +23,23 @@ export TRAINYARD_JOB="$job-$start"
 # What each rank runs.
 IFS= read -r -d '' rank <<'RANK'
 export TRAINYARD_DEVICES=8
-export NCCL_TOPO_FILE=/opt/microsoft/ndv5/topo.xml
-export NCCL_IB_PCI_RELAXED_ORDERING=1
-export NCCL_IGNORE_CPU_AFFINITY=1
-export NCCL_SOCKET_IFNAME=eth0
-export CUDA_DEVICE_ORDER=PCI_BUS_ID
-export NCCL_PXN_DISABLE=1
-export NCCL_MIN_NCHANNELS=32
-export NCCL_P2P_NET_CHUNKSIZE=2097152
-export NCCL_IB_QPS_PER_CONNECTION=4
-export UCX_TLS=rc
-export UCX_NET_DEVICES=mlx5_ib0:1
-export OMPI_MCA_coll_hcoll_enable=0
-export OMP_NUM_THREADS=12
 # Compiled kernels stay on the node's own disk, new with each start: no stale lock.
 caches=/tmp/trainyard-"$TRAINYARD_JOB"
 mkdir -p "$caches/miopen"
 export TORCHINDUCTOR_CACHE_DIR="$caches/inductor" TRITON_CACHE_DIR="$caches/triton"
 export MIOPEN_USER_DB_PATH="$caches/miopen" MIOPEN_CUSTOM_CACHE_DIR="$caches/miopen"
-exec python3 -P -m trainyard.cli train runs/azure-175b/run.toml
+exec python3 -P -m trainyard.cli train runs/lumi-125m/run.toml
 RANK
 
 # How they are started: all end when one fails.
 scratch=/tmp
-each_node=(--nodes=128 --ntasks=128 --ntasks-per-node=1)
+each_node=(--nodes=2 --ntasks=2 --ntasks-per-node=1)
 step=(
-  --nodes=128 --ntasks=1024 --ntasks-per-node=8
+  --nodes=2 --ntasks=16 --ntasks-per-node=8
   --export=ALL --kill-on-bad-exit=1
-  --container-image=/project/me/trainyard.sqsh
-  --container-mounts=/project/me:/project/me,/tmp:/tmp,/opt/microsoft:/opt/microsoft:ro
-  --container-workdir=/project/me
-  --no-container-mount-home
-  --container-writable
-  --container-env=NCCL_TOPO_FILE
 )
 # srun takes these from sbatch no more since Slurm 22.05.
 if [ -n "$SLURM_CPUS_PER_TASK" ]; then step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi
-# CPUs of the ranks of a node: 24-47 24-47 0-23 0-23 72-95 72-95 48-71 48-71
-step+=(--cpu-bind=mask_cpu:0xffffff000000,0xffffff000000,0xffffff,0xffffff,0xffffff000000000000000000,0xffffff000000000000000000,0xffffff000000000000,0xffffff000000000000)
 
 # A line for `trainyard status`.
 tell() { echo "$(date -u +%Y-%m-%dT%H:%M:%SZ) $*" >> "$folder/starts.log"; }

@@ -1,13 +1,13 @@
 #!/bin/bash
-# download-slimpajama: 1 task. Made by
-#     trainyard launch recipes/azure/175b.toml --cluster azure-ndv5 --nodes 128 --image /project/me/trainyard.sqsh --stages all
+# download-wikipedia: 1 task. Made by
+#     trainyard launch recipes/msamp/345m-bf16.toml --cluster azure-ndv5 --nodes 1 --image /project/me/trainyard.sqsh --stages all
 # Started again by hand it goes on where the run stopped:
-#     sbatch /project/me/runs/azure-175b/jobs/download-slimpajama.sh
-#SBATCH --job-name=download-slimpajama
+#     sbatch /project/me/runs/msamp-345m-bf16/jobs/download-wikipedia.sh
+#SBATCH --job-name=download-wikipedia
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --partition=hpc
-#SBATCH --output=/project/me/runs/azure-175b/jobs/download-slimpajama-%j.log
+#SBATCH --output=/project/me/runs/msamp-345m-bf16/jobs/download-wikipedia-%j.log
 #SBATCH --cpus-per-task=32
 #SBATCH --mem=0
 #SBATCH --requeue
@@ -29,7 +29,7 @@ export UCX_TLS=rc
 export UCX_NET_DEVICES=mlx5_ib0:1
 export OMPI_MCA_coll_hcoll_enable=0
 export OMP_NUM_THREADS=12
-exec python3 -P -m trainyard.cli prepare --fetch slimpajama -o corpora/slimpajama
+exec python3 -P -m trainyard.cli prepare --fetch wikipedia -o corpora/wikipedia
 TASK
 
 step=(
