@@ -29,15 +29,19 @@ def test_a_run_is_prepared_preempted_and_loses_nodes(
         tell(tmp_path, machines, said.append)
     folder = tmp_path / "runs" / "story"
     starts = read_starts(folder)
-    assert (starts[0].exit_code, starts[-1].exit_code) == (75, 0), said
-    assert [start.lost for start in starts] == ["", "n2", "n3", "n2", ""]
+    log = "\n".join(said)
+    assert [start.lost for start in starts if start.lost] == ["n2", "n3", "n2"], log
+    # What a dead node was not told Slurm tells it again after 60 s: to end a job that may run there
+    # anew by then. It saves and is started once more.
+    (first, *told_to_end, last) = [start.exit_code for start in starts if not start.lost]
+    assert (first, last) == (75, 0), log
+    assert told_to_end == [75] * log.count("| received SIGTERM: step "), log
     assert len({start.job for start in starts}) == 1
     assert read_bad_nodes(folder) == {"n2": 2, "n3": 1}
     assert "n2" not in starts[-1].nodes
     losses = read_losses(folder)
     assert len([kind for kind, _ in losses if kind == "train"]) == N_STEPS
     assert losses == read_losses(tmp_path / "runs" / "undisturbed")
-    log = "\n".join(said)
     assert "| received SIGUSR1: step " in log
     assert "story: waits to be started again: PENDING" in log
     assert "story: ended: done" in log
