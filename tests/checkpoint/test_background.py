@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -56,9 +55,13 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, make_fac
     saver = Saver(tmp_path, Ranks(0, 1, gate), Retention(1), background=True)
     bits = torch.randint(-(2**63), 2**63 - 1, (257,), generator=torch.Generator().manual_seed(0))
     tensors = {
-        "model.turned": bits.view(torch.int32).reshape(2, 257).t(),
+        "model.fp32": bits.view(torch.float32).reshape(2, 257),  # with nan, inf and subnormals
+        "model.turned": bits.view(torch.int32).reshape(2, 257).clone().t(),
         "model.bf16": bits.view(torch.bfloat16).clone(),
+        "model.int64": bits.clone(),
+        "model.bool": bits > 0,
         "model.flag": torch.tensor(True),
+        "model.scalar": torch.tensor(-0.0),
         "model.empty": torch.empty(0, 3),
         "optimizer.step": torch.tensor(3.0),
         "optimizer.learned": torch.ones(5, requires_grad=True),
@@ -73,12 +76,14 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, make_fac
     found = load_tensors(tmp_path / "step-00000001", "")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
         same = torch.equal(
             found[name].contiguous().reshape(-1).view(torch.uint8),
             tensor.contiguous().reshape(-1).view(torch.uint8),
         )
         assert same, name
+    names = load_tensors(tmp_path / "step-00000001", "optimizer.").keys()
+    assert names == {"step", "learned"}
 
 
 def test_training_goes_on_while_the_writer_is_held_and_the_next_save_waits(tmp_path, make_facts):
@@ -103,10 +108,11 @@ def test_training_goes_on_while_the_writer_is_held_and_the_next_save_waits(tmp_p
         assert torch.equal(found["a"], torch.full((3,), float(step)))
 
 
-def test_host_memory_is_used_again(tmp_path, make_facts):
+def test_host_memory_that_was_reserved_is_used_again(tmp_path, make_facts):
     saver = Saver(tmp_path, ALONE, Retention(1), background=True)
     value = torch.zeros(10_000)
-    places = set()
+    saver.reserve(value.nbytes + 64, value.device)
+    places = {saver._host._room.data_ptr()}
     for step in range(1, 4):
         value += 1
         saver.save(make_facts(step), {"model.a": value}, {}, value.nbytes)
@@ -295,13 +301,6 @@ def test_a_folder_is_probed_without_a_trace(tmp_path):
         probe(tmp_path / "file", 1000)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_the_right_to_write_is_named(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(MachineError, match=f"cannot write checkpoints to {tmp_path}: .*denied"):
-        probe(tmp_path, 1000)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpu_is_copied_through_page_locked_memory(tmp_path, make_facts):
@@ -331,12 +330,3 @@ def test_what_an_end_between_save_and_removal_left_goes_at_the_next_start(tmp_pa
     assert steps_in(tmp_path) == [3, 2, 1], "another rank than the first removes nothing"
     Saver(tmp_path, ALONE, Retention(2), background=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
-
-
-def test_memory_that_was_reserved_is_used(tmp_path, make_facts):
-    saver = Saver(tmp_path, ALONE, Retention(1), background=True)
-    tensor = torch.arange(1000.0)
-    saver.reserve(tensor.nbytes + 64, tensor.device)
-    saver.save(make_facts(1), {"model.a": tensor}, {}, tensor.nbytes)
-    saver.wait()
-    assert torch.equal(load_tensors(tmp_path / "step-00000001")["a"], tensor)

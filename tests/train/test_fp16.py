@@ -16,27 +16,14 @@ from trainyard.errors import CheckpointError, GuardError
 from trainyard.parallel.placement import local_part
 from trainyard.parallel.replica import Replica
 from trainyard.train.loop import stop_if_stuck
-from trainyard.train.state import Parts, State
-from trainyard.train.step import StepResult, train_step
+from trainyard.train.state import State
 from trainyard.train.worker import COMPUTE_DTYPES
 
-from .small import build_small_parts
+from .small import build_small_parts, take_steps, weights
 
 
 def fp16(initial: float, **loss_scale: float) -> dict[str, Any]:
     return {"kind": "fp16", "loss_scale": {"initial": initial, **loss_scale}}
-
-
-def take_steps(parts: Parts, state: State, n: int) -> list[StepResult]:
-    results = []
-    for _ in range(n):
-        results.append(train_step(parts, state))
-        state.step += 1
-    return results
-
-
-def weights(parts: Parts) -> list[Tensor]:
-    return [local_part(held.parameter).detach().clone() for held in parts.replica.held]
 
 
 def scale_of(state: State) -> float:

@@ -41,22 +41,8 @@ from trainyard.train.worker import COMPUTE_DTYPES
 
 DEVICE = torch.device("meta")
 N_STEPS = 4
-MODEL = {
-    "n_layers": 2,
-    "d_model": 32,
-    "n_heads": 2,
-    "d_ff": 32,
-    "sequence_length": 16,
-    "vocabulary_size": 40,
-    "vocabulary_multiple": 8,
-    "dropout": 0.0,
-}
-TRAIN = {
-    "micro_batch_size": 1,
-    "global_batch_size": 2,
-    "length": "100 steps",
-    "compile": "never",
-}
+MODEL = {"n_layers": 2, "d_model": 32, "sequence_length": 16, "dropout": 0.0}
+TRAIN = {"global_batch_size": 2}
 WITH_DROPOUT = {"model": {**MODEL, "dropout": 0.1}}
 FP8 = {"emulate": True, "precise_blocks": 0}
 RUNS: dict[str, dict[str, Any]] = {
@@ -194,61 +180,27 @@ def test_steps_never_wait(gpu: Gpu, name: str) -> None:
     assert {result.loss.device, result.gradient_norm.device, result.skipped.device} == {DEVICE}
 
 
-def read_number(totals: Totals) -> object:
-    return totals.loss.item()
+MISTAKES: dict[str, tuple[Callable[[Totals], object], str]] = {
+    "read a number": (lambda totals: totals.loss.item(), "_local_scalar_dense"),
+    "branch": (lambda totals: 1 if totals.norm > 1 else 0, "_local_scalar_dense"),
+    "copy to the host": (lambda totals: totals.loss.cpu(), "_to_copy.* to the host"),
+    "copy to the host in place": (
+        lambda totals: torch.zeros(()).copy_(totals.loss, non_blocking=True),
+        "copy_.* to the host",
+    ),
+    "pick": (lambda totals: totals.loss.view(1)[totals.norm.view(1) > 1], "index.Tensor"),
+    "find": (lambda totals: totals.norm.view(1).nonzero(), "nonzero"),
+    "compare": (lambda totals: torch.equal(totals.loss, totals.norm), "equal"),
+    "unique": (lambda totals: totals.norm.view(1).unique(), "unique"),
+    "send": (lambda totals: torch.arange(3).to(totals.loss.device), "_to_copy.* and waits"),
+    "send a list": (
+        lambda totals: totals.loss + torch.tensor([1.0, 2.0], device=totals.loss.device),
+        "tensor.* sends a list",
+    ),
+}
 
 
-def branch(totals: Totals) -> object:
-    return 1 if totals.norm > 1 else 0
-
-
-def copy_to_host(totals: Totals) -> object:
-    return totals.loss.cpu()
-
-
-def copy_to_host_in_place(totals: Totals) -> object:
-    return torch.zeros(()).copy_(totals.loss, non_blocking=True)
-
-
-def pick(totals: Totals) -> object:
-    return totals.loss.view(1)[totals.norm.view(1) > 1]
-
-
-def find(totals: Totals) -> object:
-    return totals.norm.view(1).nonzero()
-
-
-def compare(totals: Totals) -> object:
-    return torch.equal(totals.loss, totals.norm)
-
-
-def unique(totals: Totals) -> object:
-    return totals.norm.view(1).unique()
-
-
-def send(totals: Totals) -> object:
-    return torch.arange(3).to(totals.loss.device)
-
-
-def send_list(totals: Totals) -> object:
-    return totals.loss + torch.tensor([1.0, 2.0], device=totals.loss.device)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "what"),
-    [
-        (read_number, "_local_scalar_dense"),
-        (branch, "_local_scalar_dense"),
-        (copy_to_host, "_to_copy.* to the host"),
-        (copy_to_host_in_place, "copy_.* to the host"),
-        (pick, "index.Tensor"),
-        (find, "nonzero"),
-        (compare, "equal"),
-        (unique, "unique"),
-        (send, "_to_copy.* and waits"),
-        (send_list, "tensor.* sends a list"),
-    ],
-)
+@pytest.mark.parametrize(("mistake", "what"), MISTAKES.values(), ids=MISTAKES)
 def test_a_step_that_waits_is_found(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, mistake: Callable[[Totals], object], what: str
 ) -> None:

@@ -133,13 +133,6 @@ def test_a_spike_stays_out_so_that_the_next_one_is_found_too() -> None:
     assert not judge(window, 3.0)
 
 
-def test_judging_waits_for_no_device() -> None:
-    nothing_to_read = torch.device("meta")
-    window = SpikeWindow(Guard(), nothing_to_read)
-    number = torch.zeros((), device=nothing_to_read)
-    assert window.judge(Totals(number, number, number)).is_meta
-
-
 def test_a_rise_that_lasts_is_the_new_level() -> None:
     window = window_of([3.0] * 8, spike_window=8)
     assert [judge(window, 6.0) for _ in range(8)] == [True] * 8

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.conftest import read_lines
+from tests.train.conftest import lines_of, start, with_fields
 from tests.waiting import wait_until
 
 from trainyard.checkpoint.format import read_manifest
@@ -18,21 +18,7 @@ from trainyard.checkpoint.load import load_tensors, newest_checkpoint
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, GuardError
 from trainyard.train import step
-from trainyard.train.run_folder import write_run_folder
 from trainyard.train.stop import DONE, Ending, Stop
-from trainyard.train.worker import run_worker
-
-
-def with_fields(run: Run, **sections: dict[str, object]) -> Run:
-    values = run.model_dump(mode="json", exclude_none=True)
-    for name, fields in sections.items():
-        values[name] |= fields
-    return Run.model_validate(values)
-
-
-def start(folder: Path, run: Run) -> Ending:
-    write_run_folder(folder, run, "auto")
-    return run_worker(folder)
 
 
 def endless(run: Run) -> Run:
@@ -44,10 +30,6 @@ def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-
-
-def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [line for line in read_lines(folder / "metrics.jsonl") if line["kind"] == kind]
 
 
 def test_files_save_and_stop_a_run(tiny_run: Run, tmp_path: Path) -> None:
