@@ -17,7 +17,7 @@ from trainyard.checkpoint.background import Retention, Saver, probe, remove_old
 from trainyard.checkpoint.format import list_checkpoints, read_manifest
 from trainyard.checkpoint.load import load_into, load_tensors, newest_checkpoint
 from trainyard.checkpoint.save import ALONE, Ranks, save_checkpoint
-from trainyard.errors import CheckpointError, MachineError
+from trainyard.errors import MachineError
 from trainyard.parallel.placement import whole
 
 BOTH = pytest.mark.parametrize("background", [True, False], ids=["background", "at once"])
@@ -240,15 +240,6 @@ def test_a_writer_that_waits_for_a_dead_rank_does_not_keep_the_process(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_newest_stay(tmp_path, save):
-    for step in (5, 100, 20, 3):
-        save(step)
-    removed = remove_old(tmp_path, Retention(2))
-    assert [path.name for path in removed] == ["step-00000005", "step-00000003"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000100"]
-    assert remove_old(tmp_path, Retention(2)) == []
-
-
 def test_every_and_best_stay_as_the_module_says(tmp_path, save):
     losses = (3.10, 2.95, 2.91, 2.80, 2.85, 2.88, 2.86, 2.87)
     keep = Retention(last=2, every=100, best=1)
@@ -267,7 +258,8 @@ def test_the_best_is_of_those_with_a_finite_loss_and_of_equal_ones_the_newest(tm
         save(step, loss)
     remove_old(tmp_path, Retention(last=1, best=2))
     assert steps_in(tmp_path) == [8, 5, 4]
-    remove_old(tmp_path, Retention(last=1, best=1))
+    removed = remove_old(tmp_path, Retention(last=1, best=1))
+    assert [path.name for path in removed] == ["step-00000004"]
     assert steps_in(tmp_path) == [8, 5]
 
 
@@ -281,14 +273,9 @@ def test_only_complete_ones_count(tmp_path, save):
     left = [path.name for path in list_checkpoints(tmp_path)]
     assert left == ["step-00000004", "step-00000003", "step-00000002"]
     assert newest_checkpoint(tmp_path) == tmp_path / "step-00000002"
-
-
-def test_damaged_ones_alone_stay(tmp_path):
-    (tmp_path / "step-00000001").mkdir()
-    assert remove_old(tmp_path, Retention(1)) == []
-    assert remove_old(tmp_path / "nowhere", Retention(1)) == []
-    with pytest.raises(CheckpointError):
-        read_manifest(tmp_path / "step-00000001")
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert remove_old(folder, Retention(1)) == []
 
 
 def test_a_folder_is_probed_without_a_trace(tmp_path):

@@ -75,10 +75,6 @@ def test_a_tokenizer_belongs_to_the_files(tmp_path, make_facts, tensors, vocabul
     path = save_checkpoint(tmp_path, make_facts(7), tensors, vocabulary=vocabulary)
     manifest = read_manifest(path)
     assert load_tokenizer_copy(path, manifest) == vocabulary
-    whole = (path / TOKENIZER).read_bytes()
-    (path / TOKENIZER).write_bytes(whole[:-1])
-    with pytest.raises(CheckpointError, match=rf"{TOKENIZER} has {len(whole) - 1} bytes instead"):
-        read_manifest(path)
     (path / TOKENIZER).unlink()
     with pytest.raises(CheckpointError, match=rf"{TOKENIZER} is missing"):
         read_manifest(path)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.checkpoint.conftest import flip_bit
 from tests.circles import everyday
 from tests.waiting import WATCHDOG_SECONDS
 from torch import Tensor
@@ -237,12 +238,6 @@ def test_one_process_reads_any_layout(saved, run, wholes, layout, tmp_path):
     assert one == many
 
 
-def flip(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.fixture
 def thirds(tmp_path, make_facts) -> Path:
     """A tensor of 12 rows, four of each of three ranks."""
@@ -265,13 +260,13 @@ def load_half(checkpoint: Path, half: int) -> Tensor:
 
 def test_damage_is_named_by_those_who_read_it(thirds):
     last = thirds / "model-00002-of-00003.safetensors"
-    flip(last, -1)
+    flip_bit(last, -1)
     assert load_half(thirds, 0)[-1].tolist() == [10.0, 11.0]
     for read in (lambda path: load_half(path, 1), load_tensors, check_checkpoint):
         with pytest.raises(CheckpointError, match=r"model-00002-.* is damaged: the sha256 of 'mod"):
             read(thirds)
-    flip(last, -1)
-    flip(last, 12)
+    flip_bit(last, -1)
+    flip_bit(last, 12)
     with pytest.raises(CheckpointError, match=r"model-00002-.*the sha256 of its header is"):
         check_checkpoint(thirds)
 

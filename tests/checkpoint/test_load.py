@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from tests.checkpoint.conftest import flip_bit
 
 from trainyard.checkpoint.format import values_sha256
 from trainyard.checkpoint.load import (
@@ -79,9 +80,7 @@ def test_a_user_names_a_run_folder_or_a_checkpoint(checkpoint, tmp_path):
 
 
 def test_a_changed_byte_is_named_with_both_checksums(checkpoint, tensors):
-    content = bytearray((checkpoint / FILE).read_bytes())
-    content[-5] ^= 16
-    (checkpoint / FILE).write_bytes(content)
+    flip_bit(checkpoint / FILE, -5, 16)
     with safe_open(checkpoint / FILE, framework="pt") as opened:
         (name,) = (
             name

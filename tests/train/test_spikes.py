@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 
 from trainyard.config.run import Guard
 from trainyard.optim.clip import Totals
@@ -168,19 +167,3 @@ def test_a_window_of_another_length_takes_the_newest() -> None:
     assert shorter.as_saved().losses == saved.losses[-16:]
     longer = SpikeWindow(Guard(spike_window=300), CPU, saved)
     assert longer.as_saved() == saved
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"losses": [1.0]}',
-        '{"losses": ["1"], "gradient_norms": [1.0]}',
-        '{"losses": [NaN], "gradient_norms": [1.0]}',
-        '{"spikes_in_a_row": -1}',
-        '{"more": 1}',
-        "[]",
-    ],
-)
-def test_a_damaged_window_is_refused(text: str) -> None:
-    with pytest.raises(ValidationError):
-        SavedWindow.model_validate_json(text)

@@ -120,6 +120,11 @@ def test_a_checkpoint_of_an_older_version_has_less() -> None:
         ({"skipped_steps": -1}, "skipped_steps"),
         ({"data_offset": "7"}, "data_offset"),
         ({"spikes": {"losses": [1.0]}}, "spikes"),
+        ({"spikes": {"losses": ["1"], "gradient_norms": [1.0]}}, "spikes.losses.0"),
+        ({"spikes": {"losses": [math.nan], "gradient_norms": [1.0]}}, "spikes.losses.0"),
+        ({"spikes": {"spikes_in_a_row": -1}}, "spikes.spikes_in_a_row"),
+        ({"spikes": {"more": 1}}, "spikes.more"),
+        ({"spikes": []}, "spikes"),
         ({"skipped_ranges": [{"from_sequence": 0}]}, "skipped_ranges.0"),
     ],
 )

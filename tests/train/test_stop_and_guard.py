@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.checkpoint.conftest import flip_bit
 from tests.train.conftest import lines_of, start, with_fields
 from tests.waiting import wait_until
 
@@ -23,13 +24,6 @@ from trainyard.train.stop import DONE, Ending, Stop
 
 def endless(run: Run) -> Run:
     return with_fields(run, train={"length": "100000 steps"}, schedule={"decay": "99999 steps"})
-
-
-def flip_a_bit(path: Path) -> None:
-    """In the last byte, which is a value."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def test_files_save_and_stop_a_run(tiny_run: Run, tmp_path: Path) -> None:
@@ -76,7 +70,7 @@ def test_nothing_starts_over_where_all_checkpoints_are_damaged(
     run = with_fields(tiny_run, checkpoint={"interval": 6})
     start(tmp_path / "run", run)
     for path in (tmp_path / "run" / "checkpoints").glob("*/model-*"):
-        flip_a_bit(path)
+        flip_bit(path)
     with pytest.raises(
         CheckpointError, match=r"no checkpoint in .* can be used; the last .*sha256"
     ):
