@@ -80,3 +80,10 @@ def edit_manifest() -> Callable[[Path, Callable[[dict[str, Any]], object]], None
         (checkpoint / MANIFEST).write_bytes(seal + body)
 
     return edit
+
+
+def flip_bit(path: Path, position: int = -1, mask: int = 1) -> None:
+    """Flips a bit of one byte of a file; the last is a value of a tensor."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= mask
+    path.write_bytes(content)

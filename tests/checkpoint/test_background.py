@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from trainyard.checkpoint.background import Retention, Saver, probe, remove_old
 from trainyard.checkpoint.format import list_checkpoints, read_manifest
 from trainyard.checkpoint.load import load_into, load_tensors, newest_checkpoint
 from trainyard.checkpoint.save import ALONE, Ranks, save_checkpoint
-from trainyard.errors import CheckpointError, MachineError
+from trainyard.errors import MachineError
 from trainyard.parallel.placement import whole
 
 BOTH = pytest.mark.parametrize("background", [True, False], ids=["background", "at once"])
@@ -56,9 +55,13 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, make_fac
     saver = Saver(tmp_path, Ranks(0, 1, gate), Retention(1), background=True)
     bits = torch.randint(-(2**63), 2**63 - 1, (257,), generator=torch.Generator().manual_seed(0))
     tensors = {
-        "model.turned": bits.view(torch.int32).reshape(2, 257).t(),
+        "model.fp32": bits.view(torch.float32).reshape(2, 257),  # with nan, inf and subnormals
+        "model.turned": bits.view(torch.int32).reshape(2, 257).clone().t(),
         "model.bf16": bits.view(torch.bfloat16).clone(),
+        "model.int64": bits.clone(),
+        "model.bool": bits > 0,
         "model.flag": torch.tensor(True),
+        "model.scalar": torch.tensor(-0.0),
         "model.empty": torch.empty(0, 3),
         "optimizer.step": torch.tensor(3.0),
         "optimizer.learned": torch.ones(5, requires_grad=True),
@@ -73,12 +76,14 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, make_fac
     found = load_tensors(tmp_path / "step-00000001", "")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
         same = torch.equal(
             found[name].contiguous().reshape(-1).view(torch.uint8),
             tensor.contiguous().reshape(-1).view(torch.uint8),
         )
         assert same, name
+    names = load_tensors(tmp_path / "step-00000001", "optimizer.").keys()
+    assert names == {"step", "learned"}
 
 
 def test_training_goes_on_while_the_writer_is_held_and_the_next_save_waits(tmp_path, make_facts):
@@ -103,10 +108,11 @@ def test_training_goes_on_while_the_writer_is_held_and_the_next_save_waits(tmp_p
         assert torch.equal(found["a"], torch.full((3,), float(step)))
 
 
-def test_host_memory_is_used_again(tmp_path, make_facts):
+def test_host_memory_that_was_reserved_is_used_again(tmp_path, make_facts):
     saver = Saver(tmp_path, ALONE, Retention(1), background=True)
     value = torch.zeros(10_000)
-    places = set()
+    saver.reserve(value.nbytes + 64, value.device)
+    places = {saver._host._room.data_ptr()}
     for step in range(1, 4):
         value += 1
         saver.save(make_facts(step), {"model.a": value}, {}, value.nbytes)
@@ -234,15 +240,6 @@ def test_a_writer_that_waits_for_a_dead_rank_does_not_keep_the_process(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_newest_stay(tmp_path, save):
-    for step in (5, 100, 20, 3):
-        save(step)
-    removed = remove_old(tmp_path, Retention(2))
-    assert [path.name for path in removed] == ["step-00000005", "step-00000003"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000100"]
-    assert remove_old(tmp_path, Retention(2)) == []
-
-
 def test_every_and_best_stay_as_the_module_says(tmp_path, save):
     losses = (3.10, 2.95, 2.91, 2.80, 2.85, 2.88, 2.86, 2.87)
     keep = Retention(last=2, every=100, best=1)
@@ -261,7 +258,8 @@ def test_the_best_is_of_those_with_a_finite_loss_and_of_equal_ones_the_newest(tm
         save(step, loss)
     remove_old(tmp_path, Retention(last=1, best=2))
     assert steps_in(tmp_path) == [8, 5, 4]
-    remove_old(tmp_path, Retention(last=1, best=1))
+    removed = remove_old(tmp_path, Retention(last=1, best=1))
+    assert [path.name for path in removed] == ["step-00000004"]
     assert steps_in(tmp_path) == [8, 5]
 
 
@@ -275,14 +273,9 @@ def test_only_complete_ones_count(tmp_path, save):
     left = [path.name for path in list_checkpoints(tmp_path)]
     assert left == ["step-00000004", "step-00000003", "step-00000002"]
     assert newest_checkpoint(tmp_path) == tmp_path / "step-00000002"
-
-
-def test_damaged_ones_alone_stay(tmp_path):
-    (tmp_path / "step-00000001").mkdir()
-    assert remove_old(tmp_path, Retention(1)) == []
-    assert remove_old(tmp_path / "nowhere", Retention(1)) == []
-    with pytest.raises(CheckpointError):
-        read_manifest(tmp_path / "step-00000001")
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert remove_old(folder, Retention(1)) == []
 
 
 def test_a_folder_is_probed_without_a_trace(tmp_path):
@@ -293,13 +286,6 @@ def test_a_folder_is_probed_without_a_trace(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match=r"cannot write checkpoints to .*file: .*File exists"):
         probe(tmp_path / "file", 1000)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_the_right_to_write_is_named(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(MachineError, match=f"cannot write checkpoints to {tmp_path}: .*denied"):
-        probe(tmp_path, 1000)
 
 
 @pytest.mark.gpu
@@ -331,12 +317,3 @@ def test_what_an_end_between_save_and_removal_left_goes_at_the_next_start(tmp_pa
     assert steps_in(tmp_path) == [3, 2, 1], "another rank than the first removes nothing"
     Saver(tmp_path, ALONE, Retention(2), background=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
-
-
-def test_memory_that_was_reserved_is_used(tmp_path, make_facts):
-    saver = Saver(tmp_path, ALONE, Retention(1), background=True)
-    tensor = torch.arange(1000.0)
-    saver.reserve(tensor.nbytes + 64, tensor.device)
-    saver.save(make_facts(1), {"model.a": tensor}, {}, tensor.nbytes)
-    saver.wait()
-    assert torch.equal(load_tensors(tmp_path / "step-00000001")["a"], tensor)

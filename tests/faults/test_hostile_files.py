@@ -9,7 +9,6 @@ work, that it is made anew. Nothing in a file is ever executed.
 from __future__ import annotations
 
 import bz2
-import gc
 import gzip
 import importlib
 import io
@@ -21,7 +20,6 @@ import re
 import resource
 import shutil
 import struct
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +30,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from tests.waiting import prepare_fork, wait_for
+from tests.command import Fork
 
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import save_checkpoint
@@ -300,36 +298,16 @@ def write_huggingface() -> None:
 
 def run_alone(command: str) -> tuple[int, str]:
     """Runs a command in a fork, within limits; gives its exit code and what it printed."""
-    prepare_fork()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            gc.freeze()  # looking at what is there already would copy it
-            os.setsid()  # no terminal can be opened
-            output = os.open("output.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-            in_use = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
-            limit = in_use + MEMORY_BYTES
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-            main(command.split())
-            code = 0
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        except BaseException:
-            import traceback
 
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    code = wait_for(pid)
-    printed = Path("output.txt").read_text(errors="replace")
-    return code, printed
+    def run() -> None:
+        os.setsid()  # no terminal can be opened
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        limit = in_use + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        main(command.split())
+
+    done = Fork(run).wait()
+    return done.returncode, done.stdout + done.stderr
 
 
 def named(printed: str) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,16 +32,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def resize(disk: Path, n_bytes: int) -> None:
-    subprocess.run(["mount", "-o", f"remount,size={n_bytes}", str(disk)], check=True)
-
-
-def used_bytes(disk: Path) -> int:
-    return int(
-        subprocess.run(["du", "-s", "-B1", disk], capture_output=True, check=True).stdout.split()[0]
-    )
-
-
 @pytest.mark.parametrize(("workers", "growth"), [(1, 60_000), (2, 120_000)])
 def test_the_disk_fills_up_at_every_stage(
     disk: Path, tmp_path: Path, tokenizer_folder: Path, workers: int, growth: int
@@ -52,7 +43,7 @@ def test_the_disk_fills_up_at_every_stage(
     corpus = describe_corpus(tmp_path / "in", tokenizer_folder, disk / "c")
     prepare(corpus, unit_bytes=UNIT_BYTES)
     assert read_all(disk) == read_all(tmp_path / "expected")
-    result_bytes = used_bytes(disk)
+    result_bytes = shutil.disk_usage(disk).used
     for path in disk.iterdir():
         path.unlink()
 
@@ -61,7 +52,7 @@ def test_the_disk_fills_up_at_every_stage(
     failures = []
     size = 40_000
     while True:
-        resize(disk, size)
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(disk)], check=True)
         try:
             prepare(corpus, workers=workers, unit_bytes=UNIT_BYTES)
         except MachineError as error:

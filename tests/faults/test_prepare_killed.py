@@ -6,16 +6,20 @@ import fnmatch
 import json
 import os
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.command import Fork
 from tests.launch.processes import is_running
-from tests.waiting import WATCHDOG_SECONDS, wait_until
+from tests.waiting import wait_until
 
 from trainyard.data.preparation.prepare import prepare
 
@@ -24,76 +28,60 @@ from .conftest import describe_corpus, read_all, write_corpus
 pytestmark = pytest.mark.exhaustive
 
 UNIT_BYTES = 60_000
-PREAMBLE = f"""
-import os, random, shutil, signal, sys, time
-from pathlib import Path
+PROGRAM = f"""
+import sys
 from trainyard.config.corpus import Corpus
 from trainyard.data.preparation.prepare import prepare
 
-def run(description, workers, unit_bytes={UNIT_BYTES}):
-    prepare(Corpus.model_validate_json(description), workers=workers, unit_bytes=unit_bytes)
-"""
-
-# Forks, because a process that has imported everything is ready at once. The moments of the kills
-# are spread over the time that a whole run computes, so that every kind of piece is hit: it counts
-# no time in which others have the processor. It goes on until enough kills hit unfinished work.
-KILLER = """
-description, folder, expected = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-
-def start(seconds=0.0):
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF kills as SIGKILL does
-            run(description, 1, int(sys.argv[4]))
-            code = 0
-        finally:
-            os._exit(code)
-    return child
-
-def run_afresh(seconds=0.0):
-    shutil.rmtree(folder)
-    folder.mkdir()
-    _, status, used = os.wait4(start(seconds), 0)
-    return status, used.ru_utime + used.ru_stime
-
-want = {path.name: path.read_bytes() for path in expected.iterdir()}
-whole = [run_afresh() for _ in range(2)]
-assert not any(status for status, _ in whole)
-shortest = min(seconds for _, seconds in whole)
-moments = random.Random(1)
-round = in_the_midst = resumed_with_parts = 0
-while round < 30 or in_the_midst < 15 or resumed_with_parts < 10:
-    round += 1
-    status, _ = run_afresh(moments.uniform(0.1, 0.9) * shortest)
-    assert status in (0, signal.SIGPROF), status
-    works = list(folder.glob("*.work"))
-    in_the_midst += bool(works)
-    resumed_with_parts += any(list((work / "done").iterdir()) for work in works)
-    assert os.waitpid(start(), 0)[1] == 0, round
-    got = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert got == want, (round, sorted(got))
+corpus = Corpus.model_validate_json(sys.argv[1])
+prepare(corpus, workers=int(sys.argv[2]), unit_bytes={UNIT_BYTES})
 """
 
 
 def test_killed_at_any_moment(tmp_path: Path, tokenizer_folder: Path) -> None:
+    """Moments are spread over the time that a whole run computes, so that all pieces are hit.
+
+    No time counts in which others have the processor. It goes on until enough kills hit unfinished
+    work.
+    """
+    folder = tmp_path / "out"
     write_corpus(tmp_path / "in", n_documents=600)
-    (tmp_path / "expected").mkdir()
-    (tmp_path / "out").mkdir()
-    description = describe_corpus(tmp_path / "in", tokenizer_folder, tmp_path / "expected/c")
-    prepare(description, workers=2, unit_bytes=UNIT_BYTES // 2)
-    killed = description.model_copy(update={"output": str(tmp_path / "out/c")})
-    result = subprocess.run(
-        [
-            *(sys.executable, "-c", PREAMBLE + KILLER, killed.model_dump_json()),
-            *(str(tmp_path / "out"), str(tmp_path / "expected"), str(UNIT_BYTES // 2)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-    )
-    assert result.returncode == 0, result.stderr
+    for each in (tmp_path / "expected", folder):
+        each.mkdir()
+    expected = describe_corpus(tmp_path / "in", tokenizer_folder, tmp_path / "expected/c")
+    prepare(expected, workers=2, unit_bytes=UNIT_BYTES // 2)
+    killed = expected.model_copy(update={"output": str(folder / "c")})
+
+    def run(seconds: float = 0.0) -> None:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF kills as SIGKILL does
+        prepare(killed, workers=1, unit_bytes=UNIT_BYTES // 2)
+
+    def run_afresh(seconds: float = 0.0) -> tuple[int, float]:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        before = time_of_children()
+        code = Fork(partial(run, seconds)).wait().returncode
+        return code, time_of_children() - before
+
+    whole = [run_afresh() for _ in range(2)]
+    assert not any(code for code, _ in whole)
+    moments = random.Random(1)
+    n_runs = in_the_midst = resumed_with_parts = 0
+    while n_runs < 30 or in_the_midst < 15 or resumed_with_parts < 10:
+        n_runs += 1
+        code, _ = run_afresh(moments.uniform(0.1, 0.9) * min(seconds for _, seconds in whole))
+        assert code in (0, -signal.SIGPROF), code
+        works = list(folder.glob("*.work"))
+        in_the_midst += bool(works)
+        resumed_with_parts += any(list((work / "done").iterdir()) for work in works)
+        again = Fork(run).wait()
+        assert again.returncode == 0, (n_runs, again.stderr)
+        assert read_all(folder) == read_all(tmp_path / "expected"), n_runs
+
+
+def time_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def children_of(pid: int) -> list[int]:
@@ -113,7 +101,7 @@ def children_of(pid: int) -> list[int]:
 def start_with_workers(description: str, workers: int) -> subprocess.Popen[str]:
     # Not read from the standard input: workers import the main module again.
     return subprocess.Popen(
-        [sys.executable, "-c", f"{PREAMBLE}\nrun(sys.argv[1], {workers})", description],
+        [sys.executable, "-c", PROGRAM, description, str(workers)],
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -10,11 +10,9 @@ import base64
 from pathlib import Path
 from subprocess import CompletedProcess
 
-import numpy as np
 import pytest
 from tests.command import trainyard
-
-from trainyard.data.indexed import IndexedWriter
+from tests.faults.small_run import small_overrides, write_tokens
 
 ENVIRONMENT = {
     "WANDB_API_KEY": "wandb-seeded-5f1c09aa",
@@ -29,27 +27,12 @@ SECRETS = [*ENVIRONMENT.values(), LOGIN]
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     """A run on a small corpus, in a folder that has a token as its name."""
-    random = np.random.default_rng(1)
-    with IndexedWriter(tmp_path / "corpus_text_document", np.dtype(np.uint16)) as writer:
-        for _ in range(40):
-            writer.add_document(random.integers(0, 512, 200).astype(np.uint16))
+    overrides = small_overrides(write_tokens(tmp_path), 4)
     path = tmp_path / ENVIRONMENT["HF_TOKEN"] / "run.toml"
     path.parent.mkdir()
-    path.write_text(
-        f"""
-        extends = "tiny"
-        name = "seeded"
-        data.blend.prefixes = ["{tmp_path}/corpus_text_document"]
-        data.cache_folder = "{tmp_path}/cache"
-        data.split = "80,10,10"
-        train.length = "4 steps"
-        schedule.decay = "4 steps"
-        schedule.warmup = "2 steps"
-        evaluate.batches = 1
-        log.interval = 1
-        """,
-        encoding="utf-8",
-    )
+    settings = ['extends="tiny"', 'name="seeded"', *overrides]
+    text = "\n".join(settings).replace("tensorboard=false", "tensorboard=true")
+    path.write_text(text, encoding="utf-8")
     return path
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.waiting import WATCHDOG_SECONDS
 
@@ -62,3 +64,13 @@ def start(folder: Path, n_ranks: int, wanted: str, *launcher: str) -> subprocess
         text=True,
         env=clean_environment(folder.parent),
     )
+
+
+def wanted(*faults: list[Any], **more: Any) -> str:
+    """What workers are to do: ten steps, with some faults."""
+    return json.dumps({"n_steps": 10, "faults": faults} | more)
+
+
+def starts(folder: Path) -> list[int]:
+    """The step at which each start of rank 0 began."""
+    return [int(path.read_text()) for path in sorted((folder / "starts-0").iterdir())]

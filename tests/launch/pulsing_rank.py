@@ -3,7 +3,7 @@
     python pulsing_rank.py RUN_FOLDER '{"n_steps": 20, "faults": [[1, 3, "SIGKILL", 1]]}'
 
 Every second step it saves: an empty manifest. `faults` are [rank, step, what, how many starts]; a
-rank has "limit" and "slow" once it hangs, so that no other is taken for hung on a busy machine.
+rank has "limit" once it hangs, so that no other is taken for hung on a busy machine.
 With "gloo": true the ranks meet as real ones do; else each waits for the files of the others, which
 takes less than importing torch does, and for ever if one of them dies.
 """
@@ -143,7 +143,6 @@ def train(process: Process, folder: Path, wanted: dict[str, Any]) -> int:
             ]
             if HANGS & set(faults):
                 pulse._step_seconds = wanted.get("limit", pulse._step_seconds)
-                pulse._slow_seconds = wanted.get("slow", pulse._slow_seconds)
             pulse.enter("data", step)
             pulse.enter("forward and backward", step)
             for what in faults:

@@ -148,19 +148,21 @@ time.sleep(600)
     assert not any(map(is_running, process_ids(tmp_path)))
 
 
-def test_a_crash_is_a_bug(tmp_path: Path) -> None:
-    body = "os.kill(os.getpid(), signal.SIGABRT) if process.rank == 1 else time.sleep(600)"
-    with pytest.raises(MachineError, match="rank 1 of 2 was ended by SIGABRT") as caught:
+@pytest.mark.parametrize(
+    ("number", "code", "hint"),
+    [
+        (signal.SIGABRT, 1, ""),
+        (signal.SIGTERM, 2, "while training the first of these signals saves"),
+    ],
+)
+def test_one_is_ended_by_a_signal(
+    tmp_path: Path, number: signal.Signals, code: int, hint: str
+) -> None:
+    body = f"os.kill(os.getpid(), {number:d}) if process.rank == 1 else time.sleep(600)"
+    with pytest.raises(MachineError, match=f"rank 1 of 2 was ended by {number.name}") as caught:
         run_ranks(2, rank_program(tmp_path, body), tmp_path / "logs")
-    assert caught.value.exit_code == 1
-
-
-def test_a_signal_before_training(tmp_path: Path) -> None:
-    body = "os.kill(os.getpid(), signal.SIGTERM) if process.rank == 1 else time.sleep(600)"
-    with pytest.raises(MachineError, match="rank 1 of 2 was ended by SIGTERM") as caught:
-        run_ranks(2, rank_program(tmp_path, body), tmp_path / "logs")
-    assert caught.value.hint.startswith("while training the first of these signals saves")
-    assert caught.value.exit_code == 2
+    assert caught.value.hint.startswith(hint)
+    assert caught.value.exit_code == code
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.processes import finish, is_running, process_ids, start
-from tests.waiting import WATCHDOG_SECONDS, wait_until
+from tests.launch.processes import is_running, process_ids, start
+from tests.waiting import wait_until
 
 from trainyard.errors import LaunchError, MachineError
 from trainyard.launch import lock
@@ -82,18 +82,6 @@ def is_free(folder: Path) -> bool:
         return False
 
 
-def test_a_second_command_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    first = started(folder)
-    second = start(folder, 2, LONG)
-    said, _ = second.communicate(timeout=WATCHDOG_SECONDS)
-    assert second.returncode == 2
-    assert f"{folder} is being trained by process {first.pid} on " in said
-    first.send_signal(signal.SIGTERM)
-    assert finish(first, folder).code == 75
-    assert is_free(folder)
-
-
 def is_held(path: Path) -> bool:
     """Whether the worker that is to hold Python's lock has begun to write what it never ends."""
     if not path.exists():
@@ -116,15 +104,5 @@ def test_the_lock_outlives_a_killed_parent_with_its_workers(tmp_path: Path) -> N
     wait_until(lambda: not is_running(workers[0]))
     assert not is_free(folder)
     os.kill(workers[1], signal.SIGKILL)
-    first.communicate()
-    wait_until(lambda: is_free(folder))
-
-
-@pytest.mark.exhaustive
-def test_the_lock_is_free_when_all_are_killed(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    first = started(folder)
-    for pid in [first.pid, *process_ids(folder)]:
-        os.kill(pid, signal.SIGKILL)
     first.communicate()
     wait_until(lambda: is_free(folder))

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.launch.processes import is_running
 from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.launch.remote import worst
@@ -63,18 +64,11 @@ def wait_for(folder: Path, pattern: str, count: int) -> list[str]:
     return sorted(path.name for path in folder.glob(pattern))
 
 
-def is_there(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 WAITS = """
-trap 'touch "$FOLDER/asked-$RANK_"; exit 75' USR1 TERM
+trap 'touch "$FOLDER/asked-$$"; exit 75' USR1 TERM
 touch "$FOLDER/rank-$$"
 while true; do sleep 0.1; done
-""".replace("$RANK_", "$$")
+"""
 
 
 def test_each_rank_knows_its_place(folder: Path) -> None:
@@ -102,20 +96,20 @@ def test_nothing_stays_when_the_first_machine_dies(folder: Path) -> None:
         running.kill()
         running.wait(WATCHDOG_SECONDS)
         wait_for(folder, "asked-*", 4)
-    pids = [name.removeprefix("rank-") for name in names]
-    wait_until(lambda: not any(map(is_there, pids)))
+    pids = [int(name.removeprefix("rank-")) for name in names]
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 def test_nothing_stays_when_the_process_on_a_host_is_killed(folder: Path) -> None:
     with started(folder, WAITS, "n1") as running:
         names = wait_for(folder, "rank-*", 2)
-        pids = [name.removeprefix("rank-") for name in names]
+        pids = [int(name.removeprefix("rank-")) for name in names]
         parents = {Path(f"/proc/{pid}/stat").read_text().split()[3] for pid in pids}
         assert len(parents) == 1
         os.kill(int(parents.pop()), signal.SIGKILL)
         wait_for(folder, "asked-*", 2)
         assert running.wait(WATCHDOG_SECONDS) == 128 + signal.SIGKILL
-    wait_until(lambda: not any(map(is_there, pids)))
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 def test_a_host_that_is_lost(folder: Path) -> None:

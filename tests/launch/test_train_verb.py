@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.launch.test_environment import TORCHRUN
 from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.cli.main import main
@@ -21,11 +22,8 @@ RANK_1 = Process(1, 2, 1, 2)
 def test_options_that_a_launcher_rules_out(
     option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places = {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}
-    for name, place in places.items():
-        monkeypatch.setenv(name, str(place))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
+    for name, place in TORCHRUN.items():
+        monkeypatch.setenv(name, place)
     with pytest.raises(SystemExit) as ended:
         main(["train", "tiny", option, value])
     assert ended.value.code == 2

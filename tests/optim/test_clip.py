@@ -34,13 +34,6 @@ def everything(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[torc
     return [tensor.detach().clone() for tensor in (*module.parameters(), *states)]
 
 
-def test_the_norm_is_that_of_all_gradients_in_one_vector() -> None:
-    module = net()
-    fill_gradients(module, 1, 3.0)
-    whole = torch.cat([p.grad.flatten() for p in module.parameters()])
-    assert totals(module).norm.item() == pytest.approx(whole.double().norm().item(), rel=1e-6)
-
-
 def test_the_norm_of_a_large_gradient_is_that_of_its_parts() -> None:
     gradient = torch.randn(50_257, 256, generator=torch.Generator().manual_seed(0))
     exact = gradient.double().norm().item()

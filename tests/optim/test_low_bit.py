@@ -230,14 +230,3 @@ def test_rounding_depends_on_seed_step_name_and_place_in_the_whole_alone() -> No
     assert not equal(expected, train("qkv", *everywhere, seed=6))
     assert not equal(expected, train("up", *everywhere))
     assert equal(train("qkv", slice(96, 96), slice(0, 128))[:1], [start[:0]])  # a rank without rows
-
-
-def test_state_and_gradients_of_a_matrix_take_6_bytes_a_parameter_and_scales() -> None:
-    held, optimizer = build({"qkv": (96, 64), "norm": (64,)})
-    fill(held, 0)
-    gradient = held[0].gradient
-    assert isinstance(gradient, Codes)
-    state = optimizer.state_of(held[0]).values()
-    n_bytes = sum(t.nbytes for t in (*state, gradient.values, gradient.exponents))
-    assert n_bytes == (6 + 4 / 32) * 96 * 64
-    assert held[0].parameter.grad is None and held[1].parameter.grad is None

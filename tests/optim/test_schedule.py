@@ -14,18 +14,19 @@ def rate(overrides: list[str], consumed: int) -> float:
     return learning_rate(run, resolve(run), consumed)
 
 
-GUIDE = ["optimizer.learning_rate=6e-5", "schedule.minimum_learning_rate=6e-6"]
-
-
-def test_golden_cosine_of_the_64_gpu_guide() -> None:
-    lengths = ["schedule.warmup='13558 sequences'", "schedule.decay='9400526 sequences'"]
-    assert f"{rate([*GUIDE, *lengths], 1_864_624):.3e}" == "5.498e-05"
-
-
-def test_golden_cosine_of_its_ten_step_run() -> None:
-    # Warmup is a thousandth of the decay there: 12.288 sequences, said here in tokens of 64.
-    lengths = ["schedule.warmup='786 tokens'", "schedule.decay='12288 sequences'"]
-    assert f"{rate([*GUIDE, *lengths], 5 * 1536):.3e}" == "2.270e-05"
+@pytest.mark.parametrize(
+    ("warmup", "decay", "consumed", "expected"),
+    [
+        ("13558 sequences", "9400526 sequences", 1_864_624, "5.498e-05"),  # the 64-GPU guide
+        # Its ten-step run; warmup is a thousandth of the decay there: 12.288 sequences, said here
+        # in tokens of 64.
+        ("786 tokens", "12288 sequences", 5 * 1536, "2.270e-05"),
+    ],
+)
+def test_golden_cosines(warmup: str, decay: str, consumed: int, expected: str) -> None:
+    guide = ["optimizer.learning_rate=6e-5", "schedule.minimum_learning_rate=6e-6"]
+    lengths = [f"schedule.warmup='{warmup}'", f"schedule.decay='{decay}'"]
+    assert f"{rate([*guide, *lengths], consumed):.3e}" == expected
 
 
 SHAPE = [

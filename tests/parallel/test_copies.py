@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,54 +11,25 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.train.small import build_small_parts
 
-from trainyard.config.run import Run
 from trainyard.parallel.copies import differing_copies, fingerprint
-from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.placement import local_part
 from trainyard.parallel.replica import Replica
-from trainyard.plan.resolve import resolve
+from trainyard.train.state import State
+from trainyard.train.step import train_step
 
-MODEL = {
-    "n_layers": 2,
-    "d_model": 16,
-    "n_heads": 2,
-    "d_ff": 32,
-    "sequence_length": 8,
-    "vocabulary_size": 40,
-    "vocabulary_multiple": 8,
-}
 NORM = "blocks.1.mlp_norm.weight"
 UP = "blocks.1.mlp.up.weight"
 EMBEDDING = "embedding.weight"
 
 
-def build_replica(parallel: dict[str, Any], model: dict[str, Any]) -> Replica:
-    """Builds this rank's replica, and does one step's passes and an update as training would."""
-    run = Run.model_validate(
-        {
-            "model": MODEL | model,
-            "parallel": {"zero_stage": 0, **parallel},
-            "train": {
-                "micro_batch_size": 1,
-                "global_batch_size": 4,
-                "length": "3 steps",
-                "compile": "never",
-            },
-            "precision": {"kind": "fp32"},
-        }
-    )
-    plan = resolve(run, dist.get_world_size())
-    mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
-    replica = Replica(run, plan, mesh, torch.float32)
-    share, n_shares = mesh.data_share
-    ids = torch.randint(0, 40, (4, 9), generator=torch.Generator().manual_seed(1))
-    mine = ids.chunk(n_shares)[share]
-    replica.forward_backward(mine[:, :-1], mine[:, 1:], None, scale=0.1)
-    with torch.no_grad():
-        for held in replica.held:
-            local_part(held.parameter).sub_(local_part(held.gradient))
-    return replica
+def train_a_step(parallel: dict[str, Any], **model: Any) -> Replica:
+    """Builds this rank's replica, and takes a step."""
+    model |= {"n_layers": 2}
+    parts = build_small_parts(dist.get_world_size(), parallel=parallel, model=model)
+    train_step(parts, State.at_start(parts))
+    return parts.replica
 
 
 def flip_one_bit(replica: Replica, name: str) -> None:
@@ -66,13 +38,9 @@ def flip_one_bit(replica: Replica, name: str) -> None:
     bits[len(bits) // 2] ^= 1  # the lowest bit of the fraction
 
 
-def compare(
-    parallel: dict[str, Any],
-    flips: dict[int, str],
-    model: dict[str, Any] | None = None,
-) -> list[str]:
+def compare(parallel: dict[str, Any], flips: dict[int, str], *, tied: bool = True) -> list[str]:
     """Compares once unharmed, then with a bit flipped on some ranks."""
-    replica = build_replica(parallel, model or {})
+    replica = train_a_step(parallel, tied_embeddings=tied)
     assert differing_copies(replica) == []
     if dist.get_rank() in flips:
         flip_one_bit(replica, flips[dist.get_rank()])
@@ -129,13 +97,13 @@ def test_a_flipped_bit_is_named_on_every_rank(
 
 
 def test_an_untied_embedding_is_nobody_elses(run_ranks: Callable[..., list[Any]]) -> None:
-    untied = {"tied_embeddings": False}
-    assert run_ranks(2, compare, {"pipeline": 2}, {0: EMBEDDING}, untied) == [[], []]
+    untied = partial(compare, tied=False)
+    assert run_ranks(2, untied, {"pipeline": 2}, {0: EMBEDDING}) == [[], []]
 
 
 def test_three_different_copies_and_many_parts(run_ranks: Callable[..., list[Any]]) -> None:
     def compare_all() -> list[str]:
-        replica = build_replica({}, {})
+        replica = train_a_step({})
         for held in replica.held:
             local_part(held.parameter).add_(max(0, dist.get_rank() - 1))
         return differing_copies(replica)
@@ -148,10 +116,7 @@ def test_three_different_copies_and_many_parts(run_ranks: Callable[..., list[Any
 
 
 def test_one_rank_has_nothing_to_compare() -> None:
-    run = Run.model_validate({"model": MODEL, "train": {"global_batch_size": 4}})
-    plan = resolve(run, 1)
-    mesh = build_mesh(plan.topology, 0, torch.device("cpu"))
-    assert differing_copies(Replica(run, plan, mesh, torch.float32)) == []
+    assert differing_copies(build_small_parts().replica) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -3,49 +3,36 @@
 from __future__ import annotations
 
 import json
+import mmap
+import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.command import Fork
+from tests.parallel.starting_rank import run_rank
 from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.launch.environment import Process
 from trainyard.parallel.start import gather_facts, start_ranks
 
-Answers = list[dict[str, Any]]
-Start = Callable[[list[dict[str, Any]]], Answers]
-
 HOST = socket.gethostname()
 FACTS = {"torch": "2.13.0", "run": "5e1c", "data": "0" * 64}
 
 
-@pytest.fixture(scope="module")
-def start() -> Iterator[Start]:
-    """Starts ranks, each a process of its own, and gives what they found."""
-    server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "rank_server.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    stdin, stdout = server.stdin, server.stdout
-
-    def run(ranks: list[dict[str, Any]]) -> Answers:
-        stdin.write(json.dumps(ranks) + "\n")
-        stdin.flush()
-        answers: Answers = json.loads(stdout.readline())
-        return answers
-
-    yield run
-    server.communicate()
+def start(ranks: list[dict[str, Any]]) -> list[Any]:
+    """Starts ranks as forks of this process; gives what they found, nothing of a killed one."""
+    came = mmap.mmap(-1, mmap.PAGESIZE)
+    forks = [Fork(partial(run_rank, wanted, came)) for wanted in ranks]
+    answers = []
+    for done in [fork.wait() for fork in forks]:
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        answers.append(json.loads(done.stdout) if done.returncode == 0 else None)
+    return answers
 
 
 def free_port() -> int:
@@ -93,7 +80,7 @@ def given_up(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return ranks
 
 
-def test_they_add_up_and_listen_to_nobody_outside(start: Start, meeting: dict[str, Any]) -> None:
+def test_they_add_up_and_listen_to_nobody_outside(meeting: dict[str, Any]) -> None:
     answers = start(ranks_at(meeting, 4))
     assert [answer.get("sum") for answer in answers] == [6.0] * 4, answers
     listening = [address for answer in answers for address in answer["listening"]]
@@ -102,7 +89,7 @@ def test_they_add_up_and_listen_to_nobody_outside(start: Start, meeting: dict[st
     assert not any(answer["has_group"] for answer in answers)
 
 
-def test_late_ranks_are_waited_for(start: Start, meeting: dict[str, Any]) -> None:
+def test_late_ranks_are_waited_for(meeting: dict[str, Any]) -> None:
     ranks = ranks_at(meeting)
     ranks[0]["delay"] = 1.0
     ranks[2]["delay"] = 0.5
@@ -118,7 +105,7 @@ def test_one_rank_starts_nothing() -> None:
         assert not dist.is_initialized()
 
 
-def test_a_rank_is_missing(start: Start, meeting: dict[str, Any]) -> None:
+def test_a_rank_is_missing(meeting: dict[str, Any]) -> None:
     answers = start(given_up(ranks_at(meeting, 4)[:2]))
     problem = (
         f"ranks 2-3 of 4 did not come to {place(meeting)} within 900 s; ranks 0-1 did, on {HOST}"
@@ -129,7 +116,7 @@ def test_a_rank_is_missing(start: Start, meeting: dict[str, Any]) -> None:
         assert answer["message"] == f"{problem}\nhint: {hint}"
 
 
-def test_rank_0_is_missing_from_a_file(start: Start, tmp_path: Path) -> None:
+def test_rank_0_is_missing_from_a_file(tmp_path: Path) -> None:
     file = str(tmp_path / "store")
     answers = start(given_up(ranks_at({"store_file": file})[1:]))
     for answer in answers:
@@ -138,7 +125,7 @@ def test_rank_0_is_missing_from_a_file(start: Start, tmp_path: Path) -> None:
         assert answer["message"].startswith(start_of_message)
 
 
-def test_rank_0_listens_where_other_machines_cannot_come(start: Start) -> None:
+def test_rank_0_listens_where_other_machines_cannot_come() -> None:
     (rank_0, _) = ranks_at({"address": "localhost", "port": free_port()}, 2)
     rank_0["process"]["n_local_ranks"] = 1
     (answer,) = start(given_up([rank_0]))
@@ -152,7 +139,7 @@ def test_rank_0_listens_where_other_machines_cannot_come(start: Start) -> None:
     ("address", "reason"),
     [("127.0.0.2", "Connection refused"), ("no.such.host.invalid", "Name or service not known")],
 )
-def test_a_rank_has_another_address(start: Start, address: str, reason: str) -> None:
+def test_a_rank_has_another_address(address: str, reason: str) -> None:
     meeting = {"address": "127.0.0.1", "port": free_port()}
     ranks = ranks_at(meeting)
     ranks[1]["process"]["address"] = address
@@ -180,9 +167,7 @@ def test_a_rank_has_another_address(start: Start, address: str, reason: str) -> 
         ("more", "x", "more: nothing on ranks 0, 2 ({h}); x on rank 1 ({h})"),
     ],
 )
-def test_a_rank_differs(
-    start: Start, meeting: dict[str, Any], name: str, value: str, shown: str
-) -> None:
+def test_a_rank_differs(meeting: dict[str, Any], name: str, value: str, shown: str) -> None:
     ranks = ranks_at(meeting)
     ranks[1]["facts"] = FACTS | {name: value}
     for answer in start(ranks):
@@ -194,9 +179,7 @@ def test_a_rank_differs(
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_rank_fails_before_it_has_facts(
-    start: Start, meeting: dict[str, Any], failing: int
-) -> None:
+def test_a_rank_fails_before_it_has_facts(meeting: dict[str, Any], failing: int) -> None:
     ranks = ranks_at(meeting, 4)
     ranks[failing]["do"] = "no facts"
     for rank, answer in enumerate(start(ranks)):
@@ -211,7 +194,7 @@ def test_a_rank_fails_before_it_has_facts(
 
 @pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize("do", ["raise", "refuse"])
-def test_a_rank_fails_later(start: Start, meeting: dict[str, Any], failing: int, do: str) -> None:
+def test_a_rank_fails_later(meeting: dict[str, Any], failing: int, do: str) -> None:
     ranks = ranks_at(meeting)
     ranks[failing]["do"] = do
     answers = start(ranks)
@@ -227,7 +210,7 @@ def test_a_rank_fails_later(start: Start, meeting: dict[str, Any], failing: int,
 
 
 @pytest.mark.parametrize("dying", [0, 2])
-def test_a_rank_is_killed(start: Start, meeting: dict[str, Any], dying: int) -> None:
+def test_a_rank_is_killed(meeting: dict[str, Any], dying: int) -> None:
     ranks = ranks_at(meeting)
     ranks[dying]["do"] = "die"
     answers = start(ranks)
@@ -235,7 +218,7 @@ def test_a_rank_is_killed(start: Start, meeting: dict[str, Any], dying: int) -> 
     assert all("error" in answer for answer in answers)
 
 
-def test_a_rank_is_killed_after_the_roll_call(start: Start, meeting: dict[str, Any]) -> None:
+def test_a_rank_is_killed_after_the_roll_call(meeting: dict[str, Any]) -> None:
     ranks = ranks_at(meeting, timeout=10.0)  # to connect too, which the dead never does
     ranks[2]["do"] = "die early"
     answers = start(ranks)
@@ -249,7 +232,7 @@ def test_a_rank_is_killed_after_the_roll_call(start: Start, meeting: dict[str, A
         )
 
 
-def test_a_port_is_taken(start: Start) -> None:
+def test_a_port_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         meeting = {"address": "127.0.0.1", "port": other.getsockname()[1]}
         (answer,) = start(ranks_at(meeting)[:1])
@@ -258,7 +241,7 @@ def test_a_port_is_taken(start: Start) -> None:
     )
 
 
-def test_ranks_of_another_run_are_not_mistaken_for_ours(start: Start) -> None:
+def test_ranks_of_another_run_are_not_mistaken_for_ours() -> None:
     meeting = {"address": "127.0.0.1", "port": free_port()}
     ranks, stranger = ranks_at(meeting), ranks_at(meeting)[1]
     stranger |= {"number": 3, "after": 1}

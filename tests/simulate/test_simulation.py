@@ -11,11 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.circles import everyday
-from tests.parallel.test_traffic import TABLE
+from tests.parallel.test_traffic import TABLE, build_run
 
-from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.errors import ConfigError
 from trainyard.parallel.mesh import build_mesh
 from trainyard.plan.resolve import resolve
 from trainyard.plan.traffic import rank_traffic
@@ -27,17 +25,9 @@ from trainyard.simulate.simulation import (
     simulate,
 )
 
-BASE = """train.compile=never train.micro_batch_size=1 train.global_batch_size=8 precision.kind=fp32
-    model.n_layers=4 model.sequence_length=64 model.dropout=0.0 parallel.zero_stage=0"""
-
 # As tests/parallel/test_traffic.py has with real ranks, on more ranks than those.
 MANY_RANKS = "tensor=2 sequence=true pipeline=4 context=2 zero_stage=1 train.global_batch_size=128"
 LAYOUTS = {**TABLE, "all axes": (MANY_RANKS, 64)}
-
-
-def build_run(changes: str) -> Run:
-    words = [word if "." in word else f"parallel.{word}" for word in changes.split()]
-    return load_run("tiny", [*BASE.split(), *words]).run
 
 
 # Changes to the run, and the number of ranks.
@@ -212,8 +202,3 @@ def test_no_weights_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("trainyard.model.init.initial_value", refuse)
     simulate(build_run("tensor=2"), 2, 0)
-
-
-def test_what_cannot_be_trained_cannot_be_simulated() -> None:
-    with pytest.raises(ConfigError):
-        simulate(build_run("tensor=2"), 3, 0)

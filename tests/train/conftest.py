@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
+from tests.faults.small_run import write_tokens
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.data.indexed import IndexedWriter
-
-VOCABULARY_SIZE = 512
+from trainyard.train.run_folder import write_run_folder
+from trainyard.train.stop import Ending
+from trainyard.train.worker import run_worker
 
 
 @pytest.fixture(scope="session")
 def token_prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Token files whose next token mostly follows from the last: there is something to learn."""
-    prefix = tmp_path_factory.mktemp("tokens") / "corpus_text_document"
-    random = np.random.default_rng(7)
-    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
-        for _ in range(60):
-            steps = random.choice([1, 1, 1, 2, 7], size=random.integers(50, 400))
-            writer.add_document((np.cumsum(steps) % VOCABULARY_SIZE).astype(np.uint16))
-    return str(prefix)
+    return str(write_tokens(tmp_path_factory.mktemp("tokens")))
 
 
 @pytest.fixture
@@ -47,5 +41,20 @@ def tiny_run(token_prefix: str, tmp_path: Path) -> Run:
     ).run
 
 
-def read_lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def with_fields(run: Run, **sections: dict[str, object]) -> Run:
+    """Changes fields of some sections of a run."""
+    values = run.model_dump(mode="json", exclude_none=True)
+    for name, fields in sections.items():
+        values[name] |= fields
+    return Run.model_validate(values)
+
+
+def start(folder: Path, run: Run, resume: str = "auto") -> Ending:
+    write_run_folder(folder, run, resume)
+    return run_worker(folder, resume)
+
+
+def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Reads the lines of a kind from the metrics of a run."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line["kind"] == kind]

@@ -7,46 +7,51 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trainyard.config.run import Run
 from trainyard.data.loader import Loader
 from trainyard.optim.adamw import build_optimizer
 from trainyard.parallel.mesh import build_mesh
+from trainyard.parallel.placement import local_part
 from trainyard.parallel.replica import Replica
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import resolve
 from trainyard.train.parity import RandomBatches
-from trainyard.train.state import Parts
+from trainyard.train.state import Parts, State
+from trainyard.train.step import StepResult, train_step
 from trainyard.train.worker import COMPUTE_DTYPES
 
 BATCH = 8
 
 
+SECTIONS: dict[str, dict[str, Any]] = {
+    "model": {
+        "n_layers": 4,
+        "d_model": 16,
+        "n_heads": 2,
+        "d_ff": 32,
+        "sequence_length": 8,
+        "vocabulary_size": 40,
+        "vocabulary_multiple": 8,
+    },
+    "train": {
+        "micro_batch_size": 1,
+        "global_batch_size": BATCH,
+        "length": "100 steps",
+        "compile": "never",
+    },
+    "optimizer": {"learning_rate": 1e-2},
+    "schedule": {"warmup": "0 steps", "decay": "100 steps"},
+    "precision": {"kind": "fp32"},
+    "parallel": {"zero_stage": 0},
+}
+
+
 def build_small_parts(n_ranks: int = 1, **sections: dict[str, Any]) -> Parts:
-    run = Run.model_validate(
-        {
-            "model": {
-                "n_layers": 4,
-                "d_model": 16,
-                "n_heads": 2,
-                "d_ff": 32,
-                "sequence_length": 8,
-                "vocabulary_size": 40,
-                "vocabulary_multiple": 8,
-            },
-            "train": {
-                "micro_batch_size": 1,
-                "global_batch_size": BATCH,
-                "length": "100 steps",
-                "compile": "never",
-            },
-            "optimizer": {"learning_rate": 1e-2},
-            "schedule": {"warmup": "0 steps", "decay": "100 steps"},
-            "precision": {"kind": "fp32"},
-            "parallel": {"zero_stage": 0, **sections.pop("parallel", {})},
-            **sections,
-        }
-    )
+    """Builds the parts of this rank; what is given of a section changes its fields."""
+    names = SECTIONS | sections
+    run = Run.model_validate({n: SECTIONS.get(n, {}) | sections.get(n, {}) for n in names})
     plan = resolve(run, n_ranks)
     rank = dist.get_rank() if n_ranks > 1 else 0
     mesh = build_mesh(plan.topology, rank, torch.device("cpu"))
@@ -64,3 +69,15 @@ def build_small_parts(n_ranks: int = 1, **sections: dict[str, Any]) -> Parts:
         tokenizer=None,
         data_fingerprint="",
     )
+
+
+def take_steps(parts: Parts, state: State, n: int) -> list[StepResult]:
+    results = []
+    for _ in range(n):
+        results.append(train_step(parts, state))
+        state.step += 1
+    return results
+
+
+def weights(parts: Parts) -> list[Tensor]:
+    return [local_part(held.parameter).detach().clone() for held in parts.replica.held]

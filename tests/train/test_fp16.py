@@ -16,27 +16,14 @@ from trainyard.errors import CheckpointError, GuardError
 from trainyard.parallel.placement import local_part
 from trainyard.parallel.replica import Replica
 from trainyard.train.loop import stop_if_stuck
-from trainyard.train.state import Parts, State
-from trainyard.train.step import StepResult, train_step
+from trainyard.train.state import State
 from trainyard.train.worker import COMPUTE_DTYPES
 
-from .small import build_small_parts
+from .small import build_small_parts, take_steps, weights
 
 
 def fp16(initial: float, **loss_scale: float) -> dict[str, Any]:
     return {"kind": "fp16", "loss_scale": {"initial": initial, **loss_scale}}
-
-
-def take_steps(parts: Parts, state: State, n: int) -> list[StepResult]:
-    results = []
-    for _ in range(n):
-        results.append(train_step(parts, state))
-        state.step += 1
-    return results
-
-
-def weights(parts: Parts) -> list[Tensor]:
-    return [local_part(held.parameter).detach().clone() for held in parts.replica.held]
 
 
 def scale_of(state: State) -> float:
@@ -113,34 +100,6 @@ def test_an_overflow_on_one_rank_is_left_out_by_all(
         (2, "not finite"),
     ]
     assert kept["loss_scale"] == {"scale": 2.0**7, "good_steps": 1, "patience": 0}
-
-
-def search(parallel: dict[str, Any], n_ranks: int) -> tuple[list[float], list[float]]:
-    """Trains until well after the scale is found."""
-    parts = build_small_parts(n_ranks, parallel=parallel, precision=fp16(2.0**24, window=4))
-    state = State.at_start(parts)
-    scales, losses = [], []
-    for _ in range(14):
-        (result,) = take_steps(parts, state, 1)
-        scales.append(scale_of(state))
-        losses.append(result.loss.item())
-    return scales, losses
-
-
-@pytest.mark.exhaustive
-def test_every_layout_searches_as_one_device_does(
-    run_ranks: Callable[..., list[tuple[list[float], list[float]]]],
-) -> None:
-    scales, losses = search({}, 1)
-    assert scales[0] == 2.0**24
-    assert 2.0**12 < min(scales) < 2.0**22
-    assert scales[-1] > min(scales)
-    for name in ("zero 3", "tp2", "pp2"):
-        for found_scales, found_losses in run_ranks(2, search, LAYOUTS[name], 2):
-            # Another order of sums may take a gradient over the limit a step sooner or later.
-            differences = [abs(math.log2(a / b)) for a, b in zip(scales, found_scales, strict=True)]
-            assert max(differences) <= 1
-            assert found_losses == pytest.approx(losses, rel=2e-2)
 
 
 def test_the_search_for_a_scale_does_not_end_the_run() -> None:

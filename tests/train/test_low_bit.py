@@ -29,25 +29,22 @@ from trainyard.plan.saving import checkpoint_bytes
 from trainyard.train.checkpoints import build_saver, load_newest, save_state
 from trainyard.train.diagnosis import diagnose
 from trainyard.train.state import Parts, State
-from trainyard.train.step import compute_gradients, train_step
+from trainyard.train.step import compute_gradients
 
+from . import small
 from .small import build_small_parts
 
-SHAPE = {
-    **{"n_layers": 4, "d_model": 64, "n_heads": 2, "d_ff": 128, "sequence_length": 16},
-    **{"vocabulary_size": 40, "vocabulary_multiple": 8, "dropout": 0.1},
-}
+SHAPE = {"d_model": 64, "d_ff": 128, "sequence_length": 16, "dropout": 0.1}
 LOW_BIT = {"kind": "fp8_lowbit", "fp8": {"emulate": True}}
 
 
 def build(n_ranks: int = 1, folder: Path = Path(), **parallel: Any) -> Parts:
-    train = {"micro_batch_size": 2, "global_batch_size": 12, "length": "100 steps"}
     parts = build_small_parts(
         n_ranks,
         model=SHAPE,
         precision=LOW_BIT,
         parallel={"zero_stage": 1, **parallel},
-        train=train | {"compile": "never"},
+        train={"micro_batch_size": 2, "global_batch_size": 12},
     )
     return replace(parts, folder=folder)
 
@@ -65,9 +62,8 @@ def take_steps(parts: Parts, state: State, n: int, bad_step: int | None = None) 
                 return loss
 
             Replica.forward_backward = planted  # type: ignore[method-assign]
-        train_step(parts, state)
+        small.take_steps(parts, state, 1)
         Replica.forward_backward = right  # type: ignore[method-assign]
-        state.step += 1
 
 
 def save(parts: Parts, state: State) -> None:
@@ -204,17 +200,11 @@ def test_it_learns_as_bf16_does() -> None:
             precision={"kind": kind, "fp8": {"emulate": True, "precise_blocks": 0}},
             parallel={"zero_stage": 1},
             optimizer={"learning_rate": 4e-3},
-            train={
-                **{"micro_batch_size": 8, "global_batch_size": 8, "compile": "never"},
-                "length": "200 steps",
-            },
+            train={"micro_batch_size": 8, "length": "200 steps"},
         )
         parts = replace(parts, train_data=cast(Loader, Chain()))
         state = State.at_start(parts)
-        losses = []
-        for _ in range(200):
-            losses.append(train_step(parts, state).loss.item())
-            state.step += 1
+        losses = [result.loss.item() for result in small.take_steps(parts, state, 200)]
         assert state.skipped.total == 0
         found[kind] = np.mean(losses[-40:]), losses[0]
     assert found["fp8_lowbit"][0] == pytest.approx(found["bf16"][0], rel=0.02)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainyard.data.loader import Batch, Loader
 from trainyard.model.loss import LABEL_OF_NOTHING
 from trainyard.optim.adamw import build_optimizer
 from trainyard.optim.clip import Totals
@@ -41,22 +40,8 @@ from trainyard.train.worker import COMPUTE_DTYPES
 
 DEVICE = torch.device("meta")
 N_STEPS = 4
-MODEL = {
-    "n_layers": 2,
-    "d_model": 32,
-    "n_heads": 2,
-    "d_ff": 32,
-    "sequence_length": 16,
-    "vocabulary_size": 40,
-    "vocabulary_multiple": 8,
-    "dropout": 0.0,
-}
-TRAIN = {
-    "micro_batch_size": 1,
-    "global_batch_size": 2,
-    "length": "100 steps",
-    "compile": "never",
-}
+MODEL = {"n_layers": 2, "d_model": 32, "sequence_length": 16, "dropout": 0.0}
+TRAIN = {"global_batch_size": 2}
 WITH_DROPOUT = {"model": {**MODEL, "dropout": 0.1}}
 FP8 = {"emulate": True, "precise_blocks": 0}
 RUNS: dict[str, dict[str, Any]] = {
@@ -149,16 +134,6 @@ class Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class OneBatch:
-    """Gives one batch again and again."""
-
-    def __init__(self, tokens: Tensor, labels: Tensor) -> None:
-        self._batch = tokens, labels
-
-    def batch(self, step: int, offset: int = 0) -> Batch:
-        return self._batch
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     # It refuses to be fused on "meta", where it can be.
@@ -194,61 +169,27 @@ def test_steps_never_wait(gpu: Gpu, name: str) -> None:
     assert {result.loss.device, result.gradient_norm.device, result.skipped.device} == {DEVICE}
 
 
-def read_number(totals: Totals) -> object:
-    return totals.loss.item()
+MISTAKES: dict[str, tuple[Callable[[Totals], object], str]] = {
+    "read a number": (lambda totals: totals.loss.item(), "_local_scalar_dense"),
+    "branch": (lambda totals: 1 if totals.norm > 1 else 0, "_local_scalar_dense"),
+    "copy to the host": (lambda totals: totals.loss.cpu(), "_to_copy.* to the host"),
+    "copy to the host in place": (
+        lambda totals: torch.zeros(()).copy_(totals.loss, non_blocking=True),
+        "copy_.* to the host",
+    ),
+    "pick": (lambda totals: totals.loss.view(1)[totals.norm.view(1) > 1], "index.Tensor"),
+    "find": (lambda totals: totals.norm.view(1).nonzero(), "nonzero"),
+    "compare": (lambda totals: torch.equal(totals.loss, totals.norm), "equal"),
+    "unique": (lambda totals: totals.norm.view(1).unique(), "unique"),
+    "send": (lambda totals: torch.arange(3).to(totals.loss.device), "_to_copy.* and waits"),
+    "send a list": (
+        lambda totals: totals.loss + torch.tensor([1.0, 2.0], device=totals.loss.device),
+        "tensor.* sends a list",
+    ),
+}
 
 
-def branch(totals: Totals) -> object:
-    return 1 if totals.norm > 1 else 0
-
-
-def copy_to_host(totals: Totals) -> object:
-    return totals.loss.cpu()
-
-
-def copy_to_host_in_place(totals: Totals) -> object:
-    return torch.zeros(()).copy_(totals.loss, non_blocking=True)
-
-
-def pick(totals: Totals) -> object:
-    return totals.loss.view(1)[totals.norm.view(1) > 1]
-
-
-def find(totals: Totals) -> object:
-    return totals.norm.view(1).nonzero()
-
-
-def compare(totals: Totals) -> object:
-    return torch.equal(totals.loss, totals.norm)
-
-
-def unique(totals: Totals) -> object:
-    return totals.norm.view(1).unique()
-
-
-def send(totals: Totals) -> object:
-    return torch.arange(3).to(totals.loss.device)
-
-
-def send_list(totals: Totals) -> object:
-    return totals.loss + torch.tensor([1.0, 2.0], device=totals.loss.device)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "what"),
-    [
-        (read_number, "_local_scalar_dense"),
-        (branch, "_local_scalar_dense"),
-        (copy_to_host, "_to_copy.* to the host"),
-        (copy_to_host_in_place, "copy_.* to the host"),
-        (pick, "index.Tensor"),
-        (find, "nonzero"),
-        (compare, "equal"),
-        (unique, "unique"),
-        (send, "_to_copy.* and waits"),
-        (send_list, "tensor.* sends a list"),
-    ],
-)
+@pytest.mark.parametrize(("mistake", "what"), MISTAKES.values(), ids=MISTAKES)
 def test_a_step_that_waits_is_found(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, mistake: Callable[[Totals], object], what: str
 ) -> None:
@@ -285,11 +226,8 @@ def test_the_loop_waits_where_it_logs(gpu: Gpu, tmp_path: Path) -> None:
 
 def test_labels_are_counted_on_the_host(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = build_gpu_parts()
-    tokens, labels = parts.train_data.batch(0, 0)
-    labels = labels.clone()
-    labels[:, 1] = LABEL_OF_NOTHING
-    assert labels.is_cpu
-    parts = replace(parts, train_data=cast(Loader, OneBatch(tokens, labels)))
+    state = State.at_start(parts)
+    _, labels = parts.train_data.batch(0, 0)
     counted: list[int] = []
     right = step.add_up
 
@@ -297,7 +235,6 @@ def test_labels_are_counted_on_the_host(gpu: Gpu, monkeypatch: pytest.MonkeyPatc
         counted.append(n_labelled)
         return right(replica, loss, n_labelled, divisor)
 
-    state = State.at_start(parts)
     monkeypatch.setattr(step, "add_up", note)
     with gpu.training():
         train_step(parts, state)

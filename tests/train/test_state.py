@@ -8,25 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from trainyard.errors import CheckpointError
 from trainyard.optim.clip import Totals
-from trainyard.parallel.placement import local_part
 from trainyard.train import step as steps
 from trainyard.train.state import Parts, State
 from trainyard.train.step import StepResult, train_step
 
-from .small import BATCH, build_small_parts
+from .small import BATCH, build_small_parts, take_steps, weights
 
 YES, NO = torch.tensor(1.0), torch.tensor(0.0)
 
 
-def weights(parts: Parts) -> list[Tensor]:
-    return [local_part(held.parameter).clone() for held in parts.replica.held]
-
-
-def take_steps(
+def take_planted(
     parts: Parts,
     state: State,
     n: int,
@@ -42,10 +36,7 @@ def take_steps(
         return Totals(totals.loss * loss, totals.norm * norm, totals.multiplier)
 
     patch.setattr(steps, "add_up", add_up)
-    results = []
-    for _ in range(n):
-        results.append(train_step(parts, state))
-        state.step += 1
+    results = take_steps(parts, state, n)
     patch.undo()
     return results
 
@@ -57,14 +48,14 @@ def test_a_planted_spike_is_told_and_left_out_by_policy(
 ) -> None:
     parts = build_small_parts(guard={"spikes": policy, "spike_window": 8})
     state = State.at_start(parts)
-    take_steps(parts, state, 10, {}, monkeypatch)
+    take_planted(parts, state, 10, {}, monkeypatch)
     assert state.settle() == []
     before = weights(parts)
-    (result,) = take_steps(parts, state, 1, {10: planted}, monkeypatch)
+    (result,) = take_planted(parts, state, 1, {10: planted}, monkeypatch)
     assert (result.spike.item(), result.skipped.item()) == (1, is_left_out)
     is_same = all(torch.equal(old, new) for old, new in zip(before, weights(parts), strict=True))
     assert is_same == bool(is_left_out)
-    take_steps(parts, state, 2, {}, monkeypatch)
+    take_planted(parts, state, 2, {}, monkeypatch)
     assert state.settle() == [10]
     assert state.settle() == []
     left_out = {"from_sequence": 80, "to_sequence": 88, "step": 10, "why": "spike"}
@@ -75,7 +66,7 @@ def test_a_planted_spike_is_told_and_left_out_by_policy(
 def test_without_a_policy_nothing_is_a_spike(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = build_small_parts(guard={"spikes": "off", "spike_window": 8})
     state = State.at_start(parts)
-    *_, last = take_steps(parts, state, 10, {9: (100.0, 100.0)}, monkeypatch)
+    *_, last = take_planted(parts, state, 10, {9: (100.0, 100.0)}, monkeypatch)
     assert (last.spike.item(), last.skipped.item(), state.settle()) == (0, 0, [])
 
 
@@ -86,7 +77,7 @@ def test_what_is_not_finite_is_left_out_whatever_the_policy(
     parts = build_small_parts(guard={"spikes": "off"})
     state = State.at_start(parts)
     before = weights(parts)
-    results = take_steps(parts, state, 2, {0: bad, 1: bad}, monkeypatch)
+    results = take_planted(parts, state, 2, {0: bad, 1: bad}, monkeypatch)
     assert [result.skipped.item() for result in results] == [1, 1]
     assert all(torch.equal(old, new) for old, new in zip(before, weights(parts), strict=True))
     assert state.skipped.in_a_row == 2
@@ -108,7 +99,7 @@ def test_steps_say_what_they_do_to_the_pulse(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_checkpoint_keeps_it_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = build_small_parts(guard={"spikes": "skip", "spike_window": 8})
     state = State.at_start(parts)
-    take_steps(parts, state, 12, {7: (math.nan, 1.0), 10: (3.0, 3.0)}, monkeypatch)
+    take_planted(parts, state, 12, {7: (math.nan, 1.0), 10: (3.0, 3.0)}, monkeypatch)
     state.data_offset = 5
     saved = state.as_json()
     again = State.from_json(parts, 12, json.loads(json.dumps(saved | {"held_out_loss": 2.5})))
@@ -129,6 +120,11 @@ def test_a_checkpoint_of_an_older_version_has_less() -> None:
         ({"skipped_steps": -1}, "skipped_steps"),
         ({"data_offset": "7"}, "data_offset"),
         ({"spikes": {"losses": [1.0]}}, "spikes"),
+        ({"spikes": {"losses": ["1"], "gradient_norms": [1.0]}}, "spikes.losses.0"),
+        ({"spikes": {"losses": [math.nan], "gradient_norms": [1.0]}}, "spikes.losses.0"),
+        ({"spikes": {"spikes_in_a_row": -1}}, "spikes.spikes_in_a_row"),
+        ({"spikes": {"more": 1}}, "spikes.more"),
+        ({"spikes": []}, "spikes"),
         ({"skipped_ranges": [{"from_sequence": 0}]}, "skipped_ranges.0"),
     ],
 )

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.conftest import read_lines
+from tests.checkpoint.conftest import flip_bit
+from tests.train.conftest import lines_of, start, with_fields
 from tests.waiting import wait_until
 
 from trainyard.checkpoint.format import read_manifest
@@ -18,36 +19,11 @@ from trainyard.checkpoint.load import load_tensors, newest_checkpoint
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, GuardError
 from trainyard.train import step
-from trainyard.train.run_folder import write_run_folder
 from trainyard.train.stop import DONE, Ending, Stop
-from trainyard.train.worker import run_worker
-
-
-def with_fields(run: Run, **sections: dict[str, object]) -> Run:
-    values = run.model_dump(mode="json", exclude_none=True)
-    for name, fields in sections.items():
-        values[name] |= fields
-    return Run.model_validate(values)
-
-
-def start(folder: Path, run: Run) -> Ending:
-    write_run_folder(folder, run, "auto")
-    return run_worker(folder)
 
 
 def endless(run: Run) -> Run:
     return with_fields(run, train={"length": "100000 steps"}, schedule={"decay": "99999 steps"})
-
-
-def flip_a_bit(path: Path) -> None:
-    """In the last byte, which is a value."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [line for line in read_lines(folder / "metrics.jsonl") if line["kind"] == kind]
 
 
 def test_files_save_and_stop_a_run(tiny_run: Run, tmp_path: Path) -> None:
@@ -94,7 +70,7 @@ def test_nothing_starts_over_where_all_checkpoints_are_damaged(
     run = with_fields(tiny_run, checkpoint={"interval": 6})
     start(tmp_path / "run", run)
     for path in (tmp_path / "run" / "checkpoints").glob("*/model-*"):
-        flip_a_bit(path)
+        flip_bit(path)
     with pytest.raises(
         CheckpointError, match=r"no checkpoint in .* can be used; the last .*sha256"
     ):

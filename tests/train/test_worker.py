@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.circles import everyday
 from tests.command import Fork
+from tests.train.conftest import lines_of, start, with_fields
 from tests.waiting import wait_until
 
 from trainyard.checkpoint.format import read_manifest
@@ -32,27 +33,8 @@ from trainyard.train.worker import main as worker_main
 from trainyard.train.worker import run_worker
 
 
-def with_fields(run: Run, **sections: dict[str, object]) -> Run:
-    values = run.model_dump(mode="json", exclude_none=True)
-    for name, fields in sections.items():
-        values[name] |= fields
-    return Run.model_validate(values)
-
-
-def start(folder: Path, run: Run, resume: str = "auto") -> Ending:
-    write_run_folder(folder, run, resume)
-    return run_worker(folder, resume)
-
-
 def train_losses(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [line["loss"] for line in map(json.loads, lines) if line["kind"] == "train"]
-
-
-def read_steps(folder: Path) -> list[tuple[float | None, float | None]]:
-    """Loss and loss scale of each step."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [(line["loss"], line.get("loss_scale")) for line in lines if line["kind"] == "train"]
+    return [line["loss"] for line in lines_of(folder, "train")]
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -103,7 +85,10 @@ def test_stopped_and_resumed_equals_uninterrupted_to_the_last_bit(
     monkeypatch.undo()
     assert start(tmp_path / "parts", run, "must") == DONE
 
-    whole, parts = (read_steps(tmp_path / name) for name in ("whole", "parts"))
+    whole, parts = (
+        [(line["loss"], line.get("loss_scale")) for line in lines_of(tmp_path / name, "train")]
+        for name in ("whole", "parts")
+    )
     assert parts == whole
     assert len(whole) == 12
     if precision == "fp16":
@@ -147,31 +132,9 @@ def test_run_folder_says_everything(tiny_run: Run, tmp_path: Path) -> None:
     assert manifest.build_run() == with_fields(tiny_run, log={"tensorboard": True})
 
 
-def test_batch_ramp_and_recompute_and_untied_head(tiny_run: Run, tmp_path: Path) -> None:
-    ramp = {"start": 2, "increment": 2, "length": "20 sequences"}
-    base = with_fields(tiny_run, train={"batch_ramp": ramp, "micro_batch_size": 2})
-    base = with_fields(base, model={"tied_embeddings": False})
-    start(tmp_path / "plain", base)
-    start(tmp_path / "block", with_fields(base, parallel={"recompute": "block"}))
-    start(tmp_path / "attention", with_fields(base, parallel={"recompute": "attention"}))
-    plain = train_losses(tmp_path / "plain")
-    assert train_losses(tmp_path / "block") == plain
-    assert train_losses(tmp_path / "attention") == plain
-
-
-def test_accumulation_changes_nothing_but_rounding(tiny_run: Run, tmp_path: Path) -> None:
-    assert tiny_run.model.dropout == 0.1  # whose masks do not depend on the micro batch
-    for name, size in (("whole", 8), ("cut", 2)):
-        start(tmp_path / name, with_fields(tiny_run, train={"micro_batch_size": size}))
-    whole, cut = train_losses(tmp_path / "whole"), train_losses(tmp_path / "cut")
-    assert cut == pytest.approx(whole, rel=1e-5)
-    assert len(set(whole)) == len(whole)
-
-
 def test_rate_of_a_step_counts_its_own_batch(tiny_run: Run, tmp_path: Path) -> None:
     start(tmp_path / "run", tiny_run)
-    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    rates = [line["learning_rate"] for line in lines if line["kind"] == "train"]
+    rates = [line["learning_rate"] for line in lines_of(tmp_path / "run", "train")]
     assert rates[:2] == pytest.approx([0.5e-3, 1e-3])  # a warmup of two steps to 1e-3
     assert rates[-1] == pytest.approx(1e-4)
 
@@ -228,21 +191,23 @@ FP8 = {"kind": "fp8", "fp8": {"precise_blocks": 0}}
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "error", "message"),
     [
-        ({"precision": FP8}, "precision.kind='fp8' needs matrix products in fp8"),
-        ({"data": {"blend": {"prefixes": []}}}, "data.blend.prefixes is empty"),
+        ({"precision": FP8}, MachineError, "precision.kind='fp8' needs matrix products in fp8"),
+        ({"data": {"blend": {"prefixes": []}}}, ConfigError, "data.blend.prefixes is empty"),
+        ({"data": {"blend": {"prefixes": ["nowhere/corpus"]}}}, DataError, "nowhere/corpus"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(
     tiny_run: Run,
     tmp_path: Path,
     fields: dict[str, dict[str, object]],
+    error: type[UserError],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(error, match=message):
         start(tmp_path / "run", with_fields(tiny_run, **fields))
     assert not (tmp_path / "run").exists()
 
@@ -253,13 +218,6 @@ def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     started_by_us = Process(1, 2, 1, 2, store_file=Path("store"))
     with pytest.raises(MachineError, match="rank 1 is number 1 on its machine, which has 1 GPU\n"):
         choose_device(started_by_us)
-
-
-def test_missing_data_leaves_no_run_folder(tiny_run: Run, tmp_path: Path) -> None:
-    missing = with_fields(tiny_run, data={"blend": {"prefixes": ["nowhere/corpus"]}})
-    with pytest.raises(DataError, match="nowhere/corpus"):
-        start(tmp_path / "run", missing)
-    assert not (tmp_path / "run").exists()
 
 
 def test_token_outside_the_vocabulary(tiny_run: Run, tmp_path: Path) -> None:

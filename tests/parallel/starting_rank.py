@@ -1,7 +1,6 @@
-"""Starts ranks for test_start.py: torch is imported once, each rank is a fork of this process.
+"""A rank for test_start.py, which says what it found as JSON.
 
-Reads one scenario a line from standard input and answers each with one line: for every rank what it
-found (nothing for one that was killed), as JSON. A scenario is a list of ranks, each of them
+What it is wanted to do is
 
     {"process": fields of Process, "facts": {..}, "timeout": seconds, "delay": seconds before,
      "number": in the list, "after": that of a rank which must have come before, or null,
@@ -17,7 +16,6 @@ import mmap
 import os
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,7 +75,8 @@ def give_up(share: float, wanted: dict[str, Any], came: mmap.mmap) -> None:
     )
 
 
-def run_rank(wanted: dict[str, Any], came: mmap.mmap) -> dict[str, Any]:
+def run_rank(wanted: dict[str, Any], came: mmap.mmap) -> None:
+    """Comes to the meeting; `came` has a byte for each rank that has."""
     fields = wanted["process"]
     if "store_file" in fields:
         fields["store_file"] = Path(fields["store_file"])
@@ -114,29 +113,5 @@ def run_rank(wanted: dict[str, Any], came: mmap.mmap) -> dict[str, Any]:
         code = error.exit_code if isinstance(error, UserError) else 1
         answer |= {"error": type(error).__name__, "message": str(error), "exit_code": code}
     answer["has_group"] = dist.is_initialized()
-    return answer
-
-
-def main() -> None:
-    for line in sys.stdin:
-        with tempfile.TemporaryDirectory() as folder:
-            children = []
-            came = mmap.mmap(-1, mmap.PAGESIZE)
-            for number, wanted in enumerate(json.loads(line)):
-                child = os.fork()
-                if child == 0:
-                    answer = json.dumps(run_rank(wanted, came))
-                    came[wanted["number"]] = 1  # or gone
-                    Path(folder, f"{number}").write_text(answer)
-                    os._exit(0)
-                children.append(child)
-            for child in children:
-                os.waitpid(child, 0)
-            paths = [Path(folder, f"{number}") for number in range(len(children))]
-            answers = [json.loads(p.read_text()) if p.exists() else None for p in paths]
-        sys.stdout.write(json.dumps(answers) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+    came[wanted["number"]] = 1  # or gone
+    sys.stdout.write(json.dumps(answer))
