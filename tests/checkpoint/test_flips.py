@@ -143,7 +143,7 @@ def test_all_problems_of_all_files_are_listed(saved: Path) -> None:
     assert lines[5] == f"  {shards[4].name} is missing, or is no ordinary file"
     assert lines[6].startswith(f"  {shards[5].name} is damaged: the sha256 of '")
     assert "; so are 1 more of its " in lines[6]
-    assert "remove or move that folder" in caught.value.hint
+    assert "restore its files from a copy" in caught.value.hint
 
 
 def test_many_problems_are_counted(saved: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_damaged_newest_one_is_not_passed_over(
     assert title == f"error: {newest}: 2 problems"
     assert first.startswith("  model-00000-of-00001.safetensors has ")
     assert second == "  optimizer-00000-of-00001.safetensors is missing, or is no ordinary file"
-    assert hint.startswith("hint: remove or move that folder")
+    assert hint.startswith("hint: restore its files from a copy")
 
 
 def test_where_there_is_none(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

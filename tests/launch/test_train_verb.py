@@ -18,17 +18,22 @@ from trainyard.launch.environment import Process
 RANK_1 = Process(1, 2, 1, 2)
 
 
-@pytest.mark.parametrize(("option", "value"), [("--ranks", "2"), ("--minutes", "2.5")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--ranks", ["2"]), ("--minutes", ["2.5"]), ("--overwrite", [])]
+)
 def test_options_that_a_launcher_rules_out(
-    option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    option: str,
+    value: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, place in TORCHRUN.items():
         monkeypatch.setenv(name, place)
     with pytest.raises(SystemExit) as ended:
-        main(["train", "tiny", option, value])
+        main(["train", "tiny", option, *value])
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        f"error: {option} {value}: a launcher has started 4 ranks already\n"
+        f"error: {option}: a launcher has started 4 ranks already\n"
         f"hint: leave out {option}, or the launcher\n"
     )
 

@@ -21,8 +21,8 @@ from trainyard.errors import CheckpointError
 from trainyard.train.state import State
 from trainyard.train.stop import DONE, leave_when_told
 
+from .conftest import lines_of, start, with_fields
 from .test_stop_and_guard import plant_spike, spiking_run
-from .test_worker import read_steps, start, with_fields
 
 
 def tree_of(folder: Path) -> dict[str, bytes]:
@@ -125,7 +125,7 @@ def test_overwriting_begins_again_and_only_where_the_new_run_can(
         start(tmp_path, nowhere, "overwrite")
     assert tree_of(tmp_path) == before
     start(tmp_path, with_fields(tiny_run, train={"seed": 2**32 - 1}), "overwrite")
-    assert len(read_steps(tmp_path)) == 12
+    assert len(lines_of(tmp_path, "train")) == 12
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -135,12 +135,6 @@ def test_overwriting_from_the_command_line(tiny_run: Run, tmp_path: Path) -> Non
         done = trainyard("train", "run.toml", "--overwrite", folder=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "test starts: " in done.stderr
-    launched = dict.fromkeys(("RANK", "LOCAL_RANK"), "1")
-    launched |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
-    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "12345"}
-    done = trainyard("train", "run.toml", "--overwrite", folder=tmp_path, **launched)
-    assert (done.returncode, list_checkpoints(tmp_path / "runs/test/checkpoints") == []) == (2, 0)
-    assert "--overwrite: a launcher has started 2 ranks already" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
