@@ -55,17 +55,6 @@ IMPOSSIBLE = [
         "model.n_heads=5",
         "must be divisible by n_heads=5; nearest n_heads that divides: 4",
     ),
-    ("parallel.context=8", "must be divisible by parallel.tensor=1 x parallel.context=8"),
-    ("parallel.pipeline=3", "model.n_layers=2 is fewer than parallel.pipeline=3"),
-    ("parallel.chunks=3", "is fewer than parallel.pipeline=1 x parallel.chunks=3"),
-    (
-        "train.global_batch_size=6",
-        "train.global_batch_size=6 must be divisible by train.micro_batch_size=4",
-    ),
-    (
-        "train.batch_ramp={start=2,increment=2,length='9steps'}",
-        "'9steps' is not a length",
-    ),
     (
         "train.batch_ramp={start=2,increment=6,length='99 tokens'}",
         "train.batch_ramp.start=2 must be divisible by train.micro_batch_size=4",
