@@ -231,30 +231,21 @@ def test_damage_is_refused_with_its_place(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "problem"),
-    [(20, "20 bytes, less than its header of 34"), (81, "81 bytes, but its counts at byte 18")],
+    ("documents", "size", "added", "problem"),
+    [
+        (2, 20, b"", "20 bytes, less than its header of 34"),
+        (2, 81, b"", "81 bytes, but its counts at byte 18"),
+        (2, None, b"\0\0", "2 bytes longer than its counts say: a multimodal index"),
+        (0, 26, bytes(8), "document_indices end at 0, not at the 0 sequences"),
+    ],
 )
-def test_a_short_index_is_refused(tmp_path: Path, size: int, problem: str) -> None:
-    prefix = write(tmp_path / "corpus", [5, 6, 7], [8, 7])
+def test_an_index_of_another_size_is_refused(
+    tmp_path: Path, documents: int, size: int | None, added: bytes, problem: str
+) -> None:
+    prefix = write(tmp_path / "corpus", *[[5, 6, 7], [8, 7]][:documents])
     path = tmp_path / "corpus.idx"
-    path.write_bytes(path.read_bytes()[:size])
+    path.write_bytes(path.read_bytes()[:size] + added)
     with pytest.raises(DataError, match=problem):
-        IndexedDataset(prefix)
-
-
-def test_a_multimodal_index_is_refused(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "corpus", [5, 6, 7], [8, 7])
-    path = tmp_path / "corpus.idx"
-    path.write_bytes(path.read_bytes() + b"\0\0")
-    with pytest.raises(DataError, match="2 bytes longer than its counts say: a multimodal index"):
-        IndexedDataset(prefix)
-
-
-def test_an_index_without_document_entries_is_refused(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "corpus")
-    path = tmp_path / "corpus.idx"
-    path.write_bytes(path.read_bytes()[:26] + bytes(8))
-    with pytest.raises(DataError, match="document_indices end at 0, not at the 0 sequences"):
         IndexedDataset(prefix)
 
 

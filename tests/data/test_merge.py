@@ -139,19 +139,26 @@ def refuse_with(code: int) -> Refusal:
     return refuse
 
 
-def test_a_kernel_that_copies_little_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = os.copy_file_range
-    monkeypatch.setattr(os, "copy_file_range", lambda s, t, count: copy(s, t, min(count, 3)))
-    check_merge(tmp_path, [DOCUMENTS] * 3, [None, [True, False] * 2 + [True], None])
+copy_file_range = os.copy_file_range
+KERNELS: dict[str, Refusal | None] = {
+    "copies little at a time": lambda s, t, count: copy_file_range(s, t, min(count, 3)),
+    **{
+        errno.errorcode[code]: refuse_with(code)
+        for code in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+    },
+    "copies nothing": lambda source, target, count: 0,
+    "has no such call": None,
+}
 
 
-@pytest.mark.parametrize("code", [errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_kernel_that_does_not_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_that_copy_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
-    monkeypatch.setattr(os, "copy_file_range", refuse_with(code))
+    if copy := KERNELS[kernel]:
+        monkeypatch.setattr(os, "copy_file_range", copy)
+    else:
+        monkeypatch.delattr(os, "copy_file_range")
     check_merge(tmp_path, [DOCUMENTS] * 3, [None, [True, False] * 2 + [True], None])
 
 
@@ -167,18 +174,6 @@ def test_a_kernel_that_stops_in_the_middle(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "copy_file_range", copy_once)
     check_merge(tmp_path, [DOCUMENTS] * 3, [None, [True, False] * 2 + [True], None])
     assert calls[0] == 4
-
-
-def test_a_system_without_kernel_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "copy_file_range")
-    check_merge(tmp_path, [DOCUMENTS] * 2, [None, None])
-
-
-def test_a_file_system_on_which_the_kernel_copies_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "copy_file_range", lambda source, target, count: 0)
-    check_merge(tmp_path, [DOCUMENTS] * 2, [None, None])
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second file system")

@@ -131,22 +131,6 @@ def test_another_tokenizer_is_refused(sidecar: Sidecar, tmp_path: Path) -> None:
     msgspec.structs.replace(sidecar, tokenizer=made).check_against(tokenizer, "corpus")
 
 
-def test_counts_add_up() -> None:
-    total = StepCount(kind="length", documents_in=3, documents_out=2, dropped={"too long": 1})
-    more = StepCount(
-        kind="length", documents_in=5, documents_out=2, bytes_in=9, bytes_out=4,
-        dropped={"too long": 1, "too short": 2},
-    )  # fmt: skip
-    total.add(more)
-    assert (total.documents_in, total.documents_out) == (8, 4)
-    assert (total.bytes_in, total.bytes_out) == (9, 4)
-    assert total.dropped == {"too long": 2, "too short": 2}
-    assert StepCount(kind="length").dropped == {}
-    group = GroupCount(1, 2, 3)
-    group.add(GroupCount(10, 20, 30))
-    assert group == GroupCount(11, 22, 33)
-
-
 def test_blocks_end_between_two_writes(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
         writer = BlockWriter(file)

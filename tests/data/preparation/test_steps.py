@@ -97,10 +97,6 @@ def test_keep_drops_what_has_no_value() -> None:
     assert counts[0].dropped == {"not kept: language": 2}
 
 
-def test_no_steps_change_nothing() -> None:
-    assert apply([], ["a\r"], {"x": ["y"]}) == (["a\r"], {"x": ["y"]}, [])
-
-
 @pytest.mark.parametrize(
     ("text", "nfc", "nfkc"),
     [
