@@ -23,7 +23,6 @@ from trainyard.data.sidecar import (
     load_sidecar,
     save_sidecar,
 )
-from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
 from trainyard.errors import DataError, MachineError
 
 
@@ -117,18 +116,6 @@ def test_sizes_are_compared(sidecar: Sidecar, tmp_path: Path) -> None:
             sidecar.check_sizes(tmp_path / "corpus")
         assert "copy all three files" in caught.value.hint
         path.write_bytes(data)
-
-
-def test_another_tokenizer_is_refused(sidecar: Sidecar, tmp_path: Path) -> None:
-    words = ["other words, and more of other words"]
-    tokenizer = load_tokenizer(train_tokenizer(words, 260, tmp_path / "other"))
-    with pytest.raises(DataError) as caught:
-        sidecar.check_against(tokenizer, "corpus")
-    for part in ("corpus", "small", "other", "f" * 16, tokenizer.fingerprint[:16], "300", "260"):
-        assert part in caught.value.problem
-    assert "name the tokenizer that made the data" in caught.value.hint
-    made = TokenizerRecord("x", tokenizer.fingerprint, 260, 259, "text")
-    msgspec.structs.replace(sidecar, tokenizer=made).check_against(tokenizer, "corpus")
 
 
 def test_blocks_end_between_two_writes(tmp_path: Path) -> None:

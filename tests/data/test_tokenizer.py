@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiktoken
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
@@ -25,26 +25,6 @@ from trainyard.errors import DataError
 
 EOT = "<|endoftext|>"
 INJECTIONS = [EOT, f"a{EOT}b", f"{EOT}{EOT}", f" {EOT} \n{EOT}", "<|endoftext", f"x<|{EOT}|>"]
-
-
-@pytest.fixture(scope="module")
-def gpt2_folder(shared_data: Path) -> Path:
-    return shared_data / "gpt2"
-
-
-@pytest.fixture(scope="module")
-def gpt2(gpt2_folder: Path) -> Tokenizer:
-    return load_tokenizer(gpt2_folder)
-
-
-@pytest.fixture(scope="module")
-def gpt2_tiktoken(gpt2_folder: Path) -> tiktoken.Encoding:
-    vocabulary = load_vocabulary(gpt2_folder)
-    ranks = {data: rank for rank, data in enumerate(vocabulary.token_bytes[:-1])}
-    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-    return tiktoken.Encoding(
-        "gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: 50256}
-    )
 
 
 @pytest.fixture(scope="module")
@@ -86,25 +66,13 @@ def test_the_fast_engine_is_in_use(gpt2: Tokenizer) -> None:
 
 @pytest.mark.parametrize("text", INJECTIONS)
 def test_an_end_of_document_in_a_text_is_text_or_parsed_on_request(
-    gpt2: Tokenizer, gpt2_folder: Path, gpt2_tiktoken: tiktoken.Encoding, text: str
+    gpt2: Tokenizer, gpt2_folder: Path, reference: tiktoken.Encoding, text: str
 ) -> None:
     ids = gpt2.encode(text)
-    assert ids == gpt2_tiktoken.encode_ordinary(text)
+    assert ids == reference.encode_ordinary(text)
     assert gpt2.decode(ids) == text
     parsed = load_tokenizer(gpt2_folder, "parse").encode(text)
-    assert parsed == gpt2_tiktoken.encode(text, allowed_special="all")
-
-
-@settings(max_examples=50)
-@given(st.lists(st.text(), max_size=4))
-def test_any_text_has_the_ids_of_tiktoken_and_comes_back(
-    gpt2: Tokenizer, gpt2_tiktoken: tiktoken.Encoding, texts: list[str]
-) -> None:
-    tokens, lengths = gpt2.encode_batch(texts)
-    expected = [gpt2_tiktoken.encode_ordinary(text) for text in texts]
-    assert lengths.tolist() == [len(ids) for ids in expected]
-    assert tokens.tolist() == [token for ids in expected for token in ids]
-    assert gpt2.decode(tokens) == "".join(texts)
+    assert parsed == reference.encode(text, allowed_special="all")
 
 
 @given(st.text() | st.text("undomake <|>endoftext'\n", max_size=40))
