@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,10 +47,10 @@ kind = "deduplicate"
 )
 
 
-def load(folder: Path, text: str, **given: Any) -> Corpus:
+def load(folder: Path, text: str) -> Corpus:
     path = folder / "data.toml"
     path.write_text(text)
-    return load_corpus(path, given)
+    return load_corpus(path, {})
 
 
 def step(text: str) -> str:
@@ -72,12 +71,6 @@ def test_a_data_file_becomes_a_corpus(tmp_path: Path) -> None:
         Deduplicate(kind="deduplicate"),
     )
     assert corpus.metadata_fields == ("meta.set", "language")
-
-
-def test_values_given_elsewhere_come_first(tmp_path: Path) -> None:
-    corpus = load(tmp_path, FULL, output="elsewhere", inputs=["b.jsonl", "c.jsonl"])
-    assert (corpus.output, corpus.inputs) == ("elsewhere", ("b.jsonl", "c.jsonl"))
-    assert load_corpus(None, {"inputs": ["a"], "output": "o", "tokenizer": "t"}).steps == ()
 
 
 def kinds(*names: str) -> str:

@@ -116,11 +116,6 @@ def test_an_index_may_be_written_in_any_pieces(tmp_path: Path) -> None:
     ]
 
 
-def test_a_corpus_without_documents_can_be_opened(tmp_path: Path) -> None:
-    dataset = IndexedDataset(write(tmp_path / "corpus"))
-    assert (len(dataset), dataset.n_tokens, dataset.document_indices.tolist()) == (0, 0, [0])
-
-
 def test_reads_and_rewrites_megatron_files(shared_data: Path, tmp_path: Path) -> None:
     for prefix in sorted((shared_data / "golden" / "data").glob("synth*.bin")):
         theirs = IndexedDataset(prefix.with_suffix(""))

@@ -19,11 +19,12 @@ from trainyard.data.sidecar import (
     Sidecar,
     SourceRecord,
     StepCount,
-    TokenizerRecord,
     load_sidecar,
     save_sidecar,
 )
 from trainyard.errors import DataError, MachineError
+
+from .records import write_record
 
 
 @pytest.fixture
@@ -31,28 +32,15 @@ def sidecar(tmp_path: Path) -> Sidecar:
     """The record of the token files `tmp_path / "corpus"`, saved."""
     with IndexedWriter(tmp_path / "corpus", np.dtype(np.uint16)) as writer:
         writer.add_document(np.arange(4))
-    index = (tmp_path / "corpus.idx").read_bytes()
-    record = Sidecar(
-        recipe="r" * 64,
-        tokenizer=TokenizerRecord("small", "f" * 64, 300, 299, "text"),
-        json_key="text",
-        append_eod=True,
-        dtype="uint16",
-        documents=1,
-        empty_documents=0,
-        sequences=1,
-        tokens=4,
+    return write_record(
+        tmp_path / "corpus",
         text_bytes=9,
         steps=[StepCount(kind="read", documents_in=3, documents_out=1, dropped={"too long": 2})],
         groups={"ü": GroupCount(1, 9, 4)},
         quarantined={"too long": 2},
         quarantined_places=['a "b"\n.jsonl:2: too long'],
-        bin=FileRecord(writer.bin_blocks),
-        idx=FileRecord([Block(len(index), hashlib.sha256(index).hexdigest())]),
         sources=[SourceRecord('a "b"\n.jsonl', 100, 10**18)],
     )
-    save_sidecar(record, tmp_path / "corpus")
-    return record
 
 
 def test_what_is_saved_is_loaded(sidecar: Sidecar, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiktoken
 from hypothesis import given
@@ -46,16 +45,6 @@ def corpus() -> list[str]:
     return [" ".join(words), "The end, he said; it's 12 o'clock.\n\n", " ".join(reversed(words))]
 
 
-def test_ids_are_those_of_openai(gpt2: Tokenizer, shared_data: Path) -> None:
-    lines = (shared_data / "golden" / "gpt2_tricky.jsonl").read_text("utf-8").splitlines()
-    cases = [json.loads(line) for line in lines]
-    tokens, lengths = gpt2.encode_batch([case["text"] for case in cases])
-    assert tokens.dtype == np.uint32
-    assert lengths.tolist() == [len(case["ids"]) for case in cases]
-    assert tokens.tolist() == [token for case in cases for token in case["ids"]]
-    assert len(cases) > 1000
-
-
 def test_the_fast_engine_is_in_use(gpt2: Tokenizer) -> None:
     assert isinstance(gpt2._engine, subject._GigatokenEngine)
     assert gpt2.vocabulary_size == 50257
@@ -64,15 +53,15 @@ def test_the_fast_engine_is_in_use(gpt2: Tokenizer) -> None:
     assert gpt2.encode(" hello world") == [23748, 995]
 
 
-@pytest.mark.parametrize("text", INJECTIONS)
 def test_an_end_of_document_in_a_text_is_text_or_parsed_on_request(
-    gpt2: Tokenizer, gpt2_folder: Path, reference: tiktoken.Encoding, text: str
+    gpt2: Tokenizer, gpt2_folder: Path, reference: tiktoken.Encoding
 ) -> None:
-    ids = gpt2.encode(text)
-    assert ids == reference.encode_ordinary(text)
-    assert gpt2.decode(ids) == text
-    parsed = load_tokenizer(gpt2_folder, "parse").encode(text)
-    assert parsed == reference.encode(text, allowed_special="all")
+    parsing = load_tokenizer(gpt2_folder, "parse")
+    for text in INJECTIONS:
+        ids = gpt2.encode(text)
+        assert ids == reference.encode_ordinary(text)
+        assert gpt2.decode(ids) == text
+        assert parsing.encode(text) == reference.encode(text, allowed_special="all")
 
 
 @given(st.text() | st.text("undomake <|>endoftext'\n", max_size=40))
@@ -127,12 +116,6 @@ def test_any_change_changes_the_fingerprint(trained_folder: Path, tmp_path: Path
         replace(vocabulary, split={**vocabulary.split, "use_regex": False}),
     ]
     assert len({vocabulary.fingerprint, *(other.fingerprint for other in changed)}) == 5
-
-
-def test_byte_symbols_are_gpt2s() -> None:
-    symbols = byte_symbols()
-    assert len(set(symbols)) == 256
-    assert (symbols[32], symbols[10], symbols[0xE9], symbols[0xAD]) == ("Ġ", "Ċ", "é", "Ń")
 
 
 def test_half_a_character_is_refused_and_decoded_with_a_mark(trained: Tokenizer) -> None:
@@ -267,6 +250,13 @@ def _drop(token: str) -> Callable[[Any], Any]:
     return change
 
 
+def _rename(token: str) -> Callable[[Any], Any]:
+    def change(content: Any) -> None:
+        content["model"]["vocab"]["zz"] = content["model"]["vocab"].pop(token)
+
+    return change
+
+
 def _put(*path: str, value: object) -> Callable[[Any], Any]:
     def change(content: Any) -> None:
         for name in path[:-1]:
@@ -299,6 +289,7 @@ BROKEN = [
         "merge 0 'q' + 'q' needs the token 'qq', which is not",
     ),
     (_drop(EOT), "has no token <|endoftext|>"),
+    (_rename(byte_symbols()[7]), "not a byte-level vocabulary: no token for byte 7"),
 ]
 
 
@@ -315,15 +306,6 @@ def test_a_wrong_tokenizer_is_refused(
     assert problem in caught.value.problem
     assert str(path) in caught.value.problem
     assert caught.value.hint
-
-
-def test_a_vocabulary_without_a_byte_is_refused(trained_folder: Path, tmp_path: Path) -> None:
-    content = json.loads((trained_folder / "tokenizer.json").read_text("utf-8"))
-    ids = content["model"]["vocab"]
-    ids["zz"] = ids.pop(byte_symbols()[7])
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
-    with pytest.raises(DataError, match="not a byte-level vocabulary: no token for byte 7"):
-        load_vocabulary(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"\xff"'])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import tracemalloc
 from dataclasses import replace
@@ -15,45 +14,15 @@ import pytest
 from trainyard.data.block_checker import BlockChecker, Finding, Span
 from trainyard.data.file_record import Block, FileRecord
 from trainyard.data.indexed import IndexedDataset, IndexedWriter
-from trainyard.data.sidecar import Sidecar, TokenizerRecord, save_sidecar
+from trainyard.data.sidecar import TokenizerRecord
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from trainyard.data.verify import DataReport, check_data
 from trainyard.errors import DataError
 
-VOCABULARY_SIZE, EOD = 300, 299
+from .records import EOD, VOCABULARY_SIZE, record_file, write_record
+
 SUFFIXES = (".bin", ".idx", ".json")
 DOCUMENTS = [[5, 6, EOD], [], [7, 8, 9, 10, EOD], [11, EOD], []]
-
-
-def record_file(path: Path, block_bytes: int) -> FileRecord:
-    data = path.read_bytes()
-    blocks = [data[first : first + block_bytes] for first in range(0, len(data), block_bytes)]
-    return FileRecord([Block(len(b), hashlib.sha256(b).hexdigest()) for b in blocks])
-
-
-def write_record(prefix: Path, block_bytes: int = 7, **changes: object) -> None:
-    dataset = IndexedDataset(prefix)
-    empty = int(np.count_nonzero(np.diff(dataset.document_indices) == 0))
-    record = Sidecar(
-        recipe="r" * 64,
-        tokenizer=TokenizerRecord("small", "f" * 64, VOCABULARY_SIZE, EOD, "text"),
-        json_key="text",
-        append_eod=True,
-        dtype=dataset.dtype.name,
-        documents=len(dataset.document_indices) - 1,
-        empty_documents=empty,
-        sequences=len(dataset),
-        tokens=dataset.n_tokens,
-        text_bytes=100,
-        steps=[],
-        groups={},
-        quarantined={},
-        quarantined_places=[],
-        bin=record_file(Path(f"{prefix}.bin"), block_bytes),
-        idx=record_file(Path(f"{prefix}.idx"), block_bytes),
-        sources=[],
-    )
-    save_sidecar(msgspec.structs.replace(record, **changes), prefix)
 
 
 def write_corpus(

@@ -43,9 +43,7 @@ def run_folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -
         for number in range(60):
             ids = [*tokenizer.encode(TEXT[number:]), tokenizer.eod_id]
             writer.add_document(np.array(ids, np.uint16))
-    path = folder.parent / "tokenizer"
-    path.mkdir()
-    train_tokenizer([TEXT], 280, path)
+    path = train_tokenizer([TEXT], 280, folder.parent / "tokenizer").parent
     save_untrained(folder, f"data.blend.prefixes=['{prefix}']", f"tokenizer.path='{path}'")
     return folder
 

@@ -56,12 +56,8 @@ VARIANTS = {
     "untied": {"tie_word_embeddings": False},
     "narrow": {"n_inner": 80},
     "sharded": {"shard": "40KB"},
-    "other numbers": {
-        "layer_norm_epsilon": 1e-3,
-        "embd_pdrop": 0,
-        "attn_pdrop": 0,
-        "resid_pdrop": 0,
-    },
+    "no dropout": dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0),
+    "other epsilon": {"layer_norm_epsilon": 1e-3},
     "other spelling": {"activation_function": "gelu_pytorch_tanh"},
 }
 

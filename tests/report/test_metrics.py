@@ -10,6 +10,8 @@ from trainyard.errors import DataError
 from trainyard.report.history import Metrics
 from trainyard.report.metrics import LINE_LIMIT_BYTES, MetricsFile, read_metrics
 
+from .conftest import run_lines
+
 
 def trained(step: int, loss: float | None = 1.0) -> dict[str, Any]:
     return {"kind": "train", "time": step, "step": step, "tokens": 100 * step, "loss": loss}
@@ -25,8 +27,8 @@ def steps(metrics: Metrics) -> list[float]:
     return metrics.train["step"].tolist()
 
 
-def test_every_kind_is_sorted_out(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
-    metrics = read_metrics(write(tmp_path, *lines, {"kind": "later-version", "step": 3}))
+def test_every_kind_is_sorted_out(tmp_path: Path) -> None:
+    metrics = read_metrics(write(tmp_path, *run_lines(), {"kind": "later-version", "step": 3}))
     assert steps(metrics) == list(range(1, 21))
     assert [line["loss"] for line in metrics.evaluations] == [4.5]
     assert [line["prompt"] for line in metrics.samples] == ["The"]

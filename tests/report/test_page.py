@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -178,14 +177,12 @@ def test_damaged_lines_and_the_outcome_are_told(make_run_folder: MakeRunFolder) 
     assert "ended: 10 steps in a row." in text
 
 
-def test_samples_over_time_are_shown_from_the_newest(
-    make_run_folder: MakeRunFolder, lines: list[dict[str, Any]]
-) -> None:
+def test_samples_over_time_are_shown_from_the_newest(make_run_folder: MakeRunFolder) -> None:
     samples = [
         {"kind": "sample", "step": step, "prompt": "Once", "text": f"Once text {step}."}
         for step in range(100)
     ]
-    page = Page(report(make_run_folder(lines=[*lines, *samples])))
+    page = Page(report(make_run_folder(lines=[*run_lines(), *samples])))
     assert "Once text 99.Earlier in training" in page.text.replace("\n", "")
     assert page.text.count("Once text ") == 8
     assert page.text.index("text 99") < page.text.index("text 0.")
@@ -214,10 +211,8 @@ def test_a_long_run_of_many_samples_and_events_stays_small(make_run_folder: Make
     assert len(html) < 2_000_000
 
 
-def test_a_run_that_has_only_started_has_a_report(
-    make_run_folder: MakeRunFolder, lines: list[dict[str, Any]]
-) -> None:
-    folder = make_run_folder(lines=lines[:1])
+def test_a_run_that_has_only_started_has_a_report(make_run_folder: MakeRunFolder) -> None:
+    folder = make_run_folder(lines=run_lines()[:1])
     (folder / "plan.json").unlink()
     (folder / "versions.json").unlink()
     page = Page(report(folder))

@@ -328,16 +328,6 @@ def test_what_passes_is_outlasted(server: Server, tmp_path: Path, name: str, lar
     assert left == sorted([LISTING_NAME, Path(A).name])
 
 
-def test_a_cut_body_goes_on_where_it_ended(server: Server, tmp_path: Path) -> None:
-    server.publish({A: some_bytes(1)})
-    server.faults[RESOLVE + A] = ["cut"]
-    get(server, tmp_path)
-    first, second = server.asked(RESOLVE + A)
-    assert "Range" not in first
-    assert (second["Range"], second["If-Range"]) == (f"bytes={HALF}-", '"one"')
-    assert server.n_sent - sum(map(len, server.files.values())) == 0
-
-
 @pytest.mark.parametrize("large", [True, False], ids=["checksum", "no checksum"])
 @pytest.mark.parametrize("fault", ["", "ignore If-Range"])
 def test_a_file_that_changes_between_two_attempts_is_not_mixed(

@@ -84,8 +84,10 @@ def test_names_are_those_of_megatron_and_sort_as_the_outputs_do() -> None:
     assert many == sorted(many)
 
 
-def test_where_things_lie_decides_nothing(folder: Path) -> None:
+def test_names_and_places_decide_nothing(folder: Path) -> None:
     assert plan(folder).recipe == plan(folder, output="elsewhere", tokenizer="other").recipe
+    renamed = msgspec.structs.replace(TOKENIZER, name="copy_of_gpt2")
+    assert plan(folder).recipe == plan(folder, renamed).recipe
     glob = f"{folder}/*.*"
     assert plan(folder).recipe == plan(folder, inputs=(glob,)).recipe
 
@@ -159,16 +161,3 @@ def test_other_orders_units_and_versions_are_named(folder: Path) -> None:
     ):
         with pytest.raises(DataError, match=problem):
             now.identity.check_equal(other, "data/web.work", "")
-
-
-def test_the_name_of_the_tokenizer_decides_nothing(folder: Path) -> None:
-    renamed = msgspec.structs.replace(TOKENIZER, name="copy_of_gpt2")
-    assert plan(folder).recipe == plan(folder, renamed).recipe
-
-
-def test_a_name_that_is_no_unicode_is_planned_or_refused(folder: Path) -> None:
-    (folder / "\udcff.jsonl").write_bytes(LINE)
-    try:
-        assert plan(folder).recipe
-    except DataError as error:
-        str(error).encode()  # can be shown

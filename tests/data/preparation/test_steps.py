@@ -75,13 +75,6 @@ def test_counts_add_up_over_batches() -> None:
     assert (count.documents_in, count.documents_out, count.dropped) == (4, 2, {"too short": 2})
 
 
-def test_keep_drops_what_has_no_value() -> None:
-    step = Keep(kind="keep", field="language", values=("en",))
-    left, _, counts = apply([step], ["a", "b", "c"], {"language": ["", "en", "EN"]})
-    assert left == ["b"]
-    assert counts[0].dropped == {"not kept: language": 2}
-
-
 @pytest.mark.parametrize(
     ("text", "nfc", "nfkc"),
     [
