@@ -47,12 +47,6 @@ def test_preset_then_file_then_command_line(tmp_path: Path) -> None:
     assert "guard.skipped_steps_limit" not in origins
 
 
-def test_extends_a_file_beside_it(tmp_path: Path) -> None:
-    write(tmp_path, "base.toml", "[model]\nn_layers = 5\n")
-    child = write(tmp_path, "child.toml", 'extends = "base.toml"\n')
-    assert load_run(child).run.model.n_layers == 5
-
-
 def test_extends_one_level_only(tmp_path: Path) -> None:
     write(tmp_path, "base.toml", 'extends = "tiny"\n')
     child = write(tmp_path, "child.toml", 'extends = "base.toml"\n')

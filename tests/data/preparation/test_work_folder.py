@@ -217,6 +217,19 @@ def test_a_claim_left_on_a_finished_piece_is_dropped(tmp_path: Path) -> None:
     assert folder.names("todo") == [f"{piece}.0" for piece in PIECES[1:]]
 
 
+def test_a_piece_at_which_three_workers_died_is_named(tmp_path: Path) -> None:
+    folder = make(tmp_path / "x.work", PIECES[:1])
+    for attempt in range(2):
+        assert take(enter(folder.path, FAR)).attempt == attempt
+        folder.take_back(FAR)
+    take(enter(folder.path, FAR))
+    with pytest.raises(MachineError, match=f"3 workers died at {PIECES[0]}, .* {FAR}") as caught:
+        folder.take_back(FAR)
+    assert "out of memory is the usual reason" in caught.value.hint
+    folder.forgive()
+    assert take(folder).attempt == 0
+
+
 def test_a_worker_that_was_ended_is_no_attempt(tmp_path: Path) -> None:
     folder = make(tmp_path / "x.work")
     take(enter(folder.path, FAR))
