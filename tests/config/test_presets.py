@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -20,14 +21,18 @@ def billions(name: str, tensor: int = 1) -> float:
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_every_preset_loads_resolves_and_says_what_it_is(name: str) -> None:
+def test_every_preset_loads_resolves_and_is_rendered(name: str, tmp_path: Path) -> None:
     run = preset(name)
     assert run.name == name
     assert len(run.description) > 20
     assert resolve(run).n_steps > 0
+    path = tmp_path / "run.toml"
+    path.write_text(render_run(run), encoding="utf-8")
+    assert load_run(str(path)).run == run
 
 
 def test_all_families_are_there() -> None:
+    assert preset_names() == sorted(preset_names())
     families = [name.partition("-")[0] for name in preset_names()]
     sizes = {family: families.count(family) for family in families}
     assert sizes == {
@@ -141,11 +146,3 @@ def test_polaris_arguments() -> None:
             assert run.optimizer.weight_decay == 0.01
             assert str(run.schedule.decay) == str(run.train.length) == "320k steps"
             assert run.train.global_batch_size == 512
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_rendered_preset_reads_back_as_the_same_run(name: str, tmp_path) -> None:
-    run = preset(name)
-    path = tmp_path / "run.toml"
-    path.write_text(render_run(run), encoding="utf-8")
-    assert load_run(str(path)).run == run

@@ -46,7 +46,6 @@ IMPOSSIBLE = [
     ("optimizer.clip_norm=nan", "greater than 0 (got nan)"),
     ("optimizer.betas=[0.9, 1.0]", "betas must be at least 0 and below 1 (got [0.9, 1.0])"),
     ("parallel.zero_stage=4", "less than or equal to 3 (got 4)"),
-    ("precision.kind=bf17", "Input should be 'fp32', 'fp16', 'bf16', 'fp8' or 'fp8_lowbit'"),
     ("schedule.kind=cosin", "Input should be 'cosine', 'linear', 'constant' or"),
     ("name=a/b", "name: a name has letters, digits and . _ - and starts with the first two"),
     ("name=..", "starts with the first two (got '..')"),
@@ -54,17 +53,6 @@ IMPOSSIBLE = [
     (
         "model.n_heads=5",
         "must be divisible by n_heads=5; nearest n_heads that divides: 4",
-    ),
-    ("parallel.context=8", "must be divisible by parallel.tensor=1 x parallel.context=8"),
-    ("parallel.pipeline=3", "model.n_layers=2 is fewer than parallel.pipeline=3"),
-    ("parallel.chunks=3", "is fewer than parallel.pipeline=1 x parallel.chunks=3"),
-    (
-        "train.global_batch_size=6",
-        "train.global_batch_size=6 must be divisible by train.micro_batch_size=4",
-    ),
-    (
-        "train.batch_ramp={start=2,increment=2,length='9steps'}",
-        "'9steps' is not a length",
     ),
     (
         "train.batch_ramp={start=2,increment=6,length='99 tokens'}",
@@ -117,11 +105,6 @@ FP8 = "model.n_layers=4; precision.kind=fp8"
 LOW_BIT = "model.n_layers=4; precision.kind=fp8_lowbit"
 REFUSED_LAYOUTS = [  # the whole sentence
     (
-        "model.n_heads=4; parallel.tensor=8",
-        "model.n_heads=4 must be divisible by parallel.tensor=8 x parallel.context=1: "
-        "a rank has whole heads; nearest that works: parallel.tensor=4",
-    ),
-    (
         "parallel.tensor=4; parallel.context=2; model.dropout=0.0",
         "model.n_heads=4 must be divisible by parallel.tensor=4 x parallel.context=2: a rank has "
         "whole heads; nearest that works: parallel.context=1, or parallel.context_method="
@@ -131,11 +114,6 @@ REFUSED_LAYOUTS = [  # the whole sentence
         "parallel.tensor=8; parallel.context=2; parallel.context_method=ring; model.dropout=0.0",
         "model.n_heads=4 must be divisible by parallel.tensor=8: a rank has whole heads; "
         "nearest that works: parallel.tensor=4",
-    ),
-    (
-        "model.d_ff=255; parallel.tensor=2",
-        "model.d_ff=255 must be divisible by parallel.tensor=2: a rank has an equal part; "
-        "nearest that works: parallel.tensor=1",
     ),
     (
         "model.sequence_length=62; parallel.tensor=4; parallel.sequence=true",
@@ -299,8 +277,9 @@ def test_what_cannot_be_is_said(overrides: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "override",
+    "overrides",
     [
+        "schedule.kind=constant; schedule.warmup=99 steps",  # needs no decay
         "schedule.warmup=0 steps",
         "checkpoint.interval=0",
         "evaluate.batches=0",
@@ -317,24 +296,14 @@ def test_what_cannot_be_is_said(overrides: str, message: str) -> None:
         "train.batch_ramp={start=8,increment=3,length='99 tokens'}",  # no increments
     ],
 )
-def test_edges_that_are_allowed(override: str) -> None:
-    load_run("tiny", [override])
-
-
-def test_a_constant_rate_needs_no_decay() -> None:
-    load_run("tiny", ["schedule.kind=constant", "schedule.warmup=99 steps"])
+def test_edges_that_are_allowed(overrides: str) -> None:
+    load_run("tiny", overrides.split("; "))
 
 
 def test_runs_cannot_be_changed() -> None:
     run = Run()
     with pytest.raises(ValidationError, match="frozen"):
         run.model.n_layers = 3  # type: ignore[misc]
-
-
-def test_lists_become_tuples_and_runs_compare() -> None:
-    run = load_run("tiny", ["optimizer.betas=[0.9, 0.95]"]).run
-    assert run.optimizer.betas == (0.9, 0.95)
-    assert run == load_run("tiny").run
 
 
 def test_defaults_are_the_125m_of_the_paper() -> None:

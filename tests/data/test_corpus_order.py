@@ -65,12 +65,6 @@ def test_sequences_begin_where_counting_says(
     assert found.tolist() == walk_index(lengths, slots, n_sequences, cut)
 
 
-def test_the_worked_example() -> None:
-    cut = SequenceSettings(3, 1)
-    slabs = sequence_index_slabs(np.array([3, 4, 2], np.int32), np.array([1, 2, 0]), 2, cut)
-    assert np.concatenate(list(slabs)).tolist() == [[0, 0], [0, 3], [2, 0]]
-
-
 def test_more_documents_than_one_slab() -> None:
     lengths = np.random.RandomState(0).randint(1, 30, 70_000).astype(np.int32)
     slots = np.random.RandomState(1).permutation(70_000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import tomllib
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import trainyard.data
 from trainyard.config.corpus import Corpus
 from trainyard.data.preparation.prepare import prepare, train_on_inputs
-from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
+from trainyard.data.tokenizer import train_tokenizer
 from trainyard.data.vocabulary import load_vocabulary
 from trainyard.errors import DataError
 
@@ -29,28 +28,12 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_every_id_is_openais(shared_data: Path) -> None:
-    ids = json.loads((shared_data / "gpt2/vocab.json").read_bytes())
-    shipped, published = load_vocabulary("gpt2"), load_vocabulary(shared_data / "gpt2")
-    assert {token: token_id for token_id, token in enumerate(shipped.tokens)} == ids
-    assert len(ids) == 50257
-    assert shipped.merges == published.merges
-    assert shipped.fingerprint == published.fingerprint
-
-
 def test_every_id_is_that_of_the_pinned_checksum() -> None:
     vocabulary = load_vocabulary("gpt2")
     assert len(vocabulary.tokens) == 50257
     assert vocabulary.special_tokens == {"<|endoftext|>": 50256}
     digest = hashlib.sha256("\n".join(vocabulary.tokens).encode()).hexdigest()
     assert (digest, vocabulary.fingerprint) == (TOKENS_SHA256, FINGERPRINT)
-
-
-def test_it_encodes_and_decodes() -> None:
-    tokenizer = load_tokenizer("gpt2")
-    assert tokenizer.name == "gpt2"
-    assert tokenizer.encode(" hello world") == [23748, 995]
-    assert tokenizer.decode([23748, 995, tokenizer.eod_id]) == " hello world<|endoftext|>"
 
 
 def test_its_files_are_package_data_with_their_licence() -> None:

@@ -83,12 +83,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert "cache folder" in caught.value.hint
 
 
-def test_a_key_depends_on_every_input() -> None:
-    cache = IndexCache(None)
-    assert cache.key(seed=1, asked=None) == cache.key(asked=None, seed=1)
-    assert cache.key(seed=1, asked=None) != cache.key(seed=2, asked=None)
-
-
 @pytest.mark.parametrize("sidecar", [True, False])
 def test_replaced_data_is_other_data_and_moved_data_is_not(tmp_path: Path, sidecar: bool) -> None:
     cache = IndexCache(tmp_path / "cache")
@@ -104,17 +98,6 @@ def test_replaced_data_is_other_data_and_moved_data_is_not(tmp_path: Path, sidec
     for tokens, lengths in (([1, 2, 3, 5], [2, 2]), ([1, 2, 3, 4], [1, 3])):  # the same sizes
         write_corpus(tmp_path / "corpus", tokens, lengths)
         assert cache.fingerprint(prefix) != first
-
-
-def test_a_record_is_believed_without_reading_the_files(tmp_path: Path) -> None:
-    prefix = write_corpus(tmp_path / "corpus", [1, 2], [2])
-    write_sidecar(prefix, bin={"blocks": [[1, "of another"], [3, "file"]]})
-    cache = IndexCache(tmp_path / "cache")
-    believed = cache.fingerprint(prefix)
-    assert not (tmp_path / "cache").exists()
-    now_ns = Path(f"{prefix}.json").stat().st_mtime_ns
-    os.utime(f"{prefix}.bin", ns=(now_ns + 1, now_ns + 1))
-    assert cache.fingerprint(prefix) != believed
 
 
 @pytest.mark.parametrize(

@@ -116,11 +116,6 @@ def test_an_index_may_be_written_in_any_pieces(tmp_path: Path) -> None:
     ]
 
 
-def test_a_corpus_without_documents_can_be_opened(tmp_path: Path) -> None:
-    dataset = IndexedDataset(write(tmp_path / "corpus"))
-    assert (len(dataset), dataset.n_tokens, dataset.document_indices.tolist()) == (0, 0, [0])
-
-
 def test_reads_and_rewrites_megatron_files(shared_data: Path, tmp_path: Path) -> None:
     for prefix in sorted((shared_data / "golden" / "data").glob("synth*.bin")):
         theirs = IndexedDataset(prefix.with_suffix(""))
@@ -141,6 +136,8 @@ def test_an_error_leaves_nothing_behind_and_old_files_alone(tmp_path: Path) -> N
     before = read_bytes(prefix)
     with pytest.raises(RuntimeError), IndexedWriter(prefix, UINT16) as writer:
         writer.add_document(np.array([3]))
+        (added,) = set(tmp_path.iterdir()) - set(token_paths(prefix))
+        assert added.name == "corpus.bin.partial"  # files appear only at the end
         raise RuntimeError
     assert read_bytes(prefix) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]
@@ -152,13 +149,6 @@ def test_an_old_index_goes_before_its_tokens_do(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match=r"corpus.bin.partial: Is a directory"):
         write(tmp_path / "corpus", [1])
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.bin"]
-
-
-def test_files_appear_only_at_the_end(tmp_path: Path) -> None:
-    with IndexedWriter(tmp_path / "corpus", UINT16) as writer:
-        writer.add_document(np.array([3]))
-        assert [path.name for path in tmp_path.iterdir()] == ["corpus.bin.partial"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]
 
 
 def test_a_token_that_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -231,30 +221,21 @@ def test_damage_is_refused_with_its_place(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "problem"),
-    [(20, "20 bytes, less than its header of 34"), (81, "81 bytes, but its counts at byte 18")],
+    ("documents", "size", "added", "problem"),
+    [
+        (2, 20, b"", "20 bytes, less than its header of 34"),
+        (2, 81, b"", "81 bytes, but its counts at byte 18"),
+        (2, None, b"\0\0", "2 bytes longer than its counts say: a multimodal index"),
+        (0, 26, bytes(8), "document_indices end at 0, not at the 0 sequences"),
+    ],
 )
-def test_a_short_index_is_refused(tmp_path: Path, size: int, problem: str) -> None:
-    prefix = write(tmp_path / "corpus", [5, 6, 7], [8, 7])
+def test_an_index_of_another_size_is_refused(
+    tmp_path: Path, documents: int, size: int | None, added: bytes, problem: str
+) -> None:
+    prefix = write(tmp_path / "corpus", *[[5, 6, 7], [8, 7]][:documents])
     path = tmp_path / "corpus.idx"
-    path.write_bytes(path.read_bytes()[:size])
+    path.write_bytes(path.read_bytes()[:size] + added)
     with pytest.raises(DataError, match=problem):
-        IndexedDataset(prefix)
-
-
-def test_a_multimodal_index_is_refused(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "corpus", [5, 6, 7], [8, 7])
-    path = tmp_path / "corpus.idx"
-    path.write_bytes(path.read_bytes() + b"\0\0")
-    with pytest.raises(DataError, match="2 bytes longer than its counts say: a multimodal index"):
-        IndexedDataset(prefix)
-
-
-def test_an_index_without_document_entries_is_refused(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "corpus")
-    path = tmp_path / "corpus.idx"
-    path.write_bytes(path.read_bytes()[:26] + bytes(8))
-    with pytest.raises(DataError, match="document_indices end at 0, not at the 0 sequences"):
         IndexedDataset(prefix)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainyard.data.file_record import FileRecord
@@ -64,22 +64,6 @@ def check_merge(
 DOCUMENTS: list[Document] = [[[5, 6, 7]], [], [[8, 7]], [[1], [2, 3]], [[9]]]
 
 
-@pytest.mark.parametrize(
-    "stays",
-    [
-        None,
-        [True] * 5,
-        [False] * 5,
-        [True, False, False, True, True],
-        [False, True, False, False, False],
-        [False, True, True, True, False],
-    ],
-    ids=["all", "all, said so", "none", "some", "only the empty one", "the middle"],
-)
-def test_parts_are_joined(tmp_path: Path, stays: list[bool] | None) -> None:
-    check_merge(tmp_path, [DOCUMENTS, DOCUMENTS], [stays, None])
-
-
 def test_parts_with_nothing_in_them(tmp_path: Path) -> None:
     check_merge(tmp_path, [[], [[], []], DOCUMENTS, [], [[]]], [None, None, None, [], [False]])
     assert merge_parts([], tmp_path / "empty", UINT16)[0].blocks == []
@@ -101,7 +85,9 @@ def corpora_with_gaps(
 
 
 @given(drawn=corpora_with_gaps())
-@settings(max_examples=20)
+@settings(max_examples=60)
+@example(drawn=([DOCUMENTS] * 2, [[False] * 5, [False, True, False, False, False]]))
+@example(drawn=([DOCUMENTS] * 2, [[False, True, True, True, False], [True] * 5]))
 def test_any_parts_are_joined(
     tmp_path_factory: pytest.TempPathFactory,
     drawn: tuple[list[list[Document]], list[list[bool] | None]],
@@ -139,19 +125,26 @@ def refuse_with(code: int) -> Refusal:
     return refuse
 
 
-def test_a_kernel_that_copies_little_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = os.copy_file_range
-    monkeypatch.setattr(os, "copy_file_range", lambda s, t, count: copy(s, t, min(count, 3)))
-    check_merge(tmp_path, [DOCUMENTS] * 3, [None, [True, False] * 2 + [True], None])
+copy_file_range = os.copy_file_range
+KERNELS: dict[str, Refusal | None] = {
+    "copies little at a time": lambda s, t, count: copy_file_range(s, t, min(count, 3)),
+    **{
+        errno.errorcode[code]: refuse_with(code)
+        for code in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+    },
+    "copies nothing": lambda source, target, count: 0,
+    "has no such call": None,
+}
 
 
-@pytest.mark.parametrize("code", [errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_kernel_that_does_not_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_that_copy_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
-    monkeypatch.setattr(os, "copy_file_range", refuse_with(code))
+    if copy := KERNELS[kernel]:
+        monkeypatch.setattr(os, "copy_file_range", copy)
+    else:
+        monkeypatch.delattr(os, "copy_file_range")
     check_merge(tmp_path, [DOCUMENTS] * 3, [None, [True, False] * 2 + [True], None])
 
 
@@ -167,32 +160,6 @@ def test_a_kernel_that_stops_in_the_middle(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "copy_file_range", copy_once)
     check_merge(tmp_path, [DOCUMENTS] * 3, [None, [True, False] * 2 + [True], None])
     assert calls[0] == 4
-
-
-def test_a_system_without_kernel_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "copy_file_range")
-    check_merge(tmp_path, [DOCUMENTS] * 2, [None, None])
-
-
-def test_a_file_system_on_which_the_kernel_copies_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "copy_file_range", lambda source, target, count: 0)
-    check_merge(tmp_path, [DOCUMENTS] * 2, [None, None])
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second file system")
-def test_from_one_file_system_to_another(tmp_path: Path) -> None:
-    part = write_part(tmp_path / "part", DOCUMENTS)
-    elsewhere = Path("/dev/shm") / f"trainyard-test-{os.getpid()}"
-    try:
-        bin_record, _ = merge_parts([part, part], elsewhere, UINT16)
-        write_part(tmp_path / "whole", DOCUMENTS * 2)
-        assert read_bytes(elsewhere) == read_bytes(tmp_path / "whole")
-        assert bin_record.blocks == part.blocks * 2
-    finally:
-        for path in token_paths(elsewhere):
-            path.unlink(missing_ok=True)
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

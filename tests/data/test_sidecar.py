@@ -19,12 +19,12 @@ from trainyard.data.sidecar import (
     Sidecar,
     SourceRecord,
     StepCount,
-    TokenizerRecord,
     load_sidecar,
     save_sidecar,
 )
-from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
 from trainyard.errors import DataError, MachineError
+
+from .records import write_record
 
 
 @pytest.fixture
@@ -32,28 +32,15 @@ def sidecar(tmp_path: Path) -> Sidecar:
     """The record of the token files `tmp_path / "corpus"`, saved."""
     with IndexedWriter(tmp_path / "corpus", np.dtype(np.uint16)) as writer:
         writer.add_document(np.arange(4))
-    index = (tmp_path / "corpus.idx").read_bytes()
-    record = Sidecar(
-        recipe="r" * 64,
-        tokenizer=TokenizerRecord("small", "f" * 64, 300, 299, "text"),
-        json_key="text",
-        append_eod=True,
-        dtype="uint16",
-        documents=1,
-        empty_documents=0,
-        sequences=1,
-        tokens=4,
+    return write_record(
+        tmp_path / "corpus",
         text_bytes=9,
         steps=[StepCount(kind="read", documents_in=3, documents_out=1, dropped={"too long": 2})],
         groups={"ü": GroupCount(1, 9, 4)},
         quarantined={"too long": 2},
         quarantined_places=['a "b"\n.jsonl:2: too long'],
-        bin=FileRecord(writer.bin_blocks),
-        idx=FileRecord([Block(len(index), hashlib.sha256(index).hexdigest())]),
         sources=[SourceRecord('a "b"\n.jsonl', 100, 10**18)],
     )
-    save_sidecar(record, tmp_path / "corpus")
-    return record
 
 
 def test_what_is_saved_is_loaded(sidecar: Sidecar, tmp_path: Path) -> None:
@@ -117,34 +104,6 @@ def test_sizes_are_compared(sidecar: Sidecar, tmp_path: Path) -> None:
             sidecar.check_sizes(tmp_path / "corpus")
         assert "copy all three files" in caught.value.hint
         path.write_bytes(data)
-
-
-def test_another_tokenizer_is_refused(sidecar: Sidecar, tmp_path: Path) -> None:
-    words = ["other words, and more of other words"]
-    tokenizer = load_tokenizer(train_tokenizer(words, 260, tmp_path / "other"))
-    with pytest.raises(DataError) as caught:
-        sidecar.check_against(tokenizer, "corpus")
-    for part in ("corpus", "small", "other", "f" * 16, tokenizer.fingerprint[:16], "300", "260"):
-        assert part in caught.value.problem
-    assert "name the tokenizer that made the data" in caught.value.hint
-    made = TokenizerRecord("x", tokenizer.fingerprint, 260, 259, "text")
-    msgspec.structs.replace(sidecar, tokenizer=made).check_against(tokenizer, "corpus")
-
-
-def test_counts_add_up() -> None:
-    total = StepCount(kind="length", documents_in=3, documents_out=2, dropped={"too long": 1})
-    more = StepCount(
-        kind="length", documents_in=5, documents_out=2, bytes_in=9, bytes_out=4,
-        dropped={"too long": 1, "too short": 2},
-    )  # fmt: skip
-    total.add(more)
-    assert (total.documents_in, total.documents_out) == (8, 4)
-    assert (total.bytes_in, total.bytes_out) == (9, 4)
-    assert total.dropped == {"too long": 2, "too short": 2}
-    assert StepCount(kind="length").dropped == {}
-    group = GroupCount(1, 2, 3)
-    group.add(GroupCount(10, 20, 30))
-    assert group == GroupCount(11, 22, 33)
 
 
 def test_blocks_end_between_two_writes(tmp_path: Path) -> None:

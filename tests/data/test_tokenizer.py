@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiktoken
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
@@ -25,26 +24,6 @@ from trainyard.errors import DataError
 
 EOT = "<|endoftext|>"
 INJECTIONS = [EOT, f"a{EOT}b", f"{EOT}{EOT}", f" {EOT} \n{EOT}", "<|endoftext", f"x<|{EOT}|>"]
-
-
-@pytest.fixture(scope="module")
-def gpt2_folder(shared_data: Path) -> Path:
-    return shared_data / "gpt2"
-
-
-@pytest.fixture(scope="module")
-def gpt2(gpt2_folder: Path) -> Tokenizer:
-    return load_tokenizer(gpt2_folder)
-
-
-@pytest.fixture(scope="module")
-def gpt2_tiktoken(gpt2_folder: Path) -> tiktoken.Encoding:
-    vocabulary = load_vocabulary(gpt2_folder)
-    ranks = {data: rank for rank, data in enumerate(vocabulary.token_bytes[:-1])}
-    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-    return tiktoken.Encoding(
-        "gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: 50256}
-    )
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +45,6 @@ def corpus() -> list[str]:
     return [" ".join(words), "The end, he said; it's 12 o'clock.\n\n", " ".join(reversed(words))]
 
 
-def test_ids_are_those_of_openai(gpt2: Tokenizer, shared_data: Path) -> None:
-    lines = (shared_data / "golden" / "gpt2_tricky.jsonl").read_text("utf-8").splitlines()
-    cases = [json.loads(line) for line in lines]
-    tokens, lengths = gpt2.encode_batch([case["text"] for case in cases])
-    assert tokens.dtype == np.uint32
-    assert lengths.tolist() == [len(case["ids"]) for case in cases]
-    assert tokens.tolist() == [token for case in cases for token in case["ids"]]
-    assert len(cases) > 1000
-
-
 def test_the_fast_engine_is_in_use(gpt2: Tokenizer) -> None:
     assert isinstance(gpt2._engine, subject._GigatokenEngine)
     assert gpt2.vocabulary_size == 50257
@@ -84,35 +53,15 @@ def test_the_fast_engine_is_in_use(gpt2: Tokenizer) -> None:
     assert gpt2.encode(" hello world") == [23748, 995]
 
 
-@pytest.mark.parametrize("text", INJECTIONS)
-def test_an_end_of_document_in_a_text_is_text(
-    gpt2: Tokenizer, gpt2_tiktoken: tiktoken.Encoding, text: str
-) -> None:
-    ids = gpt2.encode(text)
-    assert 50256 not in ids
-    assert ids == gpt2_tiktoken.encode_ordinary(text)
-    assert gpt2.decode(ids) == text
-
-
-def test_an_end_of_document_in_a_text_is_parsed_on_request(
-    gpt2_folder: Path, gpt2_tiktoken: tiktoken.Encoding
+def test_an_end_of_document_in_a_text_is_text_or_parsed_on_request(
+    gpt2: Tokenizer, gpt2_folder: Path, reference: tiktoken.Encoding
 ) -> None:
     parsing = load_tokenizer(gpt2_folder, "parse")
-    assert parsing.encode(f"a{EOT}b") == [64, 50256, 65]
     for text in INJECTIONS:
-        assert parsing.encode(text) == gpt2_tiktoken.encode(text, allowed_special="all")
-
-
-@settings(max_examples=50)
-@given(st.lists(st.text(), max_size=4))
-def test_any_text_has_the_ids_of_tiktoken_and_comes_back(
-    gpt2: Tokenizer, gpt2_tiktoken: tiktoken.Encoding, texts: list[str]
-) -> None:
-    tokens, lengths = gpt2.encode_batch(texts)
-    expected = [gpt2_tiktoken.encode_ordinary(text) for text in texts]
-    assert lengths.tolist() == [len(ids) for ids in expected]
-    assert tokens.tolist() == [token for ids in expected for token in ids]
-    assert gpt2.decode(tokens) == "".join(texts)
+        ids = gpt2.encode(text)
+        assert ids == reference.encode_ordinary(text)
+        assert gpt2.decode(ids) == text
+        assert parsing.encode(text) == reference.encode(text, allowed_special="all")
 
 
 @given(st.text() | st.text("undomake <|>endoftext'\n", max_size=40))
@@ -167,12 +116,6 @@ def test_any_change_changes_the_fingerprint(trained_folder: Path, tmp_path: Path
         replace(vocabulary, split={**vocabulary.split, "use_regex": False}),
     ]
     assert len({vocabulary.fingerprint, *(other.fingerprint for other in changed)}) == 5
-
-
-def test_byte_symbols_are_gpt2s() -> None:
-    symbols = byte_symbols()
-    assert len(set(symbols)) == 256
-    assert (symbols[32], symbols[10], symbols[0xE9], symbols[0xAD]) == ("Ġ", "Ċ", "é", "Ń")
 
 
 def test_half_a_character_is_refused_and_decoded_with_a_mark(trained: Tokenizer) -> None:
@@ -307,6 +250,13 @@ def _drop(token: str) -> Callable[[Any], Any]:
     return change
 
 
+def _rename(token: str) -> Callable[[Any], Any]:
+    def change(content: Any) -> None:
+        content["model"]["vocab"]["zz"] = content["model"]["vocab"].pop(token)
+
+    return change
+
+
 def _put(*path: str, value: object) -> Callable[[Any], Any]:
     def change(content: Any) -> None:
         for name in path[:-1]:
@@ -339,6 +289,7 @@ BROKEN = [
         "merge 0 'q' + 'q' needs the token 'qq', which is not",
     ),
     (_drop(EOT), "has no token <|endoftext|>"),
+    (_rename(byte_symbols()[7]), "not a byte-level vocabulary: no token for byte 7"),
 ]
 
 
@@ -355,15 +306,6 @@ def test_a_wrong_tokenizer_is_refused(
     assert problem in caught.value.problem
     assert str(path) in caught.value.problem
     assert caught.value.hint
-
-
-def test_a_vocabulary_without_a_byte_is_refused(trained_folder: Path, tmp_path: Path) -> None:
-    content = json.loads((trained_folder / "tokenizer.json").read_text("utf-8"))
-    ids = content["model"]["vocab"]
-    ids["zz"] = ids.pop(byte_symbols()[7])
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
-    with pytest.raises(DataError, match="not a byte-level vocabulary: no token for byte 7"):
-        load_vocabulary(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"\xff"'])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import shutil
 import struct
 import tracemalloc
 from dataclasses import replace
@@ -16,45 +14,15 @@ import pytest
 from trainyard.data.block_checker import BlockChecker, Finding, Span
 from trainyard.data.file_record import Block, FileRecord
 from trainyard.data.indexed import IndexedDataset, IndexedWriter
-from trainyard.data.sidecar import Sidecar, TokenizerRecord, save_sidecar
+from trainyard.data.sidecar import TokenizerRecord
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from trainyard.data.verify import DataReport, check_data
 from trainyard.errors import DataError
 
-VOCABULARY_SIZE, EOD = 300, 299
+from .records import EOD, VOCABULARY_SIZE, record_file, write_record
+
 SUFFIXES = (".bin", ".idx", ".json")
 DOCUMENTS = [[5, 6, EOD], [], [7, 8, 9, 10, EOD], [11, EOD], []]
-
-
-def record_file(path: Path, block_bytes: int) -> FileRecord:
-    data = path.read_bytes()
-    blocks = [data[first : first + block_bytes] for first in range(0, len(data), block_bytes)]
-    return FileRecord([Block(len(b), hashlib.sha256(b).hexdigest()) for b in blocks])
-
-
-def write_record(prefix: Path, block_bytes: int = 7, **changes: object) -> None:
-    dataset = IndexedDataset(prefix)
-    empty = int(np.count_nonzero(np.diff(dataset.document_indices) == 0))
-    record = Sidecar(
-        recipe="r" * 64,
-        tokenizer=TokenizerRecord("small", "f" * 64, VOCABULARY_SIZE, EOD, "text"),
-        json_key="text",
-        append_eod=True,
-        dtype=dataset.dtype.name,
-        documents=len(dataset.document_indices) - 1,
-        empty_documents=empty,
-        sequences=len(dataset),
-        tokens=dataset.n_tokens,
-        text_bytes=100,
-        steps=[],
-        groups={},
-        quarantined={},
-        quarantined_places=[],
-        bin=record_file(Path(f"{prefix}.bin"), block_bytes),
-        idx=record_file(Path(f"{prefix}.idx"), block_bytes),
-        sources=[],
-    )
-    save_sidecar(msgspec.structs.replace(record, **changes), prefix)
 
 
 def write_corpus(
@@ -198,27 +166,27 @@ def test_truncated_longer_and_missing_files(prefix: str, suffix: str, recorded: 
     assert problems_of(prefix) == expected
 
 
-def test_the_bin_of_another_corpus_of_equal_size(prefix: str, tmp_path: Path) -> None:
-    other = write_corpus(tmp_path / "other", [[1, EOD], [2, 3, 4, EOD], [9, 9, 9, EOD]])
-    shutil.copy(f"{other}.bin", f"{prefix}.bin")
-    found = problems_of(prefix)
-    assert found[0].startswith("corpus.bin: bytes 0 to 19 differ from what was written")
-    assert found[1].startswith("corpus.bin: documents that do not end with the end of document")
-
-
-def test_ids_outside_the_vocabulary_have_a_place(tmp_path: Path) -> None:
-    prefix = write_corpus(tmp_path / "c", [[5, EOD], [], [6, 7, 300, 8, 65535, EOD]])
-    assert problems_of(prefix) == [
-        "c.bin: ids outside the vocabulary (0 to 299): 2; the first is 300: token 2 of sequence 1 "
-        "(document 2)"
-    ]
-
-
-def test_negative_ids_are_found_without_a_record(tmp_path: Path) -> None:
-    prefix = write_corpus(tmp_path / "c", [[5], [6, -1]], "int32", recorded=False)
-    assert problems_of(prefix) == [
-        "c.bin: ids below 0: 1; the first is -1: token 1 of sequence 1 (document 1)"
-    ]
+@pytest.mark.parametrize(
+    ("documents", "recorded", "problem"),
+    [
+        (
+            [[5, EOD], [], [6, 7, 300, 8, 65535, EOD]],
+            True,
+            "outside the vocabulary (0 to 299): 2; the first is 300: token 2 of sequence 1 "
+            "(document 2)",
+        ),
+        (
+            [[5], [6, -1]],
+            False,
+            "below 0: 1; the first is -1: token 1 of sequence 1 (document 1)",
+        ),
+    ],
+)
+def test_ids_that_cannot_be_have_a_place(
+    tmp_path: Path, documents: list[list[int]], recorded: bool, problem: str
+) -> None:
+    prefix = write_corpus(tmp_path / "c", documents, "int32", recorded=recorded)
+    assert problems_of(prefix) == [f"c.bin: ids {problem}"]
 
 
 def test_documents_without_their_end_have_a_place(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from trainyard.evaluate.generate import Sampling, choose, generate, generate_ste
 from trainyard.model.gpt import GPT
 
 T = 16
+NAN, INF = float("nan"), float("inf")
 GREEDY = Sampling(temperature=0)
 
 
@@ -94,43 +97,38 @@ def test_the_mode_of_the_model_is_restored(model: GPT) -> None:
     assert model.training
 
 
-def test_an_empty_prompt_without_an_end_of_document_is_refused(model: GPT) -> None:
-    with pytest.raises(DataError, match="the prompt is empty, and no end-of-document"):
-        generate(model, [], 3, GREEDY)
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ([], "the prompt is empty, and no end-of-document"),
+        ([1] * 17, r"the prompt has 17 tokens; the model reads 16\nhint"),
+        ([1, 50], "token 1 of the prompt is id 50; .* 0 to 49"),
+        ([1, -1], "token 1 of the prompt is id -1; .* 0 to 49"),
+    ],
+)
+def test_a_wrong_prompt_is_refused(model: GPT, prompt: list[int], problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        generate(model, prompt, 3, GREEDY)
 
 
-def test_a_prompt_longer_than_the_model_is_refused(model: GPT) -> None:
-    with pytest.raises(DataError, match=r"the prompt has 17 tokens; the model reads 16\nhint"):
-        generate(model, [1] * 17, 3, GREEDY)
-
-
-@pytest.mark.parametrize("wrong", [50, -1])
-def test_an_unknown_token_is_named(model: GPT, wrong: int) -> None:
-    with pytest.raises(DataError, match=f"token 1 of the prompt is id {wrong}; .* 0 to 49"):
-        generate(model, [1, wrong], 3, GREEDY)
-
-
-@pytest.mark.parametrize("temperature", [-0.1, 1e-45, float("nan"), float("inf")])
-def test_a_wrong_temperature_is_refused(temperature: float) -> None:
-    with pytest.raises(ConfigError, match=f"temperature {temperature} is neither 0 nor a number"):
-        Sampling(temperature)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**63])
-def test_a_seed_out_of_range_is_refused(seed: int) -> None:
-    with pytest.raises(ConfigError, match=f"seed {seed} is not from 0 to 2"):
-        Sampling(seed=seed)
-
-
-@pytest.mark.parametrize("top_p", [0.0, -1.0, 1.01, float("nan")])
-def test_a_wrong_top_p_is_refused(top_p: float) -> None:
-    with pytest.raises(ConfigError, match=f"top_p {top_p} is not above 0 and at most 1"):
-        Sampling(top_p=top_p)
-
-
-def test_a_negative_top_k_is_refused() -> None:
-    with pytest.raises(ConfigError, match="top_k -1 is below 0\nhint: 0 allows every token"):
-        Sampling(top_k=-1)
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        *(
+            ({"temperature": x}, f"temperature {x} is neither 0 nor a number")
+            for x in (-0.1, 1e-45, NAN, INF)
+        ),
+        *(
+            ({"top_p": x}, f"top_p {x} is not above 0 and at most 1")
+            for x in (0.0, -1.0, 1.01, NAN)
+        ),
+        *(({"seed": x}, f"seed {x} is not from 0 to 2") for x in (-1, 2**63)),
+        ({"top_k": -1}, "top_k -1 is below 0\nhint: 0 allows every token"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Sampling(**options)
 
 
 def test_a_diverged_model_is_named(model: GPT) -> None:

@@ -35,16 +35,16 @@ def some_ids(n: int, seed: int = 0, below: int = 50) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(1, below, n).astype(np.uint16)
 
 
+def loss_of(model: GPT, *batches: tuple[torch.Tensor, torch.Tensor]) -> HeldOut:
+    return held_out_loss(loss_of_model(model), batches, model.vocabulary_size)
+
+
 def test_held_out_loss_equals_the_direct_computation(model: GPT) -> None:
     ids = some_ids(3 * (T + 1)).reshape(3, T + 1).tolist()
     tokens = torch.tensor([row[:-1] for row in ids])
     labels = torch.tensor([row[1:] for row in ids])
     labels[2, 5:] = -100
-    found = held_out_loss(
-        loss_of_model(model),
-        [(tokens[:2], labels[:2]), (tokens[2:], labels[2:])],
-        model.vocabulary_size,
-    )
+    found = loss_of(model, (tokens[:2], labels[:2]), (tokens[2:], labels[2:]))
     expected = direct_loss(model, ids[0]) + direct_loss(model, ids[1])
     expected += direct_loss(model, ids[2][:6])
     assert found.n_tokens == 2 * T + 5
@@ -57,31 +57,20 @@ def test_held_out_loss_equals_the_direct_computation(model: GPT) -> None:
 
 
 def test_held_out_loss_leaves_the_mode_and_no_gradients(model: GPT) -> None:
-    batch = (torch.ones(1, T, dtype=torch.int64), torch.ones(1, T, dtype=torch.int64))
-    first = held_out_loss(loss_of_model(model), [batch], model.vocabulary_size)
+    ones = torch.ones(1, T, dtype=torch.int64)
+    first = loss_of(model, (ones, ones))
     model.train()  # dropout 0.5 would change the loss, were it on
-    assert (
-        held_out_loss(loss_of_model(model), [batch], model.vocabulary_size).summed_loss
-        == first.summed_loss
-    )
+    assert loss_of(model, (ones, ones)).summed_loss == first.summed_loss
+    assert model.training
+    with pytest.raises(IndexError):
+        loss_of(model, (999 * ones, ones))
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_mode_is_restored_after_an_error(model: GPT) -> None:
-    model.train()
-    with pytest.raises(IndexError):
-        held_out_loss(
-            loss_of_model(model),
-            [(torch.full((1, T), 999), torch.ones(1, T, dtype=torch.int64))],
-            model.vocabulary_size,
-        )
-    assert model.training
-
-
 def test_nothing_to_predict_is_an_error(model: GPT) -> None:
     with pytest.raises(DataError, match="no token to predict\nhint: give a longer text"):
-        held_out_loss(loss_of_model(model), [], model.vocabulary_size)
+        loss_of(model)
 
 
 @pytest.mark.parametrize("n_tokens", [1, T - 1, T, T + 1, 3 * T, 5 * T + 3])
@@ -128,18 +117,8 @@ def test_bits_per_byte_by_hand() -> None:
     found = HeldOut(summed_loss=4 * math.log(2), n_tokens=4, n_bytes=2)
     assert found.bits_per_byte == pytest.approx(2.0)
     assert found.perplexity == pytest.approx(2.0)
-    assert found.as_dict() == pytest.approx(
-        {
-            "loss": math.log(2),
-            "perplexity": 2.0,
-            "bits_per_byte": 2.0,
-            "n_tokens": 4,
-            "n_bytes": 2,
-        }
-    )
-
-
-def test_a_hopeless_perplexity_is_infinite() -> None:
+    figures = {"loss": math.log(2), "perplexity": 2.0, "bits_per_byte": 2.0}
+    assert found.as_dict() == pytest.approx({**figures, "n_tokens": 4, "n_bytes": 2})
     assert HeldOut(summed_loss=1e6, n_tokens=1).perplexity == math.inf
 
 
@@ -152,18 +131,11 @@ def test_bytes_are_those_of_the_text_without_ends_of_documents(letters: Any, mod
 def test_sequences_of_a_split_count_the_bytes_of_what_is_predicted(
     model: GPT, letters: Any
 ) -> None:
-    tokens = torch.tensor([[4, 4, 4]])
-    labels = torch.tensor([[4, 1, -100]])
-    found = evaluate_sequences(
-        loss_of_model(model), [(tokens, labels)], model.vocabulary_size, letters
-    )
+    batches = [(torch.tensor([[4, 4, 4]]), torch.tensor([[4, 1, -100]]))]
+    loss = loss_of_model(model)
+    found = evaluate_sequences(loss, batches, model.vocabulary_size, letters)
     assert (found.n_tokens, found.n_bytes) == (2, 4)
-    assert (
-        evaluate_sequences(
-            loss_of_model(model), [(tokens, labels)], model.vocabulary_size, None
-        ).n_bytes
-        is None
-    )
+    assert evaluate_sequences(loss, batches, model.vocabulary_size, None).n_bytes is None
 
 
 def test_unigram_loss_by_hand() -> None:

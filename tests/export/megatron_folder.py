@@ -39,9 +39,8 @@ class Theirs:
 def random_gpt2(**options):
     import transformers
 
-    config = transformers.GPT2Config(
-        vocab_size=V, n_positions=T, n_embd=D, n_layer=L, n_head=H, **options
-    )
+    sizes = {"vocab_size": V, "n_positions": T, "n_embd": D, "n_layer": L, "n_head": H}
+    config = transformers.GPT2Config(**sizes | options)
     torch.manual_seed(5)
     model = transformers.GPT2LMHeadModel(config).eval()
     with torch.no_grad():
@@ -53,7 +52,7 @@ def random_gpt2(**options):
 def query_key_value(fused: Tensor, theirs: Theirs, rank: int) -> Tensor:
     """Orders GPT-2's (3, H, K) rows as a version of Megatron does on one rank."""
     own = slice(rank * H // theirs.tensor, (rank + 1) * H // theirs.tensor)
-    q, k, v = (part.unflatten(0, (H, D // H))[own] for part in fused.chunk(3))
+    q, k, v = (part.unflatten(0, (H, -1))[own] for part in fused.chunk(3))
     if theirs.version in (None, 0):
         rows = torch.cat([part.flatten(0, 1) for part in (q, k, v)])
     elif theirs.version == 1:
@@ -97,7 +96,7 @@ def layer(weights: dict[str, Tensor], number: int, theirs: Theirs, rank: int) ->
 
 def vocabulary_rows(value: Tensor, theirs: Theirs, rank: int) -> Tensor:
     """Pads with what would show if it were used."""
-    padded = torch.cat([value, torch.full((theirs.rows - V, D), 9.0)])
+    padded = torch.cat([value, value.new_full((theirs.rows - len(value), value.shape[1]), 9.0)])
     return padded.chunk(theirs.tensor)[rank].to(theirs.dtype).clone()
 
 
@@ -119,7 +118,7 @@ def stage(model, theirs: Theirs, first: int, last: int, rank: int) -> dict[str, 
                 weight=weights["transformer.wpe.weight"].to(theirs.dtype)
             ),
         }
-    if last == L:
+    if last == model.config.n_layer:
         for kind in ("weight", "bias"):
             value = weights[f"transformer.ln_f.{kind}"].to(theirs.dtype)
             body[f"{theirs.norms[2]}.{kind}"] = value
@@ -134,15 +133,15 @@ def stage(model, theirs: Theirs, first: int, last: int, rank: int) -> dict[str, 
 def arguments(model, theirs: Theirs) -> argparse.Namespace:
     return argparse.Namespace(
         **{
-            "num_layers": L,
-            "hidden_size": D,
+            "num_layers": model.config.n_layer,
+            "hidden_size": model.config.n_embd,
             "num_attention_heads": H,
-            "ffn_hidden_size": 4 * D,
-            "kv_channels": D // H,
-            "max_position_embeddings": T,
-            "seq_length": T,
+            "ffn_hidden_size": 4 * model.config.n_embd,
+            "kv_channels": model.config.n_embd // H,
+            "max_position_embeddings": model.config.n_positions,
+            "seq_length": model.config.n_positions,
             "padded_vocab_size": theirs.rows,
-            "vocab_size": V,
+            "vocab_size": model.config.vocab_size,
             "make_vocab_size_divisible_by": 128,
             "tokenizer_type": "GPT2BPETokenizer",
             "tensor_model_parallel_size": theirs.tensor,
@@ -183,7 +182,7 @@ def around_the_model(model, theirs: Theirs) -> dict[str, Any]:
 
 def save_megatron(folder: Path, model, theirs: Theirs, **options) -> None:
     """Writes the folder of a Megatron-LM checkpoint."""
-    per_piece = L // (theirs.pipeline * theirs.virtual)
+    per_piece = model.config.n_layer // (theirs.pipeline * theirs.virtual)
     for rank in range(theirs.tensor):
         for place in range(theirs.pipeline):
             of_stage = f"_{place:03d}" if theirs.pipeline > 1 else ""

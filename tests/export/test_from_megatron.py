@@ -38,12 +38,6 @@ from .megatron_folder import (
 
 transformers = pytest.importorskip("transformers")
 
-SPELLINGS = {
-    "attention": {"body": "transformer", "attention": "attention"},
-    "self_attention": {},
-    "norms": {"norms": ("input_norm", "post_attention_norm", "final_norm")},
-}
-
 
 @pytest.fixture(scope="module")
 def gpt2():
@@ -110,18 +104,21 @@ def test_the_tokenizer_that_is_given_comes_with_the_model(gpt2, tmp_path, tokeni
     assert load_tokenizer_copy(checkpoint, read_manifest(checkpoint)) == expected
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
-def test_names_of_all_years_are_read(gpt2, tmp_path, spelling):
-    save_megatron(tmp_path / "theirs", gpt2, Theirs(2, 1, **spelling))
-    require_same(gpt2, import_megatron(tmp_path / "theirs" / "iter_0001000", tmp_path / "mine"))
+THEIRS = {
+    "old names": Theirs(2, body="transformer", attention="attention"),
+    "names between": Theirs(2),
+    "new norms": Theirs(2, norms=("input_norm", "post_attention_norm", "final_norm")),
+    "virtual stages": Theirs(1, 2, virtual=2),
+    "float16": Theirs(2, 2, dtype=torch.float16),
+    "bfloat16": Theirs(2, 2, dtype=torch.bfloat16),
+}
 
 
-def test_files_from_before_archives_and_before_versions_are_read(gpt2, tmp_path):
-    theirs = Theirs(2, version=None)
-    save_megatron(tmp_path / "theirs", gpt2, theirs, _use_new_zipfile_serialization=False)
-    (tmp_path / "theirs" / "iter_0001000").rename(tmp_path / "theirs" / "release")
-    (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("release\n")
-    require_same(gpt2, import_megatron(tmp_path / "theirs", tmp_path / "mine"))
+@pytest.mark.parametrize("name", THEIRS)
+def test_spellings_virtual_stages_and_half_precision_are_read(gpt2, tmp_path, name):
+    save_megatron(tmp_path / "theirs", gpt2, THEIRS[name])
+    checkpoint = import_megatron(tmp_path / "theirs" / "iter_0001000", tmp_path / "mine")
+    require_same(gpt2, checkpoint, THEIRS[name].dtype)
 
 
 def test_an_untied_output_layer_is_the_head(tmp_path):
@@ -134,15 +131,12 @@ def test_an_untied_output_layer_is_the_head(tmp_path):
     assert torch.equal(ours.head.weight[:V], model.lm_head.weight)
 
 
-def test_virtual_stages_come_in_their_order(gpt2, tmp_path):
-    save_megatron(tmp_path / "theirs", gpt2, Theirs(1, 2, virtual=2))
+def test_files_from_before_archives_and_before_versions_are_read(gpt2, tmp_path):
+    theirs = Theirs(2, version=None)
+    save_megatron(tmp_path / "theirs", gpt2, theirs, _use_new_zipfile_serialization=False)
+    (tmp_path / "theirs" / "iter_0001000").rename(tmp_path / "theirs" / "release")
+    (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("release\n")
     require_same(gpt2, import_megatron(tmp_path / "theirs", tmp_path / "mine"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_read_exactly(gpt2, tmp_path, dtype):
-    save_megatron(tmp_path / "theirs", gpt2, Theirs(2, 2, dtype=dtype))
-    require_same(gpt2, import_megatron(tmp_path / "theirs", tmp_path / "mine"), dtype)
 
 
 def test_the_names_of_megatron_core_are_read(gpt2, tmp_path):
@@ -328,30 +322,29 @@ def test_missing_arguments_unknown_versions_and_tensors_are_named(gpt2, tmp_path
     save_megatron(tmp_path / "theirs", gpt2, Theirs())
     file = tmp_path / "theirs" / "iter_0001000" / "mp_rank_00" / "model_optim_rng.pt"
     original = file.read_bytes()
-    change(file, checkpoint_version=4.0)
-    with pytest.raises(CheckpointError, match=r"has checkpoint_version 4.0; known are 0, 1, 2, 3"):
-        import_megatron(tmp_path / "theirs", tmp_path / "mine")
-    file.write_bytes(original)
-    change(file, args=None)
-    with pytest.raises(CheckpointError, match="has no 'args', so the number of heads"):
-        import_megatron(tmp_path / "theirs", tmp_path / "mine")
-    file.write_bytes(original)
     state = torch.load(file, weights_only=False)["model"]
-    state["language_model"]["encoder"]["layers.0.mlp.gate.weight"] = torch.ones(2)
-    change(file, model=state)
-    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.gate\.weight', which no GPT of"):
-        import_megatron(tmp_path / "theirs", tmp_path / "mine")
-    del state["language_model"]["encoder"]["layers.0.mlp.gate.weight"]
     body = state["language_model"]["encoder"]
-    body["layers.0.attention.dense.bias"] = body["layers.0.self_attention.dense.bias"]
-    change(file, model=state)
-    with pytest.raises(CheckpointError, match=r"a second one for blocks\.0\.attention\.out\.bias"):
-        import_megatron(tmp_path / "theirs", tmp_path / "mine")
-    del body["layers.0.attention.dense.bias"]
-    del state["language_model"]["encoder"]["layers.2.mlp.dense_4h_to_h.bias"]
-    change(file, model=state)
-    with pytest.raises(CheckpointError, match=r"has no tensor for blocks\.2\.mlp\.down\.bias"):
-        import_megatron(tmp_path / "theirs", tmp_path / "mine")
+    second = {"layers.0.attention.dense.bias": body["layers.0.self_attention.dense.bias"]}
+    fewer = dict(body)
+    del fewer["layers.2.mlp.dense_4h_to_h.bias"]
+
+    def model(encoder: dict[str, Any]) -> dict[str, Any]:
+        return {"language_model": state["language_model"] | {"encoder": encoder}}
+
+    for changes, problem in (
+        ({"checkpoint_version": 4.0}, r"has checkpoint_version 4.0; known are 0, 1, 2, 3"),
+        ({"args": None}, "has no 'args', so the number of heads"),
+        (
+            {"model": model(body | {"layers.0.mlp.gate.weight": torch.ones(2)})},
+            r"layers\.0\.mlp\.gate\.weight', which no GPT of",
+        ),
+        ({"model": model(body | second)}, r"a second one for blocks\.0\.attention\.out\.bias"),
+        ({"model": model(fewer)}, r"has no tensor for blocks\.2\.mlp\.down\.bias"),
+    ):
+        file.write_bytes(original)
+        change(file, **changes)
+        with pytest.raises(CheckpointError, match=problem):
+            import_megatron(tmp_path / "theirs", tmp_path / "mine")
 
 
 def test_tensors_may_lie_anyhow_in_their_storage(gpt2, tmp_path):

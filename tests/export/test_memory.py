@@ -7,22 +7,23 @@ import os
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
 
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import Ranks, save_checkpoint
 from trainyard.config.load import load_run
-from trainyard.config.run import Model, Run
-from trainyard.export.gpt2 import config_of, their_name, their_shape
-from trainyard.export.stream import outline, write_tensors
+from trainyard.config.run import Run
+from trainyard.export.from_huggingface import import_huggingface
 from trainyard.parallel.placement import whole
 from trainyard.plan.size import padded_vocabulary_size, parameter_shapes
 
+from .megatron_folder import Theirs, random_gpt2, save_megatron
+
+pytest.importorskip("transformers")
 pytestmark = pytest.mark.exhaustive
 
 # RLIMIT_DATA counts all private memory that can be written, so nothing hides in mapped files.
@@ -64,40 +65,6 @@ except RuntimeError:
 """
 
 
-def build_run(n_layers: int, d_model: int) -> Run:
-    return load_run(
-        "tiny",
-        [
-            f"model.n_layers={n_layers}",
-            f"model.d_model={d_model}",
-            f"model.d_ff={4 * d_model}",
-            "model.n_heads=4",
-            "model.vocabulary_size=2000",
-            "model.sequence_length=64",
-        ],
-    ).run
-
-
-def values_of(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Makes values that can be made again."""
-    generator = torch.Generator().manual_seed(sum(name.encode()))
-    return torch.randn(shape, generator=generator) * 0.02
-
-
-def write_huggingface(folder: Path, model: Model) -> None:
-    folder.mkdir()
-    config = config_of(model, None, "float32").model_dump_json()
-    (folder / "config.json").write_text(config)
-    shapes = {
-        their_name(name): their_shape(name, shape, model)
-        for name, shape in parameter_shapes(model, 0).items()
-    }
-    outlines = outline(shapes, torch.float32)
-    write_tensors(
-        folder / "model.safetensors", outlines, lambda name: values_of(name, shapes[name])
-    )
-
-
 def write_two_ranks(folder: Path, run: Run) -> None:
     """Saves the model as two ranks that have a half of each tensor."""
     barrier = threading.Barrier(2)
@@ -116,50 +83,17 @@ def write_two_ranks(folder: Path, run: Run) -> None:
         thread.join()
 
 
-def write_megatron(folder: Path, model: Model) -> None:
-    path = folder / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt"
-    path.parent.mkdir(parents=True)
-    D, F = model.d_model, model.d_ff
-    body = OrderedDict({"final_layernorm.weight": torch.ones(D)})
-    body["final_layernorm.bias"] = torch.zeros(D)
-    block = {
-        "input_layernorm": (D,),
-        "self_attention.query_key_value": (3 * D, D),
-        "self_attention.dense": (D, D),
-        "post_attention_layernorm": (D,),
-        "mlp.dense_h_to_4h": (F, D),
-        "mlp.dense_4h_to_h": (D, F),
-    }
-    for number in range(model.n_layers):
-        for part, shape in block.items():
-            body[f"layers.{number}.{part}.weight"] = torch.full(shape, 0.5)
-            body[f"layers.{number}.{part}.bias"] = torch.zeros(shape[0])
-    embedding = {
-        "word_embeddings": {"weight": torch.ones(2048, D)},
-        "position_embeddings": {"weight": torch.ones(model.sequence_length, D)},
-    }
-    args = {
-        "num_layers": model.n_layers,
-        "hidden_size": D,
-        "num_attention_heads": model.n_heads,
-        "max_position_embeddings": model.sequence_length,
-        "vocab_size": model.vocabulary_size,
-    }
-    language_model = {"embedding": embedding, "encoder": body}
-    state = {"args": args, "checkpoint_version": 0, "model": {"language_model": language_model}}
-    torch.save(state, path)
-    (folder / "latest_checkpointed_iteration.txt").write_text("1")
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the /proc of Linux")
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
     d_model = 512
-    run = build_run(8, d_model)  # 106 MB
-    write_huggingface(tmp_path / "theirs", run.model)
-    write_two_ranks(tmp_path / "chunked", run)
-    write_megatron(tmp_path / "megatron", run.model)
+    sizes = {"vocab_size": 2000, "n_positions": 64, "n_embd": d_model, "n_layer": 8}
+    model = random_gpt2(**sizes)  # 106 MB
+    model.save_pretrained(tmp_path / "theirs")
+    save_megatron(tmp_path / "megatron", model, Theirs(rows=2048))
+    import_huggingface(tmp_path / "theirs", tmp_path / "mine")
+    write_two_ranks(tmp_path / "chunked", load_run(str(tmp_path / "mine" / "run.toml")).run)
     model_bytes = (tmp_path / "theirs" / "model.safetensors").stat().st_size
-    largest_bytes = 4 * d_model * run.model.d_ff
+    largest_bytes = 4 * d_model * 4 * d_model
     # The C library keeps up to 8 MiB for each thread, and what is freed in parts below 32 MiB.
     kept_bytes = 9 * 2**20 * (os.cpu_count() or 1) + 4 * min(largest_bytes, 32 * 2**20)
     allowance = 3 * largest_bytes + kept_bytes + 24 * 2**20
@@ -173,6 +107,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout)
     assert max(peaks.values()) < allowance
-    theirs = (tmp_path / "theirs" / "model.safetensors").read_bytes()
-    assert (tmp_path / "back" / "model.safetensors").read_bytes() == theirs
+    theirs, back = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "back"))
+    assert theirs.keys() == back.keys()
+    assert all(torch.equal(tensor, back[name]) for name, tensor in theirs.items())
     assert len(list((tmp_path / "joined").glob("model-*-of-*.safetensors"))) > 1

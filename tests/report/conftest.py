@@ -82,8 +82,3 @@ def make_run_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return write_run_folder(folder, run_lines() if lines is None else lines)
 
     return make
-
-
-@pytest.fixture
-def lines() -> list[dict[str, Any]]:
-    return run_lines()

@@ -10,6 +10,8 @@ from trainyard.errors import DataError
 from trainyard.report.history import Metrics
 from trainyard.report.metrics import LINE_LIMIT_BYTES, MetricsFile, read_metrics
 
+from .conftest import run_lines
+
 
 def trained(step: int, loss: float | None = 1.0) -> dict[str, Any]:
     return {"kind": "train", "time": step, "step": step, "tokens": 100 * step, "loss": loss}
@@ -25,8 +27,8 @@ def steps(metrics: Metrics) -> list[float]:
     return metrics.train["step"].tolist()
 
 
-def test_every_kind_is_sorted_out(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
-    metrics = read_metrics(write(tmp_path, *lines, {"kind": "later-version", "step": 3}))
+def test_every_kind_is_sorted_out(tmp_path: Path) -> None:
+    metrics = read_metrics(write(tmp_path, *run_lines(), {"kind": "later-version", "step": 3}))
     assert steps(metrics) == list(range(1, 21))
     assert [line["loss"] for line in metrics.evaluations] == [4.5]
     assert [line["prompt"] for line in metrics.samples] == ["The"]
@@ -92,6 +94,11 @@ def test_a_file_without_a_readable_line_is_an_error(tmp_path: Path) -> None:
     path.write_text("nothing\nof it\n")
     with pytest.raises(DataError, match=r"has no line that can be read; line 1: Expecting value"):
         read_metrics(path)
+    with pytest.raises(DataError, match=r"cannot read .*none.jsonl: No such file"):
+        read_metrics(tmp_path / "none.jsonl")
+    path.write_text("")  # a run that has not begun
+    metrics = read_metrics(path)
+    assert (len(metrics.train), metrics.abandoned, metrics.seconds) == (0, [], 0.0)
 
 
 def test_a_line_without_end_is_damage(tmp_path: Path) -> None:
@@ -99,16 +106,6 @@ def test_a_line_without_end_is_damage(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.truncate(2 * LINE_LIMIT_BYTES)
     assert "is left out; line 2" in read_metrics(path).damage
-
-
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot read .*metrics.jsonl: No such file"):
-        read_metrics(tmp_path / "metrics.jsonl")
-
-
-def test_an_empty_file_is_a_run_that_has_not_begun(tmp_path: Path) -> None:
-    metrics = read_metrics(write(tmp_path))
-    assert (len(metrics.train), metrics.abandoned, metrics.seconds) == (0, [], 0.0)
 
 
 def test_a_file_that_grows_is_read_on(tmp_path: Path) -> None:

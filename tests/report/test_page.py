@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from trainyard.errors import ConfigError, DataError, MachineError
 from trainyard.report.page import render_page, write_report
 from trainyard.report.summary import load_reported_run
 
-from .conftest import run_lines, train_line
+from .conftest import EVIL, run_lines, train_line
 
 MakeRunFolder = Callable[..., Path]
 VOID = {"meta", "wbr", "br", "link", "img", "input", "hr"}
@@ -81,8 +80,7 @@ def test_the_report_is_one_well_formed_file_that_loads_and_runs_nothing(html: st
 
 def test_what_a_model_or_user_wrote_is_shown_as_text(html: str) -> None:
     page = Page(html)
-    evil = '</script><script>alert(1)</script><img src="http://evil.example/x" onerror=alert(2)>'
-    assert page.text.count(evil) == 2  # in the description and in a sample
+    assert page.text.count(EVIL) == 2  # in the description and in a sample
     assert "a <b>GPU</b>" in page.text
 
 
@@ -169,30 +167,22 @@ def test_what_did_not_go_straight_on_is_marked_and_listed(make_run_folder: MakeR
         assert html.count(f">{legend}</text>") == N_DRAWINGS
 
 
-def test_damaged_lines_are_told(make_run_folder: MakeRunFolder) -> None:
-    folder = make_run_folder()
+def test_damaged_lines_and_the_outcome_are_told(make_run_folder: MakeRunFolder) -> None:
+    folder = make_run_folder(lines=run_lines()[:-1])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("<nonsense>\n")
-    assert (
-        "1 line of metrics.jsonl cannot be read and is left out; line 25: "
-        in Page(report(folder)).text
-    )
-
-
-def test_an_ending_that_only_the_outcome_tells_is_told(make_run_folder: MakeRunFolder) -> None:
-    folder = make_run_folder(lines=run_lines()[:-1])
     (folder / "outcome.json").write_text('{"reason": "10 steps in a row\\nat", "exit_code": 93}')
-    assert "ended: 10 steps in a row." in Page(report(folder)).text
+    text = Page(report(folder)).text
+    assert "1 line of metrics.jsonl cannot be read and is left out; line 24: " in text
+    assert "ended: 10 steps in a row." in text
 
 
-def test_samples_over_time_are_shown_from_the_newest(
-    make_run_folder: MakeRunFolder, lines: list[dict[str, Any]]
-) -> None:
+def test_samples_over_time_are_shown_from_the_newest(make_run_folder: MakeRunFolder) -> None:
     samples = [
         {"kind": "sample", "step": step, "prompt": "Once", "text": f"Once text {step}."}
         for step in range(100)
     ]
-    page = Page(report(make_run_folder(lines=[*lines, *samples])))
+    page = Page(report(make_run_folder(lines=[*run_lines(), *samples])))
     assert "Once text 99.Earlier in training" in page.text.replace("\n", "")
     assert page.text.count("Once text ") == 8
     assert page.text.index("text 99") < page.text.index("text 0.")
@@ -221,10 +211,8 @@ def test_a_long_run_of_many_samples_and_events_stays_small(make_run_folder: Make
     assert len(html) < 2_000_000
 
 
-def test_a_run_that_has_only_started_has_a_report(
-    make_run_folder: MakeRunFolder, lines: list[dict[str, Any]]
-) -> None:
-    folder = make_run_folder(lines=lines[:1])
+def test_a_run_that_has_only_started_has_a_report(make_run_folder: MakeRunFolder) -> None:
+    folder = make_run_folder(lines=run_lines()[:1])
     (folder / "plan.json").unlink()
     (folder / "versions.json").unlink()
     page = Page(report(folder))
@@ -233,27 +221,20 @@ def test_a_run_that_has_only_started_has_a_report(
     assert "not ended, or ended without saying why" in page.text
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is not a run folder: it has no run.toml"):
-        report(tmp_path)
-
-
-def test_a_damaged_run_file_is_named(make_run_folder: MakeRunFolder) -> None:
-    folder = make_run_folder()
-    (folder / "run.toml").write_text("[model]\nn_layer = 3\n")
-    with pytest.raises(ConfigError, match="did you mean 'n_layers'"):
-        report(folder)
-
-
 @pytest.mark.parametrize(
-    ("content", "problem"), [("{", "cannot be read: "), ("[]", "holds no JSON object")]
+    ("file", "content", "problem"),
+    [
+        ("evaluation.json", "{", "evaluation.json cannot be read: "),
+        ("evaluation.json", "[]", "evaluation.json holds no JSON object"),
+        ("run.toml", "[model]\nn_layer = 3\n", "did you mean 'n_layers'"),
+    ],
 )
-def test_a_damaged_evaluation_is_named(
-    make_run_folder: MakeRunFolder, content: str, problem: str
+def test_a_damaged_file_is_named(
+    make_run_folder: MakeRunFolder, file: str, content: str, problem: str
 ) -> None:
     folder = make_run_folder()
-    (folder / "evaluation.json").write_text(content)
-    with pytest.raises(DataError, match=f"evaluation.json {problem}"):
+    (folder / file).write_text(content)
+    with pytest.raises((ConfigError, DataError), match=problem):
         report(folder)
 
 

@@ -85,12 +85,6 @@ def test_any_memory_and_any_units_give_what_a_dictionary_gives(
     assert flat(masks) == by_dictionary(step, keys)
 
 
-def test_a_document_like_a_dropped_one_is_dropped_too(tmp_path: Path) -> None:
-    step = NearDeduplicate(kind="near_deduplicate", bands=2)
-    keys = np.array([[1, 2], [1, 3], [4, 3], [5, 6], [3, 1]], np.uint64)
-    assert repeats(step, [keys], tmp_path, 10**6) == [[False, True, True, False, False]]
-
-
 def test_units_without_documents(tmp_path: Path) -> None:
     none = np.empty((0, 1), np.uint64)
     keys = document_keys(EXACT, ["a", "a"])

@@ -84,8 +84,10 @@ def test_names_are_those_of_megatron_and_sort_as_the_outputs_do() -> None:
     assert many == sorted(many)
 
 
-def test_where_things_lie_decides_nothing(folder: Path) -> None:
+def test_names_and_places_decide_nothing(folder: Path) -> None:
     assert plan(folder).recipe == plan(folder, output="elsewhere", tokenizer="other").recipe
+    renamed = msgspec.structs.replace(TOKENIZER, name="copy_of_gpt2")
+    assert plan(folder).recipe == plan(folder, renamed).recipe
     glob = f"{folder}/*.*"
     assert plan(folder).recipe == plan(folder, inputs=(glob,)).recipe
 
@@ -147,39 +149,15 @@ def test_other_inputs_are_named(folder: Path, change: str, problem: str) -> None
         now.identity.check_equal(begun.identity, "data/web.work", "")
 
 
-def test_the_order_of_inputs_decides_the_bytes(folder: Path) -> None:
-    names = [str(folder / name) for name in ("a.jsonl", "b.jsonl")]
-    assert plan(folder, inputs=names).recipe != plan(folder, inputs=names[::-1]).recipe
-
-
-def test_another_version_is_named(folder: Path) -> None:
-    identity = plan(folder).identity
-    older = msgspec.structs.replace(identity, version="0.0.1")
-    with pytest.raises(DataError, match=r"was begun by 0.0.1, this is trainyard \d"):
-        identity.check_equal(older, "data/web.work", "")
-
-
-def test_another_order_of_inputs_is_named(folder: Path) -> None:
+def test_other_orders_units_and_versions_are_named(folder: Path) -> None:
     names = [str(folder / name) for name in ("a.jsonl", "b.jsonl")]
     begun, now = plan(folder, inputs=names), plan(folder, inputs=names[::-1])
-    with pytest.raises(DataError, match="was begun with the inputs in another order"):
-        now.identity.check_equal(begun.identity, "data/web.work", "")
-
-
-def test_another_size_of_units_is_named(folder: Path) -> None:
-    begun, now = plan(folder), plan(folder, unit_bytes=41)
-    with pytest.raises(DataError, match="unit"):
-        now.identity.check_equal(begun.identity, "data/web.work", "")
-
-
-def test_the_name_of_the_tokenizer_decides_nothing(folder: Path) -> None:
-    renamed = msgspec.structs.replace(TOKENIZER, name="copy_of_gpt2")
-    assert plan(folder).recipe == plan(folder, renamed).recipe
-
-
-def test_a_name_that_is_no_unicode_is_planned_or_refused(folder: Path) -> None:
-    (folder / "\udcff.jsonl").write_bytes(LINE)
-    try:
-        assert plan(folder).recipe
-    except DataError as error:
-        str(error).encode()  # can be shown
+    assert begun.recipe != now.recipe
+    older = msgspec.structs.replace(now.identity, version="0.0.1")
+    for other, problem in (
+        (begun.identity, "was begun with the inputs in another order"),
+        (older, r"was begun by 0.0.1, this is trainyard \d"),
+        (plan(folder, inputs=names[::-1], unit_bytes=41).identity, "unit"),
+    ):
+        with pytest.raises(DataError, match=problem):
+            now.identity.check_equal(other, "data/web.work", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,11 @@ from trainyard.data.preparation.unit import UnitWorker
 from trainyard.data.preparation.work_folder import name_process
 from trainyard.data.sidecar import Sidecar, load_sidecar
 from trainyard.data.sources import Segment
-from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
+from trainyard.data.tokenizer import load_tokenizer
 from trainyard.errors import DataError, MachineError
 
 EOD = 279
 FILES = [f"out_text_document.{end}" for end in ("bin", "idx", "json")]
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("tokens") / "small"
-    train_tokenizer(["the cat sat on the mat with another cat in the hat " * 3], EOD + 1, folder)
-    return folder
 
 
 def lines(texts: list[object]) -> bytes:
@@ -240,7 +234,7 @@ def test_a_finished_corpus_whose_tokens_went_away_is_not_finished(corpus: Corpus
     assert path.exists()
 
 
-def interrupt_at(monkeypatch: pytest.MonkeyPatch, number: int | None) -> list[int]:
+def interrupt(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, number: int | None) -> list[int]:
     """Presses Ctrl-C at a unit, counted from 0; gives the start of each unit that is run."""
     begun: list[int] = []
     work = UnitWorker.run
@@ -251,7 +245,10 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, number: int | None) -> list[in
             raise KeyboardInterrupt
         return work(self, unit, *rest)
 
-    monkeypatch.setattr(UnitWorker, "run", run_unit)
+    with monkeypatch.context() as patch:
+        patch.setattr(UnitWorker, "run", run_unit)
+        with nullcontext() if number is None else pytest.raises(KeyboardInterrupt):
+            run(corpus)
     return begun
 
 
@@ -260,10 +257,7 @@ def test_work_that_was_interrupted_goes_on(corpus: Corpus, monkeypatch: pytest.M
     expected = read_output(prefix_of(corpus))
     for path in Path(corpus.output).parent.glob("out_*"):
         path.unlink()
-    with monkeypatch.context() as patch:
-        begun = interrupt_at(patch, 4)
-        with pytest.raises(KeyboardInterrupt):
-            run(corpus)
+    begun = interrupt(corpus, monkeypatch, 4)
     done = work_path(corpus) / "done"
     assert sorted(path.name for path in done.iterdir()) == [f"unit-00000{n}" for n in range(4)]
     assert not list((work_path(corpus) / "scratch").iterdir())
@@ -273,9 +267,7 @@ def test_work_that_was_interrupted_goes_on(corpus: Corpus, monkeypatch: pytest.M
     assert 0 < status.done_bytes < status.total_bytes
     with pytest.raises(DataError, match="was begun with append_eod=True, not append_eod=False"):
         run(change(corpus, append_eod=False))
-    with monkeypatch.context() as patch:
-        rest = interrupt_at(patch, None)
-        run(corpus)
+    rest = interrupt(corpus, monkeypatch, None)
     assert len(rest) == status.units - 4
     assert rest[0] == begun[4]
     assert read_output(prefix_of(corpus)) == expected
@@ -285,19 +277,13 @@ def test_work_that_was_interrupted_goes_on(corpus: Corpus, monkeypatch: pytest.M
 def test_a_command_that_is_killed_may_be_given_again_any_number_of_times(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 0)
-        with pytest.raises(KeyboardInterrupt):
-            run(corpus)
+    interrupt(corpus, monkeypatch, 0)
     folder = work_path(corpus)
     machine, pid, _ = name_process(os.getpid()).rsplit("-", 2)
     for _ in range(4):
         (piece,) = (folder / "todo").glob("unit-000000.*")
         piece.rename(folder / "claimed" / f"{piece.name}@{machine}-{pid}-1")  # as if killed there
-        with monkeypatch.context() as patch:
-            interrupt_at(patch, 0)
-            with pytest.raises(KeyboardInterrupt):
-                run(corpus)
+        interrupt(corpus, monkeypatch, 0)
 
 
 def test_an_input_that_changed_in_the_middle_is_named(

@@ -18,7 +18,8 @@ from trainyard.config.corpus import Corpus
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.preparation.prepare import prepare
 from trainyard.data.sidecar import GroupCount, Sidecar, StepCount
-from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
+from trainyard.data.sources import find_files
+from trainyard.data.tokenizer import load_tokenizer
 from trainyard.errors import DataError
 
 PROSE = "the cat sat on the mat with another cat in the hat and that was all of it"
@@ -30,13 +31,6 @@ STEPS: list[dict[str, Any]] = [
     {"kind": "deduplicate"},
     {"kind": "near_deduplicate", "words": 2},
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("tokens") / "small"
-    train_tokenizer([PROSE * 3], 280, folder)
-    return folder
 
 
 def document(text: str, group: str | None = "web") -> dict[str, Any]:
@@ -214,13 +208,17 @@ ODD = ["a b.jsonl", "quote'\".jsonl", "new\nline.jsonl", "[1]*?.jsonl", "漢.jso
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_any_name_can_be_recorded(corpus: Corpus, tmp_path: Path, name: str) -> None:
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / name).write_bytes(b'bad\n{"text": "cat"}\n')
-    output = str(tmp_path / f"odd-{Path(name).stem}")
-    sidecar = run(corpus, inputs=[str(tmp_path / "odd")], output=output, steps=[])[0]
-    assert [Path(source.path).name for source in sidecar.sources] == [name]
-    assert sidecar.quarantined_places[0].startswith(f"{tmp_path}/odd/{name}:1: ")
+def test_files_may_have_any_name(corpus: Corpus, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "odd" / name
+    file.parent.mkdir()
+    file.write_bytes(b'bad\n{"text": "cat"}\n')
+    (file.parent / "1x.jsonl").touch()  # what one of the names would be the pattern of
+    assert file in find_files([str(file.parent)])
+    output = str(tmp_path / f"odd-{file.stem}")
+    sidecar = run(corpus, inputs=[str(file)], output=output, steps=[])[0]
+    assert sidecar.documents == 1
+    assert [source.path for source in sidecar.sources] == [str(file)]
+    assert sidecar.quarantined_places[0].startswith(f"{file}:1: ")
     assert not Path(f"{output}.work").exists()
 
 

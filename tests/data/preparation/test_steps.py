@@ -7,6 +7,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,26 +60,10 @@ def test_documents_pass_the_steps_in_order_and_are_counted() -> None:
     left, left_fields, counts = apply(steps, texts, fields)
     assert left == ["é\na", "é漢字"]
     assert left_fields == {"set": ["web", "web"], "id": ["2", "5"]}
-    assert counts == [
-        StepCount(
-            kind="keep",
-            documents_in=5,
-            documents_out=4,
-            bytes_in=7 + 10 + 6 + 8 + 8,
-            bytes_out=10 + 6 + 8 + 8,
-            dropped={"not kept: set": 1},
-        ),
-        StepCount(
-            kind="normalize", documents_in=4, documents_out=4, bytes_in=32, bytes_out=4 + 6 + 8 + 8
-        ),
-        StepCount(
-            kind="length",
-            documents_in=4,
-            documents_out=2,
-            bytes_in=26,
-            bytes_out=12,
-            dropped={"too short": 1, "too long": 1},
-        ),
+    assert [msgspec.structs.astuple(count) for count in counts] == [
+        ("keep", 5, 4, 7 + 10 + 6 + 8 + 8, 10 + 6 + 8 + 8, {"not kept: set": 1}),
+        ("normalize", 4, 4, 32, 4 + 6 + 8 + 8, {}),
+        ("length", 4, 2, 26, 12, {"too short": 1, "too long": 1}),
     ]
 
 
@@ -88,17 +73,6 @@ def test_counts_add_up_over_batches() -> None:
     for texts in (["a", "bc"], [], ["", "de"]):
         apply_steps([step], texts, {}, [count])
     assert (count.documents_in, count.documents_out, count.dropped) == (4, 2, {"too short": 2})
-
-
-def test_keep_drops_what_has_no_value() -> None:
-    step = Keep(kind="keep", field="language", values=("en",))
-    left, _, counts = apply([step], ["a", "b", "c"], {"language": ["", "en", "EN"]})
-    assert left == ["b"]
-    assert counts[0].dropped == {"not kept: language": 2}
-
-
-def test_no_steps_change_nothing() -> None:
-    assert apply([], ["a\r"], {"x": ["y"]}) == (["a\r"], {"x": ["y"]}, [])
 
 
 @pytest.mark.parametrize(

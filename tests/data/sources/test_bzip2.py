@@ -24,6 +24,14 @@ FILES = {
 }
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of a single stream."""
+    path = tmp_path / "a.bz2"
+    path.write_bytes(FILES["single stream"])
+    return path
+
+
 def read_own(path: Path, start: int, end: int) -> tuple[bytes, int]:
     chunks = list(takewhile(lambda chunk: chunk.is_own, read_bzip2_blocks(path, start, end)))
     return b"".join(chunk.data for chunk in chunks), sum(chunk.n_bytes for chunk in chunks)
@@ -31,8 +39,7 @@ def read_own(path: Path, start: int, end: int) -> tuple[bytes, int]:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("n_pieces", everyday((1, 2, 3, 20), (3,)))
-def test_any_cutting_gives_every_block_once(tmp_path: Path, name: str, n_pieces: int) -> None:
-    path = tmp_path / "a.bz2"
+def test_any_cutting_gives_every_block_once(path: Path, name: str, n_pieces: int) -> None:
     path.write_bytes(FILES[name])
     size = path.stat().st_size
     cuts = [0, *sorted(random.Random(n_pieces).choices(range(size), k=n_pieces - 1)), size]
@@ -41,9 +48,7 @@ def test_any_cutting_gives_every_block_once(tmp_path: Path, name: str, n_pieces:
     assert size - 1000 <= sum(n_bytes for _, n_bytes in pieces) <= size
 
 
-def test_a_block_belongs_to_the_byte_of_its_first_bit(tmp_path: Path) -> None:
-    path = tmp_path / "a.bz2"
-    path.write_bytes(FILES["single stream"])
+def test_a_block_belongs_to_the_byte_of_its_first_bit(path: Path) -> None:
     first = next(read_bzip2_blocks(path, 0, 5))
     second = 4 + first.n_bytes
     for begin in (4, second):
@@ -51,23 +56,19 @@ def test_a_block_belongs_to_the_byte_of_its_first_bit(tmp_path: Path) -> None:
         assert owners == [begin]
 
 
-def test_what_follows_is_read_on_demand(tmp_path: Path) -> None:
-    path = tmp_path / "a.bz2"
-    path.write_bytes(FILES["single stream"])
+def test_what_follows_is_read_on_demand(path: Path) -> None:
     chunks = list(read_bzip2_blocks(path, 0, 10))
     assert [chunk.is_own for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
     assert b"".join(chunk.data for chunk in chunks) == TEXT
     assert {chunk.n_bytes for chunk in chunks[1:]} == {0}
 
 
-def test_an_empty_file_has_no_blocks(tmp_path: Path) -> None:
-    path = tmp_path / "a.bz2"
+def test_an_empty_file_has_no_blocks(path: Path) -> None:
     path.write_bytes(bz2.compress(b""))
     assert list(read_bzip2_blocks(path, 0, 14)) == []
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.bz2"
+def test_damage_is_named(path: Path) -> None:
     data = bytearray(FILES["multistream"])
     second = data.find(b"BZh9", 4)
     data[second + 1000] ^= 0x10
@@ -89,8 +90,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
         read_own(path, 0, 10)
 
 
-def test_memory_is_bounded_where_no_block_ends(tmp_path: Path) -> None:
-    path = tmp_path / "a.bz2"
+def test_memory_is_bounded_where_no_block_ends(path: Path) -> None:
     path.write_bytes(FILES["single stream"][:100] + bytes(5_000_000))
     with pytest.raises(
         DamagedFileError, match=r"^byte 4: a bzip2 block begins here and does not end$"

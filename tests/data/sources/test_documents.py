@@ -48,6 +48,12 @@ def read(path: Path, key: str = "text") -> tuple[list[str], list[Fault]]:
     return texts, [fault for batch in batches for fault in batch.faults]
 
 
+def read_bytes(folder: Path, data: bytes, name: str = "a.jsonl") -> tuple[list[str], list[Fault]]:
+    path = folder / name
+    path.write_bytes(data)
+    return read(path)
+
+
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_every_compression_gives_the_same_documents(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
@@ -61,9 +67,8 @@ def test_every_compression_gives_the_same_documents(tmp_path: Path, suffix: str)
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_a_text_file_is_one_document(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"a.txt{suffix}"
-    path.write_bytes(COMPRESS[suffix](b"\xef\xbb\xbfone\r\ntwo\n"))
-    assert read(path) == (["one\r\ntwo\n"], [])
+    data = COMPRESS[suffix](b"\xef\xbb\xbfone\r\ntwo\n")
+    assert read_bytes(tmp_path, data, f"a.txt{suffix}") == (["one\r\ntwo\n"], [])
 
 
 def test_parquet_gives_its_rows(tmp_path: Path) -> None:
@@ -86,9 +91,7 @@ def test_parquet_gives_its_rows(tmp_path: Path) -> None:
     ids=["byte order mark", "CRLF", "blank lines", "loose JSON", "last of two keys"],
 )
 def test_what_python_accepts_is_accepted(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(data)
-    assert read(path) == (["a", "b"], [])
+    assert read_bytes(tmp_path, data) == (["a", "b"], [])
 
 
 FAULTS = [
@@ -114,10 +117,9 @@ FAULTS = [
 def test_a_bad_line_is_named(
     tmp_path: Path, suffix: str, line: bytes, kind: str, detail: str, hint: str
 ) -> None:
-    path = tmp_path / f"a.jsonl{suffix}"
     good = b'{"text": "good"}\n'
-    path.write_bytes(COMPRESS[suffix](good + good + line + b"\n" + good))
-    texts, faults = read(path)
+    data = COMPRESS[suffix](good + good + line + b"\n" + good)
+    texts, faults = read_bytes(tmp_path, data, f"a.jsonl{suffix}")
     assert texts == ["good"] * 3
     assert [(fault.kind, fault.position) for fault in faults] == [(kind, 3)]
     assert detail in faults[0].detail
@@ -125,12 +127,10 @@ def test_a_bad_line_is_named(
 
 
 def test_the_byte_of_invalid_utf8_counts_the_byte_order_mark(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "\xff"}\n')
-    assert "byte 13 (0xff)" in read(path)[1][0].detail
-    text = tmp_path / "a.txt"
-    text.write_bytes(b"abc\xe9")
-    assert "byte 3 (0xe9)" in read(text)[1][0].detail
+    _, (line,) = read_bytes(tmp_path, b'\xef\xbb\xbf{"text": "\xff"}\n')
+    assert "byte 13 (0xff)" in line.detail
+    _, (text,) = read_bytes(tmp_path, b"abc\xe9", "a.txt")
+    assert "byte 3 (0xe9)" in text.detail
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a b.jsonl"])
@@ -180,15 +180,13 @@ def test_a_text_file_too_long_for_one_document_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 @pytest.mark.parametrize("damage", ["cut short", "not compressed", "rubbish after the end"])
 def test_a_damaged_file_gives_what_comes_before(tmp_path: Path, suffix: str, damage: str) -> None:
-    path = tmp_path / f"a.jsonl{suffix}"
     good, more = COMPRESS[suffix](jsonl(TEXTS)), COMPRESS[suffix](jsonl(["never complete"]))
     data = {
         "cut short": good + more[: len(more) // 2],
         "not compressed": b'{"text": "plain"}\n' * 9,
         "rubbish after the end": good + b"rubbish!" * 9,
     }[damage]
-    path.write_bytes(data)
-    texts, faults = read(path)
+    texts, faults = read_bytes(tmp_path, data, f"a.jsonl{suffix}")
     assert texts == ([] if damage == "not compressed" else TEXTS)
     assert faults[-1].kind == "damaged file"
     assert f"the file is damaged after document {len(texts)}" in faults[-1].detail
@@ -239,9 +237,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("depth", [100, 975, 1500, 100_000])
 def test_deep_nesting_is_a_fault_and_no_crash(tmp_path: Path, depth: int) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": ' + b"[" * depth + b"]" * depth + b'}\n{"text": "good"}\n')
-    texts, faults = read(path)
+    deep = b'{"text": ' + b"[" * depth + b"]" * depth + b"}\n"
+    texts, faults = read_bytes(tmp_path, deep + b'{"text": "good"}\n')
     assert texts == ["good"]
     assert [fault.position for fault in faults] == [1]
 
@@ -249,26 +246,17 @@ def test_deep_nesting_is_a_fault_and_no_crash(tmp_path: Path, depth: int) -> Non
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("data", [b"", b"\n\n\n", b" \t\r\n\n  "])
 def test_empty_files_and_blank_lines_hold_nothing(tmp_path: Path, suffix: str, data: bytes) -> None:
-    path = tmp_path / f"a.jsonl{suffix}"
-    path.write_bytes(COMPRESS[suffix](data))
-    assert read(path) == ([], [])
-
-
-def test_a_compressed_file_of_no_bytes_is_empty(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    path.touch()
-    assert read(path) == ([], [])
+    assert read_bytes(tmp_path, COMPRESS[suffix](data), f"a.jsonl{suffix}") == ([], [])
+    assert read_bytes(tmp_path, b"", "a.jsonl.gz") == ([], [])
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 @pytest.mark.parametrize("n_zeros", [1, 2, 3, 5, 200_000])
 def test_zero_bytes_may_stand_behind_a_frame(tmp_path: Path, suffix: str, n_zeros: int) -> None:
-    path = tmp_path / f"a.jsonl{suffix}"
+    name = f"a.jsonl{suffix}"
     frame, zeros = COMPRESS[suffix](jsonl(["a"])), bytes(n_zeros)
-    path.write_bytes(frame + zeros + frame + zeros)
-    assert read(path) == (["a", "a"], [])
-    path.write_bytes(zeros)
-    assert [fault.kind for fault in read(path)[1]] == ["damaged file"]
+    assert read_bytes(tmp_path, frame + zeros + frame + zeros, name) == (["a", "a"], [])
+    assert [fault.kind for fault in read_bytes(tmp_path, zeros, name)[1]] == ["damaged file"]
 
 
 @pytest.mark.parametrize("with_checksum", [False, True])

@@ -14,7 +14,13 @@ import pytest
 from trainyard.data.sources import Segment, read_documents
 
 
-def read_fields(path: Path, *fields: str) -> dict[str, list[str]]:
+def read_fields(folder: Path, data: bytes | pyarrow.Table, *fields: str) -> dict[str, list[str]]:
+    """Reads lines of JSON, or a table of Parquet."""
+    path = folder / ("a.jsonl" if isinstance(data, bytes) else "a.parquet")
+    if isinstance(data, bytes):
+        path.write_bytes(data)
+    else:
+        pyarrow.parquet.write_table(data, path)
     columns: dict[str, list[str]] = {field: [] for field in fields}
     for batch in read_documents(Segment(path, 0, path.stat().st_size), "text", fields):
         for field, values in batch.fields.items():
@@ -40,44 +46,38 @@ COLUMNS = {
 
 @pytest.mark.parametrize("fault", [b"", b"bad\n"], ids=["typed", "one by one"])
 def test_metadata_of_json_lines(tmp_path: Path, fault: bytes) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(fault + b"".join(json.dumps(row).encode() + b"\n" for row in ROWS))
-    assert read_fields(path, *COLUMNS) == COLUMNS
+    data = fault + b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+    assert read_fields(tmp_path, data, *COLUMNS) == COLUMNS
 
 
 def test_metadata_of_parquet(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-    assert read_fields(path, *COLUMNS) == COLUMNS
+    assert read_fields(tmp_path, pyarrow.Table.from_pylist(ROWS), *COLUMNS) == COLUMNS
 
 
 def test_a_row_of_parquet_that_is_left_out_takes_its_metadata_along(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
     table = pyarrow.table({"text": ["a", None, "c"], "n": [1, 2, 3]})
-    pyarrow.parquet.write_table(table, path)
-    assert read_fields(path, "n") == {"n": ["1", "3"]}
+    assert read_fields(tmp_path, table, "n") == {"n": ["1", "3"]}
 
 
 @pytest.mark.parametrize("fault", [b"", b"bad\n"], ids=["typed", "one by one"])
 def test_metadata_that_is_no_string_is_json(tmp_path: Path, fault: bytes) -> None:
-    path = tmp_path / "a.jsonl"
     values = [b"true", b"1.0", b'[1, "a"]', b'{"b": 2}', b"123456789012345678901234567890", b"NaN"]
-    path.write_bytes(fault + b"".join(b'{"m": %b, "text": ""}\n' % value for value in values))
-    assert read_fields(path, "m") == {"m": [value.decode() for value in values]}
+    data = fault + b"".join(b'{"m": %b, "text": ""}\n' % value for value in values)
+    assert read_fields(tmp_path, data, "m") == {"m": [value.decode() for value in values]}
 
 
 def test_formats_without_metadata_have_empty_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"text")
-    assert read_fields(path, "m", "n.o") == {"m": [""], "n.o": [""]}
+    (batch,) = read_documents(Segment(path, 0, 4), "text", ("m", "n.o"))
+    assert batch.fields == {"m": [""], "n.o": [""]}
 
 
 @pytest.mark.parametrize("fields", [("m", "m.a"), ("m.a", "m"), ("text",)])
 def test_any_fields_may_be_asked_for_together(tmp_path: Path, fields: tuple[str, ...]) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "cat", "m": {"a": 1}}\n')
+    line = b'{"text": "cat", "m": {"a": 1}}\n'
     known = {"m": ['{"a": 1}'], "m.a": ["1"], "text": ["cat"]}
-    assert read_fields(path, *fields) == {field: known[field] for field in fields}
+    assert read_fields(tmp_path, line, *fields) == {field: known[field] for field in fields}
 
 
 BROKEN = pyarrow.array([b"caf\xe9"], pyarrow.binary())
@@ -103,11 +103,9 @@ NANOSECONDS = pyarrow.array([1], pyarrow.timestamp("ns"))
 def test_metadata_of_any_type_of_parquet(
     tmp_path: Path, column: pyarrow.Array, rendered: str
 ) -> None:
-    path = tmp_path / "a.parquet"
     inside = pyarrow.StructArray.from_arrays([column], ["a"])
     table = pyarrow.table({"text": ["cat"], "m": column, "s": inside})
-    pyarrow.parquet.write_table(table, path)
-    columns = read_fields(path, "m", "s.a", "s.a.b", "s", "text")
+    columns = read_fields(tmp_path, table, "m", "s.a", "s.a.b", "s", "text")
     whole = columns.pop("s")
     assert columns == {"m": [rendered], "s.a": [rendered], "s.a.b": [""], "text": ["cat"]}
     assert whole[0].encode()

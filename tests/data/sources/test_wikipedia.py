@@ -94,18 +94,6 @@ def test_every_cut_near_a_page_is_clean(tmp_path: Path) -> None:
         assert texts_of(read(path, 0, cut)) + texts_of(read(path, cut, size)) == whole
 
 
-@pytest.mark.exhaustive
-def test_the_excerpt_in_pieces(shared_data: Path) -> None:
-    (path,) = (shared_data / "corpora").glob("enwiki-*.bz2")
-    size = path.stat().st_size
-    whole = read(path)
-    assert dropped_of(whole) == {"redirect": 99, "disambiguation": 8, "other namespace": 1}
-    assert (sum(batch.n_lines for batch in whole), faults_of(whole)) == (206, [])
-    cuts = [0, *sorted(random.Random(5).choices(range(size), k=6)), size]
-    pieces = [read(path, *cuts[n : n + 2]) for n in range(7)]
-    assert [text for piece in pieces for text in texts_of(piece)] == texts_of(whole)
-
-
 def test_a_gzipped_dump_is_one_piece(tmp_path: Path) -> None:
     plain = write(tmp_path / "a.xml", [page("A", "a"), page("B", "b")])
     path = tmp_path / "b.xml.gz"
