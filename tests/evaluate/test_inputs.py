@@ -18,7 +18,7 @@ from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedWriter
 from trainyard.data.loader import build_orders
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from trainyard.errors import ConfigError, DataError
+from trainyard.errors import CheckpointError, ConfigError, DataError
 from trainyard.evaluate.inputs import count_training_tokens, load_trained, read_documents
 from trainyard.evaluate.loss import unigram_loss
 from trainyard.model.gpt import GPT

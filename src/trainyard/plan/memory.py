@@ -184,7 +184,8 @@ class _Rank:
         return {
             "gradients": self._gradients(at_end=True)
             + (head * (3 if both else 1) if self.has_first else 0),
-            "gathered weights": self._gathered(n_at_once=self.n_blocks),
+            # ZeRO 3 keeps a block no longer than its backward pass, but for a pipeline.
+            "gathered weights": self._gathered(n_at_once=self.n_blocks if self.is_piped else 1),
             "activations": self._activations([max(0, first - 1), *others]) + self.micro.embedding(),
             "buffers": self._batch()
             + n_buffers * (of_rest + FP32_BYTES * self.one_block)
