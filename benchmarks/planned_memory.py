@@ -79,7 +79,7 @@ CASES = (
     Case("tiny", 4, "zero_stage=3 recompute=block"),
     Case("tiny", 8, "zero_stage=3 recompute=block model.n_layers=24"),
     Case("tiny", 8, "zero_stage=3 model.n_layers=24 train.global_batch_size=32"),
-    Case("tiny", 8, "pipeline=2 zero_stage=3 model.n_layers=24"),
+    Case("tiny", 8, "pipeline=2 zero_stage=3 model.n_layers=24 train.global_batch_size=32"),
     Case("tiny", 2, "tensor=2"),
     Case("tiny", 2, "tensor=2 sequence=true"),
     Case("tiny", 4, "tensor=4 sequence=true recompute=block model.dropout=0.1"),

@@ -7,6 +7,7 @@ machines with sshd are in tests/cluster.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ exec bash -c "$*"
 """
 SCRIPT = f"""#!/bin/bash
 shift
-exec {sys.executable} -P -m trainyard.launch.remote on-host "$@" -- bash -c "$RANK"
+exec {shlex.quote(sys.executable)} -P -m trainyard.launch.remote on-host "$@" -- bash -c "$RANK"
 """
 
 

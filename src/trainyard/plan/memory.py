@@ -184,8 +184,7 @@ class _Rank:
         return {
             "gradients": self._gradients(at_end=True)
             + (head * (3 if both else 1) if self.has_first else 0),
-            # ZeRO 3 keeps a block no longer than its backward pass, but for a pipeline.
-            "gathered weights": self._gathered(n_at_once=self.n_blocks if self.is_piped else 1),
+            "gathered weights": self._gathered(n_at_once=1),
             "activations": self._activations([max(0, first - 1), *others]) + self.micro.embedding(),
             "buffers": self._batch()
             + n_buffers * (of_rest + FP32_BYTES * self.one_block)
@@ -199,7 +198,7 @@ class _Rank:
         return {
             "gradients": FP32_BYTES
             * (self._whole() if self.is_piped or not self.is_shared else self.held_values),
-            "gathered weights": self._gathered(n_at_once=self.n_blocks) if self.is_piped else 0,
+            "gathered weights": self._gathered(n_at_once=1) if self.is_piped else 0,
             "buffers": self._batch() + buffers,
         }
 
@@ -228,7 +227,11 @@ class _Rank:
         return self.one_block * (self.value + FP32_BYTES)
 
     def _gathered(self, n_at_once: int) -> float:
-        """Weights in the precision they are used in, besides those that are kept."""
+        """Weights in the precision they are used in, besides those that are kept.
+
+        Args:
+            n_at_once: blocks gathered at the same time under ZeRO 3; below it, all stay.
+        """
         if not self.is_shared:
             if self.value == FP32_BYTES or self.low_values:
                 return 0
