@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,6 +21,9 @@ from trainyard.launch.lock import hold
 from trainyard.launch.restarts import note_refusal
 from trainyard.launch.supervise import Job, exit_code_below, supervise
 from trainyard.units import format_seconds
+
+if TYPE_CHECKING:
+    from trainyard.plan.resolve import Plan
 
 Resume = Literal["auto", "must", "never"]
 LogLines = Literal["short", "full"]
@@ -62,7 +65,12 @@ def train(
         typer.Option(help="Log lines: short, or full with every metric."),
     ] = "short",
     overwrite: Annotated[
-        bool, typer.Option(help="Remove the run's checkpoints and metrics, and begin again.")
+        bool,
+        typer.Option("--overwrite", help="Remove the run's checkpoints and metrics; begin again."),
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Train even where memory or disk seem too small."),
     ] = False,
 ) -> None:
     """Train a run; its folder is runs/NAME.
@@ -76,6 +84,7 @@ def train(
     what the message says. Below torchrun, srun or mpiexec this command is one rank: start it once
     for each.
     """
+    from trainyard.plan.room import refuse_without_room
     from trainyard.train.run_folder import write_run_folder
     from trainyard.train.stop import leave_when_told, refuse_stopped
 
@@ -87,9 +96,12 @@ def train(
                 f"leave out {option}, or the launcher",
             )
     with leave_when_told():
-        run, n_ranks = _load_run(run_file, overrides, process, ranks)
-        folder = RUNS_FOLDER / run.name
+        run, plan = _load_run(run_file, overrides, process, ranks)
+        folder, n_ranks = RUNS_FOLDER / run.name, plan.n_ranks
         try:
+            if not force and process.local_rank == 0:
+                n_local = process.n_local_ranks if process.n_ranks > 1 else n_ranks
+                refuse_without_room(run, plan, n_local, folder)
             if process.rank > 0:
                 wait_for_run_folder(folder, run, process)
                 code = _supervise(process, n_ranks, folder, resume, log)
@@ -114,8 +126,8 @@ def train(
 
 def _load_run(
     run_file: str, overrides: list[str] | None, process: Process, ranks: int | None
-) -> tuple[Run, int]:
-    """Reads the run, and decides how many ranks train it."""
+) -> tuple[Run, Plan]:
+    """Reads the run, and plans it for the ranks that train it."""
     from trainyard.config.load import load_run
     from trainyard.plan.resolve import resolve
 
@@ -126,7 +138,7 @@ def _load_run(
     require("torch")
     if ranks is None:
         plan = resolve(run, max(plan.n_ranks, _count_gpus()))
-    return run, plan.n_ranks
+    return run, plan
 
 
 def _begun_run(folder: Path) -> Run | None:

@@ -205,7 +205,7 @@ def find_local_machine(system: Path = Path("/")) -> LocalMachine:
     Args:
         system: the root of the file system.
     """
-    names = _list_gpus(system)
+    names = list_gpus(system)
     if names:
         device = find_device(names[0])
         kind = "bf16" if device is None or "bf16" in device.peaks else "fp16"
@@ -219,7 +219,7 @@ def find_local_machine(system: Path = Path("/")) -> LocalMachine:
     return LocalMachine(name, 1, False, cores * _CORE_FLOPS_PER_SECOND, precision)
 
 
-def _list_gpus(system: Path) -> list[str]:
+def list_gpus(system: Path = Path("/")) -> list[str]:
     """Names NVIDIA's and AMD's GPUs; none if torch is built for CPUs only."""
     try:
         if version("torch").endswith("+cpu"):

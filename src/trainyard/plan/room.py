@@ -1,0 +1,131 @@
+"""Whether a run has room on this machine: memory for its ranks, disk for its checkpoints.
+
+Asked before training starts, so that a run does not end hours later, or with the whole machine.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainyard.config import rules
+from trainyard.config.run import Run
+from trainyard.errors import MachineError
+from trainyard.plan.hardware import find_device, list_gpus
+from trainyard.plan.memory import busiest_memory
+from trainyard.plan.resolve import Plan, resolve
+from trainyard.plan.saving import checkpoint_bytes
+from trainyard.plan.search import RECOMPUTE, USABLE_SHARE, is_legal
+from trainyard.units import format_bytes
+
+FORCE = "--force trains it all the same"
+
+
+def refuse_without_room(run: Run, plan: Plan, n_local_ranks: int, folder: Path) -> None:
+    """Refuses a run that this machine has no room for; where that is unknown, it passes.
+
+    Args:
+        run: that is to be trained.
+        plan: of all its ranks.
+        n_local_ranks: on this machine.
+        folder: of the run; it need not exist.
+
+    Raises:
+        MachineError: says what is needed, what there is, and the smallest change that fits.
+    """
+    _refuse_without_memory(run, plan, n_local_ranks)
+    _refuse_without_disk(run, plan, folder)
+
+
+def _refuse_without_memory(run: Run, plan: Plan, n_local_ranks: int) -> None:
+    gpus = list_gpus()
+    there = gpu_bytes(gpus[0]) if gpus else free_memory_bytes()
+    n_sharing = 1 if gpus else n_local_ranks
+
+    def needed(run: Run, plan: Plan) -> int:
+        return n_sharing * busiest_memory(run, plan, on_gpu=bool(gpus)).peak_bytes
+
+    if there is None or needed(run, plan) <= there:
+        return
+    changed = (rules.change(run, changes) for changes in _smaller(run))
+    fitting = (
+        _describe(run, each)
+        for each in changed
+        if is_legal(each, plan.n_ranks) and needed(each, resolve(each, plan.n_ranks)) <= there
+    )
+    who = "a rank needs" if n_sharing == 1 else f"{n_sharing} ranks need"
+    raise MachineError(
+        f"{run.name} does not fit in memory: {who} about {format_bytes(needed(run, plan))}, and "
+        f"{gpus[0] if gpus else 'this machine'} has {format_bytes(there)}"
+        + ("" if gpus else " available"),
+        f"{next(fitting, 'a smaller model, or its ranks on more machines,')} fits; {FORCE}",
+    )
+
+
+def _refuse_without_disk(run: Run, plan: Plan, folder: Path) -> None:
+    interval, size = run.checkpoint.interval, checkpoint_bytes(run, plan.n_parameters)
+    n_saves = 1 + ((plan.n_steps - 1) // interval if interval else 0)
+    # The oldest goes once the newest is complete.
+    n_most = min(n_saves, run.checkpoint.keep_last + 1)
+    n_more = n_most - len(list((folder / "checkpoints").glob("step-*")))
+    place = next(each for each in (folder / "checkpoints", *folder.parents) if each.exists())
+    free = shutil.disk_usage(place).free
+    if n_more * size > free:
+        fewer = "checkpoint.keep_last=1, or " if run.checkpoint.keep_last > 1 else ""
+        raise MachineError(
+            f"{run.name} keeps up to {n_most} checkpoints of {format_bytes(size)}: "
+            f"{format_bytes(n_more * size)} more, and {place.resolve()} has {format_bytes(free)}",
+            f"{fewer}free space, or make {folder / 'checkpoints'} a link to another disk; {FORCE}",
+        )
+
+
+def _smaller(run: Run) -> Iterator[rules.Changes]:
+    """Lists what saves memory on the same ranks, the smallest change first."""
+    micro = run.train.micro_batch_size
+    sizes = [n for n in reversed(rules.divisors(micro)) if n < micro]
+    more = RECOMPUTE[RECOMPUTE.index(run.parallel.recompute) + 1 :]
+    yield from ({"train.micro_batch_size": n} for n in sizes)
+    yield from ({"parallel.recompute": kind} for kind in more)
+    yield from ({"train.micro_batch_size": 1, "parallel.recompute": kind} for kind in more)
+    stages = range(run.parallel.zero_stage + 1, 4)
+    yield from ({"parallel.zero_stage": stage} for stage in stages)
+    yield from (
+        {"train.micro_batch_size": 1, "parallel.recompute": "block", "parallel.zero_stage": stage}
+        for stage in stages
+    )
+
+
+def _describe(run: Run, changed: Run) -> str:
+    fields = {
+        "train.micro_batch_size": (run.train.micro_batch_size, changed.train.micro_batch_size),
+        "parallel.recompute": (run.parallel.recompute, changed.parallel.recompute),
+        "parallel.zero_stage": (run.parallel.zero_stage, changed.parallel.zero_stage),
+    }
+    return " ".join(f"{name}={new}" for name, (old, new) in fields.items() if old != new)
+
+
+def gpu_bytes(name: str) -> int | None:
+    """Gives what a GPU's driver leaves of its memory; None where the GPU is unknown."""
+    device = find_device(name)
+    return int(USABLE_SHARE * device.memory_bytes) if device and device.memory_bytes else None
+
+
+def free_memory_bytes(system: Path = Path("/")) -> int | None:
+    """Gives the memory that this machine has available, or this job if that is less.
+
+    Args:
+        system: the root of the file system.
+    """
+    try:
+        text = (system / "proc/meminfo").read_text()
+        own = (system / "proc/self/cgroup").read_text().rpartition("::")[2].strip("/\n")
+    except OSError:  # macOS
+        return None
+    limits = [1024 * int(kib) for kib in re.findall(r"^MemAvailable:\s*(\d+) kB$", text, re.M)]
+    groups = system / "sys/fs/cgroup"
+    for path in {groups / own / "memory.max", groups / "memory.max"}:
+        if path.exists() and (limit := path.read_text().strip()).isdigit():
+            limits.append(int(limit))
+    return min(limits, default=None)
