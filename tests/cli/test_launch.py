@@ -60,9 +60,15 @@ def files(project: Path) -> set[str]:
     return {name for name in found if name.startswith("runs") or name == "said"}
 
 
-def test_a_dry_run_prints_the_script_and_nothing_else(project: Path) -> None:
+def test_a_dry_run_prints_the_script_and_nothing_else(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "the-key-of-mine")
     text = run("recipes/lumi/13b.toml", "--cluster", "lumi", "--nodes", "2", "--image", "no.sif",
-               "--account", "project_1", "--dry-run")  # fmt: skip
+               "log.wandb_project=the-key-of-mine", "--account", "project_1", "--dry-run",
+    )  # fmt: skip
+    assert "log.wandb_project=*** --cluster lumi" in text
+    assert "the-key-of-mine" not in text
     assert text.startswith("#!/bin/bash\n# lumi-13b: 2 nodes of 8 ranks. Made by\n#     trainyard ")
     assert text.endswith('exit "$code"\n')
     assert "#SBATCH --account=project_1\n" in text
@@ -167,6 +173,14 @@ def test_what_is_refused(
     assert hint in caught.value.hint
     assert files(project) == set()
     assert not list(project.rglob("marker"))
+
+
+def test_no_word_of_a_script_ends_what_bash_is_to_read(project: Path) -> None:
+    folder = project / "a\nTASK\ntouch marker\nIFS= read -r task <<'TASK'"
+    shutil.copytree(ROOT / "recipes" / "lumi", folder)
+    with pytest.raises(LaunchError, match="has a control character in it, and is a word of a job"):
+        run(f"{folder.name}/13b.toml", "--cluster", "slurm", "--stages", "prepare")
+    assert files(project) == set()
 
 
 def test_the_stages_make_the_files_of_all_splits_that_training_needs(project: Path) -> None:

@@ -68,14 +68,15 @@ def launch(
         {name: value for name, value in given.items() if value},
     )
     run, jobs = plan_jobs(request, Path.cwd())
+    scripts = {stage: render(job) for stage, job in jobs.items()}
     if dry_run:
-        typer.echo("\n".join(render(job) for job in jobs.values()), nl=False)
+        typer.echo("\n".join(scripts.values()), nl=False)
         return
     for job in jobs.values():
         check_programs(job)
         if job.arguments[0] == "prepare" and job.arguments[1] != "--fetch":
             make_ready(Path(job.arguments[1]))
-    write_folder(run, jobs)
+    write_folder(run, jobs, scripts)
     submit_jobs(cluster, jobs)
 
 
@@ -107,7 +108,7 @@ def make_ready(data_file: Path) -> None:
         ) from None
 
 
-def write_folder(run: Run, jobs: dict[str, Job]) -> None:
+def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> None:
     """Writes the run and its scripts into the run folder, after what can be checked of both.
 
     Raises:
@@ -116,7 +117,6 @@ def write_folder(run: Run, jobs: dict[str, Job]) -> None:
     from trainyard.config.load import render_run
     from trainyard.data.publish import publish_text
     from trainyard.launch.lock import find_holder
-    from trainyard.launch.render import render
     from trainyard.train.run_folder import write_run_folder
     from trainyard.train.stop import refuse_stopped
 
@@ -142,8 +142,8 @@ def write_folder(run: Run, jobs: dict[str, Job]) -> None:
     else:  # the data is not there yet
         refuse_stopped(folder)
         publish_text(folder / "run.toml", render_run(run))
-    for job in jobs.values():
-        publish_text(job.script_path, render(job))
+    for stage, job in jobs.items():
+        publish_text(job.script_path, scripts[stage])
         job.script_path.chmod(0o755)
 
 
