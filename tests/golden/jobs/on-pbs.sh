@@ -107,7 +107,10 @@ bad_hosts() { awk '$2 >= 2 { print $1 }' "$folder/bad_nodes" 2> /dev/null; }
 again() {
   # For operators alone on many machines.
   qrerun "$job" 2> /dev/null && return
-  qsub /project/me/runs/lumi-125m/job.sh
+  local next
+  next=$(qsub /project/me/runs/lumi-125m/job.sh) || return
+  # The scheduler is asked about the new number from now on.
+  tell resubmitted "$job" "${next##*$'\n'}"
 }
 
 # qdel and preemption reach the ranks as well, which save.
