@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -97,10 +98,11 @@ def test_a_launch(project: Path) -> None:
     assert render_run(load_run(str(folder / "run.toml")).run) == written
 
 
-def test_a_second_launch_forgets_vain_starts(project: Path) -> None:
+def test_a_second_launch_forgets_vain_starts_and_a_damaged_record(project: Path) -> None:
     vain = project / "runs" / "small" / "logs" / "vain"
     vain.parent.mkdir(parents=True)
     vain.write_text("3 \n")
+    (vain.parents[1] / "job.toml").write_text("[[[")
     run(*small(project))
     assert not vain.exists()
 
@@ -223,6 +225,20 @@ def test_a_missing_tokenizer_is_found_before_the_queue(project: Path) -> None:
 def test_a_run_that_is_training(project: Path) -> None:
     with hold(project / "runs" / "small"), pytest.raises(LaunchError, match="is in use: "):
         run(*small(project))
+
+
+@pytest.mark.parametrize(("state", "is_refused"), [("PENDING", 1), ("RUNNING", 1), ("FAILED", 0)])
+def test_a_run_that_has_a_job(project: Path, state: str, is_refused: bool) -> None:
+    run(*small(project))
+    squeue = project / "bin" / "squeue"
+    squeue.write_text(f"#!/bin/bash\n[[ $* = *--jobs=4712* ]] && printf '%-32s' {state}\n")
+    squeue.chmod(0o755)
+    with pytest.raises(LaunchError) if is_refused else nullcontext() as caught:
+        run(*small(project))
+    assert (project / "said").read_text().count("job.sh") == 1 + (not is_refused)
+    if caught:
+        assert caught.value.problem.endswith(f"small has job 4712 on own.toml already: {state}")
+        assert "end it (scancel 4712), or launch under another name" in caught.value.hint
 
 
 def test_a_run_that_is_to_stay_down(project: Path) -> None:

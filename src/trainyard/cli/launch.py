@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainyard.errors import DataError, LaunchError, MachineError
+from trainyard.errors import DataError, MachineError
 
 if TYPE_CHECKING:
     from trainyard.config.run import Run
@@ -112,21 +112,16 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
     """Writes the run and its scripts into the run folder, after what can be checked of both.
 
     Raises:
-        UserError: the run cannot be trained, is being trained, or cannot be written down.
+        UserError: the run cannot be trained, is launched already, or cannot be written down.
     """
     from trainyard.config.load import render_run
     from trainyard.data.publish import publish_text
-    from trainyard.launch.lock import find_holder
+    from trainyard.launch.status import refuse_second
     from trainyard.train.run_folder import write_run_folder
     from trainyard.train.stop import refuse_stopped
 
     folder = next(iter(jobs.values())).folder
-    holder = find_holder(folder)
-    if holder:
-        raise LaunchError(
-            f"{folder} is in use: {holder}",
-            "wait for its end, end it, or launch under another name: name=NAME",
-        )
+    refuse_second(folder)
     try:
         for job in jobs.values():
             job.script_path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,13 +20,16 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from trainyard.config.reading import parse_json, read_file
+from trainyard.errors import LaunchError
 from trainyard.launch.environment import first_host
-from trainyard.launch.submit import Submission, read_submission
+from trainyard.launch.lock import find_holder
+from trainyard.launch.submit import Submission, end_command, read_submission
 
 STARTS, BAD_NODES = "starts.log", "bad_nodes"
 ANSWER_SECONDS = 20.0
@@ -89,6 +92,32 @@ def read_current(folder: Path) -> Submission | None:
             case [_, "resubmitted", submission.job, job]:
                 submission = submission.model_copy(update={"job": job})
     return submission
+
+
+def refuse_second(folder: Path) -> None:
+    """Refuses to launch a run that trains, or that has a job in the queue or running.
+
+    Where the scheduler does not answer, the lock alone is asked.
+
+    Raises:
+        LaunchError: says who or which job, and how to end it.
+    """
+    submission = job = None
+    with suppress(LaunchError):  # a damaged record is replaced by the one of this launch
+        submission = read_current(folder)
+        job = ask_scheduler(submission) if submission else None
+    if submission and job and job.phase in ("waiting", "running"):
+        raise LaunchError(
+            f"{folder} has job {submission.job} on {submission.cluster} already: {job.text}",
+            f"wait for its end, end it ({end_command(submission)}), or launch under another name: "
+            "name=NAME",
+        )
+    holder = find_holder(folder)
+    if holder:
+        raise LaunchError(
+            f"{folder} is in use: {holder}",
+            "wait for its end, end it, or launch under another name: name=NAME",
+        )
 
 
 def ask_scheduler(submission: Submission) -> JobState:
