@@ -67,8 +67,10 @@ def test_a_dry_run_prints_the_script_and_nothing_else(
     monkeypatch.setenv("WANDB_API_KEY", "the-key-of-mine")
     text = run("recipes/lumi/13b.toml", "--cluster", "lumi", "--nodes", "2", "--image", "no.sif",
                "log.wandb_project=the-key-of-mine", "--account", "project_1", "--dry-run",
+               "precision.kind=fp8", "--force",
     )  # fmt: skip
-    assert "log.wandb_project=*** --cluster lumi" in text
+    assert "log.wandb_project=*** precision.kind=fp8 --cluster lumi" in text
+    assert "no.sif --force\n" in text
     assert "the-key-of-mine" not in text
     assert text.startswith("#!/bin/bash\n# lumi-13b: 2 nodes of 8 ranks. Made by\n#     trainyard ")
     assert text.endswith('exit "$code"\n')
@@ -157,6 +159,12 @@ def test_some_stages(project: Path) -> None:
         (["--cluster", "local", "--stages", "all"], LaunchError,
          "this cluster has none (local)", "trainyard prepare DATA_FILE first"),
         (["--cluster", "own.toml", "--stages", "all"], ConfigError, "no data file in data", ""),
+        (["--cluster", "lumi", "--ranks-per-node", "2", "--image", "no.sif",
+          "model.d_model=262144"], MachineError,
+         "small does not fit: ", "larger devices; launch it anyway: --force"),
+        (["--cluster", "lumi", "--ranks-per-node", "2", "--image", "no.sif",
+          "precision.kind=fp8", "precision.fp8.precise_blocks=0"], MachineError,
+         "no peak is known for products of MI250X GCD in fp8", "--force"),
         (["--cluster", "local", "--nodes", "2"], LaunchError, "this machine alone", ""),
         (["--cluster", "ssh", "--nodes", "2", "--ranks-per-node", "1", "--hosts", "n1"],
          LaunchError, "hosts names 1", ""),

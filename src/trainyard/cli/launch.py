@@ -36,6 +36,9 @@ def launch(
     stages: Annotated[
         str, typer.Option(help="train; all; or some of download, prepare, train.")
     ] = "train",
+    force: Annotated[
+        bool, typer.Option("--force", help="Launch even if `trainyard plan` says it cannot run.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")
     ] = False,
@@ -44,7 +47,7 @@ def launch(
 
     The script is runs/NAME/job.sh. The job comes back into the queue until the run is done: after
     the time limit, a preemption, a node or a rank that failed. Without a scheduler (local, mpi,
-    ssh) it runs here and now.
+    ssh) it runs here and now. What `trainyard plan` refuses on these nodes is refused here as well.
 
     Examples:
     trainyard launch recipes/lumi/13b.toml --cluster lumi --nodes 2 --account project_1 --dry-run
@@ -66,8 +69,11 @@ def launch(
         ranks_per_node,
         stages,
         {name: value for name, value in given.items() if value},
+        force,
     )
     run, jobs = plan_jobs(request, Path.cwd())
+    if "train" in jobs and not force:
+        refuse_unfit(run, jobs["train"], cluster)
     scripts = {stage: render(job) for stage, job in jobs.items()}
     if dry_run:
         typer.echo("\n".join(scripts.values()), nl=False)
@@ -78,6 +84,25 @@ def launch(
             make_ready(Path(job.arguments[1]))
     write_folder(run, jobs, scripts)
     submit_jobs(cluster, jobs)
+
+
+def refuse_unfit(run: Run, job: Job, cluster: str) -> None:
+    """Refuses what `trainyard plan` refuses: too little memory, or a precision GPUs do not have.
+
+    Raises:
+        MachineError: the plan's message.
+    """
+    from trainyard.cli.plan import build_report, refuse
+    from trainyard.plan.clusters import find_machine
+    from trainyard.plan.search import is_gpu
+
+    machine = find_machine(cluster)
+    if not is_gpu(machine):
+        return
+    try:
+        refuse(build_report(run, machine, job.n_ranks))
+    except MachineError as error:
+        raise MachineError(error.problem, f"{error.hint}; launch it anyway: --force") from None
 
 
 def make_ready(data_file: Path) -> None:

@@ -47,6 +47,8 @@ class Request:
     stages: str = "train"
     options: Mapping[str, str] = field(default_factory=dict)
     """account, partition, time, image, hosts: what is to be other than in the cluster file."""
+    force: bool = False
+    """Launch what the plan refuses."""
 
     @property
     def command(self) -> str:
@@ -57,7 +59,8 @@ class Request:
             words += ["--ranks-per-node", str(self.ranks_per_node)]
         for name, value in self.options.items():
             words += [f"--{name}", value]
-        return shlex.join(words + (["--stages", self.stages] if self.stages != "train" else []))
+        words += ["--stages", self.stages] if self.stages != "train" else []
+        return shlex.join(words + (["--force"] if self.force else []))
 
     @property
     def launch_fields(self) -> dict[str, Any]:
