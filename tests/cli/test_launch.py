@@ -131,6 +131,9 @@ def test_stages_wait_for_each_other(project: Path) -> None:
 def test_some_stages(project: Path) -> None:
     text = run("recipes/lumi/13b.toml", "--cluster", "slurm", "--stages", "prepare,download")
     assert text == "prepare-oscar: job 4712\n", "there is no Oscar to download"
+    run("recipes/lumi/125m.toml", "--cluster", "frontier", "--stages", "prepare")
+    script = next((project / "runs" / "lumi-125m" / "jobs").iterdir()).read_text()
+    assert "#SBATCH --cpus-per-task=48\n" in script, "a CPU for each worker, unless options say"
 
 
 @pytest.mark.parametrize(
