@@ -19,8 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from trainyard.cli.train import RUNS_FOLDER
-from trainyard.config.cluster import read_cluster
+from trainyard.config.cluster import Launch, read_cluster
 from trainyard.config.corpus import Corpus, load_corpus
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
@@ -64,12 +66,24 @@ class Request:
 
     @property
     def launch_fields(self) -> dict[str, Any]:
-        """The options as fields of [launch]."""
-        fields: dict[str, Any] = dict(self.options)
-        if "image" in fields:
-            fields["container"] = {"image": fields.pop("image")}
-        if "hosts" in fields:
-            fields["hosts"] = fields["hosts"].split(",")
+        """The options as fields of [launch].
+
+        Raises:
+            ConfigError: names the option whose value is wrong.
+        """
+        fields: dict[str, Any] = {}
+        for name, text in self.options.items():
+            field: dict[str, Any] = {name: text.split(",") if name == "hosts" else text}
+            if name == "image":
+                field = {"container": field}
+            try:
+                Launch.model_validate(field)
+            except ValidationError as error:
+                problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ConfigError(
+                    f"--{name}: {problem}", "trainyard launch --help says what each option is"
+                ) from None
+            fields |= field
         return fields
 
 
