@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,17 @@ def files(project: Path) -> set[str]:
     return {name for name in found if name.startswith("runs") or name == "said"}
 
 
-def test_a_dry_run_prints_the_script_and_nothing_else(project: Path) -> None:
+def test_a_dry_run_prints_the_script_and_nothing_else(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "the-key-of-mine")
     text = run("recipes/lumi/13b.toml", "--cluster", "lumi", "--nodes", "2", "--image", "no.sif",
-               "--account", "project_1", "--dry-run")  # fmt: skip
+               "log.wandb_project=the-key-of-mine", "--account", "project_1", "--dry-run",
+               "precision.kind=fp8", "--force",
+    )  # fmt: skip
+    assert "log.wandb_project=*** precision.kind=fp8 --cluster lumi" in text
+    assert "no.sif --force\n" in text
+    assert "the-key-of-mine" not in text
     assert text.startswith("#!/bin/bash\n# lumi-13b: 2 nodes of 8 ranks. Made by\n#     trainyard ")
     assert text.endswith('exit "$code"\n')
     assert "#SBATCH --account=project_1\n" in text
@@ -91,10 +100,11 @@ def test_a_launch(project: Path) -> None:
     assert render_run(load_run(str(folder / "run.toml")).run) == written
 
 
-def test_a_second_launch_forgets_vain_starts(project: Path) -> None:
+def test_a_second_launch_forgets_vain_starts_and_a_damaged_record(project: Path) -> None:
     vain = project / "runs" / "small" / "logs" / "vain"
     vain.parent.mkdir(parents=True)
     vain.write_text("3 \n")
+    (vain.parents[1] / "job.toml").write_text("[[[")
     run(*small(project))
     assert not vain.exists()
 
@@ -121,6 +131,9 @@ def test_stages_wait_for_each_other(project: Path) -> None:
 def test_some_stages(project: Path) -> None:
     text = run("recipes/lumi/13b.toml", "--cluster", "slurm", "--stages", "prepare,download")
     assert text == "prepare-oscar: job 4712\n", "there is no Oscar to download"
+    run("recipes/lumi/125m.toml", "--cluster", "frontier", "--stages", "prepare")
+    script = next((project / "runs" / "lumi-125m" / "jobs").iterdir()).read_text()
+    assert "#SBATCH --cpus-per-task=48\n" in script, "a CPU for each worker, unless options say"
 
 
 @pytest.mark.parametrize(
@@ -132,11 +145,14 @@ def test_some_stages(project: Path) -> None:
         (["--cluster", "own.toml", "--ranks-per-node", "3"], LaunchError,
          "3 ranks a node, and a node has 2 devices", "one rank for each device"),
         (["--cluster", "own.toml", "--account", "a;touch marker"], ConfigError,
-         "'a;touch marker' is no name", ""),
+         "--account: 'a;touch marker' is no name", "launch --help says"),
         (["--cluster", "own.toml", "--account", "$(touch marker)"], ConfigError, "is no name", ""),
-        (["--cluster", "own.toml", "--partition", "a\nb"], ConfigError, "is no name", ""),
+        (["--cluster", "own.toml", "--partition", "a\nb"], ConfigError,
+         "--partition: 'a\\nb' is no name", ""),
+        (["--cluster", "own.toml", "--hosts", "n1,-x"], ConfigError, "--hosts: '-x' is no", ""),
+        (["--cluster", "own.toml", "--image", "a\tb"], ConfigError, "--image: a line break", ""),
         (["--cluster", "own.toml", "--time", "1 hour"], ConfigError,
-         "'1 hour' is no time: hours, minutes and seconds are, such as 12:00:00", ""),
+         "--time: '1 hour' is no time: hours, minutes and seconds are, such as 12:00:00", ""),
         (["--cluster", "own.toml", "--image", "x.sif"], LaunchError,
          "the image x.sif needs a runtime", ""),
         (["--cluster", "own.toml", "name=a;touch marker"], ConfigError, "name: ", ""),
@@ -149,6 +165,12 @@ def test_some_stages(project: Path) -> None:
         (["--cluster", "local", "--stages", "all"], LaunchError,
          "this cluster has none (local)", "trainyard prepare DATA_FILE first"),
         (["--cluster", "own.toml", "--stages", "all"], ConfigError, "no data file in data", ""),
+        (["--cluster", "lumi", "--ranks-per-node", "2", "--image", "no.sif",
+          "model.d_model=262144"], MachineError,
+         "small does not fit: ", "larger devices; launch it anyway: --force"),
+        (["--cluster", "lumi", "--ranks-per-node", "2", "--image", "no.sif",
+          "precision.kind=fp8", "precision.fp8.precise_blocks=0"], MachineError,
+         "no peak is known for products of MI250X GCD in fp8", "--force"),
         (["--cluster", "local", "--nodes", "2"], LaunchError, "this machine alone", ""),
         (["--cluster", "ssh", "--nodes", "2", "--ranks-per-node", "1", "--hosts", "n1"],
          LaunchError, "hosts names 1", ""),
@@ -167,6 +189,14 @@ def test_what_is_refused(
     assert hint in caught.value.hint
     assert files(project) == set()
     assert not list(project.rglob("marker"))
+
+
+def test_no_word_of_a_script_ends_what_bash_is_to_read(project: Path) -> None:
+    folder = project / "a\nTASK\ntouch marker\nIFS= read -r task <<'TASK'"
+    shutil.copytree(ROOT / "recipes" / "lumi", folder)
+    with pytest.raises(LaunchError, match="has a control character in it, and is a word of a job"):
+        run(f"{folder.name}/13b.toml", "--cluster", "slurm", "--stages", "prepare")
+    assert files(project) == set()
 
 
 def test_the_stages_make_the_files_of_all_splits_that_training_needs(project: Path) -> None:
@@ -209,6 +239,20 @@ def test_a_missing_tokenizer_is_found_before_the_queue(project: Path) -> None:
 def test_a_run_that_is_training(project: Path) -> None:
     with hold(project / "runs" / "small"), pytest.raises(LaunchError, match="is in use: "):
         run(*small(project))
+
+
+@pytest.mark.parametrize(("state", "is_refused"), [("PENDING", 1), ("RUNNING", 1), ("FAILED", 0)])
+def test_a_run_that_has_a_job(project: Path, state: str, is_refused: bool) -> None:
+    run(*small(project))
+    squeue = project / "bin" / "squeue"
+    squeue.write_text(f"#!/bin/bash\n[[ $* = *--jobs=4712* ]] && printf '%-32s' {state}\n")
+    squeue.chmod(0o755)
+    with pytest.raises(LaunchError) if is_refused else nullcontext() as caught:
+        run(*small(project))
+    assert (project / "said").read_text().count("job.sh") == 1 + (not is_refused)
+    if caught:
+        assert caught.value.problem.endswith(f"small has job 4712 on own.toml already: {state}")
+        assert "end it (scancel 4712), or launch under another name" in caught.value.hint
 
 
 def test_a_run_that_is_to_stay_down(project: Path) -> None:

@@ -168,8 +168,10 @@ def test_a_scheduler_that_is_not_here(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"job_state": "F", "Exit_status": 0}, "ended", "F", ""),
     ],
 )
-def test_what_qstat_answers(
+def test_what_qstat_answers_of_the_job_that_goes_on(
+    folder: Path,
     tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     answer: dict[str, object],
     phase: str,
@@ -182,8 +184,11 @@ def test_what_qstat_answers(
     qstat.write_text(f"#!/bin/sh\n[ \"$*\" = '-x -f -F json 0.n3' ] && echo '{said}'\n")
     qstat.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    asked = ask_scheduler(Submission(cluster="c", scheduler="pbs", n_nodes=2, job="0.n3"))
-    assert (asked.phase, asked.text, asked.nodes) == (phase, text, nodes)
+    write_submission(folder, Submission(cluster="c", scheduler="pbs", n_nodes=2, job="8.n3"))
+    (folder / "starts.log").write_text("T1 resubmitted 8.n3 9.n3\nT2 resubmitted 9.n3 0.n3\n")
+    found = json.loads(status(folder, capsys, "--json"))
+    assert found["submission"]["job"] == "0.n3"
+    assert found["job"] == {"phase": phase, "text": text, "nodes": nodes}
 
 
 @pytest.mark.exhaustive

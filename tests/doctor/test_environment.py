@@ -13,6 +13,7 @@ from trainyard.doctor.environment import (
     check_binding,
     check_devices,
     check_limits,
+    check_load,
     describe_environment,
     format_cpus,
     parse_cpus,
@@ -29,6 +30,10 @@ def test_what_is_said_of_this_machine() -> None:
     assert facts["versions"]["trainyard"] and facts["versions"]["python"]
     assert facts["versions"]["torch"] != "not installed"
     assert facts["processor"]["cores"] == str(os.cpu_count())
+    assert facts["processor"]["load"].endswith(" in the last minute")
+    assert check_load(32, 64) == []
+    (busy,) = check_load(32.1, 64)
+    assert (busy.text, busy.verdict) == ("32.1 on 64 cores in the last minute", WARN)
     assert facts["processor"]["bound to"] == f"{format_cpus(bound_to())} (local rank 0)"
     assert "GiB" in facts["memory"]["total"] and "GiB" in facts["memory"]["available"]
     assert facts["limits"]["open files"].startswith(

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,8 @@ def test_what_is_planned_can_be_launched(
         words = shlex.split(row[1])
         cluster = words[words.index("--cluster") + 1] if "--cluster" in words else ""
         if "--nodes" in words:
-            assert call(launch, *words, *OWN[cluster], "--dry-run").startswith("#!/bin/bash")
+            with pytest.raises(MachineError) if "does not fit" in row[0] else nullcontext():
+                assert call(launch, *words, *OWN[cluster], "--dry-run").startswith("#!/bin/bash")
     written = [words[2:] for words in commands(text) if words[1] == "launch"]
     assert written
     for words in written:

@@ -39,7 +39,7 @@ def test_names(name: str) -> None:
 
 
 def test_folders() -> None:
-    assert "has a control character in it" in refusal(job("/project\n#SBATCH -x/runs/run"))
+    assert "there is a backslash in it" in refusal(job("/a\\b/runs/run"))
     assert "PBS cannot write its log below /a b/runs/run" in refusal(
         job("/a b/runs/run", scheduler="pbs")
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -154,7 +155,36 @@ def test_nothing_in_a_value_is_obeyed(tmp_path: Path, scheduler: str) -> None:
     assert cache.startswith(f"{tmp_path / NASTY}/scratch/trainyard-")
     assert cache.endswith("/triton")
     assert not list(tmp_path.rglob("marker")), "something was obeyed"
-    assert not list((tmp_path / NASTY / "scratch").iterdir()) or scheduler in ("slurm", "mpi")
+    left = list((tmp_path / NASTY / "scratch").iterdir())
+    assert bool(left) == (scheduler in ("slurm", "mpi")), "their stand-ins remove nothing"
+    assert all(stat.S_IMODE(each.stat().st_mode) == 0o700 for each in left)
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_compiled_code_of_others_is_not_loaded(tmp_path: Path, is_link: bool) -> None:
+    folder = tmp_path / NASTY / "scratch" / "trainyard-1-0"
+    folder.parent.mkdir(parents=True)
+    if is_link:
+        folder.symlink_to(tmp_path)
+    elif os.getuid() == 0:
+        folder.mkdir()
+        os.chown(folder, 4711, 4711)
+    else:
+        pytest.skip("root alone gives folders away")
+    python = write_program(tmp_path / "python", f"touch {tmp_path}/marker")
+    write_program(tmp_path / "srun", 'case $* in *bash\\ -c*) exec bash -c "${@: -1}";; esac')
+    job = nasty_job(tmp_path, "slurm", python=python)
+    job.folder.mkdir(parents=True)
+    done = subprocess.run(
+        ["bash", "-c", render(job)],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"},
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
+    )
+    assert done.returncode == 2
+    assert "trainyard-1-0 belongs to another user, or cannot be made" in done.stderr
+    assert not (tmp_path / "marker").exists()
 
 
 def test_containers_take_values_as_they_are(tmp_path: Path) -> None:

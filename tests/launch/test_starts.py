@@ -15,6 +15,8 @@ from tests.waiting import WATCHDOG_SECONDS, wait_until
 from trainyard.config.cluster import Cluster, Launch
 from trainyard.launch.job import Job
 from trainyard.launch.render import render
+from trainyard.launch.status import read_current
+from trainyard.launch.submit import Submission, write_submission
 
 pytestmark = pytest.mark.exhaustive
 
@@ -164,7 +166,7 @@ def run_as_pbs_does(folder: Path, plan: str, nodes: str = "localhost\n") -> tupl
     script = write_job(folder, launch, needs=("data/corpus.json",))
     (folder / "plan").write_text(plan)
     (folder / "nodes").write_text(nodes)
-    (folder / "qsub").write_text('#!/bin/bash\necho "$@" > told\n')
+    (folder / "qsub").write_text('#!/bin/bash\necho "$@" > told; echo hello; echo 4712.server\n')
     (folder / "qsub").chmod(0o755)
     given = os.environ | {
         "PATH": f"{folder}:{os.environ['PATH']}",
@@ -185,7 +187,13 @@ def test_pbs_brings_a_job_back(folder: Path) -> None:
     # Two lines are two ranks of one node.
     twice = "localhost\nlocalhost\n"
     path = folder.parent / folder.name / "runs" / "run" / "job.sh"
+    run_folder = folder / "runs" / "run"
+    submission = Submission(cluster="pbs", scheduler="pbs", n_nodes=1, job="4711[].server")
+    write_submission(run_folder, submission)
     assert run_as_pbs_does(folder, "75 0", twice) == (75, f"{path}\n")
+    current = read_current(run_folder)
+    assert current is not None
+    assert current.job == "4712.server", "status asks about the job that goes on"
     assert run_as_pbs_does(folder, "75 0", twice)[0] == 0
     log = (folder / "runs" / "run" / "starts.log").read_text()
     assert re.findall(r" start (\S+ \d) ", log) == ["4711[].server 0", "4711[].server 1"]

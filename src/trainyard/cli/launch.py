@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainyard.errors import DataError, LaunchError, MachineError
+from trainyard.errors import DataError, MachineError
 
 if TYPE_CHECKING:
     from trainyard.config.run import Run
@@ -36,6 +36,9 @@ def launch(
     stages: Annotated[
         str, typer.Option(help="train; all; or some of download, prepare, train.")
     ] = "train",
+    force: Annotated[
+        bool, typer.Option("--force", help="Launch even if `trainyard plan` says it cannot run.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")
     ] = False,
@@ -44,7 +47,7 @@ def launch(
 
     The script is runs/NAME/job.sh. The job comes back into the queue until the run is done: after
     the time limit, a preemption, a node or a rank that failed. Without a scheduler (local, mpi,
-    ssh) it runs here and now.
+    ssh) it runs here and now. What `trainyard plan` refuses on these nodes is refused here as well.
 
     Examples:
     trainyard launch recipes/lumi/13b.toml --cluster lumi --nodes 2 --account project_1 --dry-run
@@ -66,17 +69,40 @@ def launch(
         ranks_per_node,
         stages,
         {name: value for name, value in given.items() if value},
+        force,
     )
     run, jobs = plan_jobs(request, Path.cwd())
+    if "train" in jobs and not force:
+        refuse_unfit(run, jobs["train"], cluster)
+    scripts = {stage: render(job) for stage, job in jobs.items()}
     if dry_run:
-        typer.echo("\n".join(render(job) for job in jobs.values()), nl=False)
+        typer.echo("\n".join(scripts.values()), nl=False)
         return
     for job in jobs.values():
         check_programs(job)
         if job.arguments[0] == "prepare" and job.arguments[1] != "--fetch":
             make_ready(Path(job.arguments[1]))
-    write_folder(run, jobs)
+    write_folder(run, jobs, scripts)
     submit_jobs(cluster, jobs)
+
+
+def refuse_unfit(run: Run, job: Job, cluster: str) -> None:
+    """Refuses what `trainyard plan` refuses: too little memory, or a precision GPUs do not have.
+
+    Raises:
+        MachineError: the plan's message.
+    """
+    from trainyard.cli.plan import build_report, refuse
+    from trainyard.plan.clusters import find_machine
+    from trainyard.plan.search import is_gpu
+
+    machine = find_machine(cluster)
+    if not is_gpu(machine):
+        return
+    try:
+        refuse(build_report(run, machine, job.n_ranks))
+    except MachineError as error:
+        raise MachineError(error.problem, f"{error.hint}; launch it anyway: --force") from None
 
 
 def make_ready(data_file: Path) -> None:
@@ -107,26 +133,20 @@ def make_ready(data_file: Path) -> None:
         ) from None
 
 
-def write_folder(run: Run, jobs: dict[str, Job]) -> None:
+def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> None:
     """Writes the run and its scripts into the run folder, after what can be checked of both.
 
     Raises:
-        UserError: the run cannot be trained, is being trained, or cannot be written down.
+        UserError: the run cannot be trained, is launched already, or cannot be written down.
     """
     from trainyard.config.load import render_run
     from trainyard.data.publish import publish_text
-    from trainyard.launch.lock import find_holder
-    from trainyard.launch.render import render
+    from trainyard.launch.status import refuse_second
     from trainyard.train.run_folder import write_run_folder
     from trainyard.train.stop import refuse_stopped
 
     folder = next(iter(jobs.values())).folder
-    holder = find_holder(folder)
-    if holder:
-        raise LaunchError(
-            f"{folder} is in use: {holder}",
-            "wait for its end, end it, or launch under another name: name=NAME",
-        )
+    refuse_second(folder)
     try:
         for job in jobs.values():
             job.script_path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,8 +162,8 @@ def write_folder(run: Run, jobs: dict[str, Job]) -> None:
     else:  # the data is not there yet
         refuse_stopped(folder)
         publish_text(folder / "run.toml", render_run(run))
-    for job in jobs.values():
-        publish_text(job.script_path, render(job))
+    for stage, job in jobs.items():
+        publish_text(job.script_path, scripts[stage])
         job.script_path.chmod(0o755)
 
 

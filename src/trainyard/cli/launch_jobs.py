@@ -19,8 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from trainyard.cli.train import RUNS_FOLDER
-from trainyard.config.cluster import read_cluster
+from trainyard.config.cluster import Launch, read_cluster
 from trainyard.config.corpus import Corpus, load_corpus
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
@@ -47,6 +49,8 @@ class Request:
     stages: str = "train"
     options: Mapping[str, str] = field(default_factory=dict)
     """account, partition, time, image, hosts: what is to be other than in the cluster file."""
+    force: bool = False
+    """Launch what the plan refuses."""
 
     @property
     def command(self) -> str:
@@ -57,16 +61,29 @@ class Request:
             words += ["--ranks-per-node", str(self.ranks_per_node)]
         for name, value in self.options.items():
             words += [f"--{name}", value]
-        return shlex.join(words + (["--stages", self.stages] if self.stages != "train" else []))
+        words += ["--stages", self.stages] if self.stages != "train" else []
+        return shlex.join(words + (["--force"] if self.force else []))
 
     @property
     def launch_fields(self) -> dict[str, Any]:
-        """The options as fields of [launch]."""
-        fields: dict[str, Any] = dict(self.options)
-        if "image" in fields:
-            fields["container"] = {"image": fields.pop("image")}
-        if "hosts" in fields:
-            fields["hosts"] = fields["hosts"].split(",")
+        """The options as fields of [launch].
+
+        Raises:
+            ConfigError: names the option whose value is wrong.
+        """
+        fields: dict[str, Any] = {}
+        for name, text in self.options.items():
+            field: dict[str, Any] = {name: text.split(",") if name == "hosts" else text}
+            if name == "image":
+                field = {"container": field}
+            try:
+                Launch.model_validate(field)
+            except ValidationError as error:
+                problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ConfigError(
+                    f"--{name}: {problem}", "trainyard launch --help says what each option is"
+                ) from None
+            fields |= field
         return fields
 
 

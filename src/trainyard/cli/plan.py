@@ -13,7 +13,6 @@ from trainyard.errors import ConfigError, DataError, MachineError
 
 if TYPE_CHECKING:
     from trainyard.cli.plan_table import Report
-    from trainyard.config.load import LoadedRun
     from trainyard.config.run import Run
     from trainyard.plan.hardware import Machine
 
@@ -100,7 +99,7 @@ def plan(
         print_simulation(loaded.run, n_devices, None if all_stages else rank, as_json=as_json)
     else:
         speeds = parse_storage(storage)
-        report = build_report(loaded, machine, n_devices, speeds, price)
+        report = build_report(loaded.run, machine, n_devices, speeds, price)
         _print(report, picture, as_json=as_json)
 
 
@@ -192,11 +191,11 @@ def parse_storage(text: str) -> tuple[float, ...]:
 
 
 def build_report(
-    loaded: LoadedRun,
+    run: Run,
     machine: Machine | None,
     n_devices: int,
-    storage: tuple[float, ...],
-    price: float | None,
+    storage: tuple[float, ...] = (GIGA,),
+    price: float | None = None,
 ) -> Report:
     """Plans a run; smallest changes are part of it where it does not fit.
 
@@ -214,7 +213,6 @@ def build_report(
     from trainyard.plan.search import is_gpu
     from trainyard.plan.time import step_time
 
-    run = loaded.run
     planned = resolve(run, n_devices)
     on_gpu = machine is None or is_gpu(machine)
     # What saving takes of host memory is the same for all, and takes long to add up.
@@ -280,8 +278,7 @@ def _print(report: Report, picture: Path | None, *, as_json: bool) -> None:
         figure = draw_plan(report.run, report.plan, report.memories, usable, report.time)
         save_picture(figure, picture)
         typer.echo(f"wrote {picture}", err=True)
-    if not report.fits:
-        refuse(report)
+    refuse(report)
 
 
 def refuse(report: Report) -> None:
@@ -292,6 +289,8 @@ def refuse(report: Report) -> None:
     """
     from trainyard.units import format_bytes
 
+    if report.fits:
+        return
     assert report.machine is not None
     spare = report.spare_bytes or 0
     if report.remedies:

@@ -200,13 +200,12 @@ def read_status(folder: Path) -> Status:
     Raises:
         UserError: it is no run folder, or a file in it is damaged.
     """
-    from trainyard.launch.status import ask_scheduler, read_bad_nodes, read_starts
-    from trainyard.launch.submit import read_submission
+    from trainyard.launch.status import ask_scheduler, read_bad_nodes, read_current, read_starts
     from trainyard.report.metrics import read_metrics
     from trainyard.report.summary import load_facts, load_run_of
 
     name = load_run_of(folder).name
-    submission = read_submission(folder)
+    submission = read_current(folder)
     job = ask_scheduler(submission) if submission else None
     plan = load_facts(folder / "plan.json")
     metrics = folder / "metrics.jsonl"

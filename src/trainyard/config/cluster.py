@@ -38,12 +38,14 @@ LINK_LATENCY_MICROSECONDS = 5.0
 NETWORK_LATENCY_MICROSECONDS = 20.0
 """Assumed."""
 FILES_LIMIT = 4
+CONTROL = r"[\x00-\x1f\x7f]"
+"""Control characters, line breaks among them: bash and schedulers give them a meaning."""
 PLACES = ("nodes", "ranks")
 """What an option may have in braces."""
 
 
 def _check_line(text: str) -> str:
-    if re.search(r"[\x00-\x1f\x7f]", text):
+    if re.search(CONTROL, text):
         raise ValueError(f"a line break or another control character is in {text!r}")
     return text
 

@@ -18,9 +18,9 @@ import json
 import logging
 import math
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -182,11 +182,11 @@ def _equal_blocks(size_bytes: int) -> list[int]:
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file that takes the name `path` when it is complete and on the disk."""
-    partial: Path | None = None
+    # A name of its own, since others may write the same; open() makes it readable as umask says.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
-            partial = Path(file.name)
+        with partial.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -197,5 +197,5 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
             "free space or quota, or give a cache folder that can be written",
         ) from error
     finally:
-        if partial is not None:
-            partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()

@@ -41,9 +41,10 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """The worst of all."""
-        verdicts = [row.verdict for row in self.rows] + [each.verdict for each in self.findings]
-        return worst_of([*verdicts, PASS])
+        """The worst of all; empty if nothing is wrong and no measurement could be judged."""
+        measured = worst_of(row.verdict for row in self.rows)
+        worst = worst_of([measured, *(each.verdict for each in self.findings)])
+        return worst if measured or worst != PASS else ""
 
     @property
     def facts(self) -> dict[str, dict[str, dict[str, str]]]:
@@ -71,7 +72,7 @@ class Diagnosis:
     def as_json(self) -> dict[str, Any]:
         """Gives everything as values of JSON."""
         return {
-            "verdict": self.verdict,
+            "verdict": self.verdict or None,
             "compared_with": self.machine.name if self.machine else None,
             "hosts": list(self.shape.hosts),
             "device": self.examinations[0].device or None,

@@ -40,6 +40,10 @@ LEAST_SHARED_MEMORY = 256 * 2**20
 """Of /dev/shm, through which NCCL and RCCL talk inside a node; containers often have 64 MiB."""
 
 
+MOST_LOAD = 0.5
+"""Of the cores, by other processes: above it what is measured is not what the machine can do."""
+
+
 def describe_environment(process: Process) -> Facts:
     """Describes software, processor, memory, limits and programs; and devices where torch is."""
     versions = read_versions()
@@ -84,6 +88,14 @@ def check_limits(n_devices: int, has_rdma: bool) -> list[Finding]:
             hint = "of a container: --shm-size 8g, or --ipc host"
             found.append(Finding("/dev/shm", f"{format_bytes(free)} free", WARN, hint))
     return found
+
+
+def check_load(load: float, n_cores: int) -> list[Finding]:
+    """Judges what else runs on this machine, by the load of the last minute."""
+    if load <= MOST_LOAD * n_cores:
+        return []
+    hint = "measure again on an idle machine: other processes make it look slow"
+    return [Finding("load", f"{load:.1f} on {n_cores} cores in the last minute", WARN, hint)]
 
 
 def check_binding(process: Process, lists: Sequence[str], near_device: str | None) -> list[Finding]:
@@ -212,6 +224,7 @@ def _describe_devices() -> dict[str, str]:
 
 def _describe_processor(process: Process) -> dict[str, str]:
     facts = {"model": read_versions()["machine"], "cores": str(os.cpu_count() or 1)}
+    facts["load"] = f"{os.getloadavg()[0]:.1f} in the last minute"
     facts["bound to"] = f"{format_cpus(bound_to())} (local rank {process.local_rank})"
     for node in sorted((SYSTEM / "devices/system/node").glob("node[0-9]*")):
         cpus = _read(node / "cpulist")

@@ -7,6 +7,7 @@ and a disk that all write to is the one that checkpoints meet.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
 from collections.abc import Iterable
@@ -136,6 +137,7 @@ def _look(process: Process) -> Examination:
         own.facts["variables"] = read_variables(network.SETTINGS)
         n_devices = sum(name.startswith("GPU ") for name in own.facts["devices"])
         own.find(environment.check_limits(n_devices, bool(network.rdma_devices())))
+        own.find(environment.check_load(os.getloadavg()[0], os.cpu_count() or 1))
         wrong = _find_wrong_interface()
         if wrong:  # not needed on one machine alone
             own.find([Finding("network interface", wrong[0], WARN, wrong[1])])

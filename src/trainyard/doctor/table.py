@@ -23,7 +23,8 @@ def render(diagnosis: Diagnosis) -> str:
     ]
     if not diagnosis.examinations[0].device:
         lines.append("torch is not installed: products, memory and network are not measured")
-    return "\n".join([*lines, "", f"verdict: {diagnosis.verdict}"])
+    verdict = diagnosis.verdict or "none, since nothing measured was compared: --cluster NAME"
+    return "\n".join([*lines, "", f"verdict: {verdict}"])
 
 
 def _facts(diagnosis: Diagnosis) -> Iterator[str]:

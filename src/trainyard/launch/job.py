@@ -143,9 +143,10 @@ def _check_names(job: Job) -> None:
             "letters, digits and . _ -, and it begins with a letter or digit",
         )
     path = str(job.folder)
-    if re.search(r"[\x00-\x1f\x7f]", path):
+    if job.cluster.launch.scheduler == "slurm" and "\\" in path:
         raise LaunchError(
-            f"{path!r} has a control character in it", "start in a folder with another name"
+            f"Slurm cannot write its log below {path}: there is a backslash in it",
+            "start in a folder without one",
         )
     if job.cluster.launch.scheduler == "pbs" and not re.fullmatch(r"[\w./+@=-]+", path):
         raise LaunchError(

@@ -61,7 +61,10 @@ def _again(job: Job) -> list[str]:
     return [
         "# For operators alone on many machines.",
         'qrerun "$job" 2> /dev/null && return',
-        quote("qsub", job.script_path),
+        "local next",
+        f"next=$({quote('qsub', job.script_path)}) || return",
+        "# The scheduler is asked about the new number from now on.",
+        """tell resubmitted "$job" "${next##*$'\\n'}\"""",
     ]
 
 

@@ -9,23 +9,37 @@ A script is meant to be read, and to be started again by hand. From top to botto
     how ranks are started
     what became of it: done, or stay down, or once more
 
-Every value is quoted by shlex, so that a shell reads it as one word and nothing else; of the
-cluster file the lines of `setup` alone are shell.
+Every value is quoted by shlex, so that a shell reads it as one word and nothing else, and none has
+a control character, so that it cannot end a heredoc; of the cluster file the lines of `setup` alone
+are shell.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 
-from trainyard.config.cluster import Container
-from trainyard.launch.environment import PROMISE
+from trainyard.config.cluster import CONTROL, Container
+from trainyard.errors import LaunchError
+from trainyard.launch.environment import PROMISE, hide_secrets
 from trainyard.launch.job import Job
 
 
 def quote(*words: object) -> str:
-    """Writes words as a shell reads them back."""
-    return shlex.join(str(word) for word in words)
+    """Writes words as a shell reads them back.
+
+    Raises:
+        LaunchError: a word has a control character.
+    """
+    texts = [str(word) for word in words]
+    for text in texts:
+        if re.search(CONTROL, text):
+            raise LaunchError(
+                f"{text!r} has a control character in it, and is a word of a job script",
+                "rename the file or folder, or start in another one",
+            )
+    return shlex.join(texts)
 
 
 def cpu_mask(cpus: str) -> str:
@@ -53,7 +67,7 @@ def head(job: Job, by_hand: str) -> list[str]:
         # PBS starts scripts without what a login sets, such as modules.
         "#!/bin/bash -l" if job.cluster.launch.scheduler == "pbs" else "#!/bin/bash",
         f"# {job.name}: {what}. Made by",
-        f"#     {' '.join(job.made_by.split())}",
+        f"#     {hide_secrets(re.sub(rf'({CONTROL}| )+', ' ', job.made_by))}",
         "# Started again by hand it goes on where the run stopped:",
         f"#     {by_hand}",
     ]
@@ -110,6 +124,12 @@ def caches(job: Job) -> list[str]:
     return [
         "# Compiled kernels stay on the node's own disk, new with each start: no stale lock.",
         f'caches={quote(job.cluster.launch.scratch)}/trainyard-"$TRAINYARD_JOB"',
+        "# Code is loaded from there: the folder must be this user's own.",
+        'mkdir -p -m 700 "$caches"',
+        'if [ ! -O "$caches" ] || [ -L "$caches" ]; then',
+        '  echo "error: $HOSTNAME: $caches belongs to another user, or cannot be made" >&2',
+        "  exit 2",
+        "fi",
         'mkdir -p "$caches/miopen"',
         'export TORCHINDUCTOR_CACHE_DIR="$caches/inductor" TRITON_CACHE_DIR="$caches/triton"',
         'export MIOPEN_USER_DB_PATH="$caches/miopen" MIOPEN_CUSTOM_CACHE_DIR="$caches/miopen"',

@@ -62,6 +62,10 @@ def _render_training(job: Job) -> list[str]:
     ]
 
 
+CPUS = (
+    "# srun takes these from sbatch no more since Slurm 22.05.",
+    'if [ -n "$SLURM_CPUS_PER_TASK" ]; then step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi',
+)
 AGAIN = (
     "local bad",
     "bad=$(bad_hosts | paste -sd,)",
@@ -126,6 +130,7 @@ def _render_stage(job: Job) -> list[str]:
         *heredoc("task", [*variables(job), f"exec {program(job)}"]),
         "",
         *_words("step", ["--nodes=1", "--ntasks=1", "--export=ALL"], _container(job)),
+        *CPUS,
         'exec srun "${step[@]}" bash -c "$task"',
     ]
 
@@ -140,6 +145,8 @@ def _directives(job: Job) -> list[str]:
         log += f"/jobs/{job.name}-{'%A_%a' if is_array else '%j'}.log"
         given |= {"array": f"0-{job.n_nodes - 1}"} if is_array else {}
         given |= {"nodes": 1, "ntasks-per-node": 1}
+        if not any(each.startswith(("-c", "--cpus-per-task")) for each in prepare.options):
+            given |= {"cpus-per-task": prepare.workers}
         partition, time = prepare.partition or launch.partition, prepare.time or launch.time
     else:
         log += "/job-%j.log"
@@ -215,8 +222,7 @@ def _step(job: Job) -> list[str]:
             ["--export=ALL", "--kill-on-bad-exit=1"],
             _container(job),
         ),
-        "# srun takes these from sbatch no more since Slurm 22.05.",
-        'if [ -n "$SLURM_CPUS_PER_TASK" ]; then step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi',
+        *CPUS,
     ]
     if launch.cpu_lists:
         lists = launch.cpu_lists[: job.n_ranks_per_node]

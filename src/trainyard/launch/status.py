@@ -7,8 +7,11 @@ The job script notes each of its starts in runs/NAME/starts.log, and each end th
     2026-11-22T04:31:00Z start 4711 1 n[1-2]
     2026-11-22T04:50:00Z lost 4711 n1
     2026-11-22T04:50:00Z start 4711 2 n[2-3]
+    2026-11-22T06:50:00Z end 4711 75 requeue
+    2026-11-22T06:50:01Z resubmitted 4711 4712
 
-is a job that was stopped and started again, then lost a node. Nodes that failed are counted in
+is a job that was stopped and started again, then lost a node, then went on as a job with another
+number (PBS). Nodes that failed are counted in
 runs/NAME/bad_nodes, one `NODE COUNT` a line; from the second failure on they are left out.
 """
 
@@ -17,13 +20,16 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from trainyard.config.reading import parse_json, read_file
+from trainyard.errors import LaunchError
 from trainyard.launch.environment import first_host
-from trainyard.launch.submit import Submission
+from trainyard.launch.lock import find_holder
+from trainyard.launch.submit import Submission, end_command, read_submission
 
 STARTS, BAD_NODES = "starts.log", "bad_nodes"
 ANSWER_SECONDS = 20.0
@@ -70,6 +76,48 @@ class Start:
     """When, in UTC."""
     lost: str = ""
     """Nodes that failed under it, as the start after it found."""
+
+
+def read_current(folder: Path) -> Submission | None:
+    """Reads job.toml of a run folder with the number of the job that goes on in its place.
+
+    Raises:
+        LaunchError: the file is damaged.
+    """
+    submission = read_submission(folder)
+    if submission is None:
+        return None
+    for line in _lines(folder / STARTS):
+        match line.split():
+            case [_, "resubmitted", submission.job, job]:
+                submission = submission.model_copy(update={"job": job})
+    return submission
+
+
+def refuse_second(folder: Path) -> None:
+    """Refuses to launch a run that trains, or that has a job in the queue or running.
+
+    Where the scheduler does not answer, the lock alone is asked.
+
+    Raises:
+        LaunchError: says who or which job, and how to end it.
+    """
+    submission = job = None
+    with suppress(LaunchError):  # a damaged record is replaced by the one of this launch
+        submission = read_current(folder)
+        job = ask_scheduler(submission) if submission else None
+    if submission and job and job.phase in ("waiting", "running"):
+        raise LaunchError(
+            f"{folder} has job {submission.job} on {submission.cluster} already: {job.text}",
+            f"wait for its end, end it ({end_command(submission)}), or launch under another name: "
+            "name=NAME",
+        )
+    holder = find_holder(folder)
+    if holder:
+        raise LaunchError(
+            f"{folder} is in use: {holder}",
+            "wait for its end, end it, or launch under another name: name=NAME",
+        )
 
 
 def ask_scheduler(submission: Submission) -> JobState:

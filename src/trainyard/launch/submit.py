@@ -125,7 +125,7 @@ def read_submission(folder: Path) -> Submission | None:
     try:
         record = parse_toml(read_file(path).decode("utf-8"), str(path))
         return Submission.model_validate(record)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, ConfigError) as error:
         problem = " ".join(str(error).split())
@@ -134,16 +134,22 @@ def read_submission(folder: Path) -> Submission | None:
         ) from None
 
 
+def end_command(submission: Submission) -> str:
+    """Gives the command that ends a job."""
+    return f"{ENDERS[submission.scheduler]} {submission.job}"
+
+
 def describe_submission(name: str, submission: Submission, log: Path) -> str:
     """Says how to follow a job, and how to stop it."""
-    scheduler, job = submission.scheduler, submission.job
-    lines = [f"job {job} is submitted to {submission.cluster}, {submission.n_nodes} nodes"]
+    lines = [
+        f"job {submission.job} is submitted to {submission.cluster}, {submission.n_nodes} nodes"
+    ]
     lines += [f"    after {stage}: job {other}" for stage, other in submission.waits_for.items()]
     steps = {
         f"trainyard status {name}": "how it does",
         f"tail -F {log}": "what it says",
         f"touch {log.parent / 'STOP'}": "save, stop, and do not come again",
-        f"{ENDERS[scheduler]} {job}": "end it",
+        end_command(submission): "end it",
     }
     width = max(map(len, steps))
     return "\n".join([*lines, *(f"    {step:<{width}}   {why}" for step, why in steps.items())])

@@ -40,4 +40,6 @@ step=(
   --no-container-mount-home
   --container-writable
 )
+# srun takes these from sbatch no more since Slurm 22.05.
+if [ -n "$SLURM_CPUS_PER_TASK" ]; then step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi
 exec srun "${step[@]}" bash -c "$task"

@@ -79,6 +79,12 @@ IFS= read -r -d '' rank <<'RANK'
 export TRAINYARD_DEVICES=8
 # Compiled kernels stay on the node's own disk, new with each start: no stale lock.
 caches=/tmp/trainyard-"$TRAINYARD_JOB"
+# Code is loaded from there: the folder must be this user's own.
+mkdir -p -m 700 "$caches"
+if [ ! -O "$caches" ] || [ -L "$caches" ]; then
+  echo "error: $HOSTNAME: $caches belongs to another user, or cannot be made" >&2
+  exit 2
+fi
 mkdir -p "$caches/miopen"
 export TORCHINDUCTOR_CACHE_DIR="$caches/inductor" TRITON_CACHE_DIR="$caches/triton"
 export MIOPEN_USER_DB_PATH="$caches/miopen" MIOPEN_CUSTOM_CACHE_DIR="$caches/miopen"

@@ -36,6 +36,12 @@ IFS= read -r -d '' rank <<'RANK'
 export TRAINYARD_DEVICES=8
 # Compiled kernels stay on the node's own disk, new with each start: no stale lock.
 caches=/tmp/trainyard-"$TRAINYARD_JOB"
+# Code is loaded from there: the folder must be this user's own.
+mkdir -p -m 700 "$caches"
+if [ ! -O "$caches" ] || [ -L "$caches" ]; then
+  echo "error: $HOSTNAME: $caches belongs to another user, or cannot be made" >&2
+  exit 2
+fi
 mkdir -p "$caches/miopen"
 export TORCHINDUCTOR_CACHE_DIR="$caches/inductor" TRITON_CACHE_DIR="$caches/triton"
 export MIOPEN_USER_DB_PATH="$caches/miopen" MIOPEN_CUSTOM_CACHE_DIR="$caches/miopen"
@@ -101,7 +107,10 @@ bad_hosts() { awk '$2 >= 2 { print $1 }' "$folder/bad_nodes" 2> /dev/null; }
 again() {
   # For operators alone on many machines.
   qrerun "$job" 2> /dev/null && return
-  qsub /project/me/runs/lumi-125m/job.sh
+  local next
+  next=$(qsub /project/me/runs/lumi-125m/job.sh) || return
+  # The scheduler is asked about the new number from now on.
+  tell resubmitted "$job" "${next##*$'\n'}"
 }
 
 # qdel and preemption reach the ranks as well, which save.
