@@ -31,8 +31,8 @@ def test_a_run_is_prepared_preempted_and_loses_nodes(
     starts = read_starts(folder)
     log = "\n".join(said)
     assert [start.lost for start in starts if start.lost] == ["n2", "n3", "n2"], log
-    # What a dead node was not told Slurm tells it again after 60 s: to end a job that may run there
-    # anew by then. It saves and is started once more.
+    # After 60 s Slurm seems to repeat a kill order that a dead node did not receive. If it runs the
+    # same job again by then, that job saves and is started once more.
     (first, *told_to_end, last) = [start.exit_code for start in starts if not start.lost]
     assert (first, last) == (75, 0), log
     assert told_to_end == [75] * log.count("| received SIGTERM: step "), log
