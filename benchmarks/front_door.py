@@ -18,6 +18,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--beside", default="", help="what else runs on this machine")
     parser.add_argument("--record", type=Path, default=record_of_today())
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the busy loops too
     failed = False
     for condition in arguments.conditions:
         for _ in range(arguments.times):
