@@ -8,6 +8,7 @@ from trainyard.units import (
     Length,
     format_bytes,
     format_count,
+    format_figure,
     format_large,
     format_seconds,
     parse_count,
@@ -96,3 +97,12 @@ def test_large_numbers(number: float, text: str) -> None:
 )  # fmt: skip
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (0.01234, "0.0123"), (9.996, "10"), (12.34, "12.3"), (999.4, "999"),
+     (48_300, "48,300")],
+)  # fmt: skip
+def test_figures_have_no_exponent(number: float, text: str) -> None:
+    assert format_figure(number) == text

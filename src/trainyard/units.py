@@ -87,6 +87,13 @@ def format_large(number: float) -> str:
     return f"{number:.3g}"
 
 
+def format_figure(number: float, digits: int = 3) -> str:
+    """Prints at least so many significant digits without an exponent: "48,300", "0.0123"."""
+    if abs(number) >= 10 ** (digits - 1):
+        return f"{number:,.0f}"
+    return f"{number:.{digits}g}"
+
+
 def format_seconds(seconds: float) -> str:
     """Prints a duration in its two largest units: "2d 4h", "3m 20s", "0.4s"."""
     if seconds < 9.95:

@@ -18,7 +18,7 @@ from trainyard.bench.rounds import Order, Outcome
 from trainyard.launch.environment import hide_secrets, read_versions
 from trainyard.plan.hardware import find_device
 from trainyard.plan.resolve import resolve
-from trainyard.units import format_bytes
+from trainyard.units import format_bytes, format_figure
 
 LABEL_WIDTH, COLUMN_WIDTH = 30, 18
 HOW_SPLIT = {
@@ -170,9 +170,9 @@ def _rows(contenders: list[Any]) -> list[tuple[str, Callable[[Any], str]]]:
     rows += [
         ("ms/step, median", lambda c: f"{c['milliseconds_per_step']['median']:.2f}"),
         ("  10 % - 90 %", _show_spread),
-        ("samples/s", lambda c: f"{c['samples_per_second']:.4g}"),
-        ("tokens/s/GPU", lambda c: f"{c['tokens_per_second_per_device']:.5g}"),
-        ("TFLOP/s/GPU", lambda c: f"{c['tflops_per_second_per_device']:.4g}"),
+        ("samples/s", lambda c: format_figure(c["samples_per_second"], 4)),
+        ("tokens/s/GPU", lambda c: format_figure(c["tokens_per_second_per_device"], 5)),
+        ("TFLOP/s/GPU", lambda c: format_figure(c["tflops_per_second_per_device"], 4)),
         ("MFU", lambda c: _show_share(c["model_flops_utilisation"])),
         ("HFU", lambda c: _show_share(c["hardware_flops_utilisation"])),
         ("peak memory", lambda c: format_bytes(c["peak_memory_bytes"])),

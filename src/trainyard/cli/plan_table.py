@@ -24,7 +24,7 @@ from trainyard.plan.size import stage_shapes
 from trainyard.plan.time import StepTime
 from trainyard.plan.traffic import Traffic, busiest_rank
 from trainyard.topology import AXES
-from trainyard.units import format_bytes, format_large, format_seconds
+from trainyard.units import format_bytes, format_figure, format_large, format_seconds
 
 BAR_WIDTH = 30
 MOST_CORPORA = 8
@@ -203,16 +203,13 @@ def _time(report: Report) -> Iterator[tuple[str, str]]:
     yield "compute", f"{flops:.3e} model FLOP a step, {flops / plan.n_ranks:.3e} a device"
     if time is None:
         return
-    found = speeds(report)
-    mfu = found["model_flops_utilisation"]
+    *rates, mfu = speeds(report).values()
+    samples, tokens, tflops = (format_figure(rate or 0, 4) for rate in rates)
     of_peak = f" (MFU {mfu:.1%})" if mfu is not None else ""
     yield (
         "step",
-        (
-            f"{describe_step(time.seconds)}: {found['samples_per_second']:.4g} samples/s, "
-            f"{found['tokens_per_second_per_device']:,.4g} tokens/s and "
-            f"{found['tflops_per_second_per_device']:.4g} TFLOP/s a device{of_peak}"
-        ),
+        f"{describe_step(time.seconds)}: {samples} samples/s, {tokens} tokens/s and "
+        f"{tflops} TFLOP/s a device{of_peak}",
     )
     shares = {part: seconds for part, seconds in time.parts.items() if seconds > 0}
     yield from _bars(shares, lambda seconds: f"{seconds / time.seconds:.1%}")
@@ -279,7 +276,9 @@ def _data(report: Report) -> Iterator[tuple[str, str]]:
 
 def describe_step(seconds: float) -> str:
     """Prints the time of a step, which wants more digits than a duration."""
-    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
+    return (
+        f"{format_figure(seconds)} s" if seconds >= 0.1 else f"{format_figure(1000 * seconds)} ms"
+    )
 
 
 def plan_as_json(report: Report) -> dict[str, Any]:

@@ -141,9 +141,8 @@ def end_command(submission: Submission) -> str:
 
 def describe_submission(name: str, submission: Submission, log: Path) -> str:
     """Says how to follow a job, and how to stop it."""
-    lines = [
-        f"job {submission.job} is submitted to {submission.cluster}, {submission.n_nodes} nodes"
-    ]
+    nodes = "1 node" if submission.n_nodes == 1 else f"{submission.n_nodes} nodes"
+    lines = [f"job {submission.job} is submitted to {submission.cluster}, {nodes}"]
     lines += [f"    after {stage}: job {other}" for stage, other in submission.waits_for.items()]
     steps = {
         f"trainyard status {name}": "how it does",

@@ -17,6 +17,7 @@ from trainyard.plan.resolve import Plan
 from trainyard.plan.time import StepTime
 from trainyard.plan.timeline import Kind, Pass, lay_out
 from trainyard.report.pictures import ALERT, MUTED, TEXT, drawing_style
+from trainyard.units import format_figure
 
 DOTS_PER_INCH = 200
 WIDTH_INCHES = 8.0
@@ -203,4 +204,4 @@ def _colour_of(bars: Any) -> Any:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s"
+    return f"{format_figure(seconds)} s"
