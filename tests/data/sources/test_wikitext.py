@@ -177,6 +177,7 @@ def test_a_template_keeps_its_numbers_and_words(wikitext: str, text: str) -> Non
             "",
             "convert convert",
         ),
+        (f"{{{{convert|5|{'e3' * 5000}}}}} {{{{as of|1|{'1' * 5000}}}}}", "", "convert"),
         ("{{flag|{{foo}}}} a. {{sfn|{{foo}}}}B [[c|{{e|}} d]].", "", "foo e"),
     ],
 )

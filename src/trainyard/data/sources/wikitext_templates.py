@@ -36,7 +36,7 @@ _FIELD = re.compile(r"\{(\?)?([!=\[\]']|\w*)(?:=(\w+))?(?::(\w+))?\}")
 
 _NUMBER = re.compile(
     r"(?:(?:[-+\u2212\u2013]?\d[\d,]*(?:\.\d+)?|[-+\u2212]?\.\d+)(?:e([-+]?\d+))?"
-    r"|([-+\u2212]?\d+)?[-+ ]?(\d+)//?(\d+))(?:[-\u2013]\d[\d,]*(?:\.\d+)?)?"
+    r"|([-+\u2212]?\d{1,9})?[-+ ]?(\d{1,9})//?(\d{1,9}))(?:[-\u2013]\d[\d,]*(?:\.\d+)?)?"
 )
 _SUBUNITS = {("ft", "in"), ("lb", "oz"), ("st", "lb"), ("mi", "chain"), ("yd", "ft"), ("mi", "yd")}
 _OTHER_VALUES = ("output", "number", "unit", "table", "preunit", "tablecen")  # of `disp`
@@ -59,7 +59,7 @@ def render_template(content: str) -> str:
     if ":" in name and not arguments and not name.lstrip().startswith("#"):
         name, _, argument = name.partition(":")
         arguments = [argument]
-    name = " ".join(name.replace("_", " ").split()).lower()
+    name = " ".join(name[:200].replace("_", " ").split()).lower()
     render = _find_template(name)
     if render is not None:
         rendered = render(_read_arguments(arguments))
@@ -72,7 +72,7 @@ def render_template(content: str) -> str:
 
 @lru_cache(4096)
 def _find_template(name: str) -> _Render | None:
-    name = name.removeprefix("template:")
+    name = name.removeprefix("template:").lstrip()
     if name in _EXACT:
         return _EXACT[name]
     return next((render for pattern, render in _ENDINGS if pattern.fullmatch(name)), None)
@@ -140,7 +140,7 @@ def _compile_part(part: str, optional: bool) -> _Render:
 
 
 def _month(value: str) -> str:
-    is_number = value.isdecimal() and 1 <= int(value) <= 12
+    is_number = value.isdecimal() and len(value) <= 2 and 1 <= int(value) <= 12
     return calendar.month_name[int(value)] if is_number else value
 
 
@@ -213,6 +213,8 @@ def _unit(code: str) -> tuple[str, str]:
     if code in _TABLE["units"]:
         singular, _, plural = _TABLE["units"][code].partition(" / ")
         return singular, plural or singular
+    if len(code) > 24:
+        return "", ""
     if match := _SCALED.fullmatch(code):
         scale = _THOUSANDS.get(match[1]) or _PREFIXES.get(match[3], "")
         singular, plural = _unit(match[2] or match[4])
