@@ -76,7 +76,7 @@ _INNER_LINK = re.compile(r"\[\[((?:(?!\[\[|\]\]).)*)\]\]", re.S)
 _TABLE = re.compile(r"^[ :*]*\{\|(?:(?!^[ :*]*\{\|).)*?^[ :]*\|\}", re.S | re.M)
 _ALONE = re.compile(
     r"^[*:\s]*\{\{(?!\s*(?:col|[hf]list|c?quote|quotation))(?:(?!\{\{|\}\}).)*\}\}[*:. ]*$",
-    re.M | re.S,
+    re.M | re.S | re.I,
 )
 _NOTE = re.compile(
     r"\s*(?:sfn|rp\b|citation|cite|ipa|respell|efn|refn|#tag:ref|clarify|better|vague|dubious|page"
@@ -85,7 +85,8 @@ _NOTE = re.compile(
     r"|wayback|qualify|portal|reflist|infobox|automatic|legend|qualify)",
     re.I,
 )
-_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+# Not the power of a unit, which hides in the codes of {{convert}}.
+_NUMBER = re.compile(r"(?<!m\^)\d+(?:[.,]\d+)*")
 _NAME = re.compile(r"\b[A-Z][\w\u2019-]*\w")
 
 
@@ -122,7 +123,7 @@ def _link(match: re.Match[str]) -> str:
 def read_prose(wikitext: str) -> str:
     """Gives what a reader should see of the sentences, roughly, by regular expressions alone."""
     text = _FORMULA.sub(lambda match: re.sub(r"[{}|]", " ", match[0]), _NOT_PROSE.sub("", wikitext))
-    text = html.unescape(text).replace("\u00a0", " ")
+    text = re.sub(r"m<sup>[23]</sup>", "m", html.unescape(text)).replace("\u00a0", " ")
     while (cut := _TABLE.sub("", text)) != text:
         text = cut
     while (cut := _INNERMOST.sub(_arguments, _INNER_LINK.sub(_link, _ALONE.sub("", text)))) != text:

@@ -77,7 +77,8 @@ class StepCount(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         names = ", ".join(f"{name or '(no name)'} {count:,}" for name, count in by_number[:5])
         rest = f" and {len(by_number) - 5:,} more" if len(by_number) > 5 else ""
         total = sum(self.dropped_sentences.values())
-        return f"{total:,} sentences with a template that cannot be rendered: {names}{rest}"
+        sentences = "1 sentence" if total == 1 else f"{total:,} sentences"
+        return f"{sentences} with a template that cannot be rendered: {names}{rest}"
 
 
 class GroupCount(msgspec.Struct, forbid_unknown_fields=True):

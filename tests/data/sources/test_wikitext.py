@@ -167,7 +167,7 @@ def test_a_template_keeps_its_numbers_and_words(wikitext: str, text: str) -> Non
         (
             "It cost $5 (${{Inflation|US|5}} in {{CURRENTYEAR}}), he said.",
             "It cost $5, he said.",
-            "inflation currentyear",
+            "inflation",
         ),
         ("He met Dr. {{foo}} of St. Louis. Two.{{foo}} Three.", "Two. Three.", "foo"),
         ("{{foo}}\n{{box\n|a=b}}'''A''' is\na {{x|y}} town.\n\nIt is.", "It is.", "x"),
@@ -178,7 +178,7 @@ def test_a_template_keeps_its_numbers_and_words(wikitext: str, text: str) -> Non
             "convert convert",
         ),
         (f"{{{{convert|5|{'e3' * 5000}}}}} {{{{as of|1|{'1' * 5000}}}}}", "", "convert"),
-        ("{{flag|{{foo}}}} a. {{sfn|{{foo}}}}B [[c|{{e|}} d]].", "", "foo e"),
+        ("{{flag|{{foo}}}} is. {{sfn|{{foo}}}}B [[c|{{e|}} d]].", "", "foo e"),
     ],
 )
 def test_a_template_that_cannot_be_rendered_drops_its_sentence(
@@ -258,6 +258,6 @@ def test_the_excerpt_has_hardly_any_markup_left(shared_data: Path) -> None:
     assert figures["words"] > 460_000
     assert sum(figures["traces"].values()) == 0
     kept = benchmark.count_kept(articles, benchmark.read_wikitexts(dump))
-    assert kept["numbers_kept_per_1000"] > 992
-    assert kept["numbers_changed"] < 90  # those that the benchmark itself misreads
+    assert kept["numbers_kept_per_1000"] > 991
+    assert kept["numbers_changed"] <= 16  # those that the benchmark misreads
     assert kept["holes"] <= 10  # those of the wikitext

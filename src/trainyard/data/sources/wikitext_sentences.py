@@ -33,7 +33,7 @@ _ABBREVIATION = re.compile(
 
 
 def drop_sentences(text: str, lost: Counter[str]) -> str:
-    """Leaves them out, and adds to `lost` how many each template took along."""
+    """Leaves them out, and adds to `lost` how many each template took along (of several, the first)."""
     text = _NOTE.sub("", _BOX.sub("", text))
     if LOST not in text:
         return text
@@ -46,7 +46,7 @@ def _drop(block: str, lost: Counter[str]) -> str:
 
     def count(part: str) -> str:
         if any(character.isalnum() for character in _MARK.sub("", part)):
-            lost.update(set(_MARK.findall(part)))
+            lost.update(_MARK.findall(part)[:1])
         return ""
 
     body = _BRACKETS.sub(lambda match: count(match[0]), block)

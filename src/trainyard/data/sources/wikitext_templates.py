@@ -192,7 +192,7 @@ def _measure(arguments: _Arguments) -> str:
     if adjective == "mid" and len(parts) > 2:
         return f"{text}-{singular}{parts[-1] if parts[-1][:1] == '-' else ' ' + parts[-1]}"
     if adjective and singular != plural:
-        return f"{text}-{singular}"
+        return f"{text}-{singular.replace(' ', '-')}"
     text = f"{text} {singular if is_one else plural}"
     if len(parts) > 3 and (parts[1], parts[3]) in _SUBUNITS and _value(parts[2]):
         text = f"{text} {_value(parts[2])} {_unit(parts[3])[parts[2] != '1']}"
