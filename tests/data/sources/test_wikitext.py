@@ -81,7 +81,7 @@ CASES = [
         "one\nparagraph\n\n: indented\n; term : meaning\n----",
         "one paragraph\n\nindented\nterm : meaning",
     ),
-    ("* {{sfn|a=b}}, ISBN 1", "- ISBN 1"),
+    ("* {{sfn|a=b}}, ISBN 1\n* {{wayback|b}} \u2013 c", "- ISBN 1\n- c"),
 ]
 
 
@@ -104,6 +104,7 @@ RENDERED = [
         "SO<sub>4</sub><sup>2-</sup>, 2<sup>n</sup>, x<sup>''a'' + 1</sup>",
         "SO4^2-, 2^n, x^(a + 1)",
     ),
+    ("(''<sup>d</sup>x'') ''n''<sup>2</sup> '''v'''<sup>3</sup>", "(dx) n^2 v^3"),
     ("5d<sup>10</sup>6s, 20<sub>16</sub>, log<sub>2</sub>8", "5d^10 6s, 20_16, log2 8"),
     (
         "{{convert|22|e6acre|e6ha}}, {{cvt|2.1|Moilbbl/d|m3/d}}",

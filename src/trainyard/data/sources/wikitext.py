@@ -1,6 +1,6 @@
 r"""One page of wikitext in, readable plain text out.
 
-    clean_wikitext("'''Ada''' ({{IPA|x}}) is a [[town|small town]].<ref>y</ref>\n== Notes ==")
+    clean_wikitext("'''Ada''' ({{IPAc-en|x}}) is a [[town|small town]].<ref>y</ref>\n== Notes ==")
     == "Ada is a small town."
 
 A page goes through four passes, each linear in its length whatever it holds:
@@ -76,7 +76,7 @@ _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z-]+)?|simple")
 _LIST_TAG = re.compile(r"<li\b[^<>]*>\s*", re.I)
 _POWER = re.compile(
     # Not at the start of a word (isotopes); no ordinals, endings and notes; no lone sign (ions).
-    r"(?:(?<=[\w)\]'}])|(?<=</sub>))<sup>\s*"
+    r"<sup>(?:(?<=[\w)\]}]<sup>)|(?<=[\w)\]}]''<sup>)|(?<=[\w)\]}]'''<sup>)|(?<=</sub><sup>))\s*"
     r"(?!(?:th|st|nd|rd|e|er|re|me|lle|rs?|a?c|[ao]|TM|[-+\u2212]|\[[^<>]*)\s*</sup>)"
     r"([^<>\n]+?)\s*</sup>",
     re.I,
@@ -105,7 +105,7 @@ _DOUBLED = re.compile(r"([,;])(?: [,;])+(?=\s)")
 _BEFORE_STOP = re.compile(r" (?=[,.](?:\s|$))")
 
 _HEADING = re.compile(r"(=+)\s*([^=\s].*?)\s*(=+)$|(=+)\s*(=.*?)\s*(=+)$")
-_LEFT_IN_FRONT = re.compile(r"(?:[,;:.] )+|[,;:]+$")
+_LEFT_IN_FRONT = re.compile(r"(?:[,;:.\u2013] )+|[,;:]+$")
 _BREAK = re.compile(rf" ?{NEWLINE} ?")
 _RULE = re.compile(r"-{4,}")
 

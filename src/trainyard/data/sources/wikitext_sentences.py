@@ -33,7 +33,7 @@ _ABBREVIATION = re.compile(
 
 
 def drop_sentences(text: str, lost: Counter[str]) -> str:
-    """Leaves them out, and adds to `lost` how many each template took along (of several, the first)."""
+    """Leaves them out; counts each by the first template in it that could not be rendered."""
     text = _NOTE.sub("", _BOX.sub("", text))
     if LOST not in text:
         return text
