@@ -56,11 +56,15 @@ def run_verb(*arguments: str) -> str:
 
 
 def test_a_data_file_says_everything(folder: Path) -> None:
+    wikitext = "The cat. It cost {{inflation|5}}. It is {{age|1969}} now."
+    page = f"<page><title>A</title><revision><text>{wikitext}</text></revision></page>"
+    Path("in/b.xml").write_text(page)
     done = trainyard("prepare", "web.toml", "--on-error", "quarantine", folder=folder)
     sidecar = load_sidecar("web_text_document")
-    assert sidecar.documents == 2
+    assert sidecar.documents == 3
     assert done.stdout.splitlines() == [
-        f"web_text_document.bin: 2 documents, {sidecar.tokens} tokens",
+        f"web_text_document.bin: 3 documents, {sidecar.tokens} tokens",
+        "  read left out 2 sentences with a template that cannot be rendered: age 1, inflation 1",
         "  length left out 1: too long",
         "  deduplicate left out 1: repeats an earlier document",
         "web.toml was not written by prepare: left as it is",

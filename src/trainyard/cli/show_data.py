@@ -159,14 +159,16 @@ def _steps_table(sidecar: Sidecar) -> Table:
     table = _build_table("steps", "step", *columns)
     table.add_column("dropped")
     for step in sidecar.steps:
-        reasons = sorted(step.dropped.items(), key=lambda item: (-item[1], item[0]))
+        by_number = sorted(step.dropped.items(), key=lambda item: (-item[1], item[0]))
+        reasons = [f"{printable(reason)}: {count:,}" for reason, count in by_number]
+        reasons += filter(None, [step.describe_sentences()])
         table.add_row(
             Text(printable(step.kind)),
             f"{step.documents_in:,}",
             f"{step.documents_out:,}",
             format_bytes(step.bytes_in),
             format_bytes(step.bytes_out),
-            Text(", ".join(f"{printable(reason)}: {count:,}" for reason, count in reasons)),
+            Text(", ".join(reasons)),
         )
     return table
 

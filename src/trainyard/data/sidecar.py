@@ -53,6 +53,8 @@ class StepCount(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     bytes_out: int = 0
     dropped: dict[str, int] = {}
     """Documents by the reason they were dropped for."""
+    dropped_sentences: dict[str, int] = {}
+    """Sentences of documents that were kept, by the template that could not be rendered."""
 
     def add(self, other: StepCount) -> None:
         """Adds what the same step did elsewhere."""
@@ -60,8 +62,23 @@ class StepCount(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         self.documents_out += other.documents_out
         self.bytes_in += other.bytes_in
         self.bytes_out += other.bytes_out
-        for reason, count in other.dropped.items():
-            self.dropped[reason] = self.dropped.get(reason, 0) + count
+        for mine, others in (
+            (self.dropped, other.dropped),
+            (self.dropped_sentences, other.dropped_sentences),
+        ):
+            for reason, count in others.items():
+                mine[reason] = mine.get(reason, 0) + count
+
+    def describe_sentences(self) -> str:
+        """Says how many sentences fell, and which templates took the most; "" if none fell."""
+        by_number = sorted(self.dropped_sentences.items(), key=lambda item: (-item[1], item[0]))
+        if not by_number:
+            return ""
+        names = ", ".join(f"{name or '(no name)'} {count:,}" for name, count in by_number[:5])
+        rest = f" and {len(by_number) - 5:,} more" if len(by_number) > 5 else ""
+        total = sum(self.dropped_sentences.values())
+        sentences = "1 sentence" if total == 1 else f"{total:,} sentences"
+        return f"{sentences} with a template that cannot be rendered: {names}{rest}"
 
 
 class GroupCount(msgspec.Struct, forbid_unknown_fields=True):

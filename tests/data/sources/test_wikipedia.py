@@ -61,12 +61,13 @@ def test_articles_are_kept_and_the_rest_is_counted(tmp_path: Path) -> None:
         page("E", "'''E''' may be:\n* [[F]]\n{{disambiguation|geo}}"),
         page("G", "{{Infobox}}"),
         page("H", "").replace("></text>", " />"),
-        page("I", 'quote " and \u00e9'),
+        page("I", 'quote " and \u00e9 5. It is {{age|1969}} years old.'),
     ]
     batches = read(write(tmp_path / "a.xml", pages))
-    assert texts_of(batches) == ["A & B\n\nA < b", 'I\n\nquote " and \u00e9']
+    assert texts_of(batches) == ["A & B\n\nA < b", 'I\n\nquote " and \u00e9 5.']
     counts = {"redirect": 2, "other namespace": 1, "disambiguation": 1, "no text": 2}
     assert dropped_of(batches) == counts
+    assert [batch.dropped_sentences for batch in batches] == [{"age": 1}]
     assert sum(batch.n_lines for batch in batches) == 8
     assert faults_of(batches) == []
 

@@ -203,8 +203,10 @@ def _count_reading(batch: Batch, text_bytes: int, result: UnitResult) -> None:
     count.documents_out += len(batch.texts)
     count.bytes_in += batch.n_bytes
     count.bytes_out += text_bytes
-    for reason, documents in batch.dropped.items():
-        count.dropped[reason] = count.dropped.get(reason, 0) + documents
+    left_out = StepCount(
+        kind="read", dropped=batch.dropped, dropped_sentences=batch.dropped_sentences
+    )
+    count.add(left_out)
     for fault in batch.faults:
         count.dropped[fault.kind] = count.dropped.get(fault.kind, 0) + 1
     count.documents_in += len(batch.texts) + len(batch.faults) + sum(batch.dropped.values())

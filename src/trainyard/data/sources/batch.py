@@ -26,7 +26,8 @@ class Batch:
 
     `n_bytes` is the share of the file they took, `n_lines` of its lines, rows or pages. `fields`
     holds a column of metadata for every field that was asked for, one value for each text ("" where
-    there is none). `dropped` counts what the format itself leaves out, by reason.
+    there is none). `dropped` counts the documents that the format itself leaves out, by reason;
+    `dropped_sentences` counts sentences of Wikipedia, by the template that could not be rendered.
     """
 
     texts: list[str]
@@ -35,3 +36,4 @@ class Batch:
     faults: list[Fault] = field(default_factory=list)
     fields: dict[str, list[str]] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
+    dropped_sentences: dict[str, int] = field(default_factory=dict)

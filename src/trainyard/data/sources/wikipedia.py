@@ -78,6 +78,7 @@ def _collect(pages: Iterator[_Page | int], n_before: int) -> tuple[Batch, Except
     texts: list[str] = []
     faults: list[Fault] = []
     dropped: Counter[str] = Counter()
+    lost: Counter[str] = Counter()
     n_pages = n_characters = n_bytes = 0
     ended: Exception | None = None
     while ended is None and n_characters < _BATCH_CHARACTERS and n_bytes < _READ_BYTES:
@@ -90,7 +91,7 @@ def _collect(pages: Iterator[_Page | int], n_before: int) -> tuple[Batch, Except
             n_bytes += page
             continue
         n_pages += 1
-        result = _read_article(page, n_before + n_pages)
+        result = _read_article(page, n_before + n_pages, lost)
         if isinstance(result, Fault):
             faults.append(result)
         elif isinstance(result, _Dropped):
@@ -98,14 +99,17 @@ def _collect(pages: Iterator[_Page | int], n_before: int) -> tuple[Batch, Except
         else:
             texts.append(result)
             n_characters += len(result)
-    return Batch(texts, n_pages, n_bytes, faults, dropped=dict(dropped)), ended
+    batch = Batch(
+        texts, n_pages, n_bytes, faults, dropped=dict(dropped), dropped_sentences=dict(lost)
+    )
+    return batch, ended
 
 
 class _Dropped(NamedTuple):
     reason: str
 
 
-def _read_article(page: _Page, number: int) -> str | _Dropped | Fault:
+def _read_article(page: _Page, number: int, lost: Counter[str]) -> str | _Dropped | Fault:
     found = _TITLE.search(page.data)
     title = html.unescape(found[1].decode(errors="replace")) if found else "without a title"
     head, text, problem = _split(page)
@@ -120,7 +124,7 @@ def _read_article(page: _Page, number: int) -> str | _Dropped | Fault:
         return _Dropped("redirect")
     if _DISAMBIGUATION.search(wikitext):
         return _Dropped("disambiguation")
-    article = clean_wikitext(wikitext)
+    article = clean_wikitext(wikitext, lost)
     return f"{title}\n\n{article}" if article else _Dropped("no text")
 
 

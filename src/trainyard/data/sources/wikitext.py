@@ -1,14 +1,16 @@
 r"""One page of wikitext in, readable plain text out.
 
-    clean_wikitext("'''Ada''' ({{IPA|x}}) is a [[town|small town]].<ref>y</ref>\n== Notes ==")
+    clean_wikitext("'''Ada''' ({{IPAc-en|x}}) is a [[town|small town]].<ref>y</ref>\n== Notes ==")
     == "Ada is a small town."
 
 A page goes through four passes, each linear in its length whatever it holds:
 
-1. whole elements: comments, `<ref>`, `<math>`, `<gallery>` ... are cut out; `<nowiki>` is kept;
+1. whole elements: comments, `<ref>`, `<gallery>` ... are cut out; `<nowiki>` is kept, and `<math>`
+   as its TeX between two `$`;
 2. brackets: templates, tables and links nest in each other, so a stack follows them; what closes
    first is turned into text first, so that a `|` left in the outer one is its own;
 3. what sits inside a line: tags, external links, quotes, and the traces of what was cut out;
+   then sentences that lost a template, by `wikitext_sentences`;
 4. lines: headings, lists, paragraphs. A heading is written when something comes below it.
 
 A character that must not be read as markup (from `<nowiki>` or `&#91;`) travels as one of Unicode's
@@ -20,14 +22,17 @@ from __future__ import annotations
 
 import html
 import re
+from collections import Counter
 from collections.abc import Callable
 
-from trainyard.data.sources.wikitext_templates import NEWLINE, PROTECTED, render_template
+from trainyard.data.sources.wikitext_sentences import drop_sentences
+from trainyard.data.sources.wikitext_templates import LOST, NEWLINE, PROTECTED, render_template
 
 # Templates in templates: MediaWiki stops at 40; the bound keeps hostile pages linear.
 _MAX_DEPTH = 64
 _PROTECT = str.maketrans(PROTECTED)
-_RESTORE = str.maketrans({placed: character for character, placed in PROTECTED.items()})
+_PLACED = re.compile("[\ufdd0-\ufdee]")
+_RESTORED = {placed: character for character, placed in PROTECTED.items()} | {LOST: ""}
 
 _CUT = (
     "ref references math ce chem gallery timeline source syntaxhighlight score imagemap hiero "
@@ -46,6 +51,7 @@ def _tag(names: str) -> str:
 
 
 _ELEMENT = re.compile(rf"<!--|<(nowiki|poem|{'|'.join(_CUT.split())})(?![\w-])([^<>]*)>", re.I)
+_DOUBLE_BRACE = re.compile(r"([{}])(?=\1)")  # means the same in TeX with a space
 _ENTITY = re.compile(r"&(?:[a-zA-Z]\w{1,31}|#\d{1,7}|#[xX][0-9a-fA-F]{1,6});")
 _BRACKET = re.compile(
     # "]]]" ends a link after its first bracket, "]]]]" ends two links; braces likewise.
@@ -68,7 +74,14 @@ _HIDDEN_NAMESPACES = frozenset(_HIDDEN_NAMES.split())
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z-]+)?|simple")
 
 _LIST_TAG = re.compile(r"<li\b[^<>]*>\s*", re.I)
-_POWER = re.compile(r"<sup>(?<=[\w)\]']<sup>)\s*([-+\u2212]?\d+)\s*</sup>")
+_POWER = re.compile(
+    # Not at the start of a word (isotopes); no ordinals, endings and notes; no lone sign (ions).
+    r"<sup>(?:(?<=[\w)\]}]<sup>)|(?<=[\w)\]}]''<sup>)|(?<=[\w)\]}]'''<sup>)|(?<=</sub><sup>))\s*"
+    r"(?!(?:th|st|nd|rd|e|er|re|me|lle|rs?|a?c|[ao]|TM|[-+\u2212]|\[[^<>]*)\s*</sup>)"
+    r"([^<>\n]+?)\s*</sup>",
+    re.I,
+)
+_RUN_TOGETHER = re.compile(r"(?<=\d)<(/?)sub>(?=\d)", re.I)
 _LINE_BREAK = re.compile(r"<br(?![\w-])[^<>]*>|</br>", re.I)
 _BLOCK_TAG = re.compile(rf"</?{_tag(_BLOCK_TAGS)}>", re.I)
 _TAG = re.compile(rf"</?(?:{_tag(_TAGS + ' li ' + _CUT)})>", re.I)
@@ -92,18 +105,27 @@ _DOUBLED = re.compile(r"([,;])(?: [,;])+(?=\s)")
 _BEFORE_STOP = re.compile(r" (?=[,.](?:\s|$))")
 
 _HEADING = re.compile(r"(=+)\s*([^=\s].*?)\s*(=+)$|(=+)\s*(=.*?)\s*(=+)$")
-_LEFT_IN_FRONT = re.compile(r"(?:[,;:.] )+|[,;:]+$")
+_LEFT_IN_FRONT = re.compile(r"(?:[,;:.\u2013] )+|[,;:]+$")
 _BREAK = re.compile(rf" ?{NEWLINE} ?")
 _RULE = re.compile(r"-{4,}")
 
 
-def clean_wikitext(wikitext: str) -> str:
-    """Gives the readable text of a page: paragraphs, headings and "- item" lines, no markup."""
-    text = _cut_elements(wikitext.translate(_RESTORE))
+def clean_wikitext(wikitext: str, lost: Counter[str] | None = None) -> str:
+    """Gives the readable text of a page: paragraphs, headings and "- item" lines, no markup.
+
+    Adds to `lost` the sentences left out, by the template that could not be rendered.
+    """
+    text = _cut_elements(_restore(wikitext))
     if "&" in text:
         text = _ENTITY.sub(_decode_entity, text)
     text = _clean_inline(_resolve_brackets(text))
-    return _lay_out(text).translate(_RESTORE)
+    if LOST in text:
+        text = drop_sentences(text, Counter() if lost is None else lost)
+    return _restore(_lay_out(text))
+
+
+def _restore(text: str) -> str:
+    return _PLACED.sub(lambda match: _RESTORED.get(match[0], ""), text)
 
 
 def _cut_elements(text: str) -> str:
@@ -131,6 +153,9 @@ def _cut_elements(text: str) -> str:
 def _content_of(name: str, attributes: str, content: str) -> str:
     if name == "nowiki" or (name in ("source", "syntaxhighlight") and "inline" in attributes):
         return content.translate(_PROTECT)
+    if name in ("math", "ce", "chem"):
+        formula = _DOUBLE_BRACE.sub(r"\1 ", " ".join(content.split())).translate(_PROTECT)
+        return f"${formula}$" if name == "math" and formula else formula
     return content.replace("\n", NEWLINE) if name == "poem" else ""
 
 
@@ -168,7 +193,10 @@ def _resolve_brackets(text: str) -> str:
             continue
         while stack[-1][0] != kind:
             pieces.append(_unclosed(*close()))
-        pieces.append(_RENDER[kind](close()[1]))
+        rendered = _RENDER[kind](close()[1])
+        if rendered[:1].isdigit() and "".join(pieces[-2:])[-1:].isdigit():
+            pieces.append(" ")  # 1{{frac|1|4}} is not 11/4
+        pieces.append(rendered)
     pieces.append(text[position:])
     while stack:
         pieces.append(_unclosed(*close()))
@@ -206,7 +234,8 @@ _RENDER: dict[str, Callable[[str], str]] = {
 
 def _clean_inline(text: str) -> str:
     if "<" in text:
-        text = _LINE_BREAK.sub(NEWLINE, _POWER.sub(r"^\1", text))
+        text = _RUN_TOGETHER.sub(lambda tag: " " if tag[1] else "_", _POWER.sub(_power, text))
+        text = _LINE_BREAK.sub(NEWLINE, text)
         text = _TAG.sub("", _BLOCK_TAG.sub("\n\n", _LIST_TAG.sub("\n* ", text)))
     text = _MAGIC_WORD.sub("", _EXTERNAL_LINK.sub(r"\1", text))
     text = _STRAY.sub("", _drop_quotes(text))
@@ -214,6 +243,13 @@ def _clean_inline(text: str) -> str:
     text = _BEFORE_BRACKET.sub(")", _AFTER_BRACKET.sub("(", text))
     text = _SPACES.sub(" ", _EMPTY_BRACKETS.sub("", text))
     return _BEFORE_STOP.sub("", _DOUBLED.sub(r"\1", text))
+
+
+def _power(match: re.Match[str]) -> str:
+    exponent = _QUOTES.sub("", match[1])
+    is_sum = len(re.findall(r"\w+", exponent)) > 1 and "." not in exponent
+    space = " " if match.string[match.end() : match.end() + 1].isdigit() else ""
+    return f"^({exponent}){space}" if is_sum and exponent[0] != "(" else f"^{exponent}{space}"
 
 
 def _drop_quotes(text: str) -> str:
