@@ -5,8 +5,9 @@ What it is wanted to do is
     {"process": fields of Process, "facts": {..}, "timeout": seconds, "delay": seconds before,
      "number": in the list, "after": that of a rank which must have come before, or null,
      "gives_up_after": [those after which the time is up for those who wait for more],
-     "do": "sum", "no facts", or of what comes instead of the sum "raise", "refuse" or "die",
-     and before the group is there "die early"}
+     "others": numbers of all the others,
+     "do": "sum", "no facts" once the others have come, or instead of the sum "raise", "refuse" or
+     "die", and before the group is there "die early"}
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def run_rank(wanted: dict[str, Any], came: mmap.mmap) -> None:
 
     def facts() -> dict[str, str]:
         if wanted["do"] == "no facts":
+            while not all(came[number] for number in wanted["others"]):
+                time.sleep(0.01)
             raise DataError("corpus.bin is missing", "copy it here")
         return dict(wanted["facts"])
 

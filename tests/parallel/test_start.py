@@ -66,6 +66,7 @@ def ranks_at(
             "timeout": timeout,
             "delay": 0.0,
             "number": r,
+            "others": [other for other in range(n_ranks) if other != r],
             "after": None,
             "gives_up_after": [],
         }
