@@ -19,7 +19,7 @@ from trainyard.data.indexed import IndexedDataset
 from trainyard.data.preparation.prepare import prepare
 from trainyard.data.sidecar import GroupCount, Sidecar, StepCount
 from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
-from trainyard.errors import DataError
+from trainyard.errors import DataError, printable
 
 PROSE = "the cat sat on the mat with another cat in the hat and that was all of it"
 STEPS: list[dict[str, Any]] = [
@@ -210,7 +210,7 @@ def test_a_text_with_everything_in_it(corpus: Corpus, tmp_path: Path) -> None:
     check_counts(sidecar, prefix)
 
 
-ODD = ["a b.jsonl", "quote'\".jsonl", "new\nline.jsonl", "[1]*?.jsonl", "漢.jsonl"]
+ODD = ["a b.jsonl", "quote'\".jsonl", "new\nli\x1bne.jsonl", "[1]*?.jsonl", "漢.jsonl"]
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -220,7 +220,7 @@ def test_any_name_can_be_recorded(corpus: Corpus, tmp_path: Path, name: str) -> 
     output = str(tmp_path / f"odd-{Path(name).stem}")
     sidecar = run(corpus, inputs=[str(tmp_path / "odd")], output=output, steps=[])[0]
     assert [Path(source.path).name for source in sidecar.sources] == [name]
-    assert sidecar.quarantined_places[0].startswith(f"{tmp_path}/odd/{name}:1: ")
+    assert sidecar.quarantined_places[0].startswith(f"{tmp_path}/odd/{printable(name)}:1: ")
     assert not Path(f"{output}.work").exists()
 
 

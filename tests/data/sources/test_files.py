@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,11 @@ def test_files_are_sorted_and_folders_searched(tmp_path: Path) -> None:
     [
         ("missing.jsonl", "missing.jsonl does not exist", "check the path"),
         ("*.zst", "no file matches", "check the pattern"),
+        (
+            "l\n\x1boop",
+            r"the link {}/l\n\x1boop is broken: it leads to l\n\x1boop",
+            "mend the link",
+        ),
         ("a.pdf", "a.pdf is not plain text", "pdftotext for .pdf"),
         ("*.docx", "a.docx is not plain text", "pandoc -t plain for .docx"),
         ("a.parquet.gz", "a.parquet.gz is Parquet inside .gz", "unpack the .gz"),
@@ -40,11 +46,12 @@ def test_a_wrong_input_is_named(tmp_path: Path, item: str, problem: str, hint: s
     for name in ("a.parquet.gz", "other/a.md", "other/b/B.MD", "other/a.tar.gz", "other/.a.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
+    (tmp_path / "l\n\x1boop").symlink_to("l\n\x1boop")
     (tmp_path / "a.pdf").write_bytes(b"%PDF-1.7\n")
     (tmp_path / "a.docx").write_bytes(b"PK\x03\x04\x14\0\x06\0")
     with pytest.raises(DataError) as caught:
         find_files([str(tmp_path / item)])
-    assert problem in caught.value.problem
+    assert problem.format(tmp_path) in caught.value.problem
     assert hint in caught.value.hint
 
 
@@ -67,16 +74,22 @@ def test_what_a_folder_skips_is_counted(tmp_path: Path) -> None:
         "Makefile",
         "i.parquet.gz",
         "j.md.zst",
+        "k.m\x1b[2J",
     ]
     for name in [*read, *others]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "link.html").symlink_to(tmp_path / "f.md")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    (tmp_path / "again.txt").symlink_to("a.txt")
+    os.mkfifo(tmp_path / "pipe.txt")
     files, skipped = scan_inputs([str(tmp_path)])
     assert files == [tmp_path / name for name in read]
     assert describe_skipped(skipped) == (
-        "2 .md, 2 hidden, 1 .html, 1 .md.zst, 1 .parquet.gz, 1 .pdf, 1 without a suffix"
+        "2 .md, 2 hidden, 1 .html, 1 .m\\x1b[2j, 1 .md.zst, 1 .parquet.gz, 1 .pdf, "
+        "1 behind broken links, 1 pipes and devices, 1 without a suffix"
     )
+    assert scan_inputs([str(tmp_path / "*n*.txt")])[1] == {"behind broken links": 1}
 
 
 @pytest.mark.parametrize("name", ["a.md", "a.py", "a", "a.TXT", "a.utf16"])

@@ -23,7 +23,7 @@ from trainyard import __version__
 from trainyard.config.corpus import Corpus
 from trainyard.data.sidecar import SourceRecord, TokenizerRecord
 from trainyard.data.sources import Segment, find_files, split_into_units
-from trainyard.errors import DataError
+from trainyard.errors import DataError, printable
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,19 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         for theirs in other.sources:
             ours = mine.pop(theirs.path, None)
             if ours is None:
-                raise DataError(f"{place} was begun with {theirs.path}, which is gone", hint)
+                raise DataError(
+                    f"{place} was begun with {printable(theirs.path)}, which is gone", hint
+                )
             if ours != theirs:
                 how = (
                     f"it has {ours.size_bytes} bytes now, {theirs.size_bytes} then"
                     if ours.size_bytes != theirs.size_bytes
                     else "its size is the same, its time of change is not"
                 )
-                raise DataError(f"{theirs.path} changed since {place} was begun: {how}", hint)
+                changed = printable(theirs.path)
+                raise DataError(f"{changed} changed since {place} was begun: {how}", hint)
         if mine:
-            raise DataError(f"{place} was begun without {next(iter(mine))}", hint)
+            raise DataError(f"{place} was begun without {printable(next(iter(mine)))}", hint)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from trainyard.data.sidecar import GroupCount, StepCount
 from trainyard.data.sources import Batch, Fault, Segment, read_documents
 from trainyard.data.sources.files import format_of
 from trainyard.data.tokenizer import Encoded, Tokenizer
-from trainyard.errors import DataError
+from trainyard.errors import DataError, printable
 
 # Takes what was done since the last call: bytes of input, documents, tokens.
 Report = Callable[[int, int, int], None]
@@ -47,8 +47,8 @@ class Place(msgspec.Struct, frozen=True):
         kind, _ = format_of(Path(self.path))
         number = self.position + lines_before
         separator = {"jsonl": ":", "parquet": ", row ", "wikipedia": ", page "}.get(kind, ":")
-        place = f"{self.path}{separator}{number}" if self.position else self.path
-        return f"{place}: {self.detail}"
+        place = f"{separator}{number}" if self.position else ""
+        return f"{printable(self.path)}{place}: {self.detail}"
 
 
 class UnitResult(msgspec.Struct, kw_only=True):

@@ -20,7 +20,7 @@ from trainyard.data.sources.jsonl import (
 )
 from trainyard.data.sources.parquet import read_parquet
 from trainyard.data.sources.wikipedia import read_wikipedia
-from trainyard.errors import DataError
+from trainyard.errors import DataError, printable
 
 
 def read_documents(segment: Segment, key: str, fields: Sequence[str] = ()) -> Iterator[Batch]:
@@ -41,7 +41,7 @@ def read_documents(segment: Segment, key: str, fields: Sequence[str] = ()) -> It
             batch.faults[:] = [_say_how_to_convert(fault, segment.path) for fault in batch.faults]
             yield batch
     except OSError as error:
-        problem = f"{segment.path} cannot be read: {error.strerror or error}"
+        problem = f"{printable(segment.path)} cannot be read: {error.strerror or error}"
         raise DataError(problem, "check that the file is there and may be read") from error
     except DamagedFileError as error:
         detail = f"the file is damaged after document {n_lines}: {error}"
