@@ -331,12 +331,27 @@ def test_the_output_is_checked_before_the_work(corpus: Corpus, tmp_path: Path) -
     assert not work_path(corpus).exists()
 
 
-@pytest.mark.parametrize("data", [b"", b"\n\n", b'{"text": ""}\n', b"bad\n"])
-def test_an_empty_corpus_is_refused(small: Corpus, tmp_path: Path, data: bytes) -> None:
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "the inputs hold no document"),
+        (b"\n\n", "the inputs hold no document"),
+        (b'{"text": ""}\n', "1 without text"),
+        (b"[]\nbad\n", r"read left out 2: malformed JSON\n  .*/in/a.jsonl:1: expected.*\n  .*:2: "),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_empty_corpus_publishes_nothing(
+    small: Corpus, tmp_path: Path, data: bytes, why: str, workers: int
+) -> None:
+    (tmp_path / "in/b.jsonl").write_bytes(b"\n")
     (tmp_path / "in/a.jsonl").write_bytes(data)
-    with pytest.raises(DataError, match="the corpus is empty: ") as caught:
-        run(small)
+    with pytest.raises(DataError, match=f"the corpus is empty: .*{why}") as caught:
+        run(small, workers=workers, unit_bytes=1)
     assert "json_key" in caught.value.hint
+    assert leftovers(tmp_path) == []
+    (tmp_path / "in/a.jsonl").write_bytes(lines(["cat"]))
+    assert run(small).documents == 1
 
 
 def test_progress_is_told(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

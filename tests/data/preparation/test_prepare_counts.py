@@ -239,10 +239,13 @@ def test_fewer_outputs_replace_all_of_the_old(corpus: Corpus, tmp_path: Path) ->
     assert not list(tmp_path.glob("out_01*"))
 
 
-def test_an_empty_corpus_of_several_outputs_is_refused(corpus: Corpus) -> None:
+def test_an_empty_corpus_of_several_outputs_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    run(corpus, files_per_output=1)
+    before = {path: path.read_bytes() for path in tmp_path.glob("out*")}
     steps = [{"kind": "length", "min_characters": 10**6}]
-    with pytest.raises(DataError, match="the corpus is empty"):
+    with pytest.raises(DataError, match=r"the corpus is empty: .*length left out 34: too short"):
         run(corpus, files_per_output=1, steps=steps)
+    assert {path: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
 
 def test_one_of_several_outputs_may_be_empty(corpus: Corpus, tmp_path: Path) -> None:

@@ -34,6 +34,32 @@ class FinishedUnit:
     lines_before: int
 
 
+class EmptyCorpusError(DataError):
+    """No document with text in it came through, so there is nothing to publish."""
+
+
+def check_not_empty(plan: CorpusPlan, units: list[FinishedUnit]) -> None:
+    """Refuses a corpus without text, and says what became of its documents.
+
+    Raises:
+        EmptyCorpusError: no unit has a document with text.
+    """
+    totals = _Totals(plan)
+    for unit in units:
+        totals.add(unit)
+    result = totals.result
+    if result.documents > result.empty_documents:
+        return
+    fates = [f"{result.documents:,} without text"] if result.documents else []
+    for step in result.steps:
+        fates += [f"{step.kind} left out {n:,}: {why}" for why, n in step.dropped.items()]
+    problem = f"the corpus is empty: {'; '.join(fates) or 'the inputs hold no document'}"
+    raise EmptyCorpusError(
+        "\n  ".join([problem, *totals.places]),
+        "check the inputs, json_key and the steps; nothing was written",
+    )
+
+
 def join_output(
     plan: CorpusPlan, output: Output, units: list[FinishedUnit], scratch: Path
 ) -> Sidecar:

@@ -31,6 +31,7 @@ from typing import Literal
 import msgspec
 
 from trainyard.config.corpus import Corpus
+from trainyard.data.preparation.join import EmptyCorpusError
 from trainyard.data.preparation.plan import CorpusPlan, Identity, plan_corpus
 from trainyard.data.preparation.pool import work_in_processes
 from trainyard.data.preparation.progress import Progress, read_progress
@@ -89,11 +90,15 @@ def prepare(
 
     quarantine = on_error == "quarantine"
     n_workers = min(workers, max(len(plan.units), 1))
-    if n_workers == 1:
-        tokenizer = load_tokenizer(corpus.tokenizer, corpus.special_tokens)
-        CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(on_beat)
-    else:
-        work_in_processes(plan, folder, n_workers, on_beat, quarantine=quarantine)
+    try:
+        if n_workers == 1:
+            tokenizer = load_tokenizer(corpus.tokenizer, corpus.special_tokens)
+            CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(on_beat)
+        else:
+            work_in_processes(plan, folder, n_workers, on_beat, quarantine=quarantine)
+    except EmptyCorpusError:
+        folder.remove()  # nothing in it is worth going on with
+        raise
     for path in stale:
         path.unlink(missing_ok=True)
     return _load_results(plan, on_error)
@@ -125,23 +130,7 @@ def _load_results(plan: CorpusPlan, on_error: OnError) -> list[Sidecar]:
             f"{places[0]}; an earlier run set it aside",
             "pass --on-error quarantine to agree, or --overwrite to begin again",
         )
-    if not any(sidecar.sequences for sidecar in sidecars):
-        raise DataError(
-            "the corpus is empty: no document with text in it came through; "
-            + (describe_losses(sidecars) or "nothing was dropped"),
-            "check the inputs, json_key and the steps",
-        )
     return sidecars
-
-
-def describe_losses(sidecars: Sequence[Sidecar]) -> str:
-    """Says how many documents fell, at which step and why."""
-    losses: dict[tuple[str, str], int] = {}
-    for sidecar in sidecars:
-        for step in sidecar.steps:
-            for reason, count in step.dropped.items():
-                losses[step.kind, reason] = losses.get((step.kind, reason), 0) + count
-    return "; ".join(f"{step} left out {n:,}: {why}" for (step, why), n in losses.items())
 
 
 def read_status(corpus: Corpus) -> Progress | None:
