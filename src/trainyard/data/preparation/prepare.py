@@ -219,7 +219,7 @@ def _read_texts(corpus: Corpus, on_error: OnError) -> Iterator[str]:
         for batch in read_documents(segment, corpus.json_key, corpus.metadata_fields):
             for fault in batch.faults if on_error == "stop" else ():
                 place = Place(str(path), fault.position, fault.kind, fault.detail, fault.hint)
-                raise DataError(place.render(0), place.hint)
+                raise place.to_error()
             yield from apply_steps(corpus.document_steps, batch.texts, batch.fields, counts)[0]
 
 

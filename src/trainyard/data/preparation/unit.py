@@ -50,6 +50,11 @@ class Place(msgspec.Struct, frozen=True):
         place = f"{separator}{number}" if self.position else ""
         return f"{printable(self.path)}{place}: {self.detail}"
 
+    def to_error(self, lines_before: int = 0) -> DataError:
+        """Builds the error of a run that stops here."""
+        hint = "or pass --on-error quarantine: it sets bad documents aside and counts them"
+        return DataError(self.render(lines_before), f"{self.hint}\n{hint}")
+
 
 class UnitResult(msgspec.Struct, kw_only=True):
     """What became of a unit; `places` holds the first few faults of each kind."""

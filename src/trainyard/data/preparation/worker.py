@@ -270,4 +270,4 @@ class CorpusWorker:
                 break
             lines += self._read_result(number).n_lines
             unit = self._plan.units[number]
-        raise DataError(place.render(lines), place.hint)
+        raise place.to_error(lines)
