@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -313,7 +314,32 @@ def test_an_input_that_changed_in_the_middle_is_named(
     monkeypatch.setattr(UnitWorker, "run", append)
     with pytest.raises(DataError, match=r"d.jsonl changed while it was read: \d+ bytes") as caught:
         run(corpus)
-    assert "leave the inputs alone" in caught.value.hint
+    assert "it reads changed files again" in caught.value.hint
+
+
+@pytest.mark.parametrize("edit", ["touched", "longer", "shorter"])
+@pytest.mark.parametrize("steps", [[], [{"kind": "deduplicate"}]])
+def test_an_input_that_changed_voids_its_own_units_alone(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: str, steps: list[Any]
+) -> None:
+    corpus = change(corpus, steps=steps)
+    (tmp_path / "in/0.jsonl").write_bytes(lines([f"the hat {n}" for n in range(200)]))
+    path = tmp_path / "in/b.txt"
+    path.write_bytes(b"the hat " * 500)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "join_output", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            run(corpus)
+    data = path.read_bytes()
+    path.write_bytes({"touched": data, "longer": data * 2, "shorter": b"the hat"}[edit])
+    os.utime(path, ns=(0, 0))
+    with monkeypatch.context() as patch:
+        again = interrupt_at(patch, None)
+        run(corpus)
+    assert again == [0]
+    found = read_output(prefix_of(corpus))
+    run(change(corpus, output=str(tmp_path / "new")))
+    assert found == read_output(str(tmp_path / "new_text_document"))
 
 
 def test_the_output_is_checked_before_the_work(corpus: Corpus, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from trainyard.data.preparation.unit import PLACES_PER_KIND, Place, QuarantinedD
 from trainyard.data.sidecar import (
     GroupCount,
     Sidecar,
+    SourceRecord,
     StepCount,
     load_sidecar,
     save_sidecar,
 )
-from trainyard.errors import DataError
+from trainyard.errors import DataError, printable
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def join_output(
         DataError: an input changed.
         MachineError: the disk is full or the folder cannot be written.
     """
-    check_unchanged(plan, output)
+    check_unchanged(plan.identity.sources[output.files.start : output.files.stop])
     made = scratch / "joined"
     dtype = optimal_dtype(plan.tokenizer.vocabulary_size)
     totals = _Totals(plan)
@@ -109,25 +110,25 @@ def _is_of_another(plan: CorpusPlan, output: Output) -> bool:
         return True
 
 
-def check_unchanged(plan: CorpusPlan, output: Output) -> None:
-    """Refuses inputs that changed while they were read.
+def check_unchanged(sources: Sequence[SourceRecord]) -> None:
+    """Refuses inputs that changed since the plan was made.
 
     Raises:
         DataError: names the first one.
     """
-    for source in plan.identity.sources[output.files.start : output.files.stop]:
+    for source in sources:
         try:
             status = Path(source.path).stat()
         except OSError as error:
             raise DataError(
-                f"{source.path} cannot be read any more: {error.strerror}",
+                f"{printable(source.path)} cannot be read any more: {error.strerror}",
                 "put it back; then run the same command again",
             ) from error
         if (status.st_size, status.st_mtime_ns) != (source.size_bytes, source.modified_ns):
             raise DataError(
-                f"{source.path} changed while it was read: {source.size_bytes} bytes before, "
-                f"{status.st_size} now",
-                "leave the inputs alone, and pass --overwrite to begin again",
+                f"{printable(source.path)} changed while it was read: {source.size_bytes} bytes "
+                f"before, {status.st_size} now",
+                "run the same command again: it reads changed files again, and keeps the rest",
             )
 
 

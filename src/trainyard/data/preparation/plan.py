@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import unicodedata
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -80,6 +81,12 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         if other != self:
             raise DataError(f"{place} was begun with the inputs in another order", hint)
 
+    def differs_in_contents(self, other: Identity) -> bool:
+        """Tells whether the same work is on the same files, some of which changed."""
+        paths = [[source.path for source in each.sources] for each in (self, other)]
+        rest = msgspec.structs.replace(other, sources=self.sources)
+        return self != other and paths[0] == paths[1] and rest == self
+
     def _check_sources(self, other: Identity, place: str, hint: str) -> None:
         mine = {source.path: source for source in self.sources}
         for theirs in other.sources:
@@ -119,6 +126,20 @@ class CorpusPlan:
     def unit_bytes(self) -> list[int]:
         """Bytes of input of each unit."""
         return [sum(part.end - part.start for part in unit) for unit in self.units]
+
+    @cached_property
+    def _sources(self) -> dict[str, SourceRecord]:
+        return {source.path: source for source in self.identity.sources}
+
+    def unit_sources(self, number: int) -> list[SourceRecord]:
+        """Lists the files that a unit reads."""
+        paths = dict.fromkeys(part.path.as_posix() for part in self.units[number])
+        return [self._sources[path] for path in paths]
+
+    def unit_inputs(self, number: int) -> str:
+        """A checksum of what a unit reads: parts of files, with their sizes and times of change."""
+        spans = [(part.start, part.end) for part in self.units[number]]
+        return hashlib.sha256(msgspec.json.encode((spans, self.unit_sources(number)))).hexdigest()
 
 
 def output_prefixes(corpus: Corpus, n_outputs: int) -> list[str]:

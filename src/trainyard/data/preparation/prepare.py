@@ -25,6 +25,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -36,15 +37,16 @@ from trainyard.data.preparation.plan import CorpusPlan, Identity, plan_corpus
 from trainyard.data.preparation.pool import work_in_processes
 from trainyard.data.preparation.progress import Progress, read_progress
 from trainyard.data.preparation.steps import apply_steps
-from trainyard.data.preparation.unit import Place
+from trainyard.data.preparation.unit import Place, UnitResult
 from trainyard.data.preparation.work_folder import WorkFolder, name_process
-from trainyard.data.preparation.worker import CorpusWorker, is_prepared, piece_names
+from trainyard.data.preparation.worker import CorpusWorker, is_prepared, piece_names, unit_name
 from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
 from trainyard.data.sources import Segment, find_files, read_documents
 from trainyard.data.sources.files import UNIT_BYTES, format_of
 from trainyard.data.tokenizer import load_tokenizer, tokenizer_name, train_tokenizer
 from trainyard.data.vocabulary import END_OF_DOCUMENT, GPT2, load_vocabulary
 from trainyard.errors import DataError, MachineError
+from trainyard.log import build_logger
 from trainyard.units import format_bytes
 
 OnError = Literal["stop", "quarantine"]
@@ -237,12 +239,17 @@ def _record_tokenizer(corpus: Corpus) -> TokenizerRecord:
 def _enter(folder: WorkFolder, plan: CorpusPlan, overwrite: bool) -> None:
     """Makes the work folder, or takes up the one that is there if it is of the same work."""
     text = msgspec.json.encode(plan.identity).decode()
+    folder.wait_for_renewal()
     if not folder.path.exists():
         folder.create(folder.path, text, piece_names(plan), folder.worker)
     try:
         begun = _read_identity(folder)
         if begun is None:
             return  # finished by somebody else just now
+        if not overwrite and plan.identity.differs_in_contents(begun):
+            folder.renew(text, piece_names(plan), partial(_find_unchanged, plan))
+            _enter(folder, plan, overwrite)
+            return
         hint = "pass --overwrite to begin again; what is done of the other work is lost"
         plan.identity.check_equal(begun, str(folder.path), hint)
     except DataError:
@@ -255,6 +262,19 @@ def _enter(folder: WorkFolder, plan: CorpusPlan, overwrite: bool) -> None:
         folder.retry_stopped()
         folder.take_back(count=False)
         folder.forgive()
+
+
+def _find_unchanged(plan: CorpusPlan, done: Path) -> dict[str, str]:
+    """Maps the names of finished units whose files did not change to those of the plan."""
+    numbers = {plan.unit_inputs(number): number for number in range(len(plan.units))}
+    kept = {}
+    for path in done.iterdir():
+        inputs = msgspec.json.decode(path.read_bytes(), type=UnitResult).inputs
+        if inputs in numbers:
+            kept[path.name] = unit_name(numbers[inputs])
+    message = "inputs changed since the work began: %d of %d units are kept"
+    build_logger().warning(message, len(kept), len(plan.units))
+    return kept
 
 
 def _read_identity(folder: WorkFolder) -> Identity | None:

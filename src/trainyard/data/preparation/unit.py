@@ -59,6 +59,8 @@ class Place(msgspec.Struct, frozen=True):
 class UnitResult(msgspec.Struct, kw_only=True):
     """What became of a unit; `places` holds the first few faults of each kind."""
 
+    inputs: str = ""
+    """What was read, as `CorpusPlan.unit_inputs`."""
     documents: int = 0
     empty_documents: int = 0
     tokens: int = 0

@@ -23,7 +23,12 @@ import msgspec
 import numpy as np
 
 from trainyard.data.preparation.duplicates import find_repeats
-from trainyard.data.preparation.join import FinishedUnit, check_not_empty, join_output
+from trainyard.data.preparation.join import (
+    FinishedUnit,
+    check_not_empty,
+    check_unchanged,
+    join_output,
+)
 from trainyard.data.preparation.plan import CorpusPlan
 from trainyard.data.preparation.unit import (
     Place,
@@ -103,11 +108,12 @@ class CorpusWorker:
                 heart.join()
                 self._folder.leave()
         except (OSError, MachineError) as error:
-            if not self._folder.path.exists():  # taken away by somebody else
+            missing = isinstance(error.__cause__ or error, FileNotFoundError)
+            if missing and not self._folder.is_joined():
                 if is_prepared(self._plan):
                     return
                 raise MachineError(
-                    f"the work folder {self._folder.path} is gone: another process gave up",
+                    f"another process removed or replaced the work folder {self._folder.path}",
                     "see what that process says; then run the same command again",
                 ) from error
             if isinstance(error, MachineError):
@@ -183,7 +189,14 @@ class CorpusWorker:
 
     def _do_unit(self, claim: Claim, number: int) -> None:
         made = self._folder.scratch / claim.piece
-        result = self._units.run(self._plan.units[number], made, self._report)
+        sources = self._plan.unit_sources(number)
+        try:
+            result = self._units.run(self._plan.units[number], made, self._report)
+        except UnreadableDocumentError:
+            check_unchanged(sources)
+            raise
+        check_unchanged(sources)
+        result.inputs = self._plan.unit_inputs(number)
         for path in self._folder.scratch.glob(f"{claim.piece}.*"):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
