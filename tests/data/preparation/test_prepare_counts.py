@@ -194,6 +194,11 @@ def test_groups_of_parquet_and_of_files_without_metadata(corpus: Corpus, tmp_pat
         "2": GroupCount(2, 7, two),
     }
     assert list(sidecar.groups) == ["", "1", "2"]
+    sidecar = run(corpus, inputs=inputs, json_key="n", steps=[], count_by="")[0]
+    assert sidecar.quarantined == {"not a string": 4}
+    sidecar = run(corpus, inputs=inputs, json_key="no", steps=[], count_by="")[0]
+    assert sidecar.quarantined == {"missing key": 4}
+    assert (sidecar.steps[0].documents_in, sidecar.steps[0].documents_out) == (5, 1)
 
 
 def test_a_text_with_everything_in_it(corpus: Corpus, tmp_path: Path) -> None:

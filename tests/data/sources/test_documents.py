@@ -164,6 +164,7 @@ def test_a_line_too_long_for_memory_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
         file.write(b'{"text": "a"}\n')
+        file.write(b"<")
         file.truncate(2 * MAX_DOCUMENT_BYTES)  # a hole in the file costs no disk
         file.seek(0, 2)
         file.write(b'\n{"text": "b\xff"}\n{"text": "b"}\n')
@@ -177,15 +178,20 @@ def test_a_line_too_long_for_memory_is_passed_over(tmp_path: Path) -> None:
         ("too long", 2),
         ("invalid UTF-8", 3),
     ]
-    assert "32 MiB is the most" in faults[0].hint
+    assert faults[0].detail == (
+        f"the line has {2 * MAX_DOCUMENT_BYTES - 14:,} bytes; a document may have 33,554,432"
+    )
+    assert faults[0].raw == b"<" + bytes(2**16 - 1)
     assert f"byte {2 * MAX_DOCUMENT_BYTES + 1 + 11} " in faults[1].detail
 
 
 def test_a_text_file_too_long_for_one_document_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     with path.open("wb") as file:
-        file.truncate(MAX_DOCUMENT_BYTES + 1)
-    assert [fault.detail for fault in read(path)[1]] == ["the file is too long for one document"]
+        file.truncate(2 * MAX_DOCUMENT_BYTES)
+    (fault,) = read(path)[1]
+    assert fault.detail == "the file has 67,108,864 bytes; a document may have 33,554,432"
+    assert fault.raw == bytes(2**16)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
@@ -251,8 +257,15 @@ def test_faults_of_parquet_name_the_row(tmp_path: Path) -> None:
     texts, faults = read(path, "txt")
     assert faults[0].detail == 'there is no key "txt"; the keys are: text, n'
     assert 'did you mean "text"?' in faults[0].hint
+    assert faults[0].n_documents == 4
     path.write_bytes(path.read_bytes()[:-20])
     assert read(path)[1][0].kind == "damaged file"
+    twice = pyarrow.table([["a"], ["b"], ["c"]], ["text", "n", "text"])
+    pyarrow.parquet.write_table(twice, path)
+    assert read(path, "n") == (["b"], [])
+    texts, faults = read(path)
+    assert (texts, [fault.kind for fault in faults]) == ([], ["ambiguous column"])
+    assert faults[0].detail == '2 columns are called "text"; the columns are: text, n, text'
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 7, 64, 100, 1000, 10**6])

@@ -160,7 +160,8 @@ class UnitWorker:
                 raise UnreadableDocumentError(place)
             if sum(kept.kind == fault.kind for kept in result.places) < PLACES_PER_KIND:
                 result.places.append(place)
-            result.quarantined[fault.kind] = result.quarantined.get(fault.kind, 0) + 1
+            n_lost = result.quarantined.get(fault.kind, 0) + fault.n_documents
+            result.quarantined[fault.kind] = n_lost
             line = QuarantinedDocument(
                 place.path, place.position, place.kind, place.detail, _render_raw(fault)
             )
@@ -213,8 +214,9 @@ def _count_reading(batch: Batch, text_bytes: int, result: UnitResult) -> None:
     for reason, documents in batch.dropped.items():
         count.dropped[reason] = count.dropped.get(reason, 0) + documents
     for fault in batch.faults:
-        count.dropped[fault.kind] = count.dropped.get(fault.kind, 0) + 1
-    count.documents_in += len(batch.texts) + len(batch.faults) + sum(batch.dropped.values())
+        count.dropped[fault.kind] = count.dropped.get(fault.kind, 0) + fault.n_documents
+        count.documents_in += fault.n_documents
+    count.documents_in += len(batch.texts) + sum(batch.dropped.values())
 
 
 def _count_groups(

@@ -13,10 +13,11 @@ from trainyard.data.sources.batch import Batch, Fault
 from trainyard.data.sources.blocks import DamagedFileError, read_blocks
 from trainyard.data.sources.files import Segment, format_of
 from trainyard.data.sources.jsonl import (
-    LENGTH_HINT,
     MAX_DOCUMENT_BYTES,
     invalid_utf8,
     read_jsonl,
+    start_of,
+    too_long,
 )
 from trainyard.data.sources.parquet import read_parquet
 from trainyard.data.sources.wikipedia import read_wikipedia
@@ -107,10 +108,11 @@ def _read_txt(segment: Segment) -> Iterator[Batch]:
         total_bytes += len(block)
         pieces.append(block)
         if total_bytes > MAX_DOCUMENT_BYTES:
-            fault = Fault("too long", 0, "the file is too long for one document", LENGTH_HINT)
-            yield Batch([], 1, segment.end, [fault])
-            return
+            pieces = [start_of(pieces)]
     data = b"".join(pieces)
+    if total_bytes > MAX_DOCUMENT_BYTES:
+        yield Batch([], 1, segment.end, [too_long("file", 0, data, total_bytes)])
+        return
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

@@ -22,8 +22,7 @@ from trainyard.data.sources.files import Segment
 
 # Bounds the memory of a worker, which holds a document, its text and its ids at once.
 MAX_DOCUMENT_BYTES = 32 * 2**20
-LENGTH_HINT = "split it into documents; 32 MiB is the most that one may have"
-_TOO_LONG = b"\0 this line is longer than MAX_DOCUMENT_BYTES"
+_KEPT_BYTES = 2**16
 _GARBLED = ("malformed JSON", "invalid UTF-8")
 _DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
 
@@ -66,6 +65,12 @@ def read_jsonl(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Ba
         line_number += len(lines)
 
 
+class _LongLine(bytes):
+    """The start of a line longer than MAX_DOCUMENT_BYTES, behind a zero byte that no JSON has."""
+
+    n_bytes: int
+
+
 def _attribute(name: str) -> str:
     """Names any key of JSON as Python can."""
     return f"field_{name.encode().hex()}"
@@ -96,13 +101,22 @@ def _read_lines(segment: Segment) -> Iterator[tuple[list[bytes], int, int]]:
         pending_bytes += len(block)
         pending.append(block)
         if pending_bytes > MAX_DOCUMENT_BYTES:
-            pending = []
+            pending = [start_of(pending)]
     if pending_bytes:
         yield [_join_line(pending, pending_bytes, b"")], taken, pending_bytes + 1
 
 
 def _join_line(pending: list[bytes], n_bytes: int, end: bytes) -> bytes:
-    return _TOO_LONG if n_bytes > MAX_DOCUMENT_BYTES else b"".join([*pending, end])
+    if n_bytes <= MAX_DOCUMENT_BYTES:
+        return b"".join([*pending, end])
+    line = _LongLine(b"\0" + start_of([*pending, end]))
+    line.n_bytes = n_bytes
+    return line
+
+
+def start_of(pieces: list[bytes]) -> bytes:
+    """Gives what is kept of a document too long for memory."""
+    return b"".join(piece[:_KEPT_BYTES] for piece in pieces)[:_KEPT_BYTES]
 
 
 def _decode_one_by_one(
@@ -152,8 +166,8 @@ class _LineDecoder:
         """Gives the document of one line, what is wrong with it, or None for a blank line."""
         if not line.strip(b" \t\r"):
             return None
-        if line == _TOO_LONG:
-            return Fault("too long", number, "the line is too long", LENGTH_HINT)
+        if isinstance(line, _LongLine):
+            return too_long("line", number, line[1:], line.n_bytes)
         try:
             document = self.decode(line)
             self.columns([document])
@@ -191,6 +205,12 @@ class _LineDecoder:
                 hint = "it is half a character: write it whole"
                 return Fault("lone surrogate", number, detail, hint, line)
         return document
+
+
+def too_long(what: str, position: int, start: bytes, n_bytes: int) -> Fault:
+    """Builds the fault of a document too long for memory, with the start of it."""
+    detail = f"the {what} has {n_bytes:,} bytes; a document may have {MAX_DOCUMENT_BYTES:,}"
+    return Fault("too long", position, detail, "split it into several documents", start)
 
 
 def missing_key(key: str, present: list[str], number: int, raw: bytes = b"") -> Fault:
