@@ -37,7 +37,7 @@ def test_every_process_makes_the_same_plan(folder: Path) -> None:
     assert (one.units, one.outputs, one.recipe) == (two.units, two.outputs, two.recipe)
     read = msgspec.json.decode(msgspec.json.encode(one.identity), type=Identity)
     assert read == one.identity
-    one.identity.check_equal(read, "data/web.work", "")
+    one.identity.check_equal(read, "data/web.work was begun", "")
 
 
 def test_units_make_one_output(folder: Path) -> None:
@@ -116,7 +116,7 @@ def test_other_work_is_told_apart(folder: Path, name: str) -> None:
     now = plan(folder, **options)
     assert now.recipe != begun.recipe
     with pytest.raises(DataError) as caught:
-        now.identity.check_equal(begun.identity, "data/web.work", "the hint")
+        now.identity.check_equal(begun.identity, "data/web.work was begun", "the hint")
     assert caught.value.problem.startswith("data/web.work was begun ")
     assert problem in caught.value.problem
     assert caught.value.hint == "the hint"
@@ -144,7 +144,7 @@ def test_other_inputs_are_named(folder: Path, change: str, problem: str) -> None
     now = plan(folder)
     assert now.recipe != begun.recipe
     with pytest.raises(DataError, match=problem):
-        now.identity.check_equal(begun.identity, "data/web.work", "")
+        now.identity.check_equal(begun.identity, "data/web.work was begun", "")
 
 
 def test_the_order_of_inputs_decides_the_bytes(folder: Path) -> None:
@@ -156,20 +156,20 @@ def test_another_version_is_named(folder: Path) -> None:
     identity = plan(folder).identity
     older = msgspec.structs.replace(identity, version="0.0.1")
     with pytest.raises(DataError, match=r"was begun by 0.0.1, this is trainyard \d"):
-        identity.check_equal(older, "data/web.work", "")
+        identity.check_equal(older, "data/web.work was begun", "")
 
 
 def test_another_order_of_inputs_is_named(folder: Path) -> None:
     names = [str(folder / name) for name in ("a.jsonl", "b.jsonl")]
     begun, now = plan(folder, inputs=names), plan(folder, inputs=names[::-1])
     with pytest.raises(DataError, match="was begun with the inputs in another order"):
-        now.identity.check_equal(begun.identity, "data/web.work", "")
+        now.identity.check_equal(begun.identity, "data/web.work was begun", "")
 
 
 def test_another_size_of_units_is_named(folder: Path) -> None:
     begun, now = plan(folder), plan(folder, unit_bytes=41)
     with pytest.raises(DataError, match="unit"):
-        now.identity.check_equal(begun.identity, "data/web.work", "")
+        now.identity.check_equal(begun.identity, "data/web.work was begun", "")
 
 
 def test_the_name_of_the_tokenizer_decides_nothing(folder: Path) -> None:

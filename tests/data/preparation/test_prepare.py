@@ -214,9 +214,19 @@ def test_a_corpus_of_other_options_is_refused(corpus: Corpus, tmp_path: Path) ->
     run(corpus)
     before = read_output(prefix_of(corpus))
     other = change(corpus, append_eod=False)
-    with pytest.raises(DataError, match=r"out_text_document.bin is there already") as caught:
-        run(other)
-    assert "--overwrite" in caught.value.hint
+    for changed, what in [
+        (other, "with append_eod=True, not append_eod=False"),
+        (change(corpus, special_tokens="parse"), "with special_tokens='text', not "),
+        (change(corpus, tokenizer="gpt2"), "with another tokenizer"),
+        (
+            change(corpus, inputs=(corpus.inputs[0] + "/a.jsonl",)),
+            "with .*/in/b.txt, which is gone",
+        ),
+        (change(corpus, steps=[{"kind": "length"}]), "with other steps"),
+    ]:
+        with pytest.raises(DataError, match=rf"out_text_document.bin was made {what}") as caught:
+            run(changed)
+        assert "--overwrite" in caught.value.hint
     assert read_output(prefix_of(corpus)) == before
     assert run(other, overwrite=True).append_eod is False
     assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
@@ -346,7 +356,7 @@ def test_the_output_is_checked_before_the_work(corpus: Corpus, tmp_path: Path) -
     with pytest.raises(DataError, match=r"the output folder .*/no does not exist"):
         run(change(corpus, output=str(tmp_path / "no/out")))
     (tmp_path / "out_text_document.idx").touch()
-    with pytest.raises(DataError, match=r"out_text_document.idx is there already") as caught:
+    with pytest.raises(DataError, match=r"t.idx is there, but not finished: .*json is") as caught:
         run(corpus)
     assert "--overwrite" in caught.value.hint
     with (tmp_path / "in/huge.txt").open("wb") as file:

@@ -51,7 +51,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             other: what was found at `place`.
-            place: where, for the message.
+            place: where, and what happened there: "data/web.work was begun".
             hint: what to do about it.
 
         Raises:
@@ -61,25 +61,24 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in self.options.items():
             if other.options.get(name) != value:
                 raise DataError(
-                    f"{place} was begun with {name}={other.options.get(name)!r}, "
-                    f"not {name}={value!r}",
+                    f"{place} with {name}={other.options.get(name)!r}, not {name}={value!r}",
                     hint,
                 )
         if other.tokenizer != self.tokenizer:
             raise DataError(
-                f"{place} was begun with another tokenizer, of the fingerprint "
+                f"{place} with another tokenizer, of the fingerprint "
                 f"{other.tokenizer[:16]}, not {self.tokenizer[:16]}",
                 hint,
             )
         if other.unit_bytes != self.unit_bytes:
             raise DataError(
-                f"{place} was begun in units of {other.unit_bytes} bytes, not {self.unit_bytes}",
+                f"{place} in units of {other.unit_bytes} bytes, not {self.unit_bytes}",
                 hint,
             )
         if other.version != self.version:
-            raise DataError(f"{place} was begun by {other.version}, this is {self.version}", hint)
+            raise DataError(f"{place} by {other.version}, this is {self.version}", hint)
         if other != self:
-            raise DataError(f"{place} was begun with the inputs in another order", hint)
+            raise DataError(f"{place} with the inputs in another order", hint)
 
     def differs_in_contents(self, other: Identity) -> bool:
         """Tells whether the same work is on the same files, some of which changed."""
@@ -92,9 +91,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         for theirs in other.sources:
             ours = mine.pop(theirs.path, None)
             if ours is None:
-                raise DataError(
-                    f"{place} was begun with {printable(theirs.path)}, which is gone", hint
-                )
+                raise DataError(f"{place} with {printable(theirs.path)}, which is gone", hint)
             if ours != theirs:
                 how = (
                     f"it has {ours.size_bytes} bytes now, {theirs.size_bytes} then"
@@ -102,9 +99,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
                     else "its size is the same, its time of change is not"
                 )
                 changed = printable(theirs.path)
-                raise DataError(f"{changed} changed since {place} was begun: {how}", hint)
+                raise DataError(f"{changed} changed since {place}: {how}", hint)
         if mine:
-            raise DataError(f"{place} was begun without {printable(next(iter(mine)))}", hint)
+            raise DataError(f"{place} without {printable(next(iter(mine)))}", hint)
 
 
 @dataclass(frozen=True)

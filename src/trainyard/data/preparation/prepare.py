@@ -23,7 +23,7 @@ import glob
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ import msgspec
 
 from trainyard.config.corpus import Corpus
 from trainyard.data.preparation.join import EmptyCorpusError
-from trainyard.data.preparation.plan import CorpusPlan, Identity, plan_corpus
+from trainyard.data.preparation.plan import CorpusPlan, Identity, Output, plan_corpus
 from trainyard.data.preparation.pool import work_in_processes
 from trainyard.data.preparation.progress import Progress, read_progress
 from trainyard.data.preparation.steps import apply_steps
@@ -146,7 +146,8 @@ def read_status(corpus: Corpus) -> Progress | None:
     if begun is None:
         return None
     plan = plan_corpus(corpus, _record_tokenizer(corpus), begun.unit_bytes)
-    plan.identity.check_equal(begun, str(folder.path), "ask with the command that began it")
+    hint = "ask with the command that began it"
+    plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
     return read_progress(folder, plan.unit_bytes)
 
 
@@ -251,7 +252,7 @@ def _enter(folder: WorkFolder, plan: CorpusPlan, overwrite: bool) -> None:
             _enter(folder, plan, overwrite)
             return
         hint = "pass --overwrite to begin again; what is done of the other work is lost"
-        plan.identity.check_equal(begun, str(folder.path), hint)
+        plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
     except DataError:
         if not overwrite:
             raise
@@ -303,7 +304,8 @@ def _check_output(plan: CorpusPlan, overwrite: bool) -> None:
                 "write outside of it, or the next run would read what this one writes",
             )
     if not overwrite and not work_path(plan.corpus).exists() and not is_prepared(plan):
-        _check_absent([output.prefix for output in plan.outputs])
+        for output in plan.outputs:
+            _check_absent(plan, output)
     if not plan.corpus.steps and not work_path(plan.corpus).exists():
         _check_space(folder, plan)
 
@@ -324,12 +326,28 @@ def _check_space(folder: Path, plan: CorpusPlan) -> None:
         )
 
 
-def _check_absent(prefixes: Sequence[str]) -> None:
-    for prefix in prefixes:
-        for suffix in (".bin", ".idx", ".json"):
-            existing = Path(f"{prefix}{suffix}")
-            if existing.exists():
-                raise DataError(
-                    f"{existing} is there already, and was made otherwise or is not finished",
-                    "pass --overwrite, or another --output",
-                )
+def _check_absent(plan: CorpusPlan, output: Output) -> None:
+    """Refuses to replace token files, and says what differs."""
+    paths = [Path(f"{output.prefix}{suffix}") for suffix in (".bin", ".idx", ".json")]
+    existing = next((path for path in paths if path.exists()), None)
+    if existing is None:
+        return
+    hint = "pass --overwrite, or another --output"
+    try:
+        made = load_sidecar(output.prefix)
+        made.check_sizes(output.prefix)
+    except DataError as error:
+        raise DataError(f"{existing} is there, but not finished: {error.problem}", hint) from error
+    mine = plan.identity
+    files = mine.sources[output.files.start : output.files.stop]
+    told = {"append_eod": made.append_eod, "special_tokens": made.tokenizer.special_tokens}
+    theirs = msgspec.structs.replace(
+        mine,
+        sources=made.sources,
+        tokenizer=made.tokenizer.fingerprint,
+        options={**mine.options, **told},
+    )
+    msgspec.structs.replace(mine, sources=files).check_equal(theirs, f"{existing} was made", hint)
+    if made.recipe != plan.recipe:
+        problem = f"{existing} was made with other steps, other outputs or by another version"
+        raise DataError(problem, hint)
