@@ -41,7 +41,10 @@ def prepare(
         ),
     ] = 0,
     json_key: Annotated[
-        str, typer.Option(help="JSON key, or Parquet column, that holds the text [text].")
+        str,
+        typer.Option(
+            help="JSON key (of the outermost object), or Parquet column, of the text [text]."
+        ),
     ] = "",
     append_eod: Annotated[
         bool | None,
