@@ -385,6 +385,8 @@ def test_an_empty_corpus_publishes_nothing(
     with pytest.raises(DataError, match=f"the corpus is empty: .*{why}") as caught:
         run(small, workers=workers, unit_bytes=1)
     assert "json_key" in caught.value.hint
+    with pytest.raises(DataError, match=f"the corpus is empty: .*{why}") as caught:
+        train_on_inputs(change(small, tokenizer="new"), 260, overwrite=False, on_error="quarantine")
     assert leftovers(tmp_path) == []
     (tmp_path / "in/a.jsonl").write_bytes(lines(["cat"]))
     assert run(small).documents == 1

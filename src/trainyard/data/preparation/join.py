@@ -49,14 +49,18 @@ def check_not_empty(plan: CorpusPlan, units: list[FinishedUnit]) -> None:
     for unit in units:
         totals.add(unit)
     result = totals.result
-    if result.documents > result.empty_documents:
-        return
-    fates = [f"{result.documents:,} without text"] if result.documents else []
-    for step in result.steps:
+    if result.documents == result.empty_documents:
+        raise empty_corpus(result.documents, result.steps, totals.places)
+
+
+def empty_corpus(documents: int, steps: list[StepCount], places: list[str]) -> EmptyCorpusError:
+    """Builds the error of a corpus whose `documents`, after all steps, have no text."""
+    fates = [f"{documents:,} without text"] if documents else []
+    for step in steps:
         fates += [f"{step.kind} left out {n:,}: {why}" for why, n in step.dropped.items()]
     problem = f"the corpus is empty: {'; '.join(fates) or 'the inputs hold no document'}"
-    raise EmptyCorpusError(
-        "\n  ".join([problem, *totals.places]),
+    return EmptyCorpusError(
+        "\n  ".join([problem, *places]),
         "check the inputs, json_key and the steps; nothing was written",
     )
 

@@ -32,12 +32,12 @@ from typing import Literal
 import msgspec
 
 from trainyard.config.corpus import Corpus
-from trainyard.data.preparation.join import EmptyCorpusError
+from trainyard.data.preparation.join import EmptyCorpusError, empty_corpus
 from trainyard.data.preparation.plan import CorpusPlan, Identity, Output, plan_corpus
 from trainyard.data.preparation.pool import work_in_processes
 from trainyard.data.preparation.progress import Progress, read_progress
 from trainyard.data.preparation.steps import apply_steps
-from trainyard.data.preparation.unit import Place, UnitResult
+from trainyard.data.preparation.unit import PLACES_PER_KIND, Place, UnitResult, count_reading
 from trainyard.data.preparation.work_folder import WorkFolder, name_process
 from trainyard.data.preparation.worker import CorpusWorker, is_prepared, piece_names, unit_name
 from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
@@ -216,14 +216,26 @@ def train_on_inputs(
 
 
 def _read_texts(corpus: Corpus, on_error: OnError) -> Iterator[str]:
+    result = UnitResult(steps=[StepCount(kind="read")])
     counts = [StepCount(kind=step.kind) for step in corpus.document_steps]
+    places: list[str] = []
+    has_text = False
     for path in find_files(corpus.inputs):
         segment = Segment(path, 0, path.stat().st_size)
         for batch in read_documents(segment, corpus.json_key, corpus.metadata_fields):
-            for fault in batch.faults if on_error == "stop" else ():
+            for fault in batch.faults:
                 place = Place(str(path), fault.position, fault.kind, fault.detail, fault.hint)
-                raise place.to_error()
-            yield from apply_steps(corpus.document_steps, batch.texts, batch.fields, counts)[0]
+                if on_error == "stop":
+                    raise place.to_error()
+                if len(places) < PLACES_PER_KIND:
+                    places.append(place.render(0))
+            count_reading(batch, 0, result)
+            texts = apply_steps(corpus.document_steps, batch.texts, batch.fields, counts)[0]
+            result.documents += len(texts)
+            has_text = has_text or any(texts)
+            yield from texts
+    if not has_text:
+        raise empty_corpus(result.documents, [*result.steps, *counts], places)
 
 
 def _record_tokenizer(corpus: Corpus) -> TokenizerRecord:

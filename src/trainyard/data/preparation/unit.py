@@ -124,7 +124,7 @@ class UnitWorker:
                 for batch in read_documents(segment, corpus.json_key, corpus.metadata_fields):
                     self._set_aside(segment, batch, result, quarantine)
                     sizes = _count_all_bytes(batch.texts)
-                    _count_reading(batch, int(sizes.sum()), result)
+                    count_reading(batch, int(sizes.sum()), result)
                     texts, fields = apply_steps(
                         corpus.document_steps, batch.texts, batch.fields, result.steps[1:]
                     )
@@ -205,7 +205,8 @@ def _count_all_bytes(texts: list[str]) -> npt.NDArray[np.uint64]:
     return np.fromiter(map(count_bytes, texts), np.uint64, len(texts))
 
 
-def _count_reading(batch: Batch, text_bytes: int, result: UnitResult) -> None:
+def count_reading(batch: Batch, text_bytes: int, result: UnitResult) -> None:
+    """Adds what the reader made of a batch to the first step of a result."""
     count = result.steps[0]
     result.n_lines += batch.n_lines
     count.documents_out += len(batch.texts)
