@@ -15,14 +15,32 @@ Anything else that reaches the top is a bug in Trainyard: exit code 1, with its 
 
 from __future__ import annotations
 
+import os
+import re
+
 EXIT_REQUEUE = 75
 """Stopped early, or stopped by a failing machine: start the same command again."""
 EXIT_HOLD = 93
 """Do not start again before a person has looked."""
 
 
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but the tab and the line feed
+
+
+def printable(name: str | os.PathLike[str]) -> str:
+    """Shows a name in one line: control characters and bytes that are no text as escapes."""
+    text = os.fsencode(name).decode(errors="backslashreplace")
+    return _escape(text).replace("\n", r"\n").replace("\t", r"\t")
+
+
+def _escape(text: str) -> str:
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class UserError(Exception):
     """A mistake the user can fix; printed as one message with a hint, without a traceback.
+
+    Control characters are escaped, because a terminal would act on them.
 
     Args:
         problem: what is wrong, with the value and the place (file, line, field).
@@ -32,9 +50,9 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, problem: str, hint: str = "") -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.hint = hint
+        super().__init__(_escape(problem))
+        self.problem = _escape(problem)
+        self.hint = _escape(hint)
 
     def __str__(self) -> str:
         return f"{self.problem}\nhint: {self.hint}" if self.hint else self.problem

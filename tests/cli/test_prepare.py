@@ -252,6 +252,9 @@ def test_what_is_skipped_is_told(folder: Path) -> None:
         (Path("in") / name).touch()
     done = trainyard("prepare", "in", "-o", "new", "--tokenizer", "small", folder=folder)
     assert done.stderr.startswith("skipped 2 .md, 1 .pdf, 1 hidden; to read other text files ")
+    assert r"\x1b[2J_text_document.bin: 1 document" in run_verb(
+        "in", "-o", "\x1b[2J", "--tokenizer", "small"
+    )
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_a_token_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("suffix", "size"), [("bin", 100), ("bin", 10_000), ("idx", 100)])
 def test_a_full_disk_is_named(tmp_path: Path, suffix: str, size: int) -> None:
     (tmp_path / f"corpus.{suffix}.partial").symlink_to("/dev/full")
-    problem = rf"corpus.{suffix}.partial: No space left on device after \d+ bytes of tokens"
+    problem = rf"corpus.{suffix}.partial: No space left on device after \d+ bytes"
     with (
         pytest.raises(MachineError, match=problem) as caught,
         IndexedWriter(tmp_path / "corpus", UINT16) as writer,

@@ -3,7 +3,7 @@
 What it is wanted to do is
 
     {"process": fields of Process, "facts": {..}, "timeout": seconds, "delay": seconds before,
-     "number": in the list, "after": that of a rank which must have come before, or null,
+     "number": in the list, "after": those of ranks which must have come before,
      "gives_up_after": [those after which the time is up for those who wait for more],
      "others": numbers of all the others,
      "do": "sum", "no facts" once the others have come, or instead of the sum "raise", "refuse" or
@@ -76,6 +76,12 @@ def give_up(share: float, wanted: dict[str, Any], came: mmap.mmap) -> None:
     )
 
 
+def wait_for(others: list[int], came: mmap.mmap) -> None:
+    """Returns once all of these have come."""
+    while not all(came[number] for number in others):
+        time.sleep(0.01)
+
+
 def run_rank(wanted: dict[str, Any], came: mmap.mmap) -> None:
     """Comes to the meeting; `came` has a byte for each rank that has."""
     fields = wanted["process"]
@@ -84,14 +90,12 @@ def run_rank(wanted: dict[str, Any], came: mmap.mmap) -> None:
 
     def facts() -> dict[str, str]:
         if wanted["do"] == "no facts":
-            while not all(came[number] for number in wanted["others"]):
-                time.sleep(0.01)
+            wait_for(wanted["others"], came)
             raise DataError("corpus.bin is missing", "copy it here")
         return dict(wanted["facts"])
 
     time.sleep(wanted["delay"])
-    while wanted["after"] is not None and not came[wanted["after"]]:
-        time.sleep(0.01)
+    wait_for(wanted["after"], came)
     process = Process(**fields)
     note_coming(wanted["number"], came)
     if wanted["gives_up_after"] and (process.rank == 0 or 0 not in wanted["gives_up_after"]):

@@ -67,7 +67,7 @@ def ranks_at(
             "delay": 0.0,
             "number": r,
             "others": [other for other in range(n_ranks) if other != r],
-            "after": None,
+            "after": [],
             "gives_up_after": [],
         }
         for r in range(n_ranks)
@@ -245,8 +245,8 @@ def test_a_port_is_taken() -> None:
 def test_ranks_of_another_run_are_not_mistaken_for_ours() -> None:
     meeting = {"address": "127.0.0.1", "port": free_port()}
     ranks, stranger = ranks_at(meeting), ranks_at(meeting)[1]
-    stranger |= {"number": 3, "after": 1}
-    ranks[2]["after"] = 3
+    stranger |= {"number": 3, "after": [1]}
+    ranks[2]["after"] = [3]
     *ours, refused = start([*ranks, stranger])
     assert [answer.get("sum") for answer in ours] == [3.0] * 3
     assert refused["message"].startswith(

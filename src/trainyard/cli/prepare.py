@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trainyard.errors import ConfigError
+from trainyard.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from trainyard.config.corpus import Corpus
@@ -41,7 +41,10 @@ def prepare(
         ),
     ] = 0,
     json_key: Annotated[
-        str, typer.Option(help="JSON key, or Parquet column, that holds the text [text].")
+        str,
+        typer.Option(
+            help="JSON key (of the outermost object), or Parquet column, of the text [text]."
+        ),
     ] = "",
     append_eod: Annotated[
         bool | None,
@@ -186,7 +189,7 @@ def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
     prefixes = output_prefixes(corpus, len(sidecars))
     for prefix, sidecar in zip(prefixes, sidecars, strict=True):
         documents = "1 document" if sidecar.documents == 1 else f"{sidecar.documents:,} documents"
-        typer.echo(f"{prefix}.bin: {documents}, {sidecar.tokens:,} tokens")
+        typer.echo(f"{printable(prefix)}.bin: {documents}, {sidecar.tokens:,} tokens")
         for step in sidecar.steps:
             for reason, count in step.dropped.items():
                 if step.kind != "read" or reason not in sidecar.quarantined:
@@ -198,7 +201,7 @@ def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
         for place in sidecar.quarantined_places:
             typer.echo(f"  {place}", err=True)
         if sidecar.quarantined:
-            typer.echo(f"  all are in {prefix}.quarantine.jsonl", err=True)
+            typer.echo(f"  all are in {printable(prefix)}.quarantine.jsonl", err=True)
 
 
 def _print_status(corpus: Corpus) -> None:

@@ -321,7 +321,7 @@ class IndexedWriter:
                     f"{self.prefix}.bin: token ids {lowest} to {highest} do not fit {self.dtype}",
                     "give the size of the vocabulary these ids were made with",
                 )
-        with explain_disk_errors(Path(self._file.name), self.n_tokens * self.dtype.itemsize):
+        with explain_disk_errors(Path(self._file.name)):
             self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
         self.n_tokens += len(tokens)
 
@@ -332,7 +332,7 @@ class IndexedWriter:
         counts = np.frombuffer(self._sequences_per_document, dtype="<i4")
         write_index(partial, self.dtype, (len(lengths), len(counts)), lambda: [(lengths, counts)])
         self.bin_blocks = self._bin.close_block()
-        with explain_disk_errors(Path(self._file.name), self.n_tokens * self.dtype.itemsize):
+        with explain_disk_errors(Path(self._file.name)):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -377,13 +377,13 @@ def write_index(
 
 
 @contextmanager
-def explain_disk_errors(path: Path, written_bytes: int = 0) -> Iterator[None]:
+def explain_disk_errors(path: Path) -> Iterator[None]:
     """Turns an OSError of writing `path` into a MachineError that says how far it came."""
     try:
         yield
     except OSError as error:
         raise MachineError(
-            f"{path}: {error.strerror} after {written_bytes} bytes of tokens",
+            f"{path}: {error.strerror} after {path.stat().st_size if path.exists() else 0:,} bytes",
             "free space or quota, or write to another folder; then run the same command again",
         ) from error
 

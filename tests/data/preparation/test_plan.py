@@ -37,7 +37,7 @@ def test_every_process_makes_the_same_plan(folder: Path) -> None:
     assert (one.units, one.outputs, one.recipe) == (two.units, two.outputs, two.recipe)
     read = msgspec.json.decode(msgspec.json.encode(one.identity), type=Identity)
     assert read == one.identity
-    one.identity.check_equal(read, "data/web.work", "")
+    one.identity.check_equal(read, "data/web.work was begun", "")
 
 
 def test_units_make_one_output(folder: Path) -> None:
@@ -118,7 +118,7 @@ def test_other_work_is_told_apart(folder: Path, name: str) -> None:
     now = plan(folder, **options)
     assert now.recipe != begun.recipe
     with pytest.raises(DataError) as caught:
-        now.identity.check_equal(begun.identity, "data/web.work", "the hint")
+        now.identity.check_equal(begun.identity, "data/web.work was begun", "the hint")
     assert caught.value.problem.startswith("data/web.work was begun ")
     assert problem in caught.value.problem
     assert caught.value.hint == "the hint"
@@ -146,7 +146,7 @@ def test_other_inputs_are_named(folder: Path, change: str, problem: str) -> None
     now = plan(folder)
     assert now.recipe != begun.recipe
     with pytest.raises(DataError, match=problem):
-        now.identity.check_equal(begun.identity, "data/web.work", "")
+        now.identity.check_equal(begun.identity, "data/web.work was begun", "")
 
 
 def test_other_orders_units_and_versions_are_named(folder: Path) -> None:
@@ -160,4 +160,4 @@ def test_other_orders_units_and_versions_are_named(folder: Path) -> None:
         (plan(folder, inputs=names[::-1], unit_bytes=41).identity, "unit"),
     ):
         with pytest.raises(DataError, match=problem):
-            now.identity.check_equal(other, "data/web.work", "")
+            now.identity.check_equal(other, "data/web.work was begun", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -207,9 +208,19 @@ def test_a_corpus_of_other_options_is_refused(corpus: Corpus, tmp_path: Path) ->
     run(corpus)
     before = read_output(prefix_of(corpus))
     other = change(corpus, append_eod=False)
-    with pytest.raises(DataError, match=r"out_text_document.bin is there already") as caught:
-        run(other)
-    assert "--overwrite" in caught.value.hint
+    for changed, what in [
+        (other, "with append_eod=True, not append_eod=False"),
+        (change(corpus, special_tokens="parse"), "with special_tokens='text', not "),
+        (change(corpus, tokenizer="gpt2"), "with another tokenizer"),
+        (
+            change(corpus, inputs=(corpus.inputs[0] + "/a.jsonl",)),
+            "with .*/in/b.txt, which is gone",
+        ),
+        (change(corpus, steps=[{"kind": "length"}]), "with other steps"),
+    ]:
+        with pytest.raises(DataError, match=rf"out_text_document.bin was made {what}") as caught:
+            run(changed)
+        assert "--overwrite" in caught.value.hint
     assert read_output(prefix_of(corpus)) == before
     assert run(other, overwrite=True).append_eod is False
     assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
@@ -299,14 +310,37 @@ def test_an_input_that_changed_in_the_middle_is_named(
     monkeypatch.setattr(UnitWorker, "run", append)
     with pytest.raises(DataError, match=r"d.jsonl changed while it was read: \d+ bytes") as caught:
         run(corpus)
-    assert "leave the inputs alone" in caught.value.hint
+    assert "it reads changed files again" in caught.value.hint
+
+
+@pytest.mark.parametrize("edit", ["touched", "longer", "shorter"])
+@pytest.mark.parametrize("steps", [[], [{"kind": "deduplicate"}]])
+def test_an_input_that_changed_voids_its_own_units_alone(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: str, steps: list[Any]
+) -> None:
+    corpus = change(corpus, steps=steps)
+    (tmp_path / "in/0.jsonl").write_bytes(lines([f"the hat {n}" for n in range(200)]))
+    path = tmp_path / "in/b.txt"
+    path.write_bytes(b"the hat " * 500)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "join_output", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            run(corpus)
+    data = path.read_bytes()
+    path.write_bytes({"touched": data, "longer": data * 2, "shorter": b"the hat"}[edit])
+    os.utime(path, ns=(0, 0))
+    again = interrupt(corpus, monkeypatch, None)
+    assert again == [0]
+    found = read_output(prefix_of(corpus))
+    run(change(corpus, output=str(tmp_path / "new")))
+    assert found == read_output(str(tmp_path / "new_text_document"))
 
 
 def test_the_output_is_checked_before_the_work(corpus: Corpus, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the output folder .*/no does not exist"):
         run(change(corpus, output=str(tmp_path / "no/out")))
     (tmp_path / "out_text_document.idx").touch()
-    with pytest.raises(DataError, match=r"out_text_document.idx is there already") as caught:
+    with pytest.raises(DataError, match=r"t.idx is there, but not finished: .*json is") as caught:
         run(corpus)
     assert "--overwrite" in caught.value.hint
     with (tmp_path / "in/huge.txt").open("wb") as file:
@@ -317,12 +351,29 @@ def test_the_output_is_checked_before_the_work(corpus: Corpus, tmp_path: Path) -
     assert not work_path(corpus).exists()
 
 
-@pytest.mark.parametrize("data", [b"", b"\n\n", b'{"text": ""}\n', b"bad\n"])
-def test_an_empty_corpus_is_refused(small: Corpus, tmp_path: Path, data: bytes) -> None:
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "the inputs hold no document"),
+        (b"\n\n", "the inputs hold no document"),
+        (b'{"text": ""}\n', "1 without text"),
+        (b"[]\nbad\n", r"read left out 2: malformed JSON\n  .*/in/a.jsonl:1: expected.*\n  .*:2: "),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_empty_corpus_publishes_nothing(
+    small: Corpus, tmp_path: Path, data: bytes, why: str, workers: int
+) -> None:
+    (tmp_path / "in/b.jsonl").write_bytes(b"\n")
     (tmp_path / "in/a.jsonl").write_bytes(data)
-    with pytest.raises(DataError, match="the corpus is empty: ") as caught:
-        run(small)
+    with pytest.raises(DataError, match=f"the corpus is empty: .*{why}") as caught:
+        run(small, workers=workers, unit_bytes=1)
     assert "json_key" in caught.value.hint
+    with pytest.raises(DataError, match=f"the corpus is empty: .*{why}") as caught:
+        train_on_inputs(change(small, tokenizer="new"), 260, overwrite=False, on_error="quarantine")
+    assert leftovers(tmp_path) == []
+    (tmp_path / "in/a.jsonl").write_bytes(lines(["cat"]))
+    assert run(small).documents == 1
 
 
 def test_progress_is_told(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from trainyard.data.preparation.prepare import prepare
 from trainyard.data.sidecar import GroupCount, Sidecar, StepCount
 from trainyard.data.sources import find_files
 from trainyard.data.tokenizer import load_tokenizer
-from trainyard.errors import DataError
+from trainyard.errors import DataError, printable
 
 PROSE = "the cat sat on the mat with another cat in the hat and that was all of it"
 STEPS: list[dict[str, Any]] = [
@@ -188,6 +188,11 @@ def test_groups_of_parquet_and_of_files_without_metadata(corpus: Corpus, tmp_pat
         "2": GroupCount(2, 7, two),
     }
     assert list(sidecar.groups) == ["", "1", "2"]
+    sidecar = run(corpus, inputs=inputs, json_key="n", steps=[], count_by="")[0]
+    assert sidecar.quarantined == {"not a string": 4}
+    sidecar = run(corpus, inputs=inputs, json_key="no", steps=[], count_by="")[0]
+    assert sidecar.quarantined == {"missing key": 4}
+    assert (sidecar.steps[0].documents_in, sidecar.steps[0].documents_out) == (5, 1)
 
 
 def test_a_text_with_everything_in_it(corpus: Corpus, tmp_path: Path) -> None:
@@ -204,7 +209,7 @@ def test_a_text_with_everything_in_it(corpus: Corpus, tmp_path: Path) -> None:
     check_counts(sidecar, prefix)
 
 
-ODD = ["a b.jsonl", "quote'\".jsonl", "new\nline.jsonl", "[1]*?.jsonl", "漢.jsonl"]
+ODD = ["a b.jsonl", "quote'\".jsonl", "new\nli\x1bne.jsonl", "[1]*?.jsonl", "漢.jsonl"]
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -218,7 +223,7 @@ def test_files_may_have_any_name(corpus: Corpus, tmp_path: Path, name: str) -> N
     sidecar = run(corpus, inputs=[str(file)], output=output, steps=[])[0]
     assert sidecar.documents == 1
     assert [source.path for source in sidecar.sources] == [str(file)]
-    assert sidecar.quarantined_places[0].startswith(f"{file}:1: ")
+    assert sidecar.quarantined_places[0].startswith(f"{printable(str(file))}:1: ")
     assert not Path(f"{output}.work").exists()
 
 
@@ -237,10 +242,13 @@ def test_fewer_outputs_replace_all_of_the_old(corpus: Corpus, tmp_path: Path) ->
     assert not list(tmp_path.glob("out_01*"))
 
 
-def test_an_empty_corpus_of_several_outputs_is_refused(corpus: Corpus) -> None:
+def test_an_empty_corpus_of_several_outputs_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    run(corpus, files_per_output=1)
+    before = {path: path.read_bytes() for path in tmp_path.glob("out*")}
     steps = [{"kind": "length", "min_characters": 10**6}]
-    with pytest.raises(DataError, match="the corpus is empty"):
+    with pytest.raises(DataError, match=r"the corpus is empty: .*length left out 34: too short"):
         run(corpus, files_per_output=1, steps=steps)
+    assert {path: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
 
 def test_one_of_several_outputs_may_be_empty(corpus: Corpus, tmp_path: Path) -> None:

@@ -61,9 +61,9 @@ def test_documents_pass_the_steps_in_order_and_are_counted() -> None:
     assert left == ["é\na", "é漢字"]
     assert left_fields == {"set": ["web", "web"], "id": ["2", "5"]}
     assert [msgspec.structs.astuple(count) for count in counts] == [
-        ("keep", 5, 4, 7 + 10 + 6 + 8 + 8, 10 + 6 + 8 + 8, {"not kept: set": 1}),
-        ("normalize", 4, 4, 32, 4 + 6 + 8 + 8, {}),
-        ("length", 4, 2, 26, 12, {"too short": 1, "too long": 1}),
+        ("keep", 5, 4, 7 + 10 + 6 + 8 + 8, 10 + 6 + 8 + 8, {"not kept: set": 1}, {}),
+        ("normalize", 4, 4, 32, 4 + 6 + 8 + 8, {}, {}),
+        ("length", 4, 2, 26, 12, {"too short": 1, "too long": 1}, {}),
     ]
 
 

@@ -106,6 +106,23 @@ def test_a_folder_that_went_away_is_noticed(tmp_path: Path) -> None:
         folder.read_plan()
 
 
+def test_a_folder_of_another_plan_keeps_pieces_and_loses_its_processes(tmp_path: Path) -> None:
+    folder = make(tmp_path / "x.work")
+    (folder.parts / f"{PIECES[0]}.bin").write_text("made")
+    folder.finish(take(folder), b"{}")
+    folder.stop(take(folder), b"why")
+    new = WorkFolder(folder.path, FAR)
+    for name in ("new plan", "new plan"):  # the second time another process was faster
+        new.renew(name, PIECES, lambda _: {PIECES[0]: PIECES[1]})
+    assert folder.read_plan() == b"new plan"
+    assert (folder.parts / f"{PIECES[1]}.bin").read_text() == "made"
+    assert folder.names("done") == [PIECES[1]]
+    assert folder.names("todo") == [f"{PIECES[0]}.0", f"{PIECES[2]}.0"]
+    assert not folder.is_joined()
+    with pytest.raises(MachineError, match="cannot be written: No such file"):
+        folder.finish(take(folder), b"{}")
+
+
 def race(path: Path, seed: int) -> list[str]:
     """Takes pieces until there are none, and gives every fifth back."""
     folder, order, taken = enter(path, name_process(os.getpid())), random.Random(seed), []

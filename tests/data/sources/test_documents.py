@@ -33,13 +33,18 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
     ".xz": lzma.compress,
-    ".zst": zstandard.ZstdCompressor().compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
 }
 TEXTS = ["first", "", "naïve 漢字 😀", 'quote " and \\ and \n', "last"]
 
 
 def jsonl(texts: list[str], key: str = "text") -> bytes:
     return b"".join(json.dumps({"id": 1, key: text}).encode() + b"\n" for text in texts)
+
+
+def spoil_checksum(data: bytes, suffix: str) -> bytes:
+    n_bytes = 4 if suffix == ".zst" else 8
+    return data[:-n_bytes] + bytes(byte ^ 255 for byte in data[-n_bytes:])
 
 
 def read(path: Path, key: str = "text") -> tuple[list[str], list[Fault]]:
@@ -96,6 +101,12 @@ def test_what_python_accepts_is_accepted(tmp_path: Path, data: bytes) -> None:
 
 FAULTS = [
     (b'{"txt": "a", "n": 1}', "missing key", 'no key "text"; the keys are: txt, n', '"txt"'),
+    (
+        b'{"text.a": {"text": 1}}',
+        "missing key",
+        'no key "text"; the keys are: text.a',
+        'did you mean "text.a"?',
+    ),
     (b"{}", "missing key", 'there is no key "text"; the keys are: none', "json_key"),
     (b'{"text": null}', "not a string", 'the value of "text" is null, not a string', "mend"),
     (b'{"text": 12}', "not a string", 'the value of "text" is 12, not a string', "mend"),
@@ -153,6 +164,7 @@ def test_a_line_too_long_for_memory_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
         file.write(b'{"text": "a"}\n')
+        file.write(b"<")
         file.truncate(2 * MAX_DOCUMENT_BYTES)  # a hole in the file costs no disk
         file.seek(0, 2)
         file.write(b'\n{"text": "b\xff"}\n{"text": "b"}\n')
@@ -166,31 +178,70 @@ def test_a_line_too_long_for_memory_is_passed_over(tmp_path: Path) -> None:
         ("too long", 2),
         ("invalid UTF-8", 3),
     ]
-    assert "32 MiB is the most" in faults[0].hint
+    assert faults[0].detail == (
+        f"the line has {2 * MAX_DOCUMENT_BYTES - 14:,} bytes; a document may have 33,554,432"
+    )
+    assert faults[0].raw == b"<" + bytes(2**16 - 1)
     assert f"byte {2 * MAX_DOCUMENT_BYTES + 1 + 11} " in faults[1].detail
 
 
 def test_a_text_file_too_long_for_one_document_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     with path.open("wb") as file:
-        file.truncate(MAX_DOCUMENT_BYTES + 1)
-    assert [fault.detail for fault in read(path)[1]] == ["the file is too long for one document"]
+        file.truncate(2 * MAX_DOCUMENT_BYTES)
+    (fault,) = read(path)[1]
+    assert fault.detail == "the file has 67,108,864 bytes; a document may have 33,554,432"
+    assert fault.raw == bytes(2**16)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
-@pytest.mark.parametrize("damage", ["cut short", "not compressed", "rubbish after the end"])
+@pytest.mark.parametrize(
+    "damage", ["cut short", "last bytes cut", "checksum wrong", "rubbish after the end"]
+)
 def test_a_damaged_file_gives_what_comes_before(tmp_path: Path, suffix: str, damage: str) -> None:
     good, more = COMPRESS[suffix](jsonl(TEXTS)), COMPRESS[suffix](jsonl(["never complete"]))
     data = {
         "cut short": good + more[: len(more) // 2],
-        "not compressed": b'{"text": "plain"}\n' * 9,
         "rubbish after the end": good + b"rubbish!" * 9,
+        "last bytes cut": good[:-3],
+        "checksum wrong": spoil_checksum(good, suffix),
     }[damage]
     texts, faults = read_bytes(tmp_path, data, f"a.jsonl{suffix}")
-    assert texts == ([] if damage == "not compressed" else TEXTS)
+    assert texts == TEXTS
     assert faults[-1].kind == "damaged file"
     assert f"the file is damaged after document {len(texts)}" in faults[-1].detail
     assert "fetch or make the file again" in faults[-1].hint
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_file_named_after_another_format_is_explained(tmp_path: Path, suffix: str) -> None:
+    plain, packed = tmp_path / "a.jsonl", tmp_path / f"b.jsonl{suffix}"
+    plain.write_bytes(COMPRESS[suffix](jsonl(TEXTS)))
+    assert read(plain)[1][0].detail == f"the file is {suffix} data, which its name does not say"
+    assert read(plain)[1][0].hint == f"add {suffix} to its name"
+    packed.write_bytes(jsonl(TEXTS))
+    (fault,) = read(packed)[1]
+    assert f"the file is not {suffix} data, as its name says: it begins with b'{{" in fault.detail
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("n_sound", [0, 1])
+def test_no_line_behind_a_garbled_one_is_good_in_a_damaged_file(
+    tmp_path: Path, suffix: str, n_sound: int
+) -> None:
+    # What a flipped byte does to the text is up to the compression: here it spoils one line.
+    texts = [hashlib.sha256(bytes([n])).hexdigest() for n in range(200)]
+    sound = COMPRESS[suffix](b"bad\n" + jsonl(texts)) * n_sound
+    frame = COMPRESS[suffix](jsonl(texts[:120]) + b"garbled\n" + jsonl(texts[121:]))
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(sound + spoil_checksum(frame, suffix))
+    found, faults = read(path)
+    assert found == texts * n_sound + texts[:120]
+    assert [fault.kind for fault in faults] == ["malformed JSON"] * n_sound + ["damaged file"]
+    assert "those before may hold wrong characters" in faults[-1].detail
+    # Cut short, all that is there is right.
+    path.write_bytes(sound + frame[:-3])
+    assert read(path)[0] == texts * n_sound + texts[:120] + texts[121:]
 
 
 def test_faults_of_parquet_name_the_row(tmp_path: Path) -> None:
@@ -204,8 +255,15 @@ def test_faults_of_parquet_name_the_row(tmp_path: Path) -> None:
     texts, faults = read(path, "txt")
     assert faults[0].detail == 'there is no key "txt"; the keys are: text, n'
     assert 'did you mean "text"?' in faults[0].hint
+    assert faults[0].n_documents == 4
     path.write_bytes(path.read_bytes()[:-20])
     assert read(path)[1][0].kind == "damaged file"
+    twice = pyarrow.table([["a"], ["b"], ["c"]], ["text", "n", "text"])
+    pyarrow.parquet.write_table(twice, path)
+    assert read(path, "n") == (["b"], [])
+    texts, faults = read(path)
+    assert (texts, [fault.kind for fault in faults]) == ([], ["ambiguous column"])
+    assert faults[0].detail == '2 columns are called "text"; the columns are: text, n, text'
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 7, 64, 100, 1000, 10**6])

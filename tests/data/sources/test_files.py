@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,11 @@ def test_files_are_sorted_and_folders_searched(tmp_path: Path) -> None:
     [
         ("missing.jsonl", "missing.jsonl does not exist", "check the path"),
         ("*.zst", "no file matches", "check the pattern"),
+        (
+            "l\n\x1boop",
+            r"the link {}/l\n\x1boop is broken: it leads to l\n\x1boop",
+            "mend the link",
+        ),
         ("a.pdf", "a.pdf is not plain text", "pdftotext for .pdf"),
         ("*.docx", "a.docx is not plain text", "pandoc -t plain for .docx"),
         ("a.parquet.gz", "a.parquet.gz is Parquet inside .gz", "unpack the .gz"),
@@ -43,11 +49,12 @@ def test_a_wrong_input_is_named(tmp_path: Path, item: str, problem: str, hint: s
     (tmp_path / "empty").mkdir()
     others = ("other/a.md", "other/b/B.MD", "other/a.tar.gz", "other/.a.txt")
     touch(tmp_path, "a.parquet.gz", *others)
+    (tmp_path / "l\n\x1boop").symlink_to("l\n\x1boop")
     (tmp_path / "a.pdf").write_bytes(b"%PDF-1.7\n")
     (tmp_path / "a.docx").write_bytes(b"PK\x03\x04\x14\0\x06\0")
     with pytest.raises(DataError) as caught:
         find_files([str(tmp_path / item)])
-    assert problem in caught.value.problem
+    assert problem.format(tmp_path) in caught.value.problem
     assert hint in caught.value.hint
 
 
@@ -62,13 +69,18 @@ def test_an_input_given_twice_is_refused(tmp_path: Path) -> None:
 def test_what_a_folder_skips_is_counted(tmp_path: Path) -> None:
     read = ["a.txt", "b/C.TXT", "b/D.Jsonl.GZ", "e.ndjson"]
     touch(tmp_path, *read, ".git/config", ".x", "f.md", "b/g.MD", "h.pdf", "Makefile")
-    touch(tmp_path, "i.parquet.gz", "j.md.zst")
+    touch(tmp_path, "i.parquet.gz", "j.md.zst", "k.m\x1b[2J")
     (tmp_path / "link.html").symlink_to(tmp_path / "f.md")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    (tmp_path / "again.txt").symlink_to("a.txt")
+    os.mkfifo(tmp_path / "pipe.txt")
     files, skipped = scan_inputs([str(tmp_path)])
     assert files == [tmp_path / name for name in read]
     assert describe_skipped(skipped) == (
-        "2 .md, 2 hidden, 1 .html, 1 .md.zst, 1 .parquet.gz, 1 .pdf, 1 without a suffix"
+        "2 .md, 2 hidden, 1 .html, 1 .m\\x1b[2j, 1 .md.zst, 1 .parquet.gz, 1 .pdf, "
+        "1 behind broken links, 1 pipes and devices, 1 without a suffix"
     )
+    assert scan_inputs([str(tmp_path / "*n*.txt")])[1] == {"behind broken links": 1}
 
 
 @pytest.mark.parametrize("name", ["a.md", "a.py", "a", "a.TXT", "a.utf16"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from trainyard.data.preparation.unit import PLACES_PER_KIND, Place, QuarantinedD
 from trainyard.data.sidecar import (
     GroupCount,
     Sidecar,
+    SourceRecord,
     StepCount,
     load_sidecar,
     save_sidecar,
 )
-from trainyard.errors import DataError
+from trainyard.errors import DataError, printable
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,36 @@ class FinishedUnit:
     lines_before: int
 
 
+class EmptyCorpusError(DataError):
+    """No document with text in it came through, so there is nothing to publish."""
+
+
+def check_not_empty(plan: CorpusPlan, units: list[FinishedUnit]) -> None:
+    """Refuses a corpus without text, and says what became of its documents.
+
+    Raises:
+        EmptyCorpusError: no unit has a document with text.
+    """
+    totals = _Totals(plan)
+    for unit in units:
+        totals.add(unit)
+    result = totals.result
+    if result.documents == result.empty_documents:
+        raise empty_corpus(result.documents, result.steps, totals.places)
+
+
+def empty_corpus(documents: int, steps: list[StepCount], places: list[str]) -> EmptyCorpusError:
+    """Builds the error of a corpus whose `documents`, after all steps, have no text."""
+    fates = [f"{documents:,} without text"] if documents else []
+    for step in steps:
+        fates += [f"{step.kind} left out {n:,}: {why}" for why, n in step.dropped.items()]
+    problem = f"the corpus is empty: {'; '.join(fates) or 'the inputs hold no document'}"
+    return EmptyCorpusError(
+        "\n  ".join([problem, *places]),
+        "check the inputs, json_key and the steps; nothing was written",
+    )
+
+
 def join_output(
     plan: CorpusPlan, output: Output, units: list[FinishedUnit], scratch: Path
 ) -> Sidecar:
@@ -43,7 +74,7 @@ def join_output(
         DataError: an input changed.
         MachineError: the disk is full or the folder cannot be written.
     """
-    check_unchanged(plan, output)
+    check_unchanged(plan.identity.sources[output.files.start : output.files.stop])
     made = scratch / "joined"
     dtype = optimal_dtype(plan.tokenizer.vocabulary_size)
     totals = _Totals(plan)
@@ -83,25 +114,25 @@ def _is_of_another(plan: CorpusPlan, output: Output) -> bool:
         return True
 
 
-def check_unchanged(plan: CorpusPlan, output: Output) -> None:
-    """Refuses inputs that changed while they were read.
+def check_unchanged(sources: Sequence[SourceRecord]) -> None:
+    """Refuses inputs that changed since the plan was made.
 
     Raises:
         DataError: names the first one.
     """
-    for source in plan.identity.sources[output.files.start : output.files.stop]:
+    for source in sources:
         try:
             status = Path(source.path).stat()
         except OSError as error:
             raise DataError(
-                f"{source.path} cannot be read any more: {error.strerror}",
+                f"{printable(source.path)} cannot be read any more: {error.strerror}",
                 "put it back; then run the same command again",
             ) from error
         if (status.st_size, status.st_mtime_ns) != (source.size_bytes, source.modified_ns):
             raise DataError(
-                f"{source.path} changed while it was read: {source.size_bytes} bytes before, "
-                f"{status.st_size} now",
-                "leave the inputs alone, and pass --overwrite to begin again",
+                f"{printable(source.path)} changed while it was read: {source.size_bytes} bytes "
+                f"before, {status.st_size} now",
+                "run the same command again: it reads changed files again, and keeps the rest",
             )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import unicodedata
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -23,7 +24,7 @@ from trainyard import __version__
 from trainyard.config.corpus import Corpus
 from trainyard.data.sidecar import SourceRecord, TokenizerRecord
 from trainyard.data.sources import Segment, find_files, split_into_units
-from trainyard.errors import DataError
+from trainyard.errors import DataError, printable
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             other: what was found at `place`.
-            place: where, for the message.
+            place: where, and what happened there: "data/web.work was begun".
             hint: what to do about it.
 
         Raises:
@@ -60,41 +61,47 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in self.options.items():
             if other.options.get(name) != value:
                 raise DataError(
-                    f"{place} was begun with {name}={other.options.get(name)!r}, "
-                    f"not {name}={value!r}",
+                    f"{place} with {name}={other.options.get(name)!r}, not {name}={value!r}",
                     hint,
                 )
         if other.tokenizer != self.tokenizer:
             raise DataError(
-                f"{place} was begun with another tokenizer, of the fingerprint "
+                f"{place} with another tokenizer, of the fingerprint "
                 f"{other.tokenizer[:16]}, not {self.tokenizer[:16]}",
                 hint,
             )
         if other.unit_bytes != self.unit_bytes:
             raise DataError(
-                f"{place} was begun in units of {other.unit_bytes} bytes, not {self.unit_bytes}",
+                f"{place} in units of {other.unit_bytes} bytes, not {self.unit_bytes}",
                 hint,
             )
         if other.version != self.version:
-            raise DataError(f"{place} was begun by {other.version}, this is {self.version}", hint)
+            raise DataError(f"{place} by {other.version}, this is {self.version}", hint)
         if other != self:
-            raise DataError(f"{place} was begun with the inputs in another order", hint)
+            raise DataError(f"{place} with the inputs in another order", hint)
+
+    def differs_in_contents(self, other: Identity) -> bool:
+        """Tells whether the same work is on the same files, some of which changed."""
+        paths = [[source.path for source in each.sources] for each in (self, other)]
+        rest = msgspec.structs.replace(other, sources=self.sources)
+        return self != other and paths[0] == paths[1] and rest == self
 
     def _check_sources(self, other: Identity, place: str, hint: str) -> None:
         mine = {source.path: source for source in self.sources}
         for theirs in other.sources:
             ours = mine.pop(theirs.path, None)
             if ours is None:
-                raise DataError(f"{place} was begun with {theirs.path}, which is gone", hint)
+                raise DataError(f"{place} with {printable(theirs.path)}, which is gone", hint)
             if ours != theirs:
                 how = (
                     f"it has {ours.size_bytes} bytes now, {theirs.size_bytes} then"
                     if ours.size_bytes != theirs.size_bytes
                     else "its size is the same, its time of change is not"
                 )
-                raise DataError(f"{theirs.path} changed since {place} was begun: {how}", hint)
+                changed = printable(theirs.path)
+                raise DataError(f"{changed} changed since {place}: {how}", hint)
         if mine:
-            raise DataError(f"{place} was begun without {next(iter(mine))}", hint)
+            raise DataError(f"{place} without {printable(next(iter(mine)))}", hint)
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,20 @@ class CorpusPlan:
     def unit_bytes(self) -> list[int]:
         """Bytes of input of each unit."""
         return [sum(part.end - part.start for part in unit) for unit in self.units]
+
+    @cached_property
+    def _sources(self) -> dict[str, SourceRecord]:
+        return {source.path: source for source in self.identity.sources}
+
+    def unit_sources(self, number: int) -> list[SourceRecord]:
+        """Lists the files that a unit reads."""
+        paths = dict.fromkeys(part.path.as_posix() for part in self.units[number])
+        return [self._sources[path] for path in paths]
+
+    def unit_inputs(self, number: int) -> str:
+        """A checksum of what a unit reads: parts of files, with their sizes and times of change."""
+        spans = [(part.start, part.end) for part in self.units[number]]
+        return hashlib.sha256(msgspec.json.encode((spans, self.unit_sources(number)))).hexdigest()
 
 
 def output_prefixes(corpus: Corpus, n_outputs: int) -> list[str]:

@@ -23,27 +23,30 @@ import glob
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from trainyard.config.corpus import Corpus
-from trainyard.data.preparation.plan import CorpusPlan, Identity, plan_corpus
+from trainyard.data.preparation.join import EmptyCorpusError, empty_corpus
+from trainyard.data.preparation.plan import CorpusPlan, Identity, Output, plan_corpus
 from trainyard.data.preparation.pool import work_in_processes
 from trainyard.data.preparation.progress import Progress, read_progress
 from trainyard.data.preparation.steps import apply_steps
-from trainyard.data.preparation.unit import Place
+from trainyard.data.preparation.unit import PLACES_PER_KIND, Place, UnitResult, count_reading
 from trainyard.data.preparation.work_folder import WorkFolder, name_process
-from trainyard.data.preparation.worker import CorpusWorker, is_prepared, piece_names
+from trainyard.data.preparation.worker import CorpusWorker, is_prepared, piece_names, unit_name
 from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
 from trainyard.data.sources import Segment, find_files, read_documents
 from trainyard.data.sources.files import UNIT_BYTES, format_of
 from trainyard.data.tokenizer import load_tokenizer, tokenizer_name, train_tokenizer
 from trainyard.data.vocabulary import END_OF_DOCUMENT, GPT2, load_vocabulary
 from trainyard.errors import DataError, MachineError
+from trainyard.log import build_logger
 from trainyard.units import format_bytes
 
 OnError = Literal["stop", "quarantine"]
@@ -89,11 +92,15 @@ def prepare(
 
     quarantine = on_error == "quarantine"
     n_workers = min(workers, max(len(plan.units), 1))
-    if n_workers == 1:
-        tokenizer = load_tokenizer(corpus.tokenizer, corpus.special_tokens)
-        CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(on_beat)
-    else:
-        work_in_processes(plan, folder, n_workers, on_beat, quarantine=quarantine)
+    try:
+        if n_workers == 1:
+            tokenizer = load_tokenizer(corpus.tokenizer, corpus.special_tokens)
+            CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(on_beat)
+        else:
+            work_in_processes(plan, folder, n_workers, on_beat, quarantine=quarantine)
+    except EmptyCorpusError:
+        folder.remove()  # nothing in it is worth going on with
+        raise
     for path in stale:
         path.unlink(missing_ok=True)
     return _load_results(plan, on_error)
@@ -125,23 +132,7 @@ def _load_results(plan: CorpusPlan, on_error: OnError) -> list[Sidecar]:
             f"{places[0]}; an earlier run set it aside",
             "pass --on-error quarantine to agree, or --overwrite to begin again",
         )
-    if not any(sidecar.sequences for sidecar in sidecars):
-        raise DataError(
-            "the corpus is empty: no document with text in it came through; "
-            + (describe_losses(sidecars) or "nothing was dropped"),
-            "check the inputs, json_key and the steps",
-        )
     return sidecars
-
-
-def describe_losses(sidecars: Sequence[Sidecar]) -> str:
-    """Says how many documents fell, at which step and why."""
-    losses: dict[tuple[str, str], int] = {}
-    for sidecar in sidecars:
-        for step in sidecar.steps:
-            for reason, count in step.dropped.items():
-                losses[step.kind, reason] = losses.get((step.kind, reason), 0) + count
-    return "; ".join(f"{step} left out {n:,}: {why}" for (step, why), n in losses.items())
 
 
 def read_status(corpus: Corpus) -> Progress | None:
@@ -155,7 +146,8 @@ def read_status(corpus: Corpus) -> Progress | None:
     if begun is None:
         return None
     plan = plan_corpus(corpus, _record_tokenizer(corpus), begun.unit_bytes)
-    plan.identity.check_equal(begun, str(folder.path), "ask with the command that began it")
+    hint = "ask with the command that began it"
+    plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
     return read_progress(folder, plan.unit_bytes)
 
 
@@ -224,14 +216,26 @@ def train_on_inputs(
 
 
 def _read_texts(corpus: Corpus, on_error: OnError) -> Iterator[str]:
+    result = UnitResult(steps=[StepCount(kind="read")])
     counts = [StepCount(kind=step.kind) for step in corpus.document_steps]
+    places: list[str] = []
+    has_text = False
     for path in find_files(corpus.inputs):
         segment = Segment(path, 0, path.stat().st_size)
         for batch in read_documents(segment, corpus.json_key, corpus.metadata_fields):
-            for fault in batch.faults if on_error == "stop" else ():
+            for fault in batch.faults:
                 place = Place(str(path), fault.position, fault.kind, fault.detail, fault.hint)
-                raise DataError(place.render(0), place.hint)
-            yield from apply_steps(corpus.document_steps, batch.texts, batch.fields, counts)[0]
+                if on_error == "stop":
+                    raise place.to_error()
+                if len(places) < PLACES_PER_KIND:
+                    places.append(place.render(0))
+            count_reading(batch, 0, result)
+            texts = apply_steps(corpus.document_steps, batch.texts, batch.fields, counts)[0]
+            result.documents += len(texts)
+            has_text = has_text or any(texts)
+            yield from texts
+    if not has_text:
+        raise empty_corpus(result.documents, [*result.steps, *counts], places)
 
 
 def _record_tokenizer(corpus: Corpus) -> TokenizerRecord:
@@ -248,14 +252,19 @@ def _record_tokenizer(corpus: Corpus) -> TokenizerRecord:
 def _enter(folder: WorkFolder, plan: CorpusPlan, overwrite: bool) -> None:
     """Makes the work folder, or takes up the one that is there if it is of the same work."""
     text = msgspec.json.encode(plan.identity).decode()
+    folder.wait_for_renewal()
     if not folder.path.exists():
         folder.create(folder.path, text, piece_names(plan), folder.worker)
     try:
         begun = _read_identity(folder)
         if begun is None:
             return  # finished by somebody else just now
+        if not overwrite and plan.identity.differs_in_contents(begun):
+            folder.renew(text, piece_names(plan), partial(_find_unchanged, plan))
+            _enter(folder, plan, overwrite)
+            return
         hint = "pass --overwrite to begin again; what is done of the other work is lost"
-        plan.identity.check_equal(begun, str(folder.path), hint)
+        plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
     except DataError:
         if not overwrite:
             raise
@@ -266,6 +275,19 @@ def _enter(folder: WorkFolder, plan: CorpusPlan, overwrite: bool) -> None:
         folder.retry_stopped()
         folder.take_back(count=False)
         folder.forgive()
+
+
+def _find_unchanged(plan: CorpusPlan, done: Path) -> dict[str, str]:
+    """Maps the names of finished units whose files did not change to those of the plan."""
+    numbers = {plan.unit_inputs(number): number for number in range(len(plan.units))}
+    kept = {}
+    for path in done.iterdir():
+        inputs = msgspec.json.decode(path.read_bytes(), type=UnitResult).inputs
+        if inputs in numbers:
+            kept[path.name] = unit_name(numbers[inputs])
+    message = "inputs changed since the work began: %d of %d units are kept"
+    build_logger().warning(message, len(kept), len(plan.units))
+    return kept
 
 
 def _read_identity(folder: WorkFolder) -> Identity | None:
@@ -294,7 +316,8 @@ def _check_output(plan: CorpusPlan, overwrite: bool) -> None:
                 "write outside of it, or the next run would read what this one writes",
             )
     if not overwrite and not work_path(plan.corpus).exists() and not is_prepared(plan):
-        _check_absent([output.prefix for output in plan.outputs])
+        for output in plan.outputs:
+            _check_absent(plan, output)
     if not plan.corpus.steps and not work_path(plan.corpus).exists():
         _check_space(folder, plan)
 
@@ -315,12 +338,28 @@ def _check_space(folder: Path, plan: CorpusPlan) -> None:
         )
 
 
-def _check_absent(prefixes: Sequence[str]) -> None:
-    for prefix in prefixes:
-        for suffix in (".bin", ".idx", ".json"):
-            existing = Path(f"{prefix}{suffix}")
-            if existing.exists():
-                raise DataError(
-                    f"{existing} is there already, and was made otherwise or is not finished",
-                    "pass --overwrite, or another --output",
-                )
+def _check_absent(plan: CorpusPlan, output: Output) -> None:
+    """Refuses to replace token files, and says what differs."""
+    paths = [Path(f"{output.prefix}{suffix}") for suffix in (".bin", ".idx", ".json")]
+    existing = next((path for path in paths if path.exists()), None)
+    if existing is None:
+        return
+    hint = "pass --overwrite, or another --output"
+    try:
+        made = load_sidecar(output.prefix)
+        made.check_sizes(output.prefix)
+    except DataError as error:
+        raise DataError(f"{existing} is there, but not finished: {error.problem}", hint) from error
+    mine = plan.identity
+    files = mine.sources[output.files.start : output.files.stop]
+    told = {"append_eod": made.append_eod, "special_tokens": made.tokenizer.special_tokens}
+    theirs = msgspec.structs.replace(
+        mine,
+        sources=made.sources,
+        tokenizer=made.tokenizer.fingerprint,
+        options={**mine.options, **told},
+    )
+    msgspec.structs.replace(mine, sources=files).check_equal(theirs, f"{existing} was made", hint)
+    if made.recipe != plan.recipe:
+        problem = f"{existing} was made with other steps, other outputs or by another version"
+        raise DataError(problem, hint)

@@ -25,6 +25,7 @@ from trainyard.data.preparation.plan import output_prefixes
 from trainyard.data.preparation.work_folder import name_process
 from trainyard.data.publish import publish_text
 from trainyard.data.sidecar import Sidecar
+from trainyard.errors import printable
 from trainyard.plan.hardware import find_local_machine
 from trainyard.plan.suggest import SPLIT, suggest_run
 
@@ -59,12 +60,14 @@ def write_run_file(corpus: Corpus, sidecars: list[Sidecar]) -> RunFile:
     except FileNotFoundError:
         found = ""
     except OSError as error:
-        return RunFile(path, f"{path} cannot be read ({error.strerror}): left as it is", "")
+        return RunFile(
+            path, f"{printable(path)} cannot be read ({error.strerror}): left as it is", ""
+        )
     first, rest = _FIRST_LINE.match(found), found.partition("\n")[2]
     if found and first is None:
-        return RunFile(path, f"{path} was not written by prepare: left as it is", "")
+        return RunFile(path, f"{printable(path)} was not written by prepare: left as it is", "")
     if first is not None and first[2] != _checksum(rest):
-        return RunFile(path, f"{path} has been edited: left as it is", command)
+        return RunFile(path, f"{printable(path)} has been edited: left as it is", command)
     if first is not None and first[1] == data:
         body = rest
     else:
@@ -72,7 +75,8 @@ def write_run_file(corpus: Corpus, sidecars: list[Sidecar]) -> RunFile:
         own = path.with_name(f"{path.name}.{name_process(os.getpid())}")  # of many at once
         publish_text(own, head + body)
         own.replace(path)
-    return RunFile(path, f"{path}: {body.partition(chr(10))[0].removeprefix('# ')}", command)
+    head = body.partition("\n")[0].removeprefix("# ")
+    return RunFile(path, f"{printable(path)}: {head}", command)
 
 
 def _checksum(text: str) -> str:

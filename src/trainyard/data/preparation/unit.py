@@ -21,7 +21,7 @@ from trainyard.data.sidecar import GroupCount, StepCount
 from trainyard.data.sources import Batch, Fault, Segment, read_documents
 from trainyard.data.sources.files import format_of
 from trainyard.data.tokenizer import Encoded, Tokenizer
-from trainyard.errors import DataError
+from trainyard.errors import DataError, printable
 
 # Takes what was done since the last call: bytes of input, documents, tokens.
 Report = Callable[[int, int, int], None]
@@ -47,13 +47,20 @@ class Place(msgspec.Struct, frozen=True):
         kind, _ = format_of(Path(self.path))
         number = self.position + lines_before
         separator = {"jsonl": ":", "parquet": ", row ", "wikipedia": ", page "}.get(kind, ":")
-        place = f"{self.path}{separator}{number}" if self.position else self.path
-        return f"{place}: {self.detail}"
+        place = f"{separator}{number}" if self.position else ""
+        return f"{printable(self.path)}{place}: {self.detail}"
+
+    def to_error(self, lines_before: int = 0) -> DataError:
+        """Builds the error of a run that stops here."""
+        hint = "or pass --on-error quarantine: it sets bad documents aside and counts them"
+        return DataError(self.render(lines_before), f"{self.hint}\n{hint}")
 
 
 class UnitResult(msgspec.Struct, kw_only=True):
     """What became of a unit; `places` holds the first few faults of each kind."""
 
+    inputs: str = ""
+    """What was read, as `CorpusPlan.unit_inputs`."""
     documents: int = 0
     empty_documents: int = 0
     tokens: int = 0
@@ -117,7 +124,7 @@ class UnitWorker:
                 for batch in read_documents(segment, corpus.json_key, corpus.metadata_fields):
                     self._set_aside(segment, batch, result, quarantine)
                     sizes = _count_all_bytes(batch.texts)
-                    _count_reading(batch, int(sizes.sum()), result)
+                    count_reading(batch, int(sizes.sum()), result)
                     texts, fields = apply_steps(
                         corpus.document_steps, batch.texts, batch.fields, result.steps[1:]
                     )
@@ -153,7 +160,8 @@ class UnitWorker:
                 raise UnreadableDocumentError(place)
             if sum(kept.kind == fault.kind for kept in result.places) < PLACES_PER_KIND:
                 result.places.append(place)
-            result.quarantined[fault.kind] = result.quarantined.get(fault.kind, 0) + 1
+            n_lost = result.quarantined.get(fault.kind, 0) + fault.n_documents
+            result.quarantined[fault.kind] = n_lost
             line = QuarantinedDocument(
                 place.path, place.position, place.kind, place.detail, _render_raw(fault)
             )
@@ -197,7 +205,8 @@ def _count_all_bytes(texts: list[str]) -> npt.NDArray[np.uint64]:
     return np.fromiter(map(count_bytes, texts), np.uint64, len(texts))
 
 
-def _count_reading(batch: Batch, text_bytes: int, result: UnitResult) -> None:
+def count_reading(batch: Batch, text_bytes: int, result: UnitResult) -> None:
+    """Adds what the reader made of a batch to the first step of a result."""
     count = result.steps[0]
     result.n_lines += batch.n_lines
     count.documents_out += len(batch.texts)
@@ -208,8 +217,9 @@ def _count_reading(batch: Batch, text_bytes: int, result: UnitResult) -> None:
     )
     count.add(left_out)
     for fault in batch.faults:
-        count.dropped[fault.kind] = count.dropped.get(fault.kind, 0) + 1
-    count.documents_in += len(batch.texts) + len(batch.faults) + sum(batch.dropped.values())
+        count.dropped[fault.kind] = count.dropped.get(fault.kind, 0) + fault.n_documents
+        count.documents_in += fault.n_documents
+    count.documents_in += len(batch.texts) + sum(batch.dropped.values())
 
 
 def _count_groups(

@@ -27,18 +27,20 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from trainyard.data.indexed import explain_disk_errors
 from trainyard.data.publish import publish_text
 from trainyard.errors import MachineError
 
 MAX_ATTEMPTS = 3
 STALE_SECONDS = 60.0
+_RENEWAL_SECONDS = 0.2
 _FOLDERS = ("todo", "claimed", "done", "parts", "stopped", "scratch", "workers")
 
 
@@ -130,6 +132,58 @@ class WorkFolder:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
+    def renew(
+        self,
+        plan: str,
+        pieces: list[str],
+        find_kept: Callable[[Path], dict[str, str]],
+    ) -> None:
+        """Makes the folder one of another plan, and keeps finished pieces.
+
+        Meanwhile it has another name, so that processes of the old plan lose it and those of the
+        new one wait for it.
+
+        Args:
+            plan: the text to create it with; if it has it already, another process was faster.
+            pieces: all pieces of the new plan.
+            find_kept: is given the folder of results; maps the pieces to keep to their new names.
+
+        Raises:
+            MachineError: the disk is full or the folder cannot be written.
+        """
+        draft = self.path.with_name(f"{self.path.name}.renew-{self.worker}")
+        old = draft / "old"
+        try:
+            if self.read_plan() == plan.encode():
+                return
+            self.path.rename(draft)
+        except FileNotFoundError:
+            return
+        with explain_disk_errors(draft):
+            old.mkdir()
+            for name in _FOLDERS:
+                (draft / name).rename(old / name)
+                (draft / name).mkdir()
+            kept = find_kept(old / "done")
+            for path in [*(old / "parts").iterdir(), *(old / "done").iterdir()]:
+                piece, dot, rest = path.name.partition(".")
+                if piece in kept:
+                    path.rename(draft / path.parent.name / f"{kept[piece]}{dot}{rest}")
+            for piece in set(pieces).difference(kept.values()):
+                (draft / "todo" / f"{piece}.0").touch()
+            publish_text(draft / "plan.json", plan)
+            shutil.rmtree(old)
+            draft.rename(self.path)
+
+    def wait_for_renewal(self) -> None:
+        """Waits as long as another process renews the folder."""
+        pattern = f"{glob.escape(self.path.name)}.renew-*"
+        while any(
+            self._is_alive(left.name.removeprefix(f"{self.path.name}.renew-"))
+            for left in self.path.parent.glob(pattern)
+        ):
+            time.sleep(_RENEWAL_SECONDS)
+
     def read_plan(self) -> bytes:
         """Gives the text that the folder was created with; FileNotFoundError without a folder."""
         return (self.path / "plan.json").read_bytes()
@@ -138,6 +192,10 @@ class WorkFolder:
         """Announces this process; to be called before it claims."""
         self.scratch.mkdir(exist_ok=True)
         self.beat(WorkerState(started=time.time()))
+
+    def is_joined(self) -> bool:
+        """Tells whether this is still the folder that this process joined."""
+        return (self.path / "workers" / self.worker).exists()
 
     def leave(self) -> None:
         """Takes this process's scratch away; a folder that is gone already is fine."""
@@ -269,5 +327,6 @@ class WorkFolder:
         """Takes away what processes left that were killed while they made or removed the folder."""
         for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.*-*-*-*"):
             kind, _, worker = left.name.removeprefix(f"{self.path.name}.").partition("-")
-            if kind == "done" or (kind == "draft" and not self._is_alive(worker)):
+            is_draft = kind in ("draft", "renew")
+            if kind == "done" or (is_draft and not self._is_alive(worker)):
                 shutil.rmtree(left, ignore_errors=True)

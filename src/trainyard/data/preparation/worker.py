@@ -2,7 +2,7 @@
 
     units     read -> filter -> clean -> tokenise -> a part         any number at a time
     repeats   which documents repeat an earlier one, by their keys  when all units are done
-    joins     parts -> token files and their record                 when its units are done
+    joins     parts -> token files and their record                 when all units are done
 
 A process that finds nothing to take waits for the others, so that it can step in for one that dies,
 and leaves when all is done. So every process of a job that ends with exit code 0 has seen the
@@ -23,7 +23,12 @@ import msgspec
 import numpy as np
 
 from trainyard.data.preparation.duplicates import find_repeats
-from trainyard.data.preparation.join import FinishedUnit, join_output
+from trainyard.data.preparation.join import (
+    FinishedUnit,
+    check_not_empty,
+    check_unchanged,
+    join_output,
+)
 from trainyard.data.preparation.plan import CorpusPlan
 from trainyard.data.preparation.unit import (
     Place,
@@ -103,9 +108,14 @@ class CorpusWorker:
                 heart.join()
                 self._folder.leave()
         except (OSError, MachineError) as error:
-            # Somebody else finished the corpus and took the folder away.
-            if not self._folder.path.exists() and is_prepared(self._plan):
-                return
+            missing = isinstance(error.__cause__ or error, FileNotFoundError)
+            if missing and not self._folder.is_joined():
+                if is_prepared(self._plan):
+                    return
+                raise MachineError(
+                    f"another process removed or replaced the work folder {self._folder.path}",
+                    "see what that process says; then run the same command again",
+                ) from error
             if isinstance(error, MachineError):
                 raise
             raise MachineError(
@@ -147,17 +157,14 @@ class CorpusWorker:
         ready = []
         for name in self._folder.names("todo"):
             piece = name.rpartition(".")[0]
-            kind, _, number = piece.partition("-")
+            kind = piece.partition("-")[0]
             if (
                 (kind == "unit" and piece < stopped)
                 or (kind == REPEATS and not units_left)
-                or (kind == "join" and compared and self._has_units(int(number), done))
+                or (kind == "join" and compared and not units_left)
             ):
                 ready.append(name)
         return sorted(ready, key=lambda name: (("u", "r", "j").index(name[0]), name))
-
-    def _has_units(self, output: int, done: set[str]) -> bool:
-        return all(unit_name(number) in done for number in self._plan.outputs[output].units)
 
     def _do(self, claim: Claim) -> None:
         kind, _, number = claim.piece.partition("-")
@@ -182,7 +189,14 @@ class CorpusWorker:
 
     def _do_unit(self, claim: Claim, number: int) -> None:
         made = self._folder.scratch / claim.piece
-        result = self._units.run(self._plan.units[number], made, self._report)
+        sources = self._plan.unit_sources(number)
+        try:
+            result = self._units.run(self._plan.units[number], made, self._report)
+        except UnreadableDocumentError:
+            check_unchanged(sources)
+            raise
+        check_unchanged(sources)
+        result.inputs = self._plan.unit_inputs(number)
         for path in self._folder.scratch.glob(f"{claim.piece}.*"):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -214,19 +228,26 @@ class CorpusWorker:
 
     def _join(self, number: int) -> None:
         output = self._plan.outputs[number]
-        results = [self._read_result(unit) for unit in output.units]
-        before = self._lines_before(list(output.units), results)
-        for result, lines in zip(results, before, strict=True):
-            if result.places and not self._quarantine:
+        units = self._read_finished(output.units)
+        for unit in units:
+            if unit.result.places and not self._quarantine:
                 raise DataError(
-                    f"{result.places[0].render(lines)}; an earlier attempt set it aside",
+                    f"{unit.result.places[0].render(unit.lines_before)}; "
+                    "an earlier attempt set it aside",
                     "pass --on-error quarantine to agree, or --overwrite to begin again",
                 )
-        units = [
-            FinishedUnit(result, self._part(unit), lines)
-            for unit, result, lines in zip(output.units, results, before, strict=True)
-        ]
+        # An output may be empty, a corpus may not.
+        if all(unit.result.documents == unit.result.empty_documents for unit in units):
+            check_not_empty(self._plan, self._read_finished(range(len(self._plan.units))))
         join_output(self._plan, output, units, self._folder.scratch)
+
+    def _read_finished(self, numbers: range) -> list[FinishedUnit]:
+        results = [self._read_result(number) for number in numbers]
+        before = self._lines_before(list(numbers), results)
+        return [
+            FinishedUnit(result, self._part(number), lines)
+            for number, result, lines in zip(numbers, results, before, strict=True)
+        ]
 
     def _read_result(self, number: int) -> UnitResult:
         text = (self._folder.path / "done" / unit_name(number)).read_bytes()
@@ -262,4 +283,4 @@ class CorpusWorker:
                 break
             lines += self._read_result(number).n_lines
             unit = self._plan.units[number]
-        raise DataError(place.render(lines), place.hint)
+        raise place.to_error(lines)

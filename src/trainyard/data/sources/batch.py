@@ -10,7 +10,8 @@ class Fault:
     """A document that cannot be read.
 
     `position` is its line (JSON lines), row (Parquet) or page (Wikipedia) counted from 1 in its
-    segment; 0 means the whole file. `raw` is what stands there, as far as it was kept.
+    segment; 0 means the whole file. `raw` is what stands there, or the start of it if it is too
+    long. `n_documents` are lost.
     """
 
     kind: str
@@ -18,6 +19,7 @@ class Fault:
     detail: str
     hint: str
     raw: bytes = b""
+    n_documents: int = 1
 
 
 @dataclass(frozen=True)

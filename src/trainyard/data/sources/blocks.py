@@ -25,7 +25,17 @@ _CORRUPT_ERRORS = (zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError, OS
 
 
 class DamagedFileError(Exception):
-    """A file is cut short or corrupt; everything before the damage was handed over."""
+    """A file is cut short or corrupt; everything before the damage was handed over.
+
+    Args:
+        problem: what is wrong.
+        suspect_from: the byte of the unpacked data from which on what was handed over may be wrong,
+            because the checksum behind it does not fit; None where all of it is right.
+    """
+
+    def __init__(self, problem: str, suspect_from: int | None = None) -> None:
+        super().__init__(problem)
+        self.suspect_from = suspect_from
 
 
 class _Decompressor(Protocol):
@@ -88,6 +98,16 @@ def read_blocks(segment: Segment) -> Iterator[tuple[bytes, int]]:
             yield block, len(block)
 
 
+def find_damage(segment: Segment) -> DamagedFileError | None:
+    """Unpacks a file to its end, where its checksum is, and gives what is wrong with it."""
+    try:
+        for _ in read_blocks(segment):
+            pass
+    except DamagedFileError as error:
+        return error
+    return None
+
+
 def _unpack(file: BinaryIO, compression: str) -> Iterator[tuple[bytes, int]]:
     ready: list[bytes] = []
     n_ready = taken = unpacked = 0
@@ -111,7 +131,9 @@ def _unpack(file: BinaryIO, compression: str) -> Iterator[tuple[bytes, int]]:
 def _unpack_frames(file: BinaryIO, build: Callable[[], _Decompressor]) -> Iterator[bytes]:
     """Unpacks one frame after another, as `cat a.gz b.gz` makes them."""
     decompressor: _Decompressor | None = None  # of the frame that has begun
-    n_frames = 0
+    n_frames = start = n_before = n_out = (
+        0  # where the frame starts, bytes unpacked before and of it
+    )
     while chunk := file.read(_CHUNK_BYTES):
         while True:
             if decompressor is None:
@@ -120,10 +142,13 @@ def _unpack_frames(file: BinaryIO, build: Callable[[], _Decompressor]) -> Iterat
                 if not chunk:
                     break
                 decompressor, n_frames = build(), n_frames + 1
+                start, n_before, n_out = file.tell() - len(chunk), n_before + n_out, 0
             try:
                 piece = decompressor.decompress(chunk, _PIECE_BYTES)
             except _CORRUPT_ERRORS as error:
-                raise DamagedFileError(str(error)) from error
+                yield from _unpack_to_damage(file, build(), start, n_out)
+                raise DamagedFileError(str(error), n_before) from error
+            n_out += len(piece)
             if piece:
                 yield piece
             chunk = b""
@@ -135,19 +160,52 @@ def _unpack_frames(file: BinaryIO, build: Callable[[], _Decompressor]) -> Iterat
         raise DamagedFileError(_CUT_SHORT)
 
 
+def _unpack_to_damage(
+    file: BinaryIO, decompressor: _Decompressor, start: int, n_known: int
+) -> Iterator[bytes]:
+    """Unpacks a damaged frame again and yields what follows its first `n_known` bytes.
+
+    A call that meets the damage gives nothing of what it unpacked before, so those near it take a
+    byte each.
+    """
+    chunk_start = file.tell() - _CHUNK_BYTES
+    n_out = 0
+    file.seek(start)
+    while True:
+        left = chunk_start - file.tell()
+        data = file.read(min(left, _CHUNK_BYTES) if left > 0 else 1)
+        if not data:
+            return
+        while True:
+            try:
+                piece = decompressor.decompress(data, _PIECE_BYTES)
+            except _CORRUPT_ERRORS:
+                return
+            n_out += len(piece)
+            new = min(n_out - n_known, len(piece))
+            if new > 0:
+                yield piece[-new:]
+            data = b""
+            if decompressor.needs_input:
+                break
+
+
 def _unpack_zst(file: BinaryIO) -> Iterator[bytes]:
     """Unpacks one frame after another; zstandard itself would unpack a chunk whole."""
+    n_before = n_out = 0
     zero = b""
     while start := file.read(1):
         if start == zero:
             continue
         zero = b"\0"  # the padding that may stand behind a frame
+        n_before, n_out = n_before + n_out, 0
         frame = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
         for part in _cut_zst_frame(start + file.read(3), file):
             try:
                 piece = frame.decompress(part)
             except zstandard.ZstdError as error:
-                raise DamagedFileError(str(error)) from error
+                raise DamagedFileError(str(error), n_before) from error
+            n_out += len(piece)
             if piece:
                 yield piece
         if not frame.eof:

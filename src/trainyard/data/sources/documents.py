@@ -13,14 +13,17 @@ from trainyard.data.sources.batch import Batch, Fault
 from trainyard.data.sources.blocks import DamagedFileError, read_blocks
 from trainyard.data.sources.files import Segment, format_of
 from trainyard.data.sources.jsonl import (
-    LENGTH_HINT,
     MAX_DOCUMENT_BYTES,
     invalid_utf8,
     read_jsonl,
+    start_of,
+    too_long,
 )
 from trainyard.data.sources.parquet import read_parquet
 from trainyard.data.sources.wikipedia import read_wikipedia
-from trainyard.errors import DataError
+from trainyard.errors import DataError, printable
+
+_MAGICS = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0", ".zst": b"\x28\xb5\x2f\xfd"}
 
 
 def read_documents(segment: Segment, key: str, fields: Sequence[str] = ()) -> Iterator[Batch]:
@@ -41,14 +44,10 @@ def read_documents(segment: Segment, key: str, fields: Sequence[str] = ()) -> It
             batch.faults[:] = [_say_how_to_convert(fault, segment.path) for fault in batch.faults]
             yield batch
     except OSError as error:
-        problem = f"{segment.path} cannot be read: {error.strerror or error}"
+        problem = f"{printable(segment.path)} cannot be read: {error.strerror or error}"
         raise DataError(problem, "check that the file is there and may be read") from error
     except DamagedFileError as error:
-        detail = f"the file is damaged after document {n_lines}: {error}"
-        hint = (
-            "fetch or make the file again; --on-error quarantine keeps what comes before the damage"
-        )
-        yield Batch([], 0, 0, [Fault("damaged file", 0, detail, hint)])
+        yield Batch([], 0, 0, [_explain_damage(error, segment.path, n_lines)])
 
 
 def _read(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Batch]:
@@ -61,10 +60,31 @@ def _read(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Batch]:
     return (_without_metadata(batch, fields) for batch in plain)
 
 
+def _explain_damage(error: DamagedFileError, path: Path, n_lines: int) -> Fault:
+    compression = format_of(path)[1]
+    with path.open("rb") as file:
+        head = file.read(8)
+    if compression and not n_lines and _compression_of(head) != compression:
+        detail = f"the file is not {compression} data, as its name says: it begins with {head!r}"
+        return Fault("damaged file", 0, detail, "name it after what it holds")
+    detail = f"the file is damaged after document {n_lines}: {error}"
+    if error.suspect_from is not None:
+        detail += "; those before may hold wrong characters, because the checksum is wrong too"
+    return Fault("damaged file", 0, detail, "fetch or make the file again")
+
+
+def _compression_of(head: bytes) -> str:
+    """Names the compression of a file by its first bytes; "" for none."""
+    return next((suffix for suffix, magic in _MAGICS.items() if head.startswith(magic)), "")
+
+
 def _say_how_to_convert(fault: Fault, path: Path) -> Fault:
-    """Adds the command that converts the file to UTF-8 as the hint."""
+    """Adds the command that converts the file to UTF-8 as the hint, or says that it is packed."""
     if fault.kind != "invalid UTF-8" or format_of(path)[1]:
         return fault
+    if fault.position <= 1 and (compression := _compression_of(fault.raw)):
+        detail = f"the file is {compression} data, which its name does not say"
+        return replace(fault, detail=detail, hint=f"add {compression} to its name")
     encoding = "LATIN1"
     if fault.raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         encoding = "UTF-16"
@@ -88,10 +108,11 @@ def _read_txt(segment: Segment) -> Iterator[Batch]:
         total_bytes += len(block)
         pieces.append(block)
         if total_bytes > MAX_DOCUMENT_BYTES:
-            fault = Fault("too long", 0, "the file is too long for one document", LENGTH_HINT)
-            yield Batch([], 1, segment.end, [fault])
-            return
+            pieces = [start_of(pieces)]
     data = b"".join(pieces)
+    if total_bytes > MAX_DOCUMENT_BYTES:
+        yield Batch([], 1, segment.end, [too_long("file", 0, data, total_bytes)])
+        return
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainyard.config.reading import open_file
-from trainyard.errors import DataError
+from trainyard.errors import DataError, printable
 
 FORMATS = {
     ".jsonl": "jsonl",
@@ -39,6 +39,7 @@ _CONVERT = (
     "save it as plain text first: pdftotext for .pdf, pandoc -t plain for .docx, .odt and .epub"
 )
 _HEAD_BYTES = 1 << 13
+_BROKEN = "behind broken links"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def scan_inputs(inputs: Sequence[str]) -> tuple[list[Path], Counter[str]]:
     A folder is read with what its links lead to.
 
     Returns:
-        The files, and how many others the folders hold: by suffix, or "hidden".
+        The files, and how many others there are: by suffix, "hidden", or what else keeps them from
+        being read.
 
     Raises:
         DataError: an input is missing, matches nothing, is no text, has a name that is not UTF-8,
@@ -102,7 +104,7 @@ def scan_inputs(inputs: Sequence[str]) -> tuple[list[Path], Counter[str]]:
         try:
             files += _expand(item, skipped)
         except OSError as error:
-            problem = f"{_printable(error.filename or item)} cannot be read: {error.strerror}"
+            problem = f"{printable(error.filename or item)} cannot be read: {error.strerror}"
             raise DataError(problem, "check that it may be read, or leave it out") from error
     seen: set[str] = set()
     folders: dict[str, str] = {}
@@ -113,7 +115,7 @@ def scan_inputs(inputs: Sequence[str]) -> tuple[list[Path], Counter[str]]:
         real = str(path.resolve()) if path.is_symlink() else f"{folders[folder]}{os.sep}{name}"
         if real in seen:
             raise DataError(
-                f"{path} is given twice; every document in it would be tokenised twice",
+                f"{printable(path)} is given twice; every document in it would be tokenised twice",
                 "name each input once, or make the folders and globs not overlap",
             )
         seen.add(real)
@@ -125,11 +127,11 @@ def scan_inputs(inputs: Sequence[str]) -> tuple[list[Path], Counter[str]]:
 def describe_skipped(skipped: Counter[str]) -> str:
     """Lists the kinds of skipped files, most frequent first: `9 .md, 3 .pdf, 1 hidden`."""
     ordered = sorted(skipped.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{count:,} {kind}" for kind, count in ordered)
+    return ", ".join(f"{count:,} {printable(kind)}" for kind, count in ordered)
 
 
 def _expand(item: str, skipped: Counter[str]) -> list[Path]:
-    path, shown = Path(item), _printable(item)
+    path, shown = Path(item), printable(item)
     if path.is_dir():
         others: Counter[str] = Counter()
         found = _search(path, others)
@@ -143,15 +145,20 @@ def _expand(item: str, skipped: Counter[str]) -> list[Path]:
         found = [path]
     else:
         matches = map(Path, glob.glob(item, recursive=True))  # noqa: PTH207 (absolute patterns)
-        found = sorted(file for file in matches if file.is_file() and file.name[0] != ".")
+        named = sorted(file for file in matches if file.name[0] != ".")
+        found = [file for file in named if file.is_file()]
+        skipped.update(_BROKEN for file in named if not file.exists())
+    if not found and path.is_symlink():
+        problem = f"the link {shown} is broken: it leads to {printable(path.readlink())}"
+        raise DataError(problem, "mend the link, or leave it out")
     if not found and glob.has_magic(item):
         raise DataError(f"no file matches {shown}", "check the pattern; quote it for the shell")
     if not found:
         raise DataError(f"{shown} does not exist", "check the path of the input")
     for file in found:
-        if _printable(file) != str(file):
+        if os.fsencode(file).decode(errors="replace") != str(file):
             raise DataError(
-                f"the name of {_printable(file)} is not UTF-8", "rename the file or its folder"
+                f"the name of {printable(file)} is not UTF-8", "rename the file or its folder"
             )
         if not path.is_dir() and _skipped_as(file.name):
             _check_text(file)
@@ -164,16 +171,12 @@ def _check_text(path: Path) -> None:
         head = file.read(_HEAD_BYTES)
     inner, compression = _suffixes(path)
     if inner == ".parquet":
-        raise DataError(f"{path} is Parquet inside {compression}", f"unpack the {compression}")
+        problem = f"{printable(path)} is Parquet inside {compression}"
+        raise DataError(problem, f"unpack the {compression}")
     is_utf16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     is_binary = head.startswith(b"%PDF-") or (b"\0" in head and not is_utf16)
     if is_binary and not compression:
-        raise DataError(f"{path} is not plain text", _CONVERT)
-
-
-def _printable(path: str | Path) -> str:
-    """Shows the bytes of a name that are no text as backslash escapes."""
-    return os.fsencode(path).decode(errors="backslashreplace")
+        raise DataError(f"{printable(path)} is not plain text", _CONVERT)
 
 
 def _search(top: Path, skipped: Counter[str]) -> list[Path]:
@@ -205,6 +208,8 @@ def _search(top: Path, skipped: Counter[str]) -> list[Path]:
             elif entry.is_file():
                 files.append(entry.path)
                 seen.add(f"{real}{os.sep}{entry.name}")
+            else:
+                skipped["pipes and devices"] += 1
     files += _follow(file_links, seen, skipped)
     return sorted(map(Path, files), key=lambda path: path.parts)
 
@@ -213,7 +218,9 @@ def _follow(links: list[Path], seen: set[str], skipped: Counter[str]) -> Iterato
     for link in sorted(links):
         if kind := _skipped_as(link.name):
             skipped[kind] += 1
-        elif link.is_file() and str(link.resolve()) not in seen:
+        elif not link.is_file():
+            skipped[_BROKEN] += 1
+        elif str(link.resolve()) not in seen:
             seen.add(str(link.resolve()))
             yield str(link)
 

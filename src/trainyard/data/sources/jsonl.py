@@ -8,26 +8,36 @@ from __future__ import annotations
 
 import codecs
 import difflib
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 
 from trainyard.data.sources.batch import Batch, Fault
-from trainyard.data.sources.blocks import read_blocks
+from trainyard.data.sources.blocks import find_damage, read_blocks
 from trainyard.data.sources.files import Segment
 
 # Bounds the memory of a worker, which holds a document, its text and its ids at once.
 MAX_DOCUMENT_BYTES = 32 * 2**20
-LENGTH_HINT = "split it into documents; 32 MiB is the most that one may have"
-_TOO_LONG = b"\0 this line is longer than MAX_DOCUMENT_BYTES"
+_KEPT_BYTES = 2**16
+_GARBLED = ("malformed JSON", "invalid UTF-8")
 _DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def read_jsonl(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Batch]:
-    """Yields the documents of a segment; `fields` are dotted paths of metadata."""
+    """Yields the documents of a segment; `fields` are dotted paths of metadata.
+
+    Of a compressed file whose checksum does not fit, it yields what comes before the first line
+    that makes no sense: lines behind it may make sense and be wrong.
+
+    Raises:
+        DamagedFileError: after the last good line of a truncated or corrupt compressed file.
+    """
     decoder = _LineDecoder(key, fields)
+    damage = functools.cache(lambda: find_damage(segment))
     line_number, offset = 1, segment.start
     for lines, n_bytes, span in _read_lines(segment):
         offset += span
@@ -39,10 +49,26 @@ def read_jsonl(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Ba
             # Counted back from the end, because a line that was too long is not there any more.
             start = offset - sum(map(len, lines)) - len(lines)
             texts, metadata, faults = _decode_one_by_one(lines, decoder, (line_number, start))
+            garbled = [fault.position - line_number for fault in faults if fault.kind in _GARBLED]
+            error = damage() if garbled else None
+            if error is not None and error.suspect_from is not None:
+                places = list(accumulate((len(line) + 1 for line in lines), initial=start))
+                suspect = [number for number in garbled if places[number] >= error.suspect_from]
+                if suspect:
+                    lines = lines[: suspect[0]]
+                    found = _decode_one_by_one(lines, decoder, (line_number, start))
+                    yield Batch(found[0], len(lines), n_bytes, found[2], found[1])
+                    raise error from None
         else:
             texts = [document.text for document in documents]
         yield Batch(texts, len(lines), n_bytes, faults, metadata)
         line_number += len(lines)
+
+
+class _LongLine(bytes):
+    """The start of a line longer than MAX_DOCUMENT_BYTES, behind a zero byte that no JSON has."""
+
+    n_bytes: int
 
 
 def _attribute(name: str) -> str:
@@ -75,13 +101,22 @@ def _read_lines(segment: Segment) -> Iterator[tuple[list[bytes], int, int]]:
         pending_bytes += len(block)
         pending.append(block)
         if pending_bytes > MAX_DOCUMENT_BYTES:
-            pending = []
+            pending = [start_of(pending)]
     if pending_bytes:
         yield [_join_line(pending, pending_bytes, b"")], taken, pending_bytes + 1
 
 
 def _join_line(pending: list[bytes], n_bytes: int, end: bytes) -> bytes:
-    return _TOO_LONG if n_bytes > MAX_DOCUMENT_BYTES else b"".join([*pending, end])
+    if n_bytes <= MAX_DOCUMENT_BYTES:
+        return b"".join([*pending, end])
+    line = _LongLine(b"\0" + start_of([*pending, end]))
+    line.n_bytes = n_bytes
+    return line
+
+
+def start_of(pieces: list[bytes]) -> bytes:
+    """Gives what is kept of a document too long for memory."""
+    return b"".join(piece[:_KEPT_BYTES] for piece in pieces)[:_KEPT_BYTES]
 
 
 def _decode_one_by_one(
@@ -131,8 +166,8 @@ class _LineDecoder:
         """Gives the document of one line, what is wrong with it, or None for a blank line."""
         if not line.strip(b" \t\r"):
             return None
-        if line == _TOO_LONG:
-            return Fault("too long", number, "the line is too long", LENGTH_HINT)
+        if isinstance(line, _LongLine):
+            return too_long("line", number, line[1:], line.n_bytes)
         try:
             document = self.decode(line)
             self.columns([document])
@@ -146,10 +181,7 @@ class _LineDecoder:
             return invalid_utf8(error, number, offset)
         except (ValueError, RecursionError) as error:
             detail = f"the line is not valid JSON: {error}"
-            hint = (
-                "write one JSON object a line; --on-error quarantine sets bad lines aside and "
-                "counts them"
-            )
+            hint = "write one JSON object a line"
             return Fault("malformed JSON", number, detail, hint, line)
 
     def _read_value(self, value: object, number: int, line: bytes) -> Any | Fault:
@@ -175,6 +207,12 @@ class _LineDecoder:
         return document
 
 
+def too_long(what: str, position: int, start: bytes, n_bytes: int) -> Fault:
+    """Builds the fault of a document too long for memory, with the start of it."""
+    detail = f"the {what} has {n_bytes:,} bytes; a document may have {MAX_DOCUMENT_BYTES:,}"
+    return Fault("too long", position, detail, "split it into several documents", start)
+
+
 def missing_key(key: str, present: list[str], number: int, raw: bytes = b"") -> Fault:
     """Builds the fault of a document, or a table, without the key."""
     # A key may be a megabyte, or hold half a character, which no message can.
@@ -183,6 +221,8 @@ def missing_key(key: str, present: list[str], number: int, raw: bytes = b"") -> 
     listing = ", ".join(shown[:10]) or "none"
     detail = f'there is no key "{key}"; the keys are: {listing}'
     hint = f'did you mean "{near[0]}"? name it as json_key' if near else "name another json_key"
+    if key.partition(".")[0] in shown:
+        hint = "json_key names a key of the outermost object: keys inside others are not supported"
     return Fault("missing key", number, detail, hint, raw)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trainyard.data.sources.batch import Batch, Fault
 from trainyard.data.sources.blocks import BLOCK_BYTES, DamagedFileError
 from trainyard.data.sources.files import Segment
 from trainyard.data.sources.jsonl import (
-    LENGTH_HINT,
     MAX_DOCUMENT_BYTES,
     missing_key,
     render_value,
+    start_of,
+    too_long,
 )
 
 _MAX_ROWS = 512
@@ -34,13 +36,15 @@ def read_parquet(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[
             segment.path, pre_buffer=False, buffer_size=_BUFFER_BYTES
         ) as file:
             names = file.schema_arrow.names
-            if key not in names:
-                yield Batch([], 0, segment.end, [missing_key(key, names, 0)])
+            present = [field for field in fields if field.split(".")[0] in names]
+            columns = list(dict.fromkeys([key, *(field.split(".")[0] for field in present)]))
+            fault = _check_columns(names, columns)
+            if fault is not None:
+                fault = replace(fault, n_documents=file.metadata.num_rows)
+                yield Batch([], 0, segment.end, [fault])
                 return
             n_rows = max(file.metadata.num_rows, 1)
-            present = [field for field in fields if field.split(".")[0] in names]
             row = 1
-            columns = [key, *dict.fromkeys(field.split(".")[0] for field in present)]
             for rows in file.iter_batches(
                 _rows_per_batch(file.metadata), columns=columns, use_threads=False
             ):
@@ -56,6 +60,17 @@ def read_parquet(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise DamagedFileError(str(error)) from error
+
+
+def _check_columns(names: list[str], columns: list[str]) -> Fault | None:
+    """Gives what is wrong with a file whose columns cannot be told apart or lack the text."""
+    if columns[0] not in names:
+        return missing_key(columns[0], names, 0)
+    for column in columns:
+        if (count := names.count(column)) > 1:
+            detail = f'{count} columns are called "{column}"; the columns are: {", ".join(names)}'
+            return Fault("ambiguous column", 0, detail, "rename all but one of them")
+    return None
 
 
 def _rows_per_batch(metadata: Any) -> int:
@@ -113,7 +128,8 @@ def _read_texts(column: Any, key: str, row: int) -> tuple[list[int], list[str], 
             good.append(index)
             texts.append(value)
         elif isinstance(value, str):
-            faults.append(Fault("too long", row + index, "the text is too long", LENGTH_HINT))
+            data = value.encode()
+            faults.append(too_long("text", row + index, start_of([data]), len(data)))
         else:
             detail = f'the value of "{key}" is {str(value)[:40]}, not a string'
             hint = "choose a column of strings as json_key, or leave the row out"
