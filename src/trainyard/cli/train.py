@@ -20,7 +20,7 @@ from trainyard.launch.environment import Process, read_process, read_start
 from trainyard.launch.lock import hold
 from trainyard.launch.restarts import note_refusal
 from trainyard.launch.supervise import Job, exit_code_below, supervise
-from trainyard.units import format_seconds
+from trainyard.units import format_figure, format_seconds
 
 if TYPE_CHECKING:
     from trainyard.plan.resolve import Plan
@@ -167,8 +167,8 @@ def _fit_into(minutes: float, run: Run, n_ranks: int, begun: Run | None) -> Run:
     step_seconds = time_run(run, n_ranks)
     fitted = shorten(run, max(1, int(60 * minutes / step_seconds)))
     logger.info(
-        "%.3g ms a step: %s steps, about %s",
-        1000 * step_seconds,
+        "%s ms a step: %s steps, about %s",
+        format_figure(1000 * step_seconds),
         f"{resolve(fitted).n_steps:,}",
         format_seconds(resolve(fitted).n_steps * step_seconds),
     )

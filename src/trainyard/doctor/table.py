@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from trainyard.doctor.diagnosis import Diagnosis
 from trainyard.doctor.verdict import ORDER, PASS, Finding, Row
+from trainyard.units import format_figure
 
 MOST_SLOW = 8
 NAME_WIDTH = 38
@@ -61,15 +62,18 @@ def _rows(rows: Sequence[Row]) -> Iterator[str]:
     titles = f"{'median':>9}{'worst':>9}{'expected':>10}{'share':>7}  verdict"
     yield f"{'measured':<{NAME_WIDTH}}{titles}"
     for row in rows:
-        expected = f"{row.expected:>10.3g}" if row.expected else f"{'':>10}"
+        expected = f"{format_figure(row.expected):>10}" if row.expected else f"{'':>10}"
         share = f"{row.share:>6.0%} " if row.share is not None else f"{'':>7}"
         name = f"  {row.name}, {row.unit}"
         yield (
-            f"{name:<{NAME_WIDTH}}{row.median:>9.3g}{row.worst.value:>9.3g}{expected}{share}"
+            f"{name:<{NAME_WIDTH}}{format_figure(row.median):>9}"
+            f"{format_figure(row.worst.value):>9}{expected}{share}"
             f"  {row.verdict or '-':<8} {row.worst.how}".rstrip()
         )
         if row.slow:
-            slow = [f"rank {s.rank} on {s.host} {s.value:.3g}" for s in row.slow[:MOST_SLOW]]
+            slow = [
+                f"rank {s.rank} on {s.host} {format_figure(s.value)}" for s in row.slow[:MOST_SLOW]
+            ]
             more = len(row.slow) - len(slow)
             yield f"    slow: {', '.join(slow)}" + (f" and {more} more" if more else "")
 

@@ -30,6 +30,7 @@ from trainyard.parallel.placement import local_part
 from trainyard.precision.codes import Codes
 from trainyard.train.state import Parts, State
 from trainyard.train.step import compute_gradients
+from trainyard.units import format_figure
 
 MOST_NAMED = 8
 
@@ -70,8 +71,9 @@ def diagnose(parts: Parts, state: State) -> str:
     bad_ranks = [f"rank {rank}" for rank in range(len(bad_losses)) if bad_losses[rank] > 0]
     return "\n".join(
         [
-            f"step {state.step}, sequences {first} to {end - 1}: loss {float(totals.loss):.4g}, "
-            f"gradient norm {float(totals.norm):.4g}",
+            f"step {state.step}, sequences {first} to {end - 1}: "
+            f"loss {format_figure(float(totals.loss), 4)}, "
+            f"gradient norm {format_figure(float(totals.norm), 4)}",
             f"  loss not finite on: {_some(bad_ranks)}",
             f"  weights not finite: {_some(_where(names, bad_weights))}",
             f"  gradients not finite: {_some(_where(names, bad_gradients))}",

@@ -31,7 +31,7 @@ from trainyard.plan.hardware import find_device
 from trainyard.plan.resolve import Plan
 from trainyard.train.state import Parts, State
 from trainyard.train.step import StepResult
-from trainyard.units import format_bytes, format_large, format_seconds
+from trainyard.units import format_bytes, format_figure, format_large, format_seconds
 
 logger = logging.getLogger("trainyard")
 
@@ -222,7 +222,7 @@ def render_full_line(values: dict[str, Any], plan: Plan) -> str:
         f"{values['milliseconds_per_step']:.1f} ms/step",
         f"{values['sequences_per_second']:.2f} sequences/s",
         f"{values['tokens_per_second_per_device']:.0f} tokens/s/GPU",
-        f"{values['tflops_per_second_per_device']:.3g} TFLOP/s/GPU (model)",
+        f"{format_figure(values['tflops_per_second_per_device'])} TFLOP/s/GPU (model)",
         "MFU -" if utilisation is None else f"MFU {utilisation:.1%}",
         f"memory {format_bytes(values['memory_bytes'])}",
         f"skipped {values['skipped_steps']}",
