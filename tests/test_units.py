@@ -12,6 +12,7 @@ from trainyard.units import (
     format_large,
     format_seconds,
     parse_count,
+    parse_duration,
     parse_length,
 )
 
@@ -106,3 +107,17 @@ def test_seconds(seconds: float, text: str) -> None:
 )  # fmt: skip
 def test_figures_have_no_exponent(number: float, text: str) -> None:
     assert format_figure(number) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("1 week", 604800), ("10 days", 864000), ("1.5 hours", 5400), (" 36hours ", 129600)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "week", "0 days", "-1 day", "1 fortnight", "1 weeks 2"])
+def test_what_is_not_a_duration(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a duration such as '1 week', '10 days' or"):
+        parse_duration(text)
