@@ -56,13 +56,20 @@ def test_the_lumi_job() -> None:
     assert "step" not in alone
 
 
+@pytest.mark.parametrize("name", ["gpt3-6.7b", "gpt3-13b"])
+def test_the_presets_for_64_gpus_are_planned_as_they_are(name: str) -> None:
+    found = as_json(name, "--gpu", "h100", "--gpus", "64")
+    assert found["fits"] is True
+    assert found["plan"]["data_parallel_size"] == 64
+
+
 def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(MachineError, match=r"does not fit: .* more than a MI250X GCD has") as error:
-        run_plan("gpt3-13b", "train.batch_ramp=none", *LUMI)
+        run_plan("gpt3-13b", "parallel.zero_stage=1", *LUMI)
     assert error.value.hint.startswith("cheapest change that makes it fit: ")
     change = error.value.hint.removeprefix("cheapest change that makes it fit: ")
     with_it = [text.strip(",") for text in change.split() if "=" in text]
-    assert as_json("gpt3-13b", "train.batch_ramp=none", *with_it, *LUMI)["fits"] is True
+    assert as_json("gpt3-13b", "parallel.zero_stage=1", *with_it, *LUMI)["fits"] is True
 
 
 @pytest.mark.parametrize(

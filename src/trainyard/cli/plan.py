@@ -83,7 +83,7 @@ def plan(
 
     Examples:
     trainyard plan recipes/lumi/13b.toml --cluster lumi --nodes 2
-    trainyard plan gpt3-13b train.batch_ramp=none --gpu h100-80g --gpus 64 --search
+    trainyard plan gpt3-13b --gpu h100-80g --gpus 64 --search
     trainyard plan gpt3-13b --gpu h100 --gpus 64 --deadline "1 week"
     trainyard plan recipes/benchmark64/tgs.toml --gpus 64 --simulate --all-stages
     """

@@ -60,6 +60,11 @@ def batch_fields(run: Run) -> dict[str, int]:
     return fields
 
 
+def default_zero_stage(pipeline: int) -> int:
+    """Gives the stage of ZeRO for a run that names none: the most that costs no time."""
+    return 2 if pipeline == 1 else 1
+
+
 def change(section: _Section, changes: Changes) -> _Section:
     """Gives a copy with other values, which are not validated."""
     for field, value in changes.items():
@@ -265,9 +270,17 @@ def _remedies(run: Run, rule: str, found: dict[str, str]) -> str:
 
 def describe(run: Run, changes: Changes) -> str:
     """Writes what differs as a run file would: "parallel.tensor=4"."""
-    old = {field: _value(run, field) for field in changes}
-    new = {field: value for field, value in changes.items() if value != old[field]}
+    new = differences(run, changes)
     return " with ".join(f"{field}={_as_toml(value)}" for field, value in new.items())
+
+
+def differences(run: Run, changes: Changes) -> Changes:
+    """Keeps the changes that are any; of ZeRO's stage also what the others would change it from."""
+    new = {field: value for field, value in changes.items() if value != _value(run, field)}
+    stage, pipeline = changes.get("parallel.zero_stage"), new.get("parallel.pipeline")
+    if stage is not None and pipeline and stage != default_zero_stage(pipeline):
+        new["parallel.zero_stage"] = stage
+    return new
 
 
 def _value(section: Any, field: str) -> Any:

@@ -97,7 +97,12 @@ def _ways(
         if parallel.tensor < tensor <= machine.devices_per_node
         for sequence in (parallel.sequence, True)
     )
-    yield of("parallel.pipeline", [n for n in divisors if n > parallel.pipeline])
+    stage = 1 if parallel.zero_stage == 2 else parallel.zero_stage  # which no pipeline has
+    yield (
+        (n_devices, {"parallel.pipeline": n, "parallel.zero_stage": stage})
+        for n in divisors
+        if n > parallel.pipeline
+    )
     yield of("precision.kind", _smaller_precisions(run, machine))
     factors = range(2, MOST_TIMES_AS_MANY + 1)
     yield ((factor * n_devices, {}) for factor in factors)
