@@ -14,6 +14,7 @@ from trainyard.units import (
     parse_count,
     parse_duration,
     parse_length,
+    with_article,
 )
 
 
@@ -107,6 +108,18 @@ def test_seconds(seconds: float, text: str) -> None:
 )  # fmt: skip
 def test_figures_have_no_exponent(number: float, text: str) -> None:
     assert format_figure(number) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "spoken"),
+    [
+        *(("A100 80GB", "an"), ("H100", "an"), ("MI300X", "an"), ("L4", "an"), ("RTX 4090", "an")),
+        *(("NVIDIA GeForce RTX 3090", "an"), ("Apple M3", "an"), ("T4", "a"), ("V100 16GB", "a")),
+        *(("B200", "a"), ("CPU", "a"), ("Max 1550", "a"), ("my card", "a")),
+    ],
+)
+def test_articles(name: str, spoken: str) -> None:
+    assert with_article(name) == f"{spoken} {name}"
 
 
 @pytest.mark.parametrize(

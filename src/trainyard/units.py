@@ -88,6 +88,17 @@ def format_large(number: float) -> str:
     return f"{number:.3g}"
 
 
+def format_number(number: int, thing: str) -> str:
+    """Prints a number of things: "1 node", "2,048 nodes"."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def with_article(name: str) -> str:
+    """Puts the article before a name as it is spoken: "an A100", "a T4", "an MI300X"."""
+    is_vowel = re.match(r"[AEFHILMNORSX](?![a-z])|[AEIOUaeiou]", name)
+    return f"{'an' if is_vowel else 'a'} {name}"
+
+
 def format_figure(number: float, digits: int = 3) -> str:
     """Prints at least so many significant digits without an exponent: "48,300", "0.0123"."""
     if abs(number) >= 10 ** (digits - 1):

@@ -64,7 +64,9 @@ def test_the_presets_for_64_gpus_are_planned_as_they_are(name: str) -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(MachineError, match=r"does not fit: .* more than a MI250X GCD has") as error:
+    with pytest.raises(
+        MachineError, match=r"does not fit: .* more than an MI250X GCD has"
+    ) as error:
         run_plan("gpt3-13b", "parallel.zero_stage=1", *LUMI)
     assert error.value.hint.startswith("cheapest change that makes it fit: ")
     change = error.value.hint.removeprefix("cheapest change that makes it fit: ")
@@ -103,7 +105,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
         (
             ["--gpu", "h100", "--gpus", "6", "parallel.tensor=4"],
             "6 ranks cannot be divided by parallel.tensor=4",
-            "nearest that works: ",
+            "nearest that works: 4 ranks; --search lists the layouts that fit",
         ),
     ],
 )

@@ -118,7 +118,11 @@ def plan(
         print_simulation(loaded.run, n_devices, None if all_stages else rank, as_json=as_json)
     else:
         speeds = parse_storage(storage)
-        report = build_report(loaded.run, machine, n_devices, speeds, price)
+        try:
+            report = build_report(loaded.run, machine, n_devices, speeds, price)
+        except ConfigError as error:
+            more = "; --search lists the layouts that fit" if machine else ""
+            raise ConfigError(error.problem, error.hint + more) from None
         _print(report, picture, as_json=as_json)
 
 
@@ -304,7 +308,7 @@ def refuse(report: Report) -> None:
     Raises:
         MachineError: says by how much, and names the cheapest change.
     """
-    from trainyard.units import format_bytes
+    from trainyard.units import format_bytes, with_article
 
     if report.fits:
         return
@@ -315,7 +319,7 @@ def refuse(report: Report) -> None:
     else:
         hint = "nothing that was tried makes it fit: a smaller model, or larger devices"
     raise MachineError(
-        f"{report.run.name} does not fit: {format_bytes(-spare)} more than a "
-        f"{report.machine.device.name} has",
+        f"{report.run.name} does not fit: {format_bytes(-spare)} more than "
+        f"{with_article(report.machine.device.name)} has",
         hint,
     )
