@@ -55,8 +55,9 @@ def batch_fields(run: Run) -> dict[str, int]:
     fields = {"train.global_batch_size": run.train.global_batch_size}
     ramp = run.train.batch_ramp
     if ramp and ramp.start != run.train.global_batch_size:
-        fields["train.batch_ramp.start"] = ramp.start
-        fields["train.batch_ramp.increment"] = ramp.increment
+        fields |= {
+            f"train.batch_ramp.{name}": getattr(ramp, name) for name in ("start", "increment")
+        }
     return fields
 
 
@@ -84,11 +85,6 @@ def divisors(number: int) -> list[int]:
     """Lists the whole numbers that divide `number`."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
-
-
-def nearest_divisor(number: int, near: int) -> int:
-    """Gives the divisor of `number` that is closest to `near`."""
-    return nearest(divisors(number), near)[0]
 
 
 def nearest_multiples(factor: int, near: int, n_beyond: int = 1) -> Iterator[int]:
@@ -275,7 +271,7 @@ def describe(run: Run, changes: Changes) -> str:
 
 
 def differences(run: Run, changes: Changes) -> Changes:
-    """Keeps the changes that are any; of ZeRO's stage also what the others would change it from."""
+    """Keeps the changes that are any, and the stage of ZeRO that they would change unnamed."""
     new = {field: value for field, value in changes.items() if value != _value(run, field)}
     stage, pipeline = changes.get("parallel.zero_stage"), new.get("parallel.pipeline")
     if stage is not None and pipeline and stage != default_zero_stage(pipeline):
