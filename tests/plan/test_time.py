@@ -171,7 +171,12 @@ def test_context_ranks_share_attention(method: str, n_ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "kind", "known"),
-    [("a100-80g", "fp8", "fp32, fp16, bf16"), ("v100-32g", "bf16", "fp32, fp16")],
+    [
+        ("a100-80g", "fp8", "fp32, fp16, bf16"),
+        ("rtx-a6000", "fp8", "fp32, fp16, bf16"),
+        ("v100-32g", "bf16", "fp32, fp16"),
+        ("t4", "bf16", "fp32, fp16"),
+    ],
 )
 def test_a_precision_the_device_does_not_have(gpu: str, kind: str, known: str) -> None:
     with pytest.raises(

@@ -24,7 +24,13 @@ from trainyard.plan.size import stage_shapes
 from trainyard.plan.time import StepTime
 from trainyard.plan.traffic import Traffic, busiest_rank
 from trainyard.topology import AXES
-from trainyard.units import format_bytes, format_figure, format_large, format_seconds
+from trainyard.units import (
+    format_bytes,
+    format_figure,
+    format_large,
+    format_number,
+    format_seconds,
+)
 
 BAR_WIDTH = 30
 MOST_CORPORA = 8
@@ -87,11 +93,10 @@ def _append(text: Text, title: str, line: str) -> None:
 
 def describe_devices(machine: Machine | None, n_devices: int) -> str:
     """Says what a run is planned for."""
-    count = "1 device" if n_devices == 1 else f"{n_devices:,} devices"
+    count = format_number(n_devices, "device")
     if machine is None:
         return f"{count}; --cluster or --gpu says which"
-    n_nodes = math.ceil(n_devices / machine.devices_per_node)
-    nodes = "1 node" if n_nodes == 1 else f"{n_nodes:,} nodes"
+    nodes = format_number(math.ceil(n_devices / machine.devices_per_node), "node")
     return f"{count} ({machine.device.name}) in {nodes} of {machine.name}"
 
 

@@ -162,7 +162,7 @@ def _check_hosts(job: Job) -> None:
         raise LaunchError(f"hosts names {twice} twice", "name each host once")
     if len(launch.hosts) < job.n_nodes:
         raise LaunchError(
-            f"{job.n_nodes} nodes are asked for and hosts names {len(launch.hosts)}",
+            f"hosts names {len(launch.hosts)}, and --nodes asks for {job.n_nodes}",
             'name them in a cluster file: [launch] hosts = ["n1", "n2"]; or --hosts n1,n2',
         )
 

@@ -40,12 +40,15 @@ def _peaks(**tflops: float) -> dict[str, float]:
     return {kind: peak * TERA for kind, peak in tflops.items()}
 
 
-# fp32 is the plain format, not TF32, which torch leaves off unless asked.
+# fp32 is the plain format, not TF32, which torch leaves off unless asked. All products add up in
+# fp32, as training does: GeForce cards are twice as fast where they add up in fp16.
 # PCIe and NVL cards are slower than the SXM modules listed; they match no pattern, so that none is
 # measured against a peak it cannot reach.
 VOLTA = _peaks(fp32=15.7, fp16=125)
 AMPERE = _peaks(fp32=19.5, fp16=312, bf16=312)
 HOPPER = _peaks(fp32=67, fp16=989, bf16=989, fp8=1979)
+PCIE_3, PCIE_4, PCIE_5 = 16 * GIGA, 32 * GIGA, 64 * GIGA
+"""Bytes per second of a slot with 16 lanes, one direction."""
 # Shares of the peak: matrix products measured for stas00/ml-engineering (August 2026).
 DEVICES = (
     # NVIDIA V100 datasheet (2018), SXM2.
@@ -67,6 +70,62 @@ DEVICES = (
         8.0 * TERA,
         900 * GIGA,
         0.78,
+    ),
+    # NVIDIA T4 datasheet (2019).
+    Device("T4", r"\bT4$", _peaks(fp32=8.1, fp16=65), 16 * GIB, 0.30 * TERA, PCIE_3),
+    # NVIDIA RTX A6000 datasheet (2021); printed with sparsity there, halved here, as the next two.
+    Device(
+        "RTX A6000",
+        r"RTX A6000$",
+        _peaks(fp32=38.7, fp16=154.8, bf16=154.8),
+        48 * GIB,
+        0.768 * TERA,
+        PCIE_4,
+    ),
+    # NVIDIA L4 datasheet (2023).
+    Device(
+        "L4",
+        r"\bL4$",
+        _peaks(fp32=30.3, fp16=121, bf16=121, fp8=242.5),
+        24 * GIB,
+        0.30 * TERA,
+        PCIE_4,
+    ),
+    # NVIDIA L40S datasheet (2023).
+    Device(
+        "L40S",
+        r"\bL40S$",
+        _peaks(fp32=91.6, fp16=362, bf16=362, fp8=733),
+        48 * GIB,
+        0.864 * TERA,
+        PCIE_4,
+    ),
+    # NVIDIA A10G datasheet for AWS (2022), without sparsity.
+    Device(
+        "A10G",
+        r"\bA10G$",
+        _peaks(fp32=35, fp16=70, bf16=70),
+        24 * GIB,
+        0.60 * TERA,
+        PCIE_4,
+    ),
+    # NVIDIA Ada GPU architecture (2023), appendix A.
+    Device(
+        "RTX 4090",
+        r"RTX 4090$",
+        _peaks(fp32=82.6, fp16=165.2, bf16=165.2, fp8=330.3),
+        24 * GIB,
+        1.008 * TERA,
+        PCIE_4,
+    ),
+    # NVIDIA RTX Blackwell GPU architecture (2025), appendix A.
+    Device(
+        "RTX 5090",
+        r"RTX 5090$",
+        _peaks(fp32=104.8, fp16=209.5, bf16=209.5, fp8=419),
+        32 * GIB,
+        1.792 * TERA,
+        PCIE_5,
     ),
     # AMD Instinct MI250X datasheet (2021), halved: torch sees each of its two dies as a device.
     Device(

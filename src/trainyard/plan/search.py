@@ -77,11 +77,7 @@ class Candidate:
 
     def changes_from(self, run: Run) -> rules.Changes:
         """Gives the fields of a layout that differ from another run's."""
-        return {
-            name: field_value(self.run, name)
-            for name in FIELDS
-            if field_value(self.run, name) != field_value(run, name)
-        }
+        return rules.differences(run, {name: field_value(self.run, name) for name in FIELDS})
 
 
 def predict(run: Run, machine: Machine, n_devices: int) -> Candidate:
