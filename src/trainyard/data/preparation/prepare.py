@@ -35,7 +35,7 @@ from trainyard.config.corpus import Corpus
 from trainyard.data.preparation.join import EmptyCorpusError, empty_corpus
 from trainyard.data.preparation.plan import CorpusPlan, Identity, Output, plan_corpus
 from trainyard.data.preparation.pool import work_in_processes
-from trainyard.data.preparation.progress import Progress, read_progress
+from trainyard.data.preparation.progress import Progress, ProgressReader, read_progress
 from trainyard.data.preparation.steps import apply_steps
 from trainyard.data.preparation.unit import PLACES_PER_KIND, Place, UnitResult, count_reading
 from trainyard.data.preparation.work_folder import WorkFolder, name_process
@@ -86,8 +86,10 @@ def prepare(
     stale = _find_stale(plan)
     _enter(folder, plan, overwrite)
 
+    reader = ProgressReader(folder, plan.unit_bytes)
+
     def on_beat() -> None:
-        if on_progress is not None and (progress := read_progress(folder, plan.unit_bytes)):
+        if on_progress is not None and (progress := reader.read()):
             on_progress(progress)
 
     quarantine = on_error == "quarantine"
