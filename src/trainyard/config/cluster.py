@@ -139,6 +139,8 @@ class Prepare(Section):
     """Nodes that prepare a corpus at once."""
     workers: int = Field(default=32, ge=1)
     """Processes on each; one core each."""
+    mounts: Mounts | None = None
+    """In place of those of the container; absent: those."""
 
 
 class Launch(Section):

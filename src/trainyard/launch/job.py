@@ -72,6 +72,13 @@ class Job:
         return str(self.project / image) if is_file else image
 
     @property
+    def mounts(self) -> Sequence[str]:
+        """Of its container, beside the folder of the launch."""
+        launch = self.cluster.launch
+        own = launch.prepare.mounts if self.is_stage else None
+        return launch.container.mounts if own is None else own
+
+    @property
     def script_path(self) -> Path:
         """Where its script belongs."""
         return self.folder / "jobs" / f"{self.name}.sh" if self.is_stage else self.folder / "job.sh"

@@ -337,8 +337,9 @@ def test_an_input_that_changed_voids_its_own_units_alone(
 
 
 def test_the_output_is_checked_before_the_work(corpus: Corpus, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the output folder .*/no does not exist"):
-        run(change(corpus, output=str(tmp_path / "no/out")))
+    with pytest.raises(MachineError, match=r"the output folder /proc/no cannot be made: No such"):
+        run(change(corpus, output="/proc/no/out"))
+    run(change(corpus, output=str(tmp_path / "no/out")))  # which is made
     (tmp_path / "out_text_document.idx").touch()
     with pytest.raises(DataError, match=r"t.idx is there, but not finished: .*json is") as caught:
         run(corpus)

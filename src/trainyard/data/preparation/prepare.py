@@ -35,7 +35,7 @@ from trainyard.config.corpus import Corpus
 from trainyard.data.preparation.join import EmptyCorpusError, empty_corpus
 from trainyard.data.preparation.plan import CorpusPlan, Identity, Output, plan_corpus
 from trainyard.data.preparation.pool import work_in_processes
-from trainyard.data.preparation.progress import Progress, read_progress
+from trainyard.data.preparation.progress import Progress, ProgressReader, read_progress
 from trainyard.data.preparation.steps import apply_steps
 from trainyard.data.preparation.unit import PLACES_PER_KIND, Place, UnitResult, count_reading
 from trainyard.data.preparation.work_folder import WorkFolder, name_process
@@ -86,8 +86,10 @@ def prepare(
     stale = _find_stale(plan)
     _enter(folder, plan, overwrite)
 
+    reader = ProgressReader(folder, plan.unit_bytes)
+
     def on_beat() -> None:
-        if on_progress is not None and (progress := read_progress(folder, plan.unit_bytes)):
+        if on_progress is not None and (progress := reader.read()):
             on_progress(progress)
 
     quarantine = on_error == "quarantine"
@@ -305,21 +307,34 @@ def _read_identity(folder: WorkFolder) -> Identity | None:
 def _check_output(plan: CorpusPlan, overwrite: bool) -> None:
     """Finds out before the work what would spoil its end."""
     folder = Path(plan.outputs[0].prefix).parent
-    if not folder.is_dir():
-        raise DataError(f"the output folder {folder} does not exist", "create it first")
-    if not os.access(folder, os.W_OK):
-        raise MachineError(f"the output folder {folder} cannot be written", "choose another")
     for item in map(Path, plan.corpus.inputs):
         if item.is_dir() and folder.resolve().is_relative_to(item.resolve()):
             raise DataError(
                 f"the output folder {folder} lies in the input folder {item}",
                 "write outside of it, or the next run would read what this one writes",
             )
+    make_output_folder(plan.corpus)
     if not overwrite and not work_path(plan.corpus).exists() and not is_prepared(plan):
         for output in plan.outputs:
             _check_absent(plan, output)
     if not plan.corpus.steps and not work_path(plan.corpus).exists():
         _check_space(folder, plan)
+
+
+def make_output_folder(corpus: Corpus) -> None:
+    """Makes the folder that the token files of a corpus go into.
+
+    Raises:
+        MachineError: it cannot be made or written.
+    """
+    folder = Path(corpus.output).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"the output folder {folder} cannot be made: {error.strerror}"
+        raise MachineError(problem, "choose another") from error
+    if not os.access(folder, os.W_OK):
+        raise MachineError(f"the output folder {folder} cannot be written", "choose another")
 
 
 def _check_space(folder: Path, plan: CorpusPlan) -> None:

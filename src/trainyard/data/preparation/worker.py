@@ -12,6 +12,7 @@ finished token files.
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -43,7 +44,10 @@ from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import DataError, MachineError
 
 BEAT_SECONDS = 2.0
-POLL_SECONDS = 0.2
+# A worker without a piece looks again after the first of these, then after twice as long ..
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 5.0
+# Of all workers together, once their pauses are as long as they get.
+POLLS_PER_SECOND = 100
 REPEATS = "repeats"
 
 
@@ -88,6 +92,8 @@ class CorpusWorker:
         self._quarantine = quarantine
         self._units = UnitWorker(plan.corpus, tokenizer, quarantine=quarantine)
         self._state = WorkerState(started=time.time())
+        self._joins = {join_name(number) for number in range(len(plan.outputs))}
+        self._pause = FIRST_PAUSE_SECONDS
 
     def work(self, on_beat: Callable[[], None]) -> None:
         """Works until the corpus is prepared; `on_beat` is called every few seconds meanwhile.
@@ -102,7 +108,12 @@ class CorpusWorker:
             heart = threading.Thread(target=self._beat, args=(ended, on_beat), daemon=True)
             heart.start()
             try:
-                self._take_pieces()
+                while (taken := self.take()) is not None:
+                    if isinstance(taken, Claim):
+                        self._do(taken)
+                    else:
+                        time.sleep(taken)
+                self._folder.remove()
             finally:
                 ended.set()
                 heart.join()
@@ -132,34 +143,45 @@ class CorpusWorker:
             if os.getppid() != parent:  # killed: whoever wanted the work is gone
                 os._exit(1)
 
-    def _take_pieces(self) -> None:
-        joins = {join_name(number) for number in range(len(self._plan.outputs))}
-        while True:
-            done = set(self._folder.names("done"))
-            if joins <= done:
-                self._folder.remove()
-                return
-            claim = self._folder.claim(self._ready(done))
-            if claim is not None:
-                self._do(claim)
-                continue
-            self._raise_if_stopped(done)
-            self._folder.take_back()
-            time.sleep(POLL_SECONDS)
+    def take(self) -> Claim | float | None:
+        """Takes a piece; else gives the seconds to wait before the next try, None when all is done.
 
-    def _ready(self, done: set[str]) -> list[str]:
+        Raises:
+            DataError: a document cannot be read.
+            MachineError: workers keep dying at a piece.
+        """
+        done = set(self._folder.names("done"))
+        if self._joins <= done:
+            return None
+        n_workers = len(self._folder.names("workers"))
+        stopped = self._folder.names("stopped")
+        ready = self._ready(done, stopped)
+        n_idle = n_workers - len(self._folder.names("claimed"))
+        # Of many idle workers only about as many try as find something: lists may be old.
+        if ready and random.random() * n_idle < 4 * len(ready):
+            # Seldom what others choose, and near the front, so that a bad document is found early.
+            claim = self._folder.claim(random.choice(ready[: max(4 * (n_workers - 1), 1)]))
+            if claim is not None:
+                self._pause = FIRST_PAUSE_SECONDS
+                return claim
+        self._raise_if_stopped(done, stopped)
+        self._folder.take_back()
+        pause = self._pause * random.uniform(0.5, 1.5)
+        longest = min(n_workers / POLLS_PER_SECOND, LONGEST_PAUSE_SECONDS)
+        self._pause = max(min(2 * self._pause, longest), FIRST_PAUSE_SECONDS)
+        return pause
+
+    def _ready(self, done: set[str], stopped: list[str]) -> list[str]:
         """Lists what can be taken now: units, what compares them, and joins, in this order."""
-        stopped = min(self._folder.names("stopped"), default="z")
-        units_left = [
-            number for number in range(len(self._plan.units)) if unit_name(number) not in done
-        ]
+        first_stopped = min(stopped, default="z")
+        units_left = any(unit_name(number) not in done for number in range(len(self._plan.units)))
         compared = REPEATS in done or not self._plan.corpus.comparing_steps
         ready = []
         for name in self._folder.names("todo"):
             piece = name.rpartition(".")[0]
             kind = piece.partition("-")[0]
             if (
-                (kind == "unit" and piece < stopped)
+                (kind == "unit" and piece < first_stopped)
                 or (kind == REPEATS and not units_left)
                 or (kind == "join" and compared and not units_left)
             ):
@@ -266,9 +288,8 @@ class CorpusWorker:
         pairs = zip(numbers, results, strict=True)
         return list(accumulate(pairs, carry, initial=0))[: len(numbers)]
 
-    def _raise_if_stopped(self, done: set[str]) -> None:
+    def _raise_if_stopped(self, done: set[str], stopped: list[str]) -> None:
         """Raises for the first unreadable document, once nothing before it can hold another."""
-        stopped = self._folder.names("stopped")
         if not stopped:
             return
         first = int(stopped[0].partition("-")[2])
