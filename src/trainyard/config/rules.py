@@ -55,9 +55,8 @@ def batch_fields(run: Run) -> dict[str, int]:
     fields = {"train.global_batch_size": run.train.global_batch_size}
     ramp = run.train.batch_ramp
     if ramp and ramp.start != run.train.global_batch_size:
-        fields |= {
-            f"train.batch_ramp.{name}": getattr(ramp, name) for name in ("start", "increment")
-        }
+        names = ("start", "increment")
+        fields |= {f"train.batch_ramp.{name}": getattr(ramp, name) for name in names}
     return fields
 
 
@@ -267,16 +266,15 @@ def _remedies(run: Run, rule: str, found: dict[str, str]) -> str:
 def describe(run: Run, changes: Changes) -> str:
     """Writes what differs as a run file would: "parallel.tensor=4"."""
     new = differences(run, changes)
-    return " with ".join(f"{field}={_as_toml(value)}" for field, value in new.items())
+    return " with ".join(f"{field}={_as_toml(new[field])}" for field in new)
 
 
 def differences(run: Run, changes: Changes) -> Changes:
     """Keeps the changes that are any, and the stage of ZeRO that they would change unnamed."""
     new = {field: value for field, value in changes.items() if value != _value(run, field)}
     stage, pipeline = changes.get("parallel.zero_stage"), new.get("parallel.pipeline")
-    if stage is not None and pipeline and stage != default_zero_stage(pipeline):
-        new["parallel.zero_stage"] = stage
-    return new
+    implied = default_zero_stage(pipeline) if pipeline and stage is not None else stage
+    return new if stage == implied else new | {"parallel.zero_stage": stage}
 
 
 def _value(section: Any, field: str) -> Any:
