@@ -207,6 +207,12 @@ def test_a_search_for_what_nothing_holds() -> None:
     assert error.value.hint
 
 
+def test_a_search_that_a_batch_ramp_leaves_nothing() -> None:
+    with pytest.raises(MachineError, match=r"no layout fits on 1,024 devices") as error:
+        run_plan("gpt3-175b", "--gpu", "h100", "--gpus", "1024", "--search")
+    assert error.value.hint.startswith("train.batch_ramp=none: ")
+
+
 def test_measuring_elsewhere_is_refused() -> None:
     with pytest.raises(ConfigError, match="times steps on this machine") as error:
         run_plan("gpt3-125m", "train.batch_ramp=none", *LUMI, "--search", "--measure", "2")

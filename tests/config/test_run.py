@@ -337,7 +337,7 @@ def test_defaults_are_the_125m_of_the_paper() -> None:
     ("number", "near", "divisor"), [(64, 5, 4), (768, 13, 12), (7, 3, 1), (7, 5, 7)]
 )
 def test_nearest_divisor(number: int, near: int, divisor: int) -> None:
-    assert rules.nearest_divisor(number, near) == divisor
+    assert rules.nearest(rules.divisors(number), near)[0] == divisor
 
 
 @given(factor=st.integers(1, 20), near=st.integers(1, 100), n_beyond=st.integers(1, 9))

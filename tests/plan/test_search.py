@@ -155,9 +155,9 @@ def test_when_no_single_change_is_enough() -> None:
 
 
 def test_more_devices_fill_nodes() -> None:
-    """A layout of 6 devices would be the first that fits."""
-    run = load_run("gpt3-1.3b", SMALL).run
-    machine = replace(with_memory(POLARIS, 5), devices_per_node=8)
+    """A layout of 12 devices would be the first that fits."""
+    run = load_run("gpt3-1.3b", [*SMALL, "train.global_batch_size=24"]).run
+    machine = replace(with_memory(POLARIS, 6), devices_per_node=8)
     assert fewest_devices(run, machine, 1).startswith("one fits on 8 devices")
     for remedy in smallest_changes(run, machine, 1):
         n = remedy.candidate.plan.n_ranks

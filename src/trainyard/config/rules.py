@@ -86,11 +86,6 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def nearest_divisor(number: int, near: int) -> int:
-    """Gives the divisor of `number` that is closest to `near`."""
-    return nearest(divisors(number), near)[0]
-
-
 def nearest_multiples(factor: int, near: int, n_beyond: int = 1) -> Iterator[int]:
     """Lists multiples of `factor` by their distance to a number: down to 1 x, up to `n_beyond`."""
     below, rest = divmod(near, factor)
@@ -270,12 +265,11 @@ def _remedies(run: Run, rule: str, found: dict[str, str]) -> str:
 
 def describe(run: Run, changes: Changes) -> str:
     """Writes what differs as a run file would: "parallel.tensor=4"."""
-    new = differences(run, changes)
-    return " with ".join(f"{field}={_as_toml(value)}" for field, value in new.items())
+    return " with ".join(f"{f}={_as_toml(value)}" for f, value in differences(run, changes).items())
 
 
 def differences(run: Run, changes: Changes) -> Changes:
-    """Keeps the changes that are any; of ZeRO's stage also what the others would change it from."""
+    """Keeps the changes that are any, and the stage of ZeRO that they would change unnamed."""
     new = {field: value for field, value in changes.items() if value != _value(run, field)}
     stage, pipeline = changes.get("parallel.zero_stage"), new.get("parallel.pipeline")
     if stage is not None and pipeline and stage != default_zero_stage(pipeline):

@@ -83,9 +83,10 @@ class Model(Section):
     @model_validator(mode="after")
     def _heads_divide_the_width(self) -> Self:
         if self.d_model % self.n_heads:
+            working = rules.nearest(rules.divisors(self.d_model), self.n_heads)
             raise ValueError(
                 f"d_model={self.d_model} must be divisible by n_heads={self.n_heads}; "
-                f"nearest n_heads that divides: {rules.nearest_divisor(self.d_model, self.n_heads)}"
+                f"nearest n_heads that divides: {working[0]}"
             )
         return self
 
