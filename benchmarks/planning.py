@@ -2,6 +2,7 @@
 
     python benchmarks/planning.py FOLDER --fit --output planning.json  # fits and judges constants
     python benchmarks/planning.py FOLDER                               # judges the shipped ones
+    python benchmarks/planning.py --unseen FOLDER                      # rows nobody looked at
     python benchmarks/planning.py                                      # published tables alone
 
 FOLDER holds `single.csv` and `multi.csv`, iteration times of Megatron-DeepSpeed on A100s with full
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--fit", action="store_true", help="cross-validate, and fit on all rows")
     parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--unseen", type=Path, help="rows that no term and no constant is from")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     machine = replace(find_machine(gpu="a100-80g"), network_bytes_per_second=NETWORK)
@@ -227,6 +229,9 @@ def main() -> None:
             several = judge(others, [predict(row, alone) for row in others])
             record["several nodes, by constants fitted on one node"] = several
         print(render(record))
+    if arguments.unseen:
+        rows = read_rows(arguments.unseen)
+        record["unseen"] = judge(rows, [predict(row, machine) for row in rows])
     record["published"] = published_rows()
     record["FSDP, its program"] = judge_composer(COMPOSER)
     record["FSDP, as this program"] = judge_composer(OURS)

@@ -244,6 +244,8 @@ class _Queue:
         data = self._any_plan.n_ranks // ranks_per_replica(shape)
         inside = self._shards_inside_a_node(shape, data)
         stages = (1, 3) if shape.parallel.pipeline > 1 and data > 1 else (1,)
+        if data * shape.parallel.context == 1:  # nothing to shard
+            stages = (rules.default_zero_stage(shape.parallel.pipeline),)
         for stage in stages:
             for n_replicas in {1, data // inside} if inside else {1}:
                 changes = {"parallel.zero_stage": stage, "parallel.replicas": n_replicas}
