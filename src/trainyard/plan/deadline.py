@@ -1,11 +1,11 @@
 """What trains by a deadline: the largest model on given devices, or a run on the fewest.
 
 Models have the shapes of GPT-3 and of Megatron-LM's papers. Each counts in the fastest layout that
-fits, with its whole run: evaluation, saves and failures too. Within a week on 64 H100:
+fits, with its whole run: evaluation, saves and failures too. On 64 H100:
 
-    8.3B on 166B tokens     2d 12h
-    12.9B on 257B tokens    5d 22h     the largest
-    18.5B on 370B tokens    12d 2h     too long
+    8.3B on 165B tokens     2d 22h
+    12.9B on 257B tokens    7d 2h     the largest within 10 days
+    18.4B on 369B tokens    14d 4h    too long
 """
 
 from __future__ import annotations
