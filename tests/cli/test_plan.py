@@ -139,6 +139,22 @@ def test_a_cluster_with_other_devices() -> None:
     assert h100["step"]["seconds"] < other["step"]["seconds"] < polaris["step"]["seconds"]
 
 
+def test_a_device_that_nobody_measured_gets_a_range(tmp_path: Path) -> None:
+    def planned(*where: str) -> dict[str, Any]:
+        return as_json("gpt3-125m", "train.batch_ramp=none", *where, "--gpus", "8")
+
+    unknown, known = planned("--gpu", "rtx-4090"), planned("--gpu", "h100")
+    for part in ("step", "cost"):
+        fast, slow = unknown[part]["seconds_between"]
+        assert fast < unknown[part]["seconds"] < slow
+        assert known[part]["seconds_between"] is None
+    text = run_plan("gpt3-125m", "train.batch_ramp=none", "--gpu", "rtx-4090", "--gpus", "8")
+    assert ": nobody measured an RTX 4090 for this): " in lines_of(text)["step"]
+    measured = tmp_path / "own.toml"
+    measured.write_text('gpu = "rtx-4090"\n[efficiencies]\nproduct_share = 0.9\n')
+    assert planned("--cluster", str(measured))["step"]["seconds_between"] is None
+
+
 def test_epochs_of_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with IndexedWriter(Path("corpus"), optimal_dtype(512)) as writer:
@@ -195,8 +211,11 @@ def test_a_deadline(changes: list[str], where: list[str]) -> None:
         assert second["n_devices"] < first["n_devices"]
     words = shlex.split(first["changes"])
     plain = as_json(*given, *changes, *words, "--gpus", str(first["n_devices"]), "--price", "2")
-    for name in ("seconds", "device_hours", "price"):
-        assert plain["cost"][name] == pytest.approx(first[name])
+    # Nobody measured such a device: a deadline takes it for as slow as it may be.
+    assert plain["cost"]["seconds_between"][1] == pytest.approx(first["seconds"])
+    assert first["seconds"] > plain["cost"]["seconds"]
+    assert first["device_hours"] == pytest.approx(first["seconds"] * first["n_devices"] / 3600)
+    assert first["price"] == pytest.approx(2 * first["device_hours"])
     text = run_plan(*given, *changes, *where, "--deadline", "1 week")
     assert text.splitlines()[-1].endswith(f"--gpus {first['n_devices']} {first['changes']}".strip())
 

@@ -50,7 +50,7 @@ def test_every_gpu_has_a_machine_with_all_figures(gpu: str) -> None:
     assert machine.device.memory_bytes_per_second
     assert machine.device.peaks
     assert set(machine.efficiencies.sources) == {
-        *("product_share", "attention_share", "memory_share"),
+        *("product_share", "sustained_share", "attention_share", "memory_share"),
         *("link_share", "network_share", "launch_seconds"),
     }
 

@@ -103,7 +103,7 @@ def plan(
         from trainyard.plan.deadline import Trainer
 
         n_given = count_devices(loaded.run, machine, nodes, gpus) if nodes or gpus else None
-        trainer = Trainer(machine, parse_storage(storage), price)
+        trainer = Trainer.at_its_slowest(machine, parse_storage(storage), price)
         print_deadline(loaded, trainer, n_given, deadline, as_json=as_json)
         return
     n_devices = count_devices(loaded.run, machine, nodes, gpus)
@@ -227,6 +227,7 @@ def build_report(
     from trainyard.cli.plan_table import Report
     from trainyard.config.rules import change
     from trainyard.plan.cost import corpora_use, run_cost
+    from trainyard.plan.hardware import find_extremes
     from trainyard.plan.memory import rank_memory
     from trainyard.plan.remedies import smallest_changes
     from trainyard.plan.resolve import resolve
@@ -248,7 +249,11 @@ def build_report(
         return Report(run, planned, memories, corpora)
     time = step_time(run, planned, machine)
     cost = run_cost(run, planned, machine, time, storage, price)
-    report = Report(run, planned, memories, corpora, machine, time, cost)
+    extremes = []
+    for each in find_extremes(machine) or ():
+        extreme = step_time(run, planned, each)
+        extremes.append((extreme, run_cost(run, planned, each, extreme, storage, price)))
+    report = Report(run, planned, memories, corpora, machine, time, cost, extremes=extremes)
     if report.fits:
         return report
     remedies = smallest_changes(run, machine, n_devices)

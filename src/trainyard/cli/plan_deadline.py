@@ -16,9 +16,10 @@ from trainyard.config import rules
 from trainyard.config.load import LoadedRun, field_value, preset_names
 from trainyard.errors import ConfigError, MachineError
 from trainyard.plan.deadline import Trained, Trainer, fewest_devices, largest_model
+from trainyard.plan.hardware import find_extremes
 from trainyard.plan.search import FIELDS
 from trainyard.plan.size import padded_vocabulary_size, parameter_count
-from trainyard.units import Length, format_large, format_seconds, parse_duration
+from trainyard.units import Length, format_large, format_seconds, parse_duration, with_article
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -100,6 +101,9 @@ def _render(loaded: LoadedRun, trainer: Trainer, rows: Sequence[Row], deadline: 
 
     text = Text(loaded.run.name, style="bold")
     text.append(f" within {deadline} on devices of {trainer.machine.name}", style="not bold")
+    if find_extremes(trainer.machine):
+        device = with_article(trainer.machine.device.name)
+        text.append(f", as slow as {device} may be: nobody measured one", style="not bold")
     lines = [("", "model", "tokens", "devices", "whole run", "price", "layout")]
     for row in rows:
         trained, model, cost = row.trained, row.trained.run.model, row.trained.cost

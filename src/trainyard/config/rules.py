@@ -265,8 +265,7 @@ def _remedies(run: Run, rule: str, found: dict[str, str]) -> str:
 
 def describe(run: Run, changes: Changes) -> str:
     """Writes what differs as a run file would: "parallel.tensor=4"."""
-    new = differences(run, changes)
-    return " with ".join(f"{field}={_as_toml(new[field])}" for field in new)
+    return " with ".join(f"{f}={_as_toml(value)}" for f, value in differences(run, changes).items())
 
 
 def differences(run: Run, changes: Changes) -> Changes:
