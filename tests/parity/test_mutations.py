@@ -75,8 +75,8 @@ def clipped_by_the_local_norm(patch: pytest.MonkeyPatch) -> None:
 def dropout_shared_across_the_cut(patch: pytest.MonkeyPatch) -> None:
     right = tensor.cut_tensor
 
-    def wrong(model: GPT, group: dist.ProcessGroup, *, sequence: bool) -> None:
-        right(model, group, sequence=sequence)
+    def wrong(model: GPT, group: dist.ProcessGroup, **options: bool) -> None:
+        right(model, group, **options)
         for block in model.blocks.values():
             block.attention.core.first_head = 0
 

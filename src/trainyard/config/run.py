@@ -241,6 +241,14 @@ class Parallel(Section):
     recompute: Literal["none", "attention", "block"] = "none"
     """What the backward pass computes again instead of storing."""
 
+    @property
+    def gathers_again(self) -> bool:
+        """Says whether the backward pass gathers tokens again (`sequence`) instead of keeping them.
+
+        A block that is recomputed keeps none, and a split backward pass would gather them twice.
+        """
+        return self.sequence and self.recompute != "block" and self.schedule != "zero_bubble"
+
 
 class LossScale(Section):
     """Dynamic loss scaling, for fp16 alone."""

@@ -154,7 +154,12 @@ class Replica:
         if mesh.context is not None:
             cut_context(model, mesh.context, parallel.context_method)
         if mesh.tensor is not None:
-            cut_tensor(model, mesh.tensor, sequence=parallel.sequence)
+            cut_tensor(
+                model,
+                mesh.tensor,
+                sequence=parallel.sequence,
+                gathers_again=parallel.gathers_again,
+            )
         if run.precision.multiplies_in_fp8:
             put_in_products(model, run)
         initialise(model, run.model, run.train.seed, self.tensor_share)
