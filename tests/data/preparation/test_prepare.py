@@ -166,6 +166,7 @@ def test_bad_documents_are_set_aside_counted_and_named(
 
 def test_the_number_of_workers_changes_nothing(corpus: Corpus, tmp_path: Path) -> None:
     results, messages = set(), set()
+    corpus = change(corpus, steps=[{"kind": "deduplicate"}, {"kind": "near_deduplicate"}])
     for workers in (1, 3):
         run(corpus, workers=workers, overwrite=True)
         results.add(read_output(prefix_of(corpus)))

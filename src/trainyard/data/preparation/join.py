@@ -28,11 +28,14 @@ from trainyard.errors import DataError, printable
 
 @dataclass(frozen=True)
 class FinishedUnit:
-    """A unit's result and its part; `lines_before` are of the same file, in units before."""
+    """A unit's result and its part."""
 
     result: UnitResult
     prefix: Path
     lines_before: int
+    """Of the same file, in units before."""
+    repeats: npt.NDArray[np.uint8] | None = None
+    """Of each document: the comparing step, from 1, that it falls in; 0: none."""
 
 
 class EmptyCorpusError(DataError):
@@ -163,11 +166,11 @@ class _Totals:
             self._keep_place(place, unit.lines_before)
         for mine, theirs in zip(total.steps, result.steps, strict=False):
             mine.add(theirs)
-        if not self._comparing:
+        if unit.repeats is None:
             return Part(unit.prefix, result.blocks)
-        repeats = np.load(f"{unit.prefix}.repeats.npy")
-        self._leave_out(np.load(f"{unit.prefix}.documents.npy"), repeats, list(result.groups))
-        return Part(unit.prefix, result.blocks, repeats == 0)
+        rows = np.load(f"{unit.prefix}.documents.npy")
+        self._leave_out(rows, unit.repeats, list(result.groups))
+        return Part(unit.prefix, result.blocks, unit.repeats == 0)
 
     def _keep_place(self, place: Place, lines_before: int) -> None:
         if self._kept.get(place.kind, 0) < PLACES_PER_KIND:
