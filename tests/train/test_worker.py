@@ -222,6 +222,15 @@ def test_what_cannot_be_trained_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_checkpoints_that_cannot_be_written_are_found_before_training(
+    tiny_run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints").symlink_to("/proc/self")
+    with pytest.raises(MachineError, match=f"cannot write checkpoints to {tmp_path}/checkpoints: "):
+        start(tmp_path, tiny_run)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)

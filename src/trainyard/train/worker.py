@@ -117,12 +117,15 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
     refuse_missing_devices(torch.cuda.device_count())
     device = choose_device(process)
     refuse_device(run, device)
+    n_bytes = checkpoint_bytes(run, plan.n_parameters)
+    if process.n_ranks == 1:
+        probe(checkpoint_folder(folder), n_bytes)
 
     def facts() -> dict[str, str]:
         newest = find_checkpoint(folder, resume)
         started_from = {"checkpoint": newest.name if newest else "none"}
-        if process.rank == 0:
-            probe(checkpoint_folder(folder), checkpoint_bytes(run, plan.n_parameters))
+        if process.rank == 0:  # here, so that the others hear of it
+            probe(checkpoint_folder(folder), n_bytes)
         return gather_facts(run_text, describe_data(run)) | started_from
 
     with start_ranks(process, device, facts):
