@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,24 @@ def _is_of_another(plan: CorpusPlan, output: Output) -> bool:
         return load_sidecar(output.prefix).recipe != plan.recipe
     except DataError:
         return True
+
+
+def find_stale(plan: CorpusPlan) -> list[Path]:
+    """Lists outputs of the corpus that is being replaced which nothing will replace."""
+    kept = {output.prefix for output in plan.outputs}
+    try:
+        replaced = load_sidecar(plan.outputs[0].prefix).recipe
+    except DataError:
+        return []
+    stale = []
+    name = Path(plan.corpus.output).name
+    for path in Path(plan.outputs[0].prefix).parent.glob(f"{glob.escape(name)}_*_document.json"):
+        prefix = str(path.with_suffix(""))
+        with suppress(DataError):
+            if prefix not in kept and load_sidecar(prefix).recipe == replaced != plan.recipe:
+                suffixes = (".json", ".idx", ".bin", ".quarantine.jsonl")
+                stale += [Path(f"{prefix}{suffix}") for suffix in suffixes]
+    return stale
 
 
 def check_unchanged(sources: Sequence[SourceRecord]) -> None:

@@ -103,6 +103,14 @@ def _start_of(pid: int) -> str:
     return "0"
 
 
+def is_running(worker: str) -> bool | None:
+    """Tells whether a process of this machine lives; None if it is of another machine."""
+    machine, pid, start = worker.rsplit("-", 2)
+    if machine != _machine():
+        return None
+    return start != "gone" and _start_of(int(pid)) == start
+
+
 class WorkFolder:
     """A work folder, as one process sees it."""
 
@@ -300,9 +308,9 @@ class WorkFolder:
 
     def _is_alive(self, worker: str, beat: bytes | None = None) -> bool:
         """Tells whether a process lives; `beat` is what it says, if that was read just now."""
-        machine, pid, start = worker.rsplit("-", 2)
-        if machine == _machine():
-            return start != "gone" and _start_of(int(pid)) == start
+        runs = is_running(worker)
+        if runs is not None:
+            return runs
         now = time.monotonic()
         last, since, looked = self._seen.get(worker, (None, now, float("-inf")))
         if beat is None:
