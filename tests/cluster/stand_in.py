@@ -74,9 +74,7 @@ class Queue:
         for task in range(int(array[1]) + 1 if array else 1):
             with (self.folder / f"{name}-{task}.log").open("w") as log:
                 argv = ["bash", str(script)]
-                running.append(
-                    subprocess.Popen(argv, cwd="/", env=given, stdout=log, stderr=log)
-                )  # fmt: skip
+                running.append(subprocess.Popen(argv, cwd="/", env=given, stdout=log, stderr=log))
         return [process.wait() for process in running]
 
 
