@@ -2,15 +2,17 @@
 
 What the programs do is estimated, and was refined once after a first comparison (both are in
 docs/planning-accuracy.md); where a table does not say how it was measured, a docstring says what is
-assumed. No constant is fitted to these tables.
+assumed. Constants are fitted to FSDP's table alone.
 """
 
 from __future__ import annotations
 
+import csv
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from trainyard.config.run import Fp8, Model, Parallel, Precision, Run, Train
@@ -35,7 +37,8 @@ MEGATRON_DEEPSPEED = Program(
     block_kernels=60,
     reduced_bytes=2,
     cast_bytes=0,
-    hides_data="never",
+    shown_data=1,
+    hides_in_pipeline=False,
     hides_tensor=False,
 )
 # Its softmax kernel wants a multiple of 4 matrices; otherwise five plain ones take its place.
@@ -51,9 +54,14 @@ MEGATRON_CORE = replace(
     logit_bytes=20,
     gradient_bytes=8,
     block_kernels=30,
-    hides_data="always",
+    shown_data=0,
+    hides_in_pipeline=True,
     hides_tensor=True,
+    attention_share=1.4,  # cuDNN's on H100, where ours is FlashAttention-2
 )
+# Of 2023: FSDP that gathers weights late (BACKWARD_POST), and sums gradients in bf16. The speed of
+# its attention, in Triton, and what it shows of its exchange are fitted.
+COMPOSER = replace(FLASH_ATTENTION, name="Composer", shown_data=1, attention_share=0.6)
 
 
 def make_run(model: Model, batch: tuple[int, int], parallel: Parallel, kind: Any) -> Run:
@@ -138,7 +146,7 @@ def fp8_lm() -> list[Published]:
             {("bf16", 1): 22.4, ("fp8", 1): 28.7},
         ),
     ):
-        parallel = Parallel(tensor=tensor, pipeline=pipeline, sequence=tensor > 1)
+        parallel = Parallel(zero_stage=1, tensor=tensor, pipeline=pipeline, sequence=tensor > 1)
         for (kind, micro), samples in measured.items():
             run = make_run(model, (batch, micro), parallel, kind)
             seconds = batch / samples
@@ -165,7 +173,9 @@ def megatron_core() -> list[Published]:
     ):
         model = gpt(layers, width, heads, 131_072, 4096)
         schedule: dict[str, Any] = {"schedule": "interleaved", "chunks": 4} if pipeline > 1 else {}
-        parallel = Parallel(tensor=tensor, pipeline=pipeline, sequence=tensor > 1, **schedule)
+        parallel = Parallel(
+            zero_stage=1, tensor=tensor, pipeline=pipeline, sequence=tensor > 1, **schedule
+        )
         run = make_run(model, (batch, 1), parallel, "bf16")
         flops = flops_per_token(model, 131_072, "megatron") * batch * 4096
         seconds = flops / devices / tflops / 1e12
@@ -214,6 +224,53 @@ def benchmark_175b() -> list[Published]:
         Published("64 GPUs", name, run, 64, machine, FLASH_ATTENTION, seconds)
         for name, seconds in (("175B, steps 5 to 10", 346.0), ("175B, step 2400", 315.9))
     ]
+
+
+COMPOSER_COLUMNS = ("sequence length", "GPUs", "micro batch", "global batch", "tokens/s/GPU")
+COMPOSER_SHAPES = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+
+
+def composer(program: Program = COMPOSER) -> list[Published]:
+    """A100 and H100 bf16, MPT with FSDP (ZeRO 3), scripts/train/benchmarking/README.md of
+    github.com/mosaicml/llm-foundry at 8c8dd48; rows whose micro batches are unequal are left out.
+    50 GB/s for each H100 between nodes is assumed, 25 GB/s for each A100 is said."""
+    rows = []
+    text = (Path(__file__).parent / "published_fsdp.csv").read_text()
+    for line in csv.DictReader(text.splitlines()):
+        sequence, n_devices, micro, batch, tokens = (int(line[name]) for name in COMPOSER_COLUMNS)
+        model = gpt(*COMPOSER_SHAPES[line["model"]], 50368, sequence)
+        parallel = Parallel(zero_stage=3, recompute=line["recompute"])  # type: ignore[arg-type]
+        run = make_run(model, (batch, micro), parallel, "bf16")
+        machine, seconds = find_machine(gpu=line["gpu"]), batch * sequence / tokens / n_devices
+        name = f"{line['model']}, sequences of {sequence}, {n_devices} GPUs"
+        rows.append(Published(line["gpu"], name, run, n_devices, machine, program, seconds))
+    return rows
+
+
+def judge_composer(program: Program) -> dict[str, Any]:
+    """Errors by device."""
+    errors: dict[str, list[float]] = {}
+    for row in composer(program):
+        errors.setdefault(row.table, []).append(row.compare()["error"])
+    return {
+        table: {
+            "rows": len(each),
+            "mean_absolute_error": statistics.mean(map(abs, each)),
+            "mean_signed_error": statistics.mean(each),
+            "largest_absolute_error": max(map(abs, each)),
+        }
+        for table, each in errors.items()
+    }
 
 
 def fill_gaps(rows: Sequence[dict[str, Any]]) -> None:

@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[str, int]] = {
     "cp2, Ulysses": ("context=2", 2),
     "dp2, ZeRO 3": ("zero_stage=3", 2),
     "cp2, ring": ("context=2 context_method=ring", 2),
-    "dp2 x tp2, ZeRO 1": ("tensor=2", 4),
+    "dp2 x tp2, ZeRO 1": ("tensor=2 zero_stage=1", 4),
     "dp2, ZeRO 2": ("zero_stage=2", 2),
 }
 RUN = """\

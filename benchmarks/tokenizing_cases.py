@@ -108,7 +108,9 @@ def read_texts(corpus: Path) -> Iterator[list[str]]:
     """Yields the batches of documents that `prepare` works with."""
     from trainyard.data.sources import find_files, read_documents, split_into_units
 
-    for unit in split_into_units(find_files([str(corpus)])):
+    for unit in split_into_units(
+        [(file, file.stat().st_size) for file in find_files([str(corpus)])]
+    ):
         for segment in unit:
             for batch in read_documents(segment, "text"):
                 yield batch.texts

@@ -12,7 +12,9 @@ from trainyard.units import (
     format_large,
     format_seconds,
     parse_count,
+    parse_duration,
     parse_length,
+    with_article,
 )
 
 
@@ -106,3 +108,29 @@ def test_seconds(seconds: float, text: str) -> None:
 )  # fmt: skip
 def test_figures_have_no_exponent(number: float, text: str) -> None:
     assert format_figure(number) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "spoken"),
+    [
+        *(("A100 80GB", "an"), ("H100", "an"), ("MI300X", "an"), ("L4", "an"), ("RTX 4090", "an")),
+        *(("NVIDIA GeForce RTX 3090", "an"), ("Apple M3", "an"), ("T4", "a"), ("V100 16GB", "a")),
+        *(("B200", "a"), ("CPU", "a"), ("Max 1550", "a"), ("my card", "a")),
+    ],
+)
+def test_articles(name: str, spoken: str) -> None:
+    assert with_article(name) == f"{spoken} {name}"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("1 week", 604800), ("10 days", 864000), ("1.5 hours", 5400), (" 36hours ", 129600)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "week", "0 days", "-1 day", "1 fortnight", "1 weeks 2"])
+def test_what_is_not_a_duration(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a duration such as '1 week', '10 days' or"):
+        parse_duration(text)

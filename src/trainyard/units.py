@@ -9,6 +9,7 @@ from typing import Literal, get_args
 LengthUnit = Literal["tokens", "sequences", "steps"]
 
 _PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_SECONDS = {"minute": 60, "hour": 3600, "day": 86400, "week": 7 * 86400}
 _COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kKMBGT]?)")
 
 
@@ -87,6 +88,17 @@ def format_large(number: float) -> str:
     return f"{number:.3g}"
 
 
+def format_number(number: int, thing: str) -> str:
+    """Prints a number of things: "1 node", "2,048 nodes"."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def with_article(name: str) -> str:
+    """Puts the article before a name as it is spoken: "an A100", "a T4", "an MI300X"."""
+    is_vowel = re.match(r"[AEFHILMNORSX](?![a-z])|[AEIOUaeiou]", name)
+    return f"{'an' if is_vowel else 'a'} {name}"
+
+
 def format_figure(number: float, digits: int = 3) -> str:
     """Prints at least so many significant digits without an exponent: "48,300", "0.0123"."""
     if abs(number) >= 10 ** (digits - 1):
@@ -104,6 +116,18 @@ def format_seconds(seconds: float) -> str:
     while len(parts) > 1 and parts[0][0] == 0:
         parts.pop(0)
     return " ".join(f"{amount}{unit}" for amount, unit in parts[:2])
+
+
+def parse_duration(text: str) -> float:
+    """Reads "1 week", "10 days" or "36.5 hours" as seconds.
+
+    Raises:
+        ValueError: the text is not such a duration, or none at all.
+    """
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([a-z]+?)s?\s*", text)
+    if not match or match[2] not in _SECONDS or not float(match[1]):
+        raise ValueError(f"{text!r} is not a duration such as '1 week', '10 days' or '36 hours'")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def parse_shares(text: str) -> list[float]:

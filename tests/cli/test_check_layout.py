@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -15,10 +16,30 @@ from trainyard.errors import MachineError
 from trainyard.train.parity import Difference
 from trainyard.train.rehearsal import Result
 
-FAULT = """
-from trainyard.parallel import tensor
-tensor.reduce_from_group = lambda x, group: x
+PLANT = """
+import os
+if "TRAINYARD_RANK" in os.environ:
+    import pytest
+    from tests.parity import test_mutations
+    test_mutations.{fault}(pytest.MonkeyPatch())
 """
+RING = ("parallel.context=2", "parallel.context_method=ring", "model.dropout=0")
+FP8 = ("precision.kind=fp8", "precision.fp8.precise_blocks=0")
+ALONE = "parallel.zero_stage=0"
+HYBRID = ("parallel.replicas=2", "train.micro_batch_size=1", "--ranks", "4")
+FAULTS: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "missing_all_reduce": (("parallel.tensor=2", ALONE, *FP8), ["1 fp64 D", "1 fp8 D"]),
+    "ring_sends_its_own_keys_again": (
+        (*RING, ALONE),
+        ["1 fp64 s", "2 fp64 D", "3 fp64 D", "1 fp32 s"],
+    ),
+    "second_rank_reads_one_further": ((), ["1 fp64 D", "1 fp32 D"]),
+    "gradients_of_replicas_not_added_up": (
+        HYBRID,
+        ["1 fp64 DIFFERENT: embedding.weight has no gr"],
+    ),
+}
+"""What to check, and the beginnings of the rows that it prints, without their numbers."""
 
 
 def check_layout(*arguments: str, folder: Path, python_path: str = "") -> CompletedProcess[str]:
@@ -44,20 +65,18 @@ def test_a_layout_is_proven_and_what_was_made_smaller_is_said(tmp_path: Path) ->
 
 
 @pytest.mark.exhaustive
-def test_a_fault_is_seen_and_the_exit_code_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen_and_the_exit_code_says_so(fault: str, tmp_path: Path) -> None:
     # Python imports this module, if there is one, at its start: here in every rank.
-    (tmp_path / "sitecustomize.py").write_text(FAULT)
-    result = check_layout(
-        *("tiny", "parallel.tensor=2", "parallel.zero_stage=0"),
-        *("precision.kind=fp8", "precision.fp8.precise_blocks=0"),
-        folder=tmp_path,
-        python_path=str(tmp_path),
-    )
+    (tmp_path / "sitecustomize.py").write_text(PLANT.format(fault=fault))
+    arguments, expected = FAULTS[fault]
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    result = check_layout("tiny", *arguments, folder=tmp_path, python_path=paths)
     assert result.returncode == 2, result.stderr
-    assert "DIFFERENT" in result.stdout
-    differs = "tiny: the layout does not compute what a single device computes (fp64, fp8)"
-    assert differs in result.stderr
-    assert "to see which axis: the same with parallel.tensor=1\n" in result.stderr
+    rows = re.findall(r"^layout (\d) +(\w+) (?: +[-+.e\d]+){5}   (.*)", result.stdout, re.MULTILINE)
+    assert len(rows) == len(expected), result.stdout
+    assert all(map(str.startswith, map(" ".join, rows), expected)), result.stdout
+    assert "tiny: the layout does not compute what a single device computes" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -128,6 +128,13 @@ def test_stages_wait_for_each_other(project: Path) -> None:
     assert "after prepare-wikipedia: job 4715" in text
 
 
+def test_stages_mount_nothing_of_the_nodes_with_gpus(project: Path) -> None:
+    text = run("recipes/azure/175b.toml", "--cluster", "azure-ndv5", "--nodes", "128",
+               "--image", "a#b:c", "--stages", "all", "--dry-run")  # fmt: skip
+    mounts = re.findall(r"--container-mounts=(\S+)", text)
+    assert [mount.count("/opt/microsoft") for mount in mounts] == [0, 0, 2]
+
+
 def test_some_stages(project: Path) -> None:
     text = run("recipes/lumi/13b.toml", "--cluster", "slurm", "--stages", "prepare,download")
     assert text == "prepare-oscar: job 4712\n", "there is no Oscar to download"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +56,22 @@ def test_the_lumi_job() -> None:
     assert "step" not in alone
 
 
+@pytest.mark.parametrize("name", ["gpt3-6.7b", "gpt3-13b"])
+def test_the_presets_for_64_gpus_are_planned_as_they_are(name: str) -> None:
+    found = as_json(name, "--gpu", "h100", "--gpus", "64")
+    assert found["fits"] is True
+    assert found["plan"]["data_parallel_size"] == 64
+
+
 def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(MachineError, match=r"does not fit: .* more than a MI250X GCD has") as error:
-        run_plan("gpt3-13b", "train.batch_ramp=none", *LUMI)
+    with pytest.raises(
+        MachineError, match=r"does not fit: .* more than an MI250X GCD has"
+    ) as error:
+        run_plan("gpt3-13b", "parallel.zero_stage=1", *LUMI)
     assert error.value.hint.startswith("cheapest change that makes it fit: ")
     change = error.value.hint.removeprefix("cheapest change that makes it fit: ")
     with_it = [text.strip(",") for text in change.split() if "=" in text]
-    assert as_json("gpt3-13b", "train.batch_ramp=none", *with_it, *LUMI)["fits"] is True
+    assert as_json("gpt3-13b", "parallel.zero_stage=1", *with_it, *LUMI)["fits"] is True
 
 
 @pytest.mark.parametrize(
@@ -74,7 +85,18 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
         ([*LUMI, "--measure", "3"], "--measure 3 needs --search", "--search --measure 3"),
         ([*LUMI, "--rank", "3"], "--rank 3 needs --simulate", "--simulate --rank 3"),
         (["--all-stages"], "--all-stages needs --simulate", ""),
-        (["--search", "--simulate"], "two different things", "one at a time"),
+        (["--search", "--simulate"], "--search and --simulate are different", "one at a time"),
+        ([*LUMI, "--search", "--deadline", "1 day"], "--deadline are different", "one at a time"),
+        (["--deadline", "1 day"], "--deadline needs to know the devices", "--cluster"),
+        ([*LUMI, "--deadline", "soon"], "--deadline 'soon' is not a duration", '"1 week"'),
+        ([*LUMI, "--deadline", "0 days"], "--deadline '0 days' is not a duration", '"1 week"'),
+        ([*LUMI, "--deadline", "1 minute"], "no model trains within 1 minute on 16", "more dev"),
+        (
+            ["--gpu", "t4", "precision.kind=fp16", "--deadline", "1 minute"],
+            "gpt3-125m does not train within 1 minute: on ",
+            "a longer deadline",
+        ),
+        (["--gpu", "t4", "--deadline", "1 day"], "no peak is known for products of T4", "fp16"),
         (["--search"], "--search needs to know the devices", "--cluster"),
         ([*LUMI, "--storage", "fast"], "--storage 'fast' is not speeds in GB/s", "5,20,100"),
         ([*LUMI, "--picture", "nowhere/plan.png"], "there is no folder nowhere", "make it"),
@@ -83,7 +105,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
         (
             ["--gpu", "h100", "--gpus", "6", "parallel.tensor=4"],
             "6 ranks cannot be divided by parallel.tensor=4",
-            "nearest that works: ",
+            "nearest that works: 4 ranks; --search lists the layouts that fit",
         ),
     ],
 )
@@ -117,6 +139,22 @@ def test_a_cluster_with_other_devices() -> None:
     assert h100["step"]["seconds"] < other["step"]["seconds"] < polaris["step"]["seconds"]
 
 
+def test_a_device_that_nobody_measured_gets_a_range(tmp_path: Path) -> None:
+    def planned(*where: str) -> dict[str, Any]:
+        return as_json("gpt3-125m", "train.batch_ramp=none", *where, "--gpus", "8")
+
+    unknown, known = planned("--gpu", "rtx-4090"), planned("--gpu", "h100")
+    for part in ("step", "cost"):
+        fast, slow = unknown[part]["seconds_between"]
+        assert fast < unknown[part]["seconds"] < slow
+        assert known[part]["seconds_between"] is None
+    text = run_plan("gpt3-125m", "train.batch_ramp=none", "--gpu", "rtx-4090", "--gpus", "8")
+    assert ": nobody measured an RTX 4090 for this): " in lines_of(text)["step"]
+    measured = tmp_path / "own.toml"
+    measured.write_text('gpu = "rtx-4090"\n[efficiencies]\nproduct_share = 0.9\n')
+    assert planned("--cluster", str(measured))["step"]["seconds_between"] is None
+
+
 def test_epochs_of_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with IndexedWriter(Path("corpus"), optimal_dtype(512)) as writer:
@@ -148,10 +186,50 @@ def test_search_lists_ten_and_why_they_lose() -> None:
     assert "behind the command: " in text
 
 
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ([], ["--gpus", "8"]),
+        (["train.length='1B tokens'"], ["--gpus", "8"]),
+        (["train.length='200B tokens'"], []),
+    ],
+)
+def test_a_deadline(changes: list[str], where: list[str]) -> None:
+    """The largest model on 20 tokens a parameter, or as long as is said; or the fewest devices."""
+    given = ["gpt3-125m", "train.batch_ramp=none", "--gpu", "rtx-4090"]
+    found: Any = as_json(*given, *changes, *where, "--deadline", "1 week", "--price", "2")
+    first, second = found
+    expected = load_run("gpt3-125m", changes).run.train.length.amount
+    if not changes:
+        expected = 20 * first["parameters"]
+    assert first["tokens"] == pytest.approx(expected, rel=5e-3)
+    assert first["seconds"] <= 7 * 86400
+    assert (second["seconds"] or math.inf) > 7 * 86400
+    if where:
+        assert second["parameters"] > first["parameters"]
+    else:
+        assert second["n_devices"] < first["n_devices"]
+    words = shlex.split(first["changes"])
+    plain = as_json(*given, *changes, *words, "--gpus", str(first["n_devices"]), "--price", "2")
+    # Nobody measured such a device: a deadline takes it for as slow as it may be.
+    assert plain["cost"]["seconds_between"][1] == pytest.approx(first["seconds"])
+    assert first["seconds"] > plain["cost"]["seconds"]
+    assert first["device_hours"] == pytest.approx(first["seconds"] * first["n_devices"] / 3600)
+    assert first["price"] == pytest.approx(2 * first["device_hours"])
+    text = run_plan(*given, *changes, *where, "--deadline", "1 week")
+    assert text.splitlines()[-1].endswith(f"--gpus {first['n_devices']} {first['changes']}".strip())
+
+
 def test_a_search_for_what_nothing_holds() -> None:
     with pytest.raises(MachineError, match="no layout fits on 8 devices") as error:
         run_plan("polaris-gpt1t-1024l", "--cluster", "lumi", "--nodes", "1", "--search")
     assert error.value.hint
+
+
+def test_a_search_that_a_batch_ramp_leaves_nothing() -> None:
+    with pytest.raises(MachineError, match=r"no layout fits on 1,024 devices") as error:
+        run_plan("gpt3-175b", "--gpu", "h100", "--gpus", "1024", "--search")
+    assert error.value.hint.startswith("train.batch_ramp=none: ")
 
 
 def test_measuring_elsewhere_is_refused() -> None:

@@ -29,7 +29,7 @@ def test_summary_of_a_preset() -> None:
     )
     assert facts["vocabulary"] == "50,257 tokens, padded to 50,304 rows"
     assert facts["compute"].startswith("7.956e+10 model FLOP a token (megatron_causal), ")
-    assert facts["batch"] == "1,024 sequences = 2,097,152 tokens, growing from 16 over 8B tokens"
+    assert facts["batch"] == "1,024 sequences = 2,097,152 tokens, growing from 64 over 8B tokens"
     assert facts["length"].endswith("tokens (300B)")
 
 
@@ -63,9 +63,9 @@ def test_a_layout_names_its_smallest_number_of_ranks_and_its_stages() -> None:
     assert "ranks      4 at least; micro batches of each in a step: 2 of 4 sequences" in lines
     assert "stages     interleaved, blocks by pipeline rank: 0, 3-4 | 1-2, 5" in lines
     lines = summary("tiny", "parallel.replicas=2")
-    assert "layout     data 2, ZeRO stage 1 in 2 replicas, fp32" in lines
+    assert "layout     data 2, ZeRO stage 2 in 2 replicas, fp32" in lines
     lines = summary("tiny")
-    assert "layout     one rank, ZeRO stage 1, fp32" in lines
+    assert "layout     one rank, ZeRO stage 2, fp32" in lines
     assert not any(line.startswith(("ranks ", "stages ")) for line in lines)
 
 

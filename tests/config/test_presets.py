@@ -74,7 +74,7 @@ def test_gpt3_and_mds_tables(
     assert paper.model.init_std == 0.02
     ramp = paper.train.batch_ramp
     assert ramp is not None
-    assert ramp.start * paper.model.sequence_length == 32_768
+    assert ramp.start == ramp.increment == (64 if key in ("6.7b", "13b") else 16)
     assert 4e9 <= ramp.length.amount <= 12e9
     assert mds.train.batch_ramp is None
     assert mds.schedule.minimum_learning_rate == 1e-6

@@ -45,6 +45,7 @@ IMPOSSIBLE = [
     ("train.stop_after_minutes=0", "train.stop_after_minutes: Input should be greater than 0"),
     ("optimizer.clip_norm=nan", "greater than 0 (got nan)"),
     ("optimizer.betas=[0.9, 1.0]", "betas must be at least 0 and below 1 (got [0.9, 1.0])"),
+    ("parallel.pipeline=x", "1 problem in the run tiny:\n  parallel.pipeline: Input should be"),
     ("parallel.zero_stage=4", "less than or equal to 3 (got 4)"),
     ("schedule.kind=cosin", "Input should be 'cosine', 'linear', 'constant' or"),
     ("name=a/b", "name: a name has letters, digits and . _ - and starts with the first two"),
@@ -300,6 +301,25 @@ def test_edges_that_are_allowed(overrides: str) -> None:
     load_run("tiny", overrides.split("; "))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "stage"),
+    [
+        ([], 2),
+        (["parallel.pipeline=2"], 1),
+        (["parallel.zero_stage=1"], 1),
+        (["parallel.pipeline=2", "parallel.zero_stage=3"], 3),
+    ],
+)
+def test_the_stage_of_zero_follows_the_pipeline(overrides: list[str], stage: int) -> None:
+    run = load_run("tiny", overrides).run
+    assert run.parallel.zero_stage == stage
+    assert Run.model_validate(run.model_dump()) == run
+    # What is written down gives the same run, whatever the default would be.
+    back = rules.change(run, {"parallel.pipeline": 1, "parallel.zero_stage": 1})
+    texts = rules.describe(run, {"parallel.pipeline": 1, "parallel.zero_stage": 1}).split(" with ")
+    assert load_run("tiny", [*overrides, *filter(None, texts)]).run == back
+
+
 def test_runs_cannot_be_changed() -> None:
     run = Run()
     with pytest.raises(ValidationError, match="frozen"):
@@ -317,7 +337,7 @@ def test_defaults_are_the_125m_of_the_paper() -> None:
     ("number", "near", "divisor"), [(64, 5, 4), (768, 13, 12), (7, 3, 1), (7, 5, 7)]
 )
 def test_nearest_divisor(number: int, near: int, divisor: int) -> None:
-    assert rules.nearest_divisor(number, near) == divisor
+    assert rules.nearest(rules.divisors(number), near)[0] == divisor
 
 
 @given(factor=st.integers(1, 20), near=st.integers(1, 100), n_beyond=st.integers(1, 9))

@@ -135,3 +135,5 @@ def test_a_small_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert caught.value.__cause__.errno == errno.EFBIG
     assert (tmp_path / "a.json").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    with pytest.raises(MachineError, match=r"a.json/b cannot be written: Not a directory"):
+        publish_text(tmp_path / "a.json" / "b", "")

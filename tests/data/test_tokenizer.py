@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from trainyard.data import tokenizer as subject
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from trainyard.data.vocabulary import Vocabulary, byte_symbols, load_vocabulary
-from trainyard.errors import DataError
+from trainyard.errors import DataError, MachineError
 
 EOT = "<|endoftext|>"
 INJECTIONS = [EOT, f"a{EOT}b", f"{EOT}{EOT}", f" {EOT} \n{EOT}", "<|endoftext", f"x<|{EOT}|>"]
@@ -77,6 +77,12 @@ def test_a_trained_tokenizer_is_the_same_every_time(trained_folder: Path, tmp_pa
     trained = load_tokenizer(tmp_path)
     assert (trained.vocabulary_size, trained.eod_id) == (320, 319)
     assert len(trained.encode("undoa remakeb")) <= 4
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_texts_are_read(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MachineError, match=r"file/folder: Not a directory"):
+        train_tokenizer(iter(()), 300, tmp_path / "file" / "folder")
 
 
 def test_what_is_saved_opens_in_hugging_face(trained_folder: Path, trained: Tokenizer) -> None:

@@ -115,11 +115,13 @@ def test_commands_for_your_own_text(tmp_path: Path, write: Callable[[Path], list
 def test_commands_before_the_queue(tmp_path: Path) -> None:
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     commands = fenced_commands(section("Before the queue"))
-    assert [command[1] for command in commands] == ["plan", "plan"]
-    for command in commands:
+    assert [command[1] for command in commands] == ["plan", "plan", "plan"]
+    for command, answer in zip(
+        commands, (": fits, ", "fastest layouts", "the largest, behind"), strict=True
+    ):
         result = trainyard(*command[1:], folder=tmp_path)
         assert result.returncode == 0, f"{command}: {result.stderr}"
-        assert "fastest layouts" in result.stdout or ": fits, " in result.stdout
+        assert answer in result.stdout
 
 
 # Stands where Slurm would: it takes the script, and answers with a number.

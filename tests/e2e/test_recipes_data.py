@@ -40,7 +40,6 @@ SMALL += ["train.length='3 steps'", "evaluate.batches=1"]
 def project(tmp_path: Path) -> Path:
     """A folder to work in, with the recipes."""
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
-    (tmp_path / "data").mkdir()
     return tmp_path
 
 
@@ -72,8 +71,6 @@ def write_slimpajama(folder: Path, shared_data: Path) -> None:
 def prepare(project: Path, guide: str) -> None:
     """Runs the lines of a README that prepare data, in one process."""
     text = (project / "recipes" / guide / "README.md").read_text(encoding="utf-8")
-    for folder in re.findall(r"^    mkdir -p (\S+)$", text, re.MULTILINE):
-        (project / folder).mkdir(parents=True)
     lines = [words[1:] for words in commands(text) if words[1] == "prepare"]
     lines = [words for words in lines if "--fetch" not in words]
     assert lines

@@ -36,6 +36,8 @@ def test_greedy_equals_the_argmax_of_a_full_forward_pass(model: GPT, n_prompt: i
 def test_padding_of_the_vocabulary_is_never_chosen(model: GPT) -> None:
     samples = generate(model, [1], 100, Sampling(5.0, top_k=0, top_p=1), n_samples=4)
     assert max(max(ids) for ids in samples) < 50
+    few = generate(model, [1], 100, Sampling(5.0, 0, 1.0, vocabulary_size=5), n_samples=4)
+    assert {i for ids in few for i in ids} == set(range(5))
 
 
 def test_a_seed_gives_the_same_text_and_another_one_another(model: GPT) -> None:

@@ -25,7 +25,7 @@ def main() -> None:
     command = [sys.executable, PROGRAM, str(folder), wanted]
     try:
         with ExitStack() as closing:
-            locks = [closing.enter_context(hold(folder, 0.5))] if process.rank == 0 else []
+            locks = closing.enter_context(hold(folder, 0.5)) if process.rank == 0 else []
             sys.exit(supervise(Job(process, n_ranks, folder, lambda _attempt: command, locks)))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")

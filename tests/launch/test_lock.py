@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.waiting import wait_until
 
 from trainyard.errors import LaunchError, MachineError
 from trainyard.launch import lock
-from trainyard.launch.lock import hold
+from trainyard.launch.lock import find_holder, hold
 
 LONG = '{"n_steps": 100000}'
 
@@ -39,12 +40,18 @@ def test_the_second_is_refused_and_told_who_is_first(tmp_path: Path) -> None:
         pass
 
 
-def test_what_stands_in_the_file_does_not_matter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [lambda path: path.write_text("[]"), Path.unlink])
+def test_what_becomes_of_the_file_does_not_matter(
+    change: Callable[[Path], object], tmp_path: Path
+) -> None:
     (tmp_path / "lock").write_text("no JSON" * 100)
     with hold(tmp_path, wait_seconds=0.0):
-        (tmp_path / "lock").write_text("[]")
-        with pytest.raises(LaunchError, match="by another process"), hold(tmp_path, 0.0):
-            pass
+        change(tmp_path / "lock")
+        for _ in range(2):
+            with pytest.raises(LaunchError, match="by another process"), hold(tmp_path, 0.0):
+                pass
+        assert find_holder(tmp_path) == "another process"
+    assert find_holder(tmp_path) == ""
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -15,12 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.circles import everyday
+from torch import Tensor
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.model.dropout import sequence_keys
+from trainyard.model.gpt import GPT
 from trainyard.parallel.mesh import Mesh, build_mesh
 from trainyard.parallel.replica import Replica
+from trainyard.parallel.tensor import cut_tensor
 from trainyard.plan.resolve import resolve
 from trainyard.plan.traffic import rank_traffic
 from trainyard.simulate.accounting import Accounting
@@ -126,6 +129,42 @@ def test_ranks_send_what_the_plan_says(
     for counted, planned in results:
         assert counted == planned
         assert counted, "some axis is longer than 1"
+
+
+def count_kept(run: Run, *, gathers_again: bool, compiled: bool) -> float:
+    """Counts what a block keeps for its backward pass, in times the whole residual stream."""
+    model = GPT(run.model, run.model.vocabulary_size, torch.bfloat16)
+    cut_tensor(model, dist.group.WORLD, sequence=True, gathers_again=gathers_again)
+    (block,) = model.blocks.values()
+    if compiled:  # as on a GPU, but for its kernels
+        block.compile(backend="aot_eager_decomp_partition")
+    weights = {parameter.shape.numel() for parameter in block.parameters()}
+    kept: dict[int, tuple[Tensor, int]] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.numel() not in weights:
+            kept[x.untyped_storage()._cdata] = x, x.untyped_storage().nbytes()
+        return x
+
+    n_tokens, D = run.model.sequence_length, run.model.d_model
+    x = torch.zeros(1, n_tokens // 2, D, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = block(x, None, model.residual_positions)
+    out.sum().backward()
+    return sum(n_bytes for _, n_bytes in kept.values()) / (n_tokens * D * 2)
+
+
+@pytest.mark.parametrize("compiled", everyday([False, True], [False]))
+def test_gathered_tokens_are_gathered_again_instead_of_kept(
+    compiled: bool, run_ranks: Callable[..., list[float]]
+) -> None:
+    run = build_run("model.n_layers=1 model.sequence_length=160")
+    once, again = (
+        run_ranks(2, partial(count_kept, run, gathers_again=choice, compiled=compiled))
+        for choice in (False, True)
+    )
+    # Inputs of two products: whole, or as cut; a compiled block computes even those again.
+    assert min(once) - max(again) >= 2 * (1 - 1 / 2)
 
 
 def test_every_kind_of_call_of_every_axis_is_in_the_table() -> None:

@@ -16,16 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainyard.data.loader import Loader
 from trainyard.model.gpt import GPT
 from trainyard.optim import clip
-from trainyard.parallel import mesh, replica, tensor
+from trainyard.parallel import mesh, replica, ring, tensor
 from trainyard.parallel.placement import local_part
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.train import parity, step
 from trainyard.train.parity import BOUNDS, Outcome, compare
 
 from .layouts import Row, train_rank
-from .test_parity import DROPOUT, PP2, SP2, TP2, Z1
+from .test_parity import DROPOUT, PP2, RING4, SP2, TP2, Z1
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -74,8 +75,8 @@ def clipped_by_the_local_norm(patch: pytest.MonkeyPatch) -> None:
 def dropout_shared_across_the_cut(patch: pytest.MonkeyPatch) -> None:
     right = tensor.cut_tensor
 
-    def wrong(model: GPT, group: dist.ProcessGroup, *, sequence: bool) -> None:
-        right(model, group, sequence=sequence)
+    def wrong(model: GPT, group: dist.ProcessGroup, **options: bool) -> None:
+        right(model, group, **options)
         for block in model.blocks.values():
             block.attention.core.first_head = 0
 
@@ -139,6 +140,35 @@ def stale_shard(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "apply_update", wrong)
 
 
+def second_rank_reads_one_further(patch: pytest.MonkeyPatch) -> None:
+    right = Loader._read
+
+    def wrong(self: Loader, step: int, offset: int) -> Any:
+        return right(self, step, offset + (self._share[0] == 1))
+
+    patch.setattr(Loader, "_read", wrong)
+
+
+def ring_sends_its_own_keys_again(patch: pytest.MonkeyPatch) -> None:
+    right = ring._finish_shift
+
+    def wrong(arriving: Tensor, like: Any) -> Any:
+        arrived: Any = right(arriving, like)
+        if hasattr(like, "has_arrived"):  # then what arrived first does so once more
+            return like
+        arrived.has_arrived = True
+        return arrived
+
+    patch.setattr(ring, "_finish_shift", wrong)
+
+
+def gradients_of_replicas_not_added_up(patch: pytest.MonkeyPatch) -> None:
+    def wrong(model: Any, *_: Any, **__: Any) -> None:
+        model.set_requires_all_reduce(False)
+
+    patch.setattr(replica, "prepare_micro_batch", wrong)
+
+
 FAULTS: dict[str, tuple[Patch, Row]] = {
     "missing all-reduce": (missing_all_reduce, Row(TP2)),
     "gradients of norms not added up": (gradients_of_norms_not_added_up, Row(SP2)),
@@ -151,6 +181,8 @@ FAULTS: dict[str, tuple[Patch, Row]] = {
     "mean of means": (mean_of_means, Row(data=2)),
     "padding of the vocabulary counts": (padding_of_the_vocabulary_counts, Row(TP2)),
     "stale shard": (stale_shard, Row(Z1, data=2)),
+    "second rank reads one further": (second_rank_reads_one_further, Row(data=2)),
+    "ring sends its own keys again": (ring_sends_its_own_keys_again, Row(RING4)),
 }
 
 

@@ -50,7 +50,7 @@ def test_every_gpu_has_a_machine_with_all_figures(gpu: str) -> None:
     assert machine.device.memory_bytes_per_second
     assert machine.device.peaks
     assert set(machine.efficiencies.sources) == {
-        *("product_share", "attention_share", "memory_share"),
+        *("product_share", "sustained_share", "attention_share", "memory_share"),
         *("link_share", "network_share", "launch_seconds"),
     }
 
@@ -87,6 +87,25 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     )
 
 
+def test_gpus_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    figures = """memory_gigabytes = 24
+memory_gigabytes_per_second = 936
+peaks_teraflops = { fp32 = 35.6, fp16 = 71, bf16 = 71 }"""
+    path.write_text(f'gpu = "NVIDIA GeForce RTX 3090"\n{figures}\ndevices_per_node = 2')
+    machine = find_machine(str(path))
+    assert machine.device.name == "NVIDIA GeForce RTX 3090"
+    assert (machine.memory_bytes, machine.devices_per_node) == (24 * 2**30, 2)
+    assert machine.device.memory_bytes_per_second == 936e9
+    assert machine.device.peak_flops_per_second("bf16") == 71e12
+    assert machine.device.peak_flops_per_second("fp8") is None
+    assert machine.link_bytes_per_second == 32e9, "a slot of PCIe 4.0"
+    assert machine.efficiencies.sources["product_share"].startswith("assumed")
+    # Of a GPU that is known, the file corrects figures.
+    path.write_text('gpu = "a100-80g"\nmemory_gigabytes = 96')
+    assert find_machine(str(path)).memory_bytes == 96 * 2**30
+
+
 @pytest.mark.parametrize(
     ("cluster", "gpu", "problem", "hint"),
     [
@@ -95,6 +114,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         (None, "h10", "--gpu: no GPU named 'h10'", "did you mean h100"),
         (None, "A100", "--gpu: no GPU named 'A100'", "did you mean a100-"),
         (None, "tpu", "--gpu: no GPU named 'tpu'", "cpu"),
+        (None, "4090-24g", "--gpu: no GPU named '4090-24g'", "did you mean rtx-4090?; memory_gig"),
+        (None, "3090-24g", "--gpu: no GPU named '3090-24g'", "known: v100-16g, "),
         ("polaris", "a100", "--gpu: no GPU named 'a100'", "did you mean a100-"),
         (
             "missing/lumi.toml",
@@ -115,6 +136,10 @@ def test_unknown_names(cluster: str | None, gpu: str | None, problem: str, hint:
     ("text", "problem"),
     [
         ('gpu = "a100-8g"', "no GPU named 'a100-8g'"),
+        ('gpu = "mine"\nmemory_gigabytes = 24', "no GPU named 'mine'"),
+        ('gpu = "h100"\nmemory_gigabytes = 0', "memory_gigabytes"),
+        ('gpu = "h100"\npeaks_teraflops = { bf61 = 9 }', "peaks_teraflops"),
+        ('gpu = "h100"\npeaks_teraflops = { bf16 = -9 }', "peaks_teraflops"),
         ("devices_per_node = 4", "gpu"),
         ('gpu = "h100"\nnodes = 3', "nodes"),
         ('gpu = "h100"\ndevices_per_node = 0', "devices_per_node"),

@@ -26,6 +26,13 @@ from trainyard.plan.hardware import (
         ("NVIDIA B200", "B200", 2250e12),
         ("AMD Instinct MI250X", "MI250X GCD", 191.5e12),
         ("AMD Instinct MI300X", "MI300X", 1307e12),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090", 209.5e12),
+        ("NVIDIA L4", "L4", 121e12),
+        ("NVIDIA L40S", "L40S", 362e12),
+        ("NVIDIA A10G", "A10G", 70e12),
+        ("NVIDIA RTX A6000", "RTX A6000", 154.8e12),
+        ("Tesla T4", "T4", None),
         ("cpu", "CPU", None),
     ],
 )
@@ -40,7 +47,16 @@ def test_devices_are_found_by_torchs_name(
 
 @pytest.mark.parametrize(
     "name",
-    ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GB200", "NVIDIA A100-PCIE-40GB", "", "x"],
+    [
+        "NVIDIA H100 PCIe",
+        "NVIDIA H200 NVL",
+        "NVIDIA L40",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GB200",
+        "NVIDIA A100-PCIE-40GB",
+        "",
+        "x",
+    ],
 )
 def test_other_devices_have_no_peak_to_be_measured_against(name: str) -> None:
     assert find_device(name) is None

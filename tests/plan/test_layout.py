@@ -270,7 +270,10 @@ def named_changes(text: str) -> list[dict[str, Any]]:
         changes.append(
             {"n_ranks": int(way.split()[0])}
             if way.endswith(("rank", "ranks"))
-            else {name.rpartition(".")[2]: json.loads(value) for name, _, value in pairs}
+            else {
+                name.rpartition(".")[2]: None if value == "none" else json.loads(value)
+                for name, _, value in pairs
+            }
         )
     return changes
 
@@ -278,7 +281,9 @@ def named_changes(text: str) -> list[dict[str, Any]]:
 def apply(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     ramp = values["ramp"] or (None, None)
     ramp = (changes.get("start", ramp[0]), changes.get("increment", ramp[1]))
-    return values | {"ramp": values["ramp"] and ramp} | changes
+    has_ramp = values["ramp"] and "batch_ramp" not in changes
+    rest = {name: value for name, value in changes.items() if name != "batch_ramp"}
+    return values | {"ramp": ramp if has_ramp else None} | rest
 
 
 @settings(max_examples=400)
@@ -319,6 +324,12 @@ def refusal(n_ranks: int | None, *overrides: str) -> ConfigError:
     return caught.value
 
 
+def test_a_number_of_ranks_far_from_that_there_is_gives_way_to_another_cut() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(load_run("gpt3-175b").run, 1024)
+    assert caught.value.hint == ("nearest that works: parallel.tensor=2 with train.batch_ramp=none")
+
+
 def test_ranks_that_do_not_divide() -> None:
     error = refusal(6, "parallel.tensor=2", "parallel.pipeline=2")
     assert error.problem == (
@@ -345,7 +356,7 @@ def test_every_batch_of_a_ramp_must_divide() -> None:
         "train.batch_ramp.start=2",
         "train.batch_ramp.increment=3",
     ]
-    assert error.hint == "nearest that works: 1 rank"
+    assert error.hint == "nearest that works: 1 rank, or train.batch_ramp=none"
 
 
 def test_replicas_that_do_not_divide() -> None:

@@ -25,7 +25,7 @@ HOUR = 3600.0
 LAYOUTS = {
     "one rank": (1, ""),
     "ZeRO 0": (2, "zero_stage=0"),
-    "ZeRO 1, tensor": (4, "tensor=2"),
+    "ZeRO 1, tensor": (4, "tensor=2 zero_stage=1"),
     "ZeRO 3, replicas": (4, "zero_stage=3 replicas=2"),
     "context": (4, "context=2"),
     "pipeline, ZeRO 0": (4, "pipeline=2 zero_stage=0"),

@@ -154,6 +154,16 @@ def test_when_no_single_change_is_enough() -> None:
     assert fits(remedy.candidate.memory, machine)
 
 
+def test_more_devices_fill_nodes() -> None:
+    """A layout of 12 devices would be the first that fits."""
+    run = load_run("gpt3-1.3b", [*SMALL, "train.global_batch_size=24"]).run
+    machine = replace(with_memory(POLARIS, 6), devices_per_node=8)
+    assert fewest_devices(run, machine, 1).startswith("one fits on 8 devices")
+    for remedy in smallest_changes(run, machine, 1):
+        n = remedy.candidate.plan.n_ranks
+        assert n == 1 or 8 % n == 0 or n % 8 == 0
+
+
 def test_what_never_fits() -> None:
     run = load_run("gpt3-175b", SMALL).run
     machine = with_memory(POLARIS, 0.001)

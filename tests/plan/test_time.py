@@ -46,7 +46,7 @@ def test_parts_add_up() -> None:
 
 
 def test_products_follow_from_peak_and_memory_alone() -> None:
-    ideal = with_shares(H100, product_share=1.0, memory_share=1.0)
+    ideal = with_shares(H100, product_share=1.0, sustained_share=1.0, memory_share=1.0)
     run = run_of()
     plan = resolve(run, 8)
     parts = step_time(run, plan, ideal).parts
@@ -86,7 +86,7 @@ def test_tensor_ranks_on_two_nodes_are_slow() -> None:
 
 def test_all_network_devices_of_a_node_serve_a_ring_through_it() -> None:
     run = run_of("parallel.zero_stage=0")
-    shown = replace(OURS, hides_data="never")
+    shown = replace(OURS, shown_data=1)
     whole = step_time(run, resolve(run, 16), H100, shown).parts["data"]
     gradient_bytes = 4 * resolve(run, 16).n_parameters
     shares = H100.efficiencies
@@ -141,8 +141,9 @@ def test_data_ranks_hide_behind_computation() -> None:
     run = run_of()
     plan = resolve(run, 64)
     hidden = step_time(run, plan, H100)
-    shown = step_time(run, plan, H100, replace(OURS, hides_data="never"))
-    assert hidden.parts["data"] < shown.parts["data"] / 5
+    shown = step_time(run, plan, H100, replace(OURS, shown_data=1))
+    # What the exchange takes from computing shows, and a little at the ends of a step.
+    assert hidden.parts["data"] < 0.21 * shown.parts["data"]
     slow = replace(H100, network_bytes_per_second=1e9)
     assert step_time(run, plan, slow).parts["data"] > 1
 
@@ -171,7 +172,12 @@ def test_context_ranks_share_attention(method: str, n_ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "kind", "known"),
-    [("a100-80g", "fp8", "fp32, fp16, bf16"), ("v100-32g", "bf16", "fp32, fp16")],
+    [
+        ("a100-80g", "fp8", "fp32, fp16, bf16"),
+        ("rtx-a6000", "fp8", "fp32, fp16, bf16"),
+        ("v100-32g", "bf16", "fp32, fp16"),
+        ("t4", "bf16", "fp32, fp16"),
+    ],
 )
 def test_a_precision_the_device_does_not_have(gpu: str, kind: str, known: str) -> None:
     with pytest.raises(
@@ -216,6 +222,31 @@ def test_a_run_that_is_not_compiled_moves_more_bytes_and_starts_more_kernels() -
     for part in ("memory-bound", "overhead"):
         assert plain.parts[part] > 1.2 * compiled.parts[part]
     assert plain.parts["products"] == compiled.parts["products"]
+
+
+def test_published_steps_of_fsdp_are_predicted_as_well_as_the_documentation_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    from benchmarks.planning_tables import COMPOSER, judge_composer
+
+    found = judge_composer(COMPOSER)
+    assert {table: figures["rows"] for table, figures in found.items()} == {
+        "h100": 70, "a100-80g": 61, "a100-40g": 78,
+    }  # fmt: skip
+    assert all(figures["mean_absolute_error"] < 0.045 for figures in found.values())
+
+
+def test_what_a_step_reaches_is_less_than_a_lone_product() -> None:
+    """The doctor expects of a lone product what it was measured at; a plan does not."""
+    h100 = find_machine(gpu="h100")
+    run = run_of()
+    plan = resolve(run, 8)
+    sustained = step_time(run, plan, h100).parts
+    cold = step_time(run, plan, with_shares(h100, sustained_share=1.0)).parts
+    assert sustained["products"] > 1.05 * cold["products"]
+    assert sustained["attention"] == pytest.approx(cold["attention"] / 0.9)
+    assert h100.efficiencies.product_share == 0.80
 
 
 def test_measured_steps_are_predicted_as_well_as_the_documentation_says(shared_data: Path) -> None:

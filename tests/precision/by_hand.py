@@ -6,6 +6,7 @@ adds up in fp32, of which another order makes, now and then, another number when
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,8 +56,15 @@ class _ByHand(torch.autograd.Function):
 def build_product_by_hand(fp8: Fp8) -> Product:
     """Stands in for `build_product`, for inputs of fp64 that need a gradient."""
 
-    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out: Tensor = _ByHand.apply(x, weight, fp8.scaling == "rowwise")  # type: ignore[no-untyped-call]
-        return out if bias is None else out + bias
+    by_rows = fp8.scaling == "rowwise"
 
-    return multiply
+    class ByHand:
+        def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+            out: Tensor = _ByHand.apply(x, weight, by_rows)  # type: ignore[no-untyped-call]
+            return out if bias is None else out + bias
+
+        def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensor]:
+            saved = SimpleNamespace(saved_tensors=(x, weight), by_rows=by_rows)
+            return _ByHand.backward(saved, gradient)[:2]
+
+    return ByHand()

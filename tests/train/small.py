@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainyard.config.run import Run
-from trainyard.data.loader import Loader
 from trainyard.optim.adamw import build_optimizer
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.placement import local_part
 from trainyard.parallel.replica import Replica
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import resolve
-from trainyard.train.parity import RandomBatches
+from trainyard.train.parity import build_loader
 from trainyard.train.state import Parts, State
 from trainyard.train.step import StepResult, train_step
 from trainyard.train.worker import COMPUTE_DTYPES
@@ -64,7 +63,7 @@ def build_small_parts(n_ranks: int = 1, **sections: dict[str, Any]) -> Parts:
         batches=batches,
         replica=replica,
         optimizer=build_optimizer(replica, run),
-        train_data=cast(Loader, RandomBatches(run, batches, mesh.data_share)),
+        train_data=build_loader(run, plan, mesh.data_share),
         valid_order=None,
         tokenizer=None,
         data_fingerprint="",

@@ -5,32 +5,42 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.circles import everyday
 from tests.command import Fork
+from tests.faults.small_run import write_tokens
 from tests.train.conftest import lines_of, start, with_fields
 from tests.waiting import wait_until
 
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import load_tensors, newest_checkpoint
 from trainyard.config.run import Run
+from trainyard.data.index_cache import FileBlock
+from trainyard.data.indexed import token_paths
+from trainyard.data.loader import data_fingerprint, describe_data
 from trainyard.errors import (
     CheckpointError,
     ConfigError,
     DataError,
     GuardError,
+    LaunchError,
     MachineError,
     UserError,
 )
 from trainyard.launch.environment import Process
-from trainyard.parallel.mesh import choose_device
+from trainyard.launch.pulse import Pulse
+from trainyard.parallel.mesh import build_mesh, choose_device
+from trainyard.topology import Topology
 from trainyard.train.run_folder import write_run_folder
 from trainyard.train.stop import DONE, Ending, Stop
 from trainyard.train.worker import main as worker_main
-from trainyard.train.worker import run_worker
+from trainyard.train.worker import read_unread, run_worker
 
 
 def train_losses(folder: Path) -> list[float]:
@@ -212,6 +222,15 @@ def test_what_cannot_be_trained_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_checkpoints_that_cannot_be_written_are_found_before_training(
+    tiny_run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints").symlink_to("/proc/self")
+    with pytest.raises(MachineError, match=f"cannot write checkpoints to {tmp_path}/checkpoints: "):
+        start(tmp_path, tiny_run)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
@@ -293,3 +312,56 @@ def test_data_of_another_tokenizer_is_refused(tiny_run: Run, tmp_path: Path) -> 
 def test_wandb_without_its_package(tiny_run: Run, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"log.wandb_project='yard' needs the package wandb"):
         start(tmp_path / "run", with_fields(tiny_run, log={"wandb_project": "yard"}))
+
+
+def test_data_without_a_record_is_read_once_by_all_ranks_together(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainyard.data.index_cache.BLOCK_BYTES", 500)
+    monkeypatch.setattr("trainyard.train.worker.BLOCKS_A_ROUND", 2)
+    (tmp_path / "other").mkdir()
+    prefixes = [str(write_tokens(tmp_path)), str(write_tokens(tmp_path / "other"))]
+    blocks = sum(-(-path.stat().st_size // 500) for p in prefixes for path in token_paths(p))
+    read_digest = FileBlock.read_digest
+
+    def read() -> tuple[int, str]:
+        rank = dist.get_rank()
+        data = {"blend": {"prefixes": prefixes}, "cache_folder": str(tmp_path / "cache")}
+        run = Run.model_validate({"data": data})
+        read_here = []
+        patch = pytest.MonkeyPatch()
+        patch.setattr(FileBlock, "read_digest", lambda b: read_here.append(b) or read_digest(b))
+        mesh = build_mesh(Topology(shard=3), rank, torch.device("cpu"))
+        describe_data(run)
+        assert not read_here, "before the ranks have met, none reads"
+        read_unread(run, mesh, Pulse(), keeps=rank == 0)
+        return len(read_here), data_fingerprint(run)
+
+    counts, fingerprints = zip(*run_ranks(3, read), strict=True)
+    assert max(counts) - min(counts) <= 1
+    assert sum(counts) == blocks
+    alone = Run.model_validate({"data": {"blend": {"prefixes": prefixes},
+                                         "cache_folder": str(tmp_path / "new")}})  # fmt: skip
+    assert set(fingerprints) == {data_fingerprint(alone)}
+    assert run_ranks(3, read) == [(0, fingerprints[0])] * 3, "it is remembered"
+
+
+def test_ranks_that_see_other_data_are_told(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    prefixes = [write_tokens(tmp_path / name) for name in "ab"]
+    path = Path(f"{prefixes[1]}.bin")
+    path.write_bytes(bytes(path.stat().st_size))
+
+    def read() -> str:
+        rank = dist.get_rank()
+        data = {"blend": {"prefixes": [str(prefixes[rank == 2])]},
+                "cache_folder": str(tmp_path / f"cache{rank == 2}")}  # fmt: skip
+        mesh = build_mesh(Topology(shard=3), rank, torch.device("cpu"))
+        with pytest.raises(LaunchError) as caught:
+            read_unread(Run.model_validate({"data": data}), mesh, Pulse(), keeps=rank != 1)
+        return caught.value.problem
+
+    assert set(run_ranks(3, read)) == {"rank 2 of 3: the token files differ from those of rank 0"}

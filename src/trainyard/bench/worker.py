@@ -37,8 +37,8 @@ def main() -> None:
         process = replace(read_process(), attempt=arguments.attempt)
         if process.parent_pipe is not None:
             end_with_parent(process.parent_pipe)
-        if process.rank > 0:
-            logger.setLevel(logging.ERROR)
+        # What there is to know of the data, training says.
+        logger.setLevel(logging.WARNING if process.rank == 0 else logging.ERROR)
         with start.timing("imports"):
             from trainyard.bench.session import run_job
         run_job(arguments.folder, process, start)

@@ -78,7 +78,7 @@ def check_resumable(
     Args:
         manifest: of the checkpoint.
         wanted: the run that is to go on.
-        data_fingerprint: of the token files of `wanted`.
+        data_fingerprint: of the token files of `wanted`; empty if it is not known yet.
         tokenizer_fingerprint: of its tokenizer; empty when it has none.
 
     Raises:
@@ -89,7 +89,7 @@ def check_resumable(
         refused = [str(change) for change in changes if change.field in _SETTLED_AT_START]
     else:
         refused = [str(change) for change in changes if change.refusal]
-        if manifest.data_fingerprint != data_fingerprint:
+        if data_fingerprint and manifest.data_fingerprint != data_fingerprint:
             refused.append(
                 f"data: the token files have fingerprint {manifest.data_fingerprint!r} "
                 f"in the checkpoint, now {data_fingerprint!r}"

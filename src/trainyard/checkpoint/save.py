@@ -234,8 +234,9 @@ def _write_parts(
                 parts.tensors[name] = part
         _write_flushed(own, parts)
     except Exception as error:
-        for path in shards:
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # on a file system that became read-only
+            for path in shards:
+                path.unlink(missing_ok=True)
         failed = Parts(failure=failure_of(error))
         _attempt(lambda: _write_flushed(own, failed))
         raise

@@ -34,10 +34,11 @@ def layout(
 ) -> None:
     """Prove that the layout of a run computes what a single device computes.
 
-    Trains a small model for three steps in the layout of the run, every degree cut to 2, with up to
-    8 processes on this machine's CPU, and on a single device. Compares losses, gradient norms, all
-    gradients and all weights; in fp64, where nothing but a fault can differ, and in the precision
-    of the run. Needs no data and no GPU; takes about a minute. Exit code 2 if they differ.
+    Trains a small model for three steps in the layout of the run, every degree cut to 2 (the ring's
+    also to 3 and 4), with up to 8 processes on this machine's CPU, and on a single device. Compares
+    losses, gradient norms, all gradients and all weights; in fp64, where nothing but a fault can
+    differ, and in the precision of the run. Needs no data and no GPU; takes about a minute. Exit
+    code 2 if they differ.
 
     Example: trainyard check layout recipes/azure/175b.toml --ranks 1024
     """
@@ -62,7 +63,7 @@ def describe_rehearsal(run: Run, rehearsal: Rehearsal) -> str:
 
     whole = f"{run.name} on {_count(rehearsal.topology.n_ranks, 'rank')}: "
     facts = [("run", whole + describe_layout(run, rehearsal.topology))]
-    n_layouts = len(rehearsal.layouts)
+    n_layouts = len(rehearsal.layouts) - rehearsal.n_rings
     tried = f"{_count(rehearsal.n_ranks, 'process')} on this machine"
     if rehearsal.n_ranks == 1:
         tried += ": no axis is cut; --ranks N tries the layout of N ranks"
@@ -70,12 +71,14 @@ def describe_rehearsal(run: Run, rehearsal: Rehearsal) -> str:
         tried += ": ZeRO shares weights, which takes two data parallel ranks"
     elif n_layouts > 1:
         tried += f", in {n_layouts} layouts that together cut every pair of axes"
+    if rehearsal.n_rings:
+        tried += "; then rings of 3 and of 4, which shift keys more than once, in fp64"
     facts.append(("tried with", tried))
     topologies = rehearsal.topologies
     for number, (small, topology) in enumerate(zip(rehearsal.layouts, topologies, strict=True), 1):
         facts.append((f"layout {number}", describe_layout(small, topology)))
     facts += [(f"  {section}", text) for section, text in rehearsal.changes.items()]
-    facts.append(("  data", "random token ids, a fifth of the labels left out"))
+    facts.append(("  data", "token files of random ids, a fifth of the labels skipped"))
     return "\n".join(
         textwrap.fill(text, WIDTH, initial_indent=f"{name:<12}", subsequent_indent=" " * 12)
         for name, text in facts
@@ -91,11 +94,14 @@ def render_results(results: list[Result]) -> str:
     for result in results:
         number = 1 + layouts.index(result.layout.model_dump_json())
         found = result.difference
-        numbers = (found.loss, found.norm, found.gradient, found.weight, result.bound)
         verdict = "same" if result.is_same else "DIFFERENT"
-        if found.between_ranks:
-            verdict += f", copies on two ranks by {found.between_ranks:.1e}"
-        row = "".join(f"{each:>11.1e}" for each in numbers)
+        if isinstance(found, str):
+            row, verdict = f"{'-':>11}" * 5, f"{verdict}: {found}"
+        else:
+            numbers = (found.loss, found.norm, found.gradient, found.weight, result.bound)
+            row = "".join(f"{each:>11.1e}" for each in numbers)
+            if found.between_ranks:
+                verdict += f", copies on two ranks by {found.between_ranks:.1e}"
         lines.append(f"layout {number:<3}{result.precision:<8}{row}   {verdict}")
     return "\n".join(lines)
 

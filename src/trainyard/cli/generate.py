@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     trained = load_trained(source)
     tokenizer = trained.require_tokenizer()
+    sampling = replace(sampling, vocabulary_size=tokenizer.vocabulary_size)
     prompt_ids = tokenizer.encode(prompt)
     if samples == 1 and sys.stdout.isatty():
         typer.echo(prompt, nl=False)

@@ -113,6 +113,7 @@ def make_ready(data_file: Path) -> None:
         MachineError: the folder cannot be made.
     """
     from trainyard.config.corpus import load_corpus
+    from trainyard.data.preparation.prepare import make_output_folder
     from trainyard.data.vocabulary import load_vocabulary
 
     corpus = load_corpus(data_file, {})
@@ -123,14 +124,7 @@ def make_ready(data_file: Path) -> None:
             f"{data_file}: {error.problem}",
             f"{error.hint}; or make one: trainyard prepare {data_file} --train-tokenizer 4096",
         ) from None
-    folder = Path(corpus.output).parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MachineError(
-            f"{folder} cannot be made, where {data_file} has its output: {error.strerror}",
-            "name another in output, or make this one yourself",
-        ) from None
+    make_output_folder(corpus)
 
 
 def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> None:

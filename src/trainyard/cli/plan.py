@@ -56,6 +56,14 @@ def plan(
     all_stages: Annotated[
         bool, typer.Option("--all-stages", help="With --simulate: a rank of each pipeline stage.")
     ] = False,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            help='Such as "1 week": the largest model that trains in time on the devices given, on '
+            "20 tokens a parameter unless a run file or an override says train.length; without "
+            "--nodes and --gpus the fewest devices for the run."
+        ),
+    ] = None,
     price: Annotated[
         float | None, typer.Option(min=0, help="Of a device-hour, in any currency.")
     ] = None,
@@ -75,22 +83,33 @@ def plan(
 
     Examples:
     trainyard plan recipes/lumi/13b.toml --cluster lumi --nodes 2
-    trainyard plan gpt3-13b train.batch_ramp=none --gpu h100-80g --gpus 64 --search
+    trainyard plan gpt3-13b --gpu h100-80g --gpus 64 --search
+    trainyard plan gpt3-13b --gpu h100 --gpus 64 --deadline "1 week"
     trainyard plan recipes/benchmark64/tgs.toml --gpus 64 --simulate --all-stages
     """
     from trainyard.config.load import load_run
 
-    refuse_options(search=search, measure=measure, simulate=simulate, rank=rank, all=all_stages)
+    asked = {"--search": search, "--simulate": simulate, "--deadline": deadline is not None}
+    modes = [name for name, is_asked in asked.items() if is_asked]
+    refuse_options(modes, measure=measure, rank=rank, all=all_stages)
     if picture is not None:
-        refuse_picture(picture, is_of_plan=not (search or simulate))
+        refuse_picture(picture, is_of_plan=not modes)
     loaded = load_run(run_file, overrides)
     machine = find_asked_machine(cluster, nodes, gpu)
+    if (search or deadline is not None) and machine is None:
+        raise ConfigError(f"{modes[0]} needs to know the devices", "--cluster lumi --nodes 2")
+    if deadline is not None and machine:
+        from trainyard.cli.plan_deadline import print_deadline
+        from trainyard.plan.deadline import Trainer
+
+        n_given = count_devices(loaded.run, machine, nodes, gpus) if nodes or gpus else None
+        trainer = Trainer.at_its_slowest(machine, parse_storage(storage), price)
+        print_deadline(loaded, trainer, n_given, deadline, as_json=as_json)
+        return
     n_devices = count_devices(loaded.run, machine, nodes, gpus)
-    if search:
+    if search and machine:
         from trainyard.cli.plan_search import print_search
 
-        if machine is None:
-            raise ConfigError("--search needs to know the devices", "--cluster lumi --nodes 2")
         source = Path(run_file) if run_file.endswith(".toml") else None
         print_search(loaded.run, machine, n_devices, measure, source, as_json=as_json)
     elif simulate:
@@ -99,23 +118,25 @@ def plan(
         print_simulation(loaded.run, n_devices, None if all_stages else rank, as_json=as_json)
     else:
         speeds = parse_storage(storage)
-        report = build_report(loaded.run, machine, n_devices, speeds, price)
+        try:
+            report = build_report(loaded.run, machine, n_devices, speeds, price)
+        except ConfigError as error:
+            more = "; --search lists the layouts that fit" if machine else ""
+            raise ConfigError(error.problem, error.hint + more) from None
         _print(report, picture, as_json=as_json)
 
 
-def refuse_options(
-    *, search: bool, measure: int | None, simulate: bool, rank: int, all: bool
-) -> None:
-    """Refuses options that say nothing together.
+def refuse_options(modes: list[str], *, measure: int | None, rank: int, all: bool) -> None:
+    """Refuses options that say nothing together; `modes` ask for something else than a plan.
 
     Raises:
         ConfigError: names them.
     """
-    if search and simulate:
-        raise ConfigError("--search and --simulate are two different things", "one at a time")
-    if measure is not None and not search:
+    if len(modes) > 1:
+        raise ConfigError(f"{' and '.join(modes)} are different things", "one at a time")
+    if measure is not None and "--search" not in modes:
         raise ConfigError(f"--measure {measure} needs --search", f"--search --measure {measure}")
-    if (rank or all) and not simulate:
+    if (rank or all) and "--simulate" not in modes:
         name = "--all-stages" if all else f"--rank {rank}"
         raise ConfigError(f"{name} needs --simulate", f"--simulate {name}")
 
@@ -128,7 +149,7 @@ def refuse_picture(path: Path, *, is_of_plan: bool) -> None:
     """
     if not is_of_plan:
         raise ConfigError(
-            f"--picture {path} draws a plan, not what --search or --simulate find",
+            f"--picture {path} draws a plan, not what --search, --simulate or --deadline find",
             "first one, then --picture without it",
         )
     if path.suffix.lower() not in PICTURES:
@@ -206,6 +227,7 @@ def build_report(
     from trainyard.cli.plan_table import Report
     from trainyard.config.rules import change
     from trainyard.plan.cost import corpora_use, run_cost
+    from trainyard.plan.hardware import find_extremes
     from trainyard.plan.memory import rank_memory
     from trainyard.plan.remedies import smallest_changes
     from trainyard.plan.resolve import resolve
@@ -227,7 +249,11 @@ def build_report(
         return Report(run, planned, memories, corpora)
     time = step_time(run, planned, machine)
     cost = run_cost(run, planned, machine, time, storage, price)
-    report = Report(run, planned, memories, corpora, machine, time, cost)
+    extremes = []
+    for each in find_extremes(machine) or ():
+        extreme = step_time(run, planned, each)
+        extremes.append((extreme, run_cost(run, planned, each, extreme, storage, price)))
+    report = Report(run, planned, memories, corpora, machine, time, cost, extremes=extremes)
     if report.fits:
         return report
     remedies = smallest_changes(run, machine, n_devices)
@@ -287,7 +313,7 @@ def refuse(report: Report) -> None:
     Raises:
         MachineError: says by how much, and names the cheapest change.
     """
-    from trainyard.units import format_bytes
+    from trainyard.units import format_bytes, with_article
 
     if report.fits:
         return
@@ -298,7 +324,7 @@ def refuse(report: Report) -> None:
     else:
         hint = "nothing that was tried makes it fit: a smaller model, or larger devices"
     raise MachineError(
-        f"{report.run.name} does not fit: {format_bytes(-spare)} more than a "
-        f"{report.machine.device.name} has",
+        f"{report.run.name} does not fit: {format_bytes(-spare)} more than "
+        f"{with_article(report.machine.device.name)} has",
         hint,
     )

@@ -24,7 +24,14 @@ from trainyard.plan.size import stage_shapes
 from trainyard.plan.time import StepTime
 from trainyard.plan.traffic import Traffic, busiest_rank
 from trainyard.topology import AXES
-from trainyard.units import format_bytes, format_figure, format_large, format_seconds
+from trainyard.units import (
+    format_bytes,
+    format_figure,
+    format_large,
+    format_number,
+    format_seconds,
+    with_article,
+)
 
 BAR_WIDTH = 30
 MOST_CORPORA = 8
@@ -43,6 +50,8 @@ class Report:
     time: StepTime | None = None
     cost: Cost | None = None
     remedies: Sequence[Remedy] = ()
+    extremes: Sequence[tuple[StepTime, Cost]] = ()
+    """As fast and as slow as it may be, where nobody measured the device; empty elsewhere."""
 
     @property
     def busiest(self) -> RankMemory:
@@ -87,11 +96,10 @@ def _append(text: Text, title: str, line: str) -> None:
 
 def describe_devices(machine: Machine | None, n_devices: int) -> str:
     """Says what a run is planned for."""
-    count = "1 device" if n_devices == 1 else f"{n_devices:,} devices"
+    count = format_number(n_devices, "device")
     if machine is None:
         return f"{count}; --cluster or --gpu says which"
-    n_nodes = math.ceil(n_devices / machine.devices_per_node)
-    nodes = "1 node" if n_nodes == 1 else f"{n_nodes:,} nodes"
+    nodes = format_number(math.ceil(n_devices / machine.devices_per_node), "node")
     return f"{count} ({machine.device.name}) in {nodes} of {machine.name}"
 
 
@@ -206,9 +214,14 @@ def _time(report: Report) -> Iterator[tuple[str, str]]:
     *rates, mfu = speeds(report).values()
     samples, tokens, tflops = (format_figure(rate or 0, 4) for rate in rates)
     of_peak = f" (MFU {mfu:.1%})" if mfu is not None else ""
+    between = ""
+    if report.extremes and report.machine:
+        fast, slow = (describe_step(extreme.seconds) for extreme, _ in report.extremes)
+        device = with_article(report.machine.device.name)
+        between = f" ({fast} to {slow}: nobody measured {device} for this)"
     yield (
         "step",
-        f"{describe_step(time.seconds)}: {samples} samples/s, {tokens} tokens/s and "
+        f"{describe_step(time.seconds)}{between}: {samples} samples/s, {tokens} tokens/s and "
         f"{tflops} TFLOP/s a device{of_peak}",
     )
     shares = {part: seconds for part, seconds in time.parts.items() if seconds > 0}
@@ -243,12 +256,16 @@ def _whole_run(report: Report) -> Iterator[tuple[str, str]]:
     if math.isinf(cost.seconds):
         yield "whole run", "never ends: failures undo more than is done between them"
         return
+    between = ""
+    if report.extremes:
+        fast, slow = (format_seconds(extreme.seconds) for _, extreme in report.extremes)
+        between = f" ({fast} to {slow})"
     price = "" if cost.price is None else f", {cost.price:,.0f} at the price given"
     yield (
         "whole run",
         (
-            f"{format_seconds(cost.seconds)}, {cost.device_hours:,.0f} device-hours{price}; "
-            f"steps alone {format_seconds(cost.step_seconds)}, evaluation "
+            f"{format_seconds(cost.seconds)}{between}, {cost.device_hours:,.0f} device-hours{price}"
+            f"; steps alone {format_seconds(cost.step_seconds)}, evaluation "
             f"{format_seconds(cost.evaluation_seconds)}, {cost.n_failures:.1f} failures"
         ),
     )
@@ -305,12 +322,12 @@ def plan_as_json(report: Report) -> dict[str, Any]:
         "data": [asdict(use) for use in report.corpora],
     }
     if report.time is not None:
-        found["step"] = time_as_json(report.time) | speeds(report)
+        between = [time.seconds for time, _ in report.extremes] or None
+        found["step"] = time_as_json(report.time) | speeds(report) | {"seconds_between": between}
     if report.cost is not None:
-        found["cost"] = {
-            name: None if value == math.inf else value
-            for name, value in asdict(report.cost).items()
-        }
+        found["cost"] = {name: _finite(value) for name, value in asdict(report.cost).items()}
+        between = [_finite(cost.seconds) for _, cost in report.extremes] or None
+        found["cost"]["seconds_between"] = between
     if report.remedies:
         found["remedies"] = [
             {
@@ -322,6 +339,10 @@ def plan_as_json(report: Report) -> dict[str, Any]:
             for remedy in report.remedies
         ]
     return found
+
+
+def _finite(value: Any) -> Any:
+    return None if value == math.inf else value
 
 
 def memory_as_json(memory: RankMemory) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -104,6 +106,7 @@ def prepare(
     from trainyard.config.corpus import check_complete, load_corpus
     from trainyard.data.preparation.prepare import choose_tokenizer, train_on_inputs
     from trainyard.data.preparation.run_file import write_run_file
+    from trainyard.data.sources import scan_inputs
 
     if fetch:
         _fetch(fetch, output, only, (mirror, contact))
@@ -128,10 +131,11 @@ def prepare(
     if status:
         _print_status(corpus)
         return
-    _print_skipped(corpus)
     if train_tokenizer:
+        _print_skipped(scan_inputs(corpus.inputs)[1])
         train_on_inputs(corpus, train_tokenizer, overwrite=overwrite, on_error=on_error)
-    sidecars = tokenise(corpus, workers, on_error, overwrite=overwrite)
+    on_skipped = None if train_tokenizer else _print_skipped
+    sidecars = tokenise(corpus, workers, on_error, on_skipped, overwrite=overwrite)
     run_file = write_run_file(corpus, sidecars)
     typer.echo(run_file.note)
     if run_file.command:
@@ -139,7 +143,12 @@ def prepare(
 
 
 def tokenise(
-    corpus: Corpus, workers: int = 1, on_error: OnError = "stop", *, overwrite: bool
+    corpus: Corpus,
+    workers: int = 1,
+    on_error: OnError = "stop",
+    on_skipped: Callable[[Counter[str]], None] | None = None,
+    *,
+    overwrite: bool,
 ) -> list[Sidecar]:
     """Writes the token files of a corpus, shows progress, and prints their counts."""
     from trainyard.data.preparation.prepare import prepare as prepare_tokens
@@ -157,6 +166,7 @@ def tokenise(
             on_error=on_error,
             overwrite=overwrite,
             on_progress=report,
+            on_skipped=on_skipped,
         )
     _print_result(corpus, sidecars)
     return sidecars
@@ -175,10 +185,9 @@ def _split(inputs: list[str]) -> tuple[Path | None, list[str]]:
     return (Path(data_files[0]) if data_files else None), others
 
 
-def _print_skipped(corpus: Corpus) -> None:
-    from trainyard.data.sources.files import OTHER_TEXT, describe_skipped, scan_inputs
+def _print_skipped(skipped: Counter[str]) -> None:
+    from trainyard.data.sources.files import OTHER_TEXT, describe_skipped
 
-    _, skipped = scan_inputs(corpus.inputs)
     if skipped:
         typer.echo(f"skipped {describe_skipped(skipped)}; {OTHER_TEXT}", err=True)
 

@@ -12,7 +12,7 @@ from typing import Any
 from trainyard.config.run import Run
 from trainyard.plan import saving
 from trainyard.plan.resolve import Plan
-from trainyard.units import format_bytes, format_seconds
+from trainyard.units import format_bytes, format_number, format_seconds
 
 RANKS_PER_NODE = 8
 _TAIL_BYTES = 4 * 2**20  # more than the lines between two saves
@@ -51,7 +51,7 @@ def _suggest(run: Run, plan: Plan, folder: Path) -> str:
     useful = saving.useful_share(n_steps * step_seconds, stall, between_failures)
     set_to = run.checkpoint.interval or plan.n_steps
     useful_as_set = saving.useful_share(set_to * step_seconds, stall, between_failures)
-    nodes = "1 node" if n_nodes == 1 else f"{n_nodes:,} nodes"
+    nodes = format_number(n_nodes, "node")
     return (
         f"{n_steps:,} steps ({format_seconds(interval)}) lose least, set is {set_to:,}: "
         f"{useful:.1%} and {useful_as_set:.1%} of the time are useful, if training stands still "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainyard.cli.train import RUNS_FOLDER
-from trainyard.units import format_bytes, format_large, format_seconds
+from trainyard.units import format_bytes, format_large, format_number, format_seconds
 
 if TYPE_CHECKING:
     from trainyard.launch.status import JobState, Start
@@ -137,7 +137,7 @@ class Status:
         submission, job = self.submission, self.job
         if submission is None:
             return ""
-        size = f"{submission.n_nodes} node{'s' if submission.n_nodes > 1 else ''}"
+        size = format_number(submission.n_nodes, "node")
         if job is None or not submission.job:
             return f"{size} of {submission.cluster}, since {submission.submitted}"
         text = f"{submission.job} on {submission.cluster}, {size}: {job.text}"

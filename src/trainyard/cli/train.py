@@ -106,7 +106,7 @@ def train(
                 wait_for_run_folder(folder, run, process)
                 code = _supervise(process, n_ranks, folder, resume, log)
             else:
-                with hold(folder) as lock:
+                with hold(folder) as locks:
                     if minutes is not None:
                         refuse_stopped(folder)
                         is_new = resume == "never" or overwrite
@@ -115,7 +115,7 @@ def train(
                         )
                     how = "auto" if process.attempt else "overwrite" if overwrite else resume
                     write_run_folder(folder, run, how)
-                    code = _train_first_rank(process, n_ranks, folder, resume, log, lock)
+                    code = _train_first_rank(process, n_ranks, folder, resume, log, locks)
         except UserError as error:
             note_refusal(folder, read_start(), error.exit_code)
             raise
@@ -176,11 +176,11 @@ def _fit_into(minutes: float, run: Run, n_ranks: int, begun: Run | None) -> Run:
 
 
 def _train_first_rank(
-    process: Process, n_ranks: int, folder: Path, resume: Resume, log: LogLines, lock: int
+    process: Process, n_ranks: int, folder: Path, resume: Resume, log: LogLines, locks: list[int]
 ) -> int:
     """Trains rank 0, or all ranks of this machine; gives the exit code."""
     if n_ranks > 1:
-        return _supervise(process, n_ranks, folder, resume, log, [lock])
+        return _supervise(process, n_ranks, folder, resume, log, locks)
     from trainyard.train.worker import run_worker
 
     return exit_code_below(process, run_worker(folder, resume, log).exit_code)

@@ -139,6 +139,8 @@ class Prepare(Section):
     """Nodes that prepare a corpus at once."""
     workers: int = Field(default=32, ge=1)
     """Processes on each; one core each."""
+    mounts: Mounts | None = None
+    """In place of those of the container; absent: those."""
 
 
 class Launch(Section):
@@ -198,7 +200,7 @@ class Cluster(Section):
     description: str = ""
     """What it is, and where."""
     gpu: str
-    """What it is made of, by a name that --gpu knows."""
+    """What it is made of, by a name that --gpu knows; another, if the figures below describe it."""
     devices_per_node: int | None = Field(default=None, ge=1)
     """As processes see them: a package of two counts twice."""
     link_gigabytes_per_second: float | None = Field(default=None, gt=0)
@@ -209,10 +211,15 @@ class Cluster(Section):
     """Of a hop inside a node."""
     network_latency_microseconds: float = Field(default=NETWORK_LATENCY_MICROSECONDS, ge=0)
     """Of a hop between nodes."""
+    memory_gigabytes: float | None = Field(default=None, gt=0)
+    """Of a device, as sold (2^30 bytes each); absent: as its datasheet says."""
     memory_gigabytes_per_second: float | None = Field(default=None, gt=0)
     """Of a device; absent: as its datasheet says."""
-    peaks_teraflops: dict[str, float] = Field(default={})
-    """Of dense matrix products of a device, by format; empty: as its datasheet says."""
+    peaks_teraflops: dict[Literal["fp32", "fp16", "bf16", "fp8"], Annotated[float, Field(gt=0)]] = (
+        Field(default={})
+    )
+    """Of dense matrix products of a device that add up in fp32, by format; one that it does not
+    have is left out. Empty: as its datasheet says."""
     efficiencies: Measured = Measured()
     """Measured on the machine."""
     launch: Launch = Launch()
@@ -281,8 +288,14 @@ def cluster_texts(name: str) -> list[tuple[str, str]]:
 def suggest(name: str, known: list[str]) -> str:
     """Says which of the known names was meant, or all of them."""
     name = Path(name).stem.lower()
+    words, numbers = set(re.findall(r"\w+", name)), re.findall(r"\d{2,}", name)
     longer = [each for each in known if each.startswith(name)]
-    close = longer or difflib.get_close_matches(name, known, n=1)
+    shared = {each: len(words & set(each.split("-"))) for each in known}
+    most = max(1, *shared.values())
+    longer = longer or [each for each in known if shared[each] == most]
+    # "4090-24g" looks like "v100-32g", but another number is another thing.
+    alike = [each for each in known if re.findall(r"\d{2,}", each)[:1] == numbers[:1]]
+    close = longer or difflib.get_close_matches(name, alike, n=1)
     if close:
         return f"did you mean {' or '.join(close)}?"
     return f"known: {', '.join(known)}"

@@ -200,7 +200,11 @@ def explain_problems(
         origins: where each dotted field came from.
         source: what the user gave.
     """
-    problems = error.errors(include_url=False, include_context=False)
+    problems = [
+        problem
+        for problem in error.errors(include_url=False, include_context=False)
+        if problem["type"] != "default_factory_not_called"  # for other problems are there
+    ]
     lines = [line for problem in problems for line in _explain(problem, model, origins)]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     return ConfigError(

@@ -55,9 +55,14 @@ def batch_fields(run: Run) -> dict[str, int]:
     fields = {"train.global_batch_size": run.train.global_batch_size}
     ramp = run.train.batch_ramp
     if ramp and ramp.start != run.train.global_batch_size:
-        fields["train.batch_ramp.start"] = ramp.start
-        fields["train.batch_ramp.increment"] = ramp.increment
+        names = ("start", "increment")
+        fields |= {f"train.batch_ramp.{name}": getattr(ramp, name) for name in names}
     return fields
+
+
+def default_zero_stage(pipeline: int) -> int:
+    """Gives the stage of ZeRO for a run that names none: the most that costs no time."""
+    return 2 if pipeline == 1 else 1
 
 
 def change(section: _Section, changes: Changes) -> _Section:
@@ -79,11 +84,6 @@ def divisors(number: int) -> list[int]:
     """Lists the whole numbers that divide `number`."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
-
-
-def nearest_divisor(number: int, near: int) -> int:
-    """Gives the divisor of `number` that is closest to `near`."""
-    return nearest(divisors(number), near)[0]
 
 
 def nearest_multiples(factor: int, near: int, n_beyond: int = 1) -> Iterator[int]:
@@ -265,9 +265,15 @@ def _remedies(run: Run, rule: str, found: dict[str, str]) -> str:
 
 def describe(run: Run, changes: Changes) -> str:
     """Writes what differs as a run file would: "parallel.tensor=4"."""
-    old = {field: _value(run, field) for field in changes}
-    new = {field: value for field, value in changes.items() if value != old[field]}
-    return " with ".join(f"{field}={_as_toml(value)}" for field, value in new.items())
+    return " with ".join(f"{f}={_as_toml(value)}" for f, value in differences(run, changes).items())
+
+
+def differences(run: Run, changes: Changes) -> Changes:
+    """Keeps the changes that are any, and the stage of ZeRO that they would change unnamed."""
+    new = {field: value for field, value in changes.items() if value != _value(run, field)}
+    stage, pipeline = changes.get("parallel.zero_stage"), new.get("parallel.pipeline")
+    implied = default_zero_stage(pipeline) if pipeline and stage is not None else stage
+    return new if stage == implied else new | {"parallel.zero_stage": stage}
 
 
 def _value(section: Any, field: str) -> Any:

@@ -83,9 +83,10 @@ class Model(Section):
     @model_validator(mode="after")
     def _heads_divide_the_width(self) -> Self:
         if self.d_model % self.n_heads:
+            working = rules.nearest(rules.divisors(self.d_model), self.n_heads)
             raise ValueError(
                 f"d_model={self.d_model} must be divisible by n_heads={self.n_heads}; "
-                f"nearest n_heads that divides: {rules.nearest_divisor(self.d_model, self.n_heads)}"
+                f"nearest n_heads that divides: {working[0]}"
             )
         return self
 
@@ -228,13 +229,25 @@ class Parallel(Section):
     """Ranks that share each sequence."""
     context_method: Literal["ulysses", "ring"] = "ulysses"
     """How attention sees the whole sequence when it is shared; the ring has no dropout."""
-    zero_stage: int = Field(default=1, ge=0, le=3)
+    zero_stage: int = Field(
+        default_factory=lambda parallel: rules.default_zero_stage(parallel.get("pipeline", 1)),
+        ge=0,
+        le=3,
+    )
     """What data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters; with a
-    pipeline, gradients are whole until the end of a step."""
+    pipeline, gradients are whole until the end of a step. Absent: 2, or 1 with a pipeline."""
     replicas: int = Field(default=1, ge=1)
     """Groups that each hold a full sharded copy (hybrid sharding)."""
     recompute: Literal["none", "attention", "block"] = "none"
     """What the backward pass computes again instead of storing."""
+
+    @property
+    def gathers_again(self) -> bool:
+        """Says whether the backward pass gathers tokens again (`sequence`) instead of keeping them.
+
+        A block that is recomputed keeps none, and a split backward pass would gather them twice.
+        """
+        return self.sequence and self.recompute != "block" and self.schedule != "zero_bubble"
 
 
 class LossScale(Section):

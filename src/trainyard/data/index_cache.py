@@ -8,19 +8,21 @@ writes checksums beside the corpus, block by block, in `<prefix>.json`:
 
 They are believed if the sizes are right and the files are not newer. Else both files are read once,
 in the same blocks, so that the same bytes have the same checksum either way; the result is
-remembered in the cache folder until a file's size, time of change or inode changes.
+remembered in the cache folder until a file's size, time of change or inode changes. Ranks that
+start together share this reading (`train/worker.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,9 +36,38 @@ from trainyard.data.indexed import token_paths
 from trainyard.errors import MachineError
 
 FORMAT_VERSION = 1
-_LARGE_BYTES = 4 << 30
 
 Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class FileBlock:
+    """Consecutive bytes of a file."""
+
+    path: Path
+    first: int
+    n_bytes: int
+
+    def read_digest(self) -> bytes:
+        """Reads the bytes; gives their SHA-256."""
+        digest = hashlib.sha256()
+        with self.path.open("rb") as file:
+            file.seek(self.first)
+            for done_bytes in range(0, self.n_bytes, BLOCK_BYTES):
+                digest.update(file.read(min(BLOCK_BYTES, self.n_bytes - done_bytes)))
+        return digest.digest()
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Token files whose content is not known before they are read; made by `find_unread`."""
+
+    memory: Path
+    """What then remembers it."""
+    paths: tuple[Path, Path]
+    states: list[list[int]]
+    """Of both files: size, time of change and inode, and the sizes of recorded blocks."""
+    blocks: list[FileBlock]
 
 
 class IndexCache:
@@ -94,14 +125,35 @@ class IndexCache:
         """
         if self.folder is None:
             return ""
+        known = self._look_up(prefix, self.folder)
+        if isinstance(known, Unread):
+            known = self.remember(known, [block.read_digest() for block in known.blocks])
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+    def find_unread(self, prefix: str) -> Unread | None:
+        """Finds out whether token files must be read for their fingerprint; None if not."""
+        known = None if self.folder is None else self._look_up(prefix, self.folder)
+        return known if isinstance(known, Unread) else None
+
+    def remember(self, unread: Unread, digests: Sequence[bytes]) -> list[str]:
+        """Stores what was found by reading, for each block; gives the checksums of both files.
+
+        Raises:
+            MachineError: the disk is full or the folder cannot be written.
+        """
+        blocks: dict[Path, list[Block]] = {path: [] for path in unread.paths}
+        for block, digest in zip(unread.blocks, digests, strict=True):
+            blocks[block.path].append(Block(block.n_bytes, digest.hex()))
+        checksums = [FileRecord(each).sha256 for each in blocks.values()]
+        with _replacing(unread.memory) as file:
+            file.write(json.dumps({"states": unread.states, "sha256": checksums}).encode())
+        return checksums
+
+    def _look_up(self, prefix: str, folder: Path) -> list[str] | Unread:
+        """Gives the checksums of both files, or what must be read for them."""
         record = _load_record(prefix)
         if record is not None and _is_older(prefix):
-            checksums = [file.sha256 for file in record.files]
-        else:
-            checksums = self._remembered_checksums(prefix, self.folder, record)
-        return hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
-
-    def _remembered_checksums(self, prefix: str, folder: Path, record: _Record | None) -> list[str]:
+            return [file.sha256 for file in record.files]
         paths = token_paths(prefix)
         files = (None, None) if record is None else record.files
         sizes = [[] if file is None else [block.n_bytes for block in file.blocks] for file in files]
@@ -111,12 +163,20 @@ class IndexCache:
         remembered = _load_json(memory)
         if remembered.get("states") == states:
             return [str(checksum) for checksum in remembered["sha256"]]
-        if paths[0].stat().st_size > _LARGE_BYTES:
-            logging.getLogger("trainyard").info("reading %s once, to know it again", paths[0])
-        checksums = [_checksum(path, cut) for path, cut in zip(paths, sizes, strict=True)]
-        with _replacing(memory) as file:
-            file.write(json.dumps({"states": states, "sha256": checksums}).encode())
-        return checksums
+        blocks = [
+            FileBlock(path, end - n_bytes, n_bytes)
+            for path, cut, state in zip(paths, sizes, states, strict=True)
+            for n_bytes, end in _with_ends(cut or _equal_blocks(state[0]))
+        ]
+        return Unread(memory, paths, states, blocks)
+
+
+def describe_contents(prefix: str) -> str:
+    """Says without reading what token files hold: the checksums of their record, or their sizes."""
+    record = _load_record(prefix)
+    if record is None:
+        return str([path.stat().st_size for path in token_paths(prefix)])
+    return str([file.sha256 for file in record.files])
 
 
 class _Record(msgspec.Struct):
@@ -162,21 +222,12 @@ def _state(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
-def _checksum(path: Path, sizes: list[int]) -> str:
-    """Reads a file in blocks of these sizes, or of 16 MiB, and gives their common checksum."""
-    size_bytes = path.stat().st_size
-    blocks = []
-    with path.open("rb") as file:
-        for n_bytes in sizes or _equal_blocks(size_bytes):
-            digest = hashlib.sha256()
-            for done_bytes in range(0, n_bytes, BLOCK_BYTES):
-                digest.update(file.read(min(BLOCK_BYTES, n_bytes - done_bytes)))
-            blocks.append(Block(n_bytes, digest.hexdigest()))
-    return FileRecord(blocks).sha256
-
-
 def _equal_blocks(size_bytes: int) -> list[int]:
     return [min(BLOCK_BYTES, size_bytes - first) for first in range(0, size_bytes, BLOCK_BYTES)]
+
+
+def _with_ends(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    return zip(sizes, accumulate(sizes), strict=True)
 
 
 @contextmanager

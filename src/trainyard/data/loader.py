@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from trainyard.config import run as config
 from trainyard.data.corpus_order import SequenceSettings
-from trainyard.data.index_cache import IndexCache
+from trainyard.data.index_cache import IndexCache, Unread, describe_contents
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.order import SPLITS, Blend, SequenceOrder, Split, build_order, parse_split
 from trainyard.errors import ConfigError, DataError
@@ -167,6 +167,24 @@ def data_prefixes(run: config.Run) -> list[str]:
             "data.blend.prefixes=['PREFIX'], where trainyard prepare wrote PREFIX.bin",
         )
     return prefixes
+
+
+def describe_data(run: config.Run) -> str:
+    """Says in a checksum what records and sizes tell of a run's token files; reads none of them.
+
+    Raises:
+        ConfigError: the run names no data.
+        DataError: the data is missing or damaged.
+    """
+    told = [describe_contents(IndexedDataset(prefix).prefix) for prefix in data_prefixes(run)]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+
+
+def find_unread(run: config.Run) -> list[Unread]:
+    """Lists the token files of a run that must be read once before their contents are known."""
+    cache = IndexCache(Path(run.data.cache_folder))
+    found = [cache.find_unread(prefix) for prefix in data_prefixes(run)]
+    return [unread for unread in found if unread is not None]
 
 
 def data_fingerprint(run: config.Run) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from trainyard.errors import MachineError
@@ -22,6 +23,7 @@ def publish_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only file system refuses even what is not there
+            partial.unlink(missing_ok=True)
         hint = "free space or quota, or choose another folder; then run the same command again"
         raise MachineError(f"{path} cannot be written: {error.strerror}", hint) from error

@@ -36,6 +36,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trainyard.data.indexed import explain_disk_errors
 from trainyard.data.vocabulary import (
     END_OF_DOCUMENT,
     GPT2_SPLIT,
@@ -309,6 +310,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int, folder: Path) ->
 
     Raises:
         DataError: the size is too small, or the texts hold too few different words for it.
+        MachineError: the folder cannot be written.
     """
     from tokenizers import Tokenizer as HuggingFaceTokenizer
     from tokenizers import models, pre_tokenizers, trainers
@@ -316,6 +318,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int, folder: Path) ->
     if vocabulary_size < 257:
         hint = "it holds 256 bytes and <|endoftext|>, so ask for 257 or more; 4096 suits a laptop"
         raise DataError(f"a vocabulary of {vocabulary_size} tokens is too small", hint)
+    with explain_disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     engine = HuggingFaceTokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -331,6 +335,5 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int, folder: Path) ->
     merges = json.loads(engine.to_str())["model"]["merges"]
     path = folder / "tokenizer.json"
     vocabulary = build_vocabulary(path, {**ids, END_OF_DOCUMENT: len(ids)}, merges)
-    folder.mkdir(parents=True, exist_ok=True)
     save_vocabulary(vocabulary, path)
     return path

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from trainyard.doctor.diagnosis import Diagnosis
 from trainyard.doctor.verdict import ORDER, PASS, Finding, Row
-from trainyard.units import format_figure
+from trainyard.units import format_figure, format_number
 
 MOST_SLOW = 8
 NAME_WIDTH = 38
@@ -16,8 +16,12 @@ def render(diagnosis: Diagnosis) -> str:
     """Lays everything out: facts of the first machine, what was tried, what was measured."""
     shape, machine = diagnosis.shape, diagnosis.machine
     against = f"compared with {machine.name}" if machine else "compared with nothing: --cluster"
+    ranks, machines = (
+        format_number(len(shape.hosts), "rank"),
+        format_number(shape.n_nodes, "machine"),
+    )
     lines = [
-        f"{_count(len(shape.hosts), 'rank')} on {_count(shape.n_nodes, 'machine')}, {against}",
+        f"{ranks} on {machines}, {against}",
         *_facts(diagnosis),
         *_findings(diagnosis.findings),
         *_rows(diagnosis.rows),
@@ -76,7 +80,3 @@ def _rows(rows: Sequence[Row]) -> Iterator[str]:
             ]
             more = len(row.slow) - len(slow)
             yield f"    slow: {', '.join(slow)}" + (f" and {more} more" if more else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

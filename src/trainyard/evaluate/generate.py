@@ -22,6 +22,8 @@ class Sampling:
         top_k: only this many of the likeliest tokens are possible; 0 for all.
         top_p: only the likeliest tokens that together reach this probability are; 1 for all.
         seed: the same seed gives the same text; 0 to 2^63 - 1.
+        vocabulary_size: ids from this on are never chosen; a tokenizer may have fewer than the
+            model. None: all that the model has.
 
     Raises:
         ConfigError: a value is out of range.
@@ -31,6 +33,7 @@ class Sampling:
     top_k: int = 50
     top_p: float = 0.95
     seed: int = 0
+    vocabulary_size: int | None = None
 
     def __post_init__(self) -> None:
         """Refuses what cannot be sampled with."""
@@ -127,6 +130,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Te
     Raises:
         CheckpointError: a score is not a number.
     """
+    logits = logits[:, : sampling.vocabulary_size]
     if logits.isnan().any():
         raise CheckpointError(
             "the model's scores are not numbers (NaN): its weights have diverged",

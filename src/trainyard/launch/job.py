@@ -72,6 +72,13 @@ class Job:
         return str(self.project / image) if is_file else image
 
     @property
+    def mounts(self) -> Sequence[str]:
+        """Of its container, beside the folder of the launch."""
+        launch = self.cluster.launch
+        own = launch.prepare.mounts if self.is_stage else None
+        return launch.container.mounts if own is None else own
+
+    @property
     def script_path(self) -> Path:
         """Where its script belongs."""
         return self.folder / "jobs" / f"{self.name}.sh" if self.is_stage else self.folder / "job.sh"
@@ -162,7 +169,7 @@ def _check_hosts(job: Job) -> None:
         raise LaunchError(f"hosts names {twice} twice", "name each host once")
     if len(launch.hosts) < job.n_nodes:
         raise LaunchError(
-            f"{job.n_nodes} nodes are asked for and hosts names {len(launch.hosts)}",
+            f"hosts names {len(launch.hosts)}, and --nodes asks for {job.n_nodes}",
             'name them in a cluster file: [launch] hosts = ["n1", "n2"]; or --hosts n1,n2',
         )
 

@@ -1,9 +1,10 @@
 """One run folder, one job: whoever comes second is refused and told who holds it.
 
-The lock is the kernel's (flock) on the open file RUN_FOLDER/lock. It lasts for as long as any
-process has that file open: the one that took it, and its workers, which are handed it. So there is
-nothing to clean up after a kill or a crash, and no job starts while a worker of the last one lives.
-What is written in the file is for people and messages alone.
+The lock is the kernel's (flock) on the open file RUN_FOLDER/lock, and on the folder, in case that
+file is removed; NFS locks no folders. It lasts for as long as any process has them open: the one
+that took it, and its workers, which are handed it. So there is nothing to clean up after a kill or
+a crash, and no job starts while a worker of the last one lives. What is written in the file is for
+people and messages alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
-def hold(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[int]:
+def hold(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[list[int]]:
     """Keeps others from training in a run folder inside its block; makes the folder.
 
     Args:
@@ -39,7 +40,7 @@ def hold(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[int]:
         wait_seconds: for a job before this one that is about to end.
 
     Yields:
-        a file descriptor, for the processes that are to hold the lock as well.
+        file descriptors, for the processes that are to hold the lock as well.
 
     Raises:
         LaunchError: somebody trains there; says who.
@@ -48,49 +49,53 @@ def hold(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[int]:
     path = folder / "lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        itself = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise MachineError(
             f"{path} cannot be written: {error.strerror}",
             "start where the disk has room and you may write",
         ) from error
     try:
-        _lock(descriptor, folder, wait_seconds)
-        yield descriptor
+        _lock(file, itself, folder, wait_seconds)
+        yield [file, itself]
     finally:
-        os.close(descriptor)
+        os.close(file)
+        os.close(itself)
 
 
 def find_holder(folder: Path) -> str | None:
     """Says who trains in a run folder; empty when nobody does, None where it cannot be known."""
-    try:
-        descriptor = os.open(folder / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return ""
-    except OSError:
-        return None
-    try:
-        # Held for no longer than this; a run that is about to start waits ten seconds for it.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return ""
-    except BlockingIOError:
-        return _read_holder(descriptor)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
+    for path in (folder / "lock", folder):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+        try:
+            # Held for no longer than this; a run that is about to start waits ten seconds for it.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _read_holder(descriptor)
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+    return ""
 
 
-def _lock(descriptor: int, folder: Path, wait_seconds: float) -> None:
+def _lock(file: int, itself: int, folder: Path, wait_seconds: float) -> None:
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_folder(itself)
             break
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"{folder} is being trained by {_read_holder(descriptor)}",
+                    f"{folder} is being trained by {_read_holder(file)}",
                     "stop that one, or give this run another name",
                 ) from None
             time.sleep(POLL_SECONDS)
@@ -104,17 +109,26 @@ def _lock(descriptor: int, folder: Path, wait_seconds: float) -> None:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
     try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(holder).encode(), 0)
     except OSError as error:
         raise MachineError(
             f"{folder / 'lock'} cannot be written: {error.strerror}", "free some space"
         ) from error
 
 
+def _lock_folder(itself: int) -> None:
+    try:
+        fcntl.flock(itself, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # NFS
+        return
+
+
 def _read_holder(descriptor: int) -> str:
     try:
         holder = parse_json(os.pread(descriptor, 4096, 0))
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OSError):
         return "another process"

@@ -173,7 +173,7 @@ def _container(container: Container, job: Job) -> list[str]:
         return []
     own = [word for each in container.options for word in shlex.split(each)]
     scratch = job.cluster.launch.scratch
-    mounts = [f"{job.project}:{job.project}", *container.mounts]
+    mounts = [f"{job.project}:{job.project}", *job.mounts]
     if scratch != "/tmp" and not job.is_stage:  # that is there without being named
         mounts.insert(1, f"{scratch}:{scratch}")
     return [

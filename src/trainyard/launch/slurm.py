@@ -246,7 +246,7 @@ def _container(job: Job) -> list[str]:
     if container.runtime != "pyxis":
         return []
     scratch = job.cluster.launch.scratch
-    mounts = [f"{job.project}:{job.project}", f"{scratch}:{scratch}", *container.mounts]
+    mounts = [f"{job.project}:{job.project}", f"{scratch}:{scratch}", *job.mounts]
     words = [
         f"--container-image={job.image}",
         f"--container-mounts={','.join(mounts)}",

@@ -33,6 +33,7 @@ from trainyard.config.load import parse_toml
 from trainyard.config.reading import read_file
 from trainyard.config.run import Section
 from trainyard.errors import ConfigError, LaunchError, MachineError
+from trainyard.units import format_number
 
 RECORD = "job.toml"
 ANSWER_SECONDS = 45.0
@@ -141,7 +142,7 @@ def end_command(submission: Submission) -> str:
 
 def describe_submission(name: str, submission: Submission, log: Path) -> str:
     """Says how to follow a job, and how to stop it."""
-    nodes = "1 node" if submission.n_nodes == 1 else f"{submission.n_nodes} nodes"
+    nodes = format_number(submission.n_nodes, "node")
     lines = [f"job {submission.job} is submitted to {submission.cluster}, {nodes}"]
     lines += [f"    after {stage}: job {other}" for stage, other in submission.waits_for.items()]
     steps = {

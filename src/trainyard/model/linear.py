@@ -22,6 +22,21 @@ class Product(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         """Gives (..., out), in the precision of `x`, which the weight has too."""
 
+    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Gives the gradients of `x` and of the weight, from that of the output."""
+
+
+class PlainProduct:
+    """`F.linear`."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """Multiplies."""
+        return F.linear(x, weight, bias)
+
+    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Multiplies twice."""
+        return gradient @ weight, gradient.flatten(0, -2).T @ x.flatten(0, -2)
+
 
 class Layer(nn.Module):
     """Weight and bias that are kept in one precision and used in another.
@@ -53,7 +68,7 @@ class Linear(Layer):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features))
-        self.product: Product = F.linear
+        self.product: Product = PlainProduct()
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., in_features) to (..., out_features)."""

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
+from trainyard.model.linear import Product
+
 TOKENS = 1
 
 # torch 2.13 has new names for them, and warns of the old ones.
@@ -85,6 +87,32 @@ class _GatherTokens(torch.autograd.Function):
         return reduce_scatter(gradient, ctx.group, TOKENS), None
 
 
+class _GatheredProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        product: Product,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.product, ctx.group = product, group
+        return product(all_gather(x, group, TOKENS), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            # Else it is the same as in the forward pass to the compiler, which then keeps it.
+            x = x + 0 * gradient.flatten()[0]
+        gathered = all_gather(x, ctx.group, TOKENS)
+        of_gathered, of_weight = ctx.product.backward(gradient, gathered, weight)
+        of_x = reduce_scatter(of_gathered, ctx.group, TOKENS)
+        return of_x, of_weight, gradient.flatten(0, -2).sum(0), None, None
+
+
 class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -122,6 +150,14 @@ def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Joins (B, T/tp, ...) of every rank to (B, T, ...); gradients of the parts add up."""
     out: Tensor = _GatherTokens.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def product_of_gathered(
+    x: Tensor, weight: Tensor, bias: Tensor, product: Product, group: dist.ProcessGroup
+) -> Tensor:
+    """Multiplies what `gather_tokens` gives: gathered again in the backward pass, not kept."""
+    out: Tensor = _GatheredProduct.apply(x, weight, bias, product, group)  # type: ignore[no-untyped-call]
     return out
 
 

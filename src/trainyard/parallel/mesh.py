@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -71,6 +73,18 @@ class Mesh:
         """Returns when every rank has called it."""
         if self.topology.n_ranks > 1:
             self.agree(None)
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Gives the numbers of every rank, by rank; as many from each."""
+        rows = torch.zeros(self.topology.n_ranks, len(numbers), dtype=torch.int64)
+        rows[self.rank] = torch.tensor(numbers)
+        self.add_up(rows)
+        return cast(list[list[int]], rows.tolist())
+
+    def add_up(self, values: torch.Tensor) -> None:
+        """Adds up a tensor over all ranks, in place."""
+        if self.topology.n_ranks > 1:
+            dist.all_reduce(values)
 
     def saving_barrier(self) -> None:
         """Returns when every rank has called it, from a thread that saves."""

@@ -36,6 +36,10 @@ from trainyard.precision.float8_gather import gather_weights_in_fp8
 EMBEDDING = "embedding.weight"
 
 
+class MissingGradientError(Exception):
+    """The backward passes left a parameter without a gradient."""
+
+
 @dataclass(eq=False)
 class Held:
     """A parameter of this rank, and who else holds it."""
@@ -66,11 +70,16 @@ class Held:
 
     @property
     def gradient(self) -> Tensor | Codes:
-        """This rank's part of what the backward passes left; every parameter has it by then."""
+        """This rank's part of what the backward passes left.
+
+        Raises:
+            MissingGradientError: they left nothing.
+        """
         if self.kept is not None:
             return self.kept
         gradient = self.parameter.grad
-        assert gradient is not None, f"{self.name} has no gradient"
+        if gradient is None:
+            raise MissingGradientError(f"{self.name} has no gradient")
         return local_part(gradient)
 
     def keep_gradient(self) -> None:
@@ -145,7 +154,12 @@ class Replica:
         if mesh.context is not None:
             cut_context(model, mesh.context, parallel.context_method)
         if mesh.tensor is not None:
-            cut_tensor(model, mesh.tensor, sequence=parallel.sequence)
+            cut_tensor(
+                model,
+                mesh.tensor,
+                sequence=parallel.sequence,
+                gathers_again=parallel.gathers_again,
+            )
         if run.precision.multiplies_in_fp8:
             put_in_products(model, run)
         initialise(model, run.model, run.train.seed, self.tensor_share)

@@ -26,22 +26,31 @@ from trainyard.parallel.collectives import (
     all_reduce,
     copy_to_group,
     gather_tokens,
+    product_of_gathered,
     reduce_from_group,
     scatter_tokens,
 )
 
 
 class ColumnLinear(Linear):
-    """A linear layer of which this rank holds some outputs."""
+    """A linear layer of which this rank holds some outputs.
+
+    Attributes:
+        gathers_again: its input for the backward pass, instead of keeping it whole.
+    """
 
     def __init__(self, whole: Linear, group: dist.ProcessGroup, *, sequence: bool) -> None:
         n_outputs, n_inputs = whole.weight.shape
         super().__init__(n_inputs, n_outputs // group.size())
         self._group = group
         self._spread = gather_tokens if sequence else copy_to_group
+        self.gathers_again = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T or T/tp, in_features) to (B, T, out_features/tp)."""
+        if self.gathers_again:
+            weight, bias = self.cast(x.dtype)
+            return product_of_gathered(x, weight, bias, self.product, self._group)
         return super().forward(self._spread(x, self._group))
 
 
@@ -116,13 +125,16 @@ class VocabularyCrossEntropy(nn.Module):
         return summed_cross_entropy(hidden, weight, labels, vocabulary_size, scale, share)
 
 
-def cut_tensor(model: GPT, group: dist.ProcessGroup, *, sequence: bool) -> None:
+def cut_tensor(
+    model: GPT, group: dist.ProcessGroup, *, sequence: bool, gathers_again: bool
+) -> None:
     """Leaves `model` with this rank's part of every layer, its weights not yet filled.
 
     Args:
         model: the single-device model, or a pipeline stage of it.
         group: the ranks that share it.
         sequence: cut the residual stream by tokens between the layers that are cut.
+        gathers_again: those tokens for the backward pass, instead of keeping them.
     """
     kinds = {"columns": ColumnLinear, "rows": RowLinear, "vocabulary": VocabularyEmbedding}
     for name, module in list(model.named_modules()):
@@ -130,6 +142,8 @@ def cut_tensor(model: GPT, group: dist.ProcessGroup, *, sequence: bool) -> None:
         if kind is not None:
             parent, _, attribute = name.rpartition(".")
             part = kinds[kind](module, group, sequence=sequence)
+            if isinstance(part, ColumnLinear):
+                part.gathers_again = gathers_again
             setattr(model.get_submodule(parent), attribute, part)
         if isinstance(module, Attention):
             module.core.first_head = group.rank() * (module.n_heads // group.size())

@@ -8,7 +8,8 @@ the tensor ranks t as in the model:
     recompute attention    the same without the 4 D / t
     recompute block        residual stream D
 
-With the sequence cut, the residual stream is D / t, but inputs of products are gathered.
+With the sequence cut, the residual stream is D / t, and so are the inputs of both products, which
+the backward pass gathers again. A zero bubble, and a block that is recomputed, keep them gathered.
 """
 
 from __future__ import annotations
@@ -53,11 +54,13 @@ class MicroBatch:
 
     def block(self, recompute: str) -> float:
         """What a block keeps of a micro batch."""
-        D, F = self.run.model.d_model, self.run.model.d_ff
+        F = self.run.model.d_ff
         statistics = 2 * FP32_BYTES * self.n_residual
         if recompute == "block":
             return self.stream
-        inputs = self.value * (self.n_tokens if self.run.parallel.sequence else self.n_residual) * D
+        parallel = self.run.parallel
+        are_whole = parallel.sequence and not parallel.gathers_again
+        inputs = self.hidden if are_whole else self.stream
         mlp = 2 * self.value * self.n_tokens * F / self.topology.tensor
         kept = 2 * (self.stream + statistics + self._dropout_keys()) + inputs + mlp
         if recompute == "attention":
@@ -94,7 +97,7 @@ class MicroBatch:
         stream = self.n_residual * D
         flowing = 2 * self.value * stream
         if self.run.parallel.sequence:
-            flowing += self.value * self.n_tokens * D
+            flowing += self.hidden * (2 if self.run.parallel.gathers_again else 1)
         wide = 2 * self.value * self.n_tokens * F / self.topology.tensor
         dropout = 2 * FP32_BYTES * stream if self.run.model.dropout else 0
         return flowing + max(wide, dropout)

@@ -7,19 +7,31 @@ The figures at the top of a cluster file (`config/cluster.py`) are for plans:
     devices_per_node = 4
     network_gigabytes_per_second = 2.5    # for each device, one direction
 
-What it leaves out is that of the GPU's usual node. A profile measured on the machine goes into its
-[efficiencies], whose fields are those of `plan.hardware.Efficiencies`.
+What it leaves out is that of the GPU's usual node. A GPU that is not in NODES has figures of its
+own, best under the name torch gives it:
+
+    gpu = "NVIDIA GeForce RTX 3090"
+    memory_gigabytes = 24
+    memory_gigabytes_per_second = 936
+    peaks_teraflops = { fp32 = 35.6, fp16 = 71, bf16 = 71 }
+
+A profile measured on the machine goes into its [efficiencies], whose fields are those of
+`plan.hardware.Efficiencies`.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trainyard.config.cluster import Cluster, read_cluster, suggest
 from trainyard.errors import UserError
 from trainyard.plan.hardware import (
     DEVICES,
+    GIB,
     GIGA,
+    PCIE_4,
     TERA,
     Device,
     Efficiencies,
@@ -42,7 +54,9 @@ class Node:
 
 
 # DGX and HGX nodes with InfiniBand: EDR for V100, HDR for A100, NDR for the later ones, a network
-# device for each GPU (of V100, for each two). MI250X: as in LUMI and Frontier.
+# device for each GPU (of V100, for each two). MI250X: as in LUMI and Frontier. T4, L4, L40S, A10G:
+# as in the largest nodes of AWS (g4dn, g6, g6e, g5). RTX, and what a user describes: assumed, 100
+# Gbit/s for a node.
 NODES = {
     "v100-16g": Node("V100 16GB", 8, 6.25),
     "v100-32g": Node("V100 32GB", 8, 6.25),
@@ -54,8 +68,17 @@ NODES = {
     "b200": Node("B200", 8, 50),
     "mi250x-gcd": Node("MI250X GCD", 8, 12.5),
     "mi300x": Node("MI300X", 8, 50),
+    "t4": Node("T4", 8, 1.5625),
+    "l4": Node("L4", 8, 1.5625),
+    "l40s": Node("L40S", 8, 6.25),
+    "a10g": Node("A10G", 8, 1.5625),
+    "rtx-a6000": Node("RTX A6000", 8, 1.5625),
+    "rtx-4090": Node("RTX 4090", 8, 1.5625),
+    "rtx-5090": Node("RTX 5090", 8, 1.5625),
     "cpu": Node("CPU", 4, 0.1),
 }
+OWN_FIGURES = ("memory_gigabytes", "memory_gigabytes_per_second", "peaks_teraflops")
+"""What a cluster file says of a GPU that is not in NODES."""
 
 
 def find_machine(cluster: str | None = None, gpu: str | None = None) -> Machine:
@@ -70,7 +93,8 @@ def find_machine(cluster: str | None = None, gpu: str | None = None) -> Machine:
         _check_gpu(gpu, "--gpu")
         return build_machine(gpu, Cluster(gpu=gpu))
     found = read_cluster(cluster or "local")
-    _check_gpu(found.gpu, f"cluster {cluster}")
+    if not all(getattr(found, name) for name in OWN_FIGURES):
+        _check_gpu(found.gpu, f"cluster {cluster}")
     if gpu is not None:
         _check_gpu(gpu, "--gpu")
         found = _with_other_gpus(found, gpu)
@@ -92,7 +116,7 @@ def _with_other_gpus(cluster: Cluster, gpu: str) -> Cluster:
 
 def build_machine(name: str, cluster: Cluster) -> Machine:
     """Completes the figures of a cluster by those of its GPU's usual node."""
-    node = NODES[cluster.gpu]
+    node = NODES.get(cluster.gpu, Node(cluster.gpu, 8, 1.5625))
     device = _device(cluster, node)
     link = cluster.link_gigabytes_per_second
     network = cluster.network_gigabytes_per_second or node.network_gigabytes_per_second
@@ -109,14 +133,18 @@ def build_machine(name: str, cluster: Cluster) -> Machine:
 
 
 def _device(cluster: Cluster, node: Node) -> Device:
-    device = next(device for device in DEVICES if device.name == node.device)
+    device = next(
+        (device for device in DEVICES if device.name == node.device),
+        Device(cluster.gpu, f"^{re.escape(cluster.gpu)}$", {}, link_bytes_per_second=PCIE_4),
+    )
+    given: dict[str, Any] = {}
     if cluster.peaks_teraflops:
-        peaks = {kind: peak * TERA for kind, peak in cluster.peaks_teraflops.items()}
-        device = replace(device, peaks=peaks)
+        given["peaks"] = {kind: peak * TERA for kind, peak in cluster.peaks_teraflops.items()}
+    if cluster.memory_gigabytes:
+        given["memory_bytes"] = int(cluster.memory_gigabytes * GIB)
     if cluster.memory_gigabytes_per_second:
-        bandwidth = cluster.memory_gigabytes_per_second * GIGA
-        device = replace(device, memory_bytes_per_second=bandwidth)
-    return device
+        given["memory_bytes_per_second"] = cluster.memory_gigabytes_per_second * GIGA
+    return replace(device, **given)
 
 
 def _efficiencies(name: str, cluster: Cluster, device: Device) -> Efficiencies:
@@ -128,4 +156,5 @@ def _efficiencies(name: str, cluster: Cluster, device: Device) -> Efficiencies:
 
 def _check_gpu(name: str, place: str) -> None:
     if name not in NODES:
-        raise UserError(f"{place}: no GPU named {name!r}", suggest(name, list(NODES)))
+        own = f"{', '.join(OWN_FIGURES)} in a cluster file describe another"
+        raise UserError(f"{place}: no GPU named {name!r}", f"{suggest(name, list(NODES))}; {own}")

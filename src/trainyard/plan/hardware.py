@@ -30,6 +30,12 @@ class Device:
     """To the other devices of its node together, one direction."""
     product_share: float | None = None
     """Of its peak, by the best matrix products that were measured."""
+    sustained_share: float = 1.0
+    """Of that, by those of a whole step, which heats the device."""
+    attention_share: float | None = None
+    """Of its peak, by fused attention."""
+    product_source: str = "best matrix product measured on the device"
+    """Where `product_share` is from."""
 
     def peak_flops_per_second(self, kind: str) -> float | None:
         """Gives the peak at a run's `precision.kind`; None where it is unknown or not supported."""
@@ -40,12 +46,18 @@ def _peaks(**tflops: float) -> dict[str, float]:
     return {kind: peak * TERA for kind, peak in tflops.items()}
 
 
-# fp32 is the plain format, not TF32, which torch leaves off unless asked.
+# fp32 is the plain format, not TF32, which torch leaves off unless asked. All products add up in
+# fp32, as training does: GeForce cards are twice as fast where they add up in fp16.
 # PCIe and NVL cards are slower than the SXM modules listed; they match no pattern, so that none is
 # measured against a peak it cannot reach.
 VOLTA = _peaks(fp32=15.7, fp16=125)
 AMPERE = _peaks(fp32=19.5, fp16=312, bf16=312)
 HOPPER = _peaks(fp32=67, fp16=989, bf16=989, fp8=1979)
+# Of a whole step: fitted on published ones (docs/planning-accuracy.md). Attention: FlashAttention-2
+# on an H100 (arXiv:2407.08608).
+HOPPER_SHARES = (0.80, 0.90, 0.35)
+PCIE_3, PCIE_4, PCIE_5 = 16 * GIGA, 32 * GIGA, 64 * GIGA
+"""Bytes per second of a slot with 16 lanes, one direction."""
 # Shares of the peak: matrix products measured for stas00/ml-engineering (August 2026).
 DEVICES = (
     # NVIDIA V100 datasheet (2018), SXM2.
@@ -55,9 +67,15 @@ DEVICES = (
     Device("A100 40GB", r"A100-SXM4-40GB", AMPERE, 40 * GIB, 1.555 * TERA, 300 * GIGA, 0.87),
     Device("A100 80GB", r"A100-SXM4-80GB", AMPERE, 80 * GIB, 2.04 * TERA, 300 * GIGA, 0.87),
     # NVIDIA H100 datasheet (2023), SXM5; printed with sparsity there, halved here, as the next two.
-    Device("H100", r"H100 80GB HBM3", HOPPER, 80 * GIB, 3.35 * TERA, 450 * GIGA, 0.80),
+    Device(
+        *("H100", r"H100 80GB HBM3", HOPPER, 80 * GIB, 3.35 * TERA, 450 * GIGA),
+        *HOPPER_SHARES,
+    ),
     # NVIDIA H200 datasheet (2024), SXM5.
-    Device("H200", r"H200(?! NVL)", HOPPER, 141 * GIB, 4.8 * TERA, 450 * GIGA, 0.80),
+    Device(
+        *("H200", r"H200(?! NVL)", HOPPER, 141 * GIB, 4.8 * TERA, 450 * GIGA),
+        *HOPPER_SHARES,
+    ),
     # NVIDIA HGX B200 datasheet (2025).
     Device(
         "B200",
@@ -66,7 +84,63 @@ DEVICES = (
         180 * GIB,
         8.0 * TERA,
         900 * GIGA,
-        0.78,
+        *(0.78, *HOPPER_SHARES[1:]),
+    ),
+    # NVIDIA T4 datasheet (2019).
+    Device("T4", r"\bT4$", _peaks(fp32=8.1, fp16=65), 16 * GIB, 0.30 * TERA, PCIE_3),
+    # NVIDIA RTX A6000 datasheet (2021); printed with sparsity there, halved here, as the next two.
+    Device(
+        "RTX A6000",
+        r"RTX A6000$",
+        _peaks(fp32=38.7, fp16=154.8, bf16=154.8),
+        48 * GIB,
+        0.768 * TERA,
+        PCIE_4,
+    ),
+    # NVIDIA L4 datasheet (2023).
+    Device(
+        "L4",
+        r"\bL4$",
+        _peaks(fp32=30.3, fp16=121, bf16=121, fp8=242.5),
+        24 * GIB,
+        0.30 * TERA,
+        PCIE_4,
+    ),
+    # NVIDIA L40S datasheet (2023).
+    Device(
+        "L40S",
+        r"\bL40S$",
+        _peaks(fp32=91.6, fp16=362, bf16=362, fp8=733),
+        48 * GIB,
+        0.864 * TERA,
+        PCIE_4,
+    ),
+    # NVIDIA A10G datasheet for AWS (2022), without sparsity.
+    Device(
+        "A10G",
+        r"\bA10G$",
+        _peaks(fp32=35, fp16=70, bf16=70),
+        24 * GIB,
+        0.60 * TERA,
+        PCIE_4,
+    ),
+    # NVIDIA Ada GPU architecture (2023), appendix A.
+    Device(
+        "RTX 4090",
+        r"RTX 4090$",
+        _peaks(fp32=82.6, fp16=165.2, bf16=165.2, fp8=330.3),
+        24 * GIB,
+        1.008 * TERA,
+        PCIE_4,
+    ),
+    # NVIDIA RTX Blackwell GPU architecture (2025), appendix A.
+    Device(
+        "RTX 5090",
+        r"RTX 5090$",
+        _peaks(fp32=104.8, fp16=209.5, bf16=209.5, fp8=419),
+        32 * GIB,
+        1.792 * TERA,
+        PCIE_5,
     ),
     # AMD Instinct MI250X datasheet (2021), halved: torch sees each of its two dies as a device.
     Device(
@@ -76,6 +150,8 @@ DEVICES = (
         64 * GIB,
         1.6 * TERA,
         200 * GIGA,
+        0.51,
+        product_source="assumed: as an MI300X; published steps take 16 to 36 % longer",
     ),
     # AMD Instinct MI300X datasheet (2023).
     Device(
@@ -101,6 +177,8 @@ class Efficiencies:
 
     product_share: float
     """Of the peak, by matrix products so large that their operands do not matter."""
+    sustained_share: float
+    """Of what lone products and attention reach, by those of a whole step."""
     attention_share: float
     """Of the peak, by fused attention."""
     memory_share: float
@@ -121,6 +199,7 @@ FIT = "fitted on measured steps of A100s (docs/planning-accuracy.md)"
 BOUND = "upper bound of that fit, which it reached"
 A100_EFFICIENCIES = Efficiencies(
     product_share=0.87,
+    sustained_share=1.0,
     attention_share=ATTENTION_SHARE * 0.87,
     memory_share=0.80,
     link_share=0.85,
@@ -128,6 +207,7 @@ A100_EFFICIENCIES = Efficiencies(
     launch_seconds=14e-6,
     sources={
         "product_share": "best matrix product measured on the device",
+        "sustained_share": FIT,
         "attention_share": f"assumed: {ATTENTION_SHARE} of product_share",
         "memory_share": FIT,
         "link_share": BOUND,
@@ -137,21 +217,30 @@ A100_EFFICIENCIES = Efficiencies(
 )
 UNMEASURED_PRODUCT_SHARE = 0.51
 """Of devices whose products nobody has measured for us: the least of those that were."""
+UNMEASURED = "assumed: as an MI300X"
+UNMEASURED_SHARES = (0.87, 0.41)
+"""Between which they may be: the best measured, an A100's, and what steps on an MI250X come to."""
 
 
 def transfer_efficiencies(device: Device) -> Efficiencies:
     """Guesses what programs reach on a device from what they reach on an A100."""
-    share, source = device.product_share, A100_EFFICIENCIES.sources["product_share"]
+    share, source = device.product_share, device.product_source
+    attention = device.attention_share
     if share is None:
-        share, source = UNMEASURED_PRODUCT_SHARE, "assumed: as an MI300X"
+        share, source = UNMEASURED_PRODUCT_SHARE, UNMEASURED
     sources = dict(A100_EFFICIENCIES.sources) | {"product_share": source}
     if not device.name.startswith("A100"):
         fitted = [name for name, source in sources.items() if source in (FIT, BOUND)]
         sources |= dict.fromkeys(fitted, "assumed: as on an A100")
+    if device.attention_share is not None:
+        sources["attention_share"] = "FlashAttention-2 measured on an H100"
+    if device.sustained_share != 1:
+        sources["sustained_share"] = "fitted on published steps of H100s"
     return replace(
         A100_EFFICIENCIES,
         product_share=share,
-        attention_share=ATTENTION_SHARE * share,
+        sustained_share=device.sustained_share,
+        attention_share=ATTENTION_SHARE * share if attention is None else attention,
         sources=sources,
     )
 
@@ -177,6 +266,18 @@ class Machine:
     def memory_bytes(self) -> int | None:
         """Of a device, as sold; None where it is unknown."""
         return self.device.memory_bytes
+
+
+def find_extremes(machine: Machine) -> tuple[Machine, Machine] | None:
+    """Gives a machine as fast and as slow as it may be; None where its products were measured."""
+    shares = machine.efficiencies
+    if shares.sources["product_share"] != UNMEASURED:
+        return None
+    fast, slow = (
+        replace(shares, product_share=share, attention_share=ATTENTION_SHARE * share)
+        for share in UNMEASURED_SHARES
+    )
+    return replace(machine, efficiencies=fast), replace(machine, efficiencies=slow)
 
 
 @dataclass(frozen=True)

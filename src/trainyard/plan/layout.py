@@ -17,8 +17,13 @@ from trainyard.config.run import Run
 from trainyard.errors import ConfigError
 from trainyard.plan.batches import batch_sizes
 from trainyard.topology import Topology
+from trainyard.units import format_number
 
 Stages = tuple[tuple[int, int], ...]
+FARTHEST = 8
+"""How many times the ranks there are, or a part of them, are named in their place."""
+MOST_TENSOR = 8
+"""Ranks that are proposed to share a layer: those of a usual node."""
 
 
 def find_topology(run: Run, n_ranks: int | None) -> Topology:
@@ -178,25 +183,33 @@ def _data_sizes(run: Run) -> Iterator[int]:
 
 
 def _remedies(run: Run, n_ranks: int) -> str:
-    """Names the nearest number of ranks and the nearest values that work with those there are."""
+    """Names the nearest number of ranks and the nearest values that work with those there are.
+
+    A number of ranks that is far off is named only where nothing else works.
+    """
     unit = ranks_per_replica(run)
-    working = [
-        "1 rank" if number == 1 else f"{number} ranks"
-        for number in rules.nearest((data * unit for data in _data_sizes(run)), n_ranks)[:1]
-    ]
+    numbers = rules.nearest((data * unit for data in _data_sizes(run)), n_ranks)[:1]
+    ranks = [format_number(number, "rank") for number in numbers]
+    is_near = bool(numbers) and n_ranks <= FARTHEST * numbers[0] <= FARTHEST**2 * n_ranks
+    working = ranks if is_near else []
     data, rest = divmod(n_ranks, unit)
     if not rest:
-        for way in _ways(run, data):
-            for changes in way:
-                changed = rules.change(run, changes)
-                if not rules.broken_rules(changed) and not _problems(changed, n_ranks):
-                    working.append(rules.describe(run, changes))
-                    break
+        working += filter(None, (_first_working(run, n_ranks, way) for way in _ways(run, data)))
+        working = working or list(filter(None, [_first_working(run, n_ranks, _cuts(run, data))]))
+    working = working or ranks
     if working:
         return f"nearest that works: {', or '.join(working)}"
     data = max(1, round(data / run.parallel.replicas)) * run.parallel.replicas
     multiple = run.train.micro_batch_size * data * run.parallel.pipeline
     return f"{data * unit} ranks work with batches in multiples of {multiple} sequences"
+
+
+def _first_working(run: Run, n_ranks: int, way: Iterable[rules.Changes]) -> str:
+    for changes in way:
+        changed = rules.change(run, changes)
+        if not rules.broken_rules(changed) and not _problems(changed, n_ranks):
+            return rules.describe(run, changes)
+    return ""
 
 
 def _ways(run: Run, data: int) -> list[Iterable[rules.Changes]]:
@@ -211,5 +224,24 @@ def _ways(run: Run, data: int) -> list[Iterable[rules.Changes]]:
         ({"parallel.replicas": number} for number in replicas),
         ({"train.global_batch_size": size} for size in batches),
         ({"train.micro_batch_size": size} for size in micro_batches),
+        [{"train.batch_ramp": None}] if train.batch_ramp else [],
         ({"parallel.schedule": schedule} for schedule in ("1f1b", "gpipe")),
     ]
+
+
+def _cuts(run: Run, data: int) -> Iterator[rules.Changes]:
+    """Lists ways to share the model among more ranks, the fewest first: fewer share the data.
+
+    Those that need no batch ramp are last.
+    """
+    model, parallel = run.model, run.parallel
+    tensors = [n for n in rules.divisors(data * parallel.tensor) if n <= MOST_TENSOR]
+    pipelines = [n for n in rules.divisors(data * parallel.pipeline) if n <= model.n_layers]
+    pairs = itertools.product(tensors, pipelines)
+    ordered = sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1]))
+    for ramp, (tensor, pipeline) in itertools.product((run.train.batch_ramp, None), ordered):
+        if tensor >= parallel.tensor and pipeline >= parallel.pipeline:
+            changes = {"parallel.tensor": tensor, "parallel.pipeline": pipeline}
+            if pipeline > 1 and parallel.zero_stage == 2:
+                changes["parallel.zero_stage"] = 1
+            yield {**changes, "train.batch_ramp": ramp}

@@ -9,6 +9,8 @@ there are several layouts of 8 processes which together have every pair of axes:
     pipeline, replica, shard, tensor    pipeline x replica x shard
                                         pipeline x replica x tensor
                                         pipeline x shard x tensor
+
+A ring of 2 ranks shifts keys once. A fault of later shifts shows in rings of 3 and 4.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from trainyard.units import Length
 
 N_STEPS = 3
 DEGREE, MOST_AXES = 2, 3
+RING_DEGREES = (3, 4)
 MOST_BLOCKS = 4
 MOST_MICRO_BATCHES, MOST_SEQUENCES = 4, 2
 
@@ -51,15 +54,20 @@ class Rehearsal:
     """The small run on a single device."""
     layouts: tuple[Run, ...]
     """The same, cut."""
-    n_ranks: int
-    """Processes of each layout."""
+    topologies: tuple[Topology, ...]
+    """Ranks along each axis of each layout."""
     changes: dict[str, str]
     """What was made smaller, in words, by section of the run file."""
 
     @property
-    def topologies(self) -> list[Topology]:
-        """Ranks along each axis of each layout."""
-        return [resolve(layout, self.n_ranks).topology for layout in self.layouts]
+    def n_ranks(self) -> int:
+        """Processes of each layout but the last rings."""
+        return self.topologies[0].n_ranks
+
+    @property
+    def n_rings(self) -> int:
+        """How many layouts at the end are rings of more than two ranks."""
+        return sum(topology.context > DEGREE for topology in self.topologies)
 
 
 def plan_rehearsal(run: Run, n_ranks: int | None = None) -> Rehearsal:
@@ -87,13 +95,20 @@ def plan_rehearsal(run: Run, n_ranks: int | None = None) -> Rehearsal:
         parallel=Parallel(zero_stage=0),
         precision=Precision(kind="fp32", fp8=run.precision.fp8),
     )
-    layouts = [alone.model_copy(update={"parallel": _cut(run, cut)}) for cut in cover_pairs(axes)]
+    cuts = [(cut, DEGREE) for cut in cover_pairs(axes)]
+    if _has_ring(run):
+        cuts += [(("context",), degree) for degree in RING_DEGREES]
+    layouts = [alone.model_copy(update={"parallel": _cut(run, *cut)}) for cut in cuts]
+    # Validated, as a copy is not.
+    layouts = [Run.model_validate(layout.model_dump()) for layout in layouts]
     return Rehearsal(
         topology=plan.topology,
         alone=alone,
-        # Validated, as a copy is not.
-        layouts=tuple(Run.model_validate(layout.model_dump()) for layout in layouts),
-        n_ranks=DEGREE ** min(len(axes), MOST_AXES),
+        layouts=tuple(layouts),
+        topologies=tuple(
+            resolve(layout, degree ** len(cut)).topology
+            for layout, (cut, degree) in zip(layouts, cuts, strict=True)
+        ),
         changes=_changes(run, alone),
     )
 
@@ -131,26 +146,31 @@ def describe_layout(run: Run, topology: Topology) -> str:
     return (" x ".join(cut) or "one process") + recompute
 
 
-def _cut(run: Run, axes: tuple[str, ...]) -> Parallel:
+def _has_ring(run: Run) -> bool:
+    return run.parallel.context > 1 and run.parallel.context_method == "ring"
+
+
+def _cut(run: Run, axes: tuple[str, ...], degree: int) -> Parallel:
     """Cuts along some axes; what belongs to the others is left out."""
     parallel = run.parallel
     chosen: dict[str, Any] = {"zero_stage": parallel.zero_stage, "recompute": parallel.recompute}
     if "pipeline" in axes:
         chunks = min(parallel.chunks, DEGREE)
-        chosen |= {"pipeline": DEGREE, "chunks": chunks, "schedule": parallel.schedule}
+        chosen |= {"pipeline": degree, "chunks": chunks, "schedule": parallel.schedule}
     if "replica" in axes:
-        chosen |= {"replicas": DEGREE}
+        chosen |= {"replicas": degree}
     if "context" in axes:
-        chosen |= {"context": DEGREE, "context_method": parallel.context_method}
+        chosen |= {"context": degree, "context_method": parallel.context_method}
     if "tensor" in axes:
-        chosen |= {"tensor": DEGREE, "sequence": parallel.sequence}
+        chosen |= {"tensor": degree, "sequence": parallel.sequence}
     return Parallel(**chosen)
 
 
 def _shrink_model(run: Run, plan: Plan) -> Model:
     # Large initial weights, so that every path matters to the loss; a vocabulary with padding.
     width = SCALED_COLUMNS * (DEGREE if run.precision.kind == "fp8_lowbit" else 1)
-    small = {"d_model": width, "n_heads": 4, "d_ff": 64, "sequence_length": 16, "init_std": 0.2}
+    length = 24 if _has_ring(run) else 16  # in each ring, two equal parts a rank
+    small = {"d_model": width, "n_heads": 4, "d_ff": 64, "sequence_length": length, "init_std": 0.2}
     vocabulary = {"vocabulary_size": 90, "vocabulary_multiple": 8}
     return run.model.model_copy(
         update={"n_layers": _few_layers(run, plan)} | small | vocabulary,

@@ -97,10 +97,14 @@ def _ways(
         if parallel.tensor < tensor <= machine.devices_per_node
         for sequence in (parallel.sequence, True)
     )
-    yield of("parallel.pipeline", [n for n in divisors if n > parallel.pipeline])
+    stage = 1 if parallel.zero_stage == 2 else parallel.zero_stage  # which no pipeline has
+    yield (
+        (n_devices, {"parallel.pipeline": n, "parallel.zero_stage": stage})
+        for n in divisors
+        if n > parallel.pipeline
+    )
     yield of("precision.kind", _smaller_precisions(run, machine))
-    factors = range(2, MOST_TIMES_AS_MANY + 1)
-    yield ((factor * n_devices, {}) for factor in factors)
+    yield ((n, {}) for n in _more_devices(machine, n_devices, 2))
 
 
 def _smaller_precisions(run: Run, machine: Machine) -> list[str]:
@@ -117,17 +121,31 @@ def _searched(run: Run, machine: Machine, n_devices: int) -> Iterator[Remedy]:
     usable = usable_bytes(machine)
     if usable is None:
         return
-    factor = max(1, math.ceil(least_state_bytes(run) / (n_devices * usable)))
-    while factor <= MOST_TIMES_AS_MANY:
-        found = search(run, machine, factor * n_devices, most=1)
+    factor = math.ceil(least_state_bytes(run) / (n_devices * usable))
+    last = 0
+    for n in _more_devices(machine, n_devices, max(1, factor)):
+        if n < 2 * last:
+            continue
+        found, last = search(run, machine, n, most=1), n
         if found:
             yield Remedy(_describe(run, found[0], n_devices), found[0])
             return
-        factor *= 2
+
+
+def _more_devices(machine: Machine, n_devices: int, least_factor: int) -> Iterator[int]:
+    """Lists numbers of devices that fill nodes, or equal parts of one; the same where none does."""
+    node = machine.devices_per_node
+    for factor in range(least_factor, MOST_TIMES_AS_MANY + 1):
+        n = factor * n_devices
+        if n % node == 0 or node % n == 0 or factor == 1:
+            yield n
 
 
 def fewest_devices(run: Run, machine: Machine, n_devices: int) -> str:
     """Says on how many devices a layout of a run fits, as a hint."""
+    without_ramp = rules.change(run, {"train.batch_ramp": None})
+    if run.train.batch_ramp and search(without_ramp, machine, n_devices, most=1):
+        return "train.batch_ramp=none: too few ranks can share its first batches"
     remedy = next(_searched(run, machine, n_devices), None)
     if remedy is None:
         return "a smaller model, or devices with more memory"

@@ -77,11 +77,7 @@ class Candidate:
 
     def changes_from(self, run: Run) -> rules.Changes:
         """Gives the fields of a layout that differ from another run's."""
-        return {
-            name: field_value(self.run, name)
-            for name in FIELDS
-            if field_value(self.run, name) != field_value(run, name)
-        }
+        return rules.differences(run, {name: field_value(self.run, name) for name in FIELDS})
 
 
 def predict(run: Run, machine: Machine, n_devices: int) -> Candidate:
@@ -248,6 +244,8 @@ class _Queue:
         data = self._any_plan.n_ranks // ranks_per_replica(shape)
         inside = self._shards_inside_a_node(shape, data)
         stages = (1, 3) if shape.parallel.pipeline > 1 and data > 1 else (1,)
+        if data * shape.parallel.context == 1:  # nothing to shard
+            stages = (rules.default_zero_stage(shape.parallel.pipeline),)
         for stage in stages:
             for n_replicas in {1, data // inside} if inside else {1}:
                 changes = {"parallel.zero_stage": stage, "parallel.replicas": n_replicas}
@@ -260,7 +258,9 @@ class _Queue:
         peak = machine.device.peak_flops_per_second(shape.precision.kind) or math.inf
         n_tokens = train.global_batch_size * model.sequence_length
         flops = 3.0 * model.n_layers * (8 * model.d_model**2 + 4 * model.d_model * model.d_ff)
-        seconds = flops * n_tokens / n_ranks / (peak * machine.efficiencies.product_share)
+        shares = machine.efficiencies
+        peak *= shares.product_share * shares.sustained_share
+        seconds = flops * n_tokens / n_ranks / peak
         data = n_ranks // ranks_per_replica(shape)
         n_passes = train.global_batch_size // train.micro_batch_size // data * parallel.chunks
         bubble = (parallel.pipeline - 1) / n_passes

@@ -133,14 +133,17 @@ class _Prices:
         kind = work.run.precision.kind
         is_fp8 = work.run.precision.multiplies_in_fp8
         self.value_bytes = 4 if kind == "fp32" else 2
-        self.block_peak = _peak(machine, kind)
-        self.other_peak = _peak(machine, "bf16") if is_fp8 else self.block_peak
+        self.block_peak = _peak(machine, kind) * self.shares.sustained_share
+        self.other_peak = self.block_peak
+        if is_fp8:
+            self.other_peak = _peak(machine, "bf16") * self.shares.sustained_share
         bandwidth = machine.device.memory_bytes_per_second
         if bandwidth is None:
             raise MachineError(
                 f"{machine.name}: the memory bandwidth of {machine.device.name} is unknown",
                 "give memory_gigabytes_per_second in a cluster file of your own",
             )
+        self.attention_share = self.shares.attention_share * self.program.attention_share
         self.memory_bandwidth = bandwidth * self.shares.memory_share
 
     def stages(self) -> list[PassSeconds]:
@@ -172,7 +175,7 @@ class _Prices:
         """Prices one pass of a micro batch through a stage."""
         parts = {
             "products": sum(map(self._product_seconds, work.products)),
-            "attention": work.attention_flops / (self.other_peak * self.shares.attention_share),
+            "attention": work.attention_flops / (self.other_peak * self.attention_share),
             "memory-bound": self.memory_seconds(work.memory_bytes),
             **talk,
         }
@@ -236,19 +239,19 @@ class _Prices:
             unpacked: weights that it makes 16 bits again.
             rank_seconds: it computes for one micro batch.
         """
-        parallel, hides = self.parallel, self.program.hides_data
+        parallel, program = self.parallel, self.program
         seconds = self.memory_seconds(UNPACK_BYTES * unpacked)
         for kind in filter(_is_of_data, traffic):
             is_gradient = kind.collective != "all-gather"
-            share = self.program.reduced_bytes / FP32_BYTES if is_gradient else 1
+            share = program.reduced_bytes / FP32_BYTES if is_gradient else 1
             seconds += share * self.talk_seconds(kind)
-        waits_for_all = hides == "without pipeline" and parallel.zero_stage < 3
-        if hides == "never" or (parallel.pipeline > 1 and waits_for_all):
+        if parallel.pipeline > 1 and parallel.zero_stage < 3 and not program.hides_in_pipeline:
             return seconds
         # The first weights and the last gradients come when there is nothing to hide behind.
         n_groups = self.work.run.model.n_layers // parallel.pipeline + 1
         n_hiding = self.work.n_micro_batches if parallel.zero_stage > 1 else 1
-        return max(seconds / n_groups, seconds - n_hiding * rank_seconds)
+        shown = max(program.shown_data, 1 / n_groups)
+        return max(shown * seconds, seconds - n_hiding * rank_seconds)
 
 
 def _is_of_data(kind: Traffic) -> bool:

@@ -3,7 +3,8 @@
 With A = B x T/context x D values, the residual stream of a micro batch, a block makes of each one:
 
     tensor            forward: all-reduce A twice; backward: the same
-    tensor, sequence  forward: all-gather A and reduce-scatter A, twice each; backward: the same
+    tensor, sequence  forward: all-gather A and reduce-scatter A, twice each; backward: the same,
+                      and all-gather A twice more; not with recompute block or a zero bubble
     ulysses           forward: all-to-all 3 A/tensor and A/tensor; backward: the same
     ring of p         forward: send 2 A/tensor p - 1 times; backward: the same, and again in fp32
 
@@ -141,6 +142,8 @@ class _Counter:
             collect_again += 1
         n = self.n_blocks * self.n_micro_batches
         self._count_cut(n, (2 + spread_again, 2), (2 + collect_again, 2), self.stream_bytes)
+        if self.run.parallel.gathers_again:
+            self.add("tensor", "all-gather", 2 * n, 2 * n * self.stream_bytes)
         if self.has_first:
             n_bytes = self.stream_bytes // self.value_bytes * FP32_BYTES
             self._count_cut(self.n_micro_batches, (0, 0), (1, 1), n_bytes)

@@ -24,6 +24,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -76,11 +77,23 @@ def build_product(fp8: Fp8) -> Product:
     )
     kernels = LinearMMConfig(*(ScaledMMConfig(fp8.emulate, gemm.use_fast_accum) for gemm in gemms))
 
-    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), kernels, config)
-        return out if bias is None else out + bias
+    @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator] # as the forward pass is
+    def differentiate(gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        saved = (x, weight.t())
+        context = SimpleNamespace(saved_tensors=saved, linear_mm_config=kernels, config=config)
+        of_x, of_weight, *_ = matmul_with_hp_or_float8_args.backward(context, gradient)
+        return of_x, of_weight.t()
 
-    return multiply
+    class Float8Product:
+        def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+            out: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), kernels, config)
+            return out if bias is None else out + bias
+
+        def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensor]:
+            of_x, of_weight = differentiate(gradient, x, weight)
+            return of_x, of_weight
+
+    return Float8Product()
 
 
 @contextmanager

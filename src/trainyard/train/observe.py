@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from trainyard.data.loader import held_out_batches
 from trainyard.evaluate.generate import Sampling, generate
@@ -47,10 +48,11 @@ def sample(parts: Parts, state: State, metrics: Metrics) -> str:
     if model is None:
         return "no samples while ranks share a model; trainyard generate takes a checkpoint of it"
     texts = []
+    sampling = replace(SAMPLING, vocabulary_size=parts.tokenizer.vocabulary_size)
     for prompt in parts.run.evaluate.sample_prompts:
         ids = parts.tokenizer.encode(prompt)
         n_tokens, end = parts.run.evaluate.sample_tokens, parts.tokenizer.eod_id
-        (new,) = generate(model, ids, n_tokens, SAMPLING, end)
+        (new,) = generate(model, ids, n_tokens, sampling, end)
         text = parts.tokenizer.decode(new)
         metrics.write("sample", {"step": state.step, "prompt": prompt, "text": text})
         texts.append(f"sample: {prompt}{text}")

@@ -12,11 +12,12 @@ two ranks, of whose halves each is held twice:
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +26,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from trainyard.config.run import LossScale, Run
-from trainyard.data.loader import Loader
+from trainyard.config.run import Blend, Data, LossScale, Run
+from trainyard.data.indexed import IndexedWriter
+from trainyard.data.loader import Loader, build_orders
 from trainyard.model.loss import LABEL_OF_NOTHING
 from trainyard.optim.adamw import build_optimizer
 from trainyard.parallel.mesh import build_mesh
@@ -34,7 +36,7 @@ from trainyard.parallel.placement import local_part, place
 from trainyard.parallel.replica import Replica
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.rehearsal import N_STEPS
-from trainyard.plan.resolve import resolve
+from trainyard.plan.resolve import Plan, resolve
 from trainyard.precision.codes import Codes
 from trainyard.train.state import Parts, State
 from trainyard.train.step import train_step
@@ -77,27 +79,39 @@ class Outcome:
     weights: list[Piece]
 
 
-class RandomBatches:
-    """Stands in for the loader: batches of random ids, the same in every layout."""
+class IncompleteError(Exception):
+    """The ranks together do not hold the whole model."""
 
-    def __init__(self, run: Run, batches: BatchSchedule, share: tuple[int, int]) -> None:
-        self._run, self._batches, self._share = run, batches, share
 
-    def batch(self, step: int, offset: int) -> tuple[Tensor, Tensor]:
-        """Gives this rank's sequences of a step; nothing is ever left out."""
-        assert offset == 0
-        size = self._batches.batch_size(step)
-        generator = torch.Generator().manual_seed(1000 + step)
-        model = self._run.model
-        shape = (size, model.sequence_length + 1)
-        ids = torch.randint(0, model.vocabulary_size, shape, generator=generator)
-        tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-        # Not every rank has as much to learn, as a mean of means would take for granted.
-        chances = torch.rand(labels.shape, generator=generator, dtype=torch.float64)
-        labels[chances < 0.2] = LABEL_OF_NOTHING
-        index, n_shares = self._share
-        mine = slice(index * size // n_shares, (index + 1) * size // n_shares)
-        return tokens[mine], labels[mine]
+class PartlyLabelled(Loader):
+    """Training's loader, without a fifth of the labels: so ranks have unequal work."""
+
+    def batch(self, step: int, offset: int = 0) -> tuple[Tensor, Tensor]:
+        """Gives this rank's sequences of a step."""
+        tokens, labels = super().batch(step, offset)
+        return tokens, labels.masked_fill(labels % 5 == 0, LABEL_OF_NOTHING)
+
+
+def build_loader(run: Run, plan: Plan, share: tuple[int, int]) -> Loader:
+    """Writes token files of random ids, the same in every layout, and opens them as training does.
+
+    Args:
+        run: what the ids are for.
+        plan: what follows from it.
+        share: which of how many consecutive shares of a batch.
+    """
+    chance = np.random.default_rng(1000)
+    n_sequences, n_tokens = plan.order_sequences[0], run.model.sequence_length
+    with tempfile.TemporaryDirectory(prefix="trainyard-") as folder:
+        prefix = f"{folder}/ids"
+        with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+            for length in chance.integers(1, 2 * n_tokens, n_sequences + 1):
+                ids = chance.integers(0, run.model.vocabulary_size, length)
+                writer.add_document(ids)
+        data = Data(train=Blend(prefixes=(prefix,)), cache_folder=f"{folder}/cache")
+        order = build_orders(run.model_copy(update={"data": data}), plan, ["train"])["train"]
+        assert order is not None, "the train split is the whole file"
+        return PartlyLabelled(order, BatchSchedule(run), run.model.vocabulary_size, share)
 
 
 def train_three_steps(run: Run, rank: int, n_ranks: int, precision: str) -> Outcome:
@@ -126,7 +140,7 @@ def train_three_steps(run: Run, rank: int, n_ranks: int, precision: str) -> Outc
             batches=batches,
             replica=replica,
             optimizer=optimizer,
-            train_data=cast(Loader, RandomBatches(run, batches, mesh.data_share)),
+            train_data=build_loader(run, plan, mesh.data_share),
             valid_order=None,
             tokenizer=None,
             data_fingerprint="",
@@ -234,7 +248,11 @@ class Difference:
 
 
 def compare(reference: Outcome, ranks: list[Outcome]) -> Difference:
-    """Compares all ranks of a layout with the single device."""
+    """Compares all ranks of a layout with the single device.
+
+    Raises:
+        IncompleteError: a tensor, or a part of one, is on no rank.
+    """
     lists = [lambda outcome, n=n: outcome.gradients[n] for n in range(len(reference.gradients))]
     gradients = [_compare_tensors(reference, ranks, get) for get in lists]
     weights = _compare_tensors(reference, ranks, lambda outcome: outcome.weights)
@@ -252,7 +270,8 @@ def _compare_tensors(
 ) -> tuple[float, float]:
     expected, _ = assemble([get(reference)])
     found, apart = assemble([get(outcome) for outcome in ranks])
-    assert expected.keys() == found.keys()
+    if odd := expected.keys() ^ found.keys():
+        raise IncompleteError(f"nobody holds {', '.join(sorted(odd))}")
     return _worst(_distance(found[name], expected[name]) for name in expected), apart
 
 
@@ -261,6 +280,9 @@ def assemble(ranks: list[list[Piece]]) -> tuple[dict[str, Array], float]:
 
     Returns:
         the whole tensors, and the largest difference between two ranks' copies of the same number.
+
+    Raises:
+        IncompleteError: a part of a tensor is on no rank.
     """
     whole: dict[str, Array] = {}
     is_known: dict[str, Array] = {}
@@ -277,7 +299,8 @@ def assemble(ranks: list[list[Piece]]) -> tuple[dict[str, Array], float]:
             differences.append(float(np.abs(target[window][both] - piece.value[both]).max()))
         target[window], known[window] = piece.value, True
     for name, known in is_known.items():
-        assert known.all(), f"nobody holds some of {name}"
+        if not known.all():
+            raise IncompleteError(f"nobody holds some of {name}")
     return whole, float(np.max(differences))
 
 

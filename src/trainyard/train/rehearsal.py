@@ -1,14 +1,15 @@
 """A layout tried on this machine before the real job: the small run, cut and on a single device.
 
-    python -m trainyard.train.rehearsal FOLDER fp64 bf16
+    python -m trainyard.train.rehearsal FOLDER
 
-is one rank of the cut run, which `rehearse` starts: it trains FOLDER/layout-0.toml and so on, each
-in every precision, and leaves what it found in files beside them. Everything runs on the CPU.
+is one rank of the cut run, which `rehearse` starts: it trains FOLDER/00-fp64.toml and so on, each
+in the precision of its name, and writes outcomes beside them. Everything runs on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import sys
 import tempfile
@@ -20,17 +21,18 @@ import torch
 
 from trainyard.config.load import load_run, render_run
 from trainyard.config.run import Run
-from trainyard.errors import UserError
+from trainyard.errors import MachineError, UserError
 from trainyard.launch.environment import Process, read_process
 from trainyard.launch.local import run_ranks
 from trainyard.log import build_logger
+from trainyard.parallel.replica import MissingGradientError
 from trainyard.parallel.start import gather_facts, start_ranks
-from trainyard.plan.rehearsal import Rehearsal
+from trainyard.plan.rehearsal import DEGREE, Rehearsal
 from trainyard.precision.float8 import refuse_missing_torchao
 from trainyard.train.parity import (
     BOUNDS,
-    DTYPES,
     Difference,
+    IncompleteError,
     Outcome,
     compare,
     load_outcome,
@@ -47,7 +49,8 @@ class Result:
 
     layout: Run
     precision: str
-    difference: Difference
+    difference: Difference | str
+    """A text where there is nothing to compare: what a rank found wrong."""
 
     @property
     def bound(self) -> float:
@@ -57,7 +60,18 @@ class Result:
     @property
     def is_same(self) -> bool:
         """Whether the layout computes what the single device computes."""
-        return self.difference.is_within(self.bound)
+        found = self.difference
+        return isinstance(found, Difference) and found.is_within(self.bound)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One layout in one precision, and the file that says so to its ranks."""
+
+    layout: Run
+    n_ranks: int
+    precision: str
+    path: Path
 
 
 def precisions_of(run: Run) -> list[str]:
@@ -76,62 +90,100 @@ def rehearse(rehearsal: Rehearsal, precisions: Sequence[str]) -> list[Result]:
 
     Args:
         rehearsal: what to train.
-        precisions: names in `DTYPES`.
+        precisions: names in `DTYPES`; layouts of degrees above 2 are trained in the first alone.
 
     Raises:
         MachineError: a process ended before its time; tells which, and what it said.
     """
     with tempfile.TemporaryDirectory(prefix="trainyard-") as name:
-        folder = Path(name)
-        for number, layout in enumerate(rehearsal.layouts):
-            (folder / f"layout-{number}.toml").write_text(render_run(layout), encoding="utf-8")
-        if rehearsal.n_ranks == 1:
-            train_layouts(folder, precisions, Process())
-        else:
-            command = [sys.executable, "-P", "-m", "trainyard.train.rehearsal", name, *precisions]
-            run_ranks(rehearsal.n_ranks, command, folder / "logs")
-        return list(_compare_all(rehearsal, precisions, folder))
+        cases = list(_write_cases(rehearsal, precisions, Path(name)))
+        for folder in dict.fromkeys(case.path.parent for case in cases):
+            try:
+                _train_ranks(folder, int(folder.name))
+            except (MachineError, MissingGradientError):
+                if not list(folder.glob("*.finding")):
+                    raise
+        return list(_compare_all(rehearsal.alone, cases))
 
 
-def train_layouts(folder: Path, precisions: Sequence[str], process: Process) -> None:
-    """Trains every layout in a folder, as one rank of it, and writes the outcomes there."""
-    for path in sorted(folder.glob("layout-*.toml")):
+def _write_cases(rehearsal: Rehearsal, precisions: Sequence[str], folder: Path) -> Iterator[_Case]:
+    """Writes what is to be trained, into a folder for each number of ranks."""
+    layouts = list(zip(rehearsal.layouts, rehearsal.topologies, strict=True))
+    every = itertools.product(precisions, layouts)
+    for number, (precision, (layout, topology)) in enumerate(every):
+        # How numbers of few digits are rounded shows at a degree of 2.
+        if layout.parallel.context > DEGREE and precision != precisions[0]:
+            continue
+        path = folder / str(topology.n_ranks) / f"{number:02}-{precision}.toml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(render_run(layout), encoding="utf-8")
+        yield _Case(layout, topology.n_ranks, precision, path)
+
+
+def _train_ranks(folder: Path, n_ranks: int) -> None:
+    if n_ranks == 1:
+        train_cases(folder, Process())
+        return
+    command = [sys.executable, "-P", "-m", "trainyard.train.rehearsal", str(folder)]
+    run_ranks(n_ranks, command, folder / "logs")
+
+
+def train_cases(folder: Path, process: Process) -> None:
+    """Trains every case in a folder, as one rank of it, and writes the outcomes there.
+
+    Raises:
+        MissingGradientError: a parameter has none; a file beside the case says so too.
+    """
+    for path in sorted(folder.glob("*.toml")):
+        precision = path.stem.partition("-")[2]
         run = load_run(str(path)).run
-        for precision in precisions:
+        try:
             outcome = train_three_steps(run, process.rank, process.n_ranks, precision)
-            save_outcome(outcome, _outcome_path(folder, path.stem, precision, process.rank))
+        except MissingGradientError as error:
+            path.with_suffix(f".rank-{process.rank}.finding").write_text(str(error))
+            raise
+        save_outcome(outcome, _outcome_path(path, process.rank))
 
 
-def _compare_all(rehearsal: Rehearsal, precisions: Sequence[str], folder: Path) -> Iterator[Result]:
-    for precision in precisions:
-        reference = train_three_steps(rehearsal.alone, 0, 1, precision)
-        for number, layout in enumerate(rehearsal.layouts):
-            ranks: list[Outcome] = [
-                load_outcome(_outcome_path(folder, f"layout-{number}", precision, rank))
-                for rank in range(rehearsal.n_ranks)
-            ]
-            yield Result(layout, precision, compare(reference, ranks))
+def _compare_all(alone: Run, cases: list[_Case]) -> Iterator[Result]:
+    """Compares the cases that were trained; ranks that find something wrong end with that case."""
+    references: dict[str, Outcome] = {}
+    for case in cases:
+        findings = sorted(case.path.parent.glob(f"{case.path.stem}.*.finding"))
+        outcomes = [_outcome_path(case.path, rank) for rank in range(case.n_ranks)]
+        if findings:
+            yield Result(case.layout, case.precision, findings[0].read_text())
+        elif all(path.exists() for path in outcomes):
+            if case.precision not in references:
+                references[case.precision] = train_three_steps(alone, 0, 1, case.precision)
+            ranks = [load_outcome(path) for path in outcomes]
+            try:
+                found: Difference | str = compare(references[case.precision], ranks)
+            except IncompleteError as error:
+                found = str(error)
+            yield Result(case.layout, case.precision, found)
 
 
-def _outcome_path(folder: Path, layout: str, precision: str, rank: int) -> Path:
-    return folder / f"{layout}.{precision}.rank-{rank}.safetensors"
+def _outcome_path(path: Path, rank: int) -> Path:
+    return path.with_suffix(f".rank-{rank}.safetensors")
 
 
 def main() -> None:
     """Runs one rank from the command line, as `rehearse` does."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("precisions", nargs="+", choices=DTYPES)
-    arguments = parser.parse_args()
+    folder: Path = parser.parse_args().folder
     build_logger()
     process = read_process()
-    runs = "".join(path.read_text() for path in sorted(arguments.folder.glob("layout-*.toml")))
+    runs = "".join(path.read_text() for path in sorted(folder.glob("*.toml")))
     try:
         with start_ranks(process, torch.device("cpu"), lambda: gather_facts(runs, "random ids")):
-            train_layouts(arguments.folder, arguments.precisions, process)
+            train_cases(folder, process)
     except UserError as error:
         logger.error("error: %s", error)
         sys.exit(error.exit_code)
+    except MissingGradientError:
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Literal
 
 from trainyard.config.load import render_run
 from trainyard.config.run import Run
-from trainyard.data.loader import data_fingerprint
+from trainyard.data.loader import data_fingerprint, describe_data, find_unread
 from trainyard.data.publish import publish_text
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary, save_vocabulary
 from trainyard.errors import ConfigError
@@ -38,7 +38,9 @@ def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite
     """
     refuse_what_is_not_built(run)
     refuse_stopped(folder)
-    fingerprint = data_fingerprint(run)
+    describe_data(run)  # refuses data that is missing
+    # What nobody knows yet the ranks read together, and then refuse it if it is other data.
+    fingerprint = "" if find_unread(run) else data_fingerprint(run)
     vocabulary = load_vocabulary(run.tokenizer.path) if run.tokenizer.path else None
     if resume == "overwrite":
         _remove_what_was_trained(folder)

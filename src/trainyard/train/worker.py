@@ -8,13 +8,15 @@ Everything comes from `run.toml` in the folder; there is nothing else to keep eq
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import get_args
 
@@ -23,12 +25,20 @@ import torch
 from trainyard.checkpoint.background import probe
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.data.loader import Loader, build_orders, data_fingerprint, data_prefixes
+from trainyard.data.index_cache import IndexCache
+from trainyard.data.loader import (
+    Loader,
+    build_orders,
+    data_fingerprint,
+    data_prefixes,
+    describe_data,
+    find_unread,
+)
 from trainyard.data.publish import publish_text
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import Tokenizer, tokenizer_name
 from trainyard.data.vocabulary import load_vocabulary
-from trainyard.errors import ConfigError, GuardError, MachineError, UserError
+from trainyard.errors import ConfigError, GuardError, LaunchError, MachineError, UserError
 from trainyard.launch.environment import (
     hide_secrets,
     read_process,
@@ -37,6 +47,7 @@ from trainyard.launch.environment import (
     seconds_left,
 )
 from trainyard.launch.pulse import Pulse
+from trainyard.launch.witness import name_ranks
 from trainyard.log import build_logger, show_progress
 from trainyard.optim.adamw import build_optimizer
 from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name
@@ -65,6 +76,8 @@ logger = logging.getLogger("trainyard")
 
 Show = Callable[[int, str], None]
 OUTCOME = "outcome.json"
+BLOCKS_A_ROUND = 64
+"""Of 16 MiB, read by a rank before it meets the others again."""
 COMPUTE_DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -104,18 +117,76 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
     refuse_missing_devices(torch.cuda.device_count())
     device = choose_device(process)
     refuse_device(run, device)
+    n_bytes = checkpoint_bytes(run, plan.n_parameters)
+    if process.n_ranks == 1:
+        probe(checkpoint_folder(folder), n_bytes)
 
     def facts() -> dict[str, str]:
         newest = find_checkpoint(folder, resume)
         started_from = {"checkpoint": newest.name if newest else "none"}
-        if process.rank == 0:
-            probe(checkpoint_folder(folder), checkpoint_bytes(run, plan.n_parameters))
-        return gather_facts(run_text, data_fingerprint(run)) | started_from
+        if process.rank == 0:  # here, so that the others hear of it
+            probe(checkpoint_folder(folder), n_bytes)
+        return gather_facts(run_text, describe_data(run)) | started_from
 
     with start_ranks(process, device, facts):
         _warn_of_slow_precision(run, device)
         mesh = build_mesh(plan.topology, process.rank, device)
+        read_unread(run, mesh, pulse, keeps=process.local_rank == 0)
         return _train_on(build_parts(folder, run, plan, mesh, pulse), resume, log)
+
+
+def read_unread(run: Run, mesh: Mesh, pulse: Pulse, *, keeps: bool) -> None:
+    """Reads token files whose contents no record and no cache knows: each block once, by one rank.
+
+    Ranks that see the same files share them. They go from round to round together, so that nobody
+    waits long, and all show that they live.
+
+    Args:
+        run: names the files.
+        mesh: all ranks call this.
+        pulse: of this rank.
+        keeps: whether this rank writes what was found into the cache folder.
+
+    Raises:
+        LaunchError: ranks see different contents.
+    """
+    unread = find_unread(run)
+    blocks = [block for files in unread for block in files.blocks]
+    view = _number(json.dumps([files.states for files in unread])) if unread else 0
+    views = mesh.gather([view, len(blocks)])
+    if not any(n_blocks for _, n_blocks in views):
+        return
+    alike = [rank for rank, (other, _) in enumerate(views) if other == view]
+    mine = range(alike.index(mesh.rank), len(blocks), len(alike))
+    n_seeing = Counter(other for other, _ in views)
+    n_rounds = max(-(-n // (n_seeing[other] * BLOCKS_A_ROUND)) for other, n in views)
+    digests = torch.zeros(len(blocks), 32, dtype=torch.uint8)
+    title = "reading token files once, to know them again"
+    with show_progress(title) if mesh.rank == 0 else nullcontext(lambda *_: None) as update:
+        for number in range(n_rounds):
+            pulse.enter("load", 0)
+            for block in mine[number * BLOCKS_A_ROUND :][:BLOCKS_A_ROUND]:
+                digest = bytearray(blocks[block].read_digest())
+                digests[block] = torch.frombuffer(digest, dtype=torch.uint8)
+            mesh.barrier()
+            update(number + 1, n_rounds)
+    for other, n_blocks in sorted({(other, n) for other, n in views if n}):
+        mesh.add_up(digests if other == view else torch.zeros(n_blocks, 32, dtype=torch.uint8))
+    cache, found = IndexCache(Path(run.data.cache_folder)), iter(digests.tolist())
+    if keeps:
+        for files in unread:
+            cache.remember(files, [bytes(next(found)) for _ in files.blocks])
+    mesh.barrier()
+    contents = mesh.gather([_number(data_fingerprint(run))])
+    if others := [rank for rank, each in enumerate(contents) if each != contents[0]]:
+        raise LaunchError(
+            f"{name_ranks(others)} of {len(contents)}: the token files differ from those of rank 0",
+            "copy them again where they differ, or put them where all machines see them",
+        )
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 def _train_on(parts: Parts, resume: Resume, log: LogLines) -> Ending:

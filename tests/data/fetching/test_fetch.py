@@ -82,8 +82,18 @@ class Server(ThreadingHTTPServer):
     def asked(self, path: str) -> list[dict[str, str]]:
         return [headers for _, asked_path, headers in list(self.requests) if asked_path == path]
 
-    def publish(self, files: dict[str, bytes], *, large: bool = True, page_size: int = 2) -> None:
-        """Publishes files as the data set of `openwebtext`, its listing cut into pages."""
+    def publish(
+        self,
+        files: dict[str, bytes],
+        repository: str = "Skylion007/openwebtext",
+        *,
+        large: bool = True,
+        page_size: int = 2,
+    ) -> None:
+        """Publishes files as a data set of Hugging Face, its listing cut into pages."""
+        api, resolve, tree = (
+            text.replace("Skylion007/openwebtext", repository) for text in (API, RESOLVE, TREE)
+        )
         entries: list[dict[str, object]] = [{"type": "directory", "path": "plain_text", "size": 0}]
         for path, data in files.items():
             entry: dict[str, object] = {"type": "file", "path": path, "size": len(data)}
@@ -92,14 +102,14 @@ class Server(ThreadingHTTPServer):
                 digest = hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 130}
             entries.append(entry)
-            self.files[RESOLVE + path] = data
-        self.files[f"{API}/revision/main"] = json.dumps({"sha": COMMIT, "id": "x"}).encode()
+            self.files[resolve + path] = data
+        self.files[f"{api}/revision/main"] = json.dumps({"sha": COMMIT, "id": "x"}).encode()
         for start in range(0, len(entries), page_size):
-            page = TREE + (f"&cursor={start}" if start else "")
+            page = tree + (f"&cursor={start}" if start else "")
             self.files[page] = json.dumps(entries[start : start + page_size]).encode()
             if start + page_size < len(entries):
                 # An absolute address of the true host, as the real server gives.
-                following = f"https://huggingface.co{TREE}&cursor={start + page_size}"
+                following = f"https://huggingface.co{tree}&cursor={start + page_size}"
                 self.tags[page] = f'<{following}>; rel="next"'
 
 

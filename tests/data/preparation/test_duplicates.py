@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from trainyard.config.corpus import Deduplicate, NearDeduplicate
 from trainyard.data.preparation import duplicates
-from trainyard.data.preparation.duplicates import document_keys, find_repeats
+from trainyard.data.preparation.duplicates import compared_columns, document_keys, find_repeats
 
 EXACT = Deduplicate(kind="deduplicate")
 NEAR = NearDeduplicate(kind="near_deduplicate")
@@ -33,9 +33,12 @@ def repeats(step: Step, units: Sequence[Keys], folder: Path, memory_bytes: int) 
     files = [folder / f"{number}.npy" for number in range(len(units))]
     for file, keys in zip(files, units, strict=True):
         np.save(file, keys)
-    masks = find_repeats(step, files, folder / "masks", memory_bytes)
+    mask = np.zeros(sum(map(len, units)), np.bool_)
+    for columns in compared_columns(step):
+        ends = find_repeats(columns, files, folder / "mask", memory_bytes)
+        mask |= np.fromfile(folder / "mask", np.bool_)[: len(mask)]
     assert not [entry for entry in folder.iterdir() if entry.is_dir()]
-    return [mask.tolist() for mask in masks]
+    return [mask[start:end].tolist() for start, end in pairwise(ends)]
 
 
 def by_dictionary(step: Step, keys: Keys) -> list[bool]:
@@ -104,11 +107,11 @@ def test_memory_is_bounded_however_many_documents_there_are(tmp_path: Path, diff
         np.save(file, keys)
     memory_bytes = 4 * 2**20
     tracemalloc.start()
-    masks = find_repeats(EXACT, files, tmp_path / "masks", memory_bytes)
+    find_repeats([0, 1], files, tmp_path / "mask", memory_bytes)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 1.25 * memory_bytes
-    assert sum(int(mask.sum()) for mask in masks) == 800_000 - different
+    assert int(np.fromfile(tmp_path / "mask", np.bool_).sum()) == 800_000 - different
 
 
 def test_more_partitions_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

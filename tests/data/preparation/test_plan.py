@@ -11,6 +11,7 @@ import pytest
 
 from trainyard.config.corpus import Corpus
 from trainyard.data.preparation.plan import CorpusPlan, Identity, output_prefixes, plan_corpus
+from trainyard.data.preparation.worker import piece_names
 from trainyard.data.sidecar import TokenizerRecord
 from trainyard.errors import DataError
 
@@ -47,6 +48,12 @@ def test_units_make_one_output(folder: Path) -> None:
     assert made.outputs[0].files == range(3)
     assert made.unit_bytes == [48, 16, 48, 16, 64]
     assert sum(made.unit_bytes) == 3 * 64
+
+
+def test_every_band_is_a_piece_of_work(folder: Path) -> None:
+    steps = [{"kind": "deduplicate"}, {"kind": "near_deduplicate", "bands": 7}]
+    names = piece_names(plan(folder, steps=steps))
+    assert names[5:] == [*(f"compare-{number:03d}" for number in range(8)), "join-00000"]
 
 
 @pytest.mark.parametrize(

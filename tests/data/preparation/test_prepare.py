@@ -7,22 +7,26 @@ import os
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from tests.command import Fork
+from tests.waiting import wait_until
 
 from trainyard.config.corpus import Corpus
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.preparation import worker
+from trainyard.data.preparation.lead import Lead
 from trainyard.data.preparation.plan import output_prefixes
 from trainyard.data.preparation.prepare import prepare, read_status, train_on_inputs, work_path
 from trainyard.data.preparation.progress import Progress
 from trainyard.data.preparation.unit import UnitWorker
-from trainyard.data.preparation.work_folder import name_process
+from trainyard.data.preparation.work_folder import WorkFolder, name_process
 from trainyard.data.sidecar import Sidecar, load_sidecar
-from trainyard.data.sources import Segment
+from trainyard.data.sources import Segment, scan_inputs
 from trainyard.data.tokenizer import load_tokenizer
 from trainyard.errors import DataError, MachineError
 
@@ -166,6 +170,7 @@ def test_bad_documents_are_set_aside_counted_and_named(
 
 def test_the_number_of_workers_changes_nothing(corpus: Corpus, tmp_path: Path) -> None:
     results, messages = set(), set()
+    corpus = change(corpus, steps=[{"kind": "deduplicate"}, {"kind": "near_deduplicate"}])
     for workers in (1, 3):
         run(corpus, workers=workers, overwrite=True)
         results.add(read_output(prefix_of(corpus)))
@@ -176,6 +181,67 @@ def test_the_number_of_workers_changes_nothing(corpus: Corpus, tmp_path: Path) -
         messages.add(str(caught.value))
     assert len(results) == len(messages) == 1
     assert 'a.jsonl:51: the value of "text" is null, not a string' in messages.pop()
+
+
+def test_one_of_several_processes_lists_the_inputs(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    take, ready, read_list = Lead._take, Lead.say_ready, Lead._read_list
+
+    def note(line: str) -> None:
+        with log.open("a") as file:
+            file.write(f"{line}\n")
+
+    def list_once_all_have_come(inputs: tuple[str, ...]) -> object:
+        note("lists")
+        wait_until(lambda: log.read_text().count("came") >= 3)
+        return scan_inputs(inputs)
+
+    def come(lead: Lead) -> bool:
+        leads = take(lead)
+        note("came")
+        return leads
+
+    def say_ready(lead: Lead) -> None:
+        ready(lead)
+        if lead._own.exists():
+            wait_until(lambda: log.read_text().count("reads") >= 2)
+
+    def read(lead: Lead, inputs: tuple[str, ...]) -> object:
+        found = read_list(lead, inputs)
+        note("reads")
+        return found
+
+    monkeypatch.setattr("trainyard.data.preparation.plan.scan_inputs", list_once_all_have_come)
+    for name, function in (("_take", come), ("say_ready", say_ready), ("_read_list", read)):
+        monkeypatch.setattr(Lead, name, function)
+    forks = [Fork(lambda: run(corpus)) for _ in range(3)]
+    assert [fork.wait().returncode for fork in forks] == [0, 0, 0]
+    assert log.read_text().count("lists") == 1
+    log.unlink()
+    assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
+
+
+def test_a_leader_of_another_machine_is_believed_once_it_is_seen_to_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("trainyard.data.preparation.lead.time", clock)
+    lead = Lead(WorkFolder(tmp_path / "x.work", name_process(os.getpid())))
+    said = tmp_path / "x.work.lead" / "elsewhere-77-123"
+    said.parent.mkdir()
+    seen = []
+    for text, seconds in [("1 ", 1), ("2 ", 2), ("2 ready", 3), ("2 ready", 12), ("2 ready", 14)]:
+        now = seconds
+        said.write_text(text)
+        seen.append(lead._look())
+    assert seen == ["", "", "ready", "ready", "dead"]
+    assert not said.parent.exists()
+    said.parent.mkdir()
+    said.write_text("9 ready")  # left by a job that was killed: it may be of yesterday
+    assert Lead(lead._folder)._look() == ""
 
 
 def test_only_the_first_places_of_a_kind_are_kept(corpus: Corpus, tmp_path: Path) -> None:
@@ -337,8 +403,9 @@ def test_an_input_that_changed_voids_its_own_units_alone(
 
 
 def test_the_output_is_checked_before_the_work(corpus: Corpus, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the output folder .*/no does not exist"):
-        run(change(corpus, output=str(tmp_path / "no/out")))
+    with pytest.raises(MachineError, match=r"the output folder /proc/no cannot be made: No such"):
+        run(change(corpus, output="/proc/no/out"))
+    run(change(corpus, output=str(tmp_path / "no/out")))  # which is made
     (tmp_path / "out_text_document.idx").touch()
     with pytest.raises(DataError, match=r"t.idx is there, but not finished: .*json is") as caught:
         run(corpus)

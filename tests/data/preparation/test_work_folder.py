@@ -38,7 +38,7 @@ def enter(path: Path, worker: str, stale_seconds: float = 60.0) -> WorkFolder:
 
 
 def take(folder: WorkFolder) -> Claim:
-    claim = folder.claim(folder.names("todo"))
+    claim = folder.claim(folder.names("todo")[0])
     assert claim is not None
     return claim
 
@@ -78,17 +78,18 @@ def test_the_way_of_a_piece(tmp_path: Path) -> None:
     folder.stop(take(folder), b"why")
     assert (folder.path / "stopped" / PIECES[2]).read_bytes() == b"why"
     assert folder.names("claimed") == [f"{PIECES[1]}.0@{ME}"]
-    assert folder.claim(folder.names("todo")) is None
+    assert folder.names("todo") == []
     folder.retry_stopped()
     assert folder.names("stopped") == []
     assert take(folder).piece == PIECES[2]
 
 
-def test_names_that_others_took_are_passed_over(tmp_path: Path) -> None:
+def test_names_that_others_took_are_refused(tmp_path: Path) -> None:
     folder = make(tmp_path / "x.work")
     names = folder.names("todo")
     assert take(enter(folder.path, FAR)).piece == PIECES[0]
-    claim = folder.claim(names)
+    assert folder.claim(names[0]) is None
+    claim = folder.claim(names[1])
     assert claim is not None and claim.piece == PIECES[1]
 
 
@@ -98,7 +99,7 @@ def test_a_folder_that_went_away_is_noticed(tmp_path: Path) -> None:
     enter(folder.path, FAR).remove()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(FileNotFoundError):
-        folder.claim(names)
+        folder.claim(names[0])
     folder.release(claim)  # is of no use any more, and no error
     folder.leave()
     folder.remove()
@@ -130,8 +131,7 @@ def race(path: Path, seed: int) -> list[str]:
         names = folder.names("todo")[:40]
         if not names:
             return taken
-        order.shuffle(names)
-        claim = folder.claim(names)
+        claim = folder.claim(order.choice(names))
         if claim is None:
             continue
         taken.append(claim.piece)

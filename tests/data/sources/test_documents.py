@@ -274,7 +274,7 @@ def test_units_hold_every_line_once(tmp_path: Path, unit_bytes: int) -> None:
     small = [tmp_path / f"{n}.txt" for n in range(3)]
     for file, data in zip(small, (b"", b"text", b"text"), strict=True):
         file.write_bytes(data)
-    units = split_into_units([path, *small], unit_bytes)
+    units = split_into_units([(file, file.stat().st_size) for file in (path, *small)], unit_bytes)
     segments = [segment for unit in units for segment in unit]
     read_texts = [t for s in segments for batch in read_documents(s, "text") for t in batch.texts]
     assert read_texts == [*texts, "", "text", "text"]

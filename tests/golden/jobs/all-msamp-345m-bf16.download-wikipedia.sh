@@ -35,7 +35,7 @@ TASK
 step=(
   --nodes=1 --ntasks=1 --export=ALL
   --container-image=/project/me/trainyard.sqsh
-  --container-mounts=/project/me:/project/me,/tmp:/tmp,/opt/microsoft:/opt/microsoft:ro
+  --container-mounts=/project/me:/project/me,/tmp:/tmp
   --container-workdir=/project/me
   --no-container-mount-home
   --container-writable

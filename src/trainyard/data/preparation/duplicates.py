@@ -1,11 +1,14 @@
 """Which documents repeat an earlier one, exactly or nearly, however large the corpus is.
 
 Any number of processes tokenise the units of a corpus, and each stores a few 64-bit keys for every
-document. Afterwards one process looks at the keys of all units, in the order of the corpus:
+document. Afterwards any number of them look at the keys of all units, in the order of the corpus,
+each at those of another band:
 
-    np.save("unit-7.keys.npy", document_keys(step, texts))                    # while tokenising
-    masks = find_repeats(step, [..., "unit-7.keys.npy", ...], "repeats.bin")  # afterwards
-    masks[7]                                # True for each document of unit 7 that is to be dropped
+    np.save("unit-7.keys.npy", document_keys(step, texts))               # while tokenising
+    for band, columns in enumerate(compared_columns(step)):              # afterwards
+        ends = find_repeats(columns, [.., "unit-7.keys.npy", ..], f"{band}.mask")
+    np.memmap("3.mask", bool)[ends[7] : ends[8]]     # True for each document of unit 7 whose key
+                                                     # in band 3 stood before
 
 A document is dropped if it shares a key with any earlier document, dropped or not:
 
@@ -73,23 +76,28 @@ def document_keys(step: Deduplicate | NearDeduplicate, texts: Sequence[str]) -> 
     return np.asfortranarray(keys)
 
 
+def compared_columns(step: Deduplicate | NearDeduplicate) -> list[list[int]]:
+    """Lists the columns of a step's keys that make one key: any of these shared is a repeat."""
+    return [[0, 1]] if isinstance(step, Deduplicate) else [[band] for band in range(step.bands)]
+
+
 def find_repeats(
-    step: Deduplicate | NearDeduplicate,
+    columns: list[int],
     key_files: Sequence[Path],
     mask_file: Path,
     memory_bytes: int = 256 * 2**20,
-) -> list[npt.NDArray[np.bool_]]:
+) -> Counts:
     """Finds the documents that share a key with an earlier one.
 
     Args:
-        step: what made the keys.
+        columns: of the keys that are compared, together.
         key_files: the keys of each unit, as np.save writes them, in the order of the corpus.
-        mask_file: becomes one byte for each document of the corpus. Beside it, up to 24 bytes for
-            each document are written for the time of the call.
+        mask_file: becomes one byte for each document of the corpus: whether it repeats another.
+            Beside it, up to 24 bytes for each document are written for the time of the call.
         memory_bytes: about what may be used, however many documents there are.
 
     Returns:
-        A mask for each unit, in `mask_file`: True for documents to be dropped.
+        Where the documents of each unit begin in `mask_file`, and last where they end.
     """
     n_documents = [len(np.load(file, mmap_mode="r")) for file in key_files]
     ends = np.cumsum([0, *n_documents])
@@ -98,14 +106,10 @@ def find_repeats(
         # Taken now: a full disk met later, through the mapping, would kill the process.
         os.posix_fallocate(file.fileno(), 0, max(total, 1))
     repeats = np.memmap(mask_file, np.bool_, "r+", shape=max(total, 1))
-    columns = (
-        [[band] for band in range(step.bands)] if isinstance(step, NearDeduplicate) else [[0, 1]]
-    )
-    for chosen in columns:
-        for found in _find_in_columns(key_files, chosen, mask_file.parent, memory_bytes, total):
-            repeats[found] = True
+    for found in _find_in_columns(key_files, columns, mask_file.parent, memory_bytes, total):
+        repeats[found] = True
     repeats.flush()
-    return [repeats[start:end] for start, end in pairwise(ends)]
+    return ends
 
 
 def _digest(text: str, n_bytes: int) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +30,14 @@ from trainyard.errors import DataError, printable
 
 @dataclass(frozen=True)
 class FinishedUnit:
-    """A unit's result and its part; `lines_before` are of the same file, in units before."""
+    """A unit's result and its part."""
 
     result: UnitResult
     prefix: Path
     lines_before: int
+    """Of the same file, in units before."""
+    repeats: npt.NDArray[np.uint8] | None = None
+    """Of each document: the comparing step, from 1, that it falls in; 0: none."""
 
 
 class EmptyCorpusError(DataError):
@@ -114,6 +119,24 @@ def _is_of_another(plan: CorpusPlan, output: Output) -> bool:
         return True
 
 
+def find_stale(plan: CorpusPlan) -> list[Path]:
+    """Lists outputs of the corpus that is being replaced which nothing will replace."""
+    kept = {output.prefix for output in plan.outputs}
+    try:
+        replaced = load_sidecar(plan.outputs[0].prefix).recipe
+    except DataError:
+        return []
+    stale = []
+    name = Path(plan.corpus.output).name
+    for path in Path(plan.outputs[0].prefix).parent.glob(f"{glob.escape(name)}_*_document.json"):
+        prefix = str(path.with_suffix(""))
+        with suppress(DataError):
+            if prefix not in kept and load_sidecar(prefix).recipe == replaced != plan.recipe:
+                suffixes = (".json", ".idx", ".bin", ".quarantine.jsonl")
+                stale += [Path(f"{prefix}{suffix}") for suffix in suffixes]
+    return stale
+
+
 def check_unchanged(sources: Sequence[SourceRecord]) -> None:
     """Refuses inputs that changed since the plan was made.
 
@@ -163,11 +186,11 @@ class _Totals:
             self._keep_place(place, unit.lines_before)
         for mine, theirs in zip(total.steps, result.steps, strict=False):
             mine.add(theirs)
-        if not self._comparing:
+        if unit.repeats is None:
             return Part(unit.prefix, result.blocks)
-        repeats = np.load(f"{unit.prefix}.repeats.npy")
-        self._leave_out(np.load(f"{unit.prefix}.documents.npy"), repeats, list(result.groups))
-        return Part(unit.prefix, result.blocks, repeats == 0)
+        rows = np.load(f"{unit.prefix}.documents.npy")
+        self._leave_out(rows, unit.repeats, list(result.groups))
+        return Part(unit.prefix, result.blocks, unit.repeats == 0)
 
     def _keep_place(self, place: Place, lines_before: int) -> None:
         if self._kept.get(place.kind, 0) < PLACES_PER_KIND:

@@ -6,16 +6,19 @@
     plan.units[3]                # the segments of files that unit 3 reads
     plan.recipe                  # a checksum of all that decides the bytes of the token files
 
-Every process that works on a corpus makes the plan for itself and gets the same one.
+Every process that works on a corpus makes the plan for itself, of one list of files (`lead.py`),
+and gets the same one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import unicodedata
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,7 +26,7 @@ import msgspec
 from trainyard import __version__
 from trainyard.config.corpus import Corpus
 from trainyard.data.sidecar import SourceRecord, TokenizerRecord
-from trainyard.data.sources import Segment, find_files, split_into_units
+from trainyard.data.sources import Segment, scan_inputs, split_into_units
 from trainyard.errors import DataError, printable
 
 
@@ -148,17 +151,39 @@ def output_prefixes(corpus: Corpus, n_outputs: int) -> list[str]:
     return [f"{name}_{corpus.json_key}_document" for name in names]
 
 
-def plan_corpus(corpus: Corpus, tokenizer: TokenizerRecord, unit_bytes: int) -> CorpusPlan:
-    """Cuts a corpus into units of about `unit_bytes` of input, and units into outputs.
+def list_sources(corpus: Corpus) -> tuple[list[SourceRecord], Counter[str]]:
+    """Lists the inputs with their sizes and times of change, and counts what is skipped.
 
     Raises:
         DataError: an input is missing, unknown, or given twice.
     """
-    files = find_files(corpus.inputs)
+    files, skipped = scan_inputs(corpus.inputs)
     sources = []
     for path in files:
         status = path.stat()
         sources.append(SourceRecord(path.as_posix(), status.st_size, status.st_mtime_ns))
+    return sources, skipped
+
+
+def plan_corpus(
+    corpus: Corpus,
+    tokenizer: TokenizerRecord,
+    unit_bytes: int,
+    sources: list[SourceRecord] | None = None,
+) -> CorpusPlan:
+    """Cuts a corpus into units of about `unit_bytes` of input, and units into outputs.
+
+    Args:
+        corpus: what is prepared.
+        tokenizer: that encodes it.
+        unit_bytes: of input in a unit.
+        sources: its inputs, if they have been listed.
+
+    Raises:
+        DataError: an input is missing, unknown, or given twice.
+    """
+    sources = sources or list_sources(corpus)[0]
+    files = [(Path(source.path), source.size_bytes) for source in sources]
     per_output = corpus.files_per_output or len(files)
     prefixes = output_prefixes(corpus, -(-len(files) // per_output))
     units: list[list[Segment]] = []

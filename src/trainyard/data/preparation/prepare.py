@@ -19,10 +19,10 @@ either. The `.json` is written last: files without it are not finished.
 
 from __future__ import annotations
 
-import glob
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -32,10 +32,17 @@ from typing import Literal
 import msgspec
 
 from trainyard.config.corpus import Corpus
-from trainyard.data.preparation.join import EmptyCorpusError, empty_corpus
-from trainyard.data.preparation.plan import CorpusPlan, Identity, Output, plan_corpus
+from trainyard.data.preparation.join import EmptyCorpusError, empty_corpus, find_stale
+from trainyard.data.preparation.lead import Lead, name_inputs
+from trainyard.data.preparation.plan import (
+    CorpusPlan,
+    Identity,
+    Output,
+    list_sources,
+    plan_corpus,
+)
 from trainyard.data.preparation.pool import work_in_processes
-from trainyard.data.preparation.progress import Progress, read_progress
+from trainyard.data.preparation.progress import Progress, ProgressReader, read_progress
 from trainyard.data.preparation.steps import apply_steps
 from trainyard.data.preparation.unit import PLACES_PER_KIND, Place, UnitResult, count_reading
 from trainyard.data.preparation.work_folder import WorkFolder, name_process
@@ -62,6 +69,7 @@ def prepare(
     overwrite: bool = False,
     unit_bytes: int = UNIT_BYTES,
     on_progress: Callable[[Progress], None] | None = None,
+    on_skipped: Callable[[Counter[str]], None] | None = None,
 ) -> list[Sidecar]:
     """Tokenises a corpus; what an earlier call left unfinished is taken up, what is done is kept.
 
@@ -72,25 +80,48 @@ def prepare(
         overwrite: replace token files, and unfinished work, that were made otherwise.
         unit_bytes: how much input a worker takes at a time.
         on_progress: is told how far all workers together are, every few seconds.
+        on_skipped: is told which files among the inputs are not read, if this process lists them.
 
     Raises:
         DataError: an input, a document or the tokenizer is wrong, or the output exists.
         MachineError: the disk is full or cannot be written, or workers keep dying.
     """
-    plan = plan_corpus(corpus, _record_tokenizer(corpus), unit_bytes)
+    tokenizer = _record_tokenizer(corpus)
     folder = WorkFolder(work_path(corpus), name_process(os.getpid()))
     folder.sweep()
-    if not overwrite and not folder.path.exists() and is_prepared(plan):
-        return _load_results(plan, on_error)
-    _check_output(plan, overwrite)
-    stale = _find_stale(plan)
-    _enter(folder, plan, overwrite)
+    lead = Lead(folder)
+    with lead.share_list(corpus.inputs) as sources:
+        if sources is None:
+            sources, skipped = list_sources(corpus)
+            if on_skipped is not None:
+                on_skipped(skipped)
+        plan = plan_corpus(corpus, tokenizer, unit_bytes, sources)
+        if not overwrite and not folder.path.exists() and is_prepared(plan):
+            return _load_results(plan, on_error)
+        _check_output(plan, overwrite)
+        stale = find_stale(plan)
+        _enter(folder, plan, overwrite)
+        lead.say_ready()
+        _work(plan, folder, workers, on_progress, quarantine=on_error == "quarantine")
+    for path in stale:
+        path.unlink(missing_ok=True)
+    return _load_results(plan, on_error)
+
+
+def _work(
+    plan: CorpusPlan,
+    folder: WorkFolder,
+    workers: int,
+    on_progress: Callable[[Progress], None] | None,
+    *,
+    quarantine: bool,
+) -> None:
+    corpus, reader = plan.corpus, ProgressReader(folder, plan.unit_bytes)
 
     def on_beat() -> None:
-        if on_progress is not None and (progress := read_progress(folder, plan.unit_bytes)):
+        if on_progress is not None and (progress := reader.read()):
             on_progress(progress)
 
-    quarantine = on_error == "quarantine"
     n_workers = min(workers, max(len(plan.units), 1))
     try:
         if n_workers == 1:
@@ -101,27 +132,6 @@ def prepare(
     except EmptyCorpusError:
         folder.remove()  # nothing in it is worth going on with
         raise
-    for path in stale:
-        path.unlink(missing_ok=True)
-    return _load_results(plan, on_error)
-
-
-def _find_stale(plan: CorpusPlan) -> list[Path]:
-    """Lists outputs of the corpus that is being replaced which nothing will replace."""
-    kept = {output.prefix for output in plan.outputs}
-    try:
-        replaced = load_sidecar(plan.outputs[0].prefix).recipe
-    except DataError:
-        return []
-    stale = []
-    name = Path(plan.corpus.output).name
-    for path in Path(plan.outputs[0].prefix).parent.glob(f"{glob.escape(name)}_*_document.json"):
-        prefix = str(path.with_suffix(""))
-        with suppress(DataError):
-            if prefix not in kept and load_sidecar(prefix).recipe == replaced != plan.recipe:
-                suffixes = (".json", ".idx", ".bin", ".quarantine.jsonl")
-                stale += [Path(f"{prefix}{suffix}") for suffix in suffixes]
-    return stale
 
 
 def _load_results(plan: CorpusPlan, on_error: OnError) -> list[Sidecar]:
@@ -251,7 +261,8 @@ def _record_tokenizer(corpus: Corpus) -> TokenizerRecord:
 
 def _enter(folder: WorkFolder, plan: CorpusPlan, overwrite: bool) -> None:
     """Makes the work folder, or takes up the one that is there if it is of the same work."""
-    text = msgspec.json.encode(plan.identity).decode()
+    inputs = {"inputs": name_inputs(plan.corpus.inputs)}
+    text = msgspec.json.encode(msgspec.structs.asdict(plan.identity) | inputs).decode()
     folder.wait_for_renewal()
     if not folder.path.exists():
         folder.create(folder.path, text, piece_names(plan), folder.worker)
@@ -305,21 +316,34 @@ def _read_identity(folder: WorkFolder) -> Identity | None:
 def _check_output(plan: CorpusPlan, overwrite: bool) -> None:
     """Finds out before the work what would spoil its end."""
     folder = Path(plan.outputs[0].prefix).parent
-    if not folder.is_dir():
-        raise DataError(f"the output folder {folder} does not exist", "create it first")
-    if not os.access(folder, os.W_OK):
-        raise MachineError(f"the output folder {folder} cannot be written", "choose another")
     for item in map(Path, plan.corpus.inputs):
         if item.is_dir() and folder.resolve().is_relative_to(item.resolve()):
             raise DataError(
                 f"the output folder {folder} lies in the input folder {item}",
                 "write outside of it, or the next run would read what this one writes",
             )
+    make_output_folder(plan.corpus)
     if not overwrite and not work_path(plan.corpus).exists() and not is_prepared(plan):
         for output in plan.outputs:
             _check_absent(plan, output)
     if not plan.corpus.steps and not work_path(plan.corpus).exists():
         _check_space(folder, plan)
+
+
+def make_output_folder(corpus: Corpus) -> None:
+    """Makes the folder that the token files of a corpus go into.
+
+    Raises:
+        MachineError: it cannot be made or written.
+    """
+    folder = Path(corpus.output).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"the output folder {folder} cannot be made: {error.strerror}"
+        raise MachineError(problem, "choose another") from error
+    if not os.access(folder, os.W_OK):
+        raise MachineError(f"the output folder {folder} cannot be written", "choose another")
 
 
 def _check_space(folder: Path, plan: CorpusPlan) -> None:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from trainyard.data.preparation.work_folder import WorkerState, WorkFolder
 
+STATES_PER_SECOND = 2
+"""How many workers' states are read at most, by one process."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -35,11 +38,41 @@ class Progress:
         return (self.total_bytes - self.done_bytes) / self.bytes_per_second
 
 
-def read_progress(folder: WorkFolder, unit_bytes: Sequence[int]) -> Progress | None:
-    """Reads a work folder; None when it is gone, which means that the work is done or not begun."""
+class ProgressReader:
+    """Reads a work folder again and again; what it costs does not grow with the workers."""
+
+    def __init__(self, folder: WorkFolder, unit_bytes: Sequence[int]) -> None:
+        self._folder = folder
+        self._unit_bytes = unit_bytes
+        self._states: dict[str, tuple[WorkerState, bool]] = {}
+        self._next_states = float("-inf")
+
+    def read(self) -> Progress | None:
+        """Gives the progress; what each worker says may be older than the rest."""
+        try:
+            if time.monotonic() >= self._next_states:
+                self._states = self._folder.read_states()
+                self._next_states = time.monotonic() + len(self._states) / STATES_PER_SECOND
+        except FileNotFoundError:
+            return None
+        return read_progress(self._folder, self._unit_bytes, self._states)
+
+
+def read_progress(
+    folder: WorkFolder,
+    unit_bytes: Sequence[int],
+    states: dict[str, tuple[WorkerState, bool]] | None = None,
+) -> Progress | None:
+    """Reads a work folder; None when it is gone, which means that the work is done or not begun.
+
+    Args:
+        folder: to read.
+        unit_bytes: of each unit.
+        states: what workers said, if it was read already.
+    """
     try:
         done = folder.names("done")
-        states = folder.read_states()
+        states = folder.read_states() if states is None else states
         stopped = folder.names("stopped")
     except FileNotFoundError:
         return None

@@ -27,7 +27,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,10 @@ from trainyard.errors import MachineError
 
 MAX_ATTEMPTS = 3
 STALE_SECONDS = 60.0
+_LOOKS = 12
+"""How often, before it counts as dead, a silent process of another machine is looked at."""
+_WATCHED = 16
+"""Claims of other machines that a process watches; others watch the rest."""
 _RENEWAL_SECONDS = 0.2
 _FOLDERS = ("todo", "claimed", "done", "parts", "stopped", "scratch", "workers")
 
@@ -99,6 +103,14 @@ def _start_of(pid: int) -> str:
     return "0"
 
 
+def is_running(worker: str) -> bool | None:
+    """Tells whether a process of this machine lives; None if it is of another machine."""
+    machine, pid, start = worker.rsplit("-", 2)
+    if machine != _machine():
+        return None
+    return start != "gone" and _start_of(int(pid)) == start
+
+
 class WorkFolder:
     """A work folder, as one process sees it."""
 
@@ -108,7 +120,8 @@ class WorkFolder:
         self.parts = path / "parts"
         self.scratch = path / "scratch" / worker
         self._stale_seconds = stale_seconds
-        self._seen: dict[str, tuple[bytes, float]] = {}
+        # By process: what it said last, when that changed, when it was looked at.
+        self._seen: dict[str, tuple[bytes | None, float, float]] = {}
 
     @staticmethod
     def create(path: Path, plan: str, pieces: list[str], worker: str) -> None:
@@ -205,16 +218,15 @@ class WorkFolder:
         """Lists the files in one of the folders, sorted; what begins with a dot is not ours."""
         return sorted(name for name in os.listdir(self.path / folder) if name[0] != ".")  # noqa: PTH208 (59,000 names)
 
-    def claim(self, is_ready: Iterator[str] | list[str]) -> Claim | None:
-        """Takes the first of some entries of `todo` that nobody else takes before."""
-        for name in is_ready:
-            piece, _, attempt = name.rpartition(".")
-            mine = self.path / "claimed" / f"{name}@{self.worker}"
-            with suppress(FileNotFoundError):
-                (self.path / "todo" / name).rename(mine)
-                return Claim(piece, int(attempt), mine)
-            if not self.path.exists():
-                raise FileNotFoundError(self.path)
+    def claim(self, name: str) -> Claim | None:
+        """Takes an entry of `todo`; None if another process was faster."""
+        piece, _, attempt = name.rpartition(".")
+        mine = self.path / "claimed" / f"{name}@{self.worker}"
+        with suppress(FileNotFoundError):
+            (self.path / "todo" / name).rename(mine)
+            return Claim(piece, int(attempt), mine)
+        if not self.path.exists():
+            raise FileNotFoundError(self.path)
         return None
 
     def finish(self, claim: Claim, result: bytes) -> None:
@@ -261,8 +273,8 @@ class WorkFolder:
         Raises:
             MachineError: a piece ended as many workers as it may.
         """
-        done = set(self.names("done"))
-        for name in self.names("claimed"):
+        claims = self.names("claimed")
+        for name in claims if worker is not None else self._watched(claims):
             claimed, _, owner = name.rpartition("@")
             if worker != owner and (worker is not None or self._is_alive(owner)):
                 continue
@@ -271,7 +283,7 @@ class WorkFolder:
             if worker is not None or owner.startswith(f"{_machine()}-"):  # dead for certain
                 # Half-written parts take space, which may be just what is lacking.
                 shutil.rmtree(self.path / "scratch" / owner, ignore_errors=True)
-            if piece in done:
+            if (self.path / "done" / piece).exists():
                 path.unlink(missing_ok=True)
                 continue
             try:
@@ -285,19 +297,32 @@ class WorkFolder:
                     "command again",
                 )
 
-    def _is_alive(self, worker: str) -> bool:
-        machine, pid, start = worker.rsplit("-", 2)
-        if machine == _machine():
-            return start != "gone" and _start_of(int(pid)) == start
-        try:
-            beat = (self.path / "workers" / worker).read_bytes()
-        except FileNotFoundError:
-            beat = b""
-        last, since = self._seen.get(worker, (None, 0.0))
-        if beat != last:
-            self._seen[worker] = (beat, time.monotonic())
-            return True
-        return time.monotonic() - since < self._stale_seconds
+    def _watched(self, claims: list[str]) -> list[str]:
+        """Chooses claims to watch: all of this machine, and a few of others, the same each time."""
+
+        def place(name: str) -> int:
+            return -1 if f"@{_machine()}-" in name else hash((self.worker, name)) % 2**32
+
+        n_own = sum(place(name) < 0 for name in claims)
+        return sorted(claims, key=place)[: n_own + _WATCHED]
+
+    def _is_alive(self, worker: str, beat: bytes | None = None) -> bool:
+        """Tells whether a process lives; `beat` is what it says, if that was read just now."""
+        runs = is_running(worker)
+        if runs is not None:
+            return runs
+        now = time.monotonic()
+        last, since, looked = self._seen.get(worker, (None, now, float("-inf")))
+        if beat is None:
+            if now - looked < self._stale_seconds / _LOOKS:
+                return True
+            try:
+                beat = (self.path / "workers" / worker).read_bytes()
+            except FileNotFoundError:
+                beat = b""
+        since = since if beat == last else now
+        self._seen[worker] = (beat, since, now)
+        return beat != last or now - since < self._stale_seconds
 
     def beat(self, state: WorkerState) -> None:
         """Says how far this process is."""
@@ -313,7 +338,10 @@ class WorkFolder:
         for name in self.names("workers"):
             with suppress(FileNotFoundError, msgspec.MsgspecError):
                 text = (self.path / "workers" / name).read_bytes()
-                states[name] = (msgspec.json.decode(text, type=WorkerState), self._is_alive(name))
+                states[name] = (
+                    msgspec.json.decode(text, type=WorkerState),
+                    self._is_alive(name, text),
+                )
         return states
 
     def remove(self) -> None:

@@ -1,8 +1,8 @@
 """What one process does for a corpus: takes pieces of work until there are none.
 
     units     read -> filter -> clean -> tokenise -> a part         any number at a time
-    repeats   which documents repeat an earlier one, by their keys  when all units are done
-    joins     parts -> token files and their record                 when all units are done
+    compares  which documents repeat an earlier one, band by band   when all units are done
+    joins     parts -> token files and their record                 when all of these are done
 
 A process that finds nothing to take waits for the others, so that it can step in for one that dies,
 and leaves when all is done. So every process of a job that ends with exit code 0 has seen the
@@ -12,6 +12,7 @@ finished token files.
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +22,9 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from trainyard.data.preparation.duplicates import find_repeats
+from trainyard.data.preparation.duplicates import compared_columns, find_repeats
 from trainyard.data.preparation.join import (
     FinishedUnit,
     check_not_empty,
@@ -43,8 +45,12 @@ from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import DataError, MachineError
 
 BEAT_SECONDS = 2.0
-POLL_SECONDS = 0.2
-REPEATS = "repeats"
+# A worker without a piece looks again after the first of these, then after twice as long ..
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 5.0
+# Of all workers together, once their pauses are as long as they get.
+POLLS_PER_SECOND = 100
+ENDS = "ends.npy"
+"""Where the documents of each unit begin in the masks of the compares."""
 
 
 def unit_name(number: int) -> str:
@@ -57,10 +63,21 @@ def join_name(number: int) -> str:
     return f"join-{number:05d}"
 
 
+def compare_name(number: int) -> str:
+    """Names the piece of work that looks for repeats by one key."""
+    return f"compare-{number:03d}"
+
+
+def list_compares(plan: CorpusPlan) -> list[tuple[int, list[int]]]:
+    """Lists what repeats are looked for by: the number of a comparing step, and columns of keys."""
+    steps = enumerate(plan.corpus.comparing_steps)
+    return [(number, columns) for number, step in steps for columns in compared_columns(step)]
+
+
 def piece_names(plan: CorpusPlan) -> list[str]:
     """Lists all pieces of work of a corpus."""
     names = [unit_name(number) for number in range(len(plan.units))]
-    names += [REPEATS] if plan.corpus.comparing_steps else []
+    names += [compare_name(number) for number in range(len(list_compares(plan)))]
     return names + [join_name(number) for number in range(len(plan.outputs))]
 
 
@@ -88,6 +105,9 @@ class CorpusWorker:
         self._quarantine = quarantine
         self._units = UnitWorker(plan.corpus, tokenizer, quarantine=quarantine)
         self._state = WorkerState(started=time.time())
+        self._joins = {join_name(number) for number in range(len(plan.outputs))}
+        self._compares = list_compares(plan)
+        self._pause = FIRST_PAUSE_SECONDS
 
     def work(self, on_beat: Callable[[], None]) -> None:
         """Works until the corpus is prepared; `on_beat` is called every few seconds meanwhile.
@@ -102,7 +122,12 @@ class CorpusWorker:
             heart = threading.Thread(target=self._beat, args=(ended, on_beat), daemon=True)
             heart.start()
             try:
-                self._take_pieces()
+                while (taken := self.take()) is not None:
+                    if isinstance(taken, Claim):
+                        self._do(taken)
+                    else:
+                        time.sleep(taken)
+                self._folder.remove()
             finally:
                 ended.set()
                 heart.join()
@@ -132,39 +157,52 @@ class CorpusWorker:
             if os.getppid() != parent:  # killed: whoever wanted the work is gone
                 os._exit(1)
 
-    def _take_pieces(self) -> None:
-        joins = {join_name(number) for number in range(len(self._plan.outputs))}
-        while True:
-            done = set(self._folder.names("done"))
-            if joins <= done:
-                self._folder.remove()
-                return
-            claim = self._folder.claim(self._ready(done))
-            if claim is not None:
-                self._do(claim)
-                continue
-            self._raise_if_stopped(done)
-            self._folder.take_back()
-            time.sleep(POLL_SECONDS)
+    def take(self) -> Claim | float | None:
+        """Takes a piece; else gives the seconds to wait before the next try, None when all is done.
 
-    def _ready(self, done: set[str]) -> list[str]:
+        Raises:
+            DataError: a document cannot be read.
+            MachineError: workers keep dying at a piece.
+        """
+        done = set(self._folder.names("done"))
+        if self._joins <= done:
+            return None
+        n_workers = len(self._folder.names("workers"))
+        stopped = self._folder.names("stopped")
+        ready = self._ready(done, stopped)
+        n_idle = n_workers - len(self._folder.names("claimed"))
+        # Of many idle workers only about as many try as find something: lists may be old.
+        if ready and random.random() * n_idle < 4 * len(ready):
+            # Seldom what others choose, and near the front, so that a bad document is found early.
+            claim = self._folder.claim(random.choice(ready[: max(4 * (n_workers - 1), 1)]))
+            if claim is not None:
+                self._pause = FIRST_PAUSE_SECONDS
+                return claim
+        self._raise_if_stopped(done, stopped)
+        self._folder.take_back()
+        pause = self._pause * random.uniform(0.5, 1.5)
+        longest = min(n_workers / POLLS_PER_SECOND, LONGEST_PAUSE_SECONDS)
+        self._pause = max(min(2 * self._pause, longest), FIRST_PAUSE_SECONDS)
+        return pause
+
+    def _ready(self, done: set[str], stopped: list[str]) -> list[str]:
         """Lists what can be taken now: units, what compares them, and joins, in this order."""
-        stopped = min(self._folder.names("stopped"), default="z")
-        units_left = [
-            number for number in range(len(self._plan.units)) if unit_name(number) not in done
-        ]
-        compared = REPEATS in done or not self._plan.corpus.comparing_steps
+        first_stopped = min(stopped, default="z")
+        units_left = any(unit_name(number) not in done for number in range(len(self._plan.units)))
+        compares_left = any(
+            compare_name(number) not in done for number in range(len(self._compares))
+        )
         ready = []
         for name in self._folder.names("todo"):
             piece = name.rpartition(".")[0]
             kind = piece.partition("-")[0]
             if (
-                (kind == "unit" and piece < stopped)
-                or (kind == REPEATS and not units_left)
-                or (kind == "join" and compared and not units_left)
+                (kind == "unit" and piece < first_stopped)
+                or (kind == "compare" and not units_left)
+                or (kind == "join" and not compares_left and not units_left)
             ):
                 ready.append(name)
-        return sorted(ready, key=lambda name: (("u", "r", "j").index(name[0]), name))
+        return sorted(ready, key=lambda name: ("ucj".index(name[0]), name))
 
     def _do(self, claim: Claim) -> None:
         kind, _, number = claim.piece.partition("-")
@@ -176,7 +214,7 @@ class CorpusWorker:
                 self._join(int(number))
                 self._folder.finish(claim, b"{}")
             else:
-                self._compare()
+                self._compare(int(number))
                 self._folder.finish(claim, b"{}")
         except UnreadableDocumentError as error:
             self._folder.stop(claim, msgspec.json.encode(error.place))
@@ -212,19 +250,28 @@ class CorpusWorker:
     def _part(self, number: int) -> Path:
         return self._folder.parts / unit_name(number)
 
-    def _compare(self) -> None:
-        """Marks each document that repeats an earlier one with the number of the step, from 1."""
-        parts = [self._part(number) for number in range(len(self._plan.units))]
-        for number, step in enumerate(self._plan.corpus.comparing_steps):
-            keys = [Path(f"{part}.keys-{number}.npy") for part in parts]
-            masks = find_repeats(step, keys, self._folder.scratch / f"masks-{number}")
-            for part, repeats in zip(parts, masks, strict=True):
-                path = Path(f"{part}.repeats.npy")
-                marks = np.zeros(len(repeats), np.uint8) if number == 0 else np.load(path)
-                marks[repeats & (marks == 0)] = number + 1
-                made = self._folder.scratch / path.name
-                save_array(made, marks)
-                made.replace(path)
+    def _compare(self, number: int) -> None:
+        """Finds the documents that repeat an earlier one by one key."""
+        step, columns = self._compares[number]
+        keys = [Path(f"{self._part(n)}.keys-{step}.npy") for n in range(len(self._plan.units))]
+        made = self._folder.scratch / f"{compare_name(number)}.mask"
+        ends = find_repeats(columns, keys, made)
+        save_array(made.with_name(ENDS), ends)
+        for path in (made, made.with_name(ENDS)):
+            path.replace(self._folder.parts / path.name)
+
+    def _read_repeats(self, number: int) -> npt.NDArray[np.uint8] | None:
+        """Gives, for each document of a unit, the first step that it falls in, from 1; 0: none."""
+        if not self._compares:
+            return None
+        start, end = np.load(self._folder.parts / ENDS)[number : number + 2]
+        marks = np.zeros(end - start, np.uint8)
+        for compare, (step, _) in enumerate(self._compares):
+            if len(marks):
+                path = self._folder.parts / f"{compare_name(compare)}.mask"
+                found = np.memmap(path, np.bool_, "r", int(start), (len(marks),))
+                marks[found & (marks == 0)] = step + 1
+        return marks
 
     def _join(self, number: int) -> None:
         output = self._plan.outputs[number]
@@ -245,7 +292,7 @@ class CorpusWorker:
         results = [self._read_result(number) for number in numbers]
         before = self._lines_before(list(numbers), results)
         return [
-            FinishedUnit(result, self._part(number), lines)
+            FinishedUnit(result, self._part(number), lines, self._read_repeats(number))
             for number, result, lines in zip(numbers, results, before, strict=True)
         ]
 
@@ -266,9 +313,8 @@ class CorpusWorker:
         pairs = zip(numbers, results, strict=True)
         return list(accumulate(pairs, carry, initial=0))[: len(numbers)]
 
-    def _raise_if_stopped(self, done: set[str]) -> None:
+    def _raise_if_stopped(self, done: set[str], stopped: list[str]) -> None:
         """Raises for the first unreadable document, once nothing before it can hold another."""
-        stopped = self._folder.names("stopped")
         if not stopped:
             return
         first = int(stopped[0].partition("-")[2])

@@ -3,7 +3,7 @@
 A corpus goes through three steps, each one call:
 
     files = find_files(["corpus/", "more/*.jsonl.zst"])     # sorted, checked, no duplicates
-    units = split_into_units(files)                         # pieces of work of about 128 MiB
+    units = split_into_units([(file, file.stat().st_size) for file in files])  # of about 128 MiB
     for segment in units[0]:                                # a file, or whole lines of one
         for batch in read_documents(segment, key="text"):
             batch.texts                                     # a few MiB of documents, in order
@@ -16,6 +16,14 @@ stops or sets it aside.
 
 from trainyard.data.sources.batch import Batch, Fault
 from trainyard.data.sources.documents import read_documents
-from trainyard.data.sources.files import Segment, find_files, split_into_units
+from trainyard.data.sources.files import Segment, find_files, scan_inputs, split_into_units
 
-__all__ = ["Batch", "Fault", "Segment", "find_files", "read_documents", "split_into_units"]
+__all__ = [
+    "Batch",
+    "Fault",
+    "Segment",
+    "find_files",
+    "read_documents",
+    "scan_inputs",
+    "split_into_units",
+]

@@ -234,16 +234,17 @@ def _list_folder(folder: Path, skipped: Counter[str]) -> Iterator[os.DirEntry[st
                 yield entry
 
 
-def split_into_units(files: Sequence[Path], unit_bytes: int = UNIT_BYTES) -> list[list[Segment]]:
-    """Cuts files into pieces of work of about `unit_bytes`, in order.
+def split_into_units(
+    files: Sequence[tuple[Path, int]], unit_bytes: int = UNIT_BYTES
+) -> list[list[Segment]]:
+    """Cuts files, given with their sizes, into pieces of work of about `unit_bytes`, in order.
 
     Small files share a unit; a large plain `.jsonl` file is cut between lines, a dump anywhere. The
     result depends on nothing but the files, so any number of workers sees the same units.
     """
     units: list[list[Segment]] = []
     room = -1  # what the last unit can still take; below 0 it is not to be shared
-    for path in files:
-        size = path.stat().st_size
+    for path, size in files:
         kind = format_of(path)
         if size > unit_bytes and kind == ("jsonl", ""):
             units += [[segment] for segment in _cut_between_lines(path, size, unit_bytes)]
