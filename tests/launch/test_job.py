@@ -53,8 +53,8 @@ def test_folders() -> None:
     [
         ({"ranks": 9}, "9 ranks a node, and a node has 8 devices"),
         ({"scheduler": "local"}, "2 nodes, and the scheduler of this cluster is this machine"),
-        ({"scheduler": "ssh"}, "2 nodes are asked for and hosts names 0"),
-        ({"scheduler": "mpi", "hosts": ["n1"]}, "2 nodes are asked for and hosts names 1"),
+        ({"scheduler": "ssh"}, "hosts names 0, and --nodes asks for 2"),
+        ({"scheduler": "mpi", "hosts": ["n1"]}, "hosts names 1, and --nodes asks for 2"),
         ({"scheduler": "mpi", "hosts": ["n1", "n1"]}, "hosts names n1 twice"),
         ({"cpu_lists": ["0-7"]}, "cpu_lists has 1 lists for 4 ranks"),
         ({"start": "torchrun", "scheduler": "pbs"}, 'start = "torchrun" is for Slurm'),
