@@ -10,14 +10,14 @@ more. Beside wall and CPU seconds of each stands what follows for 590 million do
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+import os
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from measuring import Figures, describe_machine, publish
 
 from trainyard.config.corpus import Deduplicate, NearDeduplicate
 from trainyard.data.preparation.duplicates import compared_columns, find_repeats
@@ -56,7 +56,7 @@ def main() -> None:
     arguments = parser.parse_args()
     near = NearDeduplicate(kind="near_deduplicate", bands=arguments.bands)
     steps = {"exact": Deduplicate(kind="deduplicate"), "near": near}
-    found: dict[str, object] = vars(arguments) | {"output": None}
+    record: Figures = describe_machine(("numpy",)) | {"load_average": os.getloadavg()}
     with (
         tempfile.TemporaryDirectory() as name,
         ProcessPoolExecutor(arguments.processes) as pool,
@@ -69,16 +69,13 @@ def main() -> None:
             tasks = [pool.submit(compare, columns, files, folder) for columns in keys]
             walls, cpus = zip(*(task.result() for task in tasks), strict=True)
             mean = sum(cpus) / len(cpus)
-            found[kind] = {
+            record[kind] = {
                 "wall_seconds_of_each": [round(wall, 2) for wall in walls],
                 "cpu_seconds_of_each": [round(cpu, 2) for cpu in cpus],
                 "wall_seconds": round(time.perf_counter() - started, 2),
                 "cpu_seconds_of_one_of_slimpajama": round(mean * SLIMPAJAMA / arguments.documents),
             }
-    text = json.dumps(found, indent=2) + "\n"
-    sys.stdout.write(text)
-    if arguments.output:
-        arguments.output.write_text(text)
+    publish(record, arguments.output)
 
 
 if __name__ == "__main__":

@@ -113,3 +113,11 @@ def render(record: Figures) -> str:
         return line if len(line) < 160 else found[0]
 
     return re.sub(r"[\[{][^\[\]{}]*[\]}]", join, json.dumps(record, indent=2)) + "\n"
+
+
+def publish(record: Figures, output: Path | None) -> None:
+    """Prints a record, and writes it where a file is named."""
+    text = render(record)
+    sys.stdout.write(text)
+    if output:
+        output.write_text(text, encoding="utf-8")

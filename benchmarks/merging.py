@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from measuring import Figures, describe_machine, measure, render
+from measuring import Figures, describe_machine, measure, publish
 
 from trainyard.data.file_record import Block
 from trainyard.data.indexed import IndexedWriter, token_paths
@@ -170,9 +170,7 @@ def main() -> None:
         "copyfile and cat copy in the kernel, without a look at the bytes",
     ]
     record = describe_machine(("numpy",)) | {"load_average": load, "notes": notes} | found
-    print(render(record))
-    if options.output:
-        options.output.write_text(render(record), encoding="utf-8")
+    publish(record, options.output)
 
 
 if __name__ == "__main__":

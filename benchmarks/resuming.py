@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from measuring import describe_machine, render
+from measuring import describe_machine, publish
 
 from trainyard.config.load import load_run, render_run
 from trainyard.data.indexed import IndexedWriter
@@ -107,9 +107,7 @@ def main() -> None:
         },
         "rounds": rounds,
     }
-    print(render(record))
-    if arguments.output:
-        arguments.output.write_text(render(record), encoding="utf-8")
+    publish(record, arguments.output)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed.checkpoint as dcp
-from measuring import Figures, describe_machine, render
+from measuring import Figures, describe_machine, publish
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -325,9 +325,7 @@ def main() -> None:
     record = describe_machine(("torch", "safetensors"))
     record |= {"load_average": load, "threads": torch.get_num_threads(), "notes": notes}
     record |= {"sizes": sizes}
-    print(render(record))
-    if options.output:
-        options.output.write_text(render(record), encoding="utf-8")
+    publish(record, options.output)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import random
 import statistics
 import sys
@@ -25,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+
+from measuring import describe_machine, publish
 
 from trainyard.config.corpus import Corpus
 from trainyard.data.preparation import progress, work_folder
@@ -202,11 +203,8 @@ def main() -> None:
     random.seed(1)
     with tempfile.TemporaryDirectory() as folder:
         simulation = Simulation(Path(folder), arguments.workers, arguments.units, arguments.joins)
-        found = simulation.run(arguments.dead)
-    text = json.dumps(found, indent=2) + "\n"
-    sys.stdout.write(text)
-    if arguments.output:
-        arguments.output.write_text(text)
+        record = describe_machine(()) | simulation.run(arguments.dead)
+    publish(record, arguments.output)
 
 
 if __name__ == "__main__":

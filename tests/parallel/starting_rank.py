@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.waiting import wait_until
 
 from trainyard.errors import DataError, UserError
 from trainyard.launch.environment import Process
@@ -78,8 +79,7 @@ def give_up(share: float, wanted: dict[str, Any], came: mmap.mmap) -> None:
 
 def wait_for(others: list[int], came: mmap.mmap) -> None:
     """Returns once all of these have come."""
-    while not all(came[number] for number in others):
-        time.sleep(0.01)
+    wait_until(lambda: all(came[number] for number in others), f"{others} have come")
 
 
 def run_rank(wanted: dict[str, Any], came: mmap.mmap) -> None:

@@ -52,21 +52,21 @@ def _check_line(text: str) -> str:
 
 def _check_word(text: str) -> str:
     if not re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._@:+-]*)?", text):
-        raise ValueError(f"{text!r} is no name: letters, digits and . _ - + @ : are")
+        raise ValueError(f"{text!r} is not a name: use letters, digits and . _ - + @ :")
     return text
 
 
 def _check_time(text: str) -> str:
     if text and not re.fullmatch(r"\d{1,4}:[0-5]\d:[0-5]\d", text):
-        raise ValueError(f"{text!r} is no time: hours, minutes and seconds are, such as 12:00:00")
+        raise ValueError(f"{text!r} is not a time: write HOURS:MINUTES:SECONDS, as in 12:00:00")
     if text and not re.search("[1-9]", text):
-        raise ValueError(f"{text!r} is no time at all")
+        raise ValueError(f"{text!r} leaves the job no time")
     return text
 
 
 def _check_option(text: str) -> str:
     if not text.startswith("-"):
-        raise ValueError(f"{text!r} is no option of a scheduler: they begin with -")
+        raise ValueError(f"{text!r} is not an option of a scheduler: those begin with -")
     unknown = [name for name in re.findall(r"\{([^}]*)\}", text) if name not in PLACES]
     if unknown:
         raise ValueError(f"{{{unknown[0]}}} in {text!r} is unknown: {{nodes}} and {{ranks}} are")
@@ -79,20 +79,20 @@ def _check_option(text: str) -> str:
 
 def _check_variable(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text):
-        raise ValueError(f"{text!r} is no name of an environment variable")
+        raise ValueError(f"{text!r} is not the name of an environment variable")
     return text
 
 
 def _check_cpus(text: str) -> str:
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise ValueError(f"{text!r} is no list of CPUs: 48-55 and 0-7,64-71 are")
+        raise ValueError(f"{text!r} is not a list of CPUs, such as 48-55 or 0-7,64-71")
     return text
 
 
 def _check_mount(text: str) -> str:
     source, *others = _check_line(text).split(":")
     if not source or len(others) > 2 or "," in text:
-        raise ValueError(f"{text!r} is no mount: SOURCE, SOURCE:PLACE and SOURCE:PLACE:ro are")
+        raise ValueError(f"{text!r} is not a mount: write SOURCE, SOURCE:PLACE or SOURCE:PLACE:ro")
     return text
 
 

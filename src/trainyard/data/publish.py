@@ -23,7 +23,7 @@ def publish_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        with suppress(OSError):  # a read-only file system refuses even what is not there
+        with suppress(OSError):  # a read-only file system refuses this even for a missing file
             partial.unlink(missing_ok=True)
         hint = "free space or quota, or choose another folder; then run the same command again"
         raise MachineError(f"{path} cannot be written: {error.strerror}", hint) from error

@@ -10,8 +10,8 @@ class Fault:
     """A document that cannot be read.
 
     `position` is its line (JSON lines), row (Parquet) or page (Wikipedia) counted from 1 in its
-    segment; 0 means the whole file. `raw` is what stands there, or the start of it if it is too
-    long. `n_documents` are lost.
+    segment; 0 means the whole file. `raw` is its text, cut if it is too long.
+    `n_documents` are lost.
     """
 
     kind: str
