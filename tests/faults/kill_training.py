@@ -34,7 +34,7 @@ from trainyard.checkpoint.format import list_checkpoints
 from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.config.load import load_run
 from trainyard.errors import CheckpointError
-from trainyard.launch.pulse import Phase
+from trainyard.launch.heartbeat import Phase
 from trainyard.train.run_folder import write_run_folder
 
 N_STEPS = 16

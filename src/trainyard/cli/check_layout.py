@@ -12,8 +12,8 @@ from trainyard.errors import MachineError
 
 if TYPE_CHECKING:
     from trainyard.config.run import Run
-    from trainyard.plan.rehearsal import Rehearsal
-    from trainyard.train.rehearsal import Result
+    from trainyard.plan.layout_check import LayoutCheck
+    from trainyard.train.layout_check import Result
 
 WIDTH = 96
 
@@ -43,23 +43,23 @@ def layout(
     Example: trainyard check layout recipes/azure/175b.toml --ranks 1024
     """
     from trainyard.config.load import load_run
-    from trainyard.plan.rehearsal import plan_rehearsal
+    from trainyard.plan.layout_check import plan_layout_check
 
     run = load_run(run_file, overrides).run
-    rehearsal = plan_rehearsal(run, ranks)  # refuses what cannot be before torch is imported
-    typer.echo(describe_rehearsal(run, rehearsal))
-    from trainyard.train.rehearsal import precisions_of, rehearse
+    rehearsal = plan_layout_check(run, ranks)  # refuses what cannot be before torch is imported
+    typer.echo(describe_layout_check(run, rehearsal))
+    from trainyard.train.layout_check import check_layouts, precisions_of
 
     precisions = precisions_of(run)
     start = time.monotonic()
-    results = rehearse(rehearsal, precisions)
+    results = check_layouts(rehearsal, precisions)
     typer.echo(f"\n{render_results(results)}\n\n{time.monotonic() - start:.0f} s")
     refuse_differences(run, results)
 
 
-def describe_rehearsal(run: Run, rehearsal: Rehearsal) -> str:
+def describe_layout_check(run: Run, rehearsal: LayoutCheck) -> str:
     """Says what is tried, and what was made smaller for it."""
-    from trainyard.plan.rehearsal import describe_layout
+    from trainyard.plan.layout_check import describe_layout
 
     whole = f"{run.name} on {_count(rehearsal.topology.n_ranks, 'rank')}: "
     facts = [("run", whole + describe_layout(run, rehearsal.topology))]
@@ -117,7 +117,7 @@ def refuse_differences(run: Run, results: list[Result]) -> None:
         return
     kinds = list(dict.fromkeys(result.precision for result in wrong))
     parallel = run.parallel
-    degrees = {"pipeline": 1, "context": 1, "tensor": 1, "replicas": 1, "zero_stage": 0}
+    degrees = {"pipeline": 1, "context": 1, "tensor": 1, "data_replicate": 1, "zero_stage": 0}
     cut = [
         f"parallel.{name}={one}" for name, one in degrees.items() if getattr(parallel, name) > one
     ]

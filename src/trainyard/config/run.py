@@ -236,7 +236,7 @@ class Parallel(Section):
     )
     """What data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters; with a
     pipeline, gradients are whole until the end of a step. Absent: 2, or 1 with a pipeline."""
-    replicas: int = Field(default=1, ge=1)
+    data_replicate: int = Field(default=1, ge=1)
     """Groups that each hold a full sharded copy (hybrid sharding)."""
     recompute: Literal["none", "attention", "block"] = "none"
     """What the backward pass computes again instead of storing."""

@@ -82,8 +82,8 @@ class Loader:
         return batch
 
     def _read(self, step: int, offset: int) -> Batch:
-        number, n_shares = self._share
-        count = self._batches.batch_size(step) // n_shares
+        number, n_shards = self._share
+        count = self._batches.batch_size(step) // n_shards
         first = self._batches.consumed(step) + offset + number * count
         sequences = self._sequences(first % len(self._order), count)
         tokens, labels = split_labels(sequences, self._vocabulary_size)

@@ -5,7 +5,7 @@
     PALS        PMI_* and PMI_LOCAL_RANK, on HPE Cray machines; the only one that binds as we say
 
 All end a job when a rank is killed; Hydra lets the others run on when one just fails, until their
-own parents notice (`launch/witness.py`). A host that falls silent is noticed by none of them.
+own parents notice (`launch/hang_reports.py`). A host that falls silent is noticed by none of them.
 """
 
 from __future__ import annotations

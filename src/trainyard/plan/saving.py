@@ -72,21 +72,21 @@ def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
     """Gives what one rank writes of a checkpoint: of ranks that hold the same, the first does."""
     topology = plan.topology
     place = topology.coordinates(rank)
-    if place.replica:
+    if place.replicate:
         return 0
-    n_shares = topology.shard * topology.context
+    n_shards = topology.shard * topology.context
     share = place.shard * topology.context + place.context
     if run.parallel.zero_stage == 0:
         if share:
             return 0
-        n_shares = 1
+        n_shards = 1
 
     def written(shapes: dict[str, Shape]) -> int:
         n_bytes = 0
         for name, shape in shapes.items():
             if place.tensor and not is_cut(name):
                 continue
-            n_rows = math.ceil(shape[0] / n_shares)  # of the first shares; the last may have none
+            n_rows = math.ceil(shape[0] / n_shards)  # of the first shares; the last may have none
             n_rows = max(0, min(n_rows, shape[0] - share * n_rows))
             n_bytes += _bytes_of(run, name, (n_rows, *shape[1:]))
         return n_bytes

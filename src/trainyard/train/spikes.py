@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, model_v
 from torch import Tensor
 
 from trainyard.config.run import Guard
-from trainyard.optim.clip import Totals
+from trainyard.optim.clip import StepStats
 
 LEAST_DEVIATIONS = (0.02, 0.5)
 """Standard deviations of losses and of gradient norms below this share of their mean count as so
@@ -80,7 +80,7 @@ class SpikeWindow:
         least = torch.tensor(LEAST_DEVIATIONS, dtype=torch.float64)
         self._least_deviations = least.to(device)
 
-    def judge(self, totals: Totals) -> Tensor:
+    def judge(self, totals: StepStats) -> Tensor:
         """Says whether a step is a spike, and takes it into the window if it is not.
 
         Returns:

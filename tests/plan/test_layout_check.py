@@ -14,7 +14,7 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
 from trainyard.plan.batches import BatchSchedule
-from trainyard.plan.rehearsal import N_STEPS, cover_pairs, describe_layout, plan_rehearsal
+from trainyard.plan.layout_check import N_STEPS, cover_pairs, describe_layout, plan_layout_check
 from trainyard.plan.resolve import resolve
 from trainyard.topology import AXES
 
@@ -38,7 +38,7 @@ def test_layouts_cut_every_pair_of_axes_with_three_at_most(n_axes: int) -> None:
 
 def test_a_thousand_ranks_become_eight() -> None:
     run = load(str(RECIPES / "azure" / "175b.toml"))
-    rehearsal = plan_rehearsal(run, 1024)
+    rehearsal = plan_layout_check(run, 1024)
     assert (rehearsal.topology.n_ranks, rehearsal.n_ranks) == (1024, 8)
     (layout,) = rehearsal.layouts
     (topology,) = rehearsal.topologies
@@ -65,7 +65,7 @@ def test_what_the_mathematics_depends_on_stays() -> None:
         "schedule.cooldown=5 steps",
         "parallel.recompute=block",
     )
-    small = plan_rehearsal(run).layouts[0]
+    small = plan_layout_check(run).layouts[0]
     assert not small.model.tied_embeddings
     assert small.model.dropout == 0.3
     assert (small.optimizer.betas, small.optimizer.weight_decay) == ((0.8, 0.9), 0.3)
@@ -76,14 +76,14 @@ def test_what_the_mathematics_depends_on_stays() -> None:
 
 def test_axes_are_those_of_the_ranks_there_are() -> None:
     # Without a number of ranks, one to share weights with; with one, what it says.
-    assert plan_rehearsal(load("tiny")).n_ranks == 2
-    assert plan_rehearsal(load("tiny"), 1).n_ranks == 1
-    assert plan_rehearsal(load("tiny", "parallel.zero_stage=0")).n_ranks == 1
-    assert plan_rehearsal(load("tiny", "parallel.zero_stage=0"), 2).n_ranks == 2
-    hybrid = plan_rehearsal(load("mds-125m", "parallel.replicas=4"), 16)
-    assert (hybrid.topologies[0].replica, hybrid.topologies[0].shard) == (2, 2)
-    alone = plan_rehearsal(load("mds-125m", "parallel.replicas=4"), 4)
-    assert (alone.topologies[0].replica, alone.topologies[0].shard) == (2, 1)
+    assert plan_layout_check(load("tiny")).n_ranks == 2
+    assert plan_layout_check(load("tiny"), 1).n_ranks == 1
+    assert plan_layout_check(load("tiny", "parallel.zero_stage=0")).n_ranks == 1
+    assert plan_layout_check(load("tiny", "parallel.zero_stage=0"), 2).n_ranks == 2
+    hybrid = plan_layout_check(load("mds-125m", "parallel.data_replicate=4"), 16)
+    assert (hybrid.topologies[0].replicate, hybrid.topologies[0].shard) == (2, 2)
+    alone = plan_layout_check(load("mds-125m", "parallel.data_replicate=4"), 4)
+    assert (alone.topologies[0].replicate, alone.topologies[0].shard) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_stages_are_as_uneven_as_those_of_the_run(
         "model.n_heads=8",
         "model.d_ff=32768",
     )
-    rehearsal = plan_rehearsal(run)
+    rehearsal = plan_layout_check(run)
     assert rehearsal.alone.model.n_layers == expected
     sizes = {end - start for start, end in resolve(run).stages}
     small = resolve(rehearsal.layouts[0], rehearsal.n_ranks).stages
@@ -123,7 +123,7 @@ def test_stages_are_as_uneven_as_those_of_the_run(
 
 def test_a_growing_batch_grows() -> None:
     run = load(str(RECIPES / "benchmark64" / "full.toml"))
-    rehearsal = plan_rehearsal(run)
+    rehearsal = plan_layout_check(run)
     for small in (rehearsal.alone, *rehearsal.layouts):
         batches = BatchSchedule(small)
         assert [batches.batch_size(step) for step in range(N_STEPS)] == [2, 2, 4]
@@ -137,10 +137,10 @@ def test_several_layouts_for_more_axes() -> None:
         "parallel.tensor=4",
         "parallel.context=3",
         "model.sequence_length=2304",
-        "parallel.replicas=2",
+        "parallel.data_replicate=2",
         "parallel.recompute=attention",
     )
-    rehearsal = plan_rehearsal(run, 96)
+    rehearsal = plan_layout_check(run, 96)
     texts = [
         describe_layout(small, topology)
         for small, topology in zip(rehearsal.layouts, rehearsal.topologies, strict=True)
@@ -155,7 +155,7 @@ def test_several_layouts_for_more_axes() -> None:
 
 def test_a_number_of_ranks_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"1000 ranks cannot be divided by parallel\.tensor=8"):
-        plan_rehearsal(load(str(RECIPES / "azure" / "175b.toml")), 1000)
+        plan_layout_check(load(str(RECIPES / "azure" / "175b.toml")), 1000)
 
 
 def test_every_run_that_can_be_can_be_tried() -> None:
@@ -168,7 +168,7 @@ def test_every_run_that_can_be_can_be_tried() -> None:
         "tensor": (1, 4),
         "sequence": (False, True),
         "zero_stage": (0, 1, 2, 3),
-        "replicas": (1, 2, 3),
+        "data_replicate": (1, 2, 3),
     }
     whole = load("mds-125m", "model.dropout=0.0", "train.compile=never").model_dump()
     whole["train"].pop("batch_ramp")
@@ -189,7 +189,7 @@ def test_every_run_that_can_be_can_be_tried() -> None:
             plan = resolve(run, n_ranks)
         except (ValidationError, ConfigError):
             continue
-        rehearsal = plan_rehearsal(run, n_ranks)
+        rehearsal = plan_layout_check(run, n_ranks)
         assert rehearsal.topology == plan.topology
         sizes = [topology.n_ranks for topology in rehearsal.topologies]
         rings = [3, 4] if run.parallel.context > 1 and run.parallel.context_method == "ring" else []
