@@ -70,7 +70,7 @@ def test_a_commit_is_named_in_a_checkout_alone() -> None:
 
 
 @pytest.mark.exhaustive
-def test_contenders_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_candidates_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps(1, 2)
     run = prepare_run(load_run("tiny").run, steps, tmp_path)
     candidates = [Candidate("a", run), Candidate("b", run)]

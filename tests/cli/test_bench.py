@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def check_contender(record: dict[str, Any], candidate: dict[str, Any]) -> None:
+def check_candidate(record: dict[str, Any], candidate: dict[str, Any]) -> None:
     """What holds between the figures, whatever the machine does."""
     run, spread = record["run"], candidate["milliseconds_per_step"]
     assert 0 < spread["p10"] <= spread["median"] <= spread["p90"]
@@ -71,7 +71,7 @@ def test_a_run_on_one_rank_leaves_a_record_with_everything(folder: Path) -> None
         *("startup_seconds", "speed_over_first", "first_loss", "last_loss", "n_threads"),
         *("profile", "rounds"),
     ]
-    check_contender(record, candidate)
+    check_candidate(record, candidate)
     assert candidate["name"] == candidate["precision"] == "fp32"
     assert candidate["split"]["milliseconds"]["communication"] == 0
     assert candidate["profile"] is None
@@ -90,7 +90,7 @@ def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
     first, second = record["candidates"]
     assert [each["precision"] for each in (first, second)] == ["fp32", "bf16"]
     for candidate in (first, second):
-        check_contender(record, candidate)
+        check_candidate(record, candidate)
         assert candidate["split"]["milliseconds"]["communication"] > 0
         assert candidate["profile"]["host_waits_per_step"] == {}
     assert first["speed_over_first"] == {"median": 1.0, "lowest": 1.0, "highest": 1.0}
@@ -118,8 +118,8 @@ def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
     ("arguments", "problem", "hint"),
     [
         (["--steps", "10-5"], "--steps 10-5 is not a range of steps", "--steps 5-10 times"),
-        (["--compare", "fp32,fp31"], "'fp31' is no precision", "fp32, fp16, bf16"),
-        (["--compare", "fp32,fp32"], "'fp32' stands there twice", "each at most once"),
+        (["--compare", "fp32,fp31"], "'fp31' is not a precision", "fp32, fp16, bf16"),
+        (["--compare", "fp32,fp32"], "'fp32' is listed twice", "each at most once"),
         (["--ranks", "3"], "cannot be divided", "nearest that works"),
         (["--against", "gpt3"], "--against 'gpt3' is no peer", "gpt2-transformers"),
         (["parallel.tensor=3"], "must be divisible by parallel.tensor=3", "parallel.tensor="),

@@ -67,7 +67,7 @@ IMPOSSIBLE = [
         "train.batch_ramp={start=16,increment=4,length='99 tokens'}",
         "train.batch_ramp goes from 16 to global_batch_size=8",
     ),
-    ("train.length='0 steps'", "train.length='0 steps' must be more than nothing"),
+    ("train.length='0 steps'", "train.length='0 steps' must be positive"),
     (
         "schedule.minimum_learning_rate=1.0",
         "schedule.minimum_learning_rate=1.0 is above optimizer.learning_rate=0.001",

@@ -92,13 +92,13 @@ def test_one_line_for_each() -> None:
 
 def test_nobody_stands_out() -> None:
     says = describe_hang(ranks(), 4)
-    assert says.startswith("ranks 0-3 of 4 do not move, and none of them stands out\n")
+    assert says.startswith("ranks 0-3 of 4 are hung; cause not isolated\n")
 
 
 def test_a_machine_is_silent() -> None:
     says = describe_hang(ranks(), 8)
-    assert says.startswith("nothing is heard of ranks 4-7 of 8, and the others wait\n")
-    assert says.endswith("\n    nothing is heard of ranks 4-7")
+    assert says.startswith("no status from ranks 4-7 of 8, and the others wait\n")
+    assert says.endswith("\n    no status from ranks 4-7")
     # The one that is known to be wrong comes first.
     one = describe_hang(ranks(r3=replace(WAITING, state="stopped")), 5)
     assert one.startswith("rank 3 of 5 on n1 has not moved")

@@ -63,9 +63,15 @@ TABLE = {
     "weights as fp8, zero 1, replicas": (f"zero_stage=1 data_replicate=2 {FP8} {GATHER}", 4),
     "weights as fp8, zero 3, tensor": (f"zero_stage=3 tensor=2 {FP8} {GATHER}", 4),
     "weights as fp8, pipeline, zero 3": (f"zero_stage=3 pipeline=2 {FP8} {GATHER}", 4),
-    "low-bit, zero 2, uneven shares": (f"zero_stage=2 {LOW_BIT} train.global_batch_size=6", 3),
-    "low-bit, zero 1, tensor, sequence": (f"zero_stage=1 tensor=2 sequence=true {LOW_BIT}", 4),
-    "low-bit, weights as fp8, pipeline": (f"zero_stage=3 pipeline=2 {LOW_BIT} {GATHER}", 4),
+    "low-precision, zero 2, uneven shares": (
+        f"zero_stage=2 {LOW_BIT} train.global_batch_size=6",
+        3,
+    ),
+    "low-precision, zero 1, tensor, sequence": (
+        f"zero_stage=1 tensor=2 sequence=true {LOW_BIT}",
+        4,
+    ),
+    "low-precision, weights as fp8, pipeline": (f"zero_stage=3 pipeline=2 {LOW_BIT} {GATHER}", 4),
 }
 
 
@@ -115,7 +121,11 @@ def count_step(run: Run, n_ranks: int) -> tuple[Counts, Counts]:
 
 EVERY_DAY = (
     *("tensor, sequence, untied", "ulysses, recompute attention", "replicas, zero 2"),
-    *("1f1b, bf16, zero 3", "weights as fp8, zero 3, tensor", "low-bit, zero 2, uneven shares"),
+    *(
+        "1f1b, bf16, zero 3",
+        "weights as fp8, zero 3, tensor",
+        "low-precision, zero 2, uneven shares",
+    ),
 )
 
 

@@ -38,19 +38,19 @@ def test_layouts_cut_every_pair_of_axes_with_three_at_most(n_axes: int) -> None:
 
 def test_a_thousand_ranks_become_eight() -> None:
     run = load(str(RECIPES / "azure" / "175b.toml"))
-    rehearsal = plan_layout_check(run, 1024)
-    assert (rehearsal.topology.n_ranks, rehearsal.n_ranks) == (1024, 8)
-    (layout,) = rehearsal.layouts
-    (topology,) = rehearsal.topologies
+    check = plan_layout_check(run, 1024)
+    assert (check.topology.n_ranks, check.n_ranks) == (1024, 8)
+    (layout,) = check.layouts
+    (topology,) = check.topologies
     assert (topology.pipeline, topology.shard, topology.tensor) == (2, 2, 2)
     assert layout.parallel.sequence
     assert (layout.parallel.zero_stage, layout.parallel.schedule) == (1, "1f1b")
     assert layout.model.dropout == run.model.dropout == 0.1
     assert layout.model.n_layers == 4
-    assert rehearsal.alone.parallel.pipeline == rehearsal.alone.parallel.tensor == 1
-    assert rehearsal.alone.model == layout.model
-    assert "n_layers 96 -> 4" in rehearsal.changes["model"]
-    assert "epsilon 1e-08 -> 0.001" in rehearsal.changes["optimizer"]
+    assert check.alone.parallel.pipeline == check.alone.parallel.tensor == 1
+    assert check.alone.model == layout.model
+    assert "n_layers 96 -> 4" in check.changes["model"]
+    assert "epsilon 1e-08 -> 0.001" in check.changes["optimizer"]
 
 
 def test_what_the_mathematics_depends_on_stays() -> None:
@@ -114,20 +114,20 @@ def test_stages_are_as_uneven_as_those_of_the_run(
         "model.n_heads=8",
         "model.d_ff=32768",
     )
-    rehearsal = plan_layout_check(run)
-    assert rehearsal.alone.model.n_layers == expected
+    check = plan_layout_check(run)
+    assert check.alone.model.n_layers == expected
     sizes = {end - start for start, end in resolve(run).stages}
-    small = resolve(rehearsal.layouts[0], rehearsal.n_ranks).stages
+    small = resolve(check.layouts[0], check.n_ranks).stages
     assert len({end - start for start, end in small}) == min(2, len(sizes))
 
 
 def test_a_growing_batch_grows() -> None:
     run = load(str(RECIPES / "benchmark64" / "full.toml"))
-    rehearsal = plan_layout_check(run)
-    for small in (rehearsal.alone, *rehearsal.layouts):
+    check = plan_layout_check(run)
+    for small in (check.alone, *check.layouts):
         batches = BatchSchedule(small)
         assert [batches.batch_size(step) for step in range(N_STEPS)] == [2, 2, 4]
-    assert "batch_ramp.start 16 -> 2" in rehearsal.changes["train"]
+    assert "batch_ramp.start 16 -> 2" in check.changes["train"]
 
 
 def test_several_layouts_for_more_axes() -> None:
@@ -140,10 +140,10 @@ def test_several_layouts_for_more_axes() -> None:
         "parallel.data_replicate=2",
         "parallel.recompute=attention",
     )
-    rehearsal = plan_layout_check(run, 96)
+    check = plan_layout_check(run, 96)
     texts = [
         describe_layout(small, topology)
-        for small, topology in zip(rehearsal.layouts, rehearsal.topologies, strict=True)
+        for small, topology in zip(check.layouts, check.topologies, strict=True)
     ]
     assert texts == [
         "pipeline 2 (1f1b) x replicas 2 x data 2 (ZeRO 1), recompute attention",
@@ -189,13 +189,13 @@ def test_every_run_that_can_be_can_be_tried() -> None:
             plan = resolve(run, n_ranks)
         except (ValidationError, ConfigError):
             continue
-        rehearsal = plan_layout_check(run, n_ranks)
-        assert rehearsal.topology == plan.topology
-        sizes = [topology.n_ranks for topology in rehearsal.topologies]
+        check = plan_layout_check(run, n_ranks)
+        assert check.topology == plan.topology
+        sizes = [topology.n_ranks for topology in check.topologies]
         rings = [3, 4] if run.parallel.context > 1 and run.parallel.context_method == "ring" else []
         assert sizes[len(sizes) - len(rings) :] == rings
-        assert set(sizes[: len(sizes) - len(rings)]) == {rehearsal.n_ranks}
+        assert set(sizes[: len(sizes) - len(rings)]) == {check.n_ranks}
         few = min(2, run.train.micro_batch_size)
-        assert all(small.train.micro_batch_size == few for small in rehearsal.layouts)
+        assert all(small.train.micro_batch_size == few for small in check.layouts)
         n_tried += 1
     assert n_tried > 100

@@ -1,4 +1,4 @@
-"""Training in fp16: the loss scale cancels out, overflows are left out alike, and it learns."""
+"""Training in fp16: the loss scale cancels out, overflows are skipped alike, and it learns."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def train_with_overflow(parallel: dict[str, Any], bad_rank: int) -> dict[str, An
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("layout", everyday(LAYOUTS, ("zero 3", "pp2")))
-def test_an_overflow_on_one_rank_is_left_out_by_all(
+def test_an_overflow_on_one_rank_is_skipped_by_all(
     layout: str, bad_rank: int, run_ranks: Callable[..., list[dict[str, Any]]]
 ) -> None:
     found, other = run_ranks(2, train_with_overflow, LAYOUTS[layout], bad_rank)

@@ -1,4 +1,4 @@
-"""Training with low-bit state: how well it learns, what it holds, and its checkpoints."""
+"""Training with low-precision state: how well it learns, what it holds, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def save(context: TrainContext, state: State) -> None:
 
 
 def begin(n_ranks: int, folder: Path, parallel: dict[str, Any]) -> str:
-    """Trains 3 steps of which the second is left out, and saves."""
+    """Trains 3 steps of which the second is skipped, and saves."""
     context = build(n_ranks, folder, **parallel)
     state = State.at_start(context)
     take_steps(context, state, 3, bad_step=1)

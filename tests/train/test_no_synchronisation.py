@@ -49,7 +49,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": {"kind": "bf16"}},
     "fp16": {"precision": {"kind": "fp16"}},
     "one micro batch": {"train": {**TRAIN, "micro_batch_size": 2}},
-    "spikes left out": {"guard": {"spikes": "skip"}},
+    "spikes skipped": {"guard": {"spikes": "skip"}},
     "spikes of no interest": {"guard": {"spikes": "off"}},
     "no clipping": {"optimizer": {"learning_rate": 1e-2, "clip_norm": float("inf")}},
     "dropout": WITH_DROPOUT,

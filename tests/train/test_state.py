@@ -1,4 +1,4 @@
-"""The state of a run: what a step tells it, what a checkpoint keeps, and how data is left out."""
+"""The state of a run: what a step tells it, what a checkpoint keeps, and how data is skipped."""
 
 from __future__ import annotations
 

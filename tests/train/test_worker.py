@@ -190,7 +190,7 @@ def test_steps_whose_gradients_are_not_finite_stop_the_run(tiny_run: Run, tmp_pa
         model={"init_std": 1e30},
         guard={"skipped_steps_limit": 3},
     )
-    with pytest.raises(GuardError, match="3 steps in a row up to step 3 were left out") as caught:
+    with pytest.raises(GuardError, match="3 steps in a row up to step 3 were skipped") as caught:
         start(tmp_path / "run", hopeless)
     assert "sequences 16 to 23: loss nan" in caught.value.problem
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["exit_code"] == 93

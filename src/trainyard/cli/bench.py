@@ -99,7 +99,7 @@ def bench(
     with tempfile.TemporaryDirectory(prefix="trainyard-bench-") as name:
         folder = Path(name)
         prepared = prepare_run(run, counted, folder)
-        candidates = _list_contenders(prepared, compare, against, plan.n_ranks)
+        candidates = _list_candidates(prepared, compare, against, plan.n_ranks)
         outcomes = _time(candidates, order, process, folder)
         if process.rank == 0:
             if output is None:
@@ -108,7 +108,7 @@ def bench(
             _write(outcomes, order, describe_data(run), output, as_json=as_json)
 
 
-def _list_contenders(
+def _list_candidates(
     run: Run, compare: str | None, against: str | None, n_ranks: int
 ) -> list[Candidate]:
     """Lists what is to be timed, all of which can be."""
@@ -125,7 +125,7 @@ def _list_contenders(
     candidates = []
     for kind in kinds:
         if kind not in known or kinds.count(kind) > 1:
-            problem = "stands there twice" if kind in known else "is no precision"
+            problem = "is listed twice" if kind in known else "is not a precision"
             raise ConfigError(
                 f"--compare {compare}: {kind!r} {problem}", f"each at most once: {', '.join(known)}"
             )

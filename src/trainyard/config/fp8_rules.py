@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 FP8_MULTIPLE = 16
 """Rows and columns of what a GPU multiplies in fp8; the same rule holds where it is emulated."""
 SCALED_COLUMNS = 32
-"""Columns of a matrix in low-bit state that share a scale."""
+"""Columns of a matrix in low-precision state that share a scale."""
 
 
 def fp8_multiple(run: Run) -> int:

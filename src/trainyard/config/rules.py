@@ -32,7 +32,7 @@ _Section = TypeVar("_Section", bound="BaseModel")
 
 
 def disagreements(run: Run) -> list[str]:
-    """Lists every rule that a run breaks, each with the nearest changes that mend it."""
+    """Lists every rule that a run breaks, each with the nearest changes that fix it."""
     found = broken_rules(run)
     return [text + _remedies(run, rule, found) for rule, text in found.items()]
 
@@ -224,7 +224,7 @@ def _length_problems(run: Run) -> dict[str, str]:
     if run.train.batch_ramp:
         lengths["train.batch_ramp.length"] = run.train.batch_ramp.length
     problems = {
-        field: f"{field}={str(length)!r} must be more than nothing"
+        field: f"{field}={str(length)!r} must be positive"
         for field, length in lengths.items()
         if not length.amount
     }
@@ -248,7 +248,7 @@ def _length_problems(run: Run) -> dict[str, str]:
 
 
 def _remedies(run: Run, rule: str, found: dict[str, str]) -> str:
-    """Names, for each way to mend a rule, the change that mends most others and breaks none."""
+    """Names, for each way to fix a rule, the change that fixes most others and breaks none."""
     working = []
     for way in _ways(run, rule):
         best, fewest = None, len(found)
@@ -287,7 +287,7 @@ def _as_toml(value: Any) -> str:
 
 
 def _ways(run: Run, rule: str) -> list[Iterable[Changes]]:
-    """Lists the ways to mend a rule, each as changes to try, nearest first."""
+    """Lists the ways to fix a broken rule, each as changes to try, nearest first."""
     match rule:
         case "heads" | "d_ff" | "context" | "sequence" | "ring_dropout":
             return _ways_to_cut(run, rule)

@@ -165,13 +165,13 @@ def describe_hang(statuses: Sequence[RankStatus], n_ranks: int) -> str:
         says = f"rank {one.rank} of {n_ranks} on {one.host} {how}"
         says += f" at step {one.step}, in {one.phase}"
     elif len(culprits) == len(statuses) and missing:
-        says = f"nothing is heard of {name_ranks(missing)} of {n_ranks}, and the others wait"
+        says = f"no status from {name_ranks(missing)} of {n_ranks}, and the others wait"
     else:
         which = name_ranks([each.rank for each in culprits])
-        says = f"{which} of {n_ranks} do not move, and none of them stands out"
+        says = f"{which} of {n_ranks} are hung; cause not isolated"
     lines = [f"    {each}" for each in statuses]
     if missing:
-        lines.append(f"    nothing is heard of {name_ranks(missing)}")
+        lines.append(f"    no status from {name_ranks(missing)}")
     return "\n".join([says, *lines])
 
 

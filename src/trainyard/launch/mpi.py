@@ -83,7 +83,7 @@ def choose_hosts(job: Job) -> list[str]:
     """Sets $hosts to as many as the job has nodes, without those that failed twice."""
     return [
         "",
-        "# Those that failed twice are left out; the last ones are spares.",
+        "# Those that failed twice are excluded; the last ones are spares.",
         "hosts=()",
         f"for host in {quote(*job.cluster.launch.hosts)}; do",
         "  name=${host#*@}",

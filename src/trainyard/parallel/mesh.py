@@ -92,7 +92,7 @@ class Mesh:
             dist.all_reduce(torch.zeros(1), group=self.saving)
 
     def agree(self, text: str | None) -> str | None:
-        """Gives all ranks the text of the lowest of those that have one; None if none has."""
+        """Broadcasts the message of the lowest rank that has one; None if no rank has."""
         n_ranks = self.topology.n_ranks
         if n_ranks == 1:
             return text

@@ -52,11 +52,11 @@ class LocalParameter:
     is_copy: bool
     """The second copy of a tied embedding, on the last stage of a pipeline."""
     quantized_gradient: Tensor | BlockScaledTensor | None = None
-    """The complete gradient of a parameter in low-bit state, until it is used."""
+    """The complete gradient of a parameter in low-precision state, until it is used."""
 
     @property
     def is_low_bit(self) -> bool:
-        """Whether gradient and optimizer keep it in few bits: then the weight itself is bf16."""
+        """Whether its gradient and optimizer state are low-precision; its weight is bf16 then."""
         return self.parameter.dtype == torch.bfloat16
 
     def norm_weight(self, n_tensor_ranks: int) -> float:
@@ -83,7 +83,7 @@ class LocalParameter:
         return local_part(gradient)
 
     def quantize_gradient(self) -> None:
-        """Puts the complete gradient of a parameter in low-bit state where its bf16 form is not.
+        """Replaces the complete bf16 gradient of a parameter in low-precision state.
 
         A matrix becomes codes. A vector becomes fp32, in memory of its own: what it had is a view
         into the gradients of the whole block, which would stay as long as it does.
@@ -167,7 +167,7 @@ class ParallelModel:
         if run.precision.multiplies_in_fp8:
             convert_to_float8(model, run)
         initialise(model, run.model, run.train.seed, self.tensor_shard)
-        # In fp64, which shows that a layout is right, nothing is kept in few bits.
+        # In fp64, which shows that a layout is right, nothing is kept in low precision.
         is_low_bit = run.precision.kind == "fp8_lowbit" and self._compute_dtype == torch.bfloat16
         if is_low_bit:
             model.blocks.to(torch.bfloat16)

@@ -240,8 +240,8 @@ class _Rendezvous:
                     "MASTER_ADDR to an address they can reach"
                 )
             return {
-                "problem": f"{name_ranks(missing)} of {n_ranks} did not come to {self.place} "
-                f"within {self.timeout_seconds:g} s; {name_ranks(list(hosts))} did, on "
+                "problem": f"{name_ranks(missing)} of {n_ranks} did not join the rendezvous at "
+                f"{self.place} within {self.timeout_seconds:g} s; {name_ranks(list(hosts))} did, on "
                 f"{_name_hosts(list(hosts), hosts)}",
                 "hint": hint,
             }

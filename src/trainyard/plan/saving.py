@@ -1,9 +1,9 @@
 """Checkpoints before there are any: their size, the memory they need, and how often to save.
 
 A checkpoint holds each weight and both moments in fp32, once: 12 bytes a parameter, 1.9 TiB for
-175B. In low-bit state a matrix of a block has a weight of 16 bits, a master weight of 16, moments
-of 8 and 16, and their scales: 7.1 bytes. While one is written in the background, each rank keeps a
-copy of its part in host memory.
+175B. In low-precision state a matrix of a block has a weight of 16 bits, a master weight of 16,
+moments of 8 and 16, and their scales: 7.1 bytes. While one is written in the background, each rank
+keeps a copy of its part in host memory.
 
 How often to save is a matter of balance. With w seconds of training lost to each save, and one
 failure every M seconds, a run that saves every t seconds loses

@@ -1,4 +1,4 @@
-"""Values as codes of few bits, with a scale that is a power of two for every 32 columns of a row.
+"""Values as low-precision codes, with a scale that is a power of two for every 32 columns of a row.
 
     values         0.75     -0.02      3.0  ...      32 columns of one row
     scale 2^-7                                       the largest, 3.0, becomes 384, below 448

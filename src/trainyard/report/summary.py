@@ -132,7 +132,7 @@ def summarise(reported: ReportedRun) -> list[Figure]:
         ),
         Figure("Tokens/s", large(train.median("tokens_per_second_per_device")), "per device"),
         Figure("TFLOP/s", tflops, f"per device{of_peak}"),
-        Figure("Time", format_seconds(metrics.seconds), "pauses left out"),
+        Figure("Time", format_seconds(metrics.seconds), "without pauses"),
         Figure("Steps", show(step, "{:,.0f}"), of_steps),
         Figure("Tokens", large(train.last("tokens")), "consumed"),
         Figure("Parameters", large(reported.plan.get("n_parameters"))),

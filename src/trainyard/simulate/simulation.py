@@ -9,7 +9,7 @@ In fp8 the products are those of a GPU that has them, whatever this machine has:
     counted as there    fp8 copies and scales of what is multiplied, and of the transposes that the
                         kernel wants; FLOP of `_scaled_mm`; codes that travel and are kept
     more than there     nothing is compiled: fp32 copies from which fp8 is made, and the temporaries
-                        of the update of low-bit state, are memory here for a moment
+                        of the update of low-precision state, are memory here for a moment
     less than there     workspace of kernels
     as the run says     with precision.fp8.emulate = true, the products in fp32 that emulate it
 """
@@ -185,7 +185,7 @@ def _differences(run: Run) -> Iterator[str]:
     elif run.precision.multiplies_in_fp8:
         yield "workspace of fp8 products is not counted"
     if run.precision.kind == "fp8_lowbit" and is_compiled:
-        yield "nor is the update of low-bit state compiled, which needs temporaries then"
+        yield "nor is the update of low-precision state compiled, which needs temporaries then"
 
 
 def micro_batches_per_step(run: Run, plan: Plan) -> int:

@@ -39,7 +39,7 @@ def diagnose(context: TrainContext, state: State) -> str:
     """Computes the last step again, without an update, and says what its gradients were.
 
     Every rank must call it, and gets the same text. The numbers are those of that step where its
-    update was left out: then the weights are still the same.
+    update was skipped: then the weights are still the same.
     """
     step = state.step - 1
     loss_scale = None if state.scaler is None else state.scaler.scale

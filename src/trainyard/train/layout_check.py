@@ -45,7 +45,7 @@ logger = logging.getLogger("trainyard")
 
 @dataclass(frozen=True)
 class Result:
-    """How far one layout of a rehearsal is from the single device in one precision."""
+    """How far one layout of a check is from the single device in one precision."""
 
     layout: Run
     precision: str
@@ -85,32 +85,30 @@ def precisions_of(run: Run) -> list[str]:
     return ["fp64", run.precision.kind]
 
 
-def check_layouts(rehearsal: LayoutCheck, precisions: Sequence[str]) -> list[Result]:
-    """Trains the layouts of a rehearsal in processes of this machine, and compares them.
+def check_layouts(check: LayoutCheck, precisions: Sequence[str]) -> list[Result]:
+    """Trains the layouts of a check in processes of this machine, and compares them.
 
     Args:
-        rehearsal: what to train.
+        check: what to train.
         precisions: names in `DTYPES`; layouts of degrees above 2 are trained in the first alone.
 
     Raises:
         MachineError: a process ended before its time; tells which, and what it said.
     """
     with tempfile.TemporaryDirectory(prefix="trainyard-") as name:
-        cases = list(_write_cases(rehearsal, precisions, Path(name)))
+        cases = list(_write_cases(check, precisions, Path(name)))
         for folder in dict.fromkeys(case.path.parent for case in cases):
             try:
                 _train_ranks(folder, int(folder.name))
             except (MachineError, MissingGradientError):
                 if not list(folder.glob("*.finding")):
                     raise
-        return list(_compare_all(rehearsal.alone, cases))
+        return list(_compare_all(check.alone, cases))
 
 
-def _write_cases(
-    rehearsal: LayoutCheck, precisions: Sequence[str], folder: Path
-) -> Iterator[_Case]:
+def _write_cases(check: LayoutCheck, precisions: Sequence[str], folder: Path) -> Iterator[_Case]:
     """Writes what is to be trained, into a folder for each number of ranks."""
-    layouts = list(zip(rehearsal.layouts, rehearsal.topologies, strict=True))
+    layouts = list(zip(check.layouts, check.topologies, strict=True))
     every = itertools.product(precisions, layouts)
     for number, (precision, (layout, topology)) in enumerate(every):
         # How numbers of few digits are rounded shows at a degree of 2.

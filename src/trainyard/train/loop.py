@@ -104,7 +104,7 @@ def stop_if_stuck(context: TrainContext, state: State) -> None:
     in_a_row, limit = state.skipped.in_a_row, context.run.guard.skipped_steps_limit
     if in_a_row >= limit:
         raise GuardError(
-            f"{in_a_row} steps in a row up to step {state.step} were left out "
+            f"{in_a_row} steps in a row up to step {state.step} were skipped "
             f"(guard.skipped_steps_limit={limit})\n{diagnose(context, state)}",
             "these steps changed no weights; lower optimizer.learning_rate or check the data",
         )
@@ -131,7 +131,7 @@ def describe_spikes(context: TrainContext, spikes: list[int]) -> str:
     """Says where loss or gradient norm jumped, and what is done about it."""
     guard = context.run.guard
     steps = ", ".join(str(step + 1) for step in spikes[:10]) + (", ..." if spikes[10:] else "")
-    done = {"skip": "left out", "rollback": "going back"}.get(guard.spikes, "nothing is changed")
+    done = {"skip": "skipped", "rollback": "going back"}.get(guard.spikes, "nothing is changed")
     return (
         f"warning: loss or gradient norm of step {steps} is more than {guard.spike_deviations:g} "
         f"standard deviations above the {guard.spike_window} steps before: {done} "

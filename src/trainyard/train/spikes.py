@@ -16,7 +16,7 @@ step), 14 standard deviations above their mean. Their deviation counts as at lea
 so that only what is beyond four times the mean is a spike.
 
 Until the window is half full there are no spikes. Steps that are not finite are none either: their
-update is left out in any case. A rise that has lasted for as many steps as the window is long is
+update is skipped in any case. A rise that has lasted for as many steps as the window is long is
 the new level: the window starts over.
 """
 

@@ -92,9 +92,9 @@ class State:
     scaler: LossScaler | None = None
     """Of fp16."""
     data_offset: int = 0
-    """Sequences that rollbacks left out: every step reads so much further on."""
+    """Sequences that rollbacks skipped: every step reads so much further on."""
     ranges: list[SkippedRange] = field(default_factory=list)
-    """All data left out so far, up to the last `flush`."""
+    """All data skipped so far, up to the last `flush`."""
     _pending: list[tuple[int, Tensor]] = field(default_factory=list, repr=False)
     """Steps since then, and on the device whether each was skipped and a spike."""
 
@@ -158,7 +158,7 @@ class State:
         """Takes in what became of the next step, without waiting for it; all are 1 or 0.
 
         Args:
-            skipped: whether its update was left out.
+            skipped: whether its update was skipped.
             spike: whether it was one.
             handled_by_loss_scale: whether gradients overflowed and the loss scale can still fall.
         """
@@ -169,7 +169,7 @@ class State:
         """Reads from the device what became of the steps since the last time.
 
         Returns:
-            those that were spikes, counted from 0, whether or not their update was left out.
+            those that were spikes, counted from 0, whether or not their update was skipped.
         """
         if not self._pending:
             return []
@@ -195,7 +195,7 @@ class State:
             why: it was abandoned.
         """
         assert not self._pending and self.step <= abandoned.step
-        # Former ways on from this very step have left out what lies before.
+        # Former ways on from this very step have skipped what lies before.
         before = [r for r in abandoned.ranges if r["step"] == self.step and is_rollback(r)]
         self.ranges = [r for r in abandoned.ranges if r["step"] < self.step] + before
         first = max([self.first_sequence(self.step), *(r["to_sequence"] for r in before)])
@@ -212,7 +212,7 @@ class State:
 
 
 def is_rollback(skipped: SkippedRange) -> bool:
-    """Whether data was left out by going back, not by leaving out an update."""
+    """Whether data was skipped by a rollback, not by a skipped update."""
     return skipped["why"].startswith(ROLLBACK)
 
 

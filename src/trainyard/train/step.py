@@ -25,7 +25,7 @@ class StepResult:
     gradient_norm: Tensor
     """Global norm before clipping."""
     skipped: Tensor
-    """1 where something was not finite, or a spike is to be left out: nothing was changed; or 0."""
+    """1 where something was not finite, or a spike is to be skipped: nothing was changed; or 0."""
     spike: Tensor
     """1 where loss or gradient norm were far above those before, else 0."""
     learning_rate: float
@@ -65,7 +65,7 @@ def compute_gradients(
     Args:
         context: holds the weights.
         step: counted from 0.
-        data_offset: sequences left out before.
+        data_offset: sequences skipped before.
         loss_scale: multiplies the loss in the backward pass; None for 1.
 
     Returns:

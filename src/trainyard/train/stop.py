@@ -3,7 +3,7 @@
     asked by                                     then             exit code
     SIGTERM, SIGUSR1                             save and stop    75: start the same command again
     train.stop_after_minutes, the job's limit    save and stop    75
-    Ctrl-C (SIGINT), a file STOP in the folder   save and stop    93: not before a person has looked
+    Ctrl-C (SIGINT), a file STOP in the folder   save and stop    93: held; needs attention
     a file SAVE in the folder                    save and go on
 
 One rank that is asked is enough: all agree on it at the end of every step. A second signal ends the

@@ -101,7 +101,7 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
 
     Raises:
         UserError: the run, its data or its checkpoint is not usable.
-        GuardError: training gave itself up.
+        GuardError: training aborted.
     """
     run_text = (folder / "run.toml").read_text(encoding="utf-8")
     run = load_run(str(folder / "run.toml")).run
