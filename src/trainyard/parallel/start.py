@@ -241,8 +241,8 @@ class _Rendezvous:
                 )
             return {
                 "problem": f"{name_ranks(missing)} of {n_ranks} did not join the rendezvous at "
-                f"{self.place} within {self.timeout_seconds:g} s; {name_ranks(list(hosts))} did, on "
-                f"{_name_hosts(list(hosts), hosts)}",
+                f"{self.place} within {self.timeout_seconds:g} s; "
+                f"{name_ranks(list(hosts))} did, on {_name_hosts(list(hosts), hosts)}",
                 "hint": hint,
             }
         facts = {rank: record["facts"] for rank, record in records.items()}
