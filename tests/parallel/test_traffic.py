@@ -173,6 +173,7 @@ def test_gathered_tokens_are_gathered_again_instead_of_kept(
         run_ranks(2, partial(count_kept, run, gathers_again=choice, compiled=compiled))
         for choice in (False, True)
     )
+    assert not build_run("tensor=2 sequence=true recompute=block").parallel.gathers_again
     # Inputs of two products: whole, or as cut; a compiled block computes even those again.
     assert min(once) - max(again) >= 2 * (1 - 1 / 2)
 
