@@ -42,8 +42,8 @@ from torch import Tensor, multiprocessing, nn
 
 from trainyard.config.load import load_run
 from trainyard.parallel.mesh import build_mesh
+from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.pipeline import Pipeline
-from trainyard.parallel.replica import Replica
 from trainyard.plan.resolve import resolve
 
 MICRO_BATCHES = (4, 8, 16)
@@ -134,7 +134,7 @@ def blocks(schedule: str, chunks: int) -> Pipeline:
     run = load_run("tiny", [*MODEL.split(), *fields, "train.global_batch_size=4"]).run
     plan = resolve(run, 2)
     mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
-    pipeline = Replica(run, plan, mesh, torch.float32)._pipeline
+    pipeline = ParallelModel(run, plan, mesh, torch.float32)._pipeline
     assert pipeline is not None
     return pipeline
 

@@ -3,11 +3,11 @@
     pip install -r benchmarks/peers.txt
     python benchmarks/cpu_step.py --rounds 8 --output record.json
 
-Each contender trains in a process of its own, because how memory is allocated belongs to the
+Each candidate trains in a process of its own, because how memory is allocated belongs to the
 process. All processes of a cell live at once and take one step each in turn, so that other work on
 the machine falls on all of them alike; read the ratios. A step is forward, backward, clipping and
 AdamW on one fixed batch, without dropout. bf16, slow on many CPUs, gets half the rounds
-and fewer contenders. Where the load is high, `--threads 1` and CPU seconds are steadier.
+and fewer candidates. Where the load is high, `--threads 1` and CPU seconds are steadier.
 
 The same mathematics: transformers starts from our weights, its first loss must equal ours, and
 losses after the timed steps are in the record. It gets F.gelu's tanh form, its fastest. litgpt has
@@ -56,7 +56,7 @@ class Cell:
     n_sequences: int
     vocabulary_size: int
     dtype: str
-    contenders: tuple[str, ...]
+    candidates: tuple[str, ...]
 
     @property
     def gflop(self) -> float:
@@ -67,9 +67,9 @@ class Cell:
 
 
 CELLS = {
-    f"{name}-{dtype}": Cell(*shape, dtype, contenders if dtype == "float32" else FEW)
+    f"{name}-{dtype}": Cell(*shape, dtype, candidates if dtype == "float32" else FEW)
     for dtype in ("float32", "bfloat16")
-    for name, shape, contenders in (
+    for name, shape, candidates in (
         ("10M-4k", (6, 384, 6, 256, 16, 4096), ALL),
         ("10M-50k", (6, 384, 6, 256, 16, 50304), ALL),
         ("124M-50k", (12, 768, 12, 512, 2, 50304), FEW),
@@ -112,7 +112,7 @@ def build_ours(cell: Cell, compiled: bool) -> Step:
     from trainyard.model.gpt import compile_blocks
     from trainyard.model.loss import summed_cross_entropy
     from trainyard.optim.adamw import build_adamw
-    from trainyard.optim.clip import Totals, apply_update, norms_of
+    from trainyard.optim.clip import StepStats, apply_update, norms_of
     from trainyard.train.allocator import keep_freed_memory
 
     keep_freed_memory()
@@ -130,7 +130,7 @@ def build_ours(cell: Cell, compiled: bool) -> Step:
         loss.backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         norm = norms_of(gradients).square().sum().sqrt().float()
-        apply_update(optimizer, Totals(loss, norm, loss.new_ones(())), 1.0)
+        apply_update(optimizer, StepStats(loss, norm, loss.new_ones(())), 1.0)
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
@@ -198,14 +198,14 @@ def build_litgpt(cell: Cell) -> Any:
     return model
 
 
-def build_peer(cell: Cell, contender: str) -> Step:
+def build_peer(cell: Cell, candidate: str) -> Step:
     import torch
     import torch.nn.functional as F
 
-    default = contender.endswith("-default")
-    lit = contender.startswith("litgpt")
+    default = candidate.endswith("-default")
+    lit = candidate.startswith("litgpt")
     model = build_litgpt(cell) if lit else build_transformers(cell, default)
-    run = torch.compile(model) if contender.endswith("-compiled") else model
+    run = torch.compile(model) if candidate.endswith("-compiled") else model
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -256,17 +256,17 @@ def build_products(cell: Cell) -> Step:
     return step
 
 
-def serve(cell: Cell, contender: str, threads: int) -> None:
+def serve(cell: Cell, candidate: str, threads: int) -> None:
     """Takes one step for each line that comes in, and says how it went."""
     import torch
 
     torch.set_num_threads(threads)
-    if contender == "products":
+    if candidate == "products":
         step = build_products(cell)
-    elif contender.startswith("ours"):
-        step = build_ours(cell, contender.endswith("-compiled"))
+    elif candidate.startswith("ours"):
+        step = build_ours(cell, candidate.endswith("-compiled"))
     else:
-        step = build_peer(cell, contender)
+        step = build_peer(cell, candidate)
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()
         value = step()
@@ -276,7 +276,7 @@ def serve(cell: Cell, contender: str, threads: int) -> None:
         print(json.dumps({"wall": wall, "cpu": cpu, "value": value, "peak": peak}), flush=True)
 
 
-class Contender:
+class Candidate:
     def __init__(self, cell: str, name: str, threads: int) -> None:
         command = [sys.executable, __file__, "--serve", name, "--cells", cell]
         command += ["--threads", str(threads)]
@@ -297,16 +297,16 @@ class Contender:
 
 def measure(name: str, rounds: int, threads: int) -> dict[str, Any]:
     cell = CELLS[name]
-    contenders = {who: Contender(name, who, threads) for who in cell.contenders}
-    for contender in contenders.values():  # compiles, makes the optimizer's state, touches memory
-        contender.step()
+    candidates = {who: Candidate(name, who, threads) for who in cell.candidates}
+    for candidate in candidates.values():  # compiles, makes the optimizer's state, touches memory
+        candidate.step()
     for number in range(rounds if cell.dtype == "float32" else max(2, rounds // 2)):
-        order = list(contenders.values())
-        for contender in order[number % len(order) :] + order[: number % len(order)]:
-            contender.step()
-    for contender in contenders.values():
-        contender.close()
-    answers = {who: contender.answers for who, contender in contenders.items()}
+        order = list(candidates.values())
+        for candidate in order[number % len(order) :] + order[: number % len(order)]:
+            candidate.step()
+    for candidate in candidates.values():
+        candidate.close()
+    answers = {who: candidate.answers for who, candidate in candidates.items()}
     return summary(cell, answers) | {"cell": asdict(cell) | {"gflop": cell.gflop}}
 
 
@@ -340,7 +340,7 @@ def summary(cell: Cell, answers: dict[str, list[dict[str, float]]]) -> dict[str,
     }
     first = abs(rows["ours"]["first_loss"] / rows["transformers"]["first_loss"] - 1)
     return {
-        "contenders": rows,
+        "candidates": rows,
         "products_gflop_per_second": limit,
         "fastest_peer_over_ours": ratios,
         "first_loss_relative_difference": first,
@@ -352,7 +352,7 @@ def show(name: str, found: dict[str, Any]) -> None:
     limit = found["products_gflop_per_second"]
     print(f"\n{name}: {found['cell']['gflop']:.0f} GFLOP, products alone {limit:.0f} GFLOP/s")
     print(f"{'':22}  min ms  med ms  cpu ms  GFLOP/s  of products  peak MB  last loss")
-    for who, row in found["contenders"].items():
+    for who, row in found["candidates"].items():
         print(
             f"{who:22} {row['min_seconds'] * 1e3:7.0f} {row['median_seconds'] * 1e3:7.0f} "
             f"{row['min_cpu_seconds'] * 1e3:7.0f} {row['gflop_per_second']:8.0f} "

@@ -27,7 +27,7 @@ from benchmarks.measuring import describe_machine, render
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.plan.rehearsal import describe_layout
+from trainyard.plan.layout_check import describe_layout
 from trainyard.plan.resolve import resolve
 
 RECIPES = Path(__file__).parent.parent / "recipes"

@@ -73,7 +73,7 @@ CASES = (
     Case("tiny", 2, "zero_stage=1 train.global_batch_size=2 model.dropout=0.1"),
     Case("tiny", 2, "zero_stage=2"),
     Case("tiny", 4, "zero_stage=2 train.global_batch_size=4"),
-    Case("tiny", 4, "zero_stage=2 replicas=2"),
+    Case("tiny", 4, "zero_stage=2 data_replicate=2"),
     Case("tiny", 2, "zero_stage=3"),
     Case("tiny", 8, "zero_stage=3"),
     Case("tiny", 4, "zero_stage=3 recompute=block"),

@@ -175,7 +175,7 @@ def show(row: Row, found: dict[str, Any]) -> None:
     if "record" not in found:
         print(f"{name:<18} {found['failed']}: {found['said'].splitlines()[:1]}", flush=True)
     else:
-        each = found["record"]["contenders"][0]
+        each = found["record"]["candidates"][0]
         share = each["model_flops_utilisation"]
         print(
             f"{name:<18}{row.n_parameters / 1e6:>10.1f} M{each['precision']:>10}{row.recompute:>10}"

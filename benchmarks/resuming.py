@@ -3,9 +3,9 @@
     python benchmarks/resuming.py --rounds 3 --output record.json
 
 A run of GPT-3 125M (1.5 GB of checkpoint) trains four steps of four short sequences; then it is
-started again from the second, again and again. What the worker does is read from its pulse, as its
-parent does: the program and torch are imported, the run is read and its parts are built, the
-checkpoint is loaded and verified, and the first step is done.
+started again from the second, again and again. The worker's heartbeat, which its parent reads too,
+tells when the program and torch are imported, the run is read and built, the checkpoint is loaded
+and verified, and the first step is done.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from measuring import describe_machine, publish
 from trainyard.config.load import load_run, render_run
 from trainyard.data.indexed import IndexedWriter
 from trainyard.launch.environment import Process, rank_environment
-from trainyard.launch.pulse import PulseReader
+from trainyard.launch.heartbeat import HeartbeatReader
 
 WATCHED = [sys.executable, "-P", "-m", "trainyard.launch.watched", "trainyard.train.worker"]
-# By the count of the pulse: what has been done when it first has that value.
+# By the count of the heartbeat: what has been done when it first has that value.
 ITEMS = {
     1: "interpreter started",
     2: "program and torch imported",
@@ -42,8 +42,8 @@ FIRST_STEP_DONE = 7
 
 def measure(command: list[str]) -> dict[str, float]:
     """Runs a worker; gives the seconds of each item."""
-    reader = PulseReader()
-    process = Process(pulse=reader.descriptor)
+    reader = HeartbeatReader()
+    process = Process(heartbeat=reader.descriptor)
     started = time.perf_counter()
     seen: dict[int, float] = {}
     with subprocess.Popen(

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainyard.checkpoint import shard
-from trainyard.checkpoint.background import Retention, Saver
+from trainyard.checkpoint.background import AsyncCheckpointer, Retention
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.load import load_into
 from trainyard.checkpoint.save import ALONE, save_checkpoint
@@ -218,7 +218,7 @@ def measure_case(case: Case, scratch: Path) -> dict[str, float]:
     return found
 
 
-def measure_stall(state: State, target: State, saver: Saver) -> dict[str, float]:
+def measure_stall(state: State, target: State, saver: AsyncCheckpointer) -> dict[str, float]:
     n_bytes = sum(tensor.nbytes for tensor in state.values())
     found = {
         "plain copy": seconds_of(lambda: fill(target, state)),
@@ -235,7 +235,7 @@ def measure_size(gigabytes: float, rounds: int, scratch: Path) -> Figures:
     cases = cases_of(state, target)
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in (*cases, "stall")}
     in_background = scratch / "background"
-    saver = Saver(in_background, ALONE, Retention(1), background=True)
+    saver = AsyncCheckpointer(in_background, ALONE, Retention(1), background=True)
     for number in range(rounds + 1):
         names = list(cases)
         for name in names[number % len(names) :] + names[: number % len(names)]:

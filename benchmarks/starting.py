@@ -3,9 +3,9 @@
     python benchmarks/starting.py novels.jsonl --rounds 5 --output record.json
 
 The text is prepared once, outside of what is timed. Then the preset `laptop` is started for two
-steps, again and again, with one rank and with two in turn. Nothing is put into the command: its
-workers tell what they do through their pulse, as they tell their parent, and the run folder shows
-how far the parent is. Beside it stand imports alone, each in a process of its own.
+steps, again and again, with one rank and with two in turn. Nothing is added to the command:
+the heartbeats of its workers and the run folder show how far it is. Imports alone, each in a
+process of its own, are measured beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from measuring import describe_machine, render
 
 from trainyard.launch.environment import Process, rank_environment
-from trainyard.launch.pulse import PulseReader
+from trainyard.launch.heartbeat import HeartbeatReader
 
 COMMAND = [sys.executable, "-P", "-c", "from trainyard.cli.main import main; main()"]
 SETTINGS = [
@@ -42,7 +42,7 @@ PARENT_ITEMS = {
     "folder": "command: interpreter, its imports, run read and planned",
     "run.toml": "command: data and older checkpoints looked at, run folder written",
 }
-# By the count of a worker's pulse: what has been done when it first has that value. A rank that
+# By the count of a worker's heartbeat: what has been done when it first has that value. A rank that
 # is alone is the process of the command, and says nothing before its imports are done.
 WORKER_ITEMS = {
     1: "worker: process started",
@@ -65,13 +65,15 @@ IMPORTS = {
 class Watch:
     """Notes when something is first seen to have happened."""
 
-    def __init__(self, command: subprocess.Popen[bytes], own_pulse: PulseReader | None) -> None:
+    def __init__(
+        self, command: subprocess.Popen[bytes], own_heartbeat: HeartbeatReader | None
+    ) -> None:
         self.seen: dict[str | int, float] = {}
         self._pid = command.pid
-        self._pulse = own_pulse
-        self._variable = next(iter(_pulse_variable(99)))
+        self._heartbeat = own_heartbeat
+        self._variable = next(iter(_heartbeat_variable(99)))
         # A rank that is alone begins with the second item.
-        self._skipped = 0 if own_pulse is None else 1
+        self._skipped = 0 if own_heartbeat is None else 1
 
     def look(self) -> None:
         """Looks once."""
@@ -80,14 +82,14 @@ class Watch:
             self.seen.setdefault("folder", now)
         if (RUN_FOLDER / "run.toml").exists():
             self.seen.setdefault("run.toml", now)
-        if self._pulse is None:
-            self._pulse = self._find_pulse()
-        if self._pulse is not None:
-            count = self._pulse.read().count
+        if self._heartbeat is None:
+            self._heartbeat = self._find_heartbeat()
+        if self._heartbeat is not None:
+            count = self._heartbeat.read().count
             if count:
                 self.seen.setdefault(count + self._skipped, now)
 
-    def _find_pulse(self) -> PulseReader | None:
+    def _find_heartbeat(self) -> HeartbeatReader | None:
         """Finds the memory that a worker shares with its parent."""
         if "run.toml" not in self.seen:
             return None
@@ -98,17 +100,17 @@ class Watch:
                     name, _, value = entry.partition(b"=")
                     if name.decode() == self._variable:
                         path = f"/proc/{child}/fd/{value.decode()}"
-                        return PulseReader(os.open(path, os.O_RDONLY))
+                        return HeartbeatReader(os.open(path, os.O_RDONLY))
         return None
 
 
 def measure(n_ranks: int) -> dict[str, float]:
     """Starts training once; gives the seconds of each item."""
     shutil.rmtree("runs", ignore_errors=True)
-    own = PulseReader() if n_ranks == 1 else None
+    own = HeartbeatReader() if n_ranks == 1 else None
     environment, descriptors = dict(os.environ), []
     if own is not None:
-        environment |= _pulse_variable(own.descriptor)
+        environment |= _heartbeat_variable(own.descriptor)
         descriptors = [own.descriptor]
     command = [*COMMAND, "train", "laptop", *SETTINGS, "--ranks", str(n_ranks)]
     if n_ranks > 1:
@@ -148,13 +150,13 @@ def measure_imports() -> dict[str, float]:
     return found
 
 
-def _pulse_variable(descriptor: int) -> dict[str, str]:
-    """Gives the variable that tells a process of its pulse."""
-    with_pulse = rank_environment(Process(pulse=descriptor), 1)
+def _heartbeat_variable(descriptor: int) -> dict[str, str]:
+    """Gives the variable that tells a process of its heartbeat."""
+    with_heartbeat = rank_environment(Process(heartbeat=descriptor), 1)
     without = rank_environment(Process(), 1)
     return {
         name: value
-        for name, value in with_pulse.items()
+        for name, value in with_heartbeat.items()
         if value is not None and without.get(name) != value
     }
 

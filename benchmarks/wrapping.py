@@ -5,14 +5,14 @@
 The same steps (forward, backward, clipped AdamW; the same weights and ids) on a CPU, as
 
     plain        the single-device model called directly, micro batch by micro batch
-    product      what `trainyard train` does on one process: a Replica without groups
+    product      what `trainyard train` does on one process: a ParallelModel without groups
     replicate, ZeRO 1, ZeRO 3
-                 a Replica on a mesh of one rank: FSDP2 with nobody to talk to, which the product
-                 never does; these show what FSDP2 itself costs the host
+                 a ParallelModel on a mesh of one rank: FSDP2 with no peers, which the product never
+                 does; these show what FSDP2 itself costs the host
 
 All live in one process and take a step each in turn. Two cells: the preset "laptop", where products
 of matrices dominate, and "tiny", whose micro batches take a few milliseconds, so that what the host
-does besides is seen. `over_plain` is the median over rounds of a contender's time over plain's in
+does besides is seen. `over_plain` is the median over rounds of a candidate's time over plain's in
 the same round, by the clock and in processor time; `milliseconds_per_micro_batch` is the median
 difference. The profiles are of steps of "tiny", by processor time in the functions themselves.
 """
@@ -40,9 +40,9 @@ from trainyard.config.run import Run
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialise
 from trainyard.optim.adamw import build_adamw
-from trainyard.optim.clip import Totals, add_up, apply_update
+from trainyard.optim.clip import StepStats, apply_update, reduce_step_stats
 from trainyard.parallel.mesh import Mesh
-from trainyard.parallel.replica import Replica
+from trainyard.parallel.model import ParallelModel
 from trainyard.plan.resolve import resolve
 from trainyard.train.allocator import keep_freed_memory
 
@@ -82,7 +82,7 @@ def build_plain(run: Run) -> Step:
             total += loss.detach()
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        apply_update(optimizer, Totals(total, norm, one), run.optimizer.clip_norm)
+        apply_update(optimizer, StepStats(total, norm, one), run.optimizer.clip_norm)
         optimizer.zero_grad(set_to_none=True)
         return total.item()
 
@@ -99,14 +99,16 @@ def build_replica(run: Run, zero_stage: int | None) -> Step:
         )
         share = init_device_mesh("cpu", (1,), mesh_dim_names=("share",))
         mesh = Mesh(plan.topology, 0, device, data=share)
-    replica = Replica(run, plan, mesh, torch.float32)
-    optimizer = build_adamw([held.parameter for held in replica.held], run.optimizer)
+    parallel_model = ParallelModel(run, plan, mesh, torch.float32)
+    optimizer = build_adamw(
+        [local.parameter for local in parallel_model.local_parameters], run.optimizer
+    )
     tokens, labels = batch(run)
     n = labels.numel()
 
     def step() -> float:
-        loss = replica.forward_backward(tokens, labels, None, 1 / n)
-        totals = add_up(replica, loss, n, n)
+        loss = parallel_model.forward_backward(tokens, labels, None, 1 / n)
+        totals = reduce_step_stats(parallel_model, loss, n, n)
         apply_update(optimizer, totals, run.optimizer.clip_norm)
         optimizer.zero_grad(set_to_none=True)
         return totals.loss.item()
@@ -145,7 +147,7 @@ def measure(name: str, rounds: int) -> Figures:
         "rounds": rounds * factor,
         "micro_batches": n_micro_batches,
         "first_losses": first_losses,
-        "contenders": rows,
+        "candidates": rows,
     }
     if name == "tiny":
         figures["profiles"] = {who: profile(steps[who], n_micro_batches) for who in PROFILED}

@@ -132,7 +132,7 @@ def _be_rank(
 ) -> None:
     import torch.distributed as dist
 
-    # Held open by a sister, a pipe would outlive its rank.
+    # LocalParameter open by a sister, a pipe would outlive its rank.
     for other, (receiver, sender) in enumerate(pipes):
         receiver.close()
         if other != rank:

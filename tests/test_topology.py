@@ -22,7 +22,7 @@ def test_the_worked_example() -> None:
     assert topology.groups(["shard"]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert topology.groups(["pipeline", "shard"]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert topology.coordinates(5) == Coordinates(pipeline=1, tensor=1)
-    assert Topology(replica=3, shard=2).data == 6
+    assert Topology(replicate=3, shard=2).data == 6
 
 
 def test_one_rank() -> None:

@@ -115,6 +115,7 @@ def test_figures_have_no_exponent(number: float, text: str) -> None:
     [
         *(("A100 80GB", "an"), ("H100", "an"), ("MI300X", "an"), ("L4", "an"), ("RTX 4090", "an")),
         *(("NVIDIA GeForce RTX 3090", "an"), ("Apple M3", "an"), ("T4", "a"), ("V100 16GB", "a")),
+        *((name, "an") for name in ("Edge TPU", "FPGA", "IPU", "NPU", "OAM", "SXM5", "XPU")),
         *(("B200", "a"), ("CPU", "a"), ("Max 1550", "a"), ("my card", "a")),
     ],
 )
@@ -124,7 +125,13 @@ def test_articles(name: str, spoken: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("1 week", 604800), ("10 days", 864000), ("1.5 hours", 5400), (" 36hours ", 129600)],
+    [
+        ("1 week", 604800),
+        ("10 days", 864000),
+        ("1.5 hours", 5400),
+        (" 36hours ", 129600),
+        ("90 minutes", 5400),
+    ],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds

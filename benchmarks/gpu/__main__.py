@@ -16,7 +16,7 @@ Parts run in this order, the most valuable first, and stop where the time is up:
     accuracy   losses after 1,000 steps on real text, with --data PREFIX
 
 Each part writes its record after every command it ran, so that nothing is lost where the machine is
-taken away. A contender that fails, for memory say, is in the record with its last words, and the
+taken away. A candidate that fails, for memory say, is in the record with its last words, and the
 rest goes on. A later call finds the fastest micro batches and the ceiling in the records of an
 earlier one.
 """
@@ -98,7 +98,7 @@ def show(part: str, found: Figures) -> None:
             f"{each['tflops_per_second_per_device']:.1f} TFLOP/s "
             f"MFU {each['model_flops_utilisation'] or 0:.3f} "
             f"{each['peak_memory_bytes'] / 2**30:.1f} GiB"
-            for each in last["record"]["contenders"]
+            for each in last["record"]["candidates"]
         )
     elif last.get("losses"):
         told = f"loss {last['losses'][-1][1]:.4f} at step {last['losses'][-1][0]}"

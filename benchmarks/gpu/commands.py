@@ -103,23 +103,23 @@ def bench(variant: Variant, budget: Budget, keep: Path | None = None) -> Figures
     return found
 
 
-def digest(contender: Figures) -> Figures:
-    """Keeps of a contender's figures what tables need."""
-    split = contender["split"]["milliseconds"]
+def digest(candidate: Figures) -> Figures:
+    """Keeps of a candidate's figures what tables need."""
+    split = candidate["split"]["milliseconds"]
     return {
-        "name": contender["name"],
-        "tokens_per_second": round(contender["tokens_per_second_per_device"], 1),
-        "tflops_per_second": round(contender["tflops_per_second_per_device"], 6),
-        "model_flops_utilisation": contender["model_flops_utilisation"],
-        "hardware_flops_utilisation": contender["hardware_flops_utilisation"],
-        "milliseconds_per_step": contender["milliseconds_per_step"]["median"],
-        "peak_memory_bytes": contender["peak_memory_bytes"],
+        "name": candidate["name"],
+        "tokens_per_second": round(candidate["tokens_per_second_per_device"], 1),
+        "tflops_per_second": round(candidate["tflops_per_second_per_device"], 6),
+        "model_flops_utilisation": candidate["model_flops_utilisation"],
+        "hardware_flops_utilisation": candidate["hardware_flops_utilisation"],
+        "milliseconds_per_step": candidate["milliseconds_per_step"]["median"],
+        "peak_memory_bytes": candidate["peak_memory_bytes"],
         "split_milliseconds": {part: round(value, 2) for part, value in split.items()},
-        "first_loss": contender["first_loss"],
-        "last_loss": contender["last_loss"],
+        "first_loss": candidate["first_loss"],
+        "last_loss": candidate["last_loss"],
     }
 
 
 def digests(found: Figures) -> list[Figures]:
-    """Gives the contenders of a `bench` that came back; none of one that failed."""
-    return [digest(each) for each in found["record"]["contenders"]] if "record" in found else []
+    """Gives the candidates of a `bench` that came back; none of one that failed."""
+    return [digest(each) for each in found["record"]["candidates"]] if "record" in found else []

@@ -116,14 +116,14 @@ def peers(session: Session, write: Write) -> None:
     items: list[Figures] = []
     summary: dict[str, dict[str, Figures]] = {}
     compiled = "train.compile=never" if session.small else "train.compile=gpu"
-    contenders = (
+    candidates = (
         ("gpt2-transformers", compiled, False),
         ("plain-torch", compiled, False),
         ("megatron-core", compiled, True),
         ("gpt2-transformers", "train.compile=never", False),
     )
     for size in [size for size in ("1.3B", "350M") if size in session.sizes]:
-        for peer, compiling, recomputes in contenders:
+        for peer, compiling, recomputes in candidates:
             name = peer + (", eager" if compiling.endswith("never") else "")
             for rung in _peer_rungs(session.rung(size)[1], recomputes):
                 options = ("--against", peer, "--rounds", "1")
@@ -222,9 +222,9 @@ def budget(session: Session, write: Write) -> None:
             found = bench(variant, session.budget, keep=folder)
             items.append({"size": size, **found})
             for figures in digests(found):
-                contender = found["record"]["contenders"][0]
+                candidate = found["record"]["candidates"][0]
                 step = figures["milliseconds_per_step"]
-                profile = contender["profile"]
+                profile = candidate["profile"]
                 traces = list(folder.glob("*trace.json"))
                 rows = kernels.read_kernels(traces[0]) if traces else []
                 told = (

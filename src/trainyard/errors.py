@@ -1,4 +1,4 @@
-"""The errors a user can mend, and the exit code each of them ends the program with.
+"""The errors a user can fix, and the exit code each of them ends the program with.
 
     Exception
     └── UserError            exit code 2: the user can fix it
@@ -8,7 +8,7 @@
         ├── LaunchError      a job script, a scheduler, a cluster file
         ├── MachineError     disk, memory, devices, drivers
         │   └── LostRankError   another rank died or hung: exit code 75
-        └── GuardError       training gave itself up: exit code 93
+        └── GuardError       training aborted: exit code 93
 
 Anything else that reaches the top is a bug in Trainyard: exit code 1, with its traceback.
 """
@@ -21,7 +21,7 @@ import re
 EXIT_REQUEUE = 75
 """Stopped early, or stopped by a failing machine: start the same command again."""
 EXIT_HOLD = 93
-"""Do not start again before a person has looked."""
+"""Held: needs attention before it is started again."""
 
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but the tab and the line feed
@@ -85,6 +85,6 @@ class LostRankError(MachineError):
 
 
 class GuardError(UserError):
-    """Training gave itself up: going on would waste time, or make things worse."""
+    """Training aborted: going on would waste time, or make things worse."""
 
     exit_code = EXIT_HOLD

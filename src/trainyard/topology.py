@@ -1,6 +1,6 @@
 """Where a rank stands in a layout: pure arithmetic.
 
-The axes, from the outermost to the innermost, are `pipeline, replica, shard, context, tensor`:
+The axes, from the outermost to the innermost, are `pipeline, replicate, shard, context, tensor`:
 tensor ranks are neighbours, since they talk most. 8 ranks as 2 pipeline x 2 shard x 2 tensor:
 
     rank        0  1  2  3  4  5  6  7
@@ -12,8 +12,8 @@ tensor ranks are neighbours, since they talk most. 8 ranks as 2 pipeline x 2 sha
     groups(["shard"])              [0, 2] [1, 3] [4, 6] [5, 7]
     groups(["pipeline", "shard"])  [0, 2, 4, 6] [1, 3, 5, 7]
 
-`replica` x `shard` is the data parallel size: ZeRO cuts over `shard` and `context` together, and
-keeps a copy in each `replica`.
+`replicate` x `shard` is the data parallel size: ZeRO cuts over `shard` and `context` together, and
+keeps a copy in each `replicate`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-AXES = ("pipeline", "replica", "shard", "context", "tensor")
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Coordinates:
     """The place of one rank on each axis, counted from 0."""
 
     pipeline: int = 0
-    replica: int = 0
+    replicate: int = 0
     shard: int = 0
     context: int = 0
     tensor: int = 0
@@ -40,7 +40,7 @@ class Topology:
     """How many ranks there are along each axis."""
 
     pipeline: int = 1
-    replica: int = 1
+    replicate: int = 1
     shard: int = 1
     context: int = 1
     tensor: int = 1
@@ -48,12 +48,12 @@ class Topology:
     @property
     def n_ranks(self) -> int:
         """All processes."""
-        return self.pipeline * self.replica * self.shard * self.context * self.tensor
+        return self.pipeline * self.replicate * self.shard * self.context * self.tensor
 
     @property
     def data(self) -> int:
         """Groups of ranks that see different sequences."""
-        return self.replica * self.shard
+        return self.replicate * self.shard
 
     def coordinates(self, rank: int) -> Coordinates:
         """Finds the place of a rank."""
@@ -61,8 +61,8 @@ class Topology:
         rank, tensor = divmod(rank, self.tensor)
         rank, context = divmod(rank, self.context)
         rank, shard = divmod(rank, self.shard)
-        pipeline, replica = divmod(rank, self.replica)
-        return Coordinates(pipeline, replica, shard, context, tensor)
+        pipeline, replicate = divmod(rank, self.replicate)
+        return Coordinates(pipeline, replicate, shard, context, tensor)
 
     def rank(self, coordinates: Coordinates) -> int:
         """Finds the rank at a place."""

@@ -100,7 +100,7 @@ def test_forbidden_constructs() -> None:
                     assert not (risky and ast.unparse(keyword.value) == "True"), name_of(path)
 
 
-def test_every_knob_is_documented() -> None:
+def test_every_option_is_documented() -> None:
     from trainyard.config import corpus
     from trainyard.config.load import all_fields
 

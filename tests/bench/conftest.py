@@ -11,19 +11,19 @@ from trainyard.bench.timeline import HostClock, Timeline
 from trainyard.config.load import load_run
 from trainyard.parallel.mesh import build_mesh
 from trainyard.plan.resolve import resolve
-from trainyard.train.state import Parts
-from trainyard.train.worker import build_parts
+from trainyard.train.state import TrainContext
+from trainyard.train.worker import build_context
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Callable[..., tuple[Parts, Timeline]]:
-    """`build(*overrides)` gives the parts of the preset tiny on one CPU, and what watches them."""
+def build(tmp_path: Path) -> Callable[..., tuple[TrainContext, Timeline]]:
+    """`build(*overrides)` gives the context of the preset tiny on one CPU, and its timeline."""
 
-    def build_tiny(*overrides: str) -> tuple[Parts, Timeline]:
+    def build_tiny(*overrides: str) -> tuple[TrainContext, Timeline]:
         run = prepare_run(load_run("tiny", list(overrides)).run, Steps(1, 2), tmp_path)
         plan = resolve(run, 1)
         timeline = Timeline(HostClock())
         mesh = build_mesh(plan.topology, 0, torch.device("cpu"))
-        return build_parts(tmp_path, run, plan, mesh, timeline), timeline
+        return build_context(tmp_path, run, plan, mesh, timeline), timeline
 
     return build_tiny

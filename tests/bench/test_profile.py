@@ -20,9 +20,9 @@ from trainyard.bench.profile import (
     total,
 )
 from trainyard.bench.timeline import Timeline
-from trainyard.train.state import Parts
+from trainyard.train.state import TrainContext
 
-Build = Callable[..., tuple[Parts, Timeline]]
+Build = Callable[..., tuple[TrainContext, Timeline]]
 CPU = torch.device("cpu")
 
 
@@ -68,8 +68,8 @@ def test_kernels_count_where_there_are_some() -> None:
 
 
 def profile_ours(build: Build, folder: Path, step: Callable[[OurTraining], object]) -> Any:
-    parts, timeline = build()
-    ours = OurTraining(parts)
+    context, timeline = build()
+    ours = OurTraining(context)
     profiler = profile_steps(lambda: step(ours), timeline, ours.models, CPU, with_places=True)
     return describe_profile(profiler, CPU, folder)
 

@@ -6,7 +6,7 @@ import pytest
 
 from trainyard.bench.job import Steps, prepare_run
 from trainyard.bench.record import build_record, find_commit, render_table
-from trainyard.bench.rounds import Contender, Order, Outcome, run_rounds
+from trainyard.bench.rounds import Candidate, Order, Outcome, run_rounds
 from trainyard.config.load import load_run
 from trainyard.launch.environment import Process
 
@@ -31,7 +31,7 @@ def outcome(name: str, *rounds: list[float], peak_memory_bytes: int = 2**30) -> 
         }
         for number, seconds in enumerate(rounds)
     ]
-    return Outcome(Contender(name, load_run("tiny", ["precision.kind=bf16"]).run), results)
+    return Outcome(Candidate(name, load_run("tiny", ["precision.kind=bf16"]).run), results)
 
 
 def test_ratios_are_of_medians_round_by_round() -> None:
@@ -47,7 +47,7 @@ def test_a_record_and_its_table() -> None:
     record = build_record(outcomes, order, "random tokens")
     assert record["machine"]["device"] == "NVIDIA H200"
     assert record["machine"]["peak_flops_per_second"]["bf16"] == 989e12
-    first, second = record["contenders"]
+    first, second = record["candidates"]
     assert second["speed_over_first"] == {"median": 3.0, "lowest": 2.0, "highest": 4.0}
     assert first["peak_memory_bytes"] == 2**30 + 1
     assert first["startup_seconds"] == {"imports": 2.5, "first step": 1.0, "total": 3.5}
@@ -70,12 +70,12 @@ def test_a_commit_is_named_in_a_checkout_alone() -> None:
 
 
 @pytest.mark.exhaustive
-def test_contenders_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_candidates_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps(1, 2)
     run = prepare_run(load_run("tiny").run, steps, tmp_path)
-    contenders = [Contender("a", run), Contender("b", run)]
+    candidates = [Candidate("a", run), Candidate("b", run)]
     with caplog.at_level("INFO", "trainyard"):
-        outcomes = run_rounds(contenders, Order(steps, 2, 1, profiles=False), Process(), tmp_path)
+        outcomes = run_rounds(candidates, Order(steps, 2, 1, profiles=False), Process(), tmp_path)
     assert caplog.messages == [f"round {n} of 2: {name}" for n in (1, 2) for name in "ab"]
     assert [len(outcome.results) for outcome in outcomes] == [2, 2]
     # Taken apart once.

@@ -7,9 +7,9 @@ import pytest
 
 from trainyard.bench.measure import OurTraining
 from trainyard.bench.timeline import BACKWARD, DATA, END, FORWARD, OPTIMIZER, HostClock, Timeline
-from trainyard.train.state import Parts
+from trainyard.train.state import TrainContext
 
-Build = Callable[..., tuple[Parts, Timeline]]
+Build = Callable[..., tuple[TrainContext, Timeline]]
 
 
 class Counter(HostClock):
@@ -23,8 +23,8 @@ class Counter(HostClock):
 
 
 def test_a_step_tells_its_parts_in_order(build: Build) -> None:
-    parts, timeline = build()
-    ours = OurTraining(parts)
+    context, timeline = build()
+    ours = OurTraining(context)
     ours.step()
     with timeline.recording(ours.models) as marks:
         ours.step()
@@ -47,8 +47,8 @@ def test_time_between_steps_belongs_to_no_part() -> None:
 
 
 def test_nothing_is_noted_and_no_hook_is_left_outside_of_a_recording(build: Build) -> None:
-    parts, timeline = build()
-    ours = OurTraining(parts)
+    context, timeline = build()
+    ours = OurTraining(context)
     with timeline.recording(ours.models) as marks:
         pass
     ours.step()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.waiting import WATCHDOG_SECONDS
 
-from trainyard.checkpoint.background import Retention, Saver, probe, remove_old
+from trainyard.checkpoint.background import AsyncCheckpointer, Retention, probe, remove_old
 from trainyard.checkpoint.format import list_checkpoints, read_manifest
 from trainyard.checkpoint.load import load_into, load_tensors, newest_checkpoint
 from trainyard.checkpoint.save import ALONE, Ranks, save_checkpoint
@@ -52,7 +52,7 @@ class Gate:
 
 def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, make_facts):
     gate = Gate()
-    saver = Saver(tmp_path, Ranks(0, 1, gate), Retention(1), background=True)
+    saver = AsyncCheckpointer(tmp_path, Ranks(0, 1, gate), Retention(1), background=True)
     bits = torch.randint(-(2**63), 2**63 - 1, (257,), generator=torch.Generator().manual_seed(0))
     tensors = {
         "model.fp32": bits.view(torch.float32).reshape(2, 257),  # with nan, inf and subnormals
@@ -88,7 +88,7 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, make_fac
 
 def test_training_goes_on_while_the_writer_is_held_and_the_next_save_waits(tmp_path, make_facts):
     gate = Gate()
-    saver = Saver(tmp_path, Ranks(0, 1, gate), Retention(2), background=True)
+    saver = AsyncCheckpointer(tmp_path, Ranks(0, 1, gate), Retention(2), background=True)
     value = torch.ones(3)
     saver.save(make_facts(1), {"model.a": value}, {}, 12)
     assert newest_checkpoint(tmp_path) is None
@@ -109,7 +109,7 @@ def test_training_goes_on_while_the_writer_is_held_and_the_next_save_waits(tmp_p
 
 
 def test_host_memory_that_was_reserved_is_used_again(tmp_path, make_facts):
-    saver = Saver(tmp_path, ALONE, Retention(1), background=True)
+    saver = AsyncCheckpointer(tmp_path, ALONE, Retention(1), background=True)
     value = torch.zeros(10_000)
     saver.reserve(value.nbytes + 64, value.device)
     places = {saver._host._room.data_ptr()}
@@ -129,7 +129,7 @@ def test_host_memory_that_was_reserved_is_used_again(tmp_path, make_facts):
 
 @BOTH
 def test_a_failure_is_told_once_and_the_next_save_works(tmp_path, make_facts, background):
-    saver = Saver(tmp_path, ALONE, Retention(1), background=background)
+    saver = AsyncCheckpointer(tmp_path, ALONE, Retention(1), background=background)
     tensors = {"model.a": torch.ones(3)}
     saver.save(make_facts(1), tensors, {}, 12)
     saver.save(make_facts(2), tensors, {}, 2**60)  # which no disk has room for
@@ -151,7 +151,7 @@ def test_a_failure_is_told_once_and_the_next_save_works(tmp_path, make_facts, ba
 
 
 def test_a_failure_is_still_told_when_a_later_save_works(tmp_path, make_facts):
-    saver = Saver(tmp_path, ALONE, Retention(1), background=True)
+    saver = AsyncCheckpointer(tmp_path, ALONE, Retention(1), background=True)
     saver.save(make_facts(1), {"model.a": torch.ones(3)}, {}, 2**60)
     saver.save(make_facts(2), {"model.a": torch.ones(3)}, {}, 12)
     saver.wait()
@@ -171,7 +171,7 @@ def test_an_old_one_that_cannot_be_removed_is_told_and_the_new_one_counts(
 
     tensors = {"model.a": torch.ones(3)}
     save_checkpoint(tmp_path, make_facts(1), tensors)
-    saver = Saver(tmp_path, Ranks(0, 1, block), Retention(1), background=background)
+    saver = AsyncCheckpointer(tmp_path, Ranks(0, 1, block), Retention(1), background=background)
     saver.save(make_facts(2), tensors, {}, 12)
     saver.wait()
     assert steps_in(tmp_path) == [2, 1]
@@ -188,7 +188,7 @@ def test_a_bug_in_the_writer_is_raised(tmp_path, make_facts, background):
     def lost() -> None:
         raise RuntimeError("Connection closed by peer")
 
-    saver = Saver(tmp_path, Ranks(0, 1, lost), Retention(1), background=background)
+    saver = AsyncCheckpointer(tmp_path, Ranks(0, 1, lost), Retention(1), background=background)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         saver.save(make_facts(1), {"model.a": torch.ones(3)}, {}, 12)
         while True:
@@ -203,7 +203,9 @@ def test_ranks_save_together_and_fail_together(tmp_path, make_facts):
     outcomes: dict[int, list[object]] = {0: [], 1: []}
 
     def one(rank: int) -> None:
-        saver = Saver(tmp_path, Ranks(rank, 2, barrier.wait), Retention(1), background=True)
+        saver = AsyncCheckpointer(
+            tmp_path, Ranks(rank, 2, barrier.wait), Retention(1), background=True
+        )
         place = {"model.a": whole((8,)).cut(0, rank, 2)}
         for step, n_bytes in ((1, 32), (2, 2**60), (3, 32)):
             saver.save(make_facts(step), {"model.a": torch.full((4,), float(step))}, place, n_bytes)
@@ -227,11 +229,11 @@ def test_ranks_save_together_and_fail_together(tmp_path, make_facts):
 def test_a_writer_that_waits_for_a_dead_rank_does_not_keep_the_process(tmp_path):
     code = (
         "import sys, threading, torch; from pathlib import Path\n"
-        "from trainyard.checkpoint.background import Retention, Saver\n"
+        "from trainyard.checkpoint.background import Retention, AsyncCheckpointer\n"
         "from trainyard.checkpoint.format import Facts\n"
         "from trainyard.checkpoint.save import Ranks\n"
         "ranks = Ranks(0, 2, threading.Event().wait)\n"
-        "saver = Saver(Path(sys.argv[1]), ranks, Retention(1), background=True)\n"
+        "saver = AsyncCheckpointer(Path(sys.argv[1]), ranks, Retention(1), background=True)\n"
         "facts = Facts(step=1, consumed_sequences=0, consumed_tokens=0, run={})\n"
         "saver.save(facts, {'model.a': torch.ones(3)}, {}, 12)\n"
     )
@@ -291,7 +293,7 @@ def test_a_folder_is_probed_without_a_trace(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpu_is_copied_through_page_locked_memory(tmp_path, make_facts):
-    saver = Saver(tmp_path, ALONE, Retention(1), background=True)
+    saver = AsyncCheckpointer(tmp_path, ALONE, Retention(1), background=True)
     value = torch.arange(3_000_000, dtype=torch.float32, device="cuda")
     turned = torch.rand(1000, 300, device="cuda").t()
     expected = value.cpu(), turned.cpu()
@@ -313,7 +315,7 @@ def test_what_an_end_between_save_and_removal_left_goes_at_the_next_start(tmp_pa
     for step in (1, 2, 3):
         save(step)
     (tmp_path / ".step-00000000.old.partial").mkdir()
-    Saver(tmp_path, Ranks(1, 2, Gate()), Retention(2), background=True)
+    AsyncCheckpointer(tmp_path, Ranks(1, 2, Gate()), Retention(2), background=True)
     assert steps_in(tmp_path) == [3, 2, 1], "another rank than the first removes nothing"
-    Saver(tmp_path, ALONE, Retention(2), background=True)
+    AsyncCheckpointer(tmp_path, ALONE, Retention(2), background=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]

@@ -14,7 +14,7 @@ FILLED_BY_OTHERS = """
 import shutil, sys
 from pathlib import Path
 import torch
-from trainyard.checkpoint.background import Retention, Saver
+from trainyard.checkpoint.background import Retention, AsyncCheckpointer
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.load import load_tensors
 from trainyard.checkpoint.save import ALONE
@@ -22,7 +22,7 @@ from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.errors import MachineError
 
 folder = Path(sys.argv[1])
-saver = Saver(folder, ALONE, Retention(1), background=True)
+saver = AsyncCheckpointer(folder, ALONE, Retention(1), background=True)
 values = {"model.a": torch.zeros(1_000_000), "optimizer.a": torch.zeros(1_000_000)}
 
 def save_filled(step, total_bytes):

@@ -28,7 +28,7 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, MachineError
 from trainyard.export.to_huggingface import export_huggingface
-from trainyard.model.cut import cut_dimension
+from trainyard.model.sharding import sharded_dimension
 from trainyard.parallel.placement import Placement, whole
 from trainyard.plan.size import padded_vocabulary_size, parameter_shapes
 from trainyard.topology import Topology
@@ -50,7 +50,7 @@ LAYOUTS = {
     "zero 0 of 3": Layout(Topology(shard=3)),
     "zero 1 of 5": Layout(Topology(shard=5), 1),
     "zero 3 of 8": Layout(Topology(shard=8), 3),
-    "hybrid 2 x 3": Layout(Topology(replica=2, shard=3), 2),
+    "hybrid 2 x 3": Layout(Topology(model=2, shard=3), 2),
     "context 2, zero 3 of 2": Layout(Topology(shard=2, context=2), 3),
     "tensor 2": Layout(Topology(tensor=2)),
     "tensor 4": Layout(Topology(tensor=4)),
@@ -58,7 +58,7 @@ LAYOUTS = {
     "pipeline 3": Layout(Topology(pipeline=3)),
     "pipeline 2 x 2 chunks, zero 1 of 3": Layout(Topology(pipeline=2, shard=3), 1, chunks=2),
     "pipeline 2, tensor 2, hybrid 2 x 2": Layout(
-        Topology(pipeline=2, replica=2, shard=2, tensor=2), 1
+        Topology(pipeline=2, model=2, shard=2, tensor=2), 1
     ),
 }
 
@@ -116,9 +116,9 @@ def hold(run: Run, layout: Layout, wholes: Mapping[str, Tensor], rank: int) -> d
     held = {}
     for stage in range(at.pipeline, n_stages, topology.pipeline):
         for parameter in names_of_stage(run, stage, n_stages):
-            dimension = cut_dimension(parameter)
+            dimension = sharded_dimension(parameter)
             is_copy = parameter == "embedding.weight" and stage > 0
-            writes = at.replica == 0 and not is_copy
+            writes = at.replicate == 0 and not is_copy
             writes &= dimension is not None or at.tensor == 0
             writes &= layout.zero > 0 or (at.shard, at.context) == (0, 0)
             for name in (f"model.{parameter}", *(f"optimizer.{parameter}.{m}" for m in MOMENTS)):

@@ -24,31 +24,31 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def check_contender(record: dict[str, Any], contender: dict[str, Any]) -> None:
+def check_candidate(record: dict[str, Any], candidate: dict[str, Any]) -> None:
     """What holds between the figures, whatever the machine does."""
-    run, spread = record["run"], contender["milliseconds_per_step"]
+    run, spread = record["run"], candidate["milliseconds_per_step"]
     assert 0 < spread["p10"] <= spread["median"] <= spread["p90"]
-    steps = [ms for each in contender["rounds"] for ms in each["step_milliseconds"]]
+    steps = [ms for each in candidate["rounds"] for ms in each["step_milliseconds"]]
     assert len(steps) == record["steps"]["rounds"] * record["steps"]["timed"]
     seconds = sum(steps) / 1000
     samples = run["global_batch_size"] * len(steps)
-    assert contender["samples_per_second"] == pytest.approx(samples / seconds)
+    assert candidate["samples_per_second"] == pytest.approx(samples / seconds)
     tokens = samples * run["model"]["sequence_length"] / record["n_ranks"]
-    assert contender["tokens_per_second_per_device"] == pytest.approx(tokens / seconds)
+    assert candidate["tokens_per_second_per_device"] == pytest.approx(tokens / seconds)
     tflops = tokens / seconds * run["model_flops_per_token"] / 1e12
-    assert contender["tflops_per_second_per_device"] == pytest.approx(tflops)
-    assert contender["model_flops_utilisation"] is None
-    assert contender["hardware_flops_utilisation"] is None
-    assert contender["peak_memory_bytes"] > 50 * 2**20
-    split = contender["split"]
+    assert candidate["tflops_per_second_per_device"] == pytest.approx(tflops)
+    assert candidate["model_flops_utilisation"] is None
+    assert candidate["hardware_flops_utilisation"] is None
+    assert candidate["peak_memory_bytes"] > 50 * 2**20
+    split = candidate["split"]
     assert list(split["milliseconds"]) == PARTS
     assert all(value >= 0 for value in split["milliseconds"].values())
     assert sum(split["milliseconds"].values()) == pytest.approx(split["milliseconds_per_step"])
     assert split["milliseconds"]["forward"] > 0
-    assert list(contender["startup_seconds"]) == STARTS
-    starts = list(contender["startup_seconds"].values())
+    assert list(candidate["startup_seconds"]) == STARTS
+    starts = list(candidate["startup_seconds"].values())
     assert sum(starts[:-1]) == pytest.approx(starts[-1])
-    assert 5.5 < contender["first_loss"] < 7  # the logarithm of a vocabulary of 512 is 6.24
+    assert 5.5 < candidate["first_loss"] < 7  # the logarithm of a vocabulary of 512 is 6.24
 
 
 def test_a_run_on_one_rank_leaves_a_record_with_everything(folder: Path) -> None:
@@ -57,24 +57,24 @@ def test_a_run_on_one_rank_leaves_a_record_with_everything(folder: Path) -> None
     )
     assert list(record) == [
         *("benchmark", "date", "command", "commit", "machine", "packages", "run", "n_ranks"),
-        *("layout", "data", "steps", "formulas", "contenders"),
+        *("layout", "data", "steps", "formulas", "candidates"),
     ]
     assert record["data"] == "random tokens"
     assert record["steps"] == {"warm_up": 1, "timed": 4, "rounds": 1}
     assert record["machine"]["device"] == "cpu"
     assert record["packages"]["torch"]
-    (contender,) = record["contenders"]
-    assert list(contender) == [
+    (candidate,) = record["candidates"]
+    assert list(candidate) == [
         *("name", "peer", "precision", "milliseconds_per_step", "samples_per_second"),
         *("tokens_per_second_per_device", "tflops_per_second_per_device"),
         *("model_flops_utilisation", "hardware_flops_utilisation", "peak_memory_bytes", "split"),
         *("startup_seconds", "speed_over_first", "first_loss", "last_loss", "n_threads"),
         *("profile", "rounds"),
     ]
-    check_contender(record, contender)
-    assert contender["name"] == contender["precision"] == "fp32"
-    assert contender["split"]["milliseconds"]["communication"] == 0
-    assert contender["profile"] is None
+    check_candidate(record, candidate)
+    assert candidate["name"] == candidate["precision"] == "fp32"
+    assert candidate["split"]["milliseconds"]["communication"] == 0
+    assert candidate["profile"] is None
     (written,) = (folder / "runs" / "bench").iterdir()
     assert json.loads(written.read_text()) == record
     assert [path.name for path in folder.iterdir()] == ["runs"]
@@ -87,12 +87,12 @@ def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
     record = json.loads((folder / "out" / "record.json").read_text())
     assert record["steps"] == {"warm_up": 2, "timed": 3, "rounds": 1}
     assert record["n_ranks"] == record["layout"]["shard"] == 2
-    first, second = record["contenders"]
+    first, second = record["candidates"]
     assert [each["precision"] for each in (first, second)] == ["fp32", "bf16"]
-    for contender in (first, second):
-        check_contender(record, contender)
-        assert contender["split"]["milliseconds"]["communication"] > 0
-        assert contender["profile"]["host_waits_per_step"] == {}
+    for candidate in (first, second):
+        check_candidate(record, candidate)
+        assert candidate["split"]["milliseconds"]["communication"] > 0
+        assert candidate["profile"]["host_waits_per_step"] == {}
     assert first["speed_over_first"] == {"median": 1.0, "lowest": 1.0, "highest": 1.0}
     medians = [each["milliseconds_per_step"]["median"] for each in (first, second)]
     assert second["speed_over_first"]["median"] == pytest.approx(medians[0] / medians[1])
@@ -118,8 +118,8 @@ def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
     ("arguments", "problem", "hint"),
     [
         (["--steps", "10-5"], "--steps 10-5 is not a range of steps", "--steps 5-10 times"),
-        (["--compare", "fp32,fp31"], "'fp31' is no precision", "fp32, fp16, bf16"),
-        (["--compare", "fp32,fp32"], "'fp32' stands there twice", "each at most once"),
+        (["--compare", "fp32,fp31"], "'fp31' is not a precision", "fp32, fp16, bf16"),
+        (["--compare", "fp32,fp32"], "'fp32' is listed twice", "each at most once"),
         (["--ranks", "3"], "cannot be divided", "nearest that works"),
         (["--against", "gpt3"], "--against 'gpt3' is no peer", "gpt2-transformers"),
         (["parallel.tensor=3"], "must be divisible by parallel.tensor=3", "parallel.tensor="),

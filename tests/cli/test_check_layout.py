@@ -13,8 +13,8 @@ from tests.command import trainyard
 from trainyard.cli.check_layout import refuse_differences, render_results
 from trainyard.config.load import load_run
 from trainyard.errors import MachineError
+from trainyard.train.layout_check import Result
 from trainyard.train.parity import Difference
-from trainyard.train.rehearsal import Result
 
 PLANT = """
 import os
@@ -26,7 +26,7 @@ if "TRAINYARD_RANK" in os.environ:
 RING = ("parallel.context=2", "parallel.context_method=ring", "model.dropout=0")
 FP8 = ("precision.kind=fp8", "precision.fp8.precise_blocks=0")
 ALONE = "parallel.zero_stage=0"
-HYBRID = ("parallel.replicas=2", "train.micro_batch_size=1", "--ranks", "4")
+HYBRID = ("parallel.data_replicate=2", "train.micro_batch_size=1", "--ranks", "4")
 FAULTS: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "missing_all_reduce": (("parallel.tensor=2", ALONE, *FP8), ["1 fp64 D", "1 fp8 D"]),
     "ring_sends_its_own_keys_again": (

@@ -14,6 +14,8 @@ from trainyard.cli.plan import plan
 from trainyard.config.load import load_run, preset_names
 from trainyard.data.indexed import IndexedWriter, optimal_dtype
 from trainyard.errors import ConfigError, MachineError, UserError
+from trainyard.plan.hardware import ATTENTION_SHARE
+from trainyard.units import parse_duration
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LUMI = ["--cluster", "lumi", "--nodes", "2"]
@@ -78,7 +80,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
     ("arguments", "problem", "hint"),
     [
         (["--nodes", "2"], "--nodes 2 says nothing without a cluster", "--cluster lumi --nodes 2"),
-        (["--cluster", "lumy"], "no cluster named 'lumy'", "lumi"),
+        (["--cluster", "lumy"], "no cluster named 'lumy'", "did you mean lumi?"),
         (["--gpu", "h100-80"], "h100-80", "h100-80g"),
         (["--gpu", "h10", *LUMI], "no GPU named 'h10'", "h100"),
         ([*LUMI, "--gpus", "15"], "--nodes 2 of lumi are 16 devices, not --gpus 15", "leave out"),
@@ -143,16 +145,22 @@ def test_a_device_that_nobody_measured_gets_a_range(tmp_path: Path) -> None:
     def planned(*where: str) -> dict[str, Any]:
         return as_json("gpt3-125m", "train.batch_ramp=none", *where, "--gpus", "8")
 
-    unknown, known = planned("--gpu", "rtx-4090"), planned("--gpu", "h100")
-    for part in ("step", "cost"):
-        fast, slow = unknown[part]["seconds_between"]
-        assert fast < unknown[part]["seconds"] < slow
-        assert known[part]["seconds_between"] is None
+    unknown = planned("--gpu", "rtx-4090")
     text = run_plan("gpt3-125m", "train.batch_ramp=none", "--gpu", "rtx-4090", "--gpus", "8")
     assert ": nobody measured an RTX 4090 for this): " in lines_of(text)["step"]
+    assert " to " in lines_of(text)["whole run"]
     measured = tmp_path / "own.toml"
-    measured.write_text('gpu = "rtx-4090"\n[efficiencies]\nproduct_share = 0.9\n')
-    assert planned("--cluster", str(measured))["step"]["seconds_between"] is None
+    for end, share in enumerate([0.87, 0.41]):
+        shares = f"product_share = {share}\nattention_share = {ATTENTION_SHARE * share}"
+        measured.write_text(f'gpu = "rtx-4090"\n[efficiencies]\n{shares}')
+        known = planned("--cluster", str(measured))
+        for part in ("step", "cost"):
+            assert unknown[part]["seconds_between"][end] == pytest.approx(known[part]["seconds"])
+            assert known[part]["seconds_between"] is None
+    fast, slow = unknown["step"]["seconds_between"]
+    assert fast < unknown["step"]["seconds"] < slow
+    for gpu in ("h100", "mi250x-gcd"):  # the second from published steps
+        assert planned("--gpu", gpu)["step"]["seconds_between"] is None
 
 
 def test_epochs_of_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,36 +195,45 @@ def test_search_lists_ten_and_why_they_lose() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "where"),
+    ("changes", "where", "deadline", "n_devices"),
     [
-        ([], ["--gpus", "8"]),
-        (["train.length='1B tokens'"], ["--gpus", "8"]),
-        (["train.length='200B tokens'"], []),
+        ([], ["--gpus", "8"], "1 week", [8, 8]),
+        ([], ["--gpus", "1"], "1 day", [1, 1]),
+        (["train.batch_ramp=none", "train.length=1B tokens"], ["--gpus", "8"], "1 week", [8, 8]),
+        (["train.batch_ramp=none", "train.length=200B tokens"], [], "1 week", [8, 4]),
+        (["train.batch_ramp=none", "train.length=600B tokens"], [], "1 week", [32, 24]),
     ],
 )
-def test_a_deadline(changes: list[str], where: list[str]) -> None:
+def test_a_deadline(
+    changes: list[str], where: list[str], deadline: str, n_devices: list[int]
+) -> None:
     """The largest model on 20 tokens a parameter, or as long as is said; or the fewest devices."""
-    given = ["gpt3-125m", "train.batch_ramp=none", "--gpu", "rtx-4090"]
-    found: Any = as_json(*given, *changes, *where, "--deadline", "1 week", "--price", "2")
+    given = ["gpt3-125m", *changes, "--gpu", "rtx-4090"]
+    found: Any = as_json(*given, *where, "--deadline", deadline, "--price", "2")
     first, second = found
+    words = shlex.split(first["changes"])
+    run = load_run("gpt3-125m", [*changes, *words]).run
     expected = load_run("gpt3-125m", changes).run.train.length.amount
     if not changes:
         expected = 20 * first["parameters"]
+        assert run.schedule.decay == run.train.length
+        assert run.schedule.warmup.amount == pytest.approx(expected / 100, rel=5e-3)
     assert first["tokens"] == pytest.approx(expected, rel=5e-3)
-    assert first["seconds"] <= 7 * 86400
-    assert (second["seconds"] or math.inf) > 7 * 86400
-    if where:
-        assert second["parameters"] > first["parameters"]
-    else:
-        assert second["n_devices"] < first["n_devices"]
-    words = shlex.split(first["changes"])
-    plain = as_json(*given, *changes, *words, "--gpus", str(first["n_devices"]), "--price", "2")
+    assert run.train.batch_ramp is None
+    width = run.model.d_model
+    assert run.model.d_ff == 4 * width
+    assert width // run.model.n_heads == (128 if width >= 2048 else 64)
+    assert first["seconds"] <= parse_duration(deadline) < (second["seconds"] or math.inf)
+    assert [first["n_devices"], second["n_devices"]] == n_devices
+    assert not where or second["parameters"] > first["parameters"]
+    plain = as_json(*given, *words, "--gpus", str(first["n_devices"]), "--price", "2")
     # Nobody measured such a device: a deadline takes it for as slow as it may be.
     assert plain["cost"]["seconds_between"][1] == pytest.approx(first["seconds"])
     assert first["seconds"] > plain["cost"]["seconds"]
     assert first["device_hours"] == pytest.approx(first["seconds"] * first["n_devices"] / 3600)
     assert first["price"] == pytest.approx(2 * first["device_hours"])
-    text = run_plan(*given, *changes, *where, "--deadline", "1 week")
+    text = run_plan(*given, *where, "--deadline", deadline)
+    assert "as slow as an RTX 4090 may be: nobody measured one" in text
     assert text.splitlines()[-1].endswith(f"--gpus {first['n_devices']} {first['changes']}".strip())
 
 

@@ -64,9 +64,9 @@ def test_a_data_file_says_everything(folder: Path) -> None:
     assert sidecar.documents == 3
     assert done.stdout.splitlines() == [
         f"web_text_document.bin: 3 documents, {sidecar.tokens} tokens",
-        "  read left out 2 sentences with a template that cannot be rendered: age 1, inflation 1",
-        "  length left out 1: too long",
-        "  deduplicate left out 1: repeats an earlier document",
+        "  read dropped 2 sentences with a template that cannot be rendered: age 1, inflation 1",
+        "  length dropped 1: too long",
+        "  deduplicate dropped 1: repeats an earlier document",
         "web.toml was not written by prepare: left as it is",
     ]
     assert done.stderr.splitlines() == [
@@ -302,4 +302,4 @@ def test_what_a_step_dropped_is_told_beside_a_fault_of_the_same_name(
     monkeypatch.setattr("trainyard.data.sources.blocks.BLOCK_BYTES", 500)
     done = trainyard("prepare", "web.toml", "--on-error", "quarantine", folder=folder)
     assert "quarantined, too long: 1" in done.stderr
-    assert "  length left out 1: too long" in done.stdout
+    assert "  length dropped 1: too long" in done.stdout

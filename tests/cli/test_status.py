@@ -105,7 +105,7 @@ def test_starts_ends_and_nodes_that_failed(
         "    2026-11-22T04:31:00Z job 4711 on n[1-2]: was lost with n1\n"
         "    2026-11-22T04:50:00Z job 4711 on n[2-3]: runs\n"
     ) in said
-    assert "    node n1 failed 2 times, and is left out\n    node n3 failed once" in said
+    assert "    node n1 failed 2 times, and is excluded\n    node n3 failed once" in said
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ IMPOSSIBLE = [
         "train.batch_ramp={start=16,increment=4,length='99 tokens'}",
         "train.batch_ramp goes from 16 to global_batch_size=8",
     ),
-    ("train.length='0 steps'", "train.length='0 steps' must be more than nothing"),
+    ("train.length='0 steps'", "train.length='0 steps' must be positive"),
     (
         "schedule.minimum_learning_rate=1.0",
         "schedule.minimum_learning_rate=1.0 is above optimizer.learning_rate=0.001",
@@ -131,8 +131,8 @@ REFUSED_LAYOUTS = [  # the whole sentence
     ),
     (
         "parallel.context=2; parallel.context_method=ring; model.dropout=0.1",
-        "model.dropout=0.1 cannot stand with parallel.context_method='ring': its attention weights "
-        'are never whole; nearest that works: parallel.context_method="ulysses", or '
+        "model.dropout=0.1 is incompatible with parallel.context_method='ring': its attention "
+        'weights are never whole; nearest that works: parallel.context_method="ulysses", or '
         "model.dropout=0.0",
     ),
     (
@@ -146,44 +146,44 @@ REFUSED_LAYOUTS = [  # the whole sentence
     ),
     (
         "model.n_layers=4; parallel.pipeline=2; parallel.chunks=2",
-        "parallel.chunks=2 cannot stand with parallel.schedule='1f1b': it has one on each rank; "
+        "parallel.chunks=2 is incompatible with parallel.schedule='1f1b': it has one on each rank; "
         'nearest that works: parallel.chunks=1, or parallel.schedule="interleaved"',
     ),
     (
         "model.n_layers=4; parallel.pipeline=2; parallel.schedule=interleaved",
-        "parallel.chunks=1 cannot stand with parallel.schedule='interleaved': there is nothing to "
-        'interleave; nearest that works: parallel.chunks=2, or parallel.schedule="1f1b"',
+        "parallel.chunks=1 is incompatible with parallel.schedule='interleaved': there is nothing "
+        'to interleave; nearest that works: parallel.chunks=2, or parallel.schedule="1f1b"',
     ),
     (
         "parallel.pipeline=2; parallel.schedule=zero_bubble; train.compile=gpu",
-        "train.compile='gpu' cannot stand with parallel.schedule='zero_bubble': compiled blocks "
+        "train.compile='gpu' is incompatible with parallel.schedule='zero_bubble': compiled blocks "
         "give wrong gradients when the backward pass is split; nearest that works: "
         'train.compile="never", or parallel.schedule="1f1b"',
     ),
     (
         "parallel.pipeline=2; parallel.schedule=zero_bubble; train.compile=never; "
         "parallel.recompute=block",
-        "parallel.recompute='block' cannot stand with parallel.schedule='zero_bubble': it splits "
-        "the backward pass, and each part would compute again, which takes longer than the bubble; "
-        'nearest that works: parallel.recompute="none", or parallel.schedule="1f1b"',
+        "parallel.recompute='block' is incompatible with parallel.schedule='zero_bubble': it "
+        "splits the backward pass, and each part would compute again, which takes longer than the "
+        'bubble; nearest that works: parallel.recompute="none", or parallel.schedule="1f1b"',
     ),
     (
         "parallel.pipeline=2; parallel.zero_stage=2",
-        "parallel.zero_stage=2 cannot stand with parallel.pipeline=2: a pipeline keeps whole "
+        "parallel.zero_stage=2 is incompatible with parallel.pipeline=2: a pipeline keeps whole "
         "gradients until the end of a step, so it would be stage 1; nearest that works: "
         "parallel.zero_stage=1",
     ),
     (
         "parallel.pipeline=2; parallel.schedule=zero_bubble; train.compile=never; "
         "parallel.zero_stage=3",
-        "parallel.zero_stage=3 cannot stand with parallel.schedule='zero_bubble': weights are "
+        "parallel.zero_stage=3 is incompatible with parallel.schedule='zero_bubble': weights are "
         "released before the second part of the backward pass, and their gradients lost; nearest "
         'that works: parallel.zero_stage=1, or parallel.schedule="1f1b"',
     ),
     (
-        "parallel.zero_stage=0; parallel.replicas=2",
-        "parallel.replicas=2 cannot stand with parallel.zero_stage=0: there every rank is a "
-        "replica; nearest that works: parallel.zero_stage=1, or parallel.replicas=1",
+        "parallel.zero_stage=0; parallel.data_replicate=2",
+        "parallel.data_replicate=2 is incompatible with parallel.zero_stage=0: there every rank is "
+        "a replica; nearest that works: parallel.zero_stage=1, or parallel.data_replicate=1",
     ),
     (
         "precision.kind=fp8",
@@ -211,22 +211,22 @@ REFUSED_LAYOUTS = [  # the whole sentence
     ),
     (
         f"{FP8}; precision.fp8.scaling=rowwise; precision.fp8.all_gather=true",
-        "precision.fp8.all_gather=true cannot stand with precision.fp8.scaling='rowwise': a "
+        "precision.fp8.all_gather=true is incompatible with precision.fp8.scaling='rowwise': a "
         "product and its gradient scale a weight along different rows; nearest that works: "
         'precision.fp8.scaling="tensorwise", or precision.fp8.all_gather=false',
     ),
     (
         f"{FP8}; parallel.pipeline=2; parallel.schedule=zero_bubble; train.compile=never",
-        "precision.kind='fp8' cannot stand with parallel.schedule='zero_bubble': it splits the "
-        "backward pass, and each part would compute both gradients of a product, which takes "
+        "precision.kind='fp8' is incompatible with parallel.schedule='zero_bubble': it splits the "
+        "backward pass, and each part would compute both gradients of a matmul, which takes "
         'longer than the bubble; nearest that works: parallel.schedule="1f1b", or '
         'precision.kind="bf16"',
     ),
     (
         f"{LOW_BIT}; parallel.zero_stage=0",
-        "parallel.zero_stage=0 cannot stand with precision.kind='fp8_lowbit': gradients travel as "
-        "codes, which an all-reduce cannot add up; nearest that works: parallel.zero_stage=1, or "
-        'precision.kind="fp8"',
+        "parallel.zero_stage=0 is incompatible with precision.kind='fp8_lowbit': gradients travel "
+        "as codes, which an all-reduce cannot add up; nearest that works: parallel.zero_stage=1, "
+        'or precision.kind="fp8"',
     ),
     (
         f"{LOW_BIT}; model.d_model=64; parallel.tensor=4",

@@ -39,8 +39,8 @@ def test_commands_from_a_dump_to_a_perplexity(tmp_path: Path, shared_data: Path)
         result = trainyard(*command[1:], *extra, folder=tmp_path)
         assert result.returncode == 0, f"{command}: {result.stderr}"
         said[command[1]] = result.stdout
-    assert "read left out 99: redirect" in said["prepare"]
-    assert re.search(r"left out \d+ sentences .* rendered: cite book \d+", said["prepare"])
+    assert "read dropped 99: redirect" in said["prepare"]
+    assert re.search(r"dropped \d+ sentences .* rendered: cite book \d+", said["prepare"])
     assert re.search(
         r"wikipedia_text_document\.bin: \d+ documents, \d+,\d+ tokens", said["prepare"]
     )

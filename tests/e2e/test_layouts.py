@@ -32,7 +32,7 @@ from trainyard.data.tokenizer import train_tokenizer
 from trainyard.launch.environment import Process, rank_environment
 from trainyard.train import worker
 from trainyard.train.run_folder import write_run_folder
-from trainyard.train.stop import Ending, Stop
+from trainyard.train.stop import Stop, StopReason
 
 pytestmark = pytest.mark.exhaustive
 
@@ -205,9 +205,9 @@ class StopsAt(Stop):
         super().__init__(folder=None)
         self.left, self.here = n_steps, here
 
-    def wish(self) -> str | None:
+    def stop_request(self) -> str | None:
         self.left -= 1
-        return str(Ending("told to")) if self.left == 0 and self.here else None
+        return str(StopReason("told to")) if self.left == 0 and self.here else None
 
 
 def stop_at(n_steps: int, rank: int) -> Callable[[int], None]:

@@ -3,7 +3,7 @@
 Each cell is a run of two data-parallel ranks by the real `trainyard train --ranks 2`, one of which
 gets the fault (`faulty_worker.py`); `run_faults.py` compares with this table what comes of it: exit
 code, what was said, how often the run was started again, and whether weights, moments, losses and
-the state are in the end those of a run that nothing befell, to the last bit.
+the state are in the end those of an undisturbed run, to the last bit.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Expected:
     restarts: int = 0
     """How often the parent starts all again."""
     again: int | None = None
-    """The exit code of the same command, given again once the fault is mended; None: not given."""
+    """The exit code of the same command, given again once the fault is fixed; None: not given."""
     but: tuple[str, ...] = ()
-    """Facts in which the end may differ from that of a run that nothing befell."""
+    """Facts in which the end may differ from that of an undisturbed run."""
     not_equal: str = ""
     """Why the weights in the end are others; empty: they are the same to the last bit."""
     what: str = ""
@@ -100,7 +100,7 @@ TABLE: dict[str, Row] = {
             0,
             ("1 skipped",),
             not_equal="all ranks leave out the update of that step",
-            what="update left out by all",
+            what="update skipped by all",
         ),
     ),
     "bit flip in a weight": everywhere(

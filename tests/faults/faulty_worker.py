@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainyard.launch.pulse import Phase, Pulse
+from trainyard.launch.heartbeat import Heartbeat, Phase
 
 VARIABLE = "TRAINYARD_TEST_FAULT"
 BALLAST = "ballast"
@@ -66,15 +66,15 @@ class Fault:
         self.phase: Phase = "start"
         self.step = 0
         self.n_beats = 0
-        self.replica: Any = None
+        self.parallel_model: Any = None
         self.kills_once_saved = False
 
     def hook(self) -> None:
         """Wraps what tells of the phases."""
-        enter = Pulse.enter
+        enter = Heartbeat.enter
 
-        def noted(pulse: Pulse, phase: Phase, step: int) -> None:
-            enter(pulse, phase, step)
+        def noted(heartbeat: Heartbeat, phase: Phase, step: int) -> None:
+            enter(heartbeat, phase, step)
             self.phase, self.step = phase, step
             self.n_beats += 1
             # The first beat comes before all imports.
@@ -88,18 +88,18 @@ class Fault:
             if self.kills_once_saved and phase == "data":
                 self._kill_once_saved()
 
-        Pulse.enter = noted  # type: ignore[assignment, method-assign]
+        Heartbeat.enter = noted  # type: ignore[assignment, method-assign]
 
     def _hook_training(self) -> None:
-        """Wraps what has no phase of its own: backward, the writer's flushes, reading, replica."""
+        """Wraps what has no phase of its own: backward, the writer's flushes, reading, model."""
         import torch
 
-        from trainyard.parallel.replica import Replica
+        from trainyard.parallel.model import ParallelModel
         from trainyard.train import checkpoints as module
 
         checkpoints: Any = module
         backward, flush, load = torch.Tensor.backward, os.fsync, checkpoints.load_into
-        build = Replica.__init__
+        build = ParallelModel.__init__
 
         def noted_backward(*arguments: Any, **options: Any) -> None:
             self._come_to("backward")
@@ -117,14 +117,14 @@ class Fault:
             self._come_to("reading", path)
             load(path, *arguments)
 
-        def noted_build(replica: Replica, *arguments: Any) -> None:
-            build(replica, *arguments)
-            self.replica = replica
+        def noted_build(parallel_model: ParallelModel, *arguments: Any) -> None:
+            build(parallel_model, *arguments)
+            self.parallel_model = parallel_model
 
         torch.Tensor.backward = noted_backward  # type: ignore[method-assign]
         os.fsync = noted_flush  # type: ignore[assignment]
         checkpoints.load_into = noted_load
-        Replica.__init__ = noted_build  # type: ignore[assignment, method-assign]
+        ParallelModel.__init__ = noted_build  # type: ignore[assignment, method-assign]
 
     def _come_to(self, place: str, path: Path | None = None) -> None:
         plan = self.plan
@@ -201,14 +201,14 @@ def spoil_gradient(_fault: Fault, _path: Path | None) -> None:
     from trainyard.train import step as module
 
     step: Any = module
-    add_up = step.add_up
+    reduce_step_stats = step.reduce_step_stats
 
-    def spoil(replica: Any, *arguments: Any) -> Any:
-        local_part(replica.held[0].gradient).view(-1)[0] = float("nan")
-        step.add_up = add_up
-        return add_up(replica, *arguments)
+    def spoil(parallel_model: Any, *arguments: Any) -> Any:
+        local_part(parallel_model.local_parameters[0].gradient).view(-1)[0] = float("nan")
+        step.reduce_step_stats = reduce_step_stats
+        return reduce_step_stats(parallel_model, *arguments)
 
-    step.add_up = spoil
+    step.reduce_step_stats = spoil
 
 
 def flip_bit_of_weight(fault: Fault, _path: Path | None) -> None:
@@ -218,7 +218,7 @@ def flip_bit_of_weight(fault: Fault, _path: Path | None) -> None:
     from trainyard.parallel.placement import local_part
 
     with torch.no_grad():
-        weights = local_part(fault.replica.held[-1].parameter).view(torch.int32)
+        weights = local_part(fault.parallel_model.local_parameters[-1].parameter).view(torch.int32)
         weights.view(-1)[0] ^= 1 << 16
 
 

@@ -1,7 +1,7 @@
 """Ranks of a run, forked from a process that has imported everything: they start at once.
 
-Each runs the real worker and leaves as a process of its own does. This process sees their pulse, as
-the parent of real ranks would, and may kill them.
+Each runs the real worker and leaves as a process of its own does. This process reads their
+heartbeats, as the parent of real ranks would, and may kill them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 from trainyard.checkpoint.format import list_checkpoints, step_of
 from trainyard.data.loader import Batch, Loader
 from trainyard.launch.environment import Process, rank_environment
-from trainyard.launch.pulse import Phase, PulseReader
+from trainyard.launch.heartbeat import HeartbeatReader, Phase
 from trainyard.train import worker
 
 
@@ -60,7 +60,7 @@ class Attempt:
 
     def __init__(self, course: Course, number: int) -> None:
         self.course = course
-        self.readers = [PulseReader() for _ in range(course.n_ranks)]
+        self.readers = [HeartbeatReader() for _ in range(course.n_ranks)]
         self._pipe = os.pipe()
         self.started = time.time()
         self.first_step = newest_step(course.folder)
@@ -72,7 +72,7 @@ class Attempt:
                 *(rank, course.n_ranks, rank, course.n_ranks),
                 store_file=course.folder / f"store-{number}",
                 parent_pipe=self._pipe[0],
-                pulse=reader.descriptor,
+                heartbeat=reader.descriptor,
             )
             forked = fork.Process(target=_be_rank, args=(course, process, self._pipe[1]))
             forked.start()

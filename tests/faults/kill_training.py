@@ -9,7 +9,7 @@ phase that was drawn, or soon after a save in the background has begun (so that 
 its turn). Half of the runs have a slow disk: every flush takes a while. The other ranks must end by
 themselves; then all start again. After each kill every checkpoint that is there is checked to the
 last byte, and at the end weights, moments, losses, gradient norms, the state and the order of the
-data are compared with those of a run that nothing befell, to the last bit. The record is printed as
+data are compared with those of an undisturbed run, to the last bit. The record is printed as
 JSON; the exit code is 1 where anything was lost. On two cores 200 kills take a quarter of an hour.
 """
 
@@ -34,7 +34,7 @@ from trainyard.checkpoint.format import list_checkpoints
 from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.config.load import load_run
 from trainyard.errors import CheckpointError
-from trainyard.launch.pulse import Phase
+from trainyard.launch.heartbeat import Phase
 from trainyard.train.run_folder import write_run_folder
 
 N_STEPS = 16

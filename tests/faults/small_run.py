@@ -84,7 +84,7 @@ def differences(expected: Outcome, found: Outcome, but: Sequence[str] = ()) -> l
     """Says in what two runs differ, which is nothing at all where nothing was lost.
 
     Args:
-        expected: of the run that nothing befell.
+        expected: of the undisturbed run.
         found: of the other.
         but: facts that may differ.
     """

@@ -9,17 +9,17 @@ from tempfile import mkdtemp
 import pytest
 import torch
 
+from trainyard.bench.baselines import build_peer
 from trainyard.bench.job import Steps, prepare_run
 from trainyard.bench.measure import OurTraining
-from trainyard.bench.peers import build_peer
 from trainyard.bench.timeline import DeviceClock, Timeline
 from trainyard.config.load import load_run
 from trainyard.config.run import Fp8
 from trainyard.parallel.mesh import build_mesh
 from trainyard.plan.resolve import resolve
 from trainyard.train.metrics import peak_memory_bytes
-from trainyard.train.state import Parts
-from trainyard.train.worker import build_parts
+from trainyard.train.state import TrainContext
+from trainyard.train.worker import build_context
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,20 +29,20 @@ SHAPE = (
     *("model.n_layers=4", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024"),
     *("model.dropout=0.0", "train.micro_batch_size=4", "train.global_batch_size=8"),
 )
-Build = Callable[..., Parts]
+Build = Callable[..., TrainContext]
 
 
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
-    """`build(kind, *overrides)` gives the parts of a small run on the GPU."""
+    """`build(kind, *overrides)` gives the context of a small run on the GPU."""
 
-    def build_on_gpu(kind: str, *overrides: str) -> Parts:
+    def build_on_gpu(kind: str, *overrides: str) -> TrainContext:
         folder = Path(mkdtemp(dir=tmp_path))
         run = load_run("tiny", [*SHAPE, f"precision.kind={kind}", *overrides]).run
         run = prepare_run(run, Steps(2, 8), folder)
         plan = resolve(run, 1)
         mesh = build_mesh(plan.topology, 0, torch.device("cuda", 0))
-        return build_parts(folder, run, plan, mesh, Timeline(DeviceClock()))
+        return build_context(folder, run, plan, mesh, Timeline(DeviceClock()))
 
     return build_on_gpu
 
@@ -116,11 +116,11 @@ def test_a_step_does_not_wait_for_the_device(build: Build, kind: str) -> None:
 
 
 def test_memory_is_that_of_the_device(build: Build) -> None:
-    parts = build("bf16", "train.compile=never")
+    context = build("bf16", "train.compile=never")
     torch.cuda.reset_peak_memory_stats()
-    OurTraining(parts).step()
-    peak = peak_memory_bytes(parts.device)
-    state = 16 * parts.plan.n_parameters
+    OurTraining(context).step()
+    peak = peak_memory_bytes(context.device)
+    state = 16 * context.plan.n_parameters
     assert state < peak < state + 2**30
 
 
@@ -139,10 +139,10 @@ def test_memory_is_that_of_the_device(build: Build) -> None:
 def test_a_peer_trains_as_ours_does(build: Build, peer: str, recompute: str, kind: str) -> None:
     packages = {"gpt2-transformers": "transformers", "megatron-core": "megatron.core"}
     pytest.importorskip(packages.get(peer, "torch"))
-    parts = build(kind, "train.compile=never", f"parallel.recompute={recompute}")
-    ours = OurTraining(parts)
+    context = build(kind, "train.compile=never", f"parallel.recompute={recompute}")
+    ours = OurTraining(context)
     timeline = Timeline(DeviceClock())
-    theirs = build_peer(peer, parts.run, parts.plan, parts.device, timeline)
+    theirs = build_peer(peer, context.run, context.plan, context.device, timeline)
     bound = 1e-4 if kind == "fp32" else 3e-2
     try:
         for _ in range(6):

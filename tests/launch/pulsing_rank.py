@@ -24,8 +24,8 @@ from typing import Any
 
 from trainyard.errors import DataError, GuardError, UserError
 from trainyard.launch.environment import Process, read_process
+from trainyard.launch.heartbeat import Heartbeat
 from trainyard.launch.local import end_with_parent
-from trainyard.launch.pulse import Pulse
 from trainyard.launch.watched import be_watched
 
 Meet = Callable[[int, bool], bool]
@@ -113,7 +113,7 @@ def meet_by_gloo(process: Process) -> Iterator[Meet]:
 
 
 def train(process: Process, folder: Path, wanted: dict[str, Any]) -> int:
-    pulse = Pulse(process.pulse)
+    heartbeat = Heartbeat(process.heartbeat)
     stops: list[int] = []
 
     def note(number: int) -> None:
@@ -122,7 +122,7 @@ def train(process: Process, folder: Path, wanted: dict[str, Any]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda got, _frame: note(got))
-    pulse.enter("start", 0)
+    heartbeat.enter("start", 0)
     (folder / f"{process.rank}.pid").write_text(str(os.getpid()))
     manifests = (folder / "checkpoints").glob("step-*/manifest.json")
     steps = [int(path.parent.name.removeprefix("step-")) for path in manifests]
@@ -142,16 +142,16 @@ def train(process: Process, folder: Path, wanted: dict[str, Any]) -> int:
                 if (rank, at) == (process.rank, step) and n_starts < starts
             ]
             if HANGS & set(faults):
-                pulse._step_seconds = wanted.get("limit", pulse._step_seconds)
-            pulse.enter("data", step)
-            pulse.enter("forward and backward", step)
+                heartbeat._step_seconds = wanted.get("limit", heartbeat._step_seconds)
+            heartbeat.enter("data", step)
+            heartbeat.enter("forward and backward", step)
             for what in faults:
                 FAULTS[what]()
             stop = meet(step, bool(stops))
-            pulse.enter("update", step)
+            heartbeat.enter("update", step)
             step += 1
             if step % 2 == 0 or stop:
-                pulse.enter("save", step)
+                heartbeat.enter("save", step)
             if process.rank == 0 and (step % 2 == 0 or stop):
                 checkpoint = folder / "checkpoints" / f"step-{step:08d}"
                 checkpoint.mkdir(parents=True, exist_ok=True)

@@ -164,7 +164,7 @@ def test_what_is_written_for_a_local_rank_is_read_there() -> None:
 
 
 def test_a_worker_below_a_launcher_keeps_its_place() -> None:
-    process = replace(read_process(TORCHRUN), parent_pipe=5, pulse=6)
+    process = replace(read_process(TORCHRUN), parent_pipe=5, heartbeat=6)
     environment = rank_environment(process, 3, TORCHRUN | {"OMP_NUM_THREADS": "2,1"})
     assert read_process(environment) == process
     assert environment["OMP_NUM_THREADS"] == "2,1"

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.model.attention import CausalAttention
-from trainyard.model.dropout import at_site, dropout, rows_of_heads, sequence_keys
+from trainyard.model.dropout import at_site, dropout, rows_of_heads, sequence_seeds
 
-KEYS = sequence_keys(1, 0, 0, 2)
+SEEDS = sequence_seeds(1, 0, 0, 2)
 
 
 def queries_keys_values(
@@ -26,7 +26,7 @@ def queries_keys_values(
 )
 def test_a_rate_near_zero_is_attention_without_dropout(dtype: torch.dtype, bound: float) -> None:
     q, k, v = queries_keys_values(dtype)
-    found = CausalAttention(1e-13, 1, 16)(q, k, v, KEYS)
+    found = CausalAttention(1e-13, 1, 16)(q, k, v, SEEDS)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
@@ -42,8 +42,8 @@ def test_dropout_acts_on_the_attention_weights() -> None:
     scores = q @ k.transpose(2, 3) / 8**0.5
     weights = scores.masked_fill(positions > positions[:, None], -torch.inf).softmax(-1)
     rows = rows_of_heads(0, 4, positions)
-    expected = dropout(weights, 0.3, at_site(KEYS, 5), rows, positions) @ v
-    torch.testing.assert_close(CausalAttention(0.3, 5, 12)(q, k, v, KEYS), expected)
+    expected = dropout(weights, 0.3, at_site(SEEDS, 5), rows, positions) @ v
+    torch.testing.assert_close(CausalAttention(0.3, 5, 12)(q, k, v, SEEDS), expected)
 
 
 def test_without_keys_there_is_none() -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from trainyard.config.run import Model
-from trainyard.model.cut import WHOLE, cut_dimension, kind_of_cut
 from trainyard.model.gpt import GPT
+from trainyard.model.sharding import WHOLE, kind_of_cut, sharded_dimension
 
 SHAPE = Model(
     n_layers=2,
@@ -52,7 +52,7 @@ def test_the_table_is_about_layers_that_exist() -> None:
     ],
 )
 def test_dimension_of_a_parameter(name: str, dimension: int | None) -> None:
-    assert cut_dimension(name) == dimension
+    assert sharded_dimension(name) == dimension
 
 
 def test_the_whole_has_every_block() -> None:

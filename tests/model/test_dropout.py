@@ -11,7 +11,7 @@ from trainyard.model.dropout import (
     Dropout,
     at_site,
     dropout,
-    sequence_keys,
+    sequence_seeds,
 )
 
 # Standard deviations of a mean of independent draws; one in 30 million is beyond by chance.
@@ -23,8 +23,8 @@ def kept(
 ) -> Tensor:
     """Which elements stay, of 8 sequences of 256 tokens of 384 features if not said otherwise."""
     B, T, D = shape or (8, 256, 384)
-    keys = at_site(sequence_keys(seed, step, 0, B), site)
-    return dropout(torch.ones(B, T, D), rate, keys, torch.arange(T)) != 0
+    seeds = at_site(sequence_seeds(seed, step, 0, B), site)
+    return dropout(torch.ones(B, T, D), rate, seeds, torch.arange(T)) != 0
 
 
 def deviation(products: Tensor, variance: float) -> float:
@@ -34,7 +34,7 @@ def deviation(products: Tensor, variance: float) -> float:
 
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.9, 0.999])
 def test_rate_and_mean(rate: float) -> None:
-    x = dropout(torch.ones(8, 256, 384), rate, sequence_keys(1, 0, 0, 8), torch.arange(256))
+    x = dropout(torch.ones(8, 256, 384), rate, sequence_seeds(1, 0, 0, 8), torch.arange(256))
     assert torch.equal(x.unique(), torch.tensor([0.0, 1 / (1 - rate)]))
     variance = rate / (1 - rate)  # of an element
     assert abs(deviation(x.double() - 1, variance)) < SIGMAS
@@ -77,13 +77,13 @@ def test_rows_and_columns_lose_about_the_same() -> None:
 
 
 def test_keys_are_of_seed_step_and_number_alone() -> None:
-    keys = sequence_keys(1, 2, 0, 1000)
-    assert keys.dtype == torch.int64
-    assert torch.equal(sequence_keys(1, 2, 300, 7), keys[300:307])
-    many = [keys, sequence_keys(1, 3, 0, 1000), sequence_keys(2, 2, 0, 1000)]
-    sites = [at_site(keys, site) for site in (1, 2, 3, 288)]
+    seeds = sequence_seeds(1, 2, 0, 1000)
+    assert seeds.dtype == torch.int64
+    assert torch.equal(sequence_seeds(1, 2, 300, 7), seeds[300:307])
+    many = [seeds, sequence_seeds(1, 3, 0, 1000), sequence_seeds(2, 2, 0, 1000)]
+    sites = [at_site(seeds, site) for site in (1, 2, 3, 288)]
     assert len(torch.cat(many + sites).unique()) == 7000
-    assert torch.equal(at_site(at_site(keys, 6), 2), at_site(keys, 8))
+    assert torch.equal(at_site(at_site(seeds, 6), 2), at_site(seeds, 8))
 
 
 def test_masks_are_those_described() -> None:
@@ -112,7 +112,7 @@ def test_masks_are_those_described() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradients_pass_where_values_do(dtype: torch.dtype) -> None:
     x = torch.randn(2, 8, 16).to(dtype).requires_grad_()
-    out = dropout(x, 0.3, sequence_keys(1, 0, 0, 2), torch.arange(8))
+    out = dropout(x, 0.3, sequence_seeds(1, 0, 0, 2), torch.arange(8))
     assert out.dtype == dtype
     upstream = torch.randn(2, 8, 16).to(dtype)
     out.backward(upstream)
@@ -130,25 +130,25 @@ def test_nothing_is_kept_for_the_backward_pass_but_a_few_bits() -> None:
 
     x = torch.randn(2, 8, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        dropout(x, 0.3, sequence_keys(1, 0, 0, 2), torch.arange(8))
+        dropout(x, 0.3, sequence_seeds(1, 0, 0, 2), torch.arange(8))
     assert sum(tensor.numel() for tensor in stored) == 2 * 8 + 64
 
 
 def test_module_needs_keys() -> None:
     module, x = Dropout(0.3, site=2), torch.randn(3, 8, 16)
-    positions, keys = torch.arange(8), sequence_keys(1, 0, 0, 3)
+    positions, seeds = torch.arange(8), sequence_seeds(1, 0, 0, 3)
     assert module(x, None, positions) is x
-    expected = dropout(x, 0.3, at_site(keys, 2), positions)
-    assert torch.equal(module(x, keys, positions), expected)
+    expected = dropout(x, 0.3, at_site(seeds, 2), positions)
+    assert torch.equal(module(x, seeds, positions), expected)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 def test_compiled_masks_are_those_of_eager_mode() -> None:
-    x, keys, rows = torch.randn(4, 64, 96), sequence_keys(1, 2, 0, 4), torch.arange(64)
-    compiled = torch.compile(lambda x: dropout(x, 0.3, keys, rows))
+    x, seeds, rows = torch.randn(4, 64, 96), sequence_seeds(1, 2, 0, 4), torch.arange(64)
+    compiled = torch.compile(lambda x: dropout(x, 0.3, seeds, rows))
     mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-    found, expected = compiled(mine), dropout(other, 0.3, keys, rows)
+    found, expected = compiled(mine), dropout(other, 0.3, seeds, rows)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     found.backward(x)
     expected.backward(x)

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from trainyard.bench.peers import build_transformers
+from trainyard.bench.baselines import build_transformers
 from trainyard.config.run import Model
-from trainyard.model.cut import WHOLE, Part
-from trainyard.model.dropout import Dropout, sequence_keys
+from trainyard.model.dropout import Dropout, sequence_seeds
 from trainyard.model.gpt import GPT, Recompute, compile_blocks
 from trainyard.model.init import initialise
+from trainyard.model.sharding import WHOLE, Part
 
 SHAPE = Model(
     n_layers=2,
@@ -54,7 +54,7 @@ def some_tokens(n_tokens: int = 16) -> tuple[Tensor, Tensor]:
 
 def loss_and_gradients(model: GPT) -> tuple[Tensor, dict[str, Tensor]]:
     tokens, labels = some_tokens()
-    loss = model.summed_loss(model(tokens, sequence_keys(6, 0, 0, 3)), labels)
+    loss = model.summed_loss(model(tokens, sequence_seeds(6, 0, 0, 3)), labels)
     loss.backward()
     return loss.detach(), {
         name: p.grad for name, p in model.named_parameters() if p.grad is not None
@@ -156,17 +156,17 @@ def test_no_token_sees_a_later_one() -> None:
     assert (before[:, 9:] != after[:, 9:]).any(-1).all()
 
 
-def test_dropout_acts_in_training_with_keys_alone() -> None:
+def test_dropout_acts_in_training_with_seeds_alone() -> None:
     model = build(with_dropout(0.3))
     tokens, _ = some_tokens()
-    keys, others = sequence_keys(1, 0, 0, 3), sequence_keys(1, 1, 0, 3)
-    plain, dropped = model(tokens), model(tokens, keys)
-    assert torch.equal(model(tokens, keys), dropped)
+    seeds, others = sequence_seeds(1, 0, 0, 3), sequence_seeds(1, 1, 0, 3)
+    plain, dropped = model(tokens), model(tokens, seeds)
+    assert torch.equal(model(tokens, seeds), dropped)
     assert not torch.equal(dropped, plain)
     assert not torch.equal(model(tokens, others), dropped)
     model.eval()
-    assert torch.equal(model(tokens, keys), plain)
-    assert torch.equal(build()(tokens, keys), plain)  # a rate of zero
+    assert torch.equal(model(tokens, seeds), plain)
+    assert torch.equal(build()(tokens, seeds), plain)  # a rate of zero
 
 
 def test_every_site_drops_elements_of_its_own() -> None:
@@ -178,7 +178,7 @@ def test_every_site_drops_elements_of_its_own() -> None:
             module.register_forward_hook(
                 lambda _module, inputs, out, name=name: seen.append((name, inputs[0], out))
             )
-    model(tokens, sequence_keys(1, 0, 0, 3))
+    model(tokens, sequence_seeds(1, 0, 0, 3))
     assert [name for name, _, _ in seen] == [
         "dropout",
         *("blocks.0.attention_dropout", "blocks.0.mlp_dropout"),
@@ -194,7 +194,7 @@ def test_micro_batches_of_any_size_have_the_same_gradients_with_dropout() -> Non
         tokens, labels = (torch.cat([each, each.flip(1)]) for each in some_tokens())
         for first in range(0, 6, size):
             here = slice(first, first + size)
-            hidden = model(tokens[here], sequence_keys(1, 2, first, size))
+            hidden = model(tokens[here], sequence_seeds(1, 2, first, size))
             model.summed_loss(hidden, labels[here], scale=1 / labels.numel()).backward()
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 

@@ -215,13 +215,13 @@ def test_ranks_exchange_three_numbers_a_token() -> None:
 def test_a_shared_vocabulary_without_gradients() -> None:
     made = make()
     with torch.no_grad():
-        found = summed_cross_entropy(*made, 50, share=Rank(0, 0, Barrier(1), [made[0]]))
+        found = summed_cross_entropy(*made, 50, shard=Rank(0, 0, Barrier(1), [made[0]]))
     assert not found.requires_grad
     torch.testing.assert_close(found, summed_cross_entropy(*made, 50).detach())
 
 
 @pytest.mark.parametrize("label", [0, 1])
-def test_improbable_labels_in_another_share_have_a_finite_loss(label: int) -> None:
+def test_improbable_labels_in_another_shard_have_a_finite_loss(label: int) -> None:
     hidden = torch.full((1, 1, 1), 1e4, requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
     losses, of_hidden, of_weight, _ = shared((hidden, weight, torch.tensor([[label]])), 2, 2)
@@ -230,7 +230,7 @@ def test_improbable_labels_in_another_share_have_a_finite_loss(label: int) -> No
     assert of_weight.flatten().tolist() == [label * 1e4, label * -1e4]
 
 
-def test_a_share_that_is_not_finite_makes_all_losses_so() -> None:
+def test_a_shard_that_is_not_finite_makes_all_losses_so() -> None:
     hidden, weight, labels = make()
     weight = weight.detach().clone()
     weight[40] = torch.nan

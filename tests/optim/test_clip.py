@@ -9,7 +9,7 @@ from torch import nn
 
 from trainyard.config.run import Optimizer
 from trainyard.optim.adamw import build_adamw
-from trainyard.optim.clip import Totals, apply_update, norms_of
+from trainyard.optim.clip import StepStats, apply_update, norms_of
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -23,10 +23,10 @@ def fill_gradients(module: nn.Module, seed: int, size: float) -> None:
         parameter.grad = size * torch.randn(parameter.shape, generator=generator)
 
 
-def totals(module: nn.Module) -> Totals:
+def totals(module: nn.Module) -> StepStats:
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     norm = torch.linalg.vector_norm(norms_of(gradients)).float()
-    return Totals(torch.zeros(()), norm, torch.ones(()))
+    return StepStats(torch.zeros(()), norm, torch.ones(()))
 
 
 def everything(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -101,7 +101,7 @@ def test_a_step_is_left_out_for_another_reason_or_a_loss_that_is_not_finite() ->
     apply_update(optimizer, totals(module), 1.0, torch.zeros(()))
     before = everything(module, optimizer)
     assert apply_update(optimizer, totals(module), 1.0, torch.ones(())).item() == 1
-    spoilt = Totals(torch.tensor(math.nan), totals(module).norm, torch.ones(()))
+    spoilt = StepStats(torch.tensor(math.nan), totals(module).norm, torch.ones(()))
     assert apply_update(optimizer, spoilt, 1.0).item() == 1
     for old, new in zip(before, everything(module, optimizer), strict=True):
         assert torch.equal(old, new)

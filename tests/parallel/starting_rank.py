@@ -56,13 +56,13 @@ class DeadlyDevice:
 
 def note_coming(number: int, came: mmap.mmap) -> None:
     """Lets all ranks of the scenario see when this one has come to the meeting."""
-    say_present = start._Meeting._say_present
+    say_present = start._Rendezvous._say_present
 
-    def come(meeting: start._Meeting, record: str) -> None:
+    def come(meeting: start._Rendezvous, record: str) -> None:
         say_present(meeting, record)
         came[number] = 1
 
-    start._Meeting._say_present = come  # type: ignore[method-assign]
+    start._Rendezvous._say_present = come  # type: ignore[method-assign]
 
 
 def give_up(share: float, wanted: dict[str, Any], came: mmap.mmap) -> None:

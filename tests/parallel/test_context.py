@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainyard.model.attention import CausalAttention
 from trainyard.parallel import ring
-from trainyard.parallel.context import Method, UlyssesAttention, take_share
+from trainyard.parallel.context import Method, UlyssesAttention, take_shard
 from trainyard.parallel.ring import RingAttention
 
 RunRanks = Callable[..., list[Any]]
@@ -56,7 +56,7 @@ def cut_core(method: Method) -> nn.Module:
 
 
 def share_of(x: Tensor, method: Method, dimension: int = 2) -> Tensor:
-    return take_share(x, dist.get_rank(), dist.get_world_size(), method, dimension)
+    return take_shard(x, dist.get_rank(), dist.get_world_size(), method, dimension)
 
 
 def worst_difference(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -140,9 +140,9 @@ def test_ring_computes_on_keys_while_the_next_arrive(run_ranks: RunRanks) -> Non
 
 def test_shares() -> None:
     tokens = torch.arange(16).view(2, 8)
-    assert take_share(tokens, 1, 2, "ulysses", 1)[0].tolist() == [4, 5, 6, 7]
-    assert take_share(tokens, 0, 2, "ring", 1)[0].tolist() == [0, 1, 6, 7]
-    assert take_share(tokens, 1, 2, "ring", 1)[1].tolist() == [10, 11, 12, 13]
+    assert take_shard(tokens, 1, 2, "ulysses", 1)[0].tolist() == [4, 5, 6, 7]
+    assert take_shard(tokens, 0, 2, "ring", 1)[0].tolist() == [0, 1, 6, 7]
+    assert take_shard(tokens, 1, 2, "ring", 1)[1].tolist() == [10, 11, 12, 13]
 
 
 def test_kernels_of_a_gpu_take_what_the_ring_gives_them() -> None:

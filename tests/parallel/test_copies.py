@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.train.small import build_small_parts
+from tests.train.small import build_small_context
 
 from trainyard.parallel.copies import differing_copies, fingerprint
+from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
-from trainyard.parallel.replica import Replica
 from trainyard.train.state import State
 from trainyard.train.step import train_step
 
@@ -24,27 +24,27 @@ UP = "blocks.1.mlp.up.weight"
 EMBEDDING = "embedding.weight"
 
 
-def train_a_step(parallel: dict[str, Any], **model: Any) -> Replica:
-    """Builds this rank's replica, and takes a step."""
+def train_a_step(parallel: dict[str, Any], **model: Any) -> ParallelModel:
+    """Builds this rank's model, and takes a step."""
     model |= {"n_layers": 2}
-    parts = build_small_parts(dist.get_world_size(), parallel=parallel, model=model)
-    train_step(parts, State.at_start(parts))
-    return parts.replica
+    context = build_small_context(dist.get_world_size(), parallel=parallel, model=model)
+    train_step(context, State.at_start(context))
+    return context.model
 
 
-def flip_one_bit(replica: Replica, name: str) -> None:
-    (held,) = [each for each in replica.held if each.name == name]
-    bits = local_part(held.parameter).view(torch.int32).flatten()
+def flip_one_bit(parallel_model: ParallelModel, name: str) -> None:
+    (local,) = [each for each in parallel_model.local_parameters if each.name == name]
+    bits = local_part(local.parameter).view(torch.int32).flatten()
     bits[len(bits) // 2] ^= 1  # the lowest bit of the fraction
 
 
 def compare(parallel: dict[str, Any], flips: dict[int, str], *, tied: bool = True) -> list[str]:
     """Compares once unharmed, then with a bit flipped on some ranks."""
-    replica = train_a_step(parallel, tied_embeddings=tied)
-    assert differing_copies(replica) == []
+    parallel_model = train_a_step(parallel, tied_embeddings=tied)
+    assert differing_copies(parallel_model) == []
     if dist.get_rank() in flips:
-        flip_one_bit(replica, flips[dist.get_rank()])
-    return differing_copies(replica)
+        flip_one_bit(parallel_model, flips[dist.get_rank()])
+    return differing_copies(parallel_model)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def compare(parallel: dict[str, Any], flips: dict[int, str], *, tied: bool = Tru
         pytest.param(2, {}, {1: UP}, [f"{UP}: rank 0 differs from rank 1"], id="replicate x2"),
         pytest.param(
             4,
-            {"replicas": 2, "zero_stage": 3},
+            {"data_replicate": 2, "zero_stage": 3},
             {3: UP},
             [f"{UP}: rank 1 differs from rank 3"],
             id="hybrid",
@@ -103,10 +103,10 @@ def test_an_untied_embedding_is_nobody_elses(run_ranks: Callable[..., list[Any]]
 
 def test_three_different_copies_and_many_parts(run_ranks: Callable[..., list[Any]]) -> None:
     def compare_all() -> list[str]:
-        replica = train_a_step({})
-        for held in replica.held:
-            local_part(held.parameter).add_(max(0, dist.get_rank() - 1))
-        return differing_copies(replica)
+        parallel_model = train_a_step({})
+        for local in parallel_model.local_parameters:
+            local_part(local.parameter).add_(max(0, dist.get_rank() - 1))
+        return differing_copies(parallel_model)
 
     first, *others = run_ranks(4, compare_all)
     assert all(other == first for other in others)
@@ -116,7 +116,7 @@ def test_three_different_copies_and_many_parts(run_ranks: Callable[..., list[Any
 
 
 def test_one_rank_has_nothing_to_compare() -> None:
-    assert differing_copies(build_small_parts().replica) == []
+    assert differing_copies(build_small_context().model) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

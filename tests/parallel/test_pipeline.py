@@ -17,7 +17,7 @@ from tests.circles import everyday
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.parallel.mesh import build_mesh
-from trainyard.parallel.replica import Replica
+from trainyard.parallel.model import ParallelModel
 from trainyard.plan.resolve import resolve
 from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.simulation import count_steps
@@ -70,13 +70,13 @@ def evaluate(run: Run, numbers: list[int]) -> list[int]:
     """Evaluates each number of sequences; gives bytes at the peak."""
     plan = resolve(run, 2)
     mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
-    replica = Replica(run, plan, mesh, torch.float32)
+    parallel_model = ParallelModel(run, plan, mesh, torch.float32)
     peaks = []
     for n in numbers:
         tokens = torch.zeros(n, 64, dtype=torch.int64)
         books = Accounting()
         with books:
-            replica.held_out_loss(tokens, tokens)
+            parallel_model.held_out_loss(tokens, tokens)
         peaks.append(books.peak_bytes)
     return peaks
 
@@ -94,13 +94,13 @@ def gradients_and_loss(run: Run) -> list[Any]:
     """Runs passes of two steps and of an evaluation after each; nothing is updated."""
     plan = resolve(run, 2)
     mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
-    replica = Replica(run, plan, mesh, torch.bfloat16)
+    parallel_model = ParallelModel(run, plan, mesh, torch.bfloat16)
     tokens = torch.arange(6 * 64).view(6, 64) % 90
     found: list[Any] = []
     for _ in range(2):
-        found.append(replica.forward_backward(tokens, tokens, None, 1.0).item())
-        found.append(replica.held_out_loss(tokens, tokens).item())
-    found.extend(held.parameter.grad.numpy() for held in replica.held)  # type: ignore[union-attr]
+        found.append(parallel_model.forward_backward(tokens, tokens, None, 1.0).item())
+        found.append(parallel_model.held_out_loss(tokens, tokens).item())
+    found.extend(local.parameter.grad.numpy() for local in parallel_model.local_parameters)  # type: ignore[union-attr]
     return found
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainyard.model.init import Share
+from trainyard.model.init import TensorShard
 from trainyard.parallel.placement import Placement, is_writer, local_part, place, whole
 
 
@@ -31,11 +31,11 @@ def test_a_part_of_a_part_lies_in_the_whole():
 
 def test_a_plain_parameter_is_cut_over_tensor_ranks_alone():
     parameter = nn.Parameter(torch.zeros(5, 7))
-    assert place(parameter, None, Share(1, 2)) == whole((5, 7))
-    assert place(parameter, 1, Share(1, 2)) == Placement((5, 14), (0, 7), (5, 7))
-    assert place(parameter, 0, Share(3, 4)) == Placement((20, 7), (15, 0), (5, 7))
-    assert [is_writer(parameter, None, Share(rank, 2)) for rank in range(2)] == [True, False]
-    assert [is_writer(parameter, 0, Share(rank, 2)) for rank in range(2)] == [True, True]
+    assert place(parameter, None, TensorShard(1, 2)) == whole((5, 7))
+    assert place(parameter, 1, TensorShard(1, 2)) == Placement((5, 14), (0, 7), (5, 7))
+    assert place(parameter, 0, TensorShard(3, 4)) == Placement((20, 7), (15, 0), (5, 7))
+    assert [is_writer(parameter, None, TensorShard(rank, 2)) for rank in range(2)] == [True, False]
+    assert [is_writer(parameter, 0, TensorShard(rank, 2)) for rank in range(2)] == [True, True]
     part = local_part(parameter)
     assert part.data_ptr() == parameter.data_ptr()
     assert not part.requires_grad

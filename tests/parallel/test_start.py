@@ -109,7 +109,8 @@ def test_one_rank_starts_nothing() -> None:
 def test_a_rank_is_missing(meeting: dict[str, Any]) -> None:
     answers = start(given_up(ranks_at(meeting, 4)[:2]))
     problem = (
-        f"ranks 2-3 of 4 did not come to {place(meeting)} within 900 s; ranks 0-1 did, on {HOST}"
+        f"ranks 2-3 of 4 did not join the rendezvous at {place(meeting)} within 900 s; "
+        f"ranks 0-1 did, on {HOST}"
     )
     hint = "see what the missing ranks said; all need the same address and port"
     for answer in answers:
@@ -122,7 +123,9 @@ def test_rank_0_is_missing_from_a_file(tmp_path: Path) -> None:
     answers = start(given_up(ranks_at({"store_file": file})[1:]))
     for answer in answers:
         assert answer["error"] == "LaunchError"
-        start_of_message = f"rank 0 of 3 did not come to {file} within 900 s; ranks 1-2 did, on "
+        start_of_message = (
+            f"rank 0 of 3 did not join the rendezvous at {file} within 900 s; ranks 1-2 did, on "
+        )
         assert answer["message"].startswith(start_of_message)
 
 
@@ -152,7 +155,9 @@ def test_a_rank_has_another_address(address: str, reason: str) -> None:
     assert answers[1]["message"].startswith(f"rank 1 on {HOST} cannot reach rank 0 at {where} ")
     assert reason in answers[1]["message"] or "Temporary failure" in answers[1]["message"]
     for answer in (answers[0], answers[2]):
-        assert answer["message"].startswith(f"rank 1 of 3 did not come to {place(meeting)} within")
+        assert answer["message"].startswith(
+            f"rank 1 of 3 did not join the rendezvous at {place(meeting)} within"
+        )
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.model.dropout import sequence_keys
+from trainyard.model.dropout import sequence_seeds
 from trainyard.model.gpt import GPT
 from trainyard.parallel.mesh import Mesh, build_mesh
-from trainyard.parallel.replica import Replica
-from trainyard.parallel.tensor import cut_tensor
+from trainyard.parallel.model import ParallelModel
+from trainyard.parallel.tensor import apply_tensor_parallel
 from trainyard.plan.resolve import resolve
 from trainyard.plan.traffic import rank_traffic
 from trainyard.simulate.accounting import Accounting
@@ -46,7 +46,7 @@ TABLE = {
     "ring of 4, bf16": ("context=4 context_method=ring precision.kind=bf16", 4),
     "zero 0": ("", 2),
     "zero 1": ("zero_stage=1", 2),
-    "replicas, zero 2": ("zero_stage=2 replicas=2", 4),
+    "replicas, zero 2": ("zero_stage=2 data_replicate=2", 4),
     "zero 3, bf16, uneven shares": (
         "zero_stage=3 precision.kind=bf16 train.global_batch_size=6",
         3,
@@ -60,12 +60,18 @@ TABLE = {
     "zero bubble, zero 1": ("pipeline=2 chunks=2 schedule=zero_bubble zero_stage=1", 4),
     "tensor, sequence, pipeline, zero 3": ("tensor=2 sequence=true pipeline=2 zero_stage=3", 8),
     "fp8, weights in bf16": (f"zero_stage=1 {FP8}", 2),
-    "weights as fp8, zero 1, replicas": (f"zero_stage=1 replicas=2 {FP8} {GATHER}", 4),
+    "weights as fp8, zero 1, replicas": (f"zero_stage=1 data_replicate=2 {FP8} {GATHER}", 4),
     "weights as fp8, zero 3, tensor": (f"zero_stage=3 tensor=2 {FP8} {GATHER}", 4),
     "weights as fp8, pipeline, zero 3": (f"zero_stage=3 pipeline=2 {FP8} {GATHER}", 4),
-    "low-bit, zero 2, uneven shares": (f"zero_stage=2 {LOW_BIT} train.global_batch_size=6", 3),
-    "low-bit, zero 1, tensor, sequence": (f"zero_stage=1 tensor=2 sequence=true {LOW_BIT}", 4),
-    "low-bit, weights as fp8, pipeline": (f"zero_stage=3 pipeline=2 {LOW_BIT} {GATHER}", 4),
+    "low-precision, zero 2, uneven shares": (
+        f"zero_stage=2 {LOW_BIT} train.global_batch_size=6",
+        3,
+    ),
+    "low-precision, zero 1, tensor, sequence": (
+        f"zero_stage=1 tensor=2 sequence=true {LOW_BIT}",
+        4,
+    ),
+    "low-precision, weights as fp8, pipeline": (f"zero_stage=3 pipeline=2 {LOW_BIT} {GATHER}", 4),
 }
 
 
@@ -81,7 +87,7 @@ def name_groups(mesh: Mesh) -> dict[str, str]:
         "context": [mesh.context],
         "pipeline": [mesh.pipeline, mesh.first_and_last_stage],
         "shard": [mesh.data.get_group(mesh.data.ndim - 1)] if mesh.data is not None else [],
-        "replica": [mesh.data.get_group(0)] if mesh.topology.replica > 1 and mesh.data else [],
+        "replicate": [mesh.data.get_group(0)] if mesh.topology.replicate > 1 and mesh.data else [],
     }
     return {g.group_name: axis for axis, groups in axes.items() for g in groups if g is not None}
 
@@ -91,15 +97,15 @@ def count_step(run: Run, n_ranks: int) -> tuple[Counts, Counts]:
     plan = resolve(run, n_ranks)
     mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
     dtype = torch.float32 if run.precision.kind == "fp32" else torch.bfloat16
-    replica = Replica(run, plan, mesh, dtype)
+    parallel_model = ParallelModel(run, plan, mesh, dtype)
     size = run.train.global_batch_size // plan.topology.data
     tokens = torch.zeros(size, run.model.sequence_length, dtype=torch.int64)
-    keys = sequence_keys(1, 0, 0, size) if run.model.dropout else None
+    seeds = sequence_seeds(1, 0, 0, size) if run.model.dropout else None
     for _ in range(2):
         with Accounting() as count:
-            replica.forward_backward(tokens, tokens, keys, 1.0)
-        for held in replica.held:
-            held.parameter.grad = held.kept = None
+            parallel_model.forward_backward(tokens, tokens, seeds, 1.0)
+        for local in parallel_model.local_parameters:
+            local.parameter.grad = local.quantized_gradient = None
     axes = name_groups(mesh)
     # Shares travel round a ring by calls that could send to all, but send to one neighbour.
     rings = run.parallel.context_method == "ring"
@@ -115,7 +121,11 @@ def count_step(run: Run, n_ranks: int) -> tuple[Counts, Counts]:
 
 EVERY_DAY = (
     *("tensor, sequence, untied", "ulysses, recompute attention", "replicas, zero 2"),
-    *("1f1b, bf16, zero 3", "weights as fp8, zero 3, tensor", "low-bit, zero 2, uneven shares"),
+    *(
+        "1f1b, bf16, zero 3",
+        "weights as fp8, zero 3, tensor",
+        "low-precision, zero 2, uneven shares",
+    ),
 )
 
 
@@ -134,7 +144,7 @@ def test_ranks_send_what_the_plan_says(
 def count_kept(run: Run, *, gathers_again: bool, compiled: bool) -> float:
     """Counts what a block keeps for its backward pass, in times the whole residual stream."""
     model = GPT(run.model, run.model.vocabulary_size, torch.bfloat16)
-    cut_tensor(model, dist.group.WORLD, sequence=True, gathers_again=gathers_again)
+    apply_tensor_parallel(model, dist.group.WORLD, sequence=True, gathers_again=gathers_again)
     (block,) = model.blocks.values()
     if compiled:  # as on a GPU, but for its kernels
         block.compile(backend="aot_eager_decomp_partition")
@@ -163,6 +173,7 @@ def test_gathered_tokens_are_gathered_again_instead_of_kept(
         run_ranks(2, partial(count_kept, run, gathers_again=choice, compiled=compiled))
         for choice in (False, True)
     )
+    assert not build_run("tensor=2 sequence=true recompute=block").parallel.gathers_again
     # Inputs of two products: whole, or as cut; a compiled block computes even those again.
     assert min(once) - max(again) >= 2 * (1 - 1 / 2)
 
@@ -185,5 +196,5 @@ def test_every_kind_of_call_of_every_axis_is_in_the_table() -> None:
         ("shard", "all-gather"),
         ("shard", "reduce-scatter"),
         ("shard", "all-to-all"),
-        ("replica", "all-reduce"),
+        ("replicate", "all-reduce"),
     }

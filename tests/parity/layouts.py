@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed as dist
 
 from trainyard.config.run import Run
-from trainyard.plan.rehearsal import N_STEPS
+from trainyard.plan.layout_check import N_STEPS
 from trainyard.train.parity import Outcome, train_three_steps
 
 

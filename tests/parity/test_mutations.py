@@ -19,7 +19,9 @@ from torch import Tensor
 from trainyard.data.loader import Loader
 from trainyard.model.gpt import GPT
 from trainyard.optim import clip
-from trainyard.parallel import mesh, replica, ring, tensor
+from trainyard.parallel import mesh, ring, tensor
+from trainyard.parallel import model as parallel_model
+from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.train import parity, step
@@ -36,24 +38,24 @@ def missing_all_reduce(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradients_of_norms_not_added_up(patch: pytest.MonkeyPatch) -> None:
-    built = replica.Replica.__init__
+    built = ParallelModel.__init__
 
-    def build(self: replica.Replica, *arguments: Any) -> None:
+    def build(self: ParallelModel, *arguments: Any) -> None:
         built(self, *arguments)
         self._parallel = self._parallel.model_copy(update={"sequence": False})
 
-    patch.setattr(replica.Replica, "__init__", build)
+    patch.setattr(ParallelModel, "__init__", build)
 
 
 def scaled_by_the_micro_batch(patch: pytest.MonkeyPatch) -> None:
-    right = replica.Replica.forward_backward
+    right = ParallelModel.forward_backward
 
     def wrong(
-        self: replica.Replica, tokens: Tensor, labels: Tensor, keys: Tensor | None, scale: Any
+        self: ParallelModel, tokens: Tensor, labels: Tensor, seeds: Tensor | None, scale: Any
     ) -> Tensor:
-        return right(self, tokens, labels, keys, scale * len(tokens))
+        return right(self, tokens, labels, seeds, scale * len(tokens))
 
-    patch.setattr(replica.Replica, "forward_backward", wrong)
+    patch.setattr(ParallelModel, "forward_backward", wrong)
 
 
 def unsynced_tied_embedding(patch: pytest.MonkeyPatch) -> None:
@@ -64,23 +66,23 @@ def unsynced_tied_embedding(patch: pytest.MonkeyPatch) -> None:
 
 
 def clipped_by_the_local_norm(patch: pytest.MonkeyPatch) -> None:
-    def local(self: Any, held: replica.Replica, *arguments: Any) -> clip.Totals:
-        right = clip.add_up(self, held, *arguments)
-        squares = [each.gradient.square().sum() for each in self.held]
+    def local(self: Any, model: ParallelModel, *arguments: Any) -> clip.StepStats:
+        right = clip.reduce_step_stats(self, model, *arguments)
+        squares = [each.gradient.square().sum() for each in self.local_parameters]
         return replace(right, norm=torch.stack(squares).sum().sqrt() * right.multiplier)
 
-    patch.setattr(step, "add_up", local)
+    patch.setattr(step, "reduce_step_stats", local)
 
 
 def dropout_shared_across_the_cut(patch: pytest.MonkeyPatch) -> None:
-    right = tensor.cut_tensor
+    right = tensor.apply_tensor_parallel
 
     def wrong(model: GPT, group: dist.ProcessGroup, **options: bool) -> None:
         right(model, group, **options)
         for block in model.blocks.values():
             block.attention.core.first_head = 0
 
-    patch.setattr(replica, "cut_tensor", wrong)
+    patch.setattr(parallel_model, "apply_tensor_parallel", wrong)
 
 
 def stage_off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -93,25 +95,27 @@ def stage_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_vocabulary_offset(patch: pytest.MonkeyPatch) -> None:
-    built = tensor.VocabularyShare.__init__
+    built = tensor.VocabularyShard.__init__
 
-    def wrong(self: tensor.VocabularyShare, group: dist.ProcessGroup, first_row: int) -> None:
+    def wrong(self: tensor.VocabularyShard, group: dist.ProcessGroup, first_row: int) -> None:
         built(self, group, first_row + (1 if first_row else 0))
 
-    patch.setattr(tensor.VocabularyShare, "__init__", wrong)
+    patch.setattr(tensor.VocabularyShard, "__init__", wrong)
 
 
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
-    right = clip.add_up
+    right = clip.reduce_step_stats
 
-    def wrong(held: replica.Replica, loss: Tensor, n_labelled: int, n_expected: int) -> clip.Totals:
-        n_ranks = held.mesh.topology.data
+    def wrong(
+        model: ParallelModel, loss: Tensor, n_labelled: int, n_expected: int
+    ) -> clip.StepStats:
+        n_ranks = model.mesh.topology.data
         share = n_labelled * n_ranks / n_expected
-        for each in held.held:
+        for each in model.local_parameters:
             each.gradient.div_(share)
-        return right(held, loss / share, n_expected // n_ranks, n_expected)
+        return right(model, loss / share, n_expected // n_ranks, n_expected)
 
-    patch.setattr(step, "add_up", wrong)
+    patch.setattr(step, "reduce_step_stats", wrong)
 
 
 def padding_of_the_vocabulary_counts(patch: pytest.MonkeyPatch) -> None:
@@ -166,7 +170,7 @@ def gradients_of_replicas_not_added_up(patch: pytest.MonkeyPatch) -> None:
     def wrong(model: Any, *_: Any, **__: Any) -> None:
         model.set_requires_all_reduce(False)
 
-    patch.setattr(replica, "prepare_micro_batch", wrong)
+    patch.setattr(parallel_model, "prepare_micro_batch", wrong)
 
 
 FAULTS: dict[str, tuple[Patch, Row]] = {

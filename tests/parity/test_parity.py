@@ -48,7 +48,7 @@ ULYSSES2, ULYSSES4 = layout(context=2), layout(context=4)
 RING2 = layout(context=2, context_method="ring")
 RING4 = layout(context=4, context_method="ring")
 Z1, Z2, Z3 = layout(zero_stage=1), layout(zero_stage=2), layout(zero_stage=3)
-HYBRID = layout(replicas=2)
+HYBRID = layout(data_replicate=2)
 BLOCK, ATTENTION = layout(recompute="block"), layout(recompute="attention")
 
 TABLE = {

@@ -100,6 +100,7 @@ peaks_teraflops = { fp32 = 35.6, fp16 = 71, bf16 = 71 }"""
     assert machine.device.peak_flops_per_second("bf16") == 71e12
     assert machine.device.peak_flops_per_second("fp8") is None
     assert machine.link_bytes_per_second == 32e9, "a slot of PCIe 4.0"
+    assert 8 * machine.network_bytes_per_second == 12.5e9, "100 Gbit/s for a usual node"
     assert machine.efficiencies.sources["product_share"].startswith("assumed")
     # Of a GPU that is known, the file corrects figures.
     path.write_text('gpu = "a100-80g"\nmemory_gigabytes = 96')

@@ -133,7 +133,7 @@ def batches_of(values: dict[str, Any]) -> list[int]:
 
 
 def deal_out_ranks(values: dict[str, Any], n_ranks: int) -> None:
-    replicas, pipeline = values["replicas"], values["pipeline"]
+    replicas, pipeline = values["data_replicate"], values["pipeline"]
     together = values["tensor"] * pipeline * values["context"]
     data = deal(range(n_ranks), together)[0]
     if replicas > 1 and values["zero_stage"] == 0:
@@ -194,7 +194,7 @@ VALUES = st.fixed_dictionaries(
         "context": mostly(1, 2, 3, 4),
         "context_method": st.sampled_from(["ulysses", "ring"]),
         "zero_stage": st.integers(0, 3),
-        "replicas": mostly(1, 2, 3),
+        "data_replicate": mostly(1, 2, 3),
         "recompute": mostly("none", "attention", "block"),
         "data": st.sampled_from([None, 1, 2, 3, 4, 6]),
         "odd_rank": mostly(0, 0, 0, 1),
@@ -238,7 +238,7 @@ PLAIN: dict[str, Any] = {
     "n_layers": 6, "n_heads": 12, "d_ff": 24, "sequence_length": 24, "dropout": 0.0,
     "micro_batch_size": 1, "global_batch_size": 12, "ramp": None, "compile": "never",
     "tensor": 1, "sequence": False, "pipeline": 1, "chunks": 1, "schedule": "1f1b",
-    "context": 1, "context_method": "ulysses", "zero_stage": 1, "replicas": 1,
+    "context": 1, "context_method": "ulysses", "zero_stage": 1, "data_replicate": 1,
     "recompute": "none", "n_ranks": None,
 }  # fmt: skip
 
@@ -248,9 +248,15 @@ PLAIN: dict[str, Any] = {
     [
         {"pipeline": 2, "context": 2, "context_method": "ring", "tensor": 2, "sequence": True},
         {"pipeline": 3, "chunks": 2, "schedule": "interleaved", "ramp": (4, 4), "n_ranks": 6},
-        {"pipeline": 2, "schedule": "zero_bubble", "zero_stage": 1, "replicas": 2, "n_ranks": 8},
+        {
+            "pipeline": 2,
+            "schedule": "zero_bubble",
+            "zero_stage": 1,
+            "data_replicate": 2,
+            "n_ranks": 8,
+        },
         {"pipeline": 4, "schedule": "gpipe", "context": 2, "n_ranks": 96, "recompute": "block"},
-        {"zero_stage": 2, "replicas": 3, "n_ranks": 6, "compile": "always", "dropout": 0.1},
+        {"zero_stage": 2, "data_replicate": 3, "n_ranks": 6, "compile": "always", "dropout": 0.1},
     ],
 )
 def test_rich_layouts_are_allowed(wanted: dict[str, Any]) -> None:
@@ -360,11 +366,12 @@ def test_every_batch_of_a_ramp_must_divide() -> None:
 
 
 def test_replicas_that_do_not_divide() -> None:
-    error = refusal(8, "parallel.replicas=3")
+    error = refusal(8, "parallel.data_replicate=3")
     assert error.problem == (
-        "8 ranks have a data parallel size of 8, which cannot be divided by parallel.replicas=3"
+        "8 ranks have a data parallel size of 8, which cannot be divided by "
+        "parallel.data_replicate=3"
     )
-    assert error.hint == "nearest that works: parallel.replicas=2"
+    assert error.hint == "nearest that works: parallel.data_replicate=2"
 
 
 def test_micro_batches_that_a_schedule_does_not_take() -> None:
@@ -466,7 +473,7 @@ def test_plans_are_json() -> None:
     stored = plan.as_json()
     assert json.loads(json.dumps(stored)) == stored
     assert stored["topology"] == {
-        "pipeline": 2, "replica": 1, "shard": 2, "context": 1, "tensor": 2
+        "pipeline": 2, "replicate": 1, "shard": 2, "context": 1, "tensor": 2
     }  # fmt: skip
     assert stored["stages"] == [[0, 1], [1, 2]]
     assert stored["data_parallel_size"] == 2

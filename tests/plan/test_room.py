@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.command import trainyard
 
 from trainyard.config.load import load_run
+from trainyard.errors import MachineError
 from trainyard.plan import room
 from trainyard.plan.memory import busiest_memory
 from trainyard.plan.resolve import resolve
-from trainyard.plan.room import free_memory_bytes
+from trainyard.plan.room import free_memory_bytes, refuse_without_room
+from trainyard.plan.saving import checkpoint_bytes
 
 LARGE = ["train.micro_batch_size=4194304", "train.global_batch_size=4194304", "precision.kind=fp32"]
 MANY = ["train.length=10M steps", "checkpoint.interval=1", "checkpoint.keep_last=10000000"]
@@ -54,6 +58,55 @@ def test_all_ranks_of_a_machine_share_its_memory(
     two = trainyard("train", "tiny", "--ranks", "2", folder=tmp_path)
     assert "tiny does not fit in memory: 2 ranks need about" in two.stderr
     assert "does not fit" not in trainyard("train", "tiny", folder=tmp_path).stderr
+    for times, change in [
+        (1.5, "train.micro_batch_size=2"),
+        (1.2, "train.micro_batch_size=1"),
+        (1.0, "train.micro_batch_size=1 parallel.recompute=attention"),
+        (0.5, "a smaller model, or its ranks on more machines,"),
+    ]:
+        monkeypatch.setattr(room, "free_memory_bytes", lambda times=times: times * needed)
+        with pytest.raises(MachineError, match="2 ranks need") as caught:
+            refuse_without_room(run, resolve(run, 2), 2, tmp_path)
+        assert caught.value.hint.startswith(f"{change} fits; ")
+    # Each of two GPUs has its own, whatever the machine has.
+    on_gpu = busiest_memory(run, resolve(run, 2)).peak_bytes
+    monkeypatch.setattr(room, "list_gpus", lambda: ["T4", "T4"])
+    monkeypatch.setattr(room, "gpu_bytes", lambda name: on_gpu)
+    refuse_without_room(run, resolve(run, 2), 2, tmp_path)
+    monkeypatch.setattr(room, "gpu_bytes", lambda name: on_gpu - 1)
+    with pytest.raises(MachineError, match=r"a rank needs about .*, and T4 has "):
+        refuse_without_room(run, resolve(run, 2), 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "n_there", "has_room"),
+    [
+        (["checkpoint.keep_last=3"], 0, False),
+        (["checkpoint.keep_last=2"], 0, True),
+        (["checkpoint.keep_last=3"], 1, True),
+        (["checkpoint.keep_last=3", "checkpoint.interval=0"], 0, True),
+        (["checkpoint.keep_last=9", "train.length=3 steps"], 0, True),
+    ],
+)
+def test_a_disk_with_room_for_three_checkpoints(
+    changes: list[str],
+    n_there: int,
+    has_room: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = load_run("tiny", ["checkpoint.interval=1", *changes]).run
+    plan = resolve(run, 1)
+    folder = tmp_path / "runs" / "tiny"
+    for number in range(n_there):
+        (folder / "checkpoints" / f"step-{number}").mkdir(parents=True)
+    place = folder / "checkpoints" if n_there else tmp_path  # the disk of another may be full
+    free = {place: 3 * checkpoint_bytes(run, plan.n_parameters)}
+    usage = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=free.get(path, 0)))
+    monkeypatch.setattr(room, "shutil", usage)
+    monkeypatch.setattr(room, "free_memory_bytes", lambda: None)
+    with nullcontext() if has_room else pytest.raises(MachineError, match="keeps up to 4 check"):
+        refuse_without_room(run, plan, 1, folder)
 
 
 def test_the_least_of_what_a_machine_and_a_job_have(tmp_path: Path) -> None:
@@ -68,6 +121,8 @@ def test_the_least_of_what_a_machine_and_a_job_have(tmp_path: Path) -> None:
     assert free_memory_bytes(tmp_path) == 2**21
     (tmp_path / "sys/fs/cgroup/job/memory.max").write_text("1000000\n")
     assert free_memory_bytes(tmp_path) == 1_000_000
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("500000\n")
+    assert free_memory_bytes(tmp_path) == 500_000
 
 
 def test_a_gpu_has_what_its_driver_leaves() -> None:

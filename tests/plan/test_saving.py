@@ -26,7 +26,7 @@ LAYOUTS = {
     "one rank": (1, ""),
     "ZeRO 0": (2, "zero_stage=0"),
     "ZeRO 1, tensor": (4, "tensor=2 zero_stage=1"),
-    "ZeRO 3, replicas": (4, "zero_stage=3 replicas=2"),
+    "ZeRO 3, replicas": (4, "zero_stage=3 data_replicate=2"),
     "context": (4, "context=2"),
     "pipeline, ZeRO 0": (4, "pipeline=2 zero_stage=0"),
     "interleaved, tensor": (4, "pipeline=2 chunks=2 schedule=interleaved tensor=2"),
@@ -52,21 +52,22 @@ def test_ranks_write_every_parameter_once(layout: str, tied: str) -> None:
 
 
 def count_bytes(run: Run, n_ranks: int) -> int:
-    """Counts what this rank writes of the weights of a real replica, thrice."""
+    """Counts what this rank writes of the weights of a real model, thrice."""
     import torch
     import torch.distributed as dist
 
     from trainyard.parallel.mesh import build_mesh
+    from trainyard.parallel.model import ParallelModel
     from trainyard.parallel.placement import is_writer, local_part
-    from trainyard.parallel.replica import Replica
 
     plan = resolve(run, n_ranks)
     mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
-    replica = Replica(run, plan, mesh, torch.float32)
+    parallel_model = ParallelModel(run, plan, mesh, torch.float32)
     return 3 * sum(
-        local_part(held.parameter).nbytes
-        for held in replica.held
-        if not held.is_copy and is_writer(held.parameter, held.dimension, replica.tensor_share)
+        local_part(local.parameter).nbytes
+        for local in parallel_model.local_parameters
+        if not local.is_copy
+        and is_writer(local.parameter, local.dimension, parallel_model.tensor_shard)
     )
 
 

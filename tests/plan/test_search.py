@@ -42,7 +42,7 @@ def every_variant(run: Run, machine: Machine, n_devices: int) -> Iterator[Run]:
         for stage, replicas, recompute in values:
             changes = {
                 "parallel.zero_stage": stage,
-                "parallel.replicas": replicas,
+                "parallel.data_replicate": replicas,
                 "parallel.recompute": recompute,
             }
             changed = rules.change(shape, changes)

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Fp8, Model, Run
-from trainyard.model.cut import cut_dimension
+from trainyard.model.sharding import sharded_dimension
 from trainyard.plan.resolve import resolve
 from trainyard.plan.size import is_cut, parameter_shapes
 from trainyard.plan.traffic import busiest_rank, count_fp8_blocks, rank_traffic
@@ -40,4 +40,4 @@ def test_the_plan_cuts_what_the_model_cuts() -> None:
     for tied in (True, False):
         model = Model(n_layers=1, tied_embeddings=tied)
         for name in parameter_shapes(model, 128):
-            assert is_cut(name) == (cut_dimension(name) is not None), name
+            assert is_cut(name) == (sharded_dimension(name) is not None), name

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 import torch
 from tests.precision.by_hand import build_product_by_hand
-from tests.train.small import build_small_parts
+from tests.train.small import build_small_context
 from torch import Tensor
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Fp8, Run
 from trainyard.errors import ConfigError, MachineError
-from trainyard.model.cut import Part
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import Linear, PlainProduct, Product
+from trainyard.model.sharding import Part
 from trainyard.precision.float8 import (
     blocks_in_fp8,
     build_product,
-    put_in_products,
+    convert_to_float8,
     refuse_device,
     refuse_missing_products,
 )
-from trainyard.train.state import Parts, State
+from trainyard.train.state import State, TrainContext
 from trainyard.train.step import train_step
 
 SMALL = {
@@ -103,7 +103,7 @@ def test_first_and_last_blocks_stay_precise(n_precise: int, blocks: range, expec
     run = run_in_fp8(f"precision.fp8.precise_blocks={n_precise}", n_layers=5)
     part = Part(blocks, takes_tokens=True, gives_loss=True)
     model = GPT(run.model, 96, torch.bfloat16, part=part)
-    put_in_products(model, run)
+    convert_to_float8(model, run)
     assert "".join(blocks_in_fp8(model, run)) == expected
     for name, module in model.named_modules():
         if isinstance(module, Linear):
@@ -171,11 +171,11 @@ def fp8(**fields: Any) -> dict[str, Any]:
     return {"kind": "fp8", "fp8": {"emulate": True, "precise_blocks": 0, **fields}}
 
 
-def take_steps(parts: Parts, n_steps: int) -> list[float]:
-    state, losses = State.at_start(parts), []
+def take_steps(context: TrainContext, n_steps: int) -> list[float]:
+    state, losses = State.at_start(context), []
     for step in range(n_steps):
         state.step = step
-        losses.append(train_step(parts, state).loss.item())
+        losses.append(train_step(context, state).loss.item())
     return losses
 
 
@@ -185,7 +185,7 @@ def test_it_learns_as_bf16_does(scaling: str) -> None:
     train = {"micro_batch_size": 8, "global_batch_size": 8, "compile": "never"}
     sections = {"model": SMALL, "train": train, "optimizer": optimizer}
     found = [
-        take_steps(build_small_parts(**sections, precision=precision), 20)
+        take_steps(build_small_context(**sections, precision=precision), 20)
         for precision in ({"kind": "bf16"}, fp8(scaling=scaling))
     ]
     (first, *_, expected), (*_, last) = found

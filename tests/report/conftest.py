@@ -21,7 +21,7 @@ PLAN = {
     "n_tokens": 25600,
     "n_ranks": 1,
     "model_flops_per_token": 8e5,
-    "topology": {"pipeline": 1, "replica": 1, "shard": 1, "context": 1, "tensor": 1},
+    "topology": {"pipeline": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 1},
 }
 
 

@@ -79,7 +79,7 @@ def test_a_damaged_line_is_left_out_and_named(tmp_path: Path, line: str, problem
     path.write_text(f"{json.dumps(trained(1))}\n{line}\n{json.dumps(trained(2))}\n")
     metrics = read_metrics(path)
     assert steps(metrics) == [1, 2]
-    said = "1 line of metrics.jsonl cannot be read and is left out; line 2: "
+    said = "1 line of metrics.jsonl cannot be read and is skipped; line 2: "
     assert metrics.damage.startswith(said + problem)
 
 
@@ -105,7 +105,7 @@ def test_a_line_without_end_is_damage(tmp_path: Path) -> None:
     path = write(tmp_path, trained(1))
     with path.open("ab") as file:
         file.truncate(2 * LINE_LIMIT_BYTES)
-    assert "is left out; line 2" in read_metrics(path).damage
+    assert "is skipped; line 2" in read_metrics(path).damage
 
 
 def test_a_file_that_grows_is_read_on(tmp_path: Path) -> None:

@@ -87,14 +87,14 @@ def test_what_a_model_or_user_wrote_is_shown_as_text(html: str) -> None:
 def test_the_numbers_of_the_run_are_there(html: str) -> None:
     text = " ".join(Page(html).text.split())
     for number in (
-        "Held-out loss4.5000nats per token, the last",
+        "LocalParameter-out loss4.5000nats per token, the last",
         "Best held-out loss4.5000nats per token, at step 20",
         "Perplexity90.02",
         "Training loss4.0000",
         "Parameters137k",
         "Tokens10.2k",
         "Steps20of 50",
-        "Time21spauses left out",
+        "Time21swithout pauses",
         "Tokens/s512per device",
         "Peak memory3.0 GiB",
         "Restarts0",
@@ -173,7 +173,7 @@ def test_damaged_lines_and_the_outcome_are_told(make_run_folder: MakeRunFolder) 
         file.write("<nonsense>\n")
     (folder / "outcome.json").write_text('{"reason": "10 steps in a row\\nat", "exit_code": 93}')
     text = Page(report(folder)).text
-    assert "1 line of metrics.jsonl cannot be read and is left out; line 24: " in text
+    assert "1 line of metrics.jsonl cannot be read and is skipped; line 24: " in text
     assert "ended: 10 steps in a row." in text
 
 
@@ -207,7 +207,7 @@ def test_a_long_run_of_many_samples_and_events_stays_small(make_run_folder: Make
     html = report(folder)
     assert "Curves of more than 500 points are cut into so many stretches" in html
     assert "Of more than 100 marks of a kind, 100 are drawn." in html
-    assert "more prompts are left out" in html
+    assert "more prompts are not shown" in html
     assert len(html) < 2_000_000
 
 

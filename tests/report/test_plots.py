@@ -91,7 +91,7 @@ def test_what_was_done_again_is_drawn_faintly() -> None:
     assert legend_of(figure).count("done again later") == 1
 
 
-def test_all_that_befell_a_run_is_marked() -> None:
+def test_restarts_and_rollbacks_are_marked() -> None:
     kinds = ("restart", "rollback", "save failed", "skipped", "skipped", "stop")
     events = [Event(kind, 5 * n, "") for n, kind in enumerate(kinds)]  # type: ignore[arg-type]
     figure = build_plots([curves(events=events), curves("two", events=events)])[1].figure

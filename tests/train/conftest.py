@@ -12,7 +12,7 @@ from tests.faults.small_run import write_tokens
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.train.run_folder import write_run_folder
-from trainyard.train.stop import Ending
+from trainyard.train.stop import StopReason
 from trainyard.train.worker import run_worker
 
 
@@ -49,7 +49,7 @@ def with_fields(run: Run, **sections: dict[str, object]) -> Run:
     return Run.model_validate(values)
 
 
-def start(folder: Path, run: Run, resume: str = "auto") -> Ending:
+def start(folder: Path, run: Run, resume: str = "auto") -> StopReason:
     write_run_folder(folder, run, resume)
     return run_worker(folder, resume)
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from trainyard.config.run import Run
 from trainyard.optim.adamw import build_optimizer
 from trainyard.parallel.mesh import build_mesh
+from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
-from trainyard.parallel.replica import Replica
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import resolve
 from trainyard.train.parity import build_loader
-from trainyard.train.state import Parts, State
+from trainyard.train.state import State, TrainContext
 from trainyard.train.step import StepResult, train_step
 from trainyard.train.worker import COMPUTE_DTYPES
 
@@ -47,36 +47,38 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_small_parts(n_ranks: int = 1, **sections: dict[str, Any]) -> Parts:
-    """Builds the parts of this rank; what is given of a section changes its fields."""
+def build_small_context(n_ranks: int = 1, **sections: dict[str, Any]) -> TrainContext:
+    """Builds the context of this rank; what is given of a section changes its fields."""
     names = SECTIONS | sections
     run = Run.model_validate({n: SECTIONS.get(n, {}) | sections.get(n, {}) for n in names})
     plan = resolve(run, n_ranks)
     rank = dist.get_rank() if n_ranks > 1 else 0
     mesh = build_mesh(plan.topology, rank, torch.device("cpu"))
     batches = BatchSchedule(run)
-    replica = Replica(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
-    return Parts(
+    parallel_model = ParallelModel(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
+    return TrainContext(
         folder=Path(),
         run=run,
         plan=plan,
         batches=batches,
-        replica=replica,
-        optimizer=build_optimizer(replica, run),
-        train_data=build_loader(run, plan, mesh.data_share),
+        model=parallel_model,
+        optimizer=build_optimizer(parallel_model, run),
+        train_data=build_loader(run, plan, mesh.data_rank_and_size),
         valid_order=None,
         tokenizer=None,
         data_fingerprint="",
     )
 
 
-def take_steps(parts: Parts, state: State, n: int) -> list[StepResult]:
+def take_steps(context: TrainContext, state: State, n: int) -> list[StepResult]:
     results = []
     for _ in range(n):
-        results.append(train_step(parts, state))
+        results.append(train_step(context, state))
         state.step += 1
     return results
 
 
-def weights(parts: Parts) -> list[Tensor]:
-    return [local_part(held.parameter).detach().clone() for held in parts.replica.held]
+def weights(context: TrainContext) -> list[Tensor]:
+    return [
+        local_part(local.parameter).detach().clone() for local in context.model.local_parameters
+    ]

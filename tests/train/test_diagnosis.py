@@ -15,22 +15,22 @@ from trainyard.train.diagnosis import diagnose
 from trainyard.train.state import State
 from trainyard.train.step import compute_gradients
 
-from .small import build_small_parts
+from .small import build_small_context
 
 WEIGHT = "blocks.2.mlp.up.weight"
 
 
 def diagnose_planted(n_ranks: int, parallel: dict[str, Any], bad_rank: int | None = None) -> str:
     """Takes the seventh step with a weight that is not a number, on one rank or nowhere."""
-    parts = build_small_parts(n_ranks, parallel=parallel)
+    context = build_small_context(n_ranks, parallel=parallel)
     rank = dist.get_rank() if n_ranks > 1 else 0
     if rank == bad_rank:
-        for held in parts.replica.held:
-            if held.name == WEIGHT:
-                local_part(held.parameter)[0, 0] = torch.nan
-    state = State.at_start(parts)
+        for local in context.model.local_parameters:
+            if local.name == WEIGHT:
+                local_part(local.parameter)[0, 0] = torch.nan
+    state = State.at_start(context)
     state.step = 7
-    return diagnose(parts, state)
+    return diagnose(context, state)
 
 
 def blocks(text: str) -> dict[str, str]:
@@ -48,12 +48,12 @@ def test_it_gives_the_norm_of_each_block() -> None:
         "  gradients not finite: none",
         "  gradient norms:",
     ]
-    parts = build_small_parts()
-    _, totals = compute_gradients(parts, 6, 0)
+    context = build_small_context()
+    _, totals = compute_gradients(context, 6, 0)
     squares: dict[str, float] = {}
-    for held in parts.replica.held:
-        block = ".".join(held.name.split(".")[: 2 if held.name.startswith("blocks") else 1])
-        norm = held.gradient.norm().item() * totals.multiplier.item()
+    for local in context.model.local_parameters:
+        block = ".".join(local.name.split(".")[: 2 if local.name.startswith("blocks") else 1])
+        norm = local.gradient.norm().item() * totals.multiplier.item()
         squares[block] = squares.get(block, 0.0) + norm**2
     found = blocks(text)
     assert list(found) == [
@@ -77,14 +77,14 @@ def test_it_names_what_is_not_finite() -> None:
 
 
 def test_gradients_before_a_bad_backward_pass_are_fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = build_small_parts()
-    block = parts.replica.stages[0].blocks["1"]
+    context = build_small_context()
+    block = context.model.stages[0].blocks["1"]
     block.register_full_backward_hook(
         lambda _block, inputs, _outputs: (inputs[0] * torch.inf, *inputs[1:])
     )
-    state = State.at_start(parts)
+    state = State.at_start(context)
     state.step = 1
-    found = blocks(diagnose(parts, state))
+    found = blocks(diagnose(context, state))
     assert [name for name, norm in found.items() if norm == "not finite"] == [
         "embedding",
         "positions",
@@ -93,15 +93,15 @@ def test_gradients_before_a_bad_backward_pass_are_fine(monkeypatch: pytest.Monke
 
 
 def test_weights_moments_and_gradients_are_as_before() -> None:
-    parts = build_small_parts()
-    state = State.at_start(parts)
+    context = build_small_context()
+    state = State.at_start(context)
     state.step = 1
-    before = [held.parameter.detach().clone() for held in parts.replica.held]
-    diagnose(parts, state)
-    for old, held in zip(before, parts.replica.held, strict=True):
-        assert torch.equal(old, held.parameter)
-        assert held.parameter.grad is None
-    assert not parts.optimizer.state
+    before = [local.parameter.detach().clone() for local in context.model.local_parameters]
+    diagnose(context, state)
+    for old, local in zip(before, context.model.local_parameters, strict=True):
+        assert torch.equal(old, local.parameter)
+        assert local.parameter.grad is None
+    assert not context.optimizer.state
 
 
 @pytest.mark.parametrize(

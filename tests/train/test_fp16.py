@@ -1,4 +1,4 @@
-"""Training in fp16: the loss scale cancels out, overflows are left out alike, and it learns."""
+"""Training in fp16: the loss scale cancels out, overflows are skipped alike, and it learns."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.circles import everyday
 from torch import Tensor
 
 from trainyard.errors import CheckpointError, GuardError
+from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
-from trainyard.parallel.replica import Replica
 from trainyard.train.loop import stop_if_stuck
 from trainyard.train.state import State
 from trainyard.train.worker import COMPUTE_DTYPES
 
-from .small import build_small_parts, take_steps, weights
+from .small import build_small_context, take_steps, weights
 
 
 def fp16(initial: float, **loss_scale: float) -> dict[str, Any]:
@@ -37,14 +37,14 @@ def test_the_scale_is_in_no_number_that_others_see(
 ) -> None:
     monkeypatch.setitem(COMPUTE_DTYPES, "fp16", torch.float32)  # which no scale overflows
     found = []
-    for parts in (build_small_parts(), build_small_parts(precision=fp16(initial))):
-        state = State.at_start(parts)
-        results = take_steps(parts, state, 5)
+    for context in (build_small_context(), build_small_context(precision=fp16(initial))):
+        state = State.at_start(context)
+        results = take_steps(context, state, 5)
         assert state.skipped.total == 0
         seen = state.spikes.as_saved()
         assert seen.losses == tuple(result.loss.item() for result in results)
         assert seen.gradient_norms == tuple(result.gradient_norm.item() for result in results)
-        found.append((*seen.losses, *seen.gradient_norms, weights(parts)))
+        found.append((*seen.losses, *seen.gradient_norms, weights(context)))
     (*expected, expected_weights), (*numbers, found_weights) = found
     assert numbers == pytest.approx(expected, rel=1e-6)
     for old, new in zip(expected_weights, found_weights, strict=True):
@@ -61,31 +61,33 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def train_with_overflow(parallel: dict[str, Any], bad_rank: int) -> dict[str, Any]:
     """Takes four steps; in the second and third a gradient of one rank overflows."""
-    parts = build_small_parts(2, parallel=parallel, precision=fp16(2.0**8))
-    state = State.at_start(parts)
-    right = Replica.forward_backward
+    context = build_small_context(2, parallel=parallel, precision=fp16(2.0**8))
+    state = State.at_start(context)
+    right = ParallelModel.forward_backward
     skipped, scales, is_same = [], [], []
     for step in range(4):
 
-        def planted(replica: Replica, *arguments: Any, step: int = step, **options: Any) -> Tensor:
-            loss = right(replica, *arguments, **options)
+        def planted(
+            parallel_model: ParallelModel, *arguments: Any, step: int = step, **options: Any
+        ) -> Tensor:
+            loss = right(parallel_model, *arguments, **options)
             if step in (1, 2) and dist.get_rank() == bad_rank:
-                local_part(replica.held[0].gradient).view(-1)[0] = math.inf
+                local_part(parallel_model.local_parameters[0].gradient).view(-1)[0] = math.inf
             return loss
 
-        Replica.forward_backward = planted  # type: ignore[method-assign]
-        before = weights(parts)
-        (result,) = take_steps(parts, state, 1)
+        ParallelModel.forward_backward = planted  # type: ignore[method-assign]
+        before = weights(context)
+        (result,) = take_steps(context, state, 1)
         skipped.append(result.skipped.item())
         scales.append(scale_of(state))
-        after = weights(parts)
+        after = weights(context)
         is_same.append(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
     return {"skipped": skipped, "scales": scales, "same": is_same, "kept": state.as_json()}
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("layout", everyday(LAYOUTS, ("zero 3", "pp2")))
-def test_an_overflow_on_one_rank_is_left_out_by_all(
+def test_an_overflow_on_one_rank_is_skipped_by_all(
     layout: str, bad_rank: int, run_ranks: Callable[..., list[dict[str, Any]]]
 ) -> None:
     found, other = run_ranks(2, train_with_overflow, LAYOUTS[layout], bad_rank)
@@ -103,53 +105,53 @@ def test_an_overflow_on_one_rank_is_left_out_by_all(
 
 
 def test_the_search_for_a_scale_does_not_end_the_run() -> None:
-    parts = build_small_parts(precision=fp16(2.0**32), guard={"skipped_steps_limit": 1})
-    state = State.at_start(parts)
-    (first, *_) = take_steps(parts, state, 4)
+    context = build_small_context(precision=fp16(2.0**32), guard={"skipped_steps_limit": 1})
+    state = State.at_start(context)
+    (first, *_) = take_steps(context, state, 4)
     assert (first.skipped.item(), state.skipped.total, state.skipped.in_a_row) == (1, 4, 0)
     assert math.isfinite(first.loss.item())
-    stop_if_stuck(parts, state)
-    results = take_steps(parts, state, 30)
+    stop_if_stuck(context, state)
+    results = take_steps(context, state, 30)
     assert results[-1].skipped.item() == 0
     assert state.skipped.total == 1 + 32 - round(math.log2(scale_of(state)))
 
 
 def test_at_its_minimum_overflows_end_the_run() -> None:
     scale = fp16(2.0**32, minimum=2.0**30)
-    parts = build_small_parts(precision=scale, guard={"skipped_steps_limit": 3})
-    state = State.at_start(parts)
+    context = build_small_context(precision=scale, guard={"skipped_steps_limit": 3})
+    state = State.at_start(context)
     for step, in_a_row in enumerate([0, 0, 0, 1, 2]):
-        take_steps(parts, state, 1)
+        take_steps(context, state, 1)
         assert state.skipped.in_a_row == in_a_row
-        stop_if_stuck(parts, state)
+        stop_if_stuck(context, state)
         assert step + 1 == state.skipped.total
-    take_steps(parts, state, 1)
+    take_steps(context, state, 1)
     with pytest.raises(GuardError, match="3 steps in a row up to step 6") as caught:
-        stop_if_stuck(parts, state)
+        stop_if_stuck(context, state)
     assert "loss 3." in caught.value.problem
     assert "gradients not finite: none" not in caught.value.problem
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_at_any_scale() -> None:
-    parts = build_small_parts(precision=fp16(2.0**32), guard={"skipped_steps_limit": 2})
+    context = build_small_context(precision=fp16(2.0**32), guard={"skipped_steps_limit": 2})
     with torch.no_grad():
-        parts.replica.held[0].parameter.fill_(math.nan)
-    state = State.at_start(parts)
-    take_steps(parts, state, 2)
+        context.model.local_parameters[0].parameter.fill_(math.nan)
+    state = State.at_start(context)
+    take_steps(context, state, 2)
     with pytest.raises(GuardError, match="2 steps in a row up to step 2"):
-        stop_if_stuck(parts, state)
+        stop_if_stuck(context, state)
 
 
 def test_a_checkpoint_keeps_the_scale_and_refuses_a_damaged_one() -> None:
-    parts = build_small_parts(precision=fp16(2.0**10, window=3))
-    state = State.at_start(parts)
-    take_steps(parts, state, 4)
+    context = build_small_context(precision=fp16(2.0**10, window=3))
+    state = State.at_start(context)
+    take_steps(context, state, 4)
     saved = state.as_json()
     assert saved["loss_scale"] == {"scale": 2.0**11, "good_steps": 1, "patience": 2}
-    assert State.from_json(parts, 4, saved).as_json() == saved
+    assert State.from_json(context, 4, saved).as_json() == saved
     older = {key: value for key, value in saved.items() if key != "loss_scale"}
-    assert scale_of(State.from_json(parts, 4, older)) == 2.0**10
+    assert scale_of(State.from_json(context, 4, older)) == 2.0**10
     damaged = {"scale": -1.0, "good_steps": 0, "patience": 0}
     with pytest.raises(CheckpointError, match=r"not valid: loss_scale\.scale"):
-        State.from_json(parts, 4, saved | {"loss_scale": damaged})
-    assert State.at_start(build_small_parts()).as_json()["loss_scale"] is None
+        State.from_json(context, 4, saved | {"loss_scale": damaged})
+    assert State.at_start(build_small_context()).as_json()["loss_scale"] is None

@@ -18,22 +18,22 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.small import build_small_parts
+from tests.train.small import build_small_context
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainyard.model.loss import LABEL_OF_NOTHING
+from trainyard.model.loss import IGNORE_INDEX
 from trainyard.optim.adamw import build_optimizer
-from trainyard.optim.clip import Totals
+from trainyard.optim.clip import StepStats
 from trainyard.parallel.mesh import build_mesh
-from trainyard.parallel.replica import Replica
+from trainyard.parallel.model import ParallelModel
 from trainyard.train import step
 from trainyard.train.checkpoints import build_saver
 from trainyard.train.loop import train
 from trainyard.train.metrics import Metrics
-from trainyard.train.state import Parts, State
+from trainyard.train.state import State, TrainContext
 from trainyard.train.step import train_step
 from trainyard.train.stop import Stop
 from trainyard.train.worker import COMPUTE_DTYPES
@@ -49,7 +49,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": {"kind": "bf16"}},
     "fp16": {"precision": {"kind": "fp16"}},
     "one micro batch": {"train": {**TRAIN, "micro_batch_size": 2}},
-    "spikes left out": {"guard": {"spikes": "skip"}},
+    "spikes skipped": {"guard": {"spikes": "skip"}},
     "spikes of no interest": {"guard": {"spikes": "off"}},
     "no clipping": {"optimizer": {"learning_rate": 1e-2, "clip_norm": float("inf")}},
     "dropout": WITH_DROPOUT,
@@ -143,33 +143,33 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         yield made
 
 
-def build_gpu_parts(folder: Path = Path(), **sections: dict[str, Any]) -> Parts:
-    """Builds the parts of a small run as a worker does, with the model on the GPU."""
-    parts = build_small_parts(**{"model": MODEL, "train": TRAIN, **sections})
-    run, plan = parts.run, parts.plan
+def build_gpu_context(folder: Path = Path(), **sections: dict[str, Any]) -> TrainContext:
+    """Builds the context of a small run as a worker does, with the model on the GPU."""
+    context = build_small_context(**{"model": MODEL, "train": TRAIN, **sections})
+    run, plan = context.run, context.plan
     mesh = build_mesh(plan.topology, 0, DEVICE)
-    replica = Replica(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
-    optimizer = build_optimizer(replica, run)
-    return replace(parts, folder=folder, replica=replica, optimizer=optimizer)
+    parallel_model = ParallelModel(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
+    optimizer = build_optimizer(parallel_model, run)
+    return replace(context, folder=folder, model=parallel_model, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_steps_never_wait(gpu: Gpu, name: str) -> None:
     if name.startswith("fp8"):
         pytest.importorskip("torchao")
-    parts = build_gpu_parts(**RUNS[name])
-    state = State.at_start(parts)
-    assert all(held.parameter.device == DEVICE for held in parts.replica.held)
+    context = build_gpu_context(**RUNS[name])
+    state = State.at_start(context)
+    assert all(local.parameter.device == DEVICE for local in context.model.local_parameters)
     with gpu.training():
         for _ in range(2):  # the moments of the optimizer are there from the second on
             before = gpu.n_done
-            result = train_step(parts, state)
+            result = train_step(context, state)
             state.step += 1
             assert gpu.n_done > before + 100
     assert {result.loss.device, result.gradient_norm.device, result.skipped.device} == {DEVICE}
 
 
-MISTAKES: dict[str, tuple[Callable[[Totals], object], str]] = {
+MISTAKES: dict[str, tuple[Callable[[StepStats], object], str]] = {
     "read a number": (lambda totals: totals.loss.item(), "_local_scalar_dense"),
     "branch": (lambda totals: 1 if totals.norm > 1 else 0, "_local_scalar_dense"),
     "copy to the host": (lambda totals: totals.loss.cpu(), "_to_copy.* to the host"),
@@ -191,19 +191,19 @@ MISTAKES: dict[str, tuple[Callable[[Totals], object], str]] = {
 
 @pytest.mark.parametrize(("mistake", "what"), MISTAKES.values(), ids=MISTAKES)
 def test_a_step_that_waits_is_found(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, mistake: Callable[[Totals], object], what: str
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, mistake: Callable[[StepStats], object], what: str
 ) -> None:
-    parts = build_gpu_parts()
-    state = State.at_start(parts)
+    context = build_gpu_context()
+    state = State.at_start(context)
     right = step.apply_update
 
-    def wrong(optimizer: torch.optim.AdamW, totals: Totals, *rest: Any) -> Tensor:
+    def wrong(optimizer: torch.optim.AdamW, totals: StepStats, *rest: Any) -> Tensor:
         mistake(totals)
         return right(optimizer, totals, *rest)
 
     monkeypatch.setattr(step, "apply_update", wrong)
     with gpu.training(), pytest.raises(HostWaitsError, match=what):
-        train_step(parts, state)
+        train_step(context, state)
 
 
 def test_the_loop_waits_where_it_logs(gpu: Gpu, tmp_path: Path) -> None:
@@ -213,11 +213,11 @@ def test_the_loop_waits_where_it_logs(gpu: Gpu, tmp_path: Path) -> None:
         "evaluate": {"interval": 0},
         "precision": {"kind": "fp16"},
     }
-    parts = build_gpu_parts(tmp_path, **sections)
-    state, metrics, saver = State.at_start(parts), Metrics(parts), build_saver(parts)
+    context = build_gpu_context(tmp_path, **sections)
+    state, metrics, saver = State.at_start(context), Metrics(context), build_saver(context)
     stop = Stop(tmp_path, 60.0, 3600.0)
     with gpu.training(), pytest.raises(HostWaitsError) as found:
-        train(parts, state, metrics, stop, saver, lambda _step, _text: None)
+        train(context, state, metrics, stop, saver, lambda _step, _text: None)
     metrics.close()
     functions = [frame.name for frame in traceback.extract_tb(found.value.__traceback__)]
     assert state.step == N_STEPS
@@ -225,18 +225,20 @@ def test_the_loop_waits_where_it_logs(gpu: Gpu, tmp_path: Path) -> None:
 
 
 def test_labels_are_counted_on_the_host(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = build_gpu_parts()
-    state = State.at_start(parts)
-    _, labels = parts.train_data.batch(0, 0)
+    context = build_gpu_context()
+    state = State.at_start(context)
+    _, labels = context.train_data.batch(0, 0)
     counted: list[int] = []
-    right = step.add_up
+    right = step.reduce_step_stats
 
-    def note(replica: Replica, loss: Tensor, n_labelled: int, divisor: float | Tensor) -> Totals:
+    def note(
+        parallel_model: ParallelModel, loss: Tensor, n_labelled: int, divisor: float | Tensor
+    ) -> StepStats:
         counted.append(n_labelled)
-        return right(replica, loss, n_labelled, divisor)
+        return right(parallel_model, loss, n_labelled, divisor)
 
-    monkeypatch.setattr(step, "add_up", note)
+    monkeypatch.setattr(step, "reduce_step_stats", note)
     with gpu.training():
-        train_step(parts, state)
-    assert counted == [int((labels != LABEL_OF_NOTHING).sum())]
+        train_step(context, state)
+    assert counted == [int((labels != IGNORE_INDEX).sum())]
     assert 0 < counted[0] < labels.numel()

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from trainyard.config.run import Guard
-from trainyard.optim.clip import Totals
+from trainyard.optim.clip import StepStats
 from trainyard.train.spikes import SavedWindow, SpikeWindow
 
 CPU = torch.device("cpu")
 
 
-def totals(loss: float, norm: float = 1.0) -> Totals:
-    return Totals(torch.tensor(loss), torch.tensor(norm), torch.tensor(1.0))
+def totals(loss: float, norm: float = 1.0) -> StepStats:
+    return StepStats(torch.tensor(loss), torch.tensor(norm), torch.tensor(1.0))
 
 
 def judge(window: SpikeWindow, loss: float, norm: float = 1.0) -> bool:

@@ -19,7 +19,7 @@ with stop.catch_signals():
     signal.raise_signal(signal.SIGUSR1)
     clock[0] += float(sys.argv[1])
     signal.raise_signal(signal.SIGUSR1)
-    print(stop.wish())
+    print(stop.stop_request())
 """
 
 
@@ -42,8 +42,8 @@ def test_the_first_signal_says_why() -> None:
     before = signal.getsignal(signal.SIGINT)
     stop = Stop(None)
     with stop.catch_signals():
-        assert stop.wish() is None
+        assert stop.stop_request() is None
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
-        assert stop.wish() == "93 received SIGINT"
+        assert stop.stop_request() == "93 received SIGINT"
     assert signal.getsignal(signal.SIGINT) is before

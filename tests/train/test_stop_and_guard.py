@@ -19,7 +19,7 @@ from trainyard.checkpoint.load import load_tensors, newest_checkpoint
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, GuardError
 from trainyard.train import step
-from trainyard.train.stop import DONE, Ending, Stop
+from trainyard.train.stop import DONE, Stop, StopReason
 
 
 def endless(run: Run) -> Run:
@@ -57,11 +57,12 @@ def test_files_save_and_stop_a_run(tiny_run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "wish"), [(None, None), (3600.0, None), (59.0, "75 the job's time limit is 59 s")]
+    ("seconds", "expected"),
+    [(None, None), (3600.0, None), (59.0, "75 the job's time limit is 59 s")],
 )
-def test_the_time_limit_of_a_job(seconds: float | None, wish: str | None) -> None:
-    found = Stop(None, scheduler_seconds=seconds).wish()
-    assert found == wish if wish is None else (found or "").startswith(wish)
+def test_the_time_limit_of_a_job(seconds: float | None, expected: str | None) -> None:
+    found = Stop(None, scheduler_seconds=seconds).stop_request()
+    assert found == expected if expected is None else (found or "").startswith(expected)
 
 
 def test_nothing_starts_over_where_all_checkpoints_are_damaged(
@@ -127,12 +128,12 @@ def test_a_spike_sends_the_run_back(
     class StopsAtStep20(Stop):
         n_steps = 0
 
-        def wish(self) -> str | None:
+        def stop_request(self) -> str | None:
             self.n_steps += 1
-            return str(Ending("told to")) if self.n_steps == 18 + 5 else None
+            return str(StopReason("told to")) if self.n_steps == 18 + 5 else None
 
     monkeypatch.setattr("trainyard.train.worker.Stop", lambda *_: StopsAtStep20(None))
-    assert start(tmp_path / "parts", run) == Ending("told to")
+    assert start(tmp_path / "parts", run) == StopReason("told to")
     monkeypatch.setattr("trainyard.train.worker.Stop", Stop)
     assert start(tmp_path / "parts", run) == DONE
     expected = load_tensors(checkpoint, "")

@@ -34,11 +34,11 @@ from trainyard.errors import (
     UserError,
 )
 from trainyard.launch.environment import Process
-from trainyard.launch.pulse import Pulse
+from trainyard.launch.heartbeat import Heartbeat
 from trainyard.parallel.mesh import build_mesh, choose_device
 from trainyard.topology import Topology
 from trainyard.train.run_folder import write_run_folder
-from trainyard.train.stop import DONE, Ending, Stop
+from trainyard.train.stop import DONE, Stop, StopReason
 from trainyard.train.worker import main as worker_main
 from trainyard.train.worker import read_unread, run_worker
 
@@ -60,9 +60,9 @@ class StopsAfter(Stop):
         super().__init__(folder=None)
         self.left = n_steps
 
-    def wish(self) -> str | None:
+    def stop_request(self) -> str | None:
         self.left -= 1
-        return str(Ending("told to", 75)) if self.left == 0 else None
+        return str(StopReason("told to", 75)) if self.left == 0 else None
 
 
 EMULATED = {"fp8": {"emulate": True, "precise_blocks": 0}}
@@ -91,7 +91,7 @@ def test_stopped_and_resumed_equals_uninterrupted_to_the_last_bit(
     )
     assert start(tmp_path / "whole", run) == DONE
     monkeypatch.setattr("trainyard.train.worker.Stop", lambda *_: StopsAfter(5))
-    assert start(tmp_path / "parts", run) == Ending("told to", 75)
+    assert start(tmp_path / "parts", run) == StopReason("told to", 75)
     monkeypatch.undo()
     assert start(tmp_path / "parts", run, "must") == DONE
 
@@ -190,7 +190,7 @@ def test_steps_whose_gradients_are_not_finite_stop_the_run(tiny_run: Run, tmp_pa
         model={"init_std": 1e30},
         guard={"skipped_steps_limit": 3},
     )
-    with pytest.raises(GuardError, match="3 steps in a row up to step 3 were left out") as caught:
+    with pytest.raises(GuardError, match="3 steps in a row up to step 3 were skipped") as caught:
         start(tmp_path / "run", hopeless)
     assert "sequences 16 to 23: loss nan" in caught.value.problem
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["exit_code"] == 93
@@ -334,7 +334,7 @@ def test_data_without_a_record_is_read_once_by_all_ranks_together(
         mesh = build_mesh(Topology(shard=3), rank, torch.device("cpu"))
         describe_data(run)
         assert not read_here, "before the ranks have met, none reads"
-        read_unread(run, mesh, Pulse(), keeps=rank == 0)
+        read_unread(run, mesh, Heartbeat(), keeps=rank == 0)
         return len(read_here), data_fingerprint(run)
 
     counts, fingerprints = zip(*run_ranks(3, read), strict=True)
@@ -361,7 +361,7 @@ def test_ranks_that_see_other_data_are_told(
                 "cache_folder": str(tmp_path / f"cache{rank == 2}")}  # fmt: skip
         mesh = build_mesh(Topology(shard=3), rank, torch.device("cpu"))
         with pytest.raises(LaunchError) as caught:
-            read_unread(Run.model_validate({"data": data}), mesh, Pulse(), keeps=rank != 1)
+            read_unread(Run.model_validate({"data": data}), mesh, Heartbeat(), keeps=rank != 1)
         return caught.value.problem
 
     assert set(run_ranks(3, read)) == {"rank 2 of 3: the token files differ from those of rank 0"}

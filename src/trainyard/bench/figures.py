@@ -43,7 +43,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Figures:
-    """How fast a contender is; None where the device's peak is not known."""
+    """How fast a candidate is; None where the device's peak is not known."""
 
     milliseconds_per_step: Spread
     samples_per_second: float

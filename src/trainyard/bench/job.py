@@ -1,6 +1,6 @@
-"""What one contender of a benchmark is to do, as its processes read it from a folder.
+"""What one candidate of a benchmark is to do, as its processes read it from a folder.
 
-A benchmark is rounds of contenders: each round starts the processes of every contender in turn, so
+A benchmark is rounds of candidates: each round starts the processes of every candidate in turn, so
 that whatever else the machine does falls on all of them. With `--compare fp32,bf16 --rounds 2`:
 
     round 1: fp32    round 1: bf16    round 2: fp32    round 2: bf16
@@ -52,7 +52,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Job:
-    """The work of one contender in one round."""
+    """The work of one candidate in one round."""
 
     steps: Steps
     peer: str

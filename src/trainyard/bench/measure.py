@@ -1,4 +1,4 @@
-"""One rank of a contender: warm-up, the steps that count, then steps that are taken apart.
+"""One rank of a candidate: warm-up, the steps that count, then steps that are taken apart.
 
 What is timed is not disturbed: parts of the step and traces are taken in further steps, whose own
 time is told beside, so that it can be seen what the taking apart costs.
@@ -25,13 +25,13 @@ from trainyard.bench.profile import (
 from trainyard.bench.timeline import Timeline
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.metrics import peak_memory_bytes
-from trainyard.train.state import Parts, State
+from trainyard.train.state import State, TrainContext
 from trainyard.train.step import train_step
 
 COMMUNICATION = "communication"
 
 
-class Contender(Protocol):
+class Candidate(Protocol):
     """Something that trains step by step."""
 
     @property
@@ -45,32 +45,32 @@ class Contender(Protocol):
 class OurTraining:
     """The step of `trainyard train`, on its own parts."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._state = State.at_start(parts)
+    def __init__(self, context: TrainContext) -> None:
+        self._context = context
+        self._state = State.at_start(context)
 
     @property
     def models(self) -> Sequence[nn.Module]:
         """The stages of this rank."""
-        return list(self._parts.replica.stages.values())
+        return list(self._context.model.stages.values())
 
     def step(self) -> Tensor:
         """Does the next step; gives its loss, on the device."""
-        loss = train_step(self._parts, self._state).loss
+        loss = train_step(self._context, self._state).loss
         # Start over if the run is shorter than its benchmark.
-        self._state.step = (self._state.step + 1) % self._parts.plan.n_steps
+        self._state.step = (self._state.step + 1) % self._context.plan.n_steps
         return loss
 
 
 def measure(
-    contender: Contender, job: Job, timeline: Timeline, mesh: Mesh, folder: Path
+    candidate: Candidate, job: Job, timeline: Timeline, mesh: Mesh, folder: Path
 ) -> dict[str, Any]:
     """Does everything a job asks for; every rank calls it.
 
     Args:
-        contender: trains.
+        candidate: trains.
         job: what to do.
-        timeline: what the contender tells its parts to.
+        timeline: what the candidate tells its parts to.
         mesh: of all ranks; one alone for peers.
         folder: gets the trace.
 
@@ -84,7 +84,7 @@ def measure(
 
     def train(n_steps: int) -> None:
         for _ in range(n_steps):
-            losses.append(contender.step())
+            losses.append(candidate.step())
             marks.append(timeline.clock.mark())
         timeline.clock.wait()
 
@@ -106,28 +106,28 @@ def measure(
         "profile": None,
     }
     if job.takes_apart:
-        found["split"] = _take_apart(contender, job.steps.taken_apart, timeline, mesh)
+        found["split"] = _take_apart(candidate, job.steps.taken_apart, timeline, mesh)
     if job.profiles and mesh.rank == 0:
         profiler = profile_steps(
-            contender.step, timeline, contender.models, device, with_places=True
+            candidate.step, timeline, candidate.models, device, with_places=True
         )
         found["profile"] = describe_profile(profiler, device, folder)
     elif job.profiles:
-        _follow(contender)
+        _follow(candidate)
     return found
 
 
 def _take_apart(
-    contender: Contender, n_steps: int, timeline: Timeline, mesh: Mesh
+    candidate: Candidate, n_steps: int, timeline: Timeline, mesh: Mesh
 ) -> dict[str, Any]:
     """Takes further steps apart, each after one that is not; gives means of this rank."""
     clock, plain, marks = timeline.clock, [], []
     for _ in range(n_steps):
         start = clock.mark()
-        contender.step()
+        candidate.step()
         plain.append((start, clock.mark()))
-        with timeline.recording(contender.models) as of_step:
-            contender.step()
+        with timeline.recording(candidate.models) as of_step:
+            candidate.step()
         marks += of_step
     clock.wait()
     taken = timeline.add_up(marks)
@@ -138,13 +138,13 @@ def _take_apart(
     if mesh.topology.n_ranks > 1:
         if mesh.rank == 0:
             profiler = profile_steps(
-                contender.step, timeline, contender.models, mesh.device, with_places=False
+                candidate.step, timeline, candidate.models, mesh.device, with_places=False
             )
             for part, share in exposed_shares(profiler).items():
                 exposed += share * parts[part]
                 parts[part] *= 1 - share
         else:
-            _follow(contender)
+            _follow(candidate)
     return {
         "milliseconds": parts | {COMMUNICATION: exposed},
         "milliseconds_per_step": whole,
@@ -152,10 +152,10 @@ def _take_apart(
     }
 
 
-def _follow(contender: Contender) -> None:
+def _follow(candidate: Candidate) -> None:
     """Does the steps that the first rank does under the profiler."""
     for _ in range(STEPS_UNDER_PROFILER):
-        contender.step()
+        candidate.step()
 
 
 def _largest(values: Sequence[float], mesh: Mesh) -> list[float]:

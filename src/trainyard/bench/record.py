@@ -37,11 +37,11 @@ def build_record(outcomes: Sequence[Outcome], order: Order, data: str) -> Record
     """Puts everything together that was found, and how.
 
     Args:
-        outcomes: all contenders.
+        outcomes: all candidates.
         order: what was asked for.
         data: what the steps read, in words.
     """
-    run = outcomes[0].contender.run
+    run = outcomes[0].candidate.run
     plan = resolve(run, order.n_ranks)
     device = outcomes[0].results[0]["device"]
     versions = read_versions()
@@ -77,12 +77,12 @@ def build_record(outcomes: Sequence[Outcome], order: Order, data: str) -> Record
         "data": data,
         "steps": {**asdict(order.steps), "rounds": order.n_rounds},
         "formulas": FORMULAS,
-        "contenders": [_describe(outcome, outcomes[0], order) for outcome in outcomes],
+        "candidates": [_describe(outcome, outcomes[0], order) for outcome in outcomes],
     }
 
 
 def _describe(outcome: Outcome, first: Outcome, order: Order) -> dict[str, Any]:
-    run, results, n_ranks = outcome.contender.run, outcome.results, order.n_ranks
+    run, results, n_ranks = outcome.candidate.run, outcome.results, order.n_ranks
     device = results[0]["device"]
     figures = compute_figures(run, resolve(run, n_ranks), outcome.step_seconds, device)
     ratios = outcome.speed_over(first)
@@ -90,8 +90,8 @@ def _describe(outcome: Outcome, first: Outcome, order: Order) -> dict[str, Any]:
     startup = [result["startup_seconds"] for result in results]
     starts = {name: statistics.median(each[name] for each in startup) for name in startup[0]}
     return {
-        "name": outcome.contender.name,
-        "peer": outcome.contender.peer or None,
+        "name": outcome.candidate.name,
+        "peer": outcome.candidate.peer or None,
         "precision": run.precision.kind,
         **figures.as_json(),
         "peak_memory_bytes": max(result["peak_memory_bytes"] for result in results),
@@ -142,7 +142,7 @@ def _peaks(device_name: str) -> dict[str, float]:
 
 
 def render_table(record: Record) -> str:
-    """Lays a record out for people: a row for each figure, a column for each contender."""
+    """Lays a record out for people: a row for each figure, a column for each candidate."""
     machine, run, steps = record["machine"], record["run"], record["steps"]
     ranks = f"{record['n_ranks']} rank{'' if record['n_ranks'] == 1 else 's'}"
     batch = f"{run['global_batch_size']} sequences of {run['model']['sequence_length']} tokens"
@@ -154,17 +154,17 @@ def render_table(record: Record) -> str:
         f"{steps['timed']} steps after {steps['warm_up']} of warm-up{rounds}",
         "",
     ]
-    contenders = record["contenders"]
-    lines.append(_row("", [each["name"] for each in contenders]))
-    for label, show in _rows(contenders):
-        lines.append(_row(label, [show(each) for each in contenders]))
+    candidates = record["candidates"]
+    lines.append(_row("", [each["name"] for each in candidates]))
+    for label, show in _rows(candidates):
+        lines.append(_row(label, [show(each) for each in candidates]))
     lines += ["", *_notes(record)]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _rows(contenders: list[Any]) -> list[tuple[str, Callable[[Any], str]]]:
+def _rows(candidates: list[Any]) -> list[tuple[str, Callable[[Any], str]]]:
     rows: list[tuple[str, Callable[[Any], str]]] = []
-    if len(contenders) > 1:
+    if len(candidates) > 1:
         rows.append(("times as fast as the first", _show_ratio))
         rows.append(("  lowest - highest round", _show_ratio_range))
     rows += [
@@ -178,13 +178,13 @@ def _rows(contenders: list[Any]) -> list[tuple[str, Callable[[Any], str]]]:
         ("peak memory", lambda c: format_bytes(c["peak_memory_bytes"])),
         ("loss, first and last", lambda c: f"{c['first_loss']:.4f}  {c['last_loss']:.4f}"),
     ]
-    for part in contenders[0]["split"]["milliseconds"]:
+    for part in candidates[0]["split"]["milliseconds"]:
         rows.append((part, lambda c, part=part: _show_part(c["split"], part)))  # type: ignore[misc]
     rows.append(("  what taking it apart costs", lambda c: f"{c['split']['overhead']:+.1%}"))
-    for name in contenders[0]["startup_seconds"]:
+    for name in candidates[0]["startup_seconds"]:
         title = "start in all" if name == "total" else f"start: {name}"
         rows.append((title, lambda c, name=name: f"{c['startup_seconds'][name]:.2f} s"))  # type: ignore[misc]
-    if contenders[0]["profile"] is not None:
+    if candidates[0]["profile"] is not None:
         waits, reads = "host_waits_per_step", "host_reads_per_step"
         rows.append(("host waits a step", lambda c: f"{sum(c['profile'][waits].values()):g}"))
         rows.append(("host reads a step", lambda c: f"{sum(c['profile'][reads].values()):g}"))
@@ -195,7 +195,7 @@ def _notes(record: Record) -> list[str]:
     notes = [f"TFLOP/s and MFU: model FLOP by {FORMULA}; HFU: with what is recomputed"]
     if not record["machine"]["peak_flops_per_second"]:
         notes.append("MFU, HFU: the peak of this device is not known")
-    for each in record["contenders"]:
+    for each in record["candidates"]:
         profile = each["profile"]
         for kind, words in (("waits", "waits for the device"), ("reads", "reads a number")):
             for name, count in (profile[f"host_{kind}_per_step"] if profile else {}).items():
@@ -207,17 +207,17 @@ def _row(label: str, cells: Sequence[str]) -> str:
     return f"{label:<{LABEL_WIDTH}}" + "".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells)
 
 
-def _show_ratio(contender: Any) -> str:
-    return f"{contender['speed_over_first']['median']:.3f}"
+def _show_ratio(candidate: Any) -> str:
+    return f"{candidate['speed_over_first']['median']:.3f}"
 
 
-def _show_ratio_range(contender: Any) -> str:
-    ratio = contender["speed_over_first"]
+def _show_ratio_range(candidate: Any) -> str:
+    ratio = candidate["speed_over_first"]
     return f"{ratio['lowest']:.3f} - {ratio['highest']:.3f}"
 
 
-def _show_spread(contender: Any) -> str:
-    spread = contender["milliseconds_per_step"]
+def _show_spread(candidate: Any) -> str:
+    spread = candidate["milliseconds_per_step"]
     return f"{spread['p10']:.2f} - {spread['p90']:.2f}"
 
 

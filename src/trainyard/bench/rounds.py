@@ -1,6 +1,6 @@
-"""Rounds of contenders: each gets processes of its own, one after the other, and is asked again.
+"""Rounds of candidates: each gets processes of its own, one after the other, and is asked again.
 
-Memory, and how it is allocated, belongs to a process, and so does what was compiled: a contender
+Memory, and how it is allocated, belongs to a process, and so does what was compiled: a candidate
 that came second in the same process would find the house warm. The ranks of this process start
 theirs as `trainyard train` does, here or below torchrun, srun and mpiexec.
 """
@@ -36,7 +36,7 @@ logger = logging.getLogger("trainyard")
 
 
 @dataclass(frozen=True)
-class Contender:
+class Candidate:
     """Something to time."""
 
     name: str
@@ -48,9 +48,9 @@ class Contender:
 
 @dataclass
 class Outcome:
-    """What the rounds of a contender found, in their order."""
+    """What the rounds of a candidate found, in their order."""
 
-    contender: Contender
+    candidate: Candidate
     results: list[dict[str, Any]] = field(default_factory=list)
     trace: Path | None = None
     operators: Path | None = None
@@ -70,7 +70,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Order:
-    """What is asked for, of all contenders."""
+    """What is asked for, of all candidates."""
 
     steps: Steps
     n_rounds: int
@@ -84,12 +84,12 @@ class Order:
 
 
 def run_rounds(
-    contenders: Sequence[Contender], order: Order, process: Process, folder: Path
+    candidates: Sequence[Candidate], order: Order, process: Process, folder: Path
 ) -> list[Outcome]:
-    """Times all contenders, interleaved.
+    """Times all candidates, interleaved.
 
     Args:
-        contenders: as they are to be listed.
+        candidates: as they are to be listed.
         order: what to do.
         process: this one, as its launcher knows it.
         folder: for what they read and write; traces stay there.
@@ -98,10 +98,10 @@ def run_rounds(
         UserError: a process refused; of several, what they said is on standard error.
         MachineError: a process failed; what it said is on standard error.
     """
-    outcomes = [Outcome(contender) for contender in contenders]
+    outcomes = [Outcome(candidate) for candidate in candidates]
     for number in range(order.n_rounds):
         for place, outcome in enumerate(outcomes):
-            name = outcome.contender.name
+            name = outcome.candidate.name
             if process.rank == 0 and name:
                 logger.info("round %d of %d: %s", number + 1, order.n_rounds, name)
             here = folder / f"{number}-{place}"
@@ -109,12 +109,12 @@ def run_rounds(
             is_first = number == 0
             job = Job(
                 order.steps,
-                outcome.contender.peer,
+                outcome.candidate.peer,
                 takes_apart=is_first and order.takes_apart,
                 profiles=is_first and order.profiles,
                 seconds=order.seconds,
             )
-            job.write(here, outcome.contender.run)
+            job.write(here, outcome.candidate.run)
             _run(order, process, here, number * len(outcomes) + place)
             if process.rank == 0:
                 text = (here / RESULT).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What one process of a contender does: builds it as training does, measures, tells."""
+"""What one process of a candidate does: builds it as training does, measures, tells."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from trainyard.bench.baselines import build_peer
 from trainyard.bench.job import RESULT, RUN, Job
-from trainyard.bench.measure import Contender, OurTraining, measure
-from trainyard.bench.peers import build_peer
+from trainyard.bench.measure import Candidate, OurTraining, measure
 from trainyard.bench.start import Start
 from trainyard.bench.timeline import Timeline, build_clock
 from trainyard.config.load import load_run, render_run
@@ -22,7 +22,7 @@ from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.precision.float8 import refuse_device
-from trainyard.train.worker import build_parts
+from trainyard.train.worker import build_context
 
 
 def run_job(folder: Path, process: Process, start: Start) -> None:
@@ -53,8 +53,8 @@ def run_job(folder: Path, process: Process, start: Start) -> None:
                 if process.rank == 0:
                     build_orders(run, plan, ("train", "valid"))
             with start.timing("model"):
-                contender = _build(folder, run, plan, mesh, job, timeline)
-            found = measure(contender, job, timeline, mesh, folder)
+                candidate = _build(folder, run, plan, mesh, job, timeline)
+            found = measure(candidate, job, timeline, mesh, folder)
         except torch.OutOfMemoryError as error:
             raise MachineError(
                 f"{run.name} does not fit into the memory of {device_name(device)}: "
@@ -69,10 +69,10 @@ def run_job(folder: Path, process: Process, start: Start) -> None:
 
 def _build(
     folder: Path, run: Run, plan: Plan, mesh: Mesh, job: Job, timeline: Timeline
-) -> Contender:
+) -> Candidate:
     if job.peer:
         return build_peer(job.peer, run, plan, mesh.device, timeline)
-    return OurTraining(build_parts(folder, run, plan, mesh, timeline))
+    return OurTraining(build_context(folder, run, plan, mesh, timeline))
 
 
 def _facts(run: Run) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """When each part of a training step begins, on the clock of the device that computes it.
 
-A step tells the process that watches it what it does, through `Pulse`; a `Timeline` is one that
+A step tells the process that watches it what it does, through `Heartbeat`; a `Timeline` is one that
 keeps the time as well, and learns from hooks where forward passes end. A step of two micro batches:
 
-    told by      pulse      hook      hook       hook      hook       pulse       the caller
+    told by      heartbeat      hook      hook       hook      hook       heartbeat       the caller
     part         data wait  forward   backward   forward   backward   optimizer   (end)
     at, ms       0.0        0.1       5.1        15.2      20.2       30.3        34.0
 
@@ -27,7 +27,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from trainyard.launch.pulse import Phase, Pulse
+from trainyard.launch.heartbeat import Heartbeat, Phase
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, END = "data wait", "forward", "backward", "optimizer", ""
 PARTS: Final = (DATA, FORWARD, BACKWARD, OPTIMIZER)
@@ -89,7 +89,7 @@ def build_clock(device: torch.device) -> Clock:
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
-class Timeline(Pulse):
+class Timeline(Heartbeat):
     """Notes when parts of a step begin, while it is asked to.
 
     Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from trainyard.bench.job import Steps, names_data, prepare_run
-from trainyard.bench.rounds import Contender, Order, run_rounds
+from trainyard.bench.rounds import Candidate, Order, run_rounds
 from trainyard.config.run import Data, Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.launch.environment import Process, read_process
@@ -71,9 +71,9 @@ def time_runs(runs: Sequence[Run], n_ranks: int) -> list[float | None]:
             folder = Path(name) / str(number)
             folder.mkdir()
             prepared = prepare_run(_with_data_that_is_here(run), STEPS, folder)
-            contender = Contender(f"layout {number + 1} of {len(runs)}", prepared)
+            candidate = Candidate(f"layout {number + 1} of {len(runs)}", prepared)
             try:
-                outcome = run_rounds([contender], order, process, folder)[0]
+                outcome = run_rounds([candidate], order, process, folder)[0]
             except MachineError as error:
                 logger.warning("layout %d cannot be timed: %s", number + 1, error.problem)
                 found.append(None)
@@ -96,7 +96,7 @@ def time_run(run: Run, n_ranks: int) -> float:
     order = Order(STEPS_OF_ONE_RUN, 1, n_ranks, takes_apart=False, seconds=SECONDS_OF_ONE_RUN)
     with tempfile.TemporaryDirectory(prefix="trainyard-time-") as name:
         prepared = prepare_run(run, order.steps, Path(name))
-        (outcome,) = run_rounds([Contender("", prepared)], order, Process(), Path(name))
+        (outcome,) = run_rounds([Candidate("", prepared)], order, Process(), Path(name))
     return statistics.mean(outcome.step_seconds)
 
 

@@ -1,4 +1,4 @@
-"""One process of a contender, from the command line; nothing slow is imported before it is timed.
+"""One process of a candidate, from the command line; nothing slow is imported before it is timed.
 
     python -P -m trainyard.bench.worker FOLDER --spawned-at 1763755200.5 --attempt 0
 

@@ -4,9 +4,9 @@
     writer                     | write, flush, publish | remove old |
 
 One save is in flight at a time: the next waits for it. The host memory is allocated once, by
-`reserve` before the first step, and used again by every save. A save that fails leaves what was
-there before, removes nothing, and is told by `Saver.take_failure` at the next step, and by
-`Saver.wait`.
+`reserve` before the first step, and used again by every save. A save that fails removes nothing,
+and is reported by `AsyncCheckpointer.take_failure` at the next step, and by
+`AsyncCheckpointer.wait`.
 
 Old checkpoints go only after a newer one is complete. With `Retention(last=2, every=100, best=1)`:
 
@@ -78,7 +78,7 @@ class SaveTimes:
     """From the call until it was complete."""
 
 
-class Saver:
+class AsyncCheckpointer:
     """Saves one checkpoint after another, each while training goes on.
 
     All ranks make one and call `save` and `wait` alike, and these fail on all of them or on none.

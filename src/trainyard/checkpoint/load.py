@@ -199,7 +199,7 @@ def _require_model(path: Path, manifest: Manifest, run: Run) -> int:
 def _types_of(name: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """Lists as what a tensor may be stored to be read as another type, the latter first.
 
-    Weights in use are bf16 in low-bit state; others read them as fp32, and it begins with such.
+    Low-precision state uses bf16 weights. Other runs read them as fp32; it starts from fp32 too.
     """
     is_weight = name.startswith("model.") and dtype in (torch.float32, torch.bfloat16)
     return (dtype, torch.float32, torch.bfloat16) if is_weight else (dtype,)

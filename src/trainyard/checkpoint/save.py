@@ -40,11 +40,11 @@ from trainyard.checkpoint.format import (
     render_manifest,
     step_folder_name,
 )
-from trainyard.checkpoint.parts import (
+from trainyard.checkpoint.rank_manifest import (
     EXPECTED,
     FREE_SPACE,
     Failure,
-    Parts,
+    RankManifest,
     describe_part,
     failure_of,
     join_parts,
@@ -226,7 +226,7 @@ def _write_parts(
     shards = {partial / name: shard for name, shard in _named_shards(held, ranks)}
     own = partial / parts_name(ranks.rank)
     try:
-        parts = Parts()
+        parts = RankManifest()
         for path, written in write_shards(shards).items():
             parts.files[path.name] = written.file
             for name, sha256 in written.sha256.items():
@@ -237,7 +237,7 @@ def _write_parts(
         with suppress(OSError):  # on a file system that became read-only
             for path in shards:
                 path.unlink(missing_ok=True)
-        failed = Parts(failure=failure_of(error))
+        failed = RankManifest(failure=failure_of(error))
         _attempt(lambda: _write_flushed(own, failed))
         raise
 

@@ -15,7 +15,7 @@ from trainyard.errors import LaunchError
 from trainyard.launch.environment import Process, read_process
 
 if TYPE_CHECKING:
-    from trainyard.bench.rounds import Contender, Order, Outcome
+    from trainyard.bench.rounds import Candidate, Order, Outcome
     from trainyard.config.run import Run
 
 RECORDS_FOLDER = Path("runs/bench")
@@ -99,8 +99,8 @@ def bench(
     with tempfile.TemporaryDirectory(prefix="trainyard-bench-") as name:
         folder = Path(name)
         prepared = prepare_run(run, counted, folder)
-        contenders = _list_contenders(prepared, compare, against, plan.n_ranks)
-        outcomes = _time(contenders, order, process, folder)
+        candidates = _list_candidates(prepared, compare, against, plan.n_ranks)
+        outcomes = _time(candidates, order, process, folder)
         if process.rank == 0:
             if output is None:
                 stamp = time.strftime("%Y-%m-%d-%H%M%S")
@@ -108,43 +108,43 @@ def bench(
             _write(outcomes, order, describe_data(run), output, as_json=as_json)
 
 
-def _list_contenders(
+def _list_candidates(
     run: Run, compare: str | None, against: str | None, n_ranks: int
-) -> list[Contender]:
+) -> list[Candidate]:
     """Lists what is to be timed, all of which can be."""
     from typing import get_args
 
-    from trainyard.bench.peers import peer_run, refuse_peer
-    from trainyard.bench.rounds import Contender
+    from trainyard.bench.baselines import peer_run, refuse_peer
+    from trainyard.bench.rounds import Candidate
     from trainyard.config.run import Precision, Run
     from trainyard.errors import ConfigError
     from trainyard.train.run_folder import refuse_what_is_not_built
 
     kinds: list[str] = [run.precision.kind] if compare is None else compare.split(",")
     known = get_args(Precision.model_fields["kind"].annotation)
-    contenders = []
+    candidates = []
     for kind in kinds:
         if kind not in known or kinds.count(kind) > 1:
-            problem = "stands there twice" if kind in known else "is no precision"
+            problem = "is listed twice" if kind in known else "is not a precision"
             raise ConfigError(
                 f"--compare {compare}: {kind!r} {problem}", f"each at most once: {', '.join(known)}"
             )
         precision = run.precision.model_copy(update={"kind": kind})
         ours = Run.model_validate(run.model_copy(update={"precision": precision}).model_dump())
         refuse_what_is_not_built(ours)
-        contenders.append(Contender(kind, ours))
+        candidates.append(Candidate(kind, ours))
     if against is not None:
         refuse_peer(against, run, n_ranks)
-        contenders.append(Contender(against, peer_run(against, run), against))
-    return contenders
+        candidates.append(Candidate(against, peer_run(against, run), against))
+    return candidates
 
 
 def _time(
-    contenders: list[Contender], order: Order, process: Process, folder: Path
+    candidates: list[Candidate], order: Order, process: Process, folder: Path
 ) -> list[Outcome]:
     from trainyard.bench.rounds import run_rounds
 
-    return run_rounds(contenders, order, process, folder)
+    return run_rounds(candidates, order, process, folder)
 
 
 def _write(
@@ -162,7 +162,7 @@ def _write(
         output.write_text(text, encoding="utf-8")
         for outcome in outcomes:
             for path in filter(None, (outcome.trace, outcome.operators)):
-                beside = output.with_name(f"{output.stem}-{outcome.contender.name}-{path.name}")
+                beside = output.with_name(f"{output.stem}-{outcome.candidate.name}-{path.name}")
                 shutil.move(path, beside)
                 written.append(beside)
     except OSError as error:

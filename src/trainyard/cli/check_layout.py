@@ -12,8 +12,8 @@ from trainyard.errors import MachineError
 
 if TYPE_CHECKING:
     from trainyard.config.run import Run
-    from trainyard.plan.rehearsal import Rehearsal
-    from trainyard.train.rehearsal import Result
+    from trainyard.plan.layout_check import LayoutCheck
+    from trainyard.train.layout_check import Result
 
 WIDTH = 96
 
@@ -43,41 +43,41 @@ def layout(
     Example: trainyard check layout recipes/azure/175b.toml --ranks 1024
     """
     from trainyard.config.load import load_run
-    from trainyard.plan.rehearsal import plan_rehearsal
+    from trainyard.plan.layout_check import plan_layout_check
 
     run = load_run(run_file, overrides).run
-    rehearsal = plan_rehearsal(run, ranks)  # refuses what cannot be before torch is imported
-    typer.echo(describe_rehearsal(run, rehearsal))
-    from trainyard.train.rehearsal import precisions_of, rehearse
+    check = plan_layout_check(run, ranks)  # refuses what cannot be before torch is imported
+    typer.echo(describe_layout_check(run, check))
+    from trainyard.train.layout_check import check_layouts, precisions_of
 
     precisions = precisions_of(run)
     start = time.monotonic()
-    results = rehearse(rehearsal, precisions)
+    results = check_layouts(check, precisions)
     typer.echo(f"\n{render_results(results)}\n\n{time.monotonic() - start:.0f} s")
     refuse_differences(run, results)
 
 
-def describe_rehearsal(run: Run, rehearsal: Rehearsal) -> str:
+def describe_layout_check(run: Run, check: LayoutCheck) -> str:
     """Says what is tried, and what was made smaller for it."""
-    from trainyard.plan.rehearsal import describe_layout
+    from trainyard.plan.layout_check import describe_layout
 
-    whole = f"{run.name} on {_count(rehearsal.topology.n_ranks, 'rank')}: "
-    facts = [("run", whole + describe_layout(run, rehearsal.topology))]
-    n_layouts = len(rehearsal.layouts) - rehearsal.n_rings
-    tried = f"{_count(rehearsal.n_ranks, 'process')} on this machine"
-    if rehearsal.n_ranks == 1:
+    whole = f"{run.name} on {_count(check.topology.n_ranks, 'rank')}: "
+    facts = [("run", whole + describe_layout(run, check.topology))]
+    n_layouts = len(check.layouts) - check.n_rings
+    tried = f"{_count(check.n_ranks, 'process')} on this machine"
+    if check.n_ranks == 1:
         tried += ": no axis is cut; --ranks N tries the layout of N ranks"
-    elif rehearsal.topology.n_ranks < rehearsal.n_ranks:
+    elif check.topology.n_ranks < check.n_ranks:
         tried += ": ZeRO shares weights, which takes two data parallel ranks"
     elif n_layouts > 1:
         tried += f", in {n_layouts} layouts that together cut every pair of axes"
-    if rehearsal.n_rings:
+    if check.n_rings:
         tried += "; then rings of 3 and of 4, which shift keys more than once, in fp64"
     facts.append(("tried with", tried))
-    topologies = rehearsal.topologies
-    for number, (small, topology) in enumerate(zip(rehearsal.layouts, topologies, strict=True), 1):
+    topologies = check.topologies
+    for number, (small, topology) in enumerate(zip(check.layouts, topologies, strict=True), 1):
         facts.append((f"layout {number}", describe_layout(small, topology)))
-    facts += [(f"  {section}", text) for section, text in rehearsal.changes.items()]
+    facts += [(f"  {section}", text) for section, text in check.changes.items()]
     facts.append(("  data", "token files of random ids, a fifth of the labels skipped"))
     return "\n".join(
         textwrap.fill(text, WIDTH, initial_indent=f"{name:<12}", subsequent_indent=" " * 12)
@@ -117,7 +117,7 @@ def refuse_differences(run: Run, results: list[Result]) -> None:
         return
     kinds = list(dict.fromkeys(result.precision for result in wrong))
     parallel = run.parallel
-    degrees = {"pipeline": 1, "context": 1, "tensor": 1, "replicas": 1, "zero_stage": 0}
+    degrees = {"pipeline": 1, "context": 1, "tensor": 1, "data_replicate": 1, "zero_stage": 0}
     cut = [
         f"parallel.{name}={one}" for name, one in degrees.items() if getattr(parallel, name) > one
     ]

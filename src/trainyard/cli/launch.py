@@ -26,8 +26,8 @@ def launch(
     ranks_per_node: Annotated[
         int | None, typer.Option(min=1, help="Default: one for each device of a node.")
     ] = None,
-    account: Annotated[str, typer.Option(help="Who pays.")] = "",
-    partition: Annotated[str, typer.Option(help="Of Slurm; of PBS the queue.")] = "",
+    account: Annotated[str, typer.Option(help="Account to charge.")] = "",
+    partition: Annotated[str, typer.Option(help="Slurm partition or PBS queue.")] = "",
     time: Annotated[str, typer.Option(help="Limit of a job, as 12:00:00.")] = "",
     image: Annotated[str, typer.Option(help="Of the container: a file, or a name.")] = "",
     hosts: Annotated[

@@ -44,7 +44,7 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            help="With --search: time the best so many on this machine, and write the fastest into "
+            help="With --search: benchmark the top N on this machine, and write the fastest into "
             "the run file.",
         ),
     ] = None,

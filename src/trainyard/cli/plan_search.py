@@ -18,7 +18,7 @@ from trainyard.config.run import Run
 from trainyard.data.publish import publish_text
 from trainyard.errors import ConfigError, MachineError
 from trainyard.plan.hardware import Machine
-from trainyard.plan.rehearsal import describe_layout
+from trainyard.plan.layout_check import describe_layout
 from trainyard.plan.remedies import fewest_devices
 from trainyard.plan.search import (
     Candidate,

@@ -14,8 +14,8 @@ from trainyard.config.run import Run
 from trainyard.plan.cost import CorpusUse, Cost
 from trainyard.plan.flops import model_flops_utilization
 from trainyard.plan.hardware import Machine
+from trainyard.plan.layout_check import describe_layout
 from trainyard.plan.memory import RankMemory
-from trainyard.plan.rehearsal import describe_layout
 from trainyard.plan.remedies import Remedy
 from trainyard.plan.resolve import Plan
 from trainyard.plan.saving import checkpoint_bytes

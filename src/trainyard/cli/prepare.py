@@ -202,9 +202,9 @@ def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
         for step in sidecar.steps:
             for reason, count in step.dropped.items():
                 if step.kind != "read" or reason not in sidecar.quarantined:
-                    typer.echo(f"  {step.kind} left out {count:,}: {reason}")
+                    typer.echo(f"  {step.kind} dropped {count:,}: {reason}")
             if sentences := step.describe_sentences():
-                typer.echo(f"  {step.kind} left out {sentences}")
+                typer.echo(f"  {step.kind} dropped {sentences}")
         for kind, count in sidecar.quarantined.items():
             typer.echo(f"quarantined, {kind}: {count}", err=True)
         for place in sidecar.quarantined_places:

@@ -114,8 +114,8 @@ def _layout(run: Run, plan: Plan) -> dict[str, str]:
     """Describes the smallest layout; more ranks of the same layout are more data parallel ones."""
     parallel, topology = run.parallel, plan.topology
     sharding = f"ZeRO stage {parallel.zero_stage}"
-    if topology.replica > 1:
-        sharding += f" in {topology.replica} replicas"
+    if topology.replicate > 1:
+        sharding += f" in {topology.replicate} replicas"
     axes = {
         "data": topology.data,
         "tensor": topology.tensor,

@@ -1,4 +1,4 @@
-"""`trainyard status`: how a run does, from its folder and its scheduler, on a login node."""
+"""`trainyard status`: a run's status, from its folder and its scheduler, on a login node."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def status(
     run: Annotated[str, typer.Argument(help="The name of a run, or its folder.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Show how a run does: state, step, loss, speed, ETA, last checkpoint, restarts and why.
+    """Show a run's status: state, step, loss, speed, ETA, last checkpoint, restarts and why.
 
     Example: trainyard status gpt3-13b
 
@@ -259,7 +259,7 @@ def _reason(text: str) -> str:
 def _describe_bad(node: str, n_failures: int) -> str:
     from trainyard.launch.status import EXCLUDED_FROM
 
-    left_out = ", and is left out" if n_failures >= EXCLUDED_FROM else ""
+    left_out = ", and is excluded" if n_failures >= EXCLUDED_FROM else ""
     times = "once" if n_failures == 1 else f"{n_failures} times"
     return f"node {node} failed {times}{left_out}"
 

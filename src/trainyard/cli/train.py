@@ -80,7 +80,7 @@ def train(
     Example: trainyard train web.toml --minutes 10
 
     Ctrl-C, SIGTERM, SIGUSR1 and a file STOP in the run folder save at the next step; the same
-    command continues. Exit codes: 0 done, 75 start it again, 93 look at it before that, 2 mend
+    command continues. Exit codes: 0 done, 75 start it again, 93 look at it before that, 2 fix
     what the message says. Below torchrun, srun or mpiexec this command is one rank: start it once
     for each.
     """

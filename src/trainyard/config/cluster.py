@@ -1,4 +1,4 @@
-"""Every knob of a cluster file: what a machine can do, and how jobs are started on it.
+"""Every option of a cluster file: what a machine can do, and how jobs are started on it.
 
 A cluster is a TOML file: one of `config/clusters/`, or a user's own, whose name ends in .toml:
 
@@ -155,9 +155,9 @@ class Launch(Section):
     hosts: Words = ()
     """Of mpi and ssh; the first one must be reached by the others under this name."""
     account: Word = ""
-    """Who pays."""
+    """Account to charge."""
     partition: Word = ""
-    """Of Slurm; of PBS the queue."""
+    """Slurm partition or PBS queue."""
     time: Time = ""
     """Limit of a job, as 12:00:00; the run may take many jobs."""
     options: Options = ()

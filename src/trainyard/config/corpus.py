@@ -1,4 +1,4 @@
-"""Every knob of a corpus: what a data file such as `slimpajama.toml` may say.
+"""Every option of a corpus: what a data file such as `slimpajama.toml` may say.
 
     inputs = ["slimpajama/train"]
     output = "data/slimpajama"

@@ -1,4 +1,4 @@
-"""Rules of products in fp8: what they cannot be made of, and what they cannot stand with.
+"""Rules of fp8 matmuls: which layers can use them, and which settings are incompatible.
 
 `config/rules.py` calls these, and knows the remedies.
 """
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 FP8_MULTIPLE = 16
 """Rows and columns of what a GPU multiplies in fp8; the same rule holds where it is emulated."""
 SCALED_COLUMNS = 32
-"""Columns of a matrix in low-bit state that share a scale."""
+"""Columns of a matrix in low-precision state that share a scale."""
 
 
 def fp8_multiple(run: Run) -> int:
@@ -33,7 +33,7 @@ def fp8_problems(run: Run) -> dict[str, str]:
         why = f"{SCALED_COLUMNS} columns of a rank's part share a scale"
         if parallel.zero_stage == 0:
             problems["fp8_zero_stage"] = (
-                "parallel.zero_stage=0 cannot stand with precision.kind='fp8_lowbit': "
+                "parallel.zero_stage=0 is incompatible with precision.kind='fp8_lowbit': "
                 "gradients travel as codes, which an all-reduce cannot add up"
             )
     for field, size in {"d_model": model.d_model, "d_ff": model.d_ff}.items():
@@ -55,13 +55,13 @@ def fp8_problems(run: Run) -> dict[str, str]:
         )
     if fp8.all_gather and fp8.scaling == "rowwise":
         problems["fp8_gather"] = (
-            "precision.fp8.all_gather=true cannot stand with precision.fp8.scaling='rowwise': "
+            "precision.fp8.all_gather=true is incompatible with precision.fp8.scaling='rowwise': "
             "a product and its gradient scale a weight along different rows"
         )
     if parallel.schedule == "zero_bubble" and parallel.pipeline > 1:
         problems["fp8_zero_bubble"] = (
-            f"precision.kind={kind!r} cannot stand with parallel.schedule='zero_bubble': it splits "
-            "the backward pass, and each part would compute both gradients of a product, which "
-            "takes longer than the bubble"
+            f"precision.kind={kind!r} is incompatible with parallel.schedule='zero_bubble': it "
+            "splits the backward pass, and each part would compute both gradients of a matmul, "
+            "which takes longer than the bubble"
         )
     return problems

@@ -32,7 +32,7 @@ _Section = TypeVar("_Section", bound="BaseModel")
 
 
 def disagreements(run: Run) -> list[str]:
-    """Lists every rule that a run breaks, each with the nearest changes that mend it."""
+    """Lists every rule that a run breaks, each with the nearest changes that fix it."""
     found = broken_rules(run)
     return [text + _remedies(run, rule, found) for rule, text in found.items()]
 
@@ -131,7 +131,7 @@ def _cut_problems(run: Run) -> dict[str, str]:
         )
     if is_ring and model.dropout:
         problems["ring_dropout"] = (
-            f"model.dropout={model.dropout} cannot stand with parallel.context_method='ring': "
+            f"model.dropout={model.dropout} is incompatible with parallel.context_method='ring': "
             "its attention weights are never whole"
         )
     return problems
@@ -153,23 +153,23 @@ def _pipeline_problems(run: Run) -> dict[str, str]:
         return problems
     if schedule in ("gpipe", "1f1b") and chunks > 1:
         problems["chunks"] = (
-            f"parallel.chunks={chunks} cannot stand with parallel.schedule={schedule!r}: "
+            f"parallel.chunks={chunks} is incompatible with parallel.schedule={schedule!r}: "
             "it has one on each rank"
         )
     if schedule == "interleaved" and chunks == 1:
         problems["chunks"] = (
-            "parallel.chunks=1 cannot stand with parallel.schedule='interleaved': "
+            "parallel.chunks=1 is incompatible with parallel.schedule='interleaved': "
             "there is nothing to interleave"
         )
     if schedule == "zero_bubble" and run.train.compile != "never":
         problems["zero_bubble_compile"] = (
-            f"train.compile={run.train.compile!r} cannot stand with "
+            f"train.compile={run.train.compile!r} is incompatible with "
             "parallel.schedule='zero_bubble': compiled blocks give wrong gradients "
             "when the backward pass is split"
         )
     if schedule == "zero_bubble" and parallel.recompute != "none":
         problems["zero_bubble_recompute"] = (
-            f"parallel.recompute={parallel.recompute!r} cannot stand with "
+            f"parallel.recompute={parallel.recompute!r} is incompatible with "
             "parallel.schedule='zero_bubble': it splits the backward pass, and each part would "
             "compute again, which takes longer than the bubble"
         )
@@ -181,19 +181,19 @@ def _sharding_problems(run: Run) -> dict[str, str]:
     problems = {}
     if parallel.zero_stage == 2 and parallel.pipeline > 1:
         problems["zero_pipeline"] = (
-            f"parallel.zero_stage=2 cannot stand with parallel.pipeline={parallel.pipeline}: "
+            f"parallel.zero_stage=2 is incompatible with parallel.pipeline={parallel.pipeline}: "
             "a pipeline keeps whole gradients until the end of a step, so it would be stage 1"
         )
     splits_backward = parallel.schedule == "zero_bubble" and parallel.pipeline > 1
     if parallel.zero_stage == 3 and splits_backward:
         problems["zero_bubble_sharding"] = (
-            "parallel.zero_stage=3 cannot stand with parallel.schedule='zero_bubble': weights are "
-            "released before the second part of the backward pass, and their gradients lost"
+            "parallel.zero_stage=3 is incompatible with parallel.schedule='zero_bubble': weights "
+            "are released before the second part of the backward pass, and their gradients lost"
         )
-    if parallel.replicas > 1 and parallel.zero_stage == 0:
-        problems["replicas"] = (
-            f"parallel.replicas={parallel.replicas} cannot stand with parallel.zero_stage=0: "
-            "there every rank is a replica"
+    if parallel.data_replicate > 1 and parallel.zero_stage == 0:
+        problems["data_replicate"] = (
+            f"parallel.data_replicate={parallel.data_replicate} is incompatible with "
+            "parallel.zero_stage=0: there every rank is a replica"
         )
     return problems
 
@@ -224,7 +224,7 @@ def _length_problems(run: Run) -> dict[str, str]:
     if run.train.batch_ramp:
         lengths["train.batch_ramp.length"] = run.train.batch_ramp.length
     problems = {
-        field: f"{field}={str(length)!r} must be more than nothing"
+        field: f"{field}={str(length)!r} must be positive"
         for field, length in lengths.items()
         if not length.amount
     }
@@ -248,7 +248,7 @@ def _length_problems(run: Run) -> dict[str, str]:
 
 
 def _remedies(run: Run, rule: str, found: dict[str, str]) -> str:
-    """Names, for each way to mend a rule, the change that mends most others and breaks none."""
+    """Names, for each way to fix a rule, the change that fixes most others and breaks none."""
     working = []
     for way in _ways(run, rule):
         best, fewest = None, len(found)
@@ -287,7 +287,7 @@ def _as_toml(value: Any) -> str:
 
 
 def _ways(run: Run, rule: str) -> list[Iterable[Changes]]:
-    """Lists the ways to mend a rule, each as changes to try, nearest first."""
+    """Lists the ways to fix a broken rule, each as changes to try, nearest first."""
     match rule:
         case "heads" | "d_ff" | "context" | "sequence" | "ring_dropout":
             return _ways_to_cut(run, rule)
@@ -306,8 +306,8 @@ def _ways(run: Run, rule: str) -> list[Iterable[Changes]]:
             return [_one_of("parallel.zero_stage", [1]), _schedules()]
         case "zero_pipeline":
             return [_one_of("parallel.zero_stage", [1])]
-        case "replicas":
-            return [_one_of("parallel.zero_stage", [1]), _one_of("parallel.replicas", [1])]
+        case "data_replicate":
+            return [_one_of("parallel.zero_stage", [1]), _one_of("parallel.data_replicate", [1])]
     return _ways_to_fp8(run, rule) if rule.startswith("fp8_") else _ways_to_batch(run, rule)
 
 

@@ -1,4 +1,4 @@
-"""Every knob of a run: what one `run.toml` may say, with its type, range and meaning.
+"""Every option of a run: what one `run.toml` may say, with its type, range and meaning.
 
 The text under each field is its manual: `trainyard show --fields` prints it.
 Derived values (data-parallel size, padded vocabulary, steps) are not here; `plan.resolve` computes
@@ -236,7 +236,7 @@ class Parallel(Section):
     )
     """What data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters; with a
     pipeline, gradients are whole until the end of a step. Absent: 2, or 1 with a pipeline."""
-    replicas: int = Field(default=1, ge=1)
+    data_replicate: int = Field(default=1, ge=1)
     """Groups that each hold a full sharded copy (hybrid sharding)."""
     recompute: Literal["none", "attention", "block"] = "none"
     """What the backward pass computes again instead of storing."""
@@ -271,7 +271,7 @@ class Fp8(Section):
     all_gather: bool = False
     """Under ZeRO 1 to 3 the weights of blocks travel as fp8, half the bytes; tensorwise alone."""
     precise_blocks: int = Field(default=1, ge=0)
-    """So many of the first and of the last blocks multiply in bf16, as the head always does."""
+    """Blocks at each end kept in bf16, as the head always is."""
     emulate: bool = False
     """On a device without products in fp8: compute what they would give, slowly."""
 

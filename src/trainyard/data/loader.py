@@ -1,11 +1,11 @@
 """Batches of a run: the batch of a step is a pure function of the step number.
 
 The order of sequences is fixed before training (`data/order.py`), so resuming means knowing the
-step, and how many sequences were left out on the way; nothing here has state that a checkpoint
+step, and how many sequences were skipped on the way; nothing here has state that a checkpoint
 would have to keep. One batch is read ahead.
 
 A run that leaves out sequences reads past the end of an order that is just long enough for it, and
-goes on at its start: with 1000 sequences of which 16 were left out, the last 16 of the run are
+goes on at its start: with 1000 sequences of which 16 were skipped, the last 16 of the run are
 sequences 0 to 15, for the second time.
 """
 
@@ -69,7 +69,7 @@ class Loader:
 
         Args:
             step: says how many sequences are consumed.
-            offset: sequences left out before it; what is past the end of the order is at its start.
+            offset: sequences skipped before it; what is past the end of the order is at its start.
 
         Raises:
             DataError: a token id is outside the model's vocabulary.
@@ -82,8 +82,8 @@ class Loader:
         return batch
 
     def _read(self, step: int, offset: int) -> Batch:
-        number, n_shares = self._share
-        count = self._batches.batch_size(step) // n_shares
+        number, n_shards = self._share
+        count = self._batches.batch_size(step) // n_shards
         first = self._batches.consumed(step) + offset + number * count
         sequences = self._sequences(first % len(self._order), count)
         tokens, labels = split_labels(sequences, self._vocabulary_size)

@@ -155,5 +155,5 @@ def publish_files(made: Path, prefix: Path, *, replaces_other: bool) -> None:
         raise
     except OSError as error:
         raise MachineError(
-            f"{prefix}: {error.strerror}", "mend the folder; then run the same command again"
+            f"{prefix}: {error.strerror}", "fix the folder; then run the same command again"
         ) from error

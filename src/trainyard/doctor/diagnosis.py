@@ -66,7 +66,9 @@ class Diagnosis:
         named += dict.fromkeys(f"{each.name} on {each.place}" for each in bad)
         if named:
             hints = list(dict.fromkeys(each.hint for each in bad if each.hint))
-            slow = "less than two thirds of what is expected: leave the machine out, have it mended"
+            slow = (
+                "less than two thirds of what is expected: leave the machine out, have it repaired"
+            )
             raise MachineError(f"replace: {'; '.join(named)}", "; ".join(hints) or slow)
 
     def as_json(self) -> dict[str, Any]:

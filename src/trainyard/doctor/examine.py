@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainyard import __version__
 from trainyard.doctor import environment, filesystem, network
-from trainyard.doctor.company import Company
+from trainyard.doctor.rank_group import RankGroup
 from trainyard.doctor.verdict import READ, WARN, WRITE, Finding, Measurement
 from trainyard.errors import MachineError
 from trainyard.launch.environment import Process, read_variables
@@ -100,7 +100,7 @@ def examine(process: Process, order: Order) -> list[Examination]:
     """
     if not environment.has_torch():
         own = _look(process)
-        _examine_folder(own, process, order, Company(process, None, order.patience_seconds))
+        _examine_folder(own, process, order, RankGroup(process, None, order.patience_seconds))
         return [own]
     from trainyard.parallel.mesh import choose_device
     from trainyard.parallel.start import start_ranks
@@ -111,11 +111,11 @@ def examine(process: Process, order: Order) -> list[Examination]:
         start_ranks(
             process, device, lambda: _gather_facts(process), order.patience_seconds
         ) as ranks,
-        Company(process, ranks.store, order.patience_seconds) as company,
+        RankGroup(process, ranks.store, order.patience_seconds) as group,
     ):
-        _examine_device(own, ranks, order, company)
-        _examine_folder(own, process, order, company)
-        return [Examination.parse(text) for text in company.gather(own.render())]
+        _examine_device(own, ranks, order, group)
+        _examine_folder(own, process, order, group)
+        return [Examination.parse(text) for text in group.gather(own.render())]
 
 
 def _gather_facts(process: Process) -> dict[str, str]:
@@ -149,7 +149,7 @@ def _find_wrong_interface() -> tuple[str, str] | None:
     return network.find_wrong_interface(settings, network.interface_names())
 
 
-def _examine_device(own: Examination, ranks: Ranks, order: Order, company: Company) -> None:
+def _examine_device(own: Examination, ranks: Ranks, order: Order, group: RankGroup) -> None:
     import torch
 
     from trainyard.doctor.products import measure_device
@@ -162,28 +162,28 @@ def _examine_device(own: Examination, ranks: Ranks, order: Order, company: Compa
         bus_id = environment.bus_id_of(device.index or 0)
         near = environment.cpus_near(bus_id) if bus_id else None
     own.find(environment.check_binding(process, order.cpu_lists, near))
-    company.wait()
+    group.wait()
     for found in measure_device(device, order.budget_seconds):
         own.measure([found])
-        company.enter("the matrix products", order.budget_seconds)
-    company.wait()
+        group.enter("the matrix products", order.budget_seconds)
+    group.wait()
     if process.n_ranks > 1:
         from trainyard.doctor.collectives import Talk
 
-        company.enter("the start of the collectives", order.budget_seconds)
+        group.enter("the start of the collectives", order.budget_seconds)
         for found in Talk(device, order.budget_seconds).measure():
             own.measure([found])
-            company.enter("the collectives", order.budget_seconds)
+            group.enter("the collectives", order.budget_seconds)
 
 
-def _examine_folder(own: Examination, process: Process, order: Order, company: Company) -> None:
+def _examine_folder(own: Examination, process: Process, order: Order, group: RankGroup) -> None:
     """Tries the folder of the runs once on each machine; all ranks measure it at once."""
-    company.enter("the folder of the runs", order.file_bytes / LEAST_BYTES_PER_SECOND)
+    group.enter("the folder of the runs", order.file_bytes / LEAST_BYTES_PER_SECOND)
     with ExitStack() as last:
         # The first rank comes first and leaves last, so that it can remove what it had to make.
         if process.rank == 0:
             folder = last.enter_context(filesystem.trial_folder(order.runs))
-        company.wait()
+        group.wait()
         with ExitStack() as stack:
             if process.rank > 0:
                 folder = stack.enter_context(filesystem.trial_folder(order.runs))
@@ -191,23 +191,23 @@ def _examine_folder(own: Examination, process: Process, order: Order, company: C
                 own.facts["folder"] = filesystem.describe_folder(order.runs)
                 own.find(filesystem.try_promises(folder))
             if not process.is_on_one_machine:
-                own.find(_try_sharing(process, order.runs, company))
-            rates = filesystem.measure_rates(folder, order.file_bytes, company.wait)
-        company.wait()
+                own.find(_try_sharing(process, order.runs, group))
+            rates = filesystem.measure_rates(folder, order.file_bytes, group.wait)
+        group.wait()
     size = format_bytes(order.file_bytes)
     own.measure([(WRITE, rates.write / GIGA, "GB/s", f"{size}, flushed")])
     own.measure([(READ, rates.read / GIGA, "GB/s", f"{size}, {rates.read_how}")])
 
 
-def _try_sharing(process: Process, runs: Path, company: Company) -> list[Finding]:
+def _try_sharing(process: Process, runs: Path, group: RankGroup) -> list[Finding]:
     """Looks on every machine for a file that the first rank has written and locked."""
     found: list[Finding] = []
     with ExitStack() as stack:
         path = ""
         if process.rank == 0:
             path = str(stack.enter_context(filesystem.locked_file(runs)))
-        path = company.hear(path)
+        path = group.broadcast(path)
         if process.local_rank == 0 and process.rank > 0:
             found = filesystem.look_for(Path(path))
-        company.wait()
+        group.wait()
     return found

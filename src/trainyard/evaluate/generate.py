@@ -19,8 +19,8 @@ class Sampling:
     Attributes:
         temperature: divides the scores; below 1 the likely becomes likelier, 0 takes the best;
             at least 0.0001 otherwise.
-        top_k: only this many of the likeliest tokens are possible; 0 for all.
-        top_p: only the likeliest tokens that together reach this probability are; 1 for all.
+        top_k: sample from this many most likely tokens; 0 for all.
+        top_p: sample from the most likely tokens that together reach this probability; 1 for all.
         seed: the same seed gives the same text; 0 to 2^63 - 1.
         vocabulary_size: ids from this on are never chosen; a tokenizer may have fewer than the
             model. None: all that the model has.
@@ -40,7 +40,7 @@ class Sampling:
         if self.temperature != 0 and not 1e-4 <= self.temperature < float("inf"):
             raise ConfigError(
                 f"temperature {self.temperature} is neither 0 nor a number from 0.0001 up",
-                "0 takes the likeliest token always, 1 samples as the model was trained",
+                "0: greedy decoding, 1 samples as the model was trained",
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed {self.seed} is not from 0 to 2^63 - 1", "take a smaller one")

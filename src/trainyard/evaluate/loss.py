@@ -35,7 +35,7 @@ from torch import Tensor
 
 from trainyard.errors import DataError
 from trainyard.model.gpt import GPT
-from trainyard.model.loss import LABEL_OF_NOTHING
+from trainyard.model.loss import IGNORE_INDEX
 
 Ids = NDArray[Any]
 LossOf = Callable[[Tensor, Tensor], Tensor]
@@ -129,7 +129,7 @@ def held_out_loss(
     for tokens, labels in batches:
         # fp64 from here on: many batches add up exactly enough.
         summed_loss += loss_of(tokens, labels).item()
-        predicted = labels[labels != LABEL_OF_NOTHING].cpu().numpy()
+        predicted = labels[labels != IGNORE_INDEX].cpu().numpy()
         token_counts += np.bincount(predicted, minlength=vocabulary_size)
     n_tokens = int(token_counts.sum())
     if n_tokens == 0:
@@ -202,7 +202,7 @@ def evaluate_sequences(
 
 def count_bytes(ids: Ids, tokenizer: Decoder) -> int:
     """Counts the UTF-8 bytes of the text of token ids; end-of-document tokens have none."""
-    text = ids[(ids != tokenizer.eod_id) & (ids != LABEL_OF_NOTHING)]
+    text = ids[(ids != tokenizer.eod_id) & (ids != IGNORE_INDEX)]
     return len(tokenizer.decode(text.tolist()).encode())
 
 
@@ -256,7 +256,7 @@ def _cut_windows(
 
 def _window(ids: Ids, n_context: int) -> tuple[Ids, Ids]:
     labels = ids[1:].copy()
-    labels[: n_context - 1] = LABEL_OF_NOTHING
+    labels[: n_context - 1] = IGNORE_INDEX
     return ids[:-1], labels
 
 
@@ -281,4 +281,4 @@ def _stack(
 def _empty_batch(batch_size: int, sequence_length: int) -> tuple[Tensor, Tensor]:
     shape = (batch_size, sequence_length)
     tokens = torch.zeros(shape, dtype=torch.int64)
-    return tokens, torch.full(shape, LABEL_OF_NOTHING)
+    return tokens, torch.full(shape, IGNORE_INDEX)

@@ -35,7 +35,7 @@ from trainyard.checkpoint.format import (
     step_folder_name,
     values_sha256,
 )
-from trainyard.checkpoint.parts import describe_part
+from trainyard.checkpoint.rank_manifest import describe_part
 from trainyard.checkpoint.save import (
     SHARD_LIMIT_BYTES,
     flush,

@@ -71,7 +71,7 @@ class Process:
     """How often the launcher has started these ranks again."""
     parent_pipe: int | None = None
     """A file descriptor that comes to its end when the process that started this one does."""
-    pulse: int | None = None
+    heartbeat: int | None = None
     """A file descriptor of the memory in which it tells that process what it does."""
     launcher_restarts: bool = False
     """The launcher starts all ranks again when this process does not end with 0."""
@@ -128,7 +128,7 @@ def read_process(environment: Mapping[str, str] = os.environ) -> Process:
     return replace(
         _read_launcher(environment),
         parent_pipe=_read_optional(environment, "TRAINYARD_PARENT_PIPE"),
-        pulse=_read_optional(environment, "TRAINYARD_PULSE"),
+        heartbeat=_read_optional(environment, "TRAINYARD_HEARTBEAT"),
         launcher_restarts="TORCHELASTIC_RUN_ID" in environment,
     )
 
@@ -161,7 +161,7 @@ def rank_environment(
     """
     given: dict[str, int | str | Path | None] = {
         "TRAINYARD_PARENT_PIPE": process.parent_pipe,
-        "TRAINYARD_PULSE": process.pulse,
+        "TRAINYARD_HEARTBEAT": process.heartbeat,
         COMMAND: shlex.join(sys.argv),
     }
     threads: dict[str, str] = {}

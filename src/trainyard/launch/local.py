@@ -1,6 +1,6 @@
 """Processes of this machine that train together: started, signalled and ended together.
 
-    run_ranks(4, [sys.executable, "-m", "trainyard.train.rehearsal", FOLDER, "fp64"], logs)
+    run_ranks(4, [sys.executable, "-m", "trainyard.train.layout_check", FOLDER, "fp64"], logs)
 
 The ranks meet in a file, so no port is open to anybody. Rank 0 shows what it has to say; the others
 write `logs/rank-00003.log`. SIGINT and SIGTERM are passed on to all. When one rank dies, the others
@@ -30,7 +30,7 @@ from types import FrameType
 
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, MachineError
 from trainyard.launch.environment import Process, rank_environment
-from trainyard.launch.pulse import PulseReader
+from trainyard.launch.heartbeat import HeartbeatReader
 
 POLL_SECONDS = 0.05
 OWN_END_SECONDS, TERM_SECONDS = 1.0, 3.0
@@ -48,7 +48,7 @@ class Worker:
     """Where its output goes; None: where that of this process goes."""
     log_start: int
     """Size of the log before."""
-    pulse: PulseReader | None
+    heartbeat: HeartbeatReader | None
 
     @property
     def rank(self) -> int:
@@ -58,13 +58,13 @@ class Worker:
     @property
     def name(self) -> str:
         """Such as `rank 3 of 4 on n1`."""
-        host = f" on {socket.gethostname()}" if self.pulse else ""
+        host = f" on {socket.gethostname()}" if self.heartbeat else ""
         return f"rank {self.rank} of {self.process.n_ranks}{host}"
 
     @property
     def is_victim(self) -> bool:
         """It said that it fails because another rank does."""
-        return self.pulse is not None and self.pulse.read().is_victim
+        return self.heartbeat is not None and self.heartbeat.read().is_victim
 
     def describe_end(self) -> str:
         """Such as `was ended by SIGKILL`."""
@@ -146,7 +146,7 @@ def start_worker(
     process: Process,
     command: Sequence[str],
     logs: Path | None,
-    pulse: PulseReader | None = None,
+    heartbeat: HeartbeatReader | None = None,
     inherited: Sequence[int] = (),
 ) -> Worker:
     """Starts one process.
@@ -155,7 +155,7 @@ def start_worker(
         process: its place; with a `parent_pipe`.
         command: what it runs.
         logs: the folder for the output of all ranks but 0; None: it shows what it has to say.
-        pulse: where it is to say what it does.
+        heartbeat: where it is to say what it does.
         inherited: file descriptors that it is to keep open.
 
     Raises:
@@ -163,9 +163,9 @@ def start_worker(
     """
     assert process.parent_pipe is not None
     descriptors = [process.parent_pipe, *inherited]
-    if pulse is not None:
-        process = replace(process, pulse=pulse.descriptor)
-        descriptors.append(pulse.descriptor)
+    if heartbeat is not None:
+        process = replace(process, heartbeat=heartbeat.descriptor)
+        descriptors.append(heartbeat.descriptor)
     log = logs / f"rank-{process.rank:05d}.log" if logs is not None and process.rank else None
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def start_worker(
             # Else Ctrl-C on a terminal reaches it twice, and the second means "at once".
             process_group=0,
         )
-        return Worker(process, running, log, output.tell() if output else 0, pulse)
+        return Worker(process, running, log, output.tell() if output else 0, heartbeat)
     except OSError as error:
         raise MachineError(f"rank {process.rank} cannot start {command[0]}: {error}") from error
     finally:
@@ -228,8 +228,8 @@ def describe_death(worker: Worker) -> MachineError:
     """Says how a worker ended, where it was, and what it said last."""
     code = worker.running.returncode
     problem = f"{worker.name} {worker.describe_end()}"
-    if worker.pulse is not None:
-        beat = worker.pulse.read()
+    if worker.heartbeat is not None:
+        beat = worker.heartbeat.read()
         problem += f" at step {beat.step}, in {beat.phase}"
     hint = "what it said is above"
     if worker.log:

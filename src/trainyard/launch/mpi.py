@@ -5,7 +5,7 @@
     PALS        PMI_* and PMI_LOCAL_RANK, on HPE Cray machines; the only one that binds as we say
 
 All end a job when a rank is killed; Hydra lets the others run on when one just fails, until their
-own parents notice (`launch/witness.py`). A host that falls silent is noticed by none of them.
+own parents notice (`launch/hang_reports.py`). A host that falls silent is noticed by none of them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def choose_hosts(job: Job) -> list[str]:
     """Sets $hosts to as many as the job has nodes, without those that failed twice."""
     return [
         "",
-        "# Those that failed twice are left out; the last ones are spares.",
+        "# Those that failed twice are excluded; the last ones are spares.",
         "hosts=()",
         f"for host in {quote(*job.cluster.launch.hosts)}; do",
         "  name=${host#*@}",

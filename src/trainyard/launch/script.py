@@ -229,7 +229,7 @@ failing_hosts() {
   done
 }
 
-# A host that fails twice is left out from then on. Where several fail, it is not the host.
+# A host that fails twice is excluded from then on. Where several fail, it is not the host.
 blame() {
   local host
   host=$(failing_hosts | sort -u)

@@ -90,7 +90,7 @@ find_lost_nodes() {
   fi
   if [ -n "$(bad_hosts)" ] &&
     scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -xF "$(bad_hosts)"; then
-    echo "failed twice, and is left out" >&2
+    echo "failed twice and is excluded" >&2
     again
     exit 75
   fi

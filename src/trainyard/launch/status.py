@@ -12,7 +12,7 @@ The job script notes each of its starts in runs/NAME/starts.log, and each end th
 
 is a job that was stopped and started again, then lost a node, then went on as a job with another
 number (PBS). Nodes that failed are counted in
-runs/NAME/bad_nodes, one `NODE COUNT` a line; from the second failure on they are left out.
+runs/NAME/bad_nodes, one `NODE COUNT` a line; from the second failure on they are excluded.
 """
 
 from __future__ import annotations

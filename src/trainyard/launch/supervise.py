@@ -14,7 +14,7 @@ Every worker of a run of several ranks has a parent that watches it, whoever lau
 After a death or a hang the parent of all ranks starts them again from the newest checkpoint; the
 parent of one ends with a code other than 0, for its launcher to do so. `Restarts` counts either.
 
-Parents of one rank each know of each other only by files (`Witnesses`). They need them twice: to
+Parents of one rank each know of each other only by files (`HangReports`). They need them twice: to
 agree who hangs, and where a worker waits for a dead rank without noticing: it can neither train on
 nor save, and would sit there deaf to a launcher's SIGTERM until that kills it.
 """
@@ -31,6 +31,15 @@ from pathlib import Path
 
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE
 from trainyard.launch.environment import Process
+from trainyard.launch.hang_reports import (
+    HangReports,
+    RankStatus,
+    describe_hang,
+    describe_stack,
+    look_at,
+    status_of_dead,
+)
+from trainyard.launch.heartbeat import HeartbeatReader
 from trainyard.launch.local import (
     OWN_END_SECONDS,
     Worker,
@@ -45,16 +54,7 @@ from trainyard.launch.local import (
     start_worker,
     wait,
 )
-from trainyard.launch.pulse import PulseReader
 from trainyard.launch.restarts import FINAL_CODES, Restarts
-from trainyard.launch.witness import (
-    Sighting,
-    Witnesses,
-    describe_hang,
-    describe_stack,
-    look_at,
-    see_dead,
-)
 
 logger = logging.getLogger("trainyard")
 
@@ -131,50 +131,50 @@ class _Attempt:
     """One start of all workers of this process."""
 
     job: Job
-    witnesses: Witnesses
+    hang_reports: HangReports
     received: list[signal.Signals]
     """Grows as signals come."""
     workers: list[Worker] = field(default_factory=list)
     told_at: list[float] = field(default_factory=list)
     """When each of the signals was passed on."""
     counts: dict[int, int] = field(default_factory=dict)
-    """Of the pulse of each rank."""
+    """Of the heartbeat of each rank."""
     still_since: dict[int, float] = field(default_factory=dict)
     """When that moved last."""
-    heard: list[Sighting] = field(default_factory=list)
+    heard: list[RankStatus] = field(default_factory=list)
     """What other parents tell."""
     listened_at: float = 0.0
     parted_since: float = 0.0
     """When the first worker ended on purpose."""
-    mourns_since: float = 0.0
+    failed_since: float = 0.0
     """When it was first heard that a rank has died."""
 
     @classmethod
     @contextmanager
     def start(cls, job: Job, attempt: int, received: list[signal.Signals]) -> Iterator[_Attempt]:
         """Starts the workers; nothing is left of them after the block."""
-        new = cls(job, Witnesses(job.folder / "logs" / f"attempt-{attempt}"), received)
+        new = cls(job, HangReports(job.folder / "logs" / f"attempt-{attempt}"), received)
         with _open_own_places(job) as places:
             logs = None if job.is_launched else job.folder / "logs"
             try:
                 for place in places:
-                    pulse = PulseReader()
+                    heartbeat = HeartbeatReader()
                     new.workers.append(
-                        start_worker(place, job.command(attempt), logs, pulse, job.inherited)
+                        start_worker(place, job.command(attempt), logs, heartbeat, job.inherited)
                     )
                 yield new
             finally:
                 kill(new.workers)
                 for worker in new.workers:
-                    if worker.pulse is not None:
-                        worker.pulse.close()
+                    if worker.heartbeat is not None:
+                        worker.heartbeat.close()
 
     def watch(self) -> _Outcome:
         """Waits until all workers have ended, for whatever reason."""
         while any(worker.running.poll() is None for worker in self.workers):
             now = time.monotonic()
             self._pass_signals(now)
-            self._take_pulses(now)
+            self._take_heartbeats(now)
             dead = self._find_dead()
             if dead is not None:
                 break
@@ -189,7 +189,7 @@ class _Attempt:
                 return self._agree_on_code()
             time.sleep(POLL_SECONDS)
         dead = self._find_dead()
-        return self._agree_on_code() if dead is None else self._bury(dead)
+        return self._agree_on_code() if dead is None else self._report_failure(dead)
 
     def _find_dead(self) -> Worker | None:
         """Finds the worker that failed first, unless all is as somebody wanted it."""
@@ -205,16 +205,16 @@ class _Attempt:
             return False
         self.parted_since = self.parted_since or now
         for worker in self.workers:
-            assert worker.pulse is not None
-            if worker.running.poll() is None and worker.pulse.read().phase in ("save", "end"):
+            assert worker.heartbeat is not None
+            if worker.running.poll() is None and worker.heartbeat.read().phase in ("save", "end"):
                 return False
         return now - max(self.parted_since, *self.still_since.values()) > STUCK_SECONDS
 
-    def _bury(self, dead: Worker) -> _Outcome:
+    def _report_failure(self, dead: Worker) -> _Outcome:
         """Names the dead, and ends those that it leaves."""
         code = dead.running.returncode
         if self.job.is_launched:
-            self.witnesses.tell([see_dead(dead)])
+            self.hang_reports.write([status_of_dead(dead)])
         if code == 2:
             wait(self.workers, OWN_END_SECONDS)
         self._name(dead)
@@ -246,7 +246,7 @@ class _Attempt:
         """Waits for another parent to tell of its worker: a launcher ends all when one ends."""
         deadline = time.monotonic() + TESTIMONY_SECONDS
         while self.job.is_launched and not self.received and time.monotonic() < deadline:
-            if any(seen.has_ended for seen in self.witnesses.hear()):
+            if any(seen.has_ended for seen in self.hang_reports.read()):
                 return
             time.sleep(POLL_SECONDS)
 
@@ -257,22 +257,22 @@ class _Attempt:
         if len(self.told_at) > 1 and now - self.told_at[1] > AT_ONCE_SECONDS:
             send(self.workers, signal.SIGKILL)
 
-    def _take_pulses(self, now: float) -> None:
+    def _take_heartbeats(self, now: float) -> None:
         for worker in self.workers:
-            assert worker.pulse is not None
-            count = worker.pulse.read().count
+            assert worker.heartbeat is not None
+            count = worker.heartbeat.read().count
             if self.counts.get(worker.rank) != count:
                 self.counts[worker.rank] = count
                 self.still_since[worker.rank] = now
 
     def _is_hang(self, now: float) -> bool:
         """A worker stands still for too long, here or where another parent looks."""
-        if self.mourns_since:
+        if self.failed_since:
             return False
         for worker in self.workers:
-            assert worker.pulse is not None
+            assert worker.heartbeat is not None
             still = now - self.still_since[worker.rank]
-            if worker.running.poll() is None and still > worker.pulse.read().limit_seconds:
+            if worker.running.poll() is None and still > worker.heartbeat.read().limit_seconds:
                 return True
         return any(not seen.has_ended for seen in self.heard)
 
@@ -280,24 +280,24 @@ class _Attempt:
         """The worker waits for a rank that has died."""
         if not any(seen.has_ended for seen in self.heard):
             return False
-        self.mourns_since = self.mourns_since or now
-        return now - max(self.mourns_since, *self.still_since.values()) > STUCK_SECONDS
+        self.failed_since = self.failed_since or now
+        return now - max(self.failed_since, *self.still_since.values()) > STUCK_SECONDS
 
     def _listen(self, now: float) -> None:
         if self.job.is_launched and now - self.listened_at > LISTEN_SECONDS:
             self.listened_at = now
-            self.heard = self.witnesses.hear()
+            self.heard = self.hang_reports.read()
 
     def _report_hang(self) -> None:
         """Names who hangs, with all that is known."""
         own = look_at(self.workers, self.still_since)
-        self.witnesses.tell(own)
+        self.hang_reports.write(own)
         deadline = time.monotonic() + TESTIMONY_SECONDS
         all_seen = own
         while len(all_seen) < self.job.n_ranks and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
             ranks = {seen.rank for seen in own}
-            others = [seen for seen in self.witnesses.hear() if seen.rank not in ranks]
+            others = [seen for seen in self.hang_reports.read() if seen.rank not in ranks]
             all_seen = sorted([*own, *others], key=lambda seen: seen.rank)
         for seen in own:
             logger.error("%s", describe_stack(seen))

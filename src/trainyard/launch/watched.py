@@ -15,17 +15,17 @@ import runpy
 import sys
 
 from trainyard.launch.environment import Process, read_process
-from trainyard.launch.pulse import N_BYTES, STACK_SIGNAL, START_SECONDS, Pulse
+from trainyard.launch.heartbeat import N_BYTES, STACK_SIGNAL, START_SECONDS, Heartbeat
 
 
 def be_watched(process: Process) -> None:
     """Lets the process that started this one see how it does."""
     faulthandler.enable()  # a crash says where
-    if process.pulse is None:
+    if process.heartbeat is None:
         return
-    os.lseek(process.pulse, N_BYTES, os.SEEK_SET)
-    faulthandler.register(STACK_SIGNAL, file=process.pulse, all_threads=True)
-    Pulse(process.pulse, START_SECONDS, START_SECONDS).enter("start", 0)
+    os.lseek(process.heartbeat, N_BYTES, os.SEEK_SET)
+    faulthandler.register(STACK_SIGNAL, file=process.heartbeat, all_threads=True)
+    Heartbeat(process.heartbeat, START_SECONDS, START_SECONDS).enter("start", 0)
 
 
 if __name__ == "__main__":

@@ -58,21 +58,23 @@ class CausalAttention(nn.Module):
         # No buffer: a model built on "meta" gets memory with nothing in it for its buffers.
         self.positions = torch.arange(sequence_length, device="cpu")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout_seeds: Tensor | None = None
+    ) -> Tensor:
         """Maps queries, keys and values, (B, H, T, K) each, to as many mixed values.
 
         Args:
             q: queries.
             k: keys.
             v: values.
-            keys: dropout keys of the block, (B,); None for no dropout.
+            dropout_seeds: dropout seeds of the block, (B,); None for no dropout.
         """
-        if keys is not None and q.is_cpu:
-            return self._mix_with_dropout(q, k, v, at_site(keys, self.site))
-        rate = 0.0 if keys is None else self.dropout
+        if dropout_seeds is not None and q.is_cpu:
+            return self._mix_with_dropout(q, k, v, at_site(dropout_seeds, self.site))
+        rate = 0.0 if dropout_seeds is None else self.dropout
         return F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
 
-    def _mix_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
+    def _mix_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, dropout_seeds: Tensor) -> Tensor:
         B, H, T, K = q.shape
         precise = torch.promote_types(q.dtype, torch.float32)
         queries, keys_of_tokens, values = (x.to(precise).flatten(0, 1) for x in (q, k, v))
@@ -84,7 +86,7 @@ class CausalAttention(nn.Module):
         )
         weights = scores.softmax(-1).view(B, H, T, T)
         rows = rows_of_heads(self.first_head, H, positions)
-        weights = dropout(weights, self.dropout, keys, rows, positions)
+        weights = dropout(weights, self.dropout, dropout_seeds, rows, positions)
         return (weights.flatten(0, 1) @ values).view(B, H, T, K).to(q.dtype)
 
 
@@ -103,13 +105,13 @@ class Attention(nn.Module):
         self.out = Linear(model.d_model, model.d_model)
 
     def forward(
-        self, x: Tensor, keys: Tensor | None = None, cache: KeyValueCache | None = None
+        self, x: Tensor, dropout_seeds: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
         """Attends from each token of `x`, (B, T, D), to itself and those before it.
 
         Args:
             x: the normalised residual stream.
-            keys: dropout keys of the block, (B,); None for no dropout.
+            dropout_seeds: dropout seeds of the block, (B,); None for no dropout.
             cache: keys and values of the tokens before `x`, when generating.
         """
         qkv = self.qkv(x)  # a cut may lend it more tokens than `x` has, and gives it fewer heads
@@ -117,7 +119,7 @@ class Attention(nn.Module):
         qkv = qkv.view(B, T, -1, 3, self.d_head)  # (B, T, H, 3, K)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # (B, H, T, K)
         if cache is None:
-            mixed = self.core(q, k, v, keys)
+            mixed = self.core(q, k, v, dropout_seeds)
         else:
             k, v = cache.append(k, v)
             mask = _new_tokens_see_all_before(T, k.shape[2], x.device)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Sites of a block, beyond 3i of its keys.
+# Sites of a block, beyond 3i of its seeds.
 ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = 1, 2, 3
 SITES_PER_BLOCK = 3
 
@@ -40,17 +40,17 @@ _SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 QUADRATIC_FACTOR = 0x2C1B3C6E  # any even number with mixed bits
 
 
-def sequence_keys(seed: int, step: int, first: int, count: int) -> Tensor:
-    """Gives the dropout keys, (count,), of sequences `first` and on of the batch of a step."""
+def sequence_seeds(seed: int, step: int, first: int, count: int) -> Tensor:
+    """Gives the dropout seeds, (count,), of sequences `first` and on of the batch of a step."""
     digest = hashlib.sha256(f"dropout {seed} {step}".encode()).digest()
     start = int.from_bytes(digest[:8], "little", signed=True)
     return mix(torch.arange(first, first + count) * INCREMENT + start)
 
 
-def at_site(keys: Tensor, site: int) -> Tensor:
-    """Moves keys on by `site` sites, below 32,768; 3i moves those of the model to block i."""
+def at_site(seeds: Tensor, site: int) -> Tensor:
+    """Moves seeds on by `site` sites, below 32,768; 3i moves those of the model to block i."""
     wrapped = (site << 48) * INCREMENT % 2**64
-    return keys + (wrapped - 2**64 if wrapped >= 2**63 else wrapped)
+    return seeds + (wrapped - 2**64 if wrapped >= 2**63 else wrapped)
 
 
 def rows_of_heads(first_head: int, n_heads: int, positions: Tensor) -> Tensor:
@@ -60,20 +60,20 @@ def rows_of_heads(first_head: int, n_heads: int, positions: Tensor) -> Tensor:
 
 
 def dropout(
-    x: Tensor, rate: float, keys: Tensor, rows: Tensor, columns: Tensor | None = None
+    x: Tensor, rate: float, seeds: Tensor, rows: Tensor, columns: Tensor | None = None
 ) -> Tensor:
     """Sets elements of `x` to zero with probability `rate` and scales the others by 1/(1 - rate).
 
     Args:
         x: (B, *R, N).
         rate: from 0 up, below 1.
-        keys: of the sequences at this site, (B,), int64.
+        seeds: of the sequences at this site, (B,), int64.
         rows: what the middle dimensions are, (*R), int64; positions of tokens are below 2^32.
         columns: what the last dimension is, (N,), int64; 0 to N - 1 if not given.
     """
     if columns is None:
         columns = torch.arange(x.shape[-1], device=x.device)
-    bits = mix(keys.view(-1, *[1] * rows.ndim) + rows * INCREMENT)[..., None]  # (B, *R, 1)
+    bits = mix(seeds.view(-1, *[1] * rows.ndim) + rows * INCREMENT)[..., None]  # (B, *R, 1)
     factors = mix(columns * INCREMENT).to(torch.int32)  # (N)
     dropped: Tensor = _Dropout.apply(x, rate, bits, factors)  # type: ignore[no-untyped-call]
     return dropped
@@ -87,12 +87,12 @@ class Dropout(nn.Module):
         self.rate = rate
         self.site = site
 
-    def forward(self, x: Tensor, keys: Tensor | None, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
         """Drops out elements of (B, T, D), whose tokens are at `positions`, (T,).
 
-        `keys`, (B,), are those of the model or the block; without them there is no dropout.
+        `seeds`, (B,), are those of the model or the block; without them there is no dropout.
         """
-        return x if keys is None else dropout(x, self.rate, at_site(keys, self.site), positions)
+        return x if seeds is None else dropout(x, self.rate, at_site(seeds, self.site), positions)
 
 
 class _Dropout(torch.autograd.Function):

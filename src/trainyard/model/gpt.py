@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from trainyard.config.run import Model
 from trainyard.model.attention import Attention, KeyValueCache
-from trainyard.model.cut import WHOLE, Part
 from trainyard.model.dropout import (
     ATTENTION_OUTPUT,
     MLP_OUTPUT,
@@ -29,6 +28,7 @@ from trainyard.model.dropout import (
 )
 from trainyard.model.linear import LayerNorm, Linear
 from trainyard.model.loss import CrossEntropy
+from trainyard.model.sharding import WHOLE, Part
 
 Recompute = Literal["none", "attention", "block"]
 
@@ -92,7 +92,7 @@ class GPT(nn.Module):
     def forward(
         self,
         x: Tensor,
-        keys: Tensor | None = None,
+        dropout_seeds: Tensor | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> Tensor:
         """Computes the hidden states after this part, (B, T, D).
@@ -100,23 +100,27 @@ class GPT(nn.Module):
         Args:
             x: token ids below the vocabulary size, (B, T), int64; or the hidden states before this
                 part, if it does not take tokens.
-            keys: one for each sequence, (B,), int64, from `sequence_keys`; without them, and in
-                evaluation mode, there is no dropout.
+            dropout_seeds: one for each sequence, (B,), int64, from `sequence_seeds`; there is no
+                dropout without them or in evaluation mode.
             caches: one per block when generating; `x` then continues what they hold.
         """
         if not self.training or self.dropout.rate == 0:
-            keys = None
+            dropout_seeds = None
         start = caches[0].n_tokens if caches else 0
         x = self.embedding(x) if self.takes_tokens and self.embedding is not None else x
         positions = self.residual_positions[start : start + x.shape[1]]
         positions = positions.to(x.device, non_blocking=True)
         if self.positions is not None:
             x = (x + self.positions(positions)).to(self.compute_dtype)  # (B, T, D)
-            x = self.dropout(x, keys, positions)
+            x = self.dropout(x, dropout_seeds, positions)
         for index, (number, block) in enumerate(self.blocks.items()):
             # Keys that already count the site leave blocks alike, so that one compiled serves all.
-            block_keys = None if keys is None else at_site(keys, SITES_PER_BLOCK * int(number))
-            x = block(x, block_keys, positions, caches[index] if caches else None)
+            block_seeds = (
+                None
+                if dropout_seeds is None
+                else at_site(dropout_seeds, SITES_PER_BLOCK * int(number))
+            )
+            x = block(x, block_seeds, positions, caches[index] if caches else None)
         return x if self.final_norm is None else self.final_norm(x)
 
     def summed_loss(self, hidden: Tensor, labels: Tensor, scale: float | Tensor = 1.0) -> Tensor:
@@ -165,7 +169,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        keys: Tensor | None,
+        dropout_seeds: Tensor | None,
         positions: Tensor,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -173,35 +177,35 @@ class Block(nn.Module):
 
         Args:
             x: the residual stream.
-            keys: dropout keys of this block, (B,); None for no dropout.
+            dropout_seeds: dropout seeds of this block, (B,); None for no dropout.
             positions: of the tokens of `x`, (T,).
             cache: keys and values of the tokens before, when generating.
         """
         if self.recompute == "block" and self.training:
-            return _recompute(self._add_both, keys, x, keys, positions)
-        return self._add_both(x, keys, positions, cache)
+            return _recompute(self._add_both, dropout_seeds, x, dropout_seeds, positions)
+        return self._add_both(x, dropout_seeds, positions, cache)
 
     def _add_both(
         self,
         x: Tensor,
-        keys: Tensor | None,
+        dropout_seeds: Tensor | None,
         positions: Tensor,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         if self.recompute == "attention" and self.training:
-            mixed = _recompute(self.attention, keys, self.attention_norm(x), keys)
+            mixed = _recompute(self.attention, dropout_seeds, self.attention_norm(x), dropout_seeds)
         else:
-            mixed = self.attention(self.attention_norm(x), keys, cache)
-        x = x + self.attention_dropout(mixed, keys, positions)
-        out: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), keys, positions)
+            mixed = self.attention(self.attention_norm(x), dropout_seeds, cache)
+        x = x + self.attention_dropout(mixed, dropout_seeds, positions)
+        out: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), dropout_seeds, positions)
         return out
 
 
 def _recompute(
-    function: Callable[..., Tensor], keys: Tensor | None, *arguments: Tensor | None
+    function: Callable[..., Tensor], dropout_seeds: Tensor | None, *arguments: Tensor | None
 ) -> Tensor:
     # Only attention with dropout on a GPU draws from a generator.
-    draws = keys is not None and not keys.is_cpu
+    draws = dropout_seeds is not None and not dropout_seeds.is_cpu
     out: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=draws)
     return out
 

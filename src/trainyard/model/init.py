@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from trainyard.config.run import Model
-from trainyard.model.cut import cut_dimension
+from trainyard.model.sharding import sharded_dimension
 
 RESIDUAL_OUTPUTS = ("attention.out.weight", "mlp.down.weight")
 
 
 @dataclass(frozen=True)
-class Share:
+class TensorShard:
     """Which of the equal parts of every layer that is cut."""
 
     rank: int
@@ -28,7 +28,7 @@ def initialise(
     module: nn.Module,
     model: Model,
     seed: int,
-    tensor: Share = Share(0, 1),
+    tensor: TensorShard = TensorShard(0, 1),
 ) -> None:
     """Fills every parameter as GPT-2 and Megatron-LM do.
 
@@ -44,7 +44,7 @@ def initialise(
 
     @torch.no_grad()
     def fill(name: str, parameter: nn.Parameter) -> None:
-        dimension = cut_dimension(name)
+        dimension = sharded_dimension(name)
         if dimension is None:
             parameter.copy_(initial_value(name, parameter.shape, model, seed))
             return

@@ -37,13 +37,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-LABEL_OF_NOTHING = -100
+IGNORE_INDEX = -100
 # A smaller chunk takes less memory, a larger one adds to the gradient of the weight less often.
 CPU_CHUNK_BYTES = 256 * 2**20
 GPU_CHUNK_BYTES = 512 * 2**20
 
 
-class VocabularyShare(Protocol):
+class VocabularyShard(Protocol):
     """The rows of the weight that a rank holds, and how it hears of the others."""
 
     first_row: int
@@ -77,7 +77,7 @@ def summed_cross_entropy(
     labels: Tensor,
     vocabulary_size: int,
     scale: float | Tensor = 1.0,
-    share: VocabularyShare | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """Sums the cross entropy of every labelled token.
 
@@ -89,7 +89,7 @@ def summed_cross_entropy(
             probability.
         scale: multiplies the sum; one over the tokens of a step makes it a share of their mean. A
             scalar tensor stays on its device.
-        share: which rows `weight` has, where ranks share them, (V/tp, D) each. The sum is then the
+        shard: which rows `weight` has, where ranks share them, (V/tp, D) each. The sum is then the
             same on all; the gradient of `hidden` is a part, which the caller adds up.
 
     Returns:
@@ -98,7 +98,7 @@ def summed_cross_entropy(
     rows, targets = hidden.flatten(0, -2), labels.flatten()  # (N, D), (N)
     factor = scale if torch.is_grad_enabled() else None
     loss: Tensor = _SummedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows, weight, targets, vocabulary_size, factor, share
+        rows, weight, targets, vocabulary_size, factor, shard
     )
     return loss if torch.is_grad_enabled() else scale * loss
 
@@ -114,7 +114,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         vocabulary_size: int,
         scale: float | Tensor | None,
-        share: VocabularyShare | None,
+        shard: VocabularyShard | None,
     ) -> Tensor:
         precise = torch.promote_types(torch.float32, hidden.dtype)
         scale = scale.to(precise) if isinstance(scale, Tensor) else scale
@@ -124,20 +124,20 @@ class _SummedCrossEntropy(torch.autograd.Function):
         weight_gradient: Tensor | None = None
         for start, end in _chunks(hidden, weight.shape[0]):
             rows, targets = hidden[start:end], labels[start:end, None]
-            nothing = targets == LABEL_OF_NOTHING  # (n, 1)
+            nothing = targets == IGNORE_INDEX  # (n, 1)
             targets = targets.masked_fill(nothing, 0)
             logits = F.linear(rows, matrix)  # (n, V)
-            if share is None:
+            if shard is None:
                 is_here = None
                 logits[:, vocabulary_size:] = -torch.inf
                 log_probabilities = F.log_softmax(logits, -1, dtype=precise)
                 target = log_probabilities.gather(1, targets)  # (n, 1)
             else:
-                row = targets - share.first_row
+                row = targets - shard.first_row
                 is_here = (row >= 0) & (row < weight.shape[0])
                 targets = row.masked_fill(~is_here, 0)
                 log_probabilities, target = _shared_log_softmax(
-                    logits, targets, is_here, vocabulary_size, share
+                    logits, targets, is_here, vocabulary_size, shard
                 )
             loss -= target.masked_fill(nothing, 0.0).sum()
             if scale is not None:
@@ -172,19 +172,19 @@ def _shared_log_softmax(
     targets: Tensor,
     is_here: Tensor,
     vocabulary_size: int,
-    share: VocabularyShare,
+    shard: VocabularyShard,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the log probabilities, (n, V/tp), of a share, and those of targets, (n, 1).
+    """Computes the log probabilities, (n, V/tp), of a shard, and those of targets, (n, 1).
 
     Args:
-        logits: of the share, (n, V/tp); padding is overwritten.
-        targets: columns of the labels, (n, 1), where they are in the share; else any.
+        logits: of the shard, (n, V/tp); padding is overwritten.
+        targets: columns of the labels, (n, 1), where they are in the shard; else any.
         is_here: whether they are.
         vocabulary_size: of all shares.
-        share: hears of the others.
+        shard: hears of the others.
     """
     precise = torch.promote_types(torch.float32, logits.dtype)
-    n_real = vocabulary_size - share.first_row
+    n_real = vocabulary_size - shard.first_row
     if n_real > 0:
         logits[:, n_real:] = -torch.inf
         largest = logits.amax(1, keepdim=True).to(precise)  # (n, 1)
@@ -193,9 +193,9 @@ def _shared_log_softmax(
         largest = torch.full_like(logits[:, :1], -torch.inf, dtype=precise)
     among_these = F.log_softmax(logits, -1, dtype=precise)
     # The logarithm of the sum of exp(logit - largest) is minus the largest log probability.
-    log_sum = largest - share.maximum(largest) - among_these.amax(1, keepdim=True)
+    log_sum = largest - shard.maximum(largest) - among_these.amax(1, keepdim=True)
     target = (among_these.gather(1, targets) + log_sum).masked_fill(~is_here, 0.0)
-    total, target = share.sum(torch.stack((log_sum.exp(), target))).unbind()
+    total, target = shard.sum(torch.stack((log_sum.exp(), target))).unbind()
     log_total = total.log()
     return among_these.add_(log_sum - log_total), target - log_total
 

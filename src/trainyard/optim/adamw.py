@@ -8,18 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from trainyard.config.run import Optimizer, Run
-from trainyard.optim.low_bit import LowBitAdamW, begin_at, moments_of
+from trainyard.optim.low_precision import LowBitAdamW, begin_at, moments_of
+from trainyard.parallel.model import LocalParameter, ParallelModel
 from trainyard.parallel.placement import place
-from trainyard.parallel.replica import Held, Replica
 
 
-def build_optimizer(replica: Replica, run: Run) -> torch.optim.Optimizer:
+def build_optimizer(parallel_model: ParallelModel, run: Run) -> torch.optim.Optimizer:
     """Builds the optimizer of this rank's share of a model."""
-    held, settings = replica.held, run.optimizer
-    if not any(each.is_low_bit for each in held):
-        return build_adamw([each.parameter for each in held], settings)
+    parameters, settings = parallel_model.local_parameters, run.optimizer
+    if not any(each.is_low_bit for each in parameters):
+        return build_adamw([each.parameter for each in parameters], settings)
     return LowBitAdamW(
-        [(each, place(each.parameter, each.dimension, replica.tensor_share)) for each in held],
+        [
+            (each, place(each.parameter, each.dimension, parallel_model.tensor_shard))
+            for each in parameters
+        ],
         lambda parameters: build_adamw(parameters, settings),
         {
             "lr": settings.learning_rate,
@@ -28,7 +31,7 @@ def build_optimizer(replica: Replica, run: Run) -> torch.optim.Optimizer:
             "weight_decay": settings.weight_decay,
         },
         run.train.seed,
-        compiled=run.train.compile != "never" and _compiles_codes(replica.mesh.device),
+        compiled=run.train.compile != "never" and _compiles_codes(parallel_model.mesh.device),
     )
 
 
@@ -47,12 +50,12 @@ def build_adamw(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> tor
     )
 
 
-def state_of(optimizer: torch.optim.Optimizer, held: Held) -> dict[str, Tensor]:
+def state_of(optimizer: torch.optim.Optimizer, local: LocalParameter) -> dict[str, Tensor]:
     """Gives what a checkpoint keeps of a parameter beside itself, this rank's part of it."""
     if isinstance(optimizer, LowBitAdamW):
-        return optimizer.state_of(held)
+        return optimizer.state_of(local)
     assert isinstance(optimizer, torch.optim.AdamW)
-    return moments_of(optimizer, held.parameter)
+    return moments_of(optimizer, local.parameter)
 
 
 def prepare_state(optimizer: torch.optim.Optimizer, n_updates: int | None) -> None:

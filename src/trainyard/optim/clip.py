@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainyard.parallel.replica import Replica
-from trainyard.precision.codes import Codes
+from trainyard.parallel.model import ParallelModel
+from trainyard.precision.block_scaled import BlockScaledTensor
 
 
 @dataclass(frozen=True)
-class Totals:
+class StepStats:
     """What a step found over all ranks, on the device."""
 
     loss: Tensor
@@ -25,33 +25,35 @@ class Totals:
     """What the gradients that are stored must be multiplied by to be those of the mean."""
 
 
-def add_up(replica: Replica, loss: Tensor, n_labelled: int, divisor: float | Tensor) -> Totals:
+def reduce_step_stats(
+    parallel_model: ParallelModel, loss: Tensor, n_labelled: int, divisor: float | Tensor
+) -> StepStats:
     """Adds up loss, labelled tokens and the squares of all gradients of all ranks in one message.
 
     Args:
-        replica: its gradients are complete.
+        parallel_model: its gradients are complete.
         loss: this rank's part, divided by `divisor`.
         n_labelled: tokens with a label in this rank's sequences.
         divisor: of the sum of all losses; totals are those of their mean whatever it is.
     """
-    norms = norms_of([each.gradient for each in replica.held])
-    square = norms.square() @ replica.shares_of_norm
-    topology = replica.mesh.topology
+    norms = norms_of([each.gradient for each in parallel_model.local_parameters])
+    square = norms.square() @ parallel_model.norm_weights
+    topology = parallel_model.mesh.topology
     alike = topology.n_ranks // topology.data  # ranks that work on the same sequences
     count = torch.full_like(square, n_labelled / alike)
     totals = torch.stack([loss.double(), square, count])
     if topology.n_ranks > 1:
         dist.all_reduce(totals)
     multiplier = divisor / totals[2]
-    precise = torch.promote_types(torch.float32, replica.held[0].parameter.dtype)
-    return Totals(
+    precise = torch.promote_types(torch.float32, parallel_model.local_parameters[0].parameter.dtype)
+    return StepStats(
         (totals[0] * multiplier).to(precise),
         (totals[1].sqrt() * multiplier).to(precise),
         multiplier.to(precise),
     )
 
 
-def norms_of(gradients: Sequence[Tensor | Codes]) -> Tensor:
+def norms_of(gradients: Sequence[Tensor | BlockScaledTensor]) -> Tensor:
     """Gives the norm of each gradient, in fp64; of codes, that of what they stand for."""
     # On a CPU a sum of squares in fp32 over a whole matrix is wrong by 3e-3 for an embedding of
     # 50,257 rows, and so differs from the sum of its parts. A row is short enough, and as fast.
@@ -64,7 +66,7 @@ def norms_of(gradients: Sequence[Tensor | Codes]) -> Tensor:
 
 def apply_update(
     optimizer: torch.optim.Optimizer,
-    totals: Totals,
+    totals: StepStats,
     clip_norm: float,
     leave_out: Tensor | None = None,
 ) -> Tensor:

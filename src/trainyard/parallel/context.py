@@ -30,7 +30,7 @@ class UlyssesAttention(nn.Module):
 
     Args:
         core: what computes them.
-        group: the ranks, each with the tokens that `take_share` gives it.
+        group: the ranks, each with the tokens that `take_shard` gives it.
     """
 
     def __init__(self, core: CausalAttention, group: dist.ProcessGroup) -> None:
@@ -39,10 +39,12 @@ class UlyssesAttention(nn.Module):
         self.first_head = core.first_head
         self._group = group
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout_seeds: Tensor | None = None
+    ) -> Tensor:
         """Attends from this rank's tokens, (B, H, T/p, K), to themselves and all before them.
 
-        `keys` are those of dropout, which `core` computes.
+        `dropout_seeds` are those of the block, which `core` computes.
         """
         n_ranks = self._group.size()
         B, H, n_tokens, K = q.shape
@@ -54,13 +56,13 @@ class UlyssesAttention(nn.Module):
         ]  # (p, T/p, B, H/p, K) each
         received = exchange_parts(torch.stack(parts, dim=2), self._group)
         q, k, v = received.flatten(0, 1).permute(1, 2, 3, 0, 4).unbind()  # (B, H/p, T, K)
-        mixed = self.core(q, k, v, keys)
+        mixed = self.core(q, k, v, dropout_seeds)
         parts_of_tokens = mixed.view(B, heads, n_ranks, n_tokens, K).permute(2, 1, 0, 3, 4)
         received = exchange_parts(parts_of_tokens, self._group)  # (p, H/p, B, T/p, K)
         return received.flatten(0, 1).transpose(0, 1)
 
 
-def take_share(x: Tensor, rank: int, n_ranks: int, method: Method, dimension: int) -> Tensor:
+def take_shard(x: Tensor, rank: int, n_ranks: int, method: Method, dimension: int) -> Tensor:
     """Takes this rank's tokens of whole sequences.
 
     Args:
@@ -78,12 +80,12 @@ def take_share(x: Tensor, rank: int, n_ranks: int, method: Method, dimension: in
     return torch.cat((chunks[rank], chunks[-1 - rank]), dimension)
 
 
-def cut_context(model: GPT, group: dist.ProcessGroup, method: Method) -> None:
-    """Leaves `model` to compute with this rank's tokens of each sequence, cut as by `take_share`.
+def apply_context_parallel(model: GPT, group: dist.ProcessGroup, method: Method) -> None:
+    """Leaves `model` to compute with this rank's tokens of each sequence, cut as by `take_shard`.
 
-    Call it before `cut_tensor`, which may cut the residual stream further.
+    Call it before `apply_tensor_parallel`, which may cut the residual stream further.
     """
-    positions = take_share(model.token_positions, group.rank(), group.size(), method, 0)
+    positions = take_shard(model.token_positions, group.rank(), group.size(), method, 0)
     model.token_positions = model.residual_positions = positions
     for module in list(model.modules()):
         if not isinstance(module, Attention):

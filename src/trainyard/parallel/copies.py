@@ -24,8 +24,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainyard.parallel.model import EMBEDDING, LocalParameter, ParallelModel
 from trainyard.parallel.placement import local_part, place
-from trainyard.parallel.replica import EMBEDDING, Held, Replica
 
 MOST_NAMED = 16
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,19 +33,23 @@ _FACTOR = -7046029254386353131  # 2**64 / golden ratio, odd: neighbours get fact
 _CHUNK = 2**18  # values, whose temporaries fit a processor's cache: twice as fast as 2**20
 
 
-def differing_copies(replica: Replica) -> list[str]:
+def differing_copies(parallel_model: ParallelModel) -> list[str]:
     """Compares the weights that several ranks hold; every rank must call it, between two steps.
 
     Returns:
         a line for each part of which copies differ, with the ranks of the rarest copy first, such
         as "blocks.3.mlp.up.weight: rank 3 differs from ranks 0-2"; the same on every rank.
     """
-    mesh = replica.mesh
+    mesh = parallel_model.mesh
     if mesh.topology.n_ranks == 1:
         return []
-    shared = [held for held in replica.held if _others_may_hold(held, replica)]
-    names = {_key(held, replica): held.name for held in shared}
-    table = _gather(list(names), [fingerprint(local_part(held.parameter)) for held in shared])
+    shared = [
+        local
+        for local in parallel_model.local_parameters
+        if _others_may_hold(local, parallel_model)
+    ]
+    names = {_key(local, parallel_model): local.name for local in shared}
+    table = _gather(list(names), [fingerprint(local_part(local.parameter)) for local in shared])
     # Padding is equal everywhere.
     different = np.unique(table.reshape(-1, 2), axis=0)
     keys, n_different = np.unique(different[:, 0], return_counts=True)
@@ -72,17 +76,17 @@ def fingerprint(values: Tensor) -> Tensor:
     return number
 
 
-def _others_may_hold(held: Held, replica: Replica) -> bool:
-    is_at_an_end = replica.mesh.first_and_last_stage is not None
-    if held.name == EMBEDDING and is_at_an_end:
+def _others_may_hold(local: LocalParameter, parallel_model: ParallelModel) -> bool:
+    is_at_an_end = parallel_model.mesh.first_and_last_stage is not None
+    if local.name == EMBEDDING and is_at_an_end:
         return True
-    return held.share_of_norm(replica.mesh.topology.tensor) < 1
+    return local.norm_weight(parallel_model.mesh.topology.tensor) < 1
 
 
-def _key(held: Held, replica: Replica) -> int:
+def _key(local: LocalParameter, parallel_model: ParallelModel) -> int:
     """Gives a number to a part of a parameter, the same on all ranks that hold this part."""
-    placed = place(held.parameter, held.dimension, replica.tensor_share)
-    text = f"{held.name} {placed.offsets} {placed.local_shape}"
+    placed = place(local.parameter, local.dimension, parallel_model.tensor_shard)
+    text = f"{local.name} {placed.offsets} {placed.local_shape}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from trainyard.model.gpt import GPT
 
 
-def share_model(model: GPT, mesh: DeviceMesh, zero_stage: int) -> None:
+def apply_fsdp(model: GPT, mesh: DeviceMesh, zero_stage: int) -> None:
     """Shares the weights of `model` over the ranks of a mesh.
 
     Blocks are gathered in the precision they are used in, everything else in fp32, which is what

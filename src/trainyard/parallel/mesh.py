@@ -78,10 +78,10 @@ class Mesh:
         """Gives the numbers of every rank, by rank; as many from each."""
         rows = torch.zeros(self.topology.n_ranks, len(numbers), dtype=torch.int64)
         rows[self.rank] = torch.tensor(numbers)
-        self.add_up(rows)
+        self.all_reduce(rows)
         return cast(list[list[int]], rows.tolist())
 
-    def add_up(self, values: torch.Tensor) -> None:
+    def all_reduce(self, values: torch.Tensor) -> None:
         """Adds up a tensor over all ranks, in place."""
         if self.topology.n_ranks > 1:
             dist.all_reduce(values)
@@ -92,7 +92,7 @@ class Mesh:
             dist.all_reduce(torch.zeros(1), group=self.saving)
 
     def agree(self, text: str | None) -> str | None:
-        """Gives all ranks the text of the lowest of those that have one; None if none has."""
+        """Broadcasts the message of the lowest rank that has one; None if no rank has."""
         n_ranks = self.topology.n_ranks
         if n_ranks == 1:
             return text
@@ -108,10 +108,10 @@ class Mesh:
         return bytes(said.tolist()).rstrip(b"\0").decode(errors="replace")
 
     @property
-    def data_share(self) -> tuple[int, int]:
+    def data_rank_and_size(self) -> tuple[int, int]:
         """Which of how many equal shares of a batch this rank works on."""
         here = self.coordinates
-        return here.replica * self.topology.shard + here.shard, self.topology.data
+        return here.replicate * self.topology.shard + here.shard, self.topology.data
 
 
 def build_mesh(topology: Topology, rank: int, device: torch.device) -> Mesh:
@@ -120,16 +120,16 @@ def build_mesh(topology: Topology, rank: int, device: torch.device) -> Mesh:
         return Mesh(topology, rank, device)
     # Ranks that share a sequence are data-parallel ones too, and their neighbours.
     share = topology.shard * topology.context
-    sizes = (topology.pipeline, topology.replica, share, topology.tensor)
-    names = ("pipeline", "replica", "share", "tensor")
+    sizes = (topology.pipeline, topology.replicate, share, topology.tensor)
+    names = ("pipeline", "replicate", "shard", "tensor")
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     for name in names:
         dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, mesh.get_group(name))
     data = None
-    if topology.replica > 1:
-        data = mesh["replica", "share"]
+    if topology.replicate > 1:
+        data = mesh["replicate", "shard"]
     elif share > 1:
-        data = mesh["share"]
+        data = mesh["shard"]
     return Mesh(
         topology,
         rank,

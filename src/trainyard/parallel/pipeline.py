@@ -178,7 +178,7 @@ class Pipeline:
         self,
         tokens: Tensor,
         labels: Tensor,
-        keys: Tensor | None,
+        dropout_seeds: Tensor | None,
         n_micro_batches: int,
         scale: float | Tensor,
     ) -> Tensor | None:
@@ -187,13 +187,13 @@ class Pipeline:
         Args:
             tokens: ids of all micro batches, (n_micro_batches x B, T), read by the first stage.
             labels: the ids that follow, read by the last stage.
-            keys: dropout keys of the sequences.
+            dropout_seeds: dropout seeds of the sequences.
             n_micro_batches: how many equal parts they are cut into.
             scale: multiplies the loss.
         """
         self._scale = scale
         losses: list[Tensor] = []
-        self._run("step", (tokens, labels, keys), n_micro_batches, losses)
+        self._run("step", (tokens, labels, dropout_seeds), n_micro_batches, losses)
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_last else None
 
     def evaluate(self, tokens: Tensor, labels: Tensor, n_micro_batches: int) -> Tensor | None:
@@ -206,9 +206,9 @@ class Pipeline:
     def _run(
         self, method: str, batch: tuple[Tensor, Tensor, Tensor | None], n: int, losses: list[Tensor]
     ) -> None:
-        tokens, labels, keys = batch
+        tokens, labels, dropout_seeds = batch
         arguments = (tokens,) if self.has_first else ()
-        options: dict[str, Any] = {} if keys is None else {"keys": keys}
+        options: dict[str, Any] = {} if dropout_seeds is None else {"dropout_seeds": dropout_seeds}
         if self.has_last:
             options |= {"target": labels, "losses": losses, "return_outputs": False}
         if n not in self._schedules:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from trainyard.model.init import Share
+    from trainyard.model.init import TensorShard
 
 Shape = tuple[int, ...]
 
@@ -53,7 +53,7 @@ def whole(shape: Shape) -> Placement:
     return Placement(tuple(shape), (0,) * len(shape), tuple(shape))
 
 
-def place(parameter: Tensor, dimension: int | None, tensor: Share) -> Placement:
+def place(parameter: Tensor, dimension: int | None, tensor: TensorShard) -> Placement:
     """Says which part of the whole parameter this rank holds.
 
     Args:
@@ -73,7 +73,7 @@ def place(parameter: Tensor, dimension: int | None, tensor: Share) -> Placement:
     return placement
 
 
-def is_writer(parameter: Tensor, dimension: int | None, tensor: Share) -> bool:
+def is_writer(parameter: Tensor, dimension: int | None, tensor: TensorShard) -> bool:
     """Whether this rank is the first of those that hold the same part of a parameter.
 
     Takes the arguments of `place`. That a parameter is the copy of a tied embedding on the last

@@ -7,8 +7,8 @@
     rank 0 ends with a0 + b0 + c0, added up in fp32
 
 A ring that adds up codes would round at every hop, and needs room above the largest sum. Here each
-contribution is rounded once, with scales of its own, by `precision/codes.py`; that of the rank
-itself not at all. What is not finite arrives as infinite or NaN.
+contribution is rounded once, with scales of its own, by `precision/block_scaled.py`; the rank's
+own is not rounded. What is not finite arrives as infinite or NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from trainyard.config.fp8_rules import SCALED_COLUMNS
 from trainyard.model.gpt import GPT
-from trainyard.precision.codes import E4M3, Codes
+from trainyard.precision.block_scaled import E4M3, BlockScaledTensor
 
 
 class CodedReduceScatter(ReduceScatter):
@@ -58,7 +58,7 @@ class CodedReduceScatter(ReduceScatter):
         parts = input_tensor.view(n_ranks, -1)
         n_values = parts.shape[1]
         padded = F.pad(parts, (0, -n_values % SCALED_COLUMNS))
-        codes = Codes.of(padded, E4M3)
+        codes = BlockScaledTensor.of(padded, E4M3)
         sent = torch.cat([codes.values.view(torch.uint8), codes.exponents], dim=1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
@@ -68,7 +68,7 @@ class CodedReduceScatter(ReduceScatter):
                 message = received[other : other + 1]
                 values = message[:, : padded.shape[1]].view(E4M3)
                 exponents = message[:, padded.shape[1] :]
-                output_tensor += Codes(values, exponents).decode().view(-1)[:n_values]
+                output_tensor += BlockScaledTensor(values, exponents).decode().view(-1)[:n_values]
 
 
 def reduce_in_fp8(model: GPT) -> None:

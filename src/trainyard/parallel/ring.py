@@ -30,7 +30,7 @@ class RingAttention(nn.Module):
     On a GPU its kernels (flash attention) take bf16 and fp16, and heads of a multiple of 8.
 
     Args:
-        group: two ranks or more, each with the tokens that `take_share` gives it.
+        group: two ranks or more, each with the tokens that `take_shard` gives it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -38,12 +38,14 @@ class RingAttention(nn.Module):
         assert group.size() > 1, "one rank has no neighbour"
         self._group = group
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout_seeds: Tensor | None = None
+    ) -> Tensor:
         """Attends from this rank's tokens, (B, H, T/p, K), to themselves and all before them.
 
-        `keys` of dropout are those of other kinds of attention: None.
+        There is no dropout: `dropout_seeds` is None.
         """
-        assert keys is None, "rules.py refuses dropout with the ring"
+        assert dropout_seeds is None, "rules.py refuses dropout with the ring"
         out: Tensor = _Ring.apply(q, k, v, self._group)  # type: ignore[no-untyped-call]
         return out
 

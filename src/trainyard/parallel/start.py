@@ -36,9 +36,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from trainyard import __version__
 from trainyard.errors import LaunchError, LostRankError, MachineError, UserError
 from trainyard.launch.environment import Process, keep_off_the_network
+from trainyard.launch.hang_reports import name_ranks
+from trainyard.launch.heartbeat import ANOTHER, Heartbeat, HeartbeatReader
 from trainyard.launch.local import end_with_parent
-from trainyard.launch.pulse import ANOTHER, Pulse, PulseReader
-from trainyard.launch.witness import name_ranks
 
 COLLECTIVE_TIMEOUT = timedelta(days=1)  # who hangs is for the parents to notice, and to name
 FAREWELL_SECONDS = 10.0
@@ -81,7 +81,7 @@ def start_ranks(
         return
     if process.parent_pipe is not None:
         end_with_parent(process.parent_pipe)
-    meeting = _Meeting(process, timeout_seconds)
+    meeting = _Rendezvous(process, timeout_seconds)
     meeting.call_roll(facts)
     try:
         _init_group(process, device, meeting)
@@ -110,7 +110,7 @@ def gather_facts(run_text: str, data_fingerprint: str) -> dict[str, str]:
     }
 
 
-class _Meeting:
+class _Rendezvous:
     """The store in which the ranks meet, and what they say to each other in it."""
 
     def __init__(self, process: Process, timeout_seconds: float) -> None:
@@ -175,7 +175,7 @@ class _Meeting:
         if not follows and not has_lost_another:
             return None
         # Its parent process must not take this rank for the one that failed.
-        Pulse(self._process.pulse).blame(ANOTHER if first is None else first["rank"])
+        Heartbeat(self._process.heartbeat).blame(ANOTHER if first is None else first["rank"])
         return _describe_lost_rank(self._process) if first is None else _describe_failure(first)
 
     def _describe(self, error: BaseException) -> dict[str, Any]:
@@ -240,9 +240,9 @@ class _Meeting:
                     "MASTER_ADDR to an address they can reach"
                 )
             return {
-                "problem": f"{name_ranks(missing)} of {n_ranks} did not come to {self.place} "
-                f"within {self.timeout_seconds:g} s; {name_ranks(list(hosts))} did, on "
-                f"{_name_hosts(list(hosts), hosts)}",
+                "problem": f"{name_ranks(missing)} of {n_ranks} did not join the rendezvous at "
+                f"{self.place} within {self.timeout_seconds:g} s; "
+                f"{name_ranks(list(hosts))} did, on {_name_hosts(list(hosts), hosts)}",
                 "hint": hint,
             }
         facts = {rank: record["facts"] for rank, record in records.items()}
@@ -319,7 +319,7 @@ class _Meeting:
             time.sleep(POLL_SECONDS)
 
 
-def _init_group(process: Process, device: torch.device, meeting: _Meeting) -> None:
+def _init_group(process: Process, device: torch.device, meeting: _Rendezvous) -> None:
     if process.is_on_one_machine:
         keep_off_the_network()
     # Groups of some ranks use it later, when ranks can be minutes apart.
@@ -333,7 +333,7 @@ def _init_group(process: Process, device: torch.device, meeting: _Meeting) -> No
             timeout=timedelta(seconds=meeting.timeout_seconds),
         )
     except RuntimeError as error:
-        Pulse(process.pulse).blame(ANOTHER)  # it may have died since
+        Heartbeat(process.heartbeat).blame(ANOTHER)  # it may have died since
         raise LaunchError(
             f"{meeting.me} has met the others, but cannot connect to them: "
             f"{str(error).splitlines()[0]}",
@@ -362,7 +362,7 @@ def _is_lost_connection(error: BaseException | None) -> bool:
 
 
 def _describe_lost_rank(process: Process) -> LostRankError:
-    step = f" at step {PulseReader(process.pulse).read().step}" if process.pulse else ""
+    step = f" at step {HeartbeatReader(process.heartbeat).read().step}" if process.heartbeat else ""
     return LostRankError(
         f"rank {process.rank} lost the connection to another rank{step}",
         "that rank died or its machine did: see what its own output, or its launcher, says",

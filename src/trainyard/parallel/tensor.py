@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainyard.model.attention import Attention
-from trainyard.model.cut import kind_of_cut
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import Linear
 from trainyard.model.loss import summed_cross_entropy
+from trainyard.model.sharding import kind_of_cut
 from trainyard.parallel.collectives import (
     all_reduce,
     copy_to_group,
@@ -87,7 +87,7 @@ class VocabularyEmbedding(nn.Embedding):
         return self._collect(found.masked_fill(elsewhere[..., None], 0.0), self._group)
 
 
-class VocabularyShare:
+class VocabularyShard:
     """Which rows of the vocabulary this rank holds, and how it hears of the others."""
 
     def __init__(self, group: dist.ProcessGroup, first_row: int) -> None:
@@ -120,12 +120,12 @@ class VocabularyCrossEntropy(nn.Module):
         scale: float | Tensor,
     ) -> Tensor:
         """Sums over the labels (B, T) of this rank's tokens; `weight` is (V/tp, D)."""
-        share = VocabularyShare(self._group, weight.shape[0] * self._group.rank())
+        shard = VocabularyShard(self._group, weight.shape[0] * self._group.rank())
         hidden = self._spread(hidden, self._group)
-        return summed_cross_entropy(hidden, weight, labels, vocabulary_size, scale, share)
+        return summed_cross_entropy(hidden, weight, labels, vocabulary_size, scale, shard)
 
 
-def cut_tensor(
+def apply_tensor_parallel(
     model: GPT, group: dist.ProcessGroup, *, sequence: bool, gathers_again: bool
 ) -> None:
     """Leaves `model` with this rank's part of every layer, its weights not yet filled.

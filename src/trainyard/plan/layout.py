@@ -38,15 +38,15 @@ def find_topology(run: Run, n_ranks: int | None) -> Topology:
     """
     parallel = run.parallel
     if n_ranks is None:
-        fewest = next(iter(_data_sizes(run)), parallel.replicas)
+        fewest = next(iter(_data_sizes(run)), parallel.data_replicate)
         n_ranks = ranks_per_replica(run) * fewest
     problems = _problems(run, n_ranks)
     if problems:
         raise ConfigError("\n".join(problems), _remedies(run, n_ranks))
     return Topology(
         pipeline=parallel.pipeline,
-        replica=parallel.replicas,
-        shard=n_ranks // ranks_per_replica(run) // parallel.replicas,
+        replicate=parallel.data_replicate,
+        shard=n_ranks // ranks_per_replica(run) // parallel.data_replicate,
         context=parallel.context,
         tensor=parallel.tensor,
     )
@@ -141,10 +141,10 @@ def _problems(run: Run, n_ranks: int) -> list[str]:
             f"parallel.pipeline={parallel.pipeline} x parallel.context={parallel.context}"
         ]
     problems = []
-    if data % parallel.replicas:
+    if data % parallel.data_replicate:
         problems.append(
             f"{n_ranks} ranks have a data parallel size of {data}, which cannot be divided by "
-            f"parallel.replicas={parallel.replicas}"
+            f"parallel.data_replicate={parallel.data_replicate}"
         )
     fields = rules.batch_fields(run)
     uneven = {field: size for field, size in fields.items() if size % (micro * data)}
@@ -176,7 +176,7 @@ def _data_sizes(run: Run) -> Iterator[int]:
     micro, sizes = run.train.micro_batch_size, batch_sizes(run.train)
     most, rest = divmod(math.gcd(*rules.batch_fields(run).values()), micro)
     for data in rules.divisors(most) if not rest else []:
-        if data % run.parallel.replicas == 0 and all(
+        if data % run.parallel.data_replicate == 0 and all(
             takes_micro_batches(run, size // (micro * data)) for size in sizes
         ):
             yield data
@@ -199,7 +199,7 @@ def _remedies(run: Run, n_ranks: int) -> str:
     working = working or ranks
     if working:
         return f"nearest that works: {', or '.join(working)}"
-    data = max(1, round(data / run.parallel.replicas)) * run.parallel.replicas
+    data = max(1, round(data / run.parallel.data_replicate)) * run.parallel.data_replicate
     multiple = run.train.micro_batch_size * data * run.parallel.pipeline
     return f"{data * unit} ranks work with batches in multiples of {multiple} sequences"
 
@@ -215,13 +215,13 @@ def _first_working(run: Run, n_ranks: int, way: Iterable[rules.Changes]) -> str:
 def _ways(run: Run, data: int) -> list[Iterable[rules.Changes]]:
     """Lists the ways to fit a run to its ranks, each as changes to try, nearest first."""
     train, parallel = run.train, run.parallel
-    replicas = rules.nearest(rules.divisors(data), parallel.replicas)
+    replicas = rules.nearest(rules.divisors(data), parallel.data_replicate)
     step = train.micro_batch_size * data
     batches = rules.nearest_multiples(step, train.global_batch_size, n_beyond=parallel.pipeline)
     common = math.gcd(*rules.batch_fields(run).values())
     micro_batches = rules.nearest(rules.divisors(common), train.micro_batch_size)
     return [
-        ({"parallel.replicas": number} for number in replicas),
+        ({"parallel.data_replicate": number} for number in replicas),
         ({"train.global_batch_size": size} for size in batches),
         ({"train.micro_batch_size": size} for size in micro_batches),
         [{"train.batch_ramp": None}] if train.batch_ramp else [],

@@ -110,7 +110,7 @@ class _Rank:
         self.has_last = self.stages[-1][1] == model.n_layers
         self.n_micro_batches = train.global_batch_size // topology.data // train.micro_batch_size
         self.zero = run.parallel.zero_stage
-        self.n_shares = topology.shard * topology.context if self.zero else 1
+        self.n_shards = topology.shard * topology.context if self.zero else 1
         self.is_shared = topology.data * topology.context > 1
         self.is_piped = topology.pipeline > 1
         shapes = [
@@ -137,7 +137,7 @@ class _Rank:
         )
 
     def _share(self, shape: Shape) -> int:
-        return math.ceil(shape[0] / self.n_shares) * math.prod(shape[1:])
+        return math.ceil(shape[0] / self.n_shards) * math.prod(shape[1:])
 
     def always(self) -> Items:
         """What does not change within a step."""
@@ -324,7 +324,7 @@ class _Rank:
             return 0
         topology = self.topology
         sizes = [topology.tensor, topology.context, topology.pipeline, topology.n_ranks]
-        sizes += [topology.shard * topology.context, topology.replica]
+        sizes += [topology.shard * topology.context, topology.replicate]
         if self.is_piped and (self.has_first or self.has_last):
             sizes.append(2)
         groups = [PAIR_BYTES if size == 2 else GROUP_BYTES for size in sizes if size > 1]

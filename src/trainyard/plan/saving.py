@@ -1,9 +1,9 @@
 """Checkpoints before there are any: their size, the memory they need, and how often to save.
 
 A checkpoint holds each weight and both moments in fp32, once: 12 bytes a parameter, 1.9 TiB for
-175B. In low-bit state a matrix of a block has a weight of 16 bits, a master weight of 16, moments
-of 8 and 16, and their scales: 7.1 bytes. While one is written in the background, each rank keeps a
-copy of its part in host memory.
+175B. In low-precision state a matrix of a block has a weight of 16 bits, a master weight of 16,
+moments of 8 and 16, and their scales: 7.1 bytes. While one is written in the background, each rank
+keeps a copy of its part in host memory.
 
 How often to save is a matter of balance. With w seconds of training lost to each save, and one
 failure every M seconds, a run that saves every t seconds loses
@@ -72,21 +72,21 @@ def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
     """Gives what one rank writes of a checkpoint: of ranks that hold the same, the first does."""
     topology = plan.topology
     place = topology.coordinates(rank)
-    if place.replica:
+    if place.replicate:
         return 0
-    n_shares = topology.shard * topology.context
+    n_shards = topology.shard * topology.context
     share = place.shard * topology.context + place.context
     if run.parallel.zero_stage == 0:
         if share:
             return 0
-        n_shares = 1
+        n_shards = 1
 
     def written(shapes: dict[str, Shape]) -> int:
         n_bytes = 0
         for name, shape in shapes.items():
             if place.tensor and not is_cut(name):
                 continue
-            n_rows = math.ceil(shape[0] / n_shares)  # of the first shares; the last may have none
+            n_rows = math.ceil(shape[0] / n_shards)  # of the first shares; the last may have none
             n_rows = max(0, min(n_rows, shape[0] - share * n_rows))
             n_bytes += _bytes_of(run, name, (n_rows, *shape[1:]))
         return n_bytes

@@ -43,7 +43,7 @@ USABLE_SHARE = 0.98
 SURE_SHARE = 0.9
 """Of a time without exchange between data ranks: pipelines of one kind differ by less."""
 RECOMPUTE = ("none", "attention", "block")
-SPARING: rules.Changes = {"zero_stage": 3, "replicas": 1, "recompute": "block"}
+SPARING: rules.Changes = {"zero_stage": 3, "data_replicate": 1, "recompute": "block"}
 """The variant of a shape that takes least memory."""
 FIELDS = (
     "parallel.tensor",
@@ -54,7 +54,7 @@ FIELDS = (
     "parallel.context",
     "parallel.context_method",
     "parallel.zero_stage",
-    "parallel.replicas",
+    "parallel.data_replicate",
     "parallel.recompute",
     "train.micro_batch_size",
 )
@@ -160,7 +160,7 @@ def explain_loss(first: Candidate, other: Candidate, most: int = 2) -> str:
 def is_legal(run: Run, n_devices: int) -> bool:
     """Says whether a run can be on so many devices."""
     data, rest = divmod(n_devices, ranks_per_replica(run))
-    if rest or data == 0 or data % run.parallel.replicas:
+    if rest or data == 0 or data % run.parallel.data_replicate:
         return False
     step = run.train.micro_batch_size * data
     return (
@@ -248,7 +248,7 @@ class _Queue:
             stages = (rules.default_zero_stage(shape.parallel.pipeline),)
         for stage in stages:
             for n_replicas in {1, data // inside} if inside else {1}:
-                changes = {"parallel.zero_stage": stage, "parallel.replicas": n_replicas}
+                changes = {"parallel.zero_stage": stage, "parallel.data_replicate": n_replicas}
                 self._add_changed(shape, changes)
 
     def _least_seconds(self, shape: Run) -> float:
@@ -308,8 +308,8 @@ class _Queue:
             data_parallel_size=data,
             topology=Topology(
                 pipeline=parallel.pipeline,
-                replica=parallel.replicas,
-                shard=data // parallel.replicas,
+                replicate=parallel.data_replicate,
+                shard=data // parallel.data_replicate,
                 context=parallel.context,
                 tensor=parallel.tensor,
             ),

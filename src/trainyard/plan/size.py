@@ -69,7 +69,7 @@ def is_cut(name: str) -> bool:
     return name.endswith((*_ROWS_ARE_CUT, *_COLUMNS_ARE_CUT))
 
 
-# The table of model/cut.py, for the names of parameters.
+# The table of model/sharding.py, for the names of parameters.
 _ROWS_ARE_CUT = (
     "embedding.weight",
     "head.weight",

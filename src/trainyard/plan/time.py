@@ -217,7 +217,7 @@ class _Prices:
             "tensor": (1, topology.tensor),
             "context": (topology.tensor, topology.context),
             "shard": (topology.tensor, topology.context * topology.shard),
-            "replica": (topology.tensor * topology.context * topology.shard, topology.replica),
+            "replicate": (topology.tensor * topology.context * topology.shard, topology.replicate),
             "pipeline": (topology.n_ranks // topology.pipeline, topology.pipeline),
         }[axis]
         link = machine.link_bytes_per_second * shares.link_share
@@ -257,7 +257,7 @@ class _Prices:
 def _is_of_data(kind: Traffic) -> bool:
     """Says whether it belongs to a step as a whole; of a pipeline, the sum of tied embeddings."""
     is_sum = (kind.axis, kind.collective) == ("pipeline", "all-reduce")
-    return is_sum or kind.axis in ("shard", "replica")
+    return is_sum or kind.axis in ("shard", "replicate")
 
 
 def _peak(machine: Machine, kind: str) -> float:

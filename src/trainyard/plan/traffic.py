@@ -37,7 +37,7 @@ from trainyard.plan.resolve import Plan
 from trainyard.plan.size import Shape, block_shapes, is_cut, rest_shapes
 from trainyard.topology import Topology
 
-Axis = Literal["tensor", "context", "pipeline", "shard", "replica"]
+Axis = Literal["tensor", "context", "pipeline", "shard", "replicate"]
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 
 FP32_BYTES = 4
@@ -107,7 +107,7 @@ class _Counter:
     def __init__(self, run: Run, plan: Plan, pipeline_rank: int) -> None:
         self.totals: dict[tuple[Axis, Collective], tuple[int, int]] = {}
         self.run, self.topology = run, plan.topology
-        self.n_shares = plan.topology.shard * plan.topology.context
+        self.n_shards = plan.topology.shard * plan.topology.context
         self.stages = plan.stages[pipeline_rank :: plan.topology.pipeline]
         self.padded_vocabulary_size = plan.padded_vocabulary_size
         train, model = run.train, run.model
@@ -212,13 +212,13 @@ class _Counter:
         for shapes, n_groups, in_block in groups:
             if self.run.parallel.zero_stage > 0:
                 self._count_group(shapes, n_groups, in_block=in_block)
-            elif self.n_shares > 1:
+            elif self.n_shards > 1:
                 n_bytes = sum(map(math.prod, shapes)) * FP32_BYTES
                 self.add("shard", "all-reduce", n_groups, n_groups * n_bytes)
 
     def _count_group(self, shapes: list[Shape], n_groups: int, *, in_block: bool) -> None:
         """Counts parameters that travel together, of a number of groups that are alike."""
-        n, stage, n_ranks = self.n_micro_batches, self.run.parallel.zero_stage, self.n_shares
+        n, stage, n_ranks = self.n_micro_batches, self.run.parallel.zero_stage, self.n_shards
         is_piped = self.topology.pipeline > 1
         n_padded = sum(map(self._padded_share_of, shapes))
         if n_ranks > 1:
@@ -235,8 +235,8 @@ class _Counter:
             else:
                 n_bytes = n_padded * n_ranks * FP32_BYTES
                 self.add("shard", "reduce-scatter", sums, sums * n_bytes)
-        if self.topology.replica > 1:
-            self.add("replica", "all-reduce", n_groups, n_groups * n_padded * FP32_BYTES)
+        if self.topology.replicate > 1:
+            self.add("replicate", "all-reduce", n_groups, n_groups * n_padded * FP32_BYTES)
 
     def _count_gathers_of_blocks(self, n_padded: int) -> None:
         """Weights in the precision they are used in; matrices as fp8, if the run says so."""
@@ -246,7 +246,7 @@ class _Counter:
             n_fp8 = sum(count_fp8_blocks(self.run, blocks) for blocks in self.stages)
         matrices = [shape for shape in self.block.values() if len(shape) > 1]
         saved = n_fp8 * sum(map(self._padded_share_of, matrices)) * (self.value_bytes - 1)
-        sent = (self.n_blocks * n_bytes - saved) * self.n_shares
+        sent = (self.n_blocks * n_bytes - saved) * self.n_shards
         self.add("shard", "all-gather", gathers * self.n_blocks, gathers * sent)
         if n_fp8:
             self.add("shard", "all-reduce", gathers * n_fp8, gathers * n_fp8 * SCALES_BYTES)
@@ -263,4 +263,4 @@ class _Counter:
 
     def _padded_share_of(self, shape: Shape) -> int:
         """Values of a parameter's equal parts by rows, the last ones filled up."""
-        return math.ceil(shape[0] / self.n_shares) * math.prod(shape[1:])
+        return math.ceil(shape[0] / self.n_shards) * math.prod(shape[1:])

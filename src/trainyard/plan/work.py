@@ -178,14 +178,14 @@ def count_work(run: Run, plan: Plan, program: Program | None = None) -> Work:
     for rank, of_rank in enumerate(ranks):
         if of_rank not in traffic:
             traffic[of_rank] = tuple(rank_traffic(run, plan, rank))
-    n_shares = topology.shard * topology.context if run.parallel.zero_stage else 1
+    n_shards = topology.shard * topology.context if run.parallel.zero_stage else 1
     return Work(
         run=run,
         program=program,
         stages=tuple(stages[kind] for kind in kinds),
         traffic=tuple(traffic[of_rank] for of_rank in ranks),
         updated=tuple(
-            sum(stages[kind].n_parameters for kind in of_rank) // n_shares for of_rank in ranks
+            sum(stages[kind].n_parameters for kind in of_rank) // n_shards for of_rank in ranks
         ),
         unpacked=tuple(
             counter.unpacked_values(sum(kind[1] for kind in of_rank), block_gathers(run, topology))

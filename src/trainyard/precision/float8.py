@@ -39,7 +39,7 @@ FIRST_CAPABILITY = (8, 9)
 _AMD_WITH_FP8 = ("gfx94", "gfx95")
 
 
-def put_in_products(model: GPT, run: Run) -> None:
+def convert_to_float8(model: GPT, run: Run) -> None:
     """Lets the blocks of a model, or of a stage or a rank's part of it, multiply in fp8."""
     product = build_product(run.precision.fp8)
     for block in blocks_in_fp8(model, run).values():

@@ -36,7 +36,7 @@ def gather_weights_in_fp8(model: GPT, run: Run) -> None:
     """Lets FSDP gather the weights of those blocks as fp8 that multiply in it, if the run says so.
 
     Args:
-        model: shared by `share_model` already.
+        model: shared by `apply_fsdp` already.
         run: the run; without effect unless it shards weights (ZeRO 1 to 3).
     """
     if not run.precision.fp8.all_gather or run.parallel.zero_stage == 0:

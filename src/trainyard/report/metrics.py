@@ -6,7 +6,7 @@
     {"kind": "tra
 
 The last line may be cut short, as a killed process leaves it, or as it is half written. Any other
-line that cannot be read is counted and left out: a report of the rest is better than none.
+line that cannot be read is counted and skipped: a report of the rest is better than none.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class MetricsFile:
         if self._n_damaged:
             n = self._n_damaged
             damage = f"{n} line{'s' if n > 1 else ''} of {self._path.name} cannot be read and "
-            damage += f"{'are' if n > 1 else 'is'} left out; {self._first_damage}"
+            damage += f"{'are' if n > 1 else 'is'} skipped; {self._first_damage}"
         return self._history.metrics(damage)
 
     def _parse(self, raw: bytes) -> Line | None:

@@ -211,7 +211,7 @@ def _render_samples(reported: ReportedRun, *, alone: bool) -> str:
             parts.append(f"<details><summary>Earlier in training</summary>\n{texts}</details>\n")
     if len(prompts) > PROMPTS_SHOWN:
         n_left_out = len(prompts) - PROMPTS_SHOWN
-        parts.append(f'<p class="muted">{n_left_out:,} more prompts are left out.</p>\n')
+        parts.append(f'<p class="muted">{n_left_out:,} more prompts are not shown.</p>\n')
     return "".join(parts)
 
 

@@ -18,7 +18,7 @@ from trainyard.units import format_seconds
 
 FLOAT_BYTES = 4
 LOW_BIT_WEIGHT_BYTES = 2
-"""Of a matrix of a block in low-bit state, as the forward pass has it."""
+"""Of a matrix of a block in low-precision state, as the forward pass has it."""
 LOW_BIT_STATE_BYTES = 1 + 2 + 1 + 2 + 4 / SCALED_COLUMNS
 """Its gradient, master weight and moments, with their scales."""
 

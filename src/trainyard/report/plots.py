@@ -1,4 +1,4 @@
-"""Curves of one or several runs over the tokens consumed, with what befell them.
+"""Curves of one or several runs over the tokens consumed, with restarts and rollbacks marked.
 
 A curve of more points than a drawing can show is cut into stretches of equally many: the line is
 the mean of each, the band around it goes from the least to the greatest, so no spike is lost.

@@ -116,7 +116,11 @@ def summarise(reported: ReportedRun) -> list[Figure]:
     of_peak = "" if utilisation is None else f", {utilisation:.1%} of its peak"
     n_restarts, n_back = metrics.count("restart"), metrics.count("rollback")
     return [
-        Figure("Held-out loss", show(evaluation.get("loss"), "{:.4f}"), "nats per token, the last"),
+        Figure(
+            "LocalParameter-out loss",
+            show(evaluation.get("loss"), "{:.4f}"),
+            "nats per token, the last",
+        ),
         Figure("Best held-out loss", show(best.get("loss"), "{:.4f}"), best_at),
         Figure("Training loss", show(train.last("loss"), "{:.4f}"), "at the last logged step"),
         Figure("Perplexity", show(evaluation.get("perplexity"), "{:,.2f}"), "on held-out text"),
@@ -128,7 +132,7 @@ def summarise(reported: ReportedRun) -> list[Figure]:
         ),
         Figure("Tokens/s", large(train.median("tokens_per_second_per_device")), "per device"),
         Figure("TFLOP/s", tflops, f"per device{of_peak}"),
-        Figure("Time", format_seconds(metrics.seconds), "pauses left out"),
+        Figure("Time", format_seconds(metrics.seconds), "without pauses"),
         Figure("Steps", show(step, "{:,.0f}"), of_steps),
         Figure("Tokens", large(train.last("tokens")), "consumed"),
         Figure("Parameters", large(reported.plan.get("n_parameters"))),

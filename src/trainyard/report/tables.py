@@ -72,7 +72,9 @@ def render_events(runs: list[ReportedRun]) -> str:
         for name, event in shown
     )
     head = f'<th scope="col">step</th>{name_head}<th scope="col">what</th>'
-    note = "" if n_left_out <= 0 else f'<p class="muted">{n_left_out:,} between are left out.</p>\n'
+    note = (
+        "" if n_left_out <= 0 else f'<p class="muted">{n_left_out:,} between are not shown.</p>\n'
+    )
     return (
         in_a_box(
             f'<table class="events">\n<thead><tr>{head}</tr></thead>\n'

@@ -9,7 +9,7 @@ In fp8 the products are those of a GPU that has them, whatever this machine has:
     counted as there    fp8 copies and scales of what is multiplied, and of the transposes that the
                         kernel wants; FLOP of `_scaled_mm`; codes that travel and are kept
     more than there     nothing is compiled: fp32 copies from which fp8 is made, and the temporaries
-                        of the update of low-bit state, are memory here for a moment
+                        of the update of low-precision state, are memory here for a moment
     less than there     workspace of kernels
     as the run says     with precision.fp8.emulate = true, the products in fp32 that emulate it
 """
@@ -31,15 +31,15 @@ from trainyard.config.run import Run
 from trainyard.data.loader import Loader
 from trainyard.optim.adamw import build_optimizer
 from trainyard.parallel.mesh import Mesh, build_mesh
-from trainyard.parallel.replica import Replica
+from trainyard.parallel.model import ParallelModel
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.precision.float8 import build_product
 from trainyard.simulate.accounting import Accounting
-from trainyard.simulate.narrator import Narrator
-from trainyard.simulate.pretend import fake_tensors, fake_world
+from trainyard.simulate.fake_world import fake_tensors, fake_world
+from trainyard.simulate.phase_labels import PhaseLabels
 from trainyard.train.run_folder import refuse_what_is_not_built
-from trainyard.train.state import Parts, State
+from trainyard.train.state import State, TrainContext
 from trainyard.train.step import train_step
 from trainyard.train.worker import COMPUTE_DTYPES
 
@@ -185,7 +185,7 @@ def _differences(run: Run) -> Iterator[str]:
     elif run.precision.multiplies_in_fp8:
         yield "workspace of fp8 products is not counted"
     if run.precision.kind == "fp8_lowbit" and is_compiled:
-        yield "nor is the update of low-bit state compiled, which needs temporaries then"
+        yield "nor is the update of low-precision state compiled, which needs temporaries then"
 
 
 def micro_batches_per_step(run: Run, plan: Plan) -> int:
@@ -208,28 +208,28 @@ def count_steps(
     """
     run = run.model_copy(update={"train": run.train.model_copy(update={"compile": "never"})})
     batches = _Batches(run)
-    replica = Replica(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
-    narrator = Narrator(books, replica)
-    parts = Parts(
+    parallel_model = ParallelModel(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
+    labels = PhaseLabels(books, parallel_model)
+    context = TrainContext(
         folder=Path(),
         run=run,
         plan=plan,
         batches=BatchSchedule(run),
-        replica=replica,
-        optimizer=build_optimizer(replica, run),
+        model=parallel_model,
+        optimizer=build_optimizer(parallel_model, run),
         train_data=cast(Loader, batches),
         valid_order=None,
         tokenizer=None,
         data_fingerprint="",
-        pulse=narrator,
+        heartbeat=labels,
     )
-    _make_moments(parts)
-    state = State.at_start(parts)
+    _make_moments(context)
+    state = State.at_start(context)
     counts = []
     for step, n in enumerate(numbers):
         state.step, batches.n_sequences = step, n * run.train.micro_batch_size
-        narrator.begin_step(n, parts.optimizer)
-        train_step(parts, state)
+        labels.begin_step(n, context.optimizer)
+        train_step(context, state)
         calls, n_bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for (group, kind), n_calls in books.calls.items():
             place = _axis_and_kind(group, kind, mesh, run)
@@ -241,13 +241,13 @@ def count_steps(
     return counts
 
 
-def _make_moments(parts: Parts) -> None:
+def _make_moments(context: TrainContext) -> None:
     """Lets the optimizer make its state, as there is in all steps but the first."""
-    optimizer = parts.optimizer
-    for held in parts.replica.held:
-        held.parameter.grad = torch.zeros_like(held.parameter)
-        if held.is_low_bit:
-            held.keep_gradient()
+    optimizer = context.optimizer
+    for local in context.model.local_parameters:
+        local.parameter.grad = torch.zeros_like(local.parameter)
+        if local.is_low_bit:
+            local.quantize_gradient()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
@@ -276,7 +276,7 @@ def _axis_and_kind(group: str, kind: str, mesh: Mesh, run: Run) -> tuple[str, st
         "context": [mesh.context],
         "pipeline": [mesh.pipeline, mesh.first_and_last_stage],
         "shard": [mesh.data.get_group(mesh.data.ndim - 1)] if mesh.data is not None else [],
-        "replica": [mesh.data.get_group(0)] if mesh.topology.replica > 1 and mesh.data else [],
+        "replicate": [mesh.data.get_group(0)] if mesh.topology.replicate > 1 and mesh.data else [],
     }
     names = {g.group_name: axis for axis, groups in axes.items() for g in groups if g is not None}
     axis = names.get(group)

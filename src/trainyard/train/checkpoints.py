@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainyard.checkpoint.background import Retention, Saver
+from trainyard.checkpoint.background import AsyncCheckpointer, Retention
 from trainyard.checkpoint.format import (
     Facts,
     Manifest,
@@ -31,7 +31,7 @@ from trainyard.optim.adamw import prepare_state, state_of
 from trainyard.parallel.placement import Placement, is_writer, local_part, place
 from trainyard.plan.saving import checkpoint_bytes, rank_bytes
 from trainyard.train.run_folder import Resume
-from trainyard.train.state import Parts, State
+from trainyard.train.state import State, TrainContext
 
 logger = logging.getLogger("trainyard")
 
@@ -40,45 +40,49 @@ OPTIMIZER = "optimizer."
 EXPONENTS = "_exponents"
 
 
-def build_saver(parts: Parts) -> Saver:
+def build_saver(context: TrainContext) -> AsyncCheckpointer:
     """Makes what saves the checkpoints of a run."""
-    mesh, settings = parts.replica.mesh, parts.run.checkpoint
+    mesh, settings = context.model.mesh, context.run.checkpoint
     ranks = ALONE
     if mesh.topology.n_ranks > 1:
         ranks = Ranks(mesh.rank, mesh.topology.n_ranks, mesh.saving_barrier)
     keep = Retention(settings.keep_last, settings.keep_every, settings.keep_best)
-    folder = checkpoint_folder(parts.folder)
-    vocabulary = parts.tokenizer.vocabulary if parts.tokenizer else None
-    saver = Saver(folder, ranks, keep, background=settings.background, vocabulary=vocabulary)
-    saver.reserve(rank_bytes(parts.run, parts.plan, mesh.rank), parts.device)
+    folder = checkpoint_folder(context.folder)
+    vocabulary = context.tokenizer.vocabulary if context.tokenizer else None
+    saver = AsyncCheckpointer(
+        folder, ranks, keep, background=settings.background, vocabulary=vocabulary
+    )
+    saver.reserve(rank_bytes(context.run, context.plan, mesh.rank), context.device)
     return saver
 
 
-def save_state(parts: Parts, state: State, saver: Saver, held_out_loss: float | None) -> None:
+def save_state(
+    context: TrainContext, state: State, saver: AsyncCheckpointer, held_out_loss: float | None
+) -> None:
     """Saves weights, optimizer and progress; in the background, from a copy, if the run says so.
 
     Args:
-        parts: of the run.
+        context: of the run.
         state: how far it is.
         saver: knows what became of it; see there.
         held_out_loss: found at this very step; checkpoints are compared by it.
     """
-    consumed = parts.batches.consumed(state.step)
+    consumed = context.batches.consumed(state.step)
     training = state.as_json()
     if held_out_loss is not None:
         training["held_out_loss"] = held_out_loss
     facts = Facts(
         step=state.step,
         consumed_sequences=consumed,
-        consumed_tokens=consumed * parts.run.model.sequence_length,
-        run=parts.run.model_dump(mode="json"),
-        plan=parts.plan.as_json(),
+        consumed_tokens=consumed * context.run.model.sequence_length,
+        run=context.run.model_dump(mode="json"),
+        plan=context.plan.as_json(),
         versions=read_versions(),
-        data_fingerprint=parts.data_fingerprint,
+        data_fingerprint=context.data_fingerprint,
         training=training,
     )
-    tensors, placements = _named_parts(parts, to_write=True)
-    saver.save(facts, tensors, placements, checkpoint_bytes(parts.run, parts.plan.n_parameters))
+    tensors, placements = _named_parts(context, to_write=True)
+    saver.save(facts, tensors, placements, checkpoint_bytes(context.run, context.plan.n_parameters))
 
 
 def checkpoint_folder(run_folder: Path) -> Path:
@@ -117,20 +121,20 @@ def find_checkpoint(run_folder: Path, resume: Resume) -> Path | None:
     return path
 
 
-def load_state(parts: Parts, resume: Resume) -> State:
-    """Fills the parts from the newest checkpoint of the run folder; without one, starts at step 0.
+def load_state(context: TrainContext, resume: Resume) -> State:
+    """Loads the newest checkpoint of the run folder; without one, starts at step 0.
 
     Raises:
         CheckpointError: all are damaged, or it is of another run or other data, or `resume`
             forbids it.
     """
-    if find_checkpoint(parts.folder, resume) is None:
-        return State.at_start(parts)
-    return load_newest(parts, lambda _step: True)
+    if find_checkpoint(context.folder, resume) is None:
+        return State.at_start(context)
+    return load_newest(context, lambda _step: True)
 
 
-def load_newest(parts: Parts, is_wanted: Callable[[int], bool]) -> State:
-    """Fills the parts from the newest checkpoint whose step is wanted and whose bytes are intact.
+def load_newest(context: TrainContext, is_wanted: Callable[[int], bool]) -> State:
+    """Loads the newest checkpoint whose step is wanted and whose bytes are intact.
 
     The first rank chooses, since others may see an older state of the folder. Every rank reads what
     it needs; where one finds damage, all go on to the checkpoint before.
@@ -138,15 +142,15 @@ def load_newest(parts: Parts, is_wanted: Callable[[int], bool]) -> State:
     Raises:
         CheckpointError: none is left, or it is of another run or other data.
     """
-    mesh, folder = parts.replica.mesh, checkpoint_folder(parts.folder)
+    mesh, folder = context.model.mesh, checkpoint_folder(context.folder)
     candidates = (path for path in complete_checkpoints(folder) if is_wanted(step_of(path) or 0))
     problem: str | None = None
     while True:
-        chosen = next(candidates, None) if parts.is_first_rank else None
-        name = mesh.agree((chosen.name if chosen else "") if parts.is_first_rank else None)
+        chosen = next(candidates, None) if context.is_first_rank else None
+        name = mesh.agree((chosen.name if chosen else "") if context.is_first_rank else None)
         if not name:
             break
-        problem, state = _try(parts, folder / name)
+        problem, state = _try(context, folder / name)
         problem = mesh.agree(problem)
         if problem is None and state is not None:
             return state
@@ -158,54 +162,56 @@ def load_newest(parts: Parts, is_wanted: Callable[[int], bool]) -> State:
     )
 
 
-def _try(parts: Parts, path: Path) -> tuple[str | None, State | None]:
-    """Fills the parts from a checkpoint; gives what is wrong with it, or the state."""
+def _try(context: TrainContext, path: Path) -> tuple[str | None, State | None]:
+    """Loads a checkpoint; gives what is wrong with it, or the state."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return error.problem, None
-    tokenizer = parts.tokenizer.fingerprint if parts.tokenizer else ""
-    for change in check_resumable(manifest, parts.run, parts.data_fingerprint, tokenizer):
+    tokenizer = context.tokenizer.fingerprint if context.tokenizer else ""
+    for change in check_resumable(manifest, context.run, context.data_fingerprint, tokenizer):
         logger.info("changed since the checkpoint: %s", change)
-    state = State.from_json(parts, manifest.step, manifest.training)
+    state = State.from_json(context, manifest.step, manifest.training)
     try:
-        _fill(parts, path, manifest, n_updates=manifest.step - state.skipped.total)
+        _fill(context, path, manifest, n_updates=manifest.step - state.skipped.total)
     except CheckpointError as error:
         return error.problem, None
     return None, state
 
 
-def _fill(parts: Parts, path: Path, manifest: Manifest, n_updates: int) -> None:
+def _fill(context: TrainContext, path: Path, manifest: Manifest, n_updates: int) -> None:
     """Copies a checkpoint's tensors into model and optimizer; at step 0 there is only a model."""
     has_state = manifest.step > 0
     if has_state:
-        prepare_state(parts.optimizer, n_updates)
-    tensors, placements = _named_parts(parts, to_write=False)
+        prepare_state(context.optimizer, n_updates)
+    tensors, placements = _named_parts(context, to_write=False)
     wanted = {name: t for name, t in tensors.items() if has_state or name.startswith(WEIGHTS)}
-    load_into(path, wanted, parts.run.model.vocabulary_size, placements)
+    load_into(path, wanted, context.run.model.vocabulary_size, placements)
     if not has_state:
-        prepare_state(parts.optimizer, None)
+        prepare_state(context.optimizer, None)
 
 
-def _named_parts(parts: Parts, *, to_write: bool) -> tuple[dict[str, Tensor], dict[str, Placement]]:
+def _named_parts(
+    context: TrainContext, *, to_write: bool
+) -> tuple[dict[str, Tensor], dict[str, Placement]]:
     """Names what this rank holds of weights and moments, and says where it lies in the whole.
 
     Args:
-        parts: of the run.
+        context: of the run.
         to_write: leave out what another rank writes.
     """
-    share = parts.replica.tensor_share
+    share = context.model.tensor_shard
     tensors: dict[str, Tensor] = {}
     placements: dict[str, Placement] = {}
-    for held in parts.replica.held:
-        parameter, dimension = held.parameter, held.dimension
-        if to_write and (held.is_copy or not is_writer(parameter, dimension, share)):
+    for local in context.model.local_parameters:
+        parameter, dimension = local.parameter, local.dimension
+        if to_write and (local.is_copy or not is_writer(parameter, dimension, share)):
             continue
         placement = place(parameter, dimension, share)
-        tensors[f"{WEIGHTS}{held.name}"] = local_part(parameter)
-        placements[f"{WEIGHTS}{held.name}"] = placement
-        for what, value in state_of(parts.optimizer, held).items():
-            name = f"{OPTIMIZER}{held.name}.{what}"
+        tensors[f"{WEIGHTS}{local.name}"] = local_part(parameter)
+        placements[f"{WEIGHTS}{local.name}"] = placement
+        for what, value in state_of(context.optimizer, local).items():
+            name = f"{OPTIMIZER}{local.name}.{what}"
             tensors[name] = value
             placements[name] = _of_scales(placement) if what.endswith(EXPONENTS) else placement
     return tensors, placements

@@ -27,37 +27,39 @@ from torch import Tensor
 from trainyard.model.gpt import GPT
 from trainyard.optim.clip import norms_of
 from trainyard.parallel.placement import local_part
-from trainyard.precision.codes import Codes
-from trainyard.train.state import Parts, State
+from trainyard.precision.block_scaled import BlockScaledTensor
+from trainyard.train.state import State, TrainContext
 from trainyard.train.step import compute_gradients
 from trainyard.units import format_figure
 
 MOST_NAMED = 8
 
 
-def diagnose(parts: Parts, state: State) -> str:
+def diagnose(context: TrainContext, state: State) -> str:
     """Computes the last step again, without an update, and says what its gradients were.
 
     Every rank must call it, and gets the same text. The numbers are those of that step where its
-    update was left out: then the weights are still the same.
+    update was skipped: then the weights are still the same.
     """
     step = state.step - 1
     loss_scale = None if state.scaler is None else state.scaler.scale
-    loss, totals = compute_gradients(parts, step, state.data_offset, loss_scale)
-    names = _parameter_names(parts)
+    loss, totals = compute_gradients(context, step, state.data_offset, loss_scale)
+    names = _parameter_names(context)
     squares, bad_gradients, bad_weights = (
-        torch.zeros(len(names), dtype=torch.float64, device=parts.device) for _ in range(3)
+        torch.zeros(len(names), dtype=torch.float64, device=context.device) for _ in range(3)
     )
-    held = parts.replica.held
-    index = torch.tensor([names.index(each.name) for each in held], device=parts.device)
-    gradients = [each.gradient for each in held]
-    squares.index_add_(0, index, norms_of(gradients).square() * parts.replica.shares_of_norm)
+    parameters = context.model.local_parameters
+    index = torch.tensor([names.index(each.name) for each in parameters], device=context.device)
+    gradients = [each.gradient for each in parameters]
+    squares.index_add_(0, index, norms_of(gradients).square() * context.model.norm_weights)
     bad_gradients.index_add_(0, index, _count_bad(gradients))
-    bad_weights.index_add_(0, index, _count_bad([local_part(each.parameter) for each in held]))
-    mesh = parts.replica.mesh
-    bad_losses = torch.zeros(mesh.topology.n_ranks, dtype=torch.float64, device=parts.device)
+    bad_weights.index_add_(
+        0, index, _count_bad([local_part(each.parameter) for each in parameters])
+    )
+    mesh = context.model.mesh
+    bad_losses = torch.zeros(mesh.topology.n_ranks, dtype=torch.float64, device=context.device)
     bad_losses[mesh.rank] = 1.0 - loss.isfinite().double()
-    parts.optimizer.zero_grad(set_to_none=True)
+    context.optimizer.zero_grad(set_to_none=True)
 
     found = torch.cat([squares, bad_gradients, bad_weights, bad_losses])
     if mesh.topology.n_ranks > 1:
@@ -83,14 +85,14 @@ def diagnose(parts: Parts, state: State) -> str:
     )
 
 
-def _parameter_names(parts: Parts) -> list[str]:
+def _parameter_names(context: TrainContext) -> list[str]:
     """Lists those of the whole model, of which this rank may have a part."""
     with torch.device("meta"):
-        model = GPT(parts.run.model, parts.plan.padded_vocabulary_size)
+        model = GPT(context.run.model, context.plan.padded_vocabulary_size)
     return [name for name, _ in model.named_parameters()]
 
 
-def _count_bad(tensors: Sequence[Tensor | Codes]) -> Tensor:
+def _count_bad(tensors: Sequence[Tensor | BlockScaledTensor]) -> Tensor:
     """Counts the numbers of each that are not finite; of codes, blocks of them."""
     found = (each if isinstance(each, Tensor) else each.block_norms() for each in tensors)
     return torch.stack([(~tensor.isfinite()).sum() for tensor in found]).double()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from trainyard.checkpoint.background import Saver
+from trainyard.checkpoint.background import AsyncCheckpointer
 from trainyard.errors import GuardError
 from trainyard.parallel.copies import differing_copies
 from trainyard.train.checkpoints import load_newest, save_state
@@ -13,9 +13,9 @@ from trainyard.train.diagnosis import diagnose
 from trainyard.train.metrics import Metrics
 from trainyard.train.observe import evaluate, sample
 from trainyard.train.saves import Saves
-from trainyard.train.state import Parts, State
+from trainyard.train.state import State, TrainContext
 from trainyard.train.step import train_step
-from trainyard.train.stop import DONE, Ending, Stop
+from trainyard.train.stop import DONE, Stop, StopReason
 
 ROLLBACKS_LIMIT = 3
 
@@ -23,12 +23,17 @@ Show = Callable[[int, str], None]
 
 
 def train(
-    parts: Parts, state: State, metrics: Metrics, stop: Stop, saver: Saver, show: Show
-) -> tuple[Ending, State]:
+    context: TrainContext,
+    state: State,
+    metrics: Metrics,
+    stop: Stop,
+    saver: AsyncCheckpointer,
+    show: Show,
+) -> tuple[StopReason, State]:
     """Trains from `state.step` to the end of the plan, or until there is a reason to stop.
 
     Args:
-        parts: what training is made of.
+        context: what training is made of.
         state: how far it is; moved on here.
         metrics: where results go.
         stop: knows what was asked for.
@@ -42,45 +47,45 @@ def train(
         GuardError: it gave up; nothing more is saved.
         MachineError: the last checkpoint could not be written.
     """
-    run, plan = parts.run, parts.plan
+    run, plan = context.run, context.plan
     saves = Saves(saver, metrics, show)
-    ending: Ending | None = None
+    ending: StopReason | None = None
     while state.step < plan.n_steps and ending is None:
         started = time.perf_counter()
-        result = train_step(parts, state)
-        n_sequences = parts.batches.batch_size(state.step)
+        result = train_step(context, state)
+        n_sequences = context.batches.batch_size(state.step)
         state.step += 1
         metrics.add(result, n_sequences, time.perf_counter() - started)
         show(state.step, "")
 
-        wish = parts.replica.mesh.agree(saves.wish(state.step) or stop.wish())
+        request = context.model.mesh.agree(saves.stop_request(state.step) or stop.stop_request())
         is_last = state.step == plan.n_steps
-        ending = Ending.of(wish)
+        ending = StopReason.of(request)
         log_now = is_last or every(state.step, run.log.interval)
-        save_now = is_last or wish is not None or every(state.step, run.checkpoint.interval)
+        save_now = is_last or request is not None or every(state.step, run.checkpoint.interval)
         if log_now:
             show(state.step, metrics.write_steps(state, result))
         if log_now or save_now:
-            spikes = state.settle()
-            stop_if_stuck(parts, state)
+            spikes = state.flush()
+            stop_if_stuck(context, state)
             if spikes:
-                show(state.step, describe_spikes(parts, spikes))
+                show(state.step, describe_spikes(context, spikes))
                 if run.guard.spikes == "rollback":
                     saves.pause(state.step)
-                    state = roll_back(parts, state, spikes[0], metrics, show)
+                    state = roll_back(context, state, spikes[0], metrics, show)
                     continue
         ending = DONE if is_last else ending
         held_out_loss = None
         if is_last or every(state.step, run.evaluate.interval):
-            held_out_loss = evaluate(parts, state, metrics, show)
+            held_out_loss = evaluate(context, state, metrics, show)
         samples = run.evaluate.sample_interval
         if every(state.step, samples) or (is_last and samples):
-            show(state.step, sample(parts, state, metrics))
+            show(state.step, sample(context, state, metrics))
         if every(state.step, run.guard.compare_interval):
-            require_equal_copies(parts, state)
+            require_equal_copies(context, state)
         if save_now:
-            parts.pulse.enter("save", state.step)
-            save_state(parts, state, saver, held_out_loss)
+            context.heartbeat.enter("save", state.step)
+            save_state(context, state, saver, held_out_loss)
     saves.finish(state.step)
     return ending or DONE, state
 
@@ -90,30 +95,30 @@ def every(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def stop_if_stuck(parts: Parts, state: State) -> None:
+def stop_if_stuck(context: TrainContext, state: State) -> None:
     """Gives up when the guard's number of steps in a row had to be skipped.
 
     Raises:
         GuardError: says since when, and what the gradients are; nothing is saved.
     """
-    in_a_row, limit = state.skipped.in_a_row, parts.run.guard.skipped_steps_limit
+    in_a_row, limit = state.skipped.in_a_row, context.run.guard.skipped_steps_limit
     if in_a_row >= limit:
         raise GuardError(
-            f"{in_a_row} steps in a row up to step {state.step} were left out "
-            f"(guard.skipped_steps_limit={limit})\n{diagnose(parts, state)}",
+            f"{in_a_row} steps in a row up to step {state.step} were skipped "
+            f"(guard.skipped_steps_limit={limit})\n{diagnose(context, state)}",
             "these steps changed no weights; lower optimizer.learning_rate or check the data",
         )
 
 
-def require_equal_copies(parts: Parts, state: State) -> None:
+def require_equal_copies(context: TrainContext, state: State) -> None:
     """Compares what several ranks have a copy of.
 
     Raises:
         GuardError: names ranks and parameters; nothing is saved.
     """
-    problems = differing_copies(parts.replica)
+    problems = differing_copies(context.model)
     if problems:
-        interval = parts.run.guard.compare_interval
+        interval = context.run.guard.compare_interval
         raise GuardError(
             f"after step {state.step} ranks have different copies of the same weights, as a faulty "
             "device or memory makes them:\n" + "\n".join(f"  {each}" for each in problems),
@@ -122,11 +127,11 @@ def require_equal_copies(parts: Parts, state: State) -> None:
         )
 
 
-def describe_spikes(parts: Parts, spikes: list[int]) -> str:
+def describe_spikes(context: TrainContext, spikes: list[int]) -> str:
     """Says where loss or gradient norm jumped, and what is done about it."""
-    guard = parts.run.guard
+    guard = context.run.guard
     steps = ", ".join(str(step + 1) for step in spikes[:10]) + (", ..." if spikes[10:] else "")
-    done = {"skip": "left out", "rollback": "going back"}.get(guard.spikes, "nothing is changed")
+    done = {"skip": "skipped", "rollback": "going back"}.get(guard.spikes, "nothing is changed")
     return (
         f"warning: loss or gradient norm of step {steps} is more than {guard.spike_deviations:g} "
         f"standard deviations above the {guard.spike_window} steps before: {done} "
@@ -134,11 +139,13 @@ def describe_spikes(parts: Parts, spikes: list[int]) -> str:
     )
 
 
-def roll_back(parts: Parts, state: State, spike: int, metrics: Metrics, show: Show) -> State:
+def roll_back(
+    context: TrainContext, state: State, spike: int, metrics: Metrics, show: Show
+) -> State:
     """Goes back to the newest checkpoint before a spike, and skips the data since.
 
     Args:
-        parts: of the run; weights and optimizer are loaded again.
+        context: of the run; weights and optimizer are loaded again.
         state: how far it is.
         spike: the step, counted from 0, that had it.
         metrics: get a record of it.
@@ -148,9 +155,9 @@ def roll_back(parts: Parts, state: State, spike: int, metrics: Metrics, show: Sh
         CheckpointError: there is no checkpoint before it.
         GuardError: it was gone back to too often.
     """
-    parts.pulse.enter("load", state.step)
-    before = load_newest(parts, lambda step: step <= spike)
-    n_skipped = parts.batches.consumed(state.step) - parts.batches.consumed(before.step)
+    context.heartbeat.enter("load", state.step)
+    before = load_newest(context, lambda step: step <= spike)
+    n_skipped = context.batches.consumed(state.step) - context.batches.consumed(before.step)
     before.skip_data(state, n_skipped, f"spike at step {spike + 1}")
     if before.n_rollbacks_here > ROLLBACKS_LIMIT:
         raise GuardError(

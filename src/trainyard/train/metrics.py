@@ -29,7 +29,7 @@ from trainyard.parallel.mesh import device_name
 from trainyard.plan.flops import model_flops_utilization, tflops_per_second_per_gpu
 from trainyard.plan.hardware import find_device
 from trainyard.plan.resolve import Plan
-from trainyard.train.state import Parts, State
+from trainyard.train.state import State, TrainContext
 from trainyard.train.step import StepResult
 from trainyard.units import format_bytes, format_figure, format_large, format_seconds
 
@@ -45,13 +45,13 @@ class Metrics:
     collects, the first one writes.
     """
 
-    def __init__(self, parts: Parts, log: LogLines = "short") -> None:
-        self._parts = parts
+    def __init__(self, context: TrainContext, log: LogLines = "short") -> None:
+        self._context = context
         self._render = {"short": render_short_line, "full": render_full_line}[log]
-        self._outputs = Outputs(parts.folder, parts.run) if parts.is_first_rank else None
-        self._peak_flops = _peak_flops_per_second(parts.run, parts.device)
-        self._loss_sum = torch.zeros((), device=parts.device)
-        self._skipped = torch.zeros((), device=parts.device)
+        self._outputs = Outputs(context.folder, context.run) if context.is_first_rank else None
+        self._peak_flops = _peak_flops_per_second(context.run, context.device)
+        self._loss_sum = torch.zeros((), device=context.device)
+        self._skipped = torch.zeros((), device=context.device)
         self._n_steps = 0
         self._step_seconds = 0.0
         self._tokens = 0
@@ -63,7 +63,7 @@ class Metrics:
         self._skipped += result.skipped
         self._n_steps += 1
         self._step_seconds += seconds
-        self._tokens += n_sequences * self._parts.run.model.sequence_length
+        self._tokens += n_sequences * self._context.run.model.sequence_length
 
     def write_steps(self, state: State, result: StepResult) -> str:
         """Writes the metrics of the steps since the last line; returns that line."""
@@ -72,7 +72,7 @@ class Metrics:
         self._loss_sum.zero_()
         self._skipped.zero_()
         self._n_steps, self._step_seconds, self._tokens = 0, 0.0, 0
-        return self._render(values, self._parts.plan)
+        return self._render(values, self._context.plan)
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """Writes an event that is not a step: evaluate, sample, start or end."""
@@ -85,32 +85,32 @@ class Metrics:
             self._outputs.close()
 
     def _values(self, state: State, result: StepResult) -> dict[str, Any]:
-        parts = self._parts
+        context = self._context
         n_finite = self._n_steps - int(self._skipped.item())
         loss = self._loss_sum.item() / n_finite if n_finite else math.nan
         seconds = max(self._step_seconds, 1e-9)
         tokens_per_second = self._tokens / seconds
-        flops_per_token = parts.plan.model_flops_per_token
-        consumed = parts.batches.consumed(state.step)
-        tokens_left = parts.plan.n_tokens - consumed * parts.run.model.sequence_length
+        flops_per_token = context.plan.model_flops_per_token
+        consumed = context.batches.consumed(state.step)
+        tokens_left = context.plan.n_tokens - consumed * context.run.model.sequence_length
         return {
             "step": state.step,
             "sequences": consumed,
-            "tokens": consumed * parts.run.model.sequence_length,
+            "tokens": consumed * context.run.model.sequence_length,
             "learning_rate": result.learning_rate,
             "loss": loss,
             "gradient_norm": float(result.gradient_norm.item()),
             "loss_scale": 1.0 if state.scaler is None else state.scaler.scale.item(),
             "milliseconds_per_step": 1000 * seconds / self._n_steps,
-            "sequences_per_second": tokens_per_second / parts.run.model.sequence_length,
-            "tokens_per_second_per_device": tokens_per_second / parts.plan.n_ranks,
+            "sequences_per_second": tokens_per_second / context.run.model.sequence_length,
+            "tokens_per_second_per_device": tokens_per_second / context.plan.n_ranks,
             "tflops_per_second_per_device": tflops_per_second_per_gpu(
-                flops_per_token, tokens_per_second, parts.plan.n_ranks
+                flops_per_token, tokens_per_second, context.plan.n_ranks
             ),
             "model_flops_utilisation": model_flops_utilization(
-                flops_per_token, tokens_per_second / parts.plan.n_ranks, self._peak_flops
+                flops_per_token, tokens_per_second / context.plan.n_ranks, self._peak_flops
             ),
-            "memory_bytes": peak_memory_bytes(parts.device),
+            "memory_bytes": peak_memory_bytes(context.device),
             "skipped_steps": state.skipped.total,
             "seconds_left": tokens_left / tokens_per_second,
         }

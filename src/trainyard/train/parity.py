@@ -29,16 +29,16 @@ from torch import Tensor
 from trainyard.config.run import Blend, Data, LossScale, Run
 from trainyard.data.indexed import IndexedWriter
 from trainyard.data.loader import Loader, build_orders
-from trainyard.model.loss import LABEL_OF_NOTHING
+from trainyard.model.loss import IGNORE_INDEX
 from trainyard.optim.adamw import build_optimizer
 from trainyard.parallel.mesh import build_mesh
+from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part, place
-from trainyard.parallel.replica import Replica
 from trainyard.plan.batches import BatchSchedule
-from trainyard.plan.rehearsal import N_STEPS
+from trainyard.plan.layout_check import N_STEPS
 from trainyard.plan.resolve import Plan, resolve
-from trainyard.precision.codes import Codes
-from trainyard.train.state import Parts, State
+from trainyard.precision.block_scaled import BlockScaledTensor
+from trainyard.train.state import State, TrainContext
 from trainyard.train.step import train_step
 from trainyard.train.worker import COMPUTE_DTYPES
 
@@ -89,7 +89,7 @@ class PartlyLabelled(Loader):
     def batch(self, step: int, offset: int = 0) -> tuple[Tensor, Tensor]:
         """Gives this rank's sequences of a step."""
         tokens, labels = super().batch(step, offset)
-        return tokens, labels.masked_fill(labels % 5 == 0, LABEL_OF_NOTHING)
+        return tokens, labels.masked_fill(labels % 5 == 0, IGNORE_INDEX)
 
 
 def build_loader(run: Run, plan: Plan, share: tuple[int, int]) -> Loader:
@@ -131,32 +131,34 @@ def train_three_steps(run: Run, rank: int, n_ranks: int, precision: str) -> Outc
     mesh = build_mesh(plan.topology, rank, torch.device("cpu"))
     batches = BatchSchedule(run)
     with _weights_in(torch.float64 if dtype == torch.float64 else torch.float32):
-        replica = Replica(run, plan, mesh, dtype)
-        optimizer = build_optimizer(replica, run)
-        parts = Parts(
+        parallel_model = ParallelModel(run, plan, mesh, dtype)
+        optimizer = build_optimizer(parallel_model, run)
+        context = TrainContext(
             folder=Path(),
             run=run,
             plan=plan,
             batches=batches,
-            replica=replica,
+            model=parallel_model,
             optimizer=optimizer,
-            train_data=build_loader(run, plan, mesh.data_share),
+            train_data=build_loader(run, plan, mesh.data_rank_and_size),
             valid_order=None,
             tokenizer=None,
             data_fingerprint="",
         )
         gradients: list[list[Piece]] = []
-        optimizer.register_step_pre_hook(lambda *_: gradients.append(_copy(replica, "gradient")))
-        state = State.at_start(parts)
+        optimizer.register_step_pre_hook(
+            lambda *_: gradients.append(_copy(parallel_model, "gradient"))
+        )
+        state = State.at_start(context)
         results = []
         for step in range(N_STEPS):
             state.step = step
-            results.append(train_step(parts, state))
+            results.append(train_step(context, state))
     return Outcome(
         losses=[result.loss.item() for result in results],
         norms=[result.gradient_norm.item() for result in results],
         gradients=gradients,
-        weights=_copy(replica, "parameter"),
+        weights=_copy(parallel_model, "parameter"),
     )
 
 
@@ -178,15 +180,15 @@ def _weights_in(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _copy(replica: Replica, what: str) -> list[Piece]:
+def _copy(parallel_model: ParallelModel, what: str) -> list[Piece]:
     """Copies what this rank holds of every parameter, or of its gradient."""
     found = []
-    for held in replica.held:
-        placement = place(held.parameter, held.dimension, replica.tensor_share)
-        part = getattr(held, what)
-        value = part.decode() if isinstance(part, Codes) else local_part(part)
+    for local in parallel_model.local_parameters:
+        placement = place(local.parameter, local.dimension, parallel_model.tensor_shard)
+        part = getattr(local, what)
+        value = part.decode() if isinstance(part, BlockScaledTensor) else local_part(part)
         copy = value.double().numpy().copy()
-        found.append(Piece(held.name, placement.shape, placement.offsets, copy))
+        found.append(Piece(local.name, placement.shape, placement.offsets, copy))
     return found
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from trainyard.checkpoint.background import Saver, SaveTimes
+from trainyard.checkpoint.background import AsyncCheckpointer, SaveTimes
 from trainyard.errors import EXIT_HOLD, MachineError
 from trainyard.train.metrics import Metrics
-from trainyard.train.stop import Ending
+from trainyard.train.stop import StopReason
 from trainyard.units import format_bytes
 
 FAILURES_LIMIT = 3
@@ -23,15 +23,17 @@ class Saves:
         show: called with (step, text).
     """
 
-    def __init__(self, saver: Saver, metrics: Metrics, show: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, saver: AsyncCheckpointer, metrics: Metrics, show: Callable[[int, str], None]
+    ) -> None:
         self._saver = saver
         self._metrics = metrics
         self._show = show
         self._shown: SaveTimes | None = None
         self._n_failures = 0
 
-    def wish(self, step: int) -> str | None:
-        """Looks at what finished since the last step; says whether to stop, as `Stop.wish` does."""
+    def stop_request(self, step: int) -> str | None:
+        """Reports what finished since the last step; gives a request as `Stop` does."""
         times = self._saver.last
         if times is not None and times is not self._shown:
             self._shown = times
@@ -58,13 +60,15 @@ class Saves:
         self._show(step, f"warning: {failure.problem}; training goes on, and will save again")
         if self._n_failures < FAILURES_LIMIT:
             return None
-        return str(Ending(f"{self._n_failures} checkpoints in a row could not be saved", EXIT_HOLD))
+        return str(
+            StopReason(f"{self._n_failures} checkpoints in a row could not be saved", EXIT_HOLD)
+        )
 
     def pause(self, step: int) -> None:
         """Waits until nothing is in flight, and reports it."""
         with suppress(MachineError):
             self._saver.wait()
-        self.wish(step)
+        self.stop_request(step)
 
     def finish(self, step: int) -> None:
         """Waits for the last save and reports it.
@@ -73,4 +77,4 @@ class Saves:
             MachineError: it failed.
         """
         self._saver.wait()
-        self.wish(step)
+        self.stop_request(step)

@@ -16,7 +16,7 @@ step), 14 standard deviations above their mean. Their deviation counts as at lea
 so that only what is beyond four times the mean is a spike.
 
 Until the window is half full there are no spikes. Steps that are not finite are none either: their
-update is left out in any case. A rise that has lasted for as many steps as the window is long is
+update is skipped in any case. A rise that has lasted for as many steps as the window is long is
 the new level: the window starts over.
 """
 
@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, model_v
 from torch import Tensor
 
 from trainyard.config.run import Guard
-from trainyard.optim.clip import Totals
+from trainyard.optim.clip import StepStats
 
 LEAST_DEVIATIONS = (0.02, 0.5)
 """Standard deviations of losses and of gradient norms below this share of their mean count as so
@@ -80,7 +80,7 @@ class SpikeWindow:
         least = torch.tensor(LEAST_DEVIATIONS, dtype=torch.float64)
         self._least_deviations = least.to(device)
 
-    def judge(self, totals: Totals) -> Tensor:
+    def judge(self, totals: StepStats) -> Tensor:
         """Says whether a step is a spike, and takes it into the window if it is not.
 
         Returns:

@@ -1,4 +1,4 @@
-"""What changes while training, beside weights and optimizer; and the parts a step needs."""
+"""What changes while training, beside weights and optimizer; and the context a step needs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainyard.data.loader import Loader
 from trainyard.data.order import SequenceOrder
 from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import CheckpointError
-from trainyard.launch.pulse import Pulse
-from trainyard.parallel.replica import Replica
+from trainyard.launch.heartbeat import Heartbeat
+from trainyard.parallel.model import ParallelModel
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import Plan
 from trainyard.precision.scaler import LossScaler, SavedScale
@@ -51,10 +51,10 @@ class SkippedSteps:
         self._total = torch.tensor(float(total), device=device)
         self._in_a_row = torch.zeros((), device=device)
 
-    def add(self, skipped: Tensor, answered: Tensor) -> None:
+    def add(self, skipped: Tensor, handled_by_loss_scale: Tensor) -> None:
         """Takes in one step: 1 if it was skipped, and if the loss scale answers to that, else 0."""
         self._total += skipped
-        self._in_a_row = (self._in_a_row + skipped * (1 - answered)) * skipped
+        self._in_a_row = (self._in_a_row + skipped * (1 - handled_by_loss_scale)) * skipped
 
     @property
     def total(self) -> int:
@@ -92,23 +92,23 @@ class State:
     scaler: LossScaler | None = None
     """Of fp16."""
     data_offset: int = 0
-    """Sequences that rollbacks left out: every step reads so much further on."""
+    """Sequences that rollbacks skipped: every step reads so much further on."""
     ranges: list[SkippedRange] = field(default_factory=list)
-    """All data left out so far, up to the last `settle`."""
-    _unsettled: list[tuple[int, Tensor]] = field(default_factory=list, repr=False)
+    """All data skipped so far, up to the last `flush`."""
+    _pending: list[tuple[int, Tensor]] = field(default_factory=list, repr=False)
     """Steps since then, and on the device whether each was skipped and a spike."""
 
     @classmethod
-    def at_start(cls, parts: Parts) -> State:
+    def at_start(cls, context: TrainContext) -> State:
         """Gives the state before the first step."""
-        return cls.from_json(parts, 0, {})
+        return cls.from_json(context, 0, {})
 
     @classmethod
-    def from_json(cls, parts: Parts, step: int, saved: Mapping[str, JsonValue]) -> State:
+    def from_json(cls, context: TrainContext, step: int, saved: Mapping[str, JsonValue]) -> State:
         """Gives the state of a checkpoint.
 
         Args:
-            parts: of the run.
+            context: of the run.
             step: steps done.
             saved: what `as_json` gave, perhaps with other facts.
 
@@ -128,23 +128,23 @@ class State:
             raise CheckpointError(
                 f"the checkpoint of step {step} says {known.skipped_steps} steps were skipped", hint
             )
-        precision = parts.run.precision
+        precision = context.run.precision
         scaler = None
         if precision.kind == "fp16":
-            scaler = LossScaler(precision.loss_scale, parts.device, known.loss_scale)
+            scaler = LossScaler(precision.loss_scale, context.device, known.loss_scale)
         return cls(
             step,
-            parts.batches,
-            SkippedSteps(known.skipped_steps, parts.device),
-            SpikeWindow(parts.run.guard, parts.device, known.spikes),
+            context.batches,
+            SkippedSteps(known.skipped_steps, context.device),
+            SpikeWindow(context.run.guard, context.device, known.spikes),
             scaler,
             known.data_offset,
             known.skipped_ranges,
         )
 
     def as_json(self) -> dict[str, JsonValue]:
-        """Gives what a checkpoint keeps beside the step, exactly; settles first."""
-        self.settle()
+        """Gives what a checkpoint keeps beside the step, exactly, after a flush."""
+        self.flush()
         known = _Saved(
             skipped_steps=self.skipped.total,
             data_offset=self.data_offset,
@@ -154,28 +154,28 @@ class State:
         )
         return known.model_dump(mode="json")
 
-    def add(self, skipped: Tensor, spike: Tensor, answered: Tensor) -> None:
+    def add(self, skipped: Tensor, spike: Tensor, handled_by_loss_scale: Tensor) -> None:
         """Takes in what became of the next step, without waiting for it; all are 1 or 0.
 
         Args:
-            skipped: whether its update was left out.
+            skipped: whether its update was skipped.
             spike: whether it was one.
-            answered: whether gradients overflowed and the loss scale can still fall.
+            handled_by_loss_scale: whether gradients overflowed and the loss scale can still fall.
         """
-        self.skipped.add(skipped, answered)
-        self._unsettled.append((self.step, torch.stack([skipped, spike])))
+        self.skipped.add(skipped, handled_by_loss_scale)
+        self._pending.append((self.step, torch.stack([skipped, spike])))
 
-    def settle(self) -> list[int]:
+    def flush(self) -> list[int]:
         """Reads from the device what became of the steps since the last time.
 
         Returns:
-            those that were spikes, counted from 0, whether or not their update was left out.
+            those that were spikes, counted from 0, whether or not their update was skipped.
         """
-        if not self._unsettled:
+        if not self._pending:
             return []
-        steps = [step for step, _ in self._unsettled]
-        found = torch.stack([each for _, each in self._unsettled]).tolist()
-        self._unsettled.clear()
+        steps = [step for step, _ in self._pending]
+        found = torch.stack([each for _, each in self._pending]).tolist()
+        self._pending.clear()
         for step, (skipped, spike) in zip(steps, found, strict=True):
             if skipped:
                 first, end = (self.first_sequence(each) for each in (step, step + 1))
@@ -194,8 +194,8 @@ class State:
             n_sequences: that it consumed from this step on.
             why: it was abandoned.
         """
-        assert not self._unsettled and self.step <= abandoned.step
-        # Former ways on from this very step have left out what lies before.
+        assert not self._pending and self.step <= abandoned.step
+        # Former ways on from this very step have skipped what lies before.
         before = [r for r in abandoned.ranges if r["step"] == self.step and is_rollback(r)]
         self.ranges = [r for r in abandoned.ranges if r["step"] < self.step] + before
         first = max([self.first_sequence(self.step), *(r["to_sequence"] for r in before)])
@@ -212,12 +212,12 @@ class State:
 
 
 def is_rollback(skipped: SkippedRange) -> bool:
-    """Whether data was left out by going back, not by leaving out an update."""
+    """Whether data was skipped by a rollback, not by a skipped update."""
     return skipped["why"].startswith(ROLLBACK)
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainContext:
     """What training is made of; built once by the worker, passed to whoever needs it."""
 
     folder: Path
@@ -225,24 +225,24 @@ class Parts:
     run: Run
     plan: Plan
     batches: BatchSchedule
-    replica: Replica
+    model: ParallelModel
     """This rank's share of the model."""
     optimizer: torch.optim.Optimizer
     train_data: Loader
     valid_order: SequenceOrder | None
-    """Held-out sequences; None where there are none."""
+    """LocalParameter-out sequences; None where there are none."""
     tokenizer: Tokenizer | None
     data_fingerprint: str
     """Identifies the contents of the token files."""
-    pulse: Pulse = field(default_factory=Pulse)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """Tells the parent process what this one is doing."""
 
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        return self.replica.mesh.device
+        return self.model.mesh.device
 
     @property
     def is_first_rank(self) -> bool:
         """Whether this rank speaks for all."""
-        return self.replica.mesh.rank == 0
+        return self.model.mesh.rank == 0

@@ -3,7 +3,7 @@
     asked by                                     then             exit code
     SIGTERM, SIGUSR1                             save and stop    75: start the same command again
     train.stop_after_minutes, the job's limit    save and stop    75
-    Ctrl-C (SIGINT), a file STOP in the folder   save and stop    93: not before a person has looked
+    Ctrl-C (SIGINT), a file STOP in the folder   save and stop    93: held; needs attention
     a file SAVE in the folder                    save and go on
 
 One rank that is asked is enough: all agree on it at the end of every step. A second signal ends the
@@ -29,11 +29,11 @@ STOP, SAVE = "STOP", "SAVE"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 LEAST_MARGIN_SECONDS = 60.0
 TWICE_SECONDS = 1.0
-"""Slurm signals a rank and its parent at once, and that passes it on: both are the same wish."""
+"""Slurm signals a rank and its parent at once, and that passes it on: both are the same request."""
 
 
 @dataclass(frozen=True)
-class Ending:
+class StopReason:
     """Why training ended, and the exit code that says so."""
 
     reason: str
@@ -43,15 +43,15 @@ class Ending:
         return f"{self.exit_code} {self.reason}"
 
     @classmethod
-    def of(cls, wish: str | None) -> Ending | None:
-        """Makes it again from its text; None where the wish is another, or there is none."""
-        if wish is None or wish == SAVE:
+    def of(cls, request: str | None) -> StopReason | None:
+        """Makes it again from its text; None where the request is another, or there is none."""
+        if request is None or request == SAVE:
             return None
-        code, _, reason = wish.partition(" ")
+        code, _, reason = request.partition(" ")
         return cls(reason, int(code))
 
 
-DONE = Ending("done")
+DONE = StopReason("done")
 
 
 def out_of_time(minutes: float) -> str:
@@ -83,29 +83,29 @@ class Stop:
         self._last_look = self._started
         self._longest = 0.0
 
-    def wish(self) -> str | None:
-        """Says at the end of a step what is asked for: an `Ending` as text, SAVE, or None."""
+    def stop_request(self) -> str | None:
+        """Says at the end of a step what is asked for: an `StopReason` as text, SAVE, or None."""
         now = time.monotonic()
         self._longest = max(self._longest, now - self._last_look)
         self._last_look = now
         if self._signal is not None:
             code = EXIT_HOLD if self._signal == signal.SIGINT else EXIT_REQUEUE
-            return str(Ending(f"received {self._signal.name}", code))
+            return str(StopReason(f"received {self._signal.name}", code))
         seconds = now - self._started
         if seconds >= 60 * self._stop_after_minutes:
-            return str(Ending(out_of_time(self._stop_after_minutes), EXIT_REQUEUE))
+            return str(StopReason(out_of_time(self._stop_after_minutes), EXIT_REQUEUE))
         # One more step with all that follows it, and a save, must fit.
         margin = max(LEAST_MARGIN_SECONDS, 3 * self._longest)
         if self._scheduler_seconds is not None and seconds + margin >= self._scheduler_seconds:
             left = self._scheduler_seconds - seconds
-            return str(Ending(f"the job's time limit is {left:.0f} s away", EXIT_REQUEUE))
-        return self._wish_of_files()
+            return str(StopReason(f"the job's time limit is {left:.0f} s away", EXIT_REQUEUE))
+        return self._request_of_files()
 
-    def _wish_of_files(self) -> str | None:
+    def _request_of_files(self) -> str | None:
         if self._folder is None:
             return None
         if (self._folder / STOP).exists():
-            return str(Ending(f"there is a file {self._folder / STOP}", EXIT_HOLD))
+            return str(StopReason(f"there is a file {self._folder / STOP}", EXIT_HOLD))
         try:
             (self._folder / SAVE).unlink()
         except FileNotFoundError:
@@ -114,7 +114,7 @@ class Stop:
 
     @contextmanager
     def catch_signals(self) -> Iterator[None]:
-        """Turns the first of the signals into a wish to stop; a second one ends at once."""
+        """Turns the first of the signals into a request to stop; a second one ends at once."""
         before = {number: signal.signal(number, self._note) for number in SIGNALS}
         try:
             yield

@@ -1,4 +1,4 @@
-"""One training process: reads the run folder, builds the parts, trains, and says how it ended.
+"""One training process: reads the run folder, builds the context, trains, and says how it ended.
 
     python -m trainyard.train.worker runs/my-run --resume auto
 
@@ -46,12 +46,12 @@ from trainyard.launch.environment import (
     refuse_missing_devices,
     seconds_left,
 )
-from trainyard.launch.pulse import Pulse
-from trainyard.launch.witness import name_ranks
+from trainyard.launch.hang_reports import name_ranks
+from trainyard.launch.heartbeat import Heartbeat
 from trainyard.log import build_logger, show_progress
 from trainyard.optim.adamw import build_optimizer
 from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name
-from trainyard.parallel.replica import Replica
+from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.hardware import cpu_multiplies_bf16_natively
@@ -68,8 +68,8 @@ from trainyard.train.checkpoints import (
 from trainyard.train.loop import train
 from trainyard.train.metrics import LogLines, Metrics
 from trainyard.train.run_folder import TOKENIZER_FOLDER, Resume, refuse_what_is_not_built
-from trainyard.train.state import Parts, State
-from trainyard.train.stop import Ending, Stop
+from trainyard.train.state import State, TrainContext
+from trainyard.train.stop import Stop, StopReason
 from trainyard.units import format_large
 
 logger = logging.getLogger("trainyard")
@@ -88,7 +88,7 @@ COMPUTE_DTYPES = {
 """Of activations, and of all products but those in fp8."""
 
 
-def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -> Ending:
+def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -> StopReason:
     """Trains the run of a folder from its newest checkpoint, or from the beginning.
 
     Args:
@@ -101,15 +101,15 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
 
     Raises:
         UserError: the run, its data or its checkpoint is not usable.
-        GuardError: training gave itself up.
+        GuardError: training aborted.
     """
     run_text = (folder / "run.toml").read_text(encoding="utf-8")
     run = load_run(str(folder / "run.toml")).run
     process = read_process()
-    pulse = Pulse(
-        process.pulse, 60 * run.guard.step_timeout_minutes, 60 * run.guard.slow_timeout_minutes
+    heartbeat = Heartbeat(
+        process.heartbeat, 60 * run.guard.step_timeout_minutes, 60 * run.guard.slow_timeout_minutes
     )
-    pulse.enter("start", 0)
+    heartbeat.enter("start", 0)
     if process.rank > 0:
         logger.setLevel(logging.ERROR)  # rank 0 speaks for all
     plan = resolve(run, process.n_ranks)
@@ -131,11 +131,11 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
     with start_ranks(process, device, facts):
         _warn_of_slow_precision(run, device)
         mesh = build_mesh(plan.topology, process.rank, device)
-        read_unread(run, mesh, pulse, keeps=process.local_rank == 0)
-        return _train_on(build_parts(folder, run, plan, mesh, pulse), resume, log)
+        read_unread(run, mesh, heartbeat, keeps=process.local_rank == 0)
+        return _train_on(build_context(folder, run, plan, mesh, heartbeat), resume, log)
 
 
-def read_unread(run: Run, mesh: Mesh, pulse: Pulse, *, keeps: bool) -> None:
+def read_unread(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> None:
     """Reads token files whose contents no record and no cache knows: each block once, by one rank.
 
     Ranks that see the same files share them. They go from round to round together, so that nobody
@@ -144,7 +144,7 @@ def read_unread(run: Run, mesh: Mesh, pulse: Pulse, *, keeps: bool) -> None:
     Args:
         run: names the files.
         mesh: all ranks call this.
-        pulse: of this rank.
+        heartbeat: of this rank.
         keeps: whether this rank writes what was found into the cache folder.
 
     Raises:
@@ -164,14 +164,14 @@ def read_unread(run: Run, mesh: Mesh, pulse: Pulse, *, keeps: bool) -> None:
     title = "reading token files once, to know them again"
     with show_progress(title) if mesh.rank == 0 else nullcontext(lambda *_: None) as update:
         for number in range(n_rounds):
-            pulse.enter("load", 0)
+            heartbeat.enter("load", 0)
             for block in mine[number * BLOCKS_A_ROUND :][:BLOCKS_A_ROUND]:
                 digest = bytearray(blocks[block].read_digest())
                 digests[block] = torch.frombuffer(digest, dtype=torch.uint8)
             mesh.barrier()
             update(number + 1, n_rounds)
     for other, n_blocks in sorted({(other, n) for other, n in views if n}):
-        mesh.add_up(digests if other == view else torch.zeros(n_blocks, 32, dtype=torch.uint8))
+        mesh.all_reduce(digests if other == view else torch.zeros(n_blocks, 32, dtype=torch.uint8))
     cache, found = IndexCache(Path(run.data.cache_folder)), iter(digests.tolist())
     if keeps:
         for files in unread:
@@ -189,15 +189,15 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
-def _train_on(parts: Parts, resume: Resume, log: LogLines) -> Ending:
-    folder, run, plan = parts.folder, parts.run, parts.plan
-    parts.pulse.enter("load", 0)
-    state = load_state(parts, resume)
-    device = parts.device
+def _train_on(context: TrainContext, resume: Resume, log: LogLines) -> StopReason:
+    folder, run, plan = context.folder, context.run, context.plan
+    context.heartbeat.enter("load", 0)
+    state = load_state(context, resume)
+    device = context.device
     try:
-        if parts.is_first_rank:
+        if context.is_first_rank:
             _write_facts(folder, plan)
-        metrics = Metrics(parts, log)
+        metrics = Metrics(context, log)
     except OSError as error:
         raise MachineError(
             f"cannot write to {folder}: {error}", "free space or quota there, or make it writable"
@@ -205,14 +205,14 @@ def _train_on(parts: Parts, resume: Resume, log: LogLines) -> Ending:
     metrics.write(
         "start", {"step": state.step, "resumed": state.step > 0, "device": device_name(device)}
     )
-    stop_folder = folder if parts.is_first_rank else None
+    stop_folder = folder if context.is_first_rank else None
     stop = Stop(stop_folder, run.train.stop_after_minutes, seconds_left())
-    saver = build_saver(parts)
+    saver = build_saver(context)
     try:
-        with stop.catch_signals(), show_training(parts, state.step) as show:
-            show(state.step, _describe(parts, state))
-            ending, state = train(parts, state, metrics, stop, saver, show)
-            parts.pulse.enter("end", state.step)
+        with stop.catch_signals(), show_training(context, state.step) as show:
+            show(state.step, _describe(context, state))
+            ending, state = train(context, state, metrics, stop, saver, show)
+            context.heartbeat.enter("end", state.step)
             metrics.write("end", {"step": state.step, "reason": ending.reason})
             show(
                 state.step,
@@ -221,15 +221,17 @@ def _train_on(parts: Parts, resume: Resume, log: LogLines) -> Ending:
     except GuardError as error:
         with suppress(MachineError):
             saver.wait()  # for the checkpoint before
-        _write_outcome(parts, Ending(error.problem, error.exit_code), state.step)
+        _write_outcome(context, StopReason(error.problem, error.exit_code), state.step)
         raise
     finally:
         metrics.close()
-    _write_outcome(parts, ending, state.step)
+    _write_outcome(context, ending, state.step)
     return ending
 
 
-def build_parts(folder: Path, run: Run, plan: Plan, mesh: Mesh, pulse: Pulse) -> Parts:
+def build_context(
+    folder: Path, run: Run, plan: Plan, mesh: Mesh, heartbeat: Heartbeat
+) -> TrainContext:
     """Builds model, optimizer and data; checks that data, tokenizer and model belong together."""
     tokenizer = None
     if run.tokenizer.path:
@@ -250,38 +252,38 @@ def build_parts(folder: Path, run: Run, plan: Plan, mesh: Mesh, pulse: Pulse) ->
         )
     if mesh.device.type == "cpu":
         keep_freed_memory()
-    replica = Replica(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
-    return Parts(
+    parallel_model = ParallelModel(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
+    return TrainContext(
         folder=folder,
         run=run,
         plan=plan,
         batches=batches,
-        replica=replica,
-        optimizer=build_optimizer(replica, run),
+        model=parallel_model,
+        optimizer=build_optimizer(parallel_model, run),
         train_data=Loader(
             orders["train"],
             batches,
             run.model.vocabulary_size,
-            mesh.data_share,
+            mesh.data_rank_and_size,
             pin_memory=mesh.device.type == "cuda",
         ),
         valid_order=orders["valid"],
         tokenizer=tokenizer,
         data_fingerprint=data_fingerprint(run),
-        pulse=pulse,
+        heartbeat=heartbeat,
     )
 
 
 @contextmanager
-def show_training(parts: Parts, first_step: int) -> Iterator[Show]:
+def show_training(context: TrainContext, first_step: int) -> Iterator[Show]:
     """Yields a function that logs a line of training, and moves a progress bar on a terminal.
 
     Only the first rank has something to show.
     """
-    if not parts.is_first_rank:
+    if not context.is_first_rank:
         yield lambda _step, _text: None
         return
-    n_steps = parts.plan.n_steps
+    n_steps = context.plan.n_steps
     with show_progress("training", plain_lines=False) as update:
 
         def show(step: int, text: str) -> None:
@@ -338,19 +340,19 @@ def _write_facts(folder: Path, plan: Plan) -> None:
         (folder / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_outcome(parts: Parts, ending: Ending, step: int) -> None:
+def _write_outcome(context: TrainContext, ending: StopReason, step: int) -> None:
     """Leaves word of how training ended where the launcher's own exit code would not tell."""
-    if parts.is_first_rank:
+    if context.is_first_rank:
         facts = {"reason": ending.reason, "exit_code": ending.exit_code, "step": step}
-        publish_text(parts.folder / OUTCOME, json.dumps(facts, indent=2) + "\n")
+        publish_text(context.folder / OUTCOME, json.dumps(facts, indent=2) + "\n")
 
 
-def _describe(parts: Parts, state: State) -> str:
-    run, plan = parts.run, parts.plan
+def _describe(context: TrainContext, state: State) -> str:
+    run, plan = context.run, context.plan
     start = f"resumes at step {state.step}" if state.step else "starts"
     return (
         f"{run.name} {start}: {plan.n_parameters:,} parameters, {plan.n_steps} steps, "
-        f"{format_large(plan.n_tokens)} tokens, {run.precision.kind} on {parts.device}"
+        f"{format_large(plan.n_tokens)} tokens, {run.precision.kind} on {context.device}"
     )
 
 

@@ -424,7 +424,7 @@ def test_the_output_is_checked_before_the_work(corpus: Corpus, tmp_path: Path) -
         (b"", "the inputs hold no document"),
         (b"\n\n", "the inputs hold no document"),
         (b'{"text": ""}\n', "1 without text"),
-        (b"[]\nbad\n", r"read left out 2: malformed JSON\n  .*/in/a.jsonl:1: expected.*\n  .*:2: "),
+        (b"[]\nbad\n", r"read dropped 2: malformed JSON\n  .*/in/a.jsonl:1: expected.*\n  .*:2: "),
     ],
 )
 @pytest.mark.parametrize("workers", [1, 2])

@@ -36,7 +36,7 @@ def test_files_are_sorted_and_folders_searched(tmp_path: Path) -> None:
         (
             "l\n\x1boop",
             r"the link {}/l\n\x1boop is broken: it leads to l\n\x1boop",
-            "mend the link",
+            "fix the link",
         ),
         ("a.pdf", "a.pdf is not plain text", "pdftotext for .pdf"),
         ("*.docx", "a.docx is not plain text", "pandoc -t plain for .docx"),

@@ -40,7 +40,7 @@ failing_hosts() {
   done
 }
 
-# A host that fails twice is left out from then on. Where several fail, it is not the host.
+# A host that fails twice is excluded from then on. Where several fail, it is not the host.
 blame() {
   local host
   host=$(failing_hosts | sort -u)
@@ -58,7 +58,7 @@ again() {
   TRAINYARD_START=$((start + 1)) exec bash "$0"
 }
 
-# Those that failed twice are left out; the last ones are spares.
+# Those that failed twice are excluded; the last ones are spares.
 hosts=()
 for host in n1 n2; do
   name=${host#*@}

@@ -78,7 +78,7 @@ failing_hosts() {
   done
 }
 
-# A host that fails twice is left out from then on. Where several fail, it is not the host.
+# A host that fails twice is excluded from then on. Where several fail, it is not the host.
 blame() {
   local host
   host=$(failing_hosts | sort -u)
@@ -114,7 +114,7 @@ find_lost_nodes() {
   fi
   if [ -n "$(bad_hosts)" ] &&
     scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -xF "$(bad_hosts)"; then
-    echo "failed twice, and is left out" >&2
+    echo "failed twice and is excluded" >&2
     again
     exit 75
   fi

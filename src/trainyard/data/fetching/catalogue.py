@@ -156,7 +156,7 @@ def list_files(corpus: Corpus, reader: Reader) -> Listing:
             f"no file of {corpus.repository} at {revision} matches {corpus.files!r}; "
             f"there are: {seen}",
             "a dump that is still being made lacks files: name an older revision (NAME@REVISION); "
-            "otherwise the corpus has moved: mend `files` in a .toml file of your own",
+            "otherwise the corpus has moved: correct `files` in a .toml file of your own",
         )
     if corpus.kind == "wikimedia":
         files = [_with_size(file, reader) for file in files]

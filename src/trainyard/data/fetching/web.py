@@ -118,7 +118,7 @@ class Client:
             query = f"?{parts.query}" if parts.query else ""
             url = f"{self._network.mirror.rstrip('/')}{parts.path}{query}"
         elif parts.scheme not in ("http", "https"):
-            raise DataError(f"{url} is not an http(s) address", "mend the corpus file")
+            raise DataError(f"{url} is not an http(s) address", "correct the corpus file")
         sent = {**self._pool.headers, **(headers or {})}
         # Only redirects are urllib3's; every other repetition is `keep_trying`, which can be
         # stopped while it waits and also covers bodies that end early.

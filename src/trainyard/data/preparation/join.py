@@ -62,7 +62,7 @@ def empty_corpus(documents: int, steps: list[StepCount], places: list[str]) -> E
     """Builds the error of a corpus whose `documents`, after all steps, have no text."""
     fates = [f"{documents:,} without text"] if documents else []
     for step in steps:
-        fates += [f"{step.kind} left out {n:,}: {why}" for why, n in step.dropped.items()]
+        fates += [f"{step.kind} dropped {n:,}: {why}" for why, n in step.dropped.items()]
     problem = f"the corpus is empty: {'; '.join(fates) or 'the inputs hold no document'}"
     return EmptyCorpusError(
         "\n  ".join([problem, *places]),

@@ -145,7 +145,7 @@ class CorpusWorker:
                 raise
             raise MachineError(
                 f"{error.filename or self._folder.path}: {error.strerror or error}",
-                "free space or mend the disk; then run the same command again: it goes on",
+                "free space or repair the disk; then run the same command again: it goes on",
             ) from error
 
     def _beat(self, ended: threading.Event, on_beat: Callable[[], None]) -> None:

@@ -150,7 +150,7 @@ def _expand(item: str, skipped: Counter[str]) -> list[Path]:
         skipped.update(_BROKEN for file in named if not file.exists())
     if not found and path.is_symlink():
         problem = f"the link {shown} is broken: it leads to {printable(path.readlink())}"
-        raise DataError(problem, "mend the link, or leave it out")
+        raise DataError(problem, "fix the link, or leave it out")
     if not found and glob.has_magic(item):
         raise DataError(f"no file matches {shown}", "check the pattern; quote it for the shell")
     if not found:

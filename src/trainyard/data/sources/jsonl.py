@@ -193,7 +193,7 @@ class _LineDecoder:
         text = value[self._key]
         if not isinstance(text, str):
             detail = f'the value of "{self._key}" is {json.dumps(text)[:40]}, not a string'
-            return Fault("not a string", number, detail, "mend the line, or leave it out", line)
+            return Fault("not a string", number, detail, "fix the line, or leave it out", line)
         document = self._kind(text, *map(value.get, self._names))
         rendered = {field: column[0] for field, column in self.columns([document]).items()}
         for name, found in {self._key: text, **rendered}.items():

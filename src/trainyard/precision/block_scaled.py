@@ -1,4 +1,4 @@
-"""Values as codes of few bits, with a scale that is a power of two for every 32 columns of a row.
+"""Values as low-precision codes, with a scale that is a power of two for every 32 columns of a row.
 
     values         0.75     -0.02      3.0  ...      32 columns of one row
     scale 2^-7                                       the largest, 3.0, becomes 384, below 448
@@ -45,7 +45,7 @@ _CHUNK_BLOCKS = {"cpu": 2**13, "cuda": 2**19}
 
 
 @dataclass(frozen=True)
-class Codes:
+class BlockScaledTensor:
     """A matrix, or this rank's part of one, as codes."""
 
     values: Tensor
@@ -54,14 +54,16 @@ class Codes:
     """Of the scales, plus 127; 255 where values are not finite. (rows, columns / 32), uint8."""
 
     @classmethod
-    def zeros(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Codes:
+    def zeros(
+        cls, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> BlockScaledTensor:
         """Makes codes that are all zero."""
         rows, columns = shape
         exponents = torch.ones(rows, columns // COLUMNS, dtype=torch.uint8, device=device)
         return cls(torch.zeros(shape, dtype=dtype, device=device), exponents)
 
     @classmethod
-    def of(cls, values: Tensor, dtype: torch.dtype = E4M3) -> Codes:
+    def of(cls, values: Tensor, dtype: torch.dtype = E4M3) -> BlockScaledTensor:
         """Gives the codes nearest to the values of a contiguous matrix, in bf16 or fp32."""
         codes = cls.zeros(values.shape, dtype, values.device)
         blocks = values.view(-1, COLUMNS)
@@ -71,13 +73,13 @@ class Codes:
             chunk.exponents.copy_(exponents)
         return codes
 
-    def chunks(self) -> Iterator[tuple[Codes, slice]]:
+    def chunks(self) -> Iterator[tuple[BlockScaledTensor, slice]]:
         """Yields parts that share memory with this, in blocks: (n, 32) and (n, 1); and where."""
         values, exponents = self.values.view(-1, COLUMNS), self.exponents.view(-1, 1)
         size = _CHUNK_BLOCKS.get(values.device.type, len(values) or 1)
         for start in range(0, len(values), size):
             here = slice(start, start + size)
-            yield Codes(values[here], exponents[here]), here
+            yield BlockScaledTensor(values[here], exponents[here]), here
 
     def decode(self) -> Tensor:
         """Gives the values, exactly, in fp32."""

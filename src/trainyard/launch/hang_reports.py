@@ -6,7 +6,7 @@ what it saw into a file of the run folder, and reads those of the others:
     runs/my-run/logs/attempt-0/rank-00002.json     {"rank": 2, "host": "n1", "step": 12,
         "phase": "forward and backward", "count": 41, "seconds": 1201.3, "state": "stopped", ..}
 
-Then all come to the same answer: the rank that is stopped; else the one whose pulse is farthest
+Then all come to the same answer: the rank that is stopped; else the one whose heartbeat is farthest
 behind, since nobody can overtake a collective operation; and of several that stand at the same
 place the one that is not inside of communication.
 """
@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE
+from trainyard.launch.heartbeat import STACK_SIGNAL
 from trainyard.launch.local import Worker
-from trainyard.launch.pulse import STACK_SIGNAL
 
 STACK_SECONDS, QUIET_SECONDS = 2.0, 0.2
 POLL_SECONDS = 0.05
@@ -39,7 +39,7 @@ OF_COMMUNICATION = re.compile(
 
 
 @dataclass(frozen=True)
-class Sighting:
+class RankStatus:
     """What was seen of one worker."""
 
     rank: int
@@ -47,7 +47,7 @@ class Sighting:
     step: int
     phase: str
     count: int
-    """Of its pulse."""
+    """Of its heartbeat."""
     seconds: float
     """For how long that has not moved."""
     state: str
@@ -74,7 +74,7 @@ class Sighting:
         )
 
 
-class Witnesses:
+class HangReports:
     """The files in which the parents of one start of a run tell each other what they saw.
 
     Args:
@@ -86,23 +86,23 @@ class Witnesses:
         # An earlier job may have left some; ours come later than this.
         self._before = self._list()
 
-    def tell(self, sightings: Iterable[Sighting]) -> None:
+    def write(self, statuses: Iterable[RankStatus]) -> None:
         """Writes what this process saw; a disk that fails must not keep it from ending."""
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            for each in sightings:
+            for each in statuses:
                 path = self._folder / f"rank-{each.rank:05d}.json"
                 new = path.with_suffix(".new")
                 new.write_text(json.dumps(asdict(each), indent=2) + "\n", encoding="utf-8")
                 new.replace(path)
 
-    def hear(self) -> list[Sighting]:
+    def read(self) -> list[RankStatus]:
         """Reads what all have told since this object was made, by rank."""
         told = []
         for path, identity in sorted(self._list().items()):
             if self._before.get(path) != identity:
                 with suppress(OSError, ValueError, TypeError):
-                    told.append(Sighting(**json.loads(path.read_text(encoding="utf-8"))))
+                    told.append(RankStatus(**json.loads(path.read_text(encoding="utf-8"))))
         return told
 
     def _list(self) -> dict[Path, tuple[int, int]]:
@@ -114,68 +114,68 @@ class Witnesses:
         return found
 
 
-def look_at(workers: Sequence[Worker], still_since: dict[int, float]) -> list[Sighting]:
+def look_at(workers: Sequence[Worker], still_since: dict[int, float]) -> list[RankStatus]:
     """Sees what workers do, with the stacks of all that are able to write them.
 
     Args:
-        workers: with a pulse.
-        still_since: by rank, when its pulse moved last, on the monotonic clock.
+        workers: with a heartbeat.
+        still_since: by rank, when its heartbeat moved last, on the monotonic clock.
     """
     seen_often = []
     for _ in range(N_LOOKS):
         seen_often.append([_see(worker, still_since.get(worker.rank)) for worker in workers])
         time.sleep(POLL_SECONDS)
     # One that waits runs for a moment now and then.
-    sightings = [
+    statuses = [
         next((seen for seen in each if seen.state != "running"), each[-1])
         for each in zip(*seen_often, strict=True)
     ]
     asked = {
         worker.rank: worker
-        for worker, seen in zip(workers, sightings, strict=True)
+        for worker, seen in zip(workers, statuses, strict=True)
         # Before its first beat the signal would end it.
         if seen.count > 0 and not seen.has_ended and seen.state != "stopped"
     }
     for worker in asked.values():
         worker.running.send_signal(STACK_SIGNAL)
     stacks = _wait_for_stacks(asked)
-    return [replace(seen, stack=stacks.get(seen.rank, "")) for seen in sightings]
+    return [replace(seen, stack=stacks.get(seen.rank, "")) for seen in statuses]
 
 
-def find_culprits(sightings: Sequence[Sighting]) -> list[Sighting]:
+def find_culprits(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     """Finds the ranks for which the others wait; all of them where none stands out."""
-    failed = [each for each in sightings if each.has_failed]
-    stopped = [each for each in sightings if each.state == "stopped"]
+    failed = [each for each in statuses if each.has_failed]
+    stopped = [each for each in statuses if each.state == "stopped"]
     if failed or stopped:
         return failed or stopped
-    running = [each for each in sightings if not each.has_ended] or list(sightings)
+    running = [each for each in statuses if not each.has_ended] or list(statuses)
     least = min(each.count for each in running)
     behind = [each for each in running if each.count == least]
     busy = [each for each in behind if not each.is_waiting_for_others] or behind
     return [each for each in busy if each.state == "running"] or busy
 
 
-def describe_hang(sightings: Sequence[Sighting], n_ranks: int) -> str:
+def describe_hang(statuses: Sequence[RankStatus], n_ranks: int) -> str:
     """Names the rank that hangs, then has a line for each rank."""
-    culprits = find_culprits(sightings)
-    missing = sorted(set(range(n_ranks)) - {each.rank for each in sightings})
+    culprits = find_culprits(statuses)
+    missing = sorted(set(range(n_ranks)) - {each.rank for each in statuses})
     if len(culprits) == 1:
         (one,) = culprits
         how = one.state if one.has_ended else f"has not moved for {one.seconds:.0f} s ({one.state})"
         says = f"rank {one.rank} of {n_ranks} on {one.host} {how}"
         says += f" at step {one.step}, in {one.phase}"
-    elif len(culprits) == len(sightings) and missing:
-        says = f"nothing is heard of {name_ranks(missing)} of {n_ranks}, and the others wait"
+    elif len(culprits) == len(statuses) and missing:
+        says = f"no status from {name_ranks(missing)} of {n_ranks}, and the others wait"
     else:
         which = name_ranks([each.rank for each in culprits])
-        says = f"{which} of {n_ranks} do not move, and none of them stands out"
-    lines = [f"    {each}" for each in sightings]
+        says = f"{which} of {n_ranks} are hung; cause not isolated"
+    lines = [f"    {each}" for each in statuses]
     if missing:
-        lines.append(f"    nothing is heard of {name_ranks(missing)}")
+        lines.append(f"    no status from {name_ranks(missing)}")
     return "\n".join([says, *lines])
 
 
-def describe_stack(seen: Sighting) -> str:
+def describe_stack(seen: RankStatus) -> str:
     """Shows where a worker is in its program, or why that cannot be said."""
     if seen.stack:
         lines = "".join(f"\n    {line}" for line in seen.stack.splitlines())
@@ -184,16 +184,16 @@ def describe_stack(seen: Sighting) -> str:
     return f"rank {seen.rank} {why} cannot say where it is"
 
 
-def see_dead(worker: Worker) -> Sighting:
+def status_of_dead(worker: Worker) -> RankStatus:
     """Gives what is known of a worker that has ended."""
     return _see(worker, None)
 
 
-def _see(worker: Worker, since: float | None) -> Sighting:
-    assert worker.pulse is not None
-    beat = worker.pulse.read()
+def _see(worker: Worker, since: float | None) -> RankStatus:
+    assert worker.heartbeat is not None
+    beat = worker.heartbeat.read()
     has_ended = worker.running.poll() is not None
-    return Sighting(
+    return RankStatus(
         rank=worker.rank,
         host=socket.gethostname(),
         step=beat.step,
@@ -221,7 +221,11 @@ def _wait_for_stacks(asked: dict[int, Worker]) -> dict[int, str]:
     deadline = quiet_from = time.monotonic() + STACK_SECONDS
     while time.monotonic() < min(deadline, quiet_from):
         time.sleep(POLL_SECONDS)
-        now = {rank: worker.pulse.read_stacks() for rank, worker in asked.items() if worker.pulse}
+        now = {
+            rank: worker.heartbeat.read_stacks()
+            for rank, worker in asked.items()
+            if worker.heartbeat
+        }
         if now != stacks or not all(now.values()):
             quiet_from = time.monotonic() + (QUIET_SECONDS if all(now.values()) else STACK_SECONDS)
         stacks = now

@@ -9,7 +9,7 @@ where it is decided:
 
     x.is_cpu                        says no: chunks of the loss, norms of gradients, as on a GPU
     scaled_dot_product_attention    keeps what the flash kernel keeps, with and without dropout
-    Codes.chunks                    gives low-bit state piece by piece, pieces as large as on a GPU
+    BlockScaledTensor.chunks        gives pieces as large as on a GPU
 
 Products in fp8 need nothing: of `torch._scaled_mm` a CPU knows the shapes too. Only its workspace
 on a GPU is not seen.
@@ -35,8 +35,8 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import _redistribute, debug
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from trainyard.parallel import replica
-from trainyard.precision import codes
+from trainyard.parallel import model as parallel_model
+from trainyard.precision import block_scaled
 from trainyard.simulate.accounting import replaced
 
 # Of meshes, what computes with real numbers even among fake ones.
@@ -67,7 +67,7 @@ def fake_tensors(*, on_gpu: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(nn.Module, "to", _to))
         # Its threads do not know that tensors are fake, and would draw billions of numbers.
-        stack.enter_context(replaced(replica, "initialise", lambda *_: None))
+        stack.enter_context(replaced(parallel_model, "initialise", lambda *_: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Values())  # type: ignore[no-untyped-call]
         if on_gpu:
@@ -190,6 +190,6 @@ def _acts_as_gpu() -> Iterator[None]:
         replaced(Tensor, "is_cpu", property(lambda _: False)),
         replaced(F, "scaled_dot_product_attention", attention),
         replaced(F, "log_softmax", log_probabilities),
-        replaced(codes, "_CHUNK_BLOCKS", {"cpu": codes._CHUNK_BLOCKS["cuda"]}),
+        replaced(block_scaled, "_CHUNK_BLOCKS", {"cpu": block_scaled._CHUNK_BLOCKS["cuda"]}),
     ):
         yield

@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainyard.config.run import Run
-from trainyard.model.cut import Part, cut_dimension
 from trainyard.model.gpt import GPT, compile_blocks
-from trainyard.model.init import Share, initialise
-from trainyard.parallel.context import cut_context, take_share
-from trainyard.parallel.data import prepare_micro_batch, share_model
+from trainyard.model.init import TensorShard, initialise
+from trainyard.model.sharding import Part, sharded_dimension
+from trainyard.parallel.context import apply_context_parallel, take_shard
+from trainyard.parallel.data import apply_fsdp, prepare_micro_batch
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.pipeline import Pipeline
 from trainyard.parallel.placement import local_part
 from trainyard.parallel.reduce_scatter import reduce_in_fp8
-from trainyard.parallel.tensor import cut_tensor
+from trainyard.parallel.tensor import apply_tensor_parallel
 from trainyard.plan.resolve import Plan
-from trainyard.precision.codes import Codes
-from trainyard.precision.float8 import put_in_products
+from trainyard.precision.block_scaled import BlockScaledTensor
+from trainyard.precision.float8 import convert_to_float8
 from trainyard.precision.float8_gather import gather_weights_in_fp8
 
 EMBEDDING = "embedding.weight"
@@ -41,7 +41,7 @@ class MissingGradientError(Exception):
 
 
 @dataclass(eq=False)
-class Held:
+class LocalParameter:
     """A parameter of this rank, and who else holds it."""
 
     name: str
@@ -51,15 +51,15 @@ class Held:
     """Along which tensor ranks cut it."""
     is_copy: bool
     """The second copy of a tied embedding, on the last stage of a pipeline."""
-    kept: Tensor | Codes | None = None
-    """The complete gradient of a parameter in low-bit state, until it is used."""
+    quantized_gradient: Tensor | BlockScaledTensor | None = None
+    """The complete gradient of a parameter in low-precision state, until it is used."""
 
     @property
     def is_low_bit(self) -> bool:
-        """Whether gradient and optimizer keep it in few bits: then the weight itself is bf16."""
+        """Whether its gradient and optimizer state are low-precision; its weight is bf16 then."""
         return self.parameter.dtype == torch.bfloat16
 
-    def share_of_norm(self, n_tensor_ranks: int) -> float:
+    def norm_weight(self, n_tensor_ranks: int) -> float:
         """One over the ranks that hold just this part; 0 for a copy."""
         n_holders = n_tensor_ranks if self.dimension is None else 1
         if isinstance(self.parameter, DTensor):
@@ -69,32 +69,36 @@ class Held:
         return 0.0 if self.is_copy else 1 / n_holders
 
     @property
-    def gradient(self) -> Tensor | Codes:
+    def gradient(self) -> Tensor | BlockScaledTensor:
         """This rank's part of what the backward passes left.
 
         Raises:
             MissingGradientError: they left nothing.
         """
-        if self.kept is not None:
-            return self.kept
+        if self.quantized_gradient is not None:
+            return self.quantized_gradient
         gradient = self.parameter.grad
         if gradient is None:
             raise MissingGradientError(f"{self.name} has no gradient")
         return local_part(gradient)
 
-    def keep_gradient(self) -> None:
-        """Puts the complete gradient of a parameter in low-bit state where its bf16 form is not.
+    def quantize_gradient(self) -> None:
+        """Replaces the complete bf16 gradient of a parameter in low-precision state.
 
         A matrix becomes codes. A vector becomes fp32, in memory of its own: what it had is a view
         into the gradients of the whole block, which would stay as long as it does.
         """
         gradient = self.gradient
-        assert isinstance(gradient, Tensor) and self.kept is None, f"{self.name} is kept already"
-        self.kept = Codes.of(gradient) if gradient.ndim > 1 else gradient.float()
+        assert isinstance(gradient, Tensor) and self.quantized_gradient is None, (
+            f"{self.name} is kept already"
+        )
+        self.quantized_gradient = (
+            BlockScaledTensor.of(gradient) if gradient.ndim > 1 else gradient.float()
+        )
         self.parameter.grad = None
 
 
-class Replica:
+class ParallelModel:
     """This rank's share of the model.
 
     Args:
@@ -105,8 +109,8 @@ class Replica:
 
     Attributes:
         stages: its parts of the model, by number of the pipeline stage.
-        held: its parameters, stage by stage.
-        shares_of_norm: what the square of the norm of each counts in that of all ranks, fp64.
+        local_parameters: its parameters, stage by stage.
+        norm_weights: what the square of the norm of each counts in that of all ranks, fp64.
     """
 
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, compute_dtype: torch.dtype) -> None:
@@ -118,19 +122,19 @@ class Replica:
         numbers = range(mesh.coordinates.pipeline, len(plan.stages), mesh.topology.pipeline)
         self.stages = {number: self._build_stage(run, plan, number) for number in numbers}
         # Now, since FSDP shows other parameters between a forward and a backward pass.
-        self.held = [
-            Held(
+        self.local_parameters = [
+            LocalParameter(
                 name,
                 parameter,
-                cut_dimension(name) if mesh.tensor is not None else None,
+                sharded_dimension(name) if mesh.tensor is not None else None,
                 is_copy=number > 0 and name == EMBEDDING,
             )
             for number, model in self.stages.items()
             for name, parameter in model.named_parameters()
         ]
-        shares = [each.share_of_norm(mesh.topology.tensor) for each in self.held]
-        self.shares_of_norm = torch.tensor(shares, dtype=torch.float64, device=mesh.device)
-        self._low_bit = [each for each in self.held if each.is_low_bit]
+        shares = [each.norm_weight(mesh.topology.tensor) for each in self.local_parameters]
+        self.norm_weights = torch.tensor(shares, dtype=torch.float64, device=mesh.device)
+        self._low_bit = [each for each in self.local_parameters if each.is_low_bit]
         self._is_last_backward = False
         self._pipeline: Pipeline | None = None
         if mesh.pipeline is None:
@@ -152,18 +156,18 @@ class Replica:
         padded = plan.padded_vocabulary_size
         model = GPT(run.model, padded, self._compute_dtype, parallel.recompute, part)
         if mesh.context is not None:
-            cut_context(model, mesh.context, parallel.context_method)
+            apply_context_parallel(model, mesh.context, parallel.context_method)
         if mesh.tensor is not None:
-            cut_tensor(
+            apply_tensor_parallel(
                 model,
                 mesh.tensor,
                 sequence=parallel.sequence,
                 gathers_again=parallel.gathers_again,
             )
         if run.precision.multiplies_in_fp8:
-            put_in_products(model, run)
-        initialise(model, run.model, run.train.seed, self.tensor_share)
-        # In fp64, which shows that a layout is right, nothing is kept in few bits.
+            convert_to_float8(model, run)
+        initialise(model, run.model, run.train.seed, self.tensor_shard)
+        # In fp64, which shows that a layout is right, nothing is kept in low precision.
         is_low_bit = run.precision.kind == "fp8_lowbit" and self._compute_dtype == torch.bfloat16
         if is_low_bit:
             model.blocks.to(torch.bfloat16)
@@ -171,16 +175,16 @@ class Replica:
         if run.train.compile == "always" or (run.train.compile == "gpu" and on_gpu):
             compile_blocks(model)
         if mesh.data is not None:
-            share_model(model, mesh.data, parallel.zero_stage)
+            apply_fsdp(model, mesh.data, parallel.zero_stage)
             if is_low_bit:
                 reduce_in_fp8(model)
             gather_weights_in_fp8(model, run)
         return model.to(mesh.device).train()
 
     @property
-    def tensor_share(self) -> Share:
+    def tensor_shard(self) -> TensorShard:
         """Which part of every layer that is cut this rank has."""
-        return Share(self.mesh.coordinates.tensor, self.mesh.topology.tensor)
+        return TensorShard(self.mesh.coordinates.tensor, self.mesh.topology.tensor)
 
     @property
     def whole_model(self) -> GPT | None:
@@ -190,14 +194,14 @@ class Replica:
         return self.stages[0] if alone else None
 
     def forward_backward(
-        self, tokens: Tensor, labels: Tensor, keys: Tensor | None, scale: float | Tensor
+        self, tokens: Tensor, labels: Tensor, dropout_seeds: Tensor | None, scale: float | Tensor
     ) -> Tensor:
         """Computes gradients of the summed loss of this rank's sequences, complete on every rank.
 
         Args:
             tokens: ids of the sequences of this rank, (sequences, T).
             labels: the ids that follow.
-            keys: dropout keys of the sequences; None without dropout.
+            dropout_seeds: dropout seeds of the sequences; None without dropout.
             scale: multiplies the loss; a scalar tensor on the device of the mesh, or a number.
 
         Returns:
@@ -205,34 +209,37 @@ class Replica:
         """
         n_micro_batches = len(tokens) // self._micro_batch_size
         tokens, labels = self._take(tokens), self._take(labels)
-        keys = keys if keys is None else keys.to(self.mesh.device, non_blocking=True)
+        if dropout_seeds is not None:
+            dropout_seeds = dropout_seeds.to(self.mesh.device, non_blocking=True)
         if self._pipeline is not None:
-            loss = self._pipeline.forward_backward(tokens, labels, keys, n_micro_batches, scale)
+            loss = self._pipeline.forward_backward(
+                tokens, labels, dropout_seeds, n_micro_batches, scale
+            )
         else:
-            loss = self._accumulate(tokens, labels, keys, scale)
+            loss = self._accumulate(tokens, labels, dropout_seeds, scale)
         for each in self._low_bit:
-            if each.kept is None:
-                each.keep_gradient()
+            if each.quantized_gradient is None:
+                each.quantize_gradient()
         self._add_up_gradients()
         if loss is None:
             return torch.zeros((), device=self.mesh.device)
         return loss / self.mesh.topology.tensor  # each tensor rank has the whole of it
 
-    def _keep(self, held: Held, _parameter: Tensor) -> None:
+    def _keep(self, local: LocalParameter, _parameter: Tensor) -> None:
         """Keeps a gradient as soon as it is complete; the bf16 form of few exists at a time."""
         if self._is_last_backward:
-            held.keep_gradient()
+            local.quantize_gradient()
 
     def _take(self, ids: Tensor) -> Tensor:
         """Takes this rank's tokens of its sequences, (sequences, T) to (sequences, T/cp)."""
         group = self.mesh.context
         if group is not None:
             method = self._parallel.context_method
-            ids = take_share(ids, group.rank(), group.size(), method, dimension=1)
+            ids = take_shard(ids, group.rank(), group.size(), method, dimension=1)
         return ids.to(self.mesh.device, non_blocking=True)
 
     def _accumulate(
-        self, tokens: Tensor, labels: Tensor, keys: Tensor | None, scale: float | Tensor
+        self, tokens: Tensor, labels: Tensor, dropout_seeds: Tensor | None, scale: float | Tensor
     ) -> Tensor:
         (model,) = self.stages.values()
         total = torch.zeros((), device=self.mesh.device)
@@ -243,7 +250,7 @@ class Replica:
             if start == 0 or is_last:  # nothing changes between
                 prepare_micro_batch(model, self._parallel.zero_stage, is_last=is_last)
             self._is_last_backward = is_last
-            hidden = model(tokens[here], None if keys is None else keys[here])
+            hidden = model(tokens[here], None if dropout_seeds is None else dropout_seeds[here])
             loss = model.summed_loss(hidden, labels[here], scale)
             loss.backward()  # type: ignore[no-untyped-call]
             total = total + loss.detach()
@@ -252,8 +259,8 @@ class Replica:
     @torch.no_grad()
     def held_out_loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Computes the summed loss of a batch, (G, T), without dropout; the same on every rank."""
-        share, n_shares = self.mesh.data_share
-        tokens, labels = (self._take(ids.chunk(n_shares)[share]) for ids in (tokens, labels))
+        dp_rank, dp_size = self.mesh.data_rank_and_size
+        tokens, labels = (self._take(ids.chunk(dp_size)[dp_rank]) for ids in (tokens, labels))
         for model in self.stages.values():
             model.eval()
         total = torch.zeros((), device=self.mesh.device)
@@ -277,18 +284,20 @@ class Replica:
         """Adds what several ranks, or both ends of a pipeline, found for the same parameter."""
         if self.mesh.tensor is not None and self._parallel.sequence:
             # Layers that are whole saw this rank's tokens alone.
-            gradients = _tensors(each for each in self.held if each.dimension is None)
+            gradients = _tensors(each for each in self.local_parameters if each.dimension is None)
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat, group=self.mesh.tensor)
             parts = torch.split(flat, [gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
         if self.mesh.first_and_last_stage is not None and self._is_tied:
-            for gradient in _tensors(each for each in self.held if each.name == EMBEDDING):
+            for gradient in _tensors(
+                each for each in self.local_parameters if each.name == EMBEDDING
+            ):
                 dist.all_reduce(gradient, group=self.mesh.first_and_last_stage)
 
 
-def _tensors(held: Iterable[Held]) -> list[Tensor]:
+def _tensors(parameters: Iterable[LocalParameter]) -> list[Tensor]:
     """Gives gradients of which none is a matrix of a block, which alone become codes."""
-    gradients = [each.gradient for each in held]
+    gradients = [each.gradient for each in parameters]
     return [gradient for gradient in gradients if isinstance(gradient, Tensor)]

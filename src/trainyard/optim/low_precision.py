@@ -6,7 +6,7 @@
     master weight         fp32     4         fp16     2     rounded stochastically
     first moment          fp32     4         e4m3     1     rounded stochastically
     second moment         fp32     4         fp16     2     rounded stochastically
-                          16 bytes           6 bytes, and 4/32 for the scales (precision/codes.py)
+                          16 bytes           6 bytes, and 4/32 for the scales
 
 An update computes in fp32 with what the codes stand for, and then makes codes again. Its steps are
 often too small for the digits of a code: rounded to the nearest, such weights would never move, and
@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 from trainyard.config.fp8_rules import SCALED_COLUMNS
 from trainyard.model.dropout import INCREMENT, mix
+from trainyard.parallel.model import LocalParameter
 from trainyard.parallel.placement import Placement, local_part
-from trainyard.parallel.replica import Held
-from trainyard.precision.codes import E4M3, FP16, Codes, decode, encode, noise
+from trainyard.precision.block_scaled import E4M3, FP16, BlockScaledTensor, decode, encode, noise
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Purposes of noise.
@@ -47,31 +47,31 @@ _BITS = {1: torch.uint8, 2: torch.int16}
 class Matrix:
     """A matrix of a block, or this rank's part of it, and its state."""
 
-    held: Held
+    local: LocalParameter
     place: Placement
     key: Tensor
     """Of its noise, int64."""
-    master: Codes
-    exp_avg: Codes
-    exp_avg_sq: Codes
+    master: BlockScaledTensor
+    exp_avg: BlockScaledTensor
+    exp_avg_sq: BlockScaledTensor
 
     @classmethod
-    def of(cls, held: Held, place: Placement, seed: int) -> Matrix:
+    def of(cls, local: LocalParameter, place: Placement, seed: int) -> Matrix:
         """Makes the state before the first update."""
-        weight = local_part(held.parameter)
-        digest = hashlib.sha256(f"rounding {seed} {held.name}".encode()).digest()
+        weight = local_part(local.parameter)
+        digest = hashlib.sha256(f"rounding {seed} {local.name}".encode()).digest()
         number = int.from_bytes(digest[:8], "little", signed=True)
         return cls(
-            held,
+            local,
             place,
             torch.tensor(number, device=weight.device),
-            Codes.of(weight, FP16),
-            Codes.zeros(weight.shape, E4M3, weight.device),
-            Codes.zeros(weight.shape, FP16, weight.device),
+            BlockScaledTensor.of(weight, FP16),
+            BlockScaledTensor.zeros(weight.shape, E4M3, weight.device),
+            BlockScaledTensor.zeros(weight.shape, FP16, weight.device),
         )
 
     @property
-    def codes(self) -> dict[str, Codes]:
+    def codes(self) -> dict[str, BlockScaledTensor]:
         """The state by its names in a checkpoint."""
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
@@ -88,7 +88,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     """AdamW of a model whose blocks are in bf16; clipped and skipped as the fused one is.
 
     Args:
-        held: all parameters of this rank, with their places in the whole.
+        parameters: all parameters of this rank, with their places in the whole.
         build_plain: builds the AdamW of the parameters that have fp32 state.
         settings: of AdamW's `lr`, `betas`, `eps` and `weight_decay`.
         seed: of the noise.
@@ -101,14 +101,14 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        held: Sequence[tuple[Held, Placement]],
+        parameters: Sequence[tuple[LocalParameter, Placement]],
         build_plain: Callable[[list[nn.Parameter]], torch.optim.AdamW],
         settings: dict[str, Any],
         seed: int,
         *,
         compiled: bool,
     ) -> None:
-        low_bit = [(each, place) for each, place in held if each.is_low_bit]
+        low_bit = [(each, place) for each, place in parameters if each.is_low_bit]
         self.matrices = {
             each.name: Matrix.of(each, place, seed)
             for each, place in low_bit
@@ -119,8 +119,8 @@ class LowBitAdamW(torch.optim.Optimizer):
             for each, _ in low_bit
             if each.parameter.ndim == 1
         }
-        super().__init__([each.held.parameter for each in self.matrices.values()], settings)
-        precise = [each.parameter for each, _ in held if not each.is_low_bit]
+        super().__init__([each.local.parameter for each in self.matrices.values()], settings)
+        precise = [each.parameter for each, _ in parameters if not each.is_low_bit]
         self.plain = build_plain(precise)
         # In a group of their own: the fused kernel takes no tensors beside distributed ones.
         masters = [master for _, master in self.vectors.values()]
@@ -134,11 +134,11 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates all weights, with the gradients that `Held` has."""
+        """Updates all weights, with the gradients that `LocalParameter` has."""
         self.plain.grad_scale, self.plain.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
         for each, master in self.vectors.values():
-            assert isinstance(each.kept, Tensor), each.name
-            master.grad = each.kept
+            assert isinstance(each.quantized_gradient, Tensor), each.name
+            master.grad = each.quantized_gradient
         self.plain.step()
         if self.vectors:
             torch._foreach_copy_(
@@ -158,9 +158,9 @@ class LowBitAdamW(torch.optim.Optimizer):
         constants = (beta1, beta2, settings["eps"], settings["weight_decay"])
         for matrix in self.matrices.values():
             key = mix(matrix.key + self._n_updates * INCREMENT)
-            gradient = matrix.held.kept
-            assert isinstance(gradient, Codes), matrix.held.name
-            weight = local_part(matrix.held.parameter).view(-1, SCALED_COLUMNS)
+            gradient = matrix.local.quantized_gradient
+            assert isinstance(gradient, BlockScaledTensor), matrix.local.name
+            weight = local_part(matrix.local.parameter).view(-1, SCALED_COLUMNS)
             parts = zip(
                 *(each.chunks() for each in (*matrix.codes.values(), gradient)), strict=True
             )
@@ -174,22 +174,22 @@ class LowBitAdamW(torch.optim.Optimizer):
         """Forgets all gradients."""
         super().zero_grad(set_to_none)
         for each in (
-            *(m.held for m in self.matrices.values()),
+            *(m.local for m in self.matrices.values()),
             *(v for v, _ in self.vectors.values()),
         ):
-            each.kept = None
+            each.quantized_gradient = None
 
-    def state_of(self, held: Held) -> dict[str, Tensor]:
+    def state_of(self, local: LocalParameter) -> dict[str, Tensor]:
         """Gives the state of a parameter by its names in a checkpoint, this rank's part of it."""
-        matrix = self.matrices.get(held.name)
+        matrix = self.matrices.get(local.name)
         if matrix is not None:
             return {
                 name: tensor
                 for what, codes in matrix.codes.items()
                 for name, tensor in ((what, codes.values), (f"{what}_exponents", codes.exponents))
             }
-        _, master = self.vectors.get(held.name, (held, None))
-        moments = moments_of(self.plain, held.parameter if master is None else master)
+        _, master = self.vectors.get(local.name, (local, None))
+        moments = moments_of(self.plain, local.parameter if master is None else master)
         return moments if master is None else {"master": master.detach(), **moments}
 
     def begin_at(self, n_updates: int | None) -> None:
@@ -202,7 +202,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         begin_at(self.plain, n_updates)
         if n_updates is None:
             for matrix in self.matrices.values():
-                fresh = Codes.of(local_part(matrix.held.parameter), FP16)
+                fresh = BlockScaledTensor.of(local_part(matrix.local.parameter), FP16)
                 matrix.master.values.copy_(fresh.values)
                 matrix.master.exponents.copy_(fresh.exponents)
             for each, master in self.vectors.values():

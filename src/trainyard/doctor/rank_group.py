@@ -22,7 +22,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainyard.launch.environment import Process
-from trainyard.launch.witness import name_ranks
+from trainyard.launch.hang_reports import name_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -33,7 +33,7 @@ POLL_SECONDS = 0.5
 ANSWER_SECONDS = 4.0
 
 
-class Company:
+class RankGroup:
     """All ranks, from one of them.
 
     Args:
@@ -47,7 +47,7 @@ class Company:
         self._part, self._deadline = "the start", time.monotonic() + patience_seconds
         self._is_over = threading.Event()
 
-    def __enter__(self) -> Company:
+    def __enter__(self) -> RankGroup:
         if self._store is not None:
             threading.Thread(target=self._watch, args=(self._store,), daemon=True).start()
         return self
@@ -67,7 +67,7 @@ class Company:
 
             dist.all_reduce(torch.zeros(1))
 
-    def hear(self, text: str) -> str:
+    def broadcast(self, text: str) -> str:
         """Gives all ranks what the first one says."""
         if self._store is None:
             return text

@@ -7,28 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainyard.launch.pulse import Phase, Pulse
+from trainyard.launch.heartbeat import Heartbeat, Phase
 from trainyard.optim.adamw import state_of
+from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
-from trainyard.parallel.replica import Replica
 from trainyard.simulate.accounting import Accounting
 
 
-class Narrator(Pulse):
+class PhaseLabels(Heartbeat):
     """Hears of the phases of a step as the parent process does, and of blocks by hooks on them.
 
     Args:
         books: are told.
-        replica: whose blocks are watched.
+        parallel_model: whose blocks are watched.
     """
 
-    def __init__(self, books: Accounting, replica: Replica) -> None:
+    def __init__(self, books: Accounting, parallel_model: ParallelModel) -> None:
         super().__init__()
         self._books = books
-        self._replica = replica
+        self._parallel_model = parallel_model
         self._n_micro_batches = 0
         self._n_forwards: dict[str, int] = {}
-        for model in replica.stages.values():
+        for model in parallel_model.stages.values():
             if model.takes_tokens and model.embedding is not None:
                 self._watch(model.embedding, "the embedding")
             for number, block in model.blocks.items():
@@ -40,10 +40,10 @@ class Narrator(Pulse):
         """Starts new accounts, with names for what is there between steps."""
         self._n_micro_batches = n_micro_batches
         self._n_forwards.clear()
-        for held in self._replica.held:
-            named = [(f"weights: {held.name}", local_part(held.parameter))]
-            for key, value in state_of(optimizer, held).items():
-                named.append((f"{key}: {held.name}", value))
+        for local in self._parallel_model.local_parameters:
+            named = [(f"weights: {local.name}", local_part(local.parameter))]
+            for key, value in state_of(optimizer, local).items():
+                named.append((f"{key}: {local.name}", value))
             self._books.name(named)
         self._books.start_over()
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from trainyard.bench.baselines import build_peer, refuse_peer
 from trainyard.bench.measure import OurTraining
 from trainyard.bench.megatron_core import leave_group
-from trainyard.bench.peers import build_peer, refuse_peer
 from trainyard.bench.timeline import Timeline
 from trainyard.config.load import load_run
 from trainyard.errors import ConfigError, LaunchError, MachineError
-from trainyard.train.state import Parts
+from trainyard.train.state import TrainContext
 
-Build = Callable[..., tuple[Parts, Timeline]]
+Build = Callable[..., tuple[TrainContext, Timeline]]
 
 
 DROPOUT_FREE = ("model.dropout=0.0", "model.vocabulary_size=512")
@@ -38,9 +38,9 @@ def test_megatron_core_trains_as_ours_does(build: Build, monkeypatch: pytest.Mon
         leave_group()
 
 
-def check_same_losses(peer: str, parts: Parts, timeline: Timeline) -> None:
-    ours = OurTraining(parts)
-    theirs = build_peer(peer, parts.run, parts.plan, parts.device, timeline)
+def check_same_losses(peer: str, context: TrainContext, timeline: Timeline) -> None:
+    ours = OurTraining(context)
+    theirs = build_peer(peer, context.run, context.plan, context.device, timeline)
     for _ in range(4):
         assert theirs.step().item() == pytest.approx(ours.step().item(), rel=2e-6)
 
@@ -48,8 +48,8 @@ def check_same_losses(peer: str, parts: Parts, timeline: Timeline) -> None:
 @pytest.mark.parametrize("peer", ["gpt2-transformers", "plain-torch"])
 def test_a_peer_tells_the_same_parts(build: Build, peer: str) -> None:
     pytest.importorskip({"gpt2-transformers": "transformers"}.get(peer, "torch"))
-    parts, timeline = build()
-    theirs = build_peer(peer, parts.run, parts.plan, parts.device, timeline)
+    context, timeline = build()
+    theirs = build_peer(peer, context.run, context.plan, context.device, timeline)
     theirs.step()
     with timeline.recording(theirs.models) as marks:
         theirs.step()
@@ -58,9 +58,9 @@ def test_a_peer_tells_the_same_parts(build: Build, peer: str) -> None:
 
 def test_transformers_knows_no_padding(build: Build) -> None:
     pytest.importorskip("transformers")
-    parts, timeline = build("model.dropout=0.0", "model.vocabulary_size=500")
-    theirs = build_peer("gpt2-transformers", parts.run, parts.plan, parts.device, timeline)
-    ours = OurTraining(parts)
+    context, timeline = build("model.dropout=0.0", "model.vocabulary_size=500")
+    theirs = build_peer("gpt2-transformers", context.run, context.plan, context.device, timeline)
+    ours = OurTraining(context)
     assert theirs.step().item() == pytest.approx(ours.step().item(), rel=2e-6)
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from trainyard.config.run import Optimizer
 from trainyard.optim.adamw import build_adamw
-from trainyard.optim.clip import Totals, apply_update, norms_of
-from trainyard.optim.low_bit import LowBitAdamW
+from trainyard.optim.clip import StepStats, apply_update, norms_of
+from trainyard.optim.low_precision import LowBitAdamW
+from trainyard.parallel.model import LocalParameter
 from trainyard.parallel.placement import Placement, whole
-from trainyard.parallel.replica import Held
-from trainyard.precision.codes import Codes
+from trainyard.precision.block_scaled import BlockScaledTensor
 
 SHAPES = {"qkv": (96, 64), "norm": (64,), "embedding": (20, 64)}
 RATE = {"learning_rate": 1e-2, "weight_decay": 0.1}
@@ -25,24 +25,27 @@ def build(
     places: dict[str, Placement] | None = None,
     seed: int = 5,
     **settings: Any,
-) -> tuple[list[Held], LowBitAdamW]:
+) -> tuple[list[LocalParameter], LowBitAdamW]:
     """Parameters of a block in bf16, "embedding" in fp32, and their optimizer."""
     generator = torch.Generator().manual_seed(0)
-    held = []
+    parameters = []
     for name, shape in shapes.items():
         value = 0.02 * torch.randn(shape, generator=generator)
         value = value if name == "embedding" else value.bfloat16()
-        held.append(Held(name, nn.Parameter(value), None, is_copy=False))
-    return held, build_for(held, places, seed, **settings)
+        parameters.append(LocalParameter(name, nn.Parameter(value), None, is_copy=False))
+    return parameters, build_for(parameters, places, seed, **settings)
 
 
 def build_for(
-    held: list[Held], places: dict[str, Placement] | None = None, seed: int = 5, **settings: Any
+    parameters: list[LocalParameter],
+    places: dict[str, Placement] | None = None,
+    seed: int = 5,
+    **settings: Any,
 ) -> LowBitAdamW:
     config = Optimizer.model_validate(RATE | settings)
-    found = places or {each.name: whole(each.parameter.shape) for each in held}
+    found = places or {each.name: whole(each.parameter.shape) for each in parameters}
     return LowBitAdamW(
-        [(each, found[each.name]) for each in held],
+        [(each, found[each.name]) for each in parameters],
         lambda parameters: build_adamw(parameters, config),
         {
             "lr": config.learning_rate,
@@ -55,24 +58,24 @@ def build_for(
     )
 
 
-def fill(held: list[Held], step: int, size: float = 1.0) -> None:
-    """Gives every parameter the gradient of a step, as a backward pass and `Replica` would."""
-    for number, each in enumerate(held):
+def fill(parameters: list[LocalParameter], step: int, size: float = 1.0) -> None:
+    """Gives every parameter a gradient, as a backward pass and `ParallelModel` would."""
+    for number, each in enumerate(parameters):
         generator = torch.Generator().manual_seed(100 * step + number)
         gradient = size * torch.randn(each.parameter.shape, generator=generator)
         each.parameter.grad = gradient.to(each.parameter.dtype)
         if each.is_low_bit:
-            each.keep_gradient()
+            each.quantize_gradient()
 
 
-def totals_of(held: list[Held]) -> Totals:
-    norm = norms_of([each.gradient for each in held]).norm().float()
-    return Totals(torch.zeros(()), norm, torch.ones(()))
+def totals_of(parameters: list[LocalParameter]) -> StepStats:
+    norm = norms_of([each.gradient for each in parameters]).norm().float()
+    return StepStats(torch.zeros(()), norm, torch.ones(()))
 
 
-def everything(held: list[Held], optimizer: LowBitAdamW) -> list[Tensor]:
-    states = [tensor for each in held for tensor in optimizer.state_of(each).values()]
-    return [tensor.detach().clone() for tensor in (*(h.parameter for h in held), *states)]
+def everything(parameters: list[LocalParameter], optimizer: LowBitAdamW) -> list[Tensor]:
+    states = [tensor for each in parameters for tensor in optimizer.state_of(each).values()]
+    return [tensor.detach().clone() for tensor in (*(h.parameter for h in parameters), *states)]
 
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -85,16 +88,16 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 def test_updates_are_those_of_adamw_with_the_clipped_gradients_of_the_codes(
     clip_norm: float, size: float
 ) -> None:
-    held, optimizer = build()
-    weights = {each.name: nn.Parameter(each.parameter.detach().float()) for each in held}
+    parameters, optimizer = build()
+    weights = {each.name: nn.Parameter(each.parameter.detach().float()) for each in parameters}
     reference = build_adamw(list(weights.values()), Optimizer.model_validate(RATE))
     for step in range(4):
-        fill(held, step, size)
-        for each in held:
+        fill(parameters, step, size)
+        for each in parameters:
             gradient = each.gradient
-            exact = gradient.decode() if isinstance(gradient, Codes) else gradient
+            exact = gradient.decode() if isinstance(gradient, BlockScaledTensor) else gradient
             weights[each.name].grad = exact.clone()
-        found = totals_of(held)
+        found = totals_of(parameters)
         their_norm = nn.utils.clip_grad_norm_(weights.values(), clip_norm)
         torch.testing.assert_close(found.norm, their_norm, rtol=1e-6, atol=0)
         assert apply_update(optimizer, found, clip_norm).item() == 0
@@ -114,23 +117,23 @@ def test_updates_are_those_of_adamw_with_the_clipped_gradients_of_the_codes(
     error = optimizer.matrices["qkv"].master.decode() - weights["qkv"].detach()
     assert error.norm() < 0.05 * moved.norm()  # first moments are right to 1 in 16
     for name in ("norm", "embedding"):
-        parameter = held[[*SHAPES].index(name)].parameter.detach()
+        parameter = parameters[[*SHAPES].index(name)].parameter.detach()
         torch.testing.assert_close(parameter.float(), weights[name].detach(), rtol=2**-8, atol=1e-6)
     assert torch.equal(
-        held[0].parameter.detach(), optimizer.matrices["qkv"].master.decode().bfloat16()
+        parameters[0].parameter.detach(), optimizer.matrices["qkv"].master.decode().bfloat16()
     )
 
 
 def test_updates_of_a_tenth_of_a_step_are_not_lost_and_rounded_to_the_nearest_they_are() -> None:
-    held, optimizer = build({"qkv": (64, 64)}, weight_decay=0.0)
+    parameters, optimizer = build({"qkv": (64, 64)}, weight_decay=0.0)
     optimizer.matrices["qkv"].master.values.fill_(2.0**14)  # with exponents of 127: 2**14 each
     optimizer.matrices["qkv"].master.exponents.fill_(127)
     step = 2.0**4  # to the next fp16 number
     optimizer.param_groups[0]["lr"] = step / 10
     nearest = torch.full((64, 64), 2.0**14)
     for _ in range(20):  # equal gradients: Adam's step is the learning rate
-        held[0].parameter.grad = torch.full_like(held[0].parameter, -1.0)
-        held[0].keep_gradient()
+        parameters[0].parameter.grad = torch.full_like(parameters[0].parameter, -1.0)
+        parameters[0].quantize_gradient()
         optimizer.step()
         optimizer.zero_grad()
         nearest = (nearest + step / 10).half().float()
@@ -142,14 +145,14 @@ def test_updates_of_a_tenth_of_a_step_are_not_lost_and_rounded_to_the_nearest_th
 
 
 def test_the_second_moment_follows_gradients_that_change_it_little() -> None:
-    held, optimizer = build({"qkv": (32, 64)}, betas=(0.9, 0.9995))
+    parameters, optimizer = build({"qkv": (32, 64)}, betas=(0.9, 0.9995))
     for size, n in ((1.0, 10), (1.2, 400)):
         for _ in range(n):
-            held[0].parameter.grad = torch.full_like(held[0].parameter, size)
-            held[0].keep_gradient()
+            parameters[0].parameter.grad = torch.full_like(parameters[0].parameter, size)
+            parameters[0].quantize_gradient()
             optimizer.step()
             optimizer.zero_grad()
-    kept = Codes.of(torch.full((1, 32), 1.2)).decode()[0, 0].item()
+    kept = BlockScaledTensor.of(torch.full((1, 32), 1.2)).decode()[0, 0].item()
     expected = (1 - 0.9995**10) * 0.9995**400 + (1 - 0.9995**400) * kept**2
     found = optimizer.matrices["qkv"].exp_avg_sq.decode().mean().item()
     assert found == pytest.approx(expected, rel=2e-3)
@@ -158,27 +161,27 @@ def test_the_second_moment_follows_gradients_that_change_it_little() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_a_gradient_that_is_not_finite_leaves_every_bit_as_it_was(bad: float, where: int) -> None:
-    held, optimizer = build()
-    fill(held, 0)
-    apply_update(optimizer, totals_of(held), 1.0)
+    parameters, optimizer = build()
+    fill(parameters, 0)
+    apply_update(optimizer, totals_of(parameters), 1.0)
     optimizer.zero_grad()
-    before = everything(held, optimizer)
+    before = everything(parameters, optimizer)
     untouched = copy.deepcopy(before)
-    fill(held, 1)
-    gradient = torch.ones_like(held[where].parameter)
+    fill(parameters, 1)
+    gradient = torch.ones_like(parameters[where].parameter)
     gradient.view(-1)[7] = bad
-    held[where].kept, held[where].parameter.grad = None, gradient
-    if held[where].is_low_bit:
-        held[where].keep_gradient()
-    found = totals_of(held)
+    parameters[where].quantized_gradient, parameters[where].parameter.grad = None, gradient
+    if parameters[where].is_low_bit:
+        parameters[where].quantize_gradient()
+    found = totals_of(parameters)
     assert not found.norm.isfinite()
     assert apply_update(optimizer, found, 1.0).item() == 1
     optimizer.zero_grad()
-    assert equal(everything(held, optimizer), untouched)
+    assert equal(everything(parameters, optimizer), untouched)
     # The next step is the second: it is as if the bad one had never been.
-    fill(held, 2)
-    apply_update(optimizer, totals_of(held), 1.0)
-    after = everything(held, optimizer)
+    fill(parameters, 2)
+    apply_update(optimizer, totals_of(parameters), 1.0)
+    after = everything(parameters, optimizer)
     again, other = build()
     for step in (0, 2):
         fill(again, step)
@@ -188,29 +191,29 @@ def test_a_gradient_that_is_not_finite_leaves_every_bit_as_it_was(bad: float, wh
 
 
 def test_a_skipped_first_step_leaves_it_as_new() -> None:
-    held, optimizer = build()
-    before = [each.parameter.detach().clone() for each in held]
-    fill(held, 0, math.nan)
-    apply_update(optimizer, totals_of(held), 1.0)
-    assert equal(before, [each.parameter.detach() for each in held])
+    parameters, optimizer = build()
+    before = [each.parameter.detach().clone() for each in parameters]
+    fill(parameters, 0, math.nan)
+    apply_update(optimizer, totals_of(parameters), 1.0)
+    assert equal(before, [each.parameter.detach() for each in parameters])
     for name in ("exp_avg", "exp_avg_sq"):
-        assert not optimizer.state_of(held[0])[name].float().any()
+        assert not optimizer.state_of(parameters[0])[name].float().any()
 
 
 def test_rounding_depends_on_seed_step_name_and_place_in_the_whole_alone() -> None:
-    held, _ = build({"qkv": (96, 128)})
-    start = held[0].parameter.detach().clone()
+    parameters, _ = build({"qkv": (96, 128)})
+    start = parameters[0].parameter.detach().clone()
     generator = torch.Generator().manual_seed(3)
     gradients = [torch.randn(96, 128, generator=generator) for _ in range(3)]
 
     def train(name: str, rows: slice, columns: slice, seed: int = 5) -> list[Tensor]:
-        part = Held(name, nn.Parameter(start[rows, columns].clone()), None, is_copy=False)
+        part = LocalParameter(name, nn.Parameter(start[rows, columns].clone()), None, is_copy=False)
         offsets = (rows.start or 0, columns.start or 0)
         place = Placement((96, 128), offsets, tuple(part.parameter.shape))
         found = build_for([part], {name: place}, seed)
         for gradient in gradients:
             part.parameter.grad = gradient[rows, columns].bfloat16().contiguous()
-            part.keep_gradient()
+            part.quantize_gradient()
             found.step()
             found.zero_grad()
         return everything([part], found)

@@ -1,12 +1,13 @@
 """How a worker shows that it lives: a few bytes of memory that its parent process sees too.
 
-The parent makes the memory and hands down its file descriptor, `Process.pulse`; the worker writes
-what it does, and the parent looks whenever it likes. Neither ever waits for the other:
+The parent makes the memory and hands down its file descriptor, `Process.heartbeat`. The worker
+writes what it does, and the parent reads it at any time. Neither ever waits for the other:
 
-    parent   reader = PulseReader()                   worker   pulse = Pulse(process.pulse, 1200.0)
-             reader.read().count                  1            pulse.enter("data", 0)
-             reader.read()    Beat(count=2, step=0, phase="forward and backward", ..)
-                                                  2            pulse.enter("forward ..", 0)
+    worker   heartbeat = Heartbeat(process.heartbeat, 1200.0)
+             heartbeat.enter("data", 0)                     # count 1
+             heartbeat.enter("forward and backward", 0)     # count 2
+    parent   reader = HeartbeatReader()
+             reader.read()   HeartbeatState(count=2, step=0, phase="forward and backward", ..)
 
 A count that stands still for longer than the limit beside it is a worker that hangs. The bytes are
 
@@ -41,7 +42,7 @@ N_BYTES: Final = _BEAT.size + _BLAME.size
 
 
 @dataclass(frozen=True)
-class Beat:
+class HeartbeatState:
     """What a worker does."""
 
     count: int
@@ -62,11 +63,11 @@ class Beat:
         return self.culprit != NOBODY
 
 
-class Pulse:
+class Heartbeat:
     """A worker's side: says what it does.
 
     Args:
-        descriptor: `Process.pulse`; None says it to nobody.
+        descriptor: `Process.heartbeat`; None says it to nobody.
         step_seconds: limit for each part of a step, but for the first step after the start.
         slow_seconds: limit for everything else.
     """
@@ -102,7 +103,7 @@ class Pulse:
         _BLAME.pack_into(self._memory, _BEAT.size, rank)
 
 
-class PulseReader:
+class HeartbeatReader:
     """The parent's side; makes the memory.
 
     Args:
@@ -113,7 +114,7 @@ class PulseReader:
         self.descriptor = _make_memory() if descriptor is None else descriptor
         self._memory = mmap.mmap(self.descriptor, N_BYTES, access=mmap.ACCESS_READ)
 
-    def read(self) -> Beat:
+    def read(self) -> HeartbeatState:
         """Gives what the worker does now."""
         before, now = b"", self._memory[:]
         while before != now:  # the worker is writing
@@ -121,8 +122,8 @@ class PulseReader:
         count, limit, step, phase, pid = _BEAT.unpack_from(now)
         (culprit,) = _BLAME.unpack_from(now, _BEAT.size)
         if count == 0:
-            return Beat(0, 0, "start", START_SECONDS, pid, NOBODY)
-        return Beat(count, step, PHASES[phase], limit, pid, culprit)
+            return HeartbeatState(0, 0, "start", START_SECONDS, pid, NOBODY)
+        return HeartbeatState(count, step, PHASES[phase], limit, pid, culprit)
 
     def read_stacks(self) -> str:
         """Gives what the worker has written at each `STACK_SIGNAL`, or nothing."""
@@ -138,7 +139,7 @@ class PulseReader:
 
 def _make_memory() -> int:
     if hasattr(os, "memfd_create"):  # not on macOS
-        descriptor = os.memfd_create("pulse")
+        descriptor = os.memfd_create("heartbeat")
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())

@@ -51,7 +51,7 @@ def kind_of_cut(module_name: str) -> Kind | None:
     return next((kind for name, kind in CUTS.items() if fnmatchcase(module_name, name)), None)
 
 
-def cut_dimension(parameter_name: str) -> int | None:
+def sharded_dimension(parameter_name: str) -> int | None:
     """Says along which dimension a parameter, by its global name, is cut; None where it is not."""
     module_name, _, name = parameter_name.rpartition(".")
     kind = kind_of_cut(module_name)

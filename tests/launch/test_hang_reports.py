@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.launch.witness import (
-    Sighting,
-    Witnesses,
+from trainyard.launch.hang_reports import (
+    HangReports,
+    RankStatus,
     describe_hang,
     describe_stack,
     find_culprits,
@@ -41,7 +41,7 @@ Thread 0x00007f0000000002 (most recent call first):
   File "/x/trainyard/checkpoint/background.py", line 231 in _join
 """
 STUCK_SAVING = SAVING.replace("/x/torch/distributed/distributed_c10d.py", "/x/shard.py")
-WAITING = Sighting(
+WAITING = RankStatus(
     *(0, "n1", 12, "forward and backward", 41, 3.2, "waiting"),
     has_ended=False,
     has_failed=False,
@@ -50,7 +50,7 @@ WAITING = Sighting(
 DONE = replace(WAITING, state="ended with code 0", count=30, has_ended=True)
 
 
-def ranks(**changes: Sighting) -> list[Sighting]:
+def ranks(**changes: RankStatus) -> list[RankStatus]:
     """Four that wait, but for those that are given as `r2=...`."""
     return [replace(changes.get(f"r{rank}", WAITING), rank=rank) for rank in range(4)]
 
@@ -70,7 +70,7 @@ def ranks(**changes: Sighting) -> list[Sighting]:
         (replace(WAITING, stack=STUCK_SAVING), replace(WAITING, stack=SAVING)),
     ],
 )
-def test_who_is_to_blame(culprit: Sighting, others: Sighting) -> None:
+def test_who_is_to_blame(culprit: RankStatus, others: RankStatus) -> None:
     seen = ranks(r0=others, r1=others, r2=culprit, r3=others)
     assert find_culprits(seen) == [seen[2]]
 
@@ -92,13 +92,13 @@ def test_one_line_for_each() -> None:
 
 def test_nobody_stands_out() -> None:
     says = describe_hang(ranks(), 4)
-    assert says.startswith("ranks 0-3 of 4 do not move, and none of them stands out\n")
+    assert says.startswith("ranks 0-3 of 4 are hung; cause not isolated\n")
 
 
 def test_a_machine_is_silent() -> None:
     says = describe_hang(ranks(), 8)
-    assert says.startswith("nothing is heard of ranks 4-7 of 8, and the others wait\n")
-    assert says.endswith("\n    nothing is heard of ranks 4-7")
+    assert says.startswith("no status from ranks 4-7 of 8, and the others wait\n")
+    assert says.endswith("\n    no status from ranks 4-7")
     # The one that is known to be wrong comes first.
     one = describe_hang(ranks(r3=replace(WAITING, state="stopped")), 5)
     assert one.startswith("rank 3 of 5 on n1 has not moved")
@@ -121,27 +121,27 @@ def test_names_of_ranks() -> None:
 
 
 def test_what_is_told_is_heard(tmp_path: Path) -> None:
-    one, other = Witnesses(tmp_path / "attempt-0"), Witnesses(tmp_path / "attempt-0")
-    assert other.hear() == []
-    one.tell([WAITING])
-    assert other.hear() == [WAITING]
-    other.tell([replace(WAITING, rank=2)])
-    assert [seen.rank for seen in one.hear()] == [0, 2]
+    one, other = HangReports(tmp_path / "attempt-0"), HangReports(tmp_path / "attempt-0")
+    assert other.read() == []
+    one.write([WAITING])
+    assert other.read() == [WAITING]
+    other.write([replace(WAITING, rank=2)])
+    assert [seen.rank for seen in one.read()] == [0, 2]
 
 
 def test_what_an_earlier_job_told_is_not_heard(tmp_path: Path) -> None:
-    Witnesses(tmp_path).tell(ranks())
-    now = Witnesses(tmp_path)
-    assert now.hear() == []
-    now.tell([WAITING])
-    assert now.hear() == [WAITING]
+    HangReports(tmp_path).write(ranks())
+    now = HangReports(tmp_path)
+    assert now.read() == []
+    now.write([WAITING])
+    assert now.read() == [WAITING]
 
 
 def test_what_cannot_be_read_or_written_is_left_out(tmp_path: Path) -> None:
-    witnesses = Witnesses(tmp_path / "logs")
+    hang_reports = HangReports(tmp_path / "logs")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-00001.json").write_text("{")
     (tmp_path / "logs" / "rank-00002.json").write_text(json.dumps(asdict(WAITING) | {"more": 1}))
     (tmp_path / "logs" / "rank-00003.json").mkdir()
-    assert witnesses.hear() == []
-    Witnesses(tmp_path / "logs" / "rank-00001.json").tell([WAITING])
+    assert hang_reports.read() == []
+    HangReports(tmp_path / "logs" / "rank-00001.json").write([WAITING])

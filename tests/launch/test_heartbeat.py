@@ -13,33 +13,40 @@ import pytest
 from tests.waiting import wait_until
 
 from trainyard.launch.environment import Process, rank_environment
-from trainyard.launch.pulse import ANOTHER, NOBODY, START_SECONDS, Beat, Pulse, PulseReader
+from trainyard.launch.heartbeat import (
+    ANOTHER,
+    NOBODY,
+    START_SECONDS,
+    Heartbeat,
+    HeartbeatReader,
+    HeartbeatState,
+)
 
 
 @pytest.fixture
-def reader() -> Iterator[PulseReader]:
-    made = PulseReader()
+def reader() -> Iterator[HeartbeatReader]:
+    made = HeartbeatReader()
     yield made
     made.close()
 
 
-def test_before_the_first_beat(reader: PulseReader) -> None:
-    assert reader.read() == Beat(0, 0, "start", START_SECONDS, 0, NOBODY)
+def test_before_the_first_beat(reader: HeartbeatReader) -> None:
+    assert reader.read() == HeartbeatState(0, 0, "start", START_SECONDS, 0, NOBODY)
     assert reader.read_stacks() == ""
 
 
-def test_what_is_said_is_read(reader: PulseReader) -> None:
-    pulse = Pulse(reader.descriptor, 1200.0, 3600.0)
-    pulse.enter("load", 0)
-    pulse.enter("data", 2**31)
-    assert reader.read() == Beat(2, 2**31, "data", 3600.0, os.getpid(), NOBODY)
+def test_what_is_said_is_read(reader: HeartbeatReader) -> None:
+    heartbeat = Heartbeat(reader.descriptor, 1200.0, 3600.0)
+    heartbeat.enter("load", 0)
+    heartbeat.enter("data", 2**31)
+    assert reader.read() == HeartbeatState(2, 2**31, "data", 3600.0, os.getpid(), NOBODY)
 
 
-def test_limits(reader: PulseReader) -> None:
-    pulse = Pulse(reader.descriptor, 20.0, 60.0)
+def test_limits(reader: HeartbeatReader) -> None:
+    heartbeat = Heartbeat(reader.descriptor, 20.0, 60.0)
 
     def limit(phase: str, step: int) -> float:
-        pulse.enter(phase, step)  # type: ignore[arg-type]
+        heartbeat.enter(phase, step)  # type: ignore[arg-type]
         return reader.read().limit_seconds
 
     assert limit("load", 40) == 60
@@ -49,40 +56,40 @@ def test_limits(reader: PulseReader) -> None:
     assert [limit(phase, 42) for phase in ("evaluate", "save", "load", "end")] == [60] * 4
 
 
-def test_a_second_pulse_goes_on_counting(reader: PulseReader) -> None:
-    Pulse(reader.descriptor).enter("start", 0)
-    Pulse(reader.descriptor).enter("load", 0)
+def test_a_second_heartbeat_goes_on_counting(reader: HeartbeatReader) -> None:
+    Heartbeat(reader.descriptor).enter("start", 0)
+    Heartbeat(reader.descriptor).enter("load", 0)
     assert reader.read().count == 2
 
 
 @pytest.mark.parametrize("culprit", [0, 3, ANOTHER])
-def test_blame(reader: PulseReader, culprit: int) -> None:
-    pulse = Pulse(reader.descriptor)
-    pulse.enter("start", 0)
+def test_blame(reader: HeartbeatReader, culprit: int) -> None:
+    heartbeat = Heartbeat(reader.descriptor)
+    heartbeat.enter("start", 0)
     assert not reader.read().is_victim
-    Pulse(reader.descriptor).blame(culprit)
-    pulse.enter("end", 0)
+    Heartbeat(reader.descriptor).blame(culprit)
+    heartbeat.enter("end", 0)
     assert (reader.read().culprit, reader.read().is_victim) == (culprit, True)
 
 
 def test_nobody_listens() -> None:
-    pulse = Pulse()
-    pulse.enter("data", 0)
-    pulse.blame(1)
+    heartbeat = Heartbeat()
+    heartbeat.enter("data", 0)
+    heartbeat.blame(1)
 
 
 def test_a_watched_module_shows_its_stack_while_it_holds_the_lock_of_python(
-    reader: PulseReader,
+    reader: HeartbeatReader,
 ) -> None:
     environment = rank_environment(
-        replace(Process(), parent_pipe=reader.descriptor, pulse=reader.descriptor), 1
+        replace(Process(), parent_pipe=reader.descriptor, heartbeat=reader.descriptor), 1
     )
     module = "timeit"  # any that runs what it is told
     argv = [sys.executable, "-P", "-m", "trainyard.launch.watched", module, "-n1", "-r1"]
     argv.append("import re; re.match(r'(a+)+$', 'a' * 60 + 'b')")
     running = subprocess.Popen(argv, pass_fds=[reader.descriptor], env=environment)
     wait_until(lambda: reader.read().count == 1)
-    assert reader.read() == Beat(1, 0, "start", START_SECONDS, running.pid, NOBODY)
+    assert reader.read() == HeartbeatState(1, 0, "start", START_SECONDS, running.pid, NOBODY)
     texts: list[str] = []
 
     def is_in_module() -> bool:

@@ -1,9 +1,9 @@
 """A layout tried on this machine before the real job: the small run, cut and on a single device.
 
-    python -m trainyard.train.rehearsal FOLDER
+    python -m trainyard.train.layout_check FOLDER
 
-is one rank of the cut run, which `rehearse` starts: it trains FOLDER/00-fp64.toml and so on, each
-in the precision of its name, and writes outcomes beside them. Everything runs on the CPU.
+is one rank of the sharded run, started by `check_layouts`. It trains FOLDER/00-fp64.toml and so on,
+each in the precision of its name, and writes outcomes beside them. Everything runs on the CPU.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from trainyard.errors import MachineError, UserError
 from trainyard.launch.environment import Process, read_process
 from trainyard.launch.local import run_ranks
 from trainyard.log import build_logger
-from trainyard.parallel.replica import MissingGradientError
+from trainyard.parallel.model import MissingGradientError
 from trainyard.parallel.start import gather_facts, start_ranks
-from trainyard.plan.rehearsal import DEGREE, Rehearsal
+from trainyard.plan.layout_check import DEGREE, LayoutCheck
 from trainyard.precision.float8 import refuse_missing_torchao
 from trainyard.train.parity import (
     BOUNDS,
@@ -45,7 +45,7 @@ logger = logging.getLogger("trainyard")
 
 @dataclass(frozen=True)
 class Result:
-    """How far one layout of a rehearsal is from the single device in one precision."""
+    """How far one layout of a check is from the single device in one precision."""
 
     layout: Run
     precision: str
@@ -85,30 +85,30 @@ def precisions_of(run: Run) -> list[str]:
     return ["fp64", run.precision.kind]
 
 
-def rehearse(rehearsal: Rehearsal, precisions: Sequence[str]) -> list[Result]:
-    """Trains the layouts of a rehearsal in processes of this machine, and compares them.
+def check_layouts(check: LayoutCheck, precisions: Sequence[str]) -> list[Result]:
+    """Trains the layouts of a check in processes of this machine, and compares them.
 
     Args:
-        rehearsal: what to train.
+        check: what to train.
         precisions: names in `DTYPES`; layouts of degrees above 2 are trained in the first alone.
 
     Raises:
         MachineError: a process ended before its time; tells which, and what it said.
     """
     with tempfile.TemporaryDirectory(prefix="trainyard-") as name:
-        cases = list(_write_cases(rehearsal, precisions, Path(name)))
+        cases = list(_write_cases(check, precisions, Path(name)))
         for folder in dict.fromkeys(case.path.parent for case in cases):
             try:
                 _train_ranks(folder, int(folder.name))
             except (MachineError, MissingGradientError):
                 if not list(folder.glob("*.finding")):
                     raise
-        return list(_compare_all(rehearsal.alone, cases))
+        return list(_compare_all(check.alone, cases))
 
 
-def _write_cases(rehearsal: Rehearsal, precisions: Sequence[str], folder: Path) -> Iterator[_Case]:
+def _write_cases(check: LayoutCheck, precisions: Sequence[str], folder: Path) -> Iterator[_Case]:
     """Writes what is to be trained, into a folder for each number of ranks."""
-    layouts = list(zip(rehearsal.layouts, rehearsal.topologies, strict=True))
+    layouts = list(zip(check.layouts, check.topologies, strict=True))
     every = itertools.product(precisions, layouts)
     for number, (precision, (layout, topology)) in enumerate(every):
         # How numbers of few digits are rounded shows at a degree of 2.
@@ -124,7 +124,7 @@ def _train_ranks(folder: Path, n_ranks: int) -> None:
     if n_ranks == 1:
         train_cases(folder, Process())
         return
-    command = [sys.executable, "-P", "-m", "trainyard.train.rehearsal", str(folder)]
+    command = [sys.executable, "-P", "-m", "trainyard.train.layout_check", str(folder)]
     run_ranks(n_ranks, command, folder / "logs")
 
 
@@ -169,7 +169,7 @@ def _outcome_path(path: Path, rank: int) -> Path:
 
 
 def main() -> None:
-    """Runs one rank from the command line, as `rehearse` does."""
+    """Runs one rank from the command line, as `check_layouts` does."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder

@@ -6,8 +6,8 @@ degree becomes 2, blocks become few and narrow. 1,024 ranks as pipeline 16 x sha
 tried with 8 processes, pipeline 2 x shard 2 x tensor 2. Four or five axes would take 16 or 32; then
 there are several layouts of 8 processes which together have every pair of axes:
 
-    pipeline, replica, shard, tensor    pipeline x replica x shard
-                                        pipeline x replica x tensor
+    pipeline, replicate, shard, tensor  pipeline x replicate x shard
+                                        pipeline x replicate x tensor
                                         pipeline x shard x tensor
 
 A ring of 2 ranks shifts keys once. A fault of later shifts shows in rings of 3 and 4.
@@ -45,7 +45,7 @@ MOST_MICRO_BATCHES, MOST_SEQUENCES = 4, 2
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class LayoutCheck:
     """A small run, and the layouts in which it is compared with the single device."""
 
     topology: Topology
@@ -70,7 +70,7 @@ class Rehearsal:
         return sum(topology.context > DEGREE for topology in self.topologies)
 
 
-def plan_rehearsal(run: Run, n_ranks: int | None = None) -> Rehearsal:
+def plan_layout_check(run: Run, n_ranks: int | None = None) -> LayoutCheck:
     """Shrinks a run to 8 processes at most, and its model to what they train in seconds.
 
     Args:
@@ -86,7 +86,7 @@ def plan_rehearsal(run: Run, n_ranks: int | None = None) -> Rehearsal:
     if n_ranks is None and run.parallel.zero_stage and "shard" not in axes:
         axes = [axis for axis in AXES if axis in (*axes, "shard")]
     # The same batch in every layout, so that there is one run on a single device.
-    n_data = DEGREE ** len({"replica", "shard"}.intersection(axes))
+    n_data = DEGREE ** len({"replicate", "shard"}.intersection(axes))
     alone = Run(
         model=_shrink_model(run, plan),
         train=_shrink_train(run, plan, n_data),
@@ -101,7 +101,7 @@ def plan_rehearsal(run: Run, n_ranks: int | None = None) -> Rehearsal:
     layouts = [alone.model_copy(update={"parallel": _cut(run, *cut)}) for cut in cuts]
     # Validated, as a copy is not.
     layouts = [Run.model_validate(layout.model_dump()) for layout in layouts]
-    return Rehearsal(
+    return LayoutCheck(
         topology=plan.topology,
         alone=alone,
         layouts=tuple(layouts),
@@ -136,7 +136,7 @@ def describe_layout(run: Run, topology: Topology) -> str:
     chunks = f", {parallel.chunks} chunks" if parallel.chunks > 1 else ""
     details = {
         "pipeline": f"pipeline {topology.pipeline} ({parallel.schedule}{chunks})",
-        "replica": f"replicas {topology.replica}",
+        "replicate": f"replicas {topology.replicate}",
         "shard": f"data {topology.shard} (ZeRO {parallel.zero_stage})",
         "context": f"context {topology.context} ({parallel.context_method})",
         "tensor": f"tensor {topology.tensor}{' (sequence)' if parallel.sequence else ''}",
@@ -157,8 +157,8 @@ def _cut(run: Run, axes: tuple[str, ...], degree: int) -> Parallel:
     if "pipeline" in axes:
         chunks = min(parallel.chunks, DEGREE)
         chosen |= {"pipeline": degree, "chunks": chunks, "schedule": parallel.schedule}
-    if "replica" in axes:
-        chosen |= {"replicas": degree}
+    if "replicate" in axes:
+        chosen |= {"data_replicate": degree}
     if "context" in axes:
         chosen |= {"context": degree, "context_method": parallel.context_method}
     if "tensor" in axes:

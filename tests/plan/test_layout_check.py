@@ -14,7 +14,7 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
 from trainyard.plan.batches import BatchSchedule
-from trainyard.plan.rehearsal import N_STEPS, cover_pairs, describe_layout, plan_rehearsal
+from trainyard.plan.layout_check import N_STEPS, cover_pairs, describe_layout, plan_layout_check
 from trainyard.plan.resolve import resolve
 from trainyard.topology import AXES
 
@@ -38,19 +38,19 @@ def test_layouts_cut_every_pair_of_axes_with_three_at_most(n_axes: int) -> None:
 
 def test_a_thousand_ranks_become_eight() -> None:
     run = load(str(RECIPES / "azure" / "175b.toml"))
-    rehearsal = plan_rehearsal(run, 1024)
-    assert (rehearsal.topology.n_ranks, rehearsal.n_ranks) == (1024, 8)
-    (layout,) = rehearsal.layouts
-    (topology,) = rehearsal.topologies
+    check = plan_layout_check(run, 1024)
+    assert (check.topology.n_ranks, check.n_ranks) == (1024, 8)
+    (layout,) = check.layouts
+    (topology,) = check.topologies
     assert (topology.pipeline, topology.shard, topology.tensor) == (2, 2, 2)
     assert layout.parallel.sequence
     assert (layout.parallel.zero_stage, layout.parallel.schedule) == (1, "1f1b")
     assert layout.model.dropout == run.model.dropout == 0.1
     assert layout.model.n_layers == 4
-    assert rehearsal.alone.parallel.pipeline == rehearsal.alone.parallel.tensor == 1
-    assert rehearsal.alone.model == layout.model
-    assert "n_layers 96 -> 4" in rehearsal.changes["model"]
-    assert "epsilon 1e-08 -> 0.001" in rehearsal.changes["optimizer"]
+    assert check.alone.parallel.pipeline == check.alone.parallel.tensor == 1
+    assert check.alone.model == layout.model
+    assert "n_layers 96 -> 4" in check.changes["model"]
+    assert "epsilon 1e-08 -> 0.001" in check.changes["optimizer"]
 
 
 def test_what_the_mathematics_depends_on_stays() -> None:
@@ -65,7 +65,7 @@ def test_what_the_mathematics_depends_on_stays() -> None:
         "schedule.cooldown=5 steps",
         "parallel.recompute=block",
     )
-    small = plan_rehearsal(run).layouts[0]
+    small = plan_layout_check(run).layouts[0]
     assert not small.model.tied_embeddings
     assert small.model.dropout == 0.3
     assert (small.optimizer.betas, small.optimizer.weight_decay) == ((0.8, 0.9), 0.3)
@@ -76,14 +76,14 @@ def test_what_the_mathematics_depends_on_stays() -> None:
 
 def test_axes_are_those_of_the_ranks_there_are() -> None:
     # Without a number of ranks, one to share weights with; with one, what it says.
-    assert plan_rehearsal(load("tiny")).n_ranks == 2
-    assert plan_rehearsal(load("tiny"), 1).n_ranks == 1
-    assert plan_rehearsal(load("tiny", "parallel.zero_stage=0")).n_ranks == 1
-    assert plan_rehearsal(load("tiny", "parallel.zero_stage=0"), 2).n_ranks == 2
-    hybrid = plan_rehearsal(load("mds-125m", "parallel.replicas=4"), 16)
-    assert (hybrid.topologies[0].replica, hybrid.topologies[0].shard) == (2, 2)
-    alone = plan_rehearsal(load("mds-125m", "parallel.replicas=4"), 4)
-    assert (alone.topologies[0].replica, alone.topologies[0].shard) == (2, 1)
+    assert plan_layout_check(load("tiny")).n_ranks == 2
+    assert plan_layout_check(load("tiny"), 1).n_ranks == 1
+    assert plan_layout_check(load("tiny", "parallel.zero_stage=0")).n_ranks == 1
+    assert plan_layout_check(load("tiny", "parallel.zero_stage=0"), 2).n_ranks == 2
+    hybrid = plan_layout_check(load("mds-125m", "parallel.data_replicate=4"), 16)
+    assert (hybrid.topologies[0].replicate, hybrid.topologies[0].shard) == (2, 2)
+    alone = plan_layout_check(load("mds-125m", "parallel.data_replicate=4"), 4)
+    assert (alone.topologies[0].replicate, alone.topologies[0].shard) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -114,20 +114,20 @@ def test_stages_are_as_uneven_as_those_of_the_run(
         "model.n_heads=8",
         "model.d_ff=32768",
     )
-    rehearsal = plan_rehearsal(run)
-    assert rehearsal.alone.model.n_layers == expected
+    check = plan_layout_check(run)
+    assert check.alone.model.n_layers == expected
     sizes = {end - start for start, end in resolve(run).stages}
-    small = resolve(rehearsal.layouts[0], rehearsal.n_ranks).stages
+    small = resolve(check.layouts[0], check.n_ranks).stages
     assert len({end - start for start, end in small}) == min(2, len(sizes))
 
 
 def test_a_growing_batch_grows() -> None:
     run = load(str(RECIPES / "benchmark64" / "full.toml"))
-    rehearsal = plan_rehearsal(run)
-    for small in (rehearsal.alone, *rehearsal.layouts):
+    check = plan_layout_check(run)
+    for small in (check.alone, *check.layouts):
         batches = BatchSchedule(small)
         assert [batches.batch_size(step) for step in range(N_STEPS)] == [2, 2, 4]
-    assert "batch_ramp.start 16 -> 2" in rehearsal.changes["train"]
+    assert "batch_ramp.start 16 -> 2" in check.changes["train"]
 
 
 def test_several_layouts_for_more_axes() -> None:
@@ -137,13 +137,13 @@ def test_several_layouts_for_more_axes() -> None:
         "parallel.tensor=4",
         "parallel.context=3",
         "model.sequence_length=2304",
-        "parallel.replicas=2",
+        "parallel.data_replicate=2",
         "parallel.recompute=attention",
     )
-    rehearsal = plan_rehearsal(run, 96)
+    check = plan_layout_check(run, 96)
     texts = [
         describe_layout(small, topology)
-        for small, topology in zip(rehearsal.layouts, rehearsal.topologies, strict=True)
+        for small, topology in zip(check.layouts, check.topologies, strict=True)
     ]
     assert texts == [
         "pipeline 2 (1f1b) x replicas 2 x data 2 (ZeRO 1), recompute attention",
@@ -155,7 +155,7 @@ def test_several_layouts_for_more_axes() -> None:
 
 def test_a_number_of_ranks_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"1000 ranks cannot be divided by parallel\.tensor=8"):
-        plan_rehearsal(load(str(RECIPES / "azure" / "175b.toml")), 1000)
+        plan_layout_check(load(str(RECIPES / "azure" / "175b.toml")), 1000)
 
 
 def test_every_run_that_can_be_can_be_tried() -> None:
@@ -168,7 +168,7 @@ def test_every_run_that_can_be_can_be_tried() -> None:
         "tensor": (1, 4),
         "sequence": (False, True),
         "zero_stage": (0, 1, 2, 3),
-        "replicas": (1, 2, 3),
+        "data_replicate": (1, 2, 3),
     }
     whole = load("mds-125m", "model.dropout=0.0", "train.compile=never").model_dump()
     whole["train"].pop("batch_ramp")
@@ -189,13 +189,13 @@ def test_every_run_that_can_be_can_be_tried() -> None:
             plan = resolve(run, n_ranks)
         except (ValidationError, ConfigError):
             continue
-        rehearsal = plan_rehearsal(run, n_ranks)
-        assert rehearsal.topology == plan.topology
-        sizes = [topology.n_ranks for topology in rehearsal.topologies]
+        check = plan_layout_check(run, n_ranks)
+        assert check.topology == plan.topology
+        sizes = [topology.n_ranks for topology in check.topologies]
         rings = [3, 4] if run.parallel.context > 1 and run.parallel.context_method == "ring" else []
         assert sizes[len(sizes) - len(rings) :] == rings
-        assert set(sizes[: len(sizes) - len(rings)]) == {rehearsal.n_ranks}
+        assert set(sizes[: len(sizes) - len(rings)]) == {check.n_ranks}
         few = min(2, run.train.micro_batch_size)
-        assert all(small.train.micro_batch_size == few for small in rehearsal.layouts)
+        assert all(small.train.micro_batch_size == few for small in check.layouts)
         n_tried += 1
     assert n_tried > 100

@@ -1,4 +1,4 @@
-"""Training with low-bit state: how well it learns, what it holds, and its checkpoints."""
+"""Training with low-precision state: how well it learns, what it holds, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -24,73 +24,75 @@ from trainyard.data.loader import Loader
 from trainyard.export.to_huggingface import compare_logits, export_huggingface
 from trainyard.launch.environment import read_versions
 from trainyard.parallel.copies import differing_copies
-from trainyard.parallel.replica import Replica
+from trainyard.parallel.model import ParallelModel
 from trainyard.plan.saving import checkpoint_bytes
 from trainyard.train.checkpoints import build_saver, load_newest, save_state
 from trainyard.train.diagnosis import diagnose
-from trainyard.train.state import Parts, State
+from trainyard.train.state import State, TrainContext
 from trainyard.train.step import compute_gradients
 
 from . import small
-from .small import build_small_parts
+from .small import build_small_context
 
 SHAPE = {"d_model": 64, "d_ff": 128, "sequence_length": 16, "dropout": 0.1}
 LOW_BIT = {"kind": "fp8_lowbit", "fp8": {"emulate": True}}
 
 
-def build(n_ranks: int = 1, folder: Path = Path(), **parallel: Any) -> Parts:
-    parts = build_small_parts(
+def build(n_ranks: int = 1, folder: Path = Path(), **parallel: Any) -> TrainContext:
+    context = build_small_context(
         n_ranks,
         model=SHAPE,
         precision=LOW_BIT,
         parallel={"zero_stage": 1, **parallel},
         train={"micro_batch_size": 2, "global_batch_size": 12},
     )
-    return replace(parts, folder=folder)
+    return replace(context, folder=folder)
 
 
-def take_steps(parts: Parts, state: State, n: int, bad_step: int | None = None) -> None:
+def take_steps(context: TrainContext, state: State, n: int, bad_step: int | None = None) -> None:
     """Takes steps; at one of them the gradient of a matrix is not finite on the first rank."""
-    right = Replica.forward_backward
+    right = ParallelModel.forward_backward
     for _ in range(n):
-        if state.step == bad_step and parts.is_first_rank:
+        if state.step == bad_step and context.is_first_rank:
 
-            def planted(replica: Replica, *arguments: Any, **options: Any) -> Tensor:
-                loss = right(replica, *arguments, **options)
-                matrix = next(h for h in replica.held if h.name.endswith("qkv.weight"))
-                cast(Any, matrix.kept).exponents[0, 0] = 255
+            def planted(parallel_model: ParallelModel, *arguments: Any, **options: Any) -> Tensor:
+                loss = right(parallel_model, *arguments, **options)
+                matrix = next(
+                    h for h in parallel_model.local_parameters if h.name.endswith("qkv.weight")
+                )
+                cast(Any, matrix.quantized_gradient).exponents[0, 0] = 255
                 return loss
 
-            Replica.forward_backward = planted  # type: ignore[method-assign]
-        small.take_steps(parts, state, 1)
-        Replica.forward_backward = right  # type: ignore[method-assign]
+            ParallelModel.forward_backward = planted  # type: ignore[method-assign]
+        small.take_steps(context, state, 1)
+        ParallelModel.forward_backward = right  # type: ignore[method-assign]
 
 
-def save(parts: Parts, state: State) -> None:
-    saver = build_saver(parts)
-    save_state(parts, state, saver, None)
+def save(context: TrainContext, state: State) -> None:
+    saver = build_saver(context)
+    save_state(context, state, saver, None)
     saver.wait()
 
 
 def begin(n_ranks: int, folder: Path, parallel: dict[str, Any]) -> str:
-    """Trains 3 steps of which the second is left out, and saves."""
-    parts = build(n_ranks, folder, **parallel)
-    state = State.at_start(parts)
-    take_steps(parts, state, 3, bad_step=1)
+    """Trains 3 steps of which the second is skipped, and saves."""
+    context = build(n_ranks, folder, **parallel)
+    state = State.at_start(context)
+    take_steps(context, state, 3, bad_step=1)
     assert state.skipped.total == 1
-    save(parts, state)
-    take_steps(parts, state, 2)
-    save(parts, state)
-    assert not differing_copies(parts.replica)
-    return diagnose(parts, state)
+    save(context, state)
+    take_steps(context, state, 2)
+    save(context, state)
+    assert not differing_copies(context.model)
+    return diagnose(context, state)
 
 
 def resume(n_ranks: int, source: Path, folder: Path, n_steps: int, parallel: dict[str, Any]) -> int:
     """Loads step 3 of another folder, goes on, and saves to `folder`."""
-    parts = build(n_ranks, source, **parallel)
-    state = load_newest(parts, lambda step: step == 3)
-    take_steps(parts, state, n_steps)
-    save(replace(parts, folder=folder), state)
+    context = build(n_ranks, source, **parallel)
+    state = load_newest(context, lambda step: step == 3)
+    take_steps(context, state, n_steps)
+    save(replace(context, folder=folder), state)
     return state.skipped.total
 
 
@@ -115,7 +117,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp3 zero 3": (3, {"zero_stage": 3}),
     "tp2": (2, {"tensor": 2}),
     "dp2 pp2": (4, {"pipeline": 2}),
-    "dp2 tp2 hybrid": (4, {"tensor": 2, "replicas": 2}),
+    "dp2 tp2 hybrid": (4, {"tensor": 2, "data_replicate": 2}),
 }
 
 
@@ -151,18 +153,18 @@ def held_bytes() -> int:
 def bytes_at_the_update(n_ranks: int, parallel: dict[str, Any]) -> tuple[int, int]:
     """Measures the growth from no model to a second update, and counts block matrices alone."""
     before = held_bytes()
-    parts = build(n_ranks, **parallel)
-    state = State.at_start(parts)
-    take_steps(parts, state, 1)
-    _, totals = compute_gradients(parts, 1, 0)
+    context = build(n_ranks, **parallel)
+    state = State.at_start(context)
+    take_steps(context, state, 1)
+    _, totals = compute_gradients(context, 1, 0)
     n_bytes = 0
-    for held in parts.replica.held:
-        if held.is_low_bit and held.parameter.ndim > 1:
-            codes = cast(Any, held.kept)
-            state_of = cast(Any, parts.optimizer).state_of(held)
+    for local in context.model.local_parameters:
+        if local.is_low_bit and local.parameter.ndim > 1:
+            codes = cast(Any, local.quantized_gradient)
+            state_of = cast(Any, context.optimizer).state_of(local)
             for tensor in (codes.values, codes.exponents, *state_of.values()):
                 n_bytes += tensor.nbytes
-            assert held.parameter.grad is None
+            assert local.parameter.grad is None
     del totals
     return held_bytes() - before, n_bytes
 
@@ -195,16 +197,16 @@ class Chain:
 def test_it_learns_as_bf16_does() -> None:
     found = {}
     for kind in ("bf16", "fp8_lowbit"):
-        parts = build_small_parts(
+        context = build_small_context(
             model=SHAPE | {"dropout": 0.0, "n_layers": 2, "d_model": 32, "d_ff": 64},
             precision={"kind": kind, "fp8": {"emulate": True, "precise_blocks": 0}},
             parallel={"zero_stage": 1},
             optimizer={"learning_rate": 4e-3},
             train={"micro_batch_size": 8, "length": "200 steps"},
         )
-        parts = replace(parts, train_data=cast(Loader, Chain()))
-        state = State.at_start(parts)
-        losses = [result.loss.item() for result in small.take_steps(parts, state, 200)]
+        context = replace(context, train_data=cast(Loader, Chain()))
+        state = State.at_start(context)
+        losses = [result.loss.item() for result in small.take_steps(context, state, 200)]
         assert state.skipped.total == 0
         found[kind] = np.mean(losses[-40:]), losses[0]
     assert found["fp8_lowbit"][0] == pytest.approx(found["bf16"][0], rel=0.02)
@@ -213,10 +215,10 @@ def test_it_learns_as_bf16_does() -> None:
 
 def test_evaluate_export_and_check_read_what_it_saves(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    parts = build(folder=tmp_path)
-    state = State.at_start(parts)
-    take_steps(parts, state, 2)
-    save(parts, state)
+    context = build(folder=tmp_path)
+    state = State.at_start(context)
+    take_steps(context, state, 2)
+    save(context, state)
     path = newest_checkpoint(tmp_path / "checkpoints")
     assert path is not None
     report = check_checkpoint(path)
@@ -224,42 +226,42 @@ def test_evaluate_export_and_check_read_what_it_saves(tmp_path: Path) -> None:
     assert "both moments of every weight" in facts["optimizer"]
     assert "bfloat16, float32" in facts["model"]
     values = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    assert 0 < values - checkpoint_bytes(parts.run, parts.plan.n_parameters) < 40_000  # headers
+    assert 0 < values - checkpoint_bytes(context.run, context.plan.n_parameters) < 40_000  # headers
 
     model, _, _ = build_model_from_checkpoint(path)
-    for held in parts.replica.held:
-        found = model.get_parameter(held.name).detach()
-        assert torch.equal(found[:40], held.parameter.detach().float()[:40]), held.name
+    for local in context.model.local_parameters:
+        found = model.get_parameter(local.name).detach()
+        assert torch.equal(found[:40], local.parameter.detach().float()[:40]), local.name
     export_huggingface(path, tmp_path / "export", torch.float32)
     assert compare_logits(path, tmp_path / "export") < 1e-4
 
 
 def test_it_begins_with_imported_weights_in_fp32(tmp_path: Path) -> None:
-    parts = build(folder=tmp_path)
+    context = build(folder=tmp_path)
     wanted = {
-        f"model.{held.name}": 0.01 * torch.randn(held.parameter.shape)
-        for held in parts.replica.held
+        f"model.{local.name}": 0.01 * torch.randn(local.parameter.shape)
+        for local in context.model.local_parameters
     }
-    state = State.at_start(parts)
-    take_steps(parts, state, 1)
-    save(parts, state)
+    state = State.at_start(context)
+    take_steps(context, state, 1)
+    save(context, state)
     facts = read_manifest(tmp_path / "checkpoints" / "step-00000001")
     begun = {"step": 0, "consumed_sequences": 0, "consumed_tokens": 0, "training": {}}
     names = ("run", "plan", "data_fingerprint")
     known = {name: getattr(facts, name) for name in names} | begun
     save_checkpoint(tmp_path / "checkpoints", Facts(**known, versions=read_versions()), wanted)
-    state = load_newest(parts, lambda step: step == 0)
+    state = load_newest(context, lambda step: step == 0)
     assert state.step == 0
-    for held in parts.replica.held:
-        weight = wanted[f"model.{held.name}"].to(held.parameter.dtype)
-        assert torch.equal(held.parameter.detach(), weight)
-        kept = cast(Any, parts.optimizer).state_of(held)
-        if held.is_low_bit and held.parameter.ndim > 1:
-            matrix = cast(Any, parts.optimizer).matrices[held.name]
+    for local in context.model.local_parameters:
+        weight = wanted[f"model.{local.name}"].to(local.parameter.dtype)
+        assert torch.equal(local.parameter.detach(), weight)
+        kept = cast(Any, context.optimizer).state_of(local)
+        if local.is_low_bit and local.parameter.ndim > 1:
+            matrix = cast(Any, context.optimizer).matrices[local.name]
             close = {"rtol": 2**-11, "atol": 1e-9}
             torch.testing.assert_close(matrix.master.decode(), weight.float(), **close)
-        elif held.is_low_bit:
+        elif local.is_low_bit:
             assert torch.equal(kept["master"], weight.float())
         else:
             assert not kept
-    take_steps(parts, state, 1)
+    take_steps(context, state, 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainyard.precision.codes import E4M3, FP16, Codes, decode, encode, noise
+from trainyard.precision.block_scaled import E4M3, FP16, BlockScaledTensor, decode, encode, noise
 
 # Half of the distance to the next number, relative: 3 and 10 bits of mantissa.
 HALF_STEP = {E4M3: 2.0**-4, FP16: 2.0**-11}
@@ -24,7 +24,7 @@ def test_what_comes_back_is_within_half_a_step_at_any_magnitude(
     dtype: torch.dtype, power: int
 ) -> None:
     values = random(40, 96) * 2.0**power
-    found = Codes.of(values, dtype).decode()
+    found = BlockScaledTensor.of(values, dtype).decode()
     largest = values.view(40, 3, 32).abs().amax(-1, keepdim=True).expand(-1, -1, 32).reshape(40, 96)
     allowed = torch.maximum(values.abs(), largest * SPAN[dtype]) * HALF_STEP[dtype]
     # Scales are normal numbers: what is near the smallest of fp32 has a coarser grid.
@@ -34,25 +34,27 @@ def test_what_comes_back_is_within_half_a_step_at_any_magnitude(
 
 @pytest.mark.parametrize("dtype", [E4M3, FP16])
 def test_codes_of_what_codes_stand_for_stand_for_the_same(dtype: torch.dtype) -> None:
-    values = Codes.of(random(64, 64), dtype).decode()
-    assert torch.equal(Codes.of(values, dtype).decode(), values)
-    assert torch.equal(Codes.of(values.bfloat16(), FP16).decode(), values.bfloat16().float())
+    values = BlockScaledTensor.of(random(64, 64), dtype).decode()
+    assert torch.equal(BlockScaledTensor.of(values, dtype).decode(), values)
+    assert torch.equal(
+        BlockScaledTensor.of(values.bfloat16(), FP16).decode(), values.bfloat16().float()
+    )
 
 
 def test_zeros_stay_zero_and_one_number_among_them_is_exact() -> None:
     values = torch.zeros(3, 64)
     values[1, 40] = -3e-30 * 1.5
-    found = Codes.of(values, FP16).decode()
+    found = BlockScaledTensor.of(values, FP16).decode()
     assert torch.equal(found == 0, values == 0)
     torch.testing.assert_close(found, values, rtol=2**-11, atol=0)
     shape, device = values.shape, values.device
-    assert torch.equal(Codes.zeros(shape, E4M3, device).decode(), torch.zeros(3, 64))
+    assert torch.equal(BlockScaledTensor.zeros(shape, E4M3, device).decode(), torch.zeros(3, 64))
 
 
 def test_subnormal_and_largest_numbers_do_not_become_infinite() -> None:
     values = torch.tensor([[3e38] + [1.0] * 31, [1e-45] * 32])
     for dtype in (E4M3, FP16):
-        found = Codes.of(values, dtype).decode()
+        found = BlockScaledTensor.of(values, dtype).decode()
         assert found.isfinite().all()
         assert found[0, 0].item() == pytest.approx(values[0, 0].item(), rel=HALF_STEP[dtype])
         assert found[1].abs().max() <= 2e-38
@@ -61,11 +63,13 @@ def test_subnormal_and_largest_numbers_do_not_become_infinite() -> None:
 def test_a_large_ratio_costs_the_small_their_digits_and_nobody_else() -> None:
     values = random(4, 64)
     values[0, 0] = 1e6
-    found = Codes.of(values).decode()
+    found = BlockScaledTensor.of(values).decode()
     assert (found[0, 1:32] == 0).all() or found[0, 1:32].abs().max() < 8
     rest = torch.ones(4, 64, dtype=torch.bool)
     rest[0, :32] = False
-    torch.testing.assert_close(found[rest], Codes.of(random(4, 64)).decode()[rest], rtol=0, atol=0)
+    torch.testing.assert_close(
+        found[rest], BlockScaledTensor.of(random(4, 64)).decode()[rest], rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [E4M3, FP16])
@@ -76,7 +80,7 @@ def test_what_is_not_finite_is_seen_where_it_is(
 ) -> None:
     values = random(3, 64).to(kind)
     values[1, 40] = bad
-    codes = Codes.of(values, dtype)
+    codes = BlockScaledTensor.of(values, dtype)
     assert (~codes.decode().isfinite()).nonzero().tolist() == [[1, c] for c in range(32, 64)]
     assert (~codes.block_norms().isfinite()).nonzero().tolist() == [[3]]
     stochastic = encode(values.float().view(-1, 32), dtype, torch.zeros(6, 32))
@@ -85,11 +89,11 @@ def test_what_is_not_finite_is_seen_where_it_is(
 
 def test_block_norms_are_those_of_what_codes_stand_for() -> None:
     for power in (-100, 0, 100):
-        codes = Codes.of(random(7, 96) * 2.0**power)
+        codes = BlockScaledTensor.of(random(7, 96) * 2.0**power)
         expected = codes.decode().double().view(-1, 32).norm(dim=-1)
         torch.testing.assert_close(codes.block_norms().double(), expected, rtol=1e-6, atol=0)
-    assert Codes.of(torch.empty(0, 64)).block_norms().shape == (0,)
-    assert Codes.of(torch.empty(0, 64)).decode().shape == (0, 64)
+    assert BlockScaledTensor.of(torch.empty(0, 64)).block_norms().shape == (0,)
+    assert BlockScaledTensor.of(torch.empty(0, 64)).decode().shape == (0, 64)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, FP16])
@@ -101,7 +105,7 @@ def test_stochastic_rounding_is_right_on_average_and_leaves_codes_alone(
     row[0] = 4.0
     numbers = noise(torch.tensor(77), torch.arange(n)[:, None])
     found = decode(*encode(row.expand(n, 32), dtype, numbers))
-    mean, nearest = found.double().mean(0), Codes.of(row[None], dtype).decode()[0]
+    mean, nearest = found.double().mean(0), BlockScaledTensor.of(row[None], dtype).decode()[0]
     step = (found.amax(0) - found.amin(0)).double()  # of two numbers next to each other
     assert all(len(column.unique()) <= 2 for column in found.T)
     # The mean of n numbers that are 0 or 1 is known to half of a standard deviation of n**-0.5.

@@ -32,7 +32,7 @@ class Failure(BaseModel):
     hint: str
 
 
-class Parts(BaseModel):
+class RankManifest(BaseModel):
     """What one rank wrote: its chunks of tensors, or why it could not."""
 
     tensors: dict[str, StoredTensor] = {}
@@ -61,17 +61,17 @@ def describe_part(tensor: Tensor, place: Placement, file: str, sha256: str) -> S
     return StoredTensor(dtype=dtype, shape=place.shape, chunks=(chunk,))
 
 
-def read_parts(folder: Path, n_ranks: int) -> list[Parts]:
+def read_parts(folder: Path, n_ranks: int) -> list[RankManifest]:
     """Reads what every rank wrote.
 
     Raises:
         MachineError: one failed, for the reason it gives, or left nothing that can be read.
     """
-    parts: list[Parts] = []
+    parts: list[RankManifest] = []
     silent: list[int] = []
     for rank in range(n_ranks):
         try:
-            parts.append(Parts.model_validate_json((folder / parts_name(rank)).read_bytes()))
+            parts.append(RankManifest.model_validate_json((folder / parts_name(rank)).read_bytes()))
         except (OSError, ValidationError):  # not even the reason could be written
             silent.append(rank)
             continue
@@ -84,7 +84,7 @@ def read_parts(folder: Path, n_ranks: int) -> list[Parts]:
 
 
 def join_parts(
-    ranks: list[Parts],
+    ranks: list[RankManifest],
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredFile]]:
     """Joins what all ranks wrote; whether it is everything is for the manifest to find out.
 
