@@ -112,7 +112,7 @@ def build_ours(cell: Cell, compiled: bool) -> Step:
     from trainyard.model.gpt import compile_blocks
     from trainyard.model.loss import summed_cross_entropy
     from trainyard.optim.adamw import build_adamw
-    from trainyard.optim.clip import StepStats, apply_update, norms_of
+    from trainyard.optim.clip import StepStats, norms_of, set_clipping
     from trainyard.train.allocator import keep_freed_memory
 
     keep_freed_memory()
@@ -130,7 +130,8 @@ def build_ours(cell: Cell, compiled: bool) -> Step:
         loss.backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         norm = norms_of(gradients).square().sum().sqrt().float()
-        apply_update(optimizer, StepStats(loss, norm, loss.new_ones(())), 1.0)
+        set_clipping(optimizer, StepStats(loss, norm, loss.new_ones(())), 1.0)
+        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 

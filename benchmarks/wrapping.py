@@ -40,7 +40,7 @@ from trainyard.config.run import Run
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialise
 from trainyard.optim.adamw import build_adamw
-from trainyard.optim.clip import StepStats, apply_update, reduce_step_stats
+from trainyard.optim.clip import StepStats, reduce_step_stats, set_clipping
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.plan.resolve import resolve
@@ -82,7 +82,8 @@ def build_plain(run: Run) -> Step:
             total += loss.detach()
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        apply_update(optimizer, StepStats(total, norm, one), run.optimizer.clip_norm)
+        set_clipping(optimizer, StepStats(total, norm, one), run.optimizer.clip_norm)
+        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return total.item()
 
@@ -109,7 +110,8 @@ def build_replica(run: Run, zero_stage: int | None) -> Step:
     def step() -> float:
         loss = parallel_model.forward_backward(tokens, labels, None, 1 / n)
         totals = reduce_step_stats(parallel_model, loss, n, n)
-        apply_update(optimizer, totals, run.optimizer.clip_norm)
+        set_clipping(optimizer, totals, run.optimizer.clip_norm)
+        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return totals.loss.item()
 

@@ -80,3 +80,15 @@ class Topology:
             rest = replace(self.coordinates(rank), **dict.fromkeys(axes, 0))
             groups.setdefault(rest, []).append(rank)
         return list(groups.values())
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Returns such as `ranks 0-2, 7`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    shown = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

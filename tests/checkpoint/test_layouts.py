@@ -50,7 +50,7 @@ LAYOUTS = {
     "zero 0 of 3": Layout(Topology(shard=3)),
     "zero 1 of 5": Layout(Topology(shard=5), 1),
     "zero 3 of 8": Layout(Topology(shard=8), 3),
-    "hybrid 2 x 3": Layout(Topology(model=2, shard=3), 2),
+    "hybrid 2 x 3": Layout(Topology(replicate=2, shard=3), 2),
     "context 2, zero 3 of 2": Layout(Topology(shard=2, context=2), 3),
     "tensor 2": Layout(Topology(tensor=2)),
     "tensor 4": Layout(Topology(tensor=4)),
@@ -58,7 +58,7 @@ LAYOUTS = {
     "pipeline 3": Layout(Topology(pipeline=3)),
     "pipeline 2 x 2 chunks, zero 1 of 3": Layout(Topology(pipeline=2, shard=3), 1, chunks=2),
     "pipeline 2, tensor 2, hybrid 2 x 2": Layout(
-        Topology(pipeline=2, model=2, shard=2, tensor=2), 1
+        Topology(pipeline=2, replicate=2, shard=2, tensor=2), 1
     ),
 }
 

@@ -19,7 +19,7 @@ from trainyard.launch.local import run_ranks
 RANK = """
 import os, pathlib, signal, sys, time
 from trainyard.launch.environment import read_process
-from trainyard.launch.local import end_with_parent
+from trainyard.launch.heartbeat import end_with_parent
 process = read_process()
 folder = pathlib.Path({folder!r})
 def arrive():

@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
+from tests.optim.updates import apply_update
 from torch import nn
 
 from trainyard.config.run import Optimizer
 from trainyard.optim.adamw import build_adamw
-from trainyard.optim.clip import StepStats, apply_update, norms_of
+from trainyard.optim.clip import StepStats, norms_of
 
 
 def net(seed: int = 0) -> nn.Module:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.optim.updates import apply_update
 from torch import Tensor, nn
 
 from trainyard.config.run import Optimizer
 from trainyard.optim.adamw import build_adamw
-from trainyard.optim.clip import StepStats, apply_update, norms_of
+from trainyard.optim.clip import StepStats, norms_of
 from trainyard.optim.low_precision import LowBitAdamW
 from trainyard.parallel.model import LocalParameter
 from trainyard.parallel.placement import Placement, whole

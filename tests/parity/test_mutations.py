@@ -130,18 +130,22 @@ def padding_of_the_vocabulary_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_shard(patch: pytest.MonkeyPatch) -> None:
-    right = step.apply_update
+    right = step.set_clipping
 
     def wrong(optimizer: torch.optim.AdamW, *arguments: Any) -> Tensor:
-        parameters = [local_part(p) for group in optimizer.param_groups for p in group["params"]]
-        before = [parameter.detach().clone() for parameter in parameters]
-        skipped = right(optimizer, *arguments)
-        if dist.is_initialized() and dist.get_rank() == 1:
-            with torch.no_grad():
-                parameters[0].copy_(before[0])
-        return skipped
+        parameter = local_part(optimizer.param_groups[0]["params"][0])
+        before = parameter.detach().clone()
 
-    patch.setattr(step, "apply_update", wrong)
+        def restore(*_: Any) -> None:
+            hook.remove()
+            with torch.no_grad():
+                parameter.copy_(before)
+
+        if dist.is_initialized() and dist.get_rank() == 1:
+            hook = optimizer.register_step_post_hook(restore)
+        return right(optimizer, *arguments)
+
+    patch.setattr(step, "set_clipping", wrong)
 
 
 def second_rank_reads_one_further(patch: pytest.MonkeyPatch) -> None:

@@ -195,13 +195,13 @@ def test_a_step_that_waits_is_found(
 ) -> None:
     context = build_gpu_context()
     state = State.at_start(context)
-    right = step.apply_update
+    right = step.set_clipping
 
     def wrong(optimizer: torch.optim.AdamW, totals: StepStats, *rest: Any) -> Tensor:
         mistake(totals)
         return right(optimizer, totals, *rest)
 
-    monkeypatch.setattr(step, "apply_update", wrong)
+    monkeypatch.setattr(step, "set_clipping", wrong)
     with gpu.training(), pytest.raises(HostWaitsError, match=what):
         train_step(context, state)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from trainyard.bench.start import Start
 from trainyard.errors import UserError
 from trainyard.launch.environment import hide_secrets, read_process
-from trainyard.launch.local import end_with_parent
+from trainyard.launch.heartbeat import end_with_parent
 from trainyard.log import build_logger
 
 logger = logging.getLogger("trainyard")

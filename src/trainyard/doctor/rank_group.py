@@ -22,7 +22,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainyard.launch.environment import Process
-from trainyard.launch.hang_reports import name_ranks
+from trainyard.topology import name_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

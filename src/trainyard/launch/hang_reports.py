@@ -25,6 +25,7 @@ from pathlib import Path
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE
 from trainyard.launch.heartbeat import STACK_SIGNAL
 from trainyard.launch.local import Worker
+from trainyard.topology import name_ranks
 
 STACK_SECONDS, QUIET_SECONDS = 2.0, 0.2
 POLL_SECONDS = 0.05
@@ -230,15 +231,3 @@ def _wait_for_stacks(asked: dict[int, Worker]) -> dict[int, str]:
             quiet_from = time.monotonic() + (QUIET_SECONDS if all(now.values()) else STACK_SECONDS)
         stacks = now
     return stacks
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Such as `ranks 0-2, 7`."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], rank]
-        else:
-            spans.append([rank])
-    shown = ", ".join("-".join(map(str, span)) for span in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

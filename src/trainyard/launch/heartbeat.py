@@ -24,6 +24,8 @@ import os
 import signal
 import struct
 import tempfile
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -135,6 +137,23 @@ class HeartbeatReader:
         """Gives the memory back; a worker keeps its own hold of it."""
         self._memory.close()
         os.close(self.descriptor)
+
+
+def end_with_parent(pipe: int) -> None:
+    """Ends this process at once when the one that started it has ended, even while it waits.
+
+    Args:
+        pipe: `Process.parent_pipe`.
+    """
+
+    def wait_for_end() -> None:
+        with suppress(OSError):
+            os.read(pipe, 1)
+            # Not by the logger: the main thread may hold its lock for ever.
+            os.write(2, b"the process that started this rank has ended, and so does this one\n")
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, name="end with parent", daemon=True).start()
 
 
 def _make_memory() -> int:

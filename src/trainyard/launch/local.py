@@ -20,10 +20,9 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -254,23 +253,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def end_with_parent(pipe: int) -> None:
-    """Ends this process at once when the one that started it has ended, even while it waits.
-
-    Args:
-        pipe: `Process.parent_pipe`.
-    """
-
-    def wait_for_end() -> None:
-        with suppress(OSError):
-            os.read(pipe, 1)
-            # Not by the logger: the main thread may hold its lock for ever.
-            os.write(2, b"the process that started this rank has ended, and so does this one\n")
-        os._exit(1)
-
-    threading.Thread(target=wait_for_end, name="end with parent", daemon=True).start()
 
 
 def _severity(code: int) -> int:

@@ -1,4 +1,4 @@
-"""The global gradient norm, and an update that clips by it without waiting for the device."""
+"""The global gradient norm, and clipping by it without waiting for the device."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def norms_of(gradients: Sequence[Tensor | BlockScaledTensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(parts)).double()
 
 
-def apply_update(
+def set_clipping(
     optimizer: torch.optim.Optimizer,
     totals: StepStats,
     clip_norm: float,
     leave_out: Tensor | None = None,
 ) -> Tensor:
-    """Updates the weights with clipped gradients; leaves them alone when a total is not finite.
+    """Makes the next `optimizer.step()` clip gradients, and skip them when a total is not finite.
 
     The fused AdamW kernel divides gradients by `grad_scale` and skips when `found_inf` is 1, which
     torch.amp.GradScaler uses for loss scaling; here they carry that and the clipping, so that
@@ -85,7 +85,7 @@ def apply_update(
         leave_out: 1 on the device to skip the step for another reason, else 0.
 
     Returns:
-        1 if the step was skipped, else 0, on the device.
+        1 if the step will be skipped, else 0, on the device.
     """
     is_finite = torch.isfinite(totals.norm) & torch.isfinite(totals.loss)
     skipped = (~is_finite).float()
@@ -95,5 +95,4 @@ def apply_update(
     divisor = torch.clamp((totals.norm + 1e-6) / clip_norm, min=1.0) / totals.multiplier
     optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
     optimizer.found_inf = skipped  # type: ignore[attr-defined]
-    optimizer.step()
     return skipped

@@ -36,9 +36,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from trainyard import __version__
 from trainyard.errors import LaunchError, LostRankError, MachineError, UserError
 from trainyard.launch.environment import Process, keep_off_the_network
-from trainyard.launch.hang_reports import name_ranks
-from trainyard.launch.heartbeat import ANOTHER, Heartbeat, HeartbeatReader
-from trainyard.launch.local import end_with_parent
+from trainyard.launch.heartbeat import ANOTHER, Heartbeat, HeartbeatReader, end_with_parent
+from trainyard.topology import name_ranks
 
 COLLECTIVE_TIMEOUT = timedelta(days=1)  # who hangs is for the parents to notice, and to name
 FAREWELL_SECONDS = 10.0

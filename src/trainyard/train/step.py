@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainyard.model.dropout import sequence_seeds
 from trainyard.model.loss import IGNORE_INDEX
-from trainyard.optim.clip import StepStats, apply_update, reduce_step_stats
+from trainyard.optim.clip import StepStats, reduce_step_stats, set_clipping
 from trainyard.optim.schedule import learning_rate
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.state import State, TrainContext
@@ -47,7 +47,8 @@ def train_step(context: TrainContext, state: State) -> StepResult:
     no = torch.zeros((), device=context.device)
     spike = no if policy == "off" else state.spikes.judge(totals)
     leave_out = spike if policy == "skip" else None
-    skipped = apply_update(context.optimizer, totals, run.optimizer.clip_norm, leave_out)
+    skipped = set_clipping(context.optimizer, totals, run.optimizer.clip_norm, leave_out)
+    context.optimizer.step()
     context.optimizer.zero_grad(set_to_none=True)
     # A smaller scale helps gradients alone: a loss that is not finite was so before it was scaled.
     handled_by_loss_scale = (

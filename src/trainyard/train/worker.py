@@ -46,7 +46,6 @@ from trainyard.launch.environment import (
     refuse_missing_devices,
     seconds_left,
 )
-from trainyard.launch.hang_reports import name_ranks
 from trainyard.launch.heartbeat import Heartbeat
 from trainyard.log import build_logger, show_progress
 from trainyard.optim.adamw import build_optimizer
@@ -58,6 +57,7 @@ from trainyard.plan.hardware import cpu_multiplies_bf16_natively
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.plan.saving import checkpoint_bytes
 from trainyard.precision.float8 import refuse_device
+from trainyard.topology import name_ranks
 from trainyard.train.allocator import keep_freed_memory
 from trainyard.train.checkpoints import (
     build_saver,

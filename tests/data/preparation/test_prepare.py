@@ -210,6 +210,7 @@ def test_one_of_several_processes_lists_the_inputs(
 
     def read(lead: Lead, inputs: tuple[str, ...]) -> object:
         found = read_list(lead, inputs)
+        assert read_list(lead, (*inputs, "another")) is None  # the list of other inputs
         note("reads")
         return found
 
