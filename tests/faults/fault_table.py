@@ -64,10 +64,10 @@ OLDER = Expected(0, ("(passing over )?step-00000004( cannot be used|: )",), what
 DAMAGED_AND_KILLED = Expected(
     0, (*OLDER.says, "restart 1 of 3"), restarts=1, what="restarted from the older one"
 )
-NO_CHECKPOINT = "checkpoints are neither read nor written: found at the next load"
-NO_WRITING = "nothing is written: met by the next write"
-NO_DISK = "the disk is not used"
-NO_GRADIENT = "there is no gradient yet, or no more"
+NO_CHECKPOINT = "this phase neither reads nor writes checkpoints: the next load finds the fault"
+NO_WRITING = "this phase writes nothing: the next write meets the fault"
+NO_DISK = "this phase does not use the disk"
+NO_GRADIENT = "no gradient exists in this phase"
 CORRUPT = Expected(
     93,
     (r"ranks have different copies of the same weights", r"rank RANK differs|differs from rank"),
@@ -94,8 +94,8 @@ TABLE: dict[str, Row] = {
     "slow rank": everywhere(NOTHING),
     "NaN in a gradient": everywhere(
         NO_GRADIENT,
-        data="tokens are whole numbers",
-        forward="a NaN of the forward pass is one of the gradient",
+        data="tokens are integers",
+        forward="a NaN in the forward pass becomes one in the gradient",
         backward=Expected(
             0,
             ("1 skipped",),
@@ -104,7 +104,7 @@ TABLE: dict[str, Row] = {
         ),
     ),
     "bit flip in a weight": everywhere(
-        CORRUPT, start="there are no weights yet", load="overwritten by what is read"
+        CORRUPT, start="there are no weights yet", load="overwritten by the load"
     ),
     "disk full": everywhere(
         NO_WRITING,
