@@ -77,7 +77,7 @@ def kinds(*names: str) -> str:
     return HEAD + "".join(f'[[steps]]\nkind = "{name}"\n' for name in names)
 
 
-COMPARE_LAST = "what compares documents with each other comes last"
+COMPARE_LAST = "deduplication must come last"
 PROBLEMS = [
     (HEAD + 'append_eod = "yes"', "append_eod: Input should be a valid boolean (got 'yes')"),
     (

@@ -86,7 +86,7 @@ IMPOSSIBLE = [
     ),
     ("data.blend.prefixes=['a']; data.blend.weights=[0]", "weights must be positive (got [0"),
     ("data.blend.prefixes=['a']; data.blend.weights=[inf]", "Input should be a finite number"),
-    ("data.blend.prefixes=['a','a']", "'a' stands in prefixes more than once"),
+    ("data.blend.prefixes=['a','a']", "'a' is listed more than once in prefixes"),
     (
         "data.blend.prefixes=['a']; data.train.prefixes=['b']",
         "data: give either blend with split, or train; not both",
