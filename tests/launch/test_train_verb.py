@@ -33,8 +33,8 @@ def test_options_that_a_launcher_rules_out(
         main(["train", "tiny", option, *value])
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        f"error: {option}: a launcher has started 4 ranks already\n"
-        f"hint: leave out {option}, or the launcher\n"
+        f"error: {option}: a launcher has already started 4 ranks\n"
+        f"hint: omit {option}, or the launcher\n"
     )
 
 

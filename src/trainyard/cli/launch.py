@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def launch(
-    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or the name of a preset.")],
+    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or a preset name.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.field=value, as many as needed.")
+        list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
     ] = None,
     cluster: Annotated[
         str, typer.Option(help="A cluster by name, or a file of your own: mine.toml.")

@@ -21,9 +21,9 @@ PICTURES = (".png", ".svg")
 
 
 def plan(
-    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or the name of a preset.")],
+    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or a preset name.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.field=value, as many as needed.")
+        list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
     ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="A cluster by name: polaris, lumi, azure-ndv5, local.")

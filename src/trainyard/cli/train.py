@@ -36,9 +36,9 @@ POLL_SECONDS = 0.1
 
 
 def train(
-    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or the name of a preset.")],
+    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or a preset name.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.field=value, as many as needed.")
+        list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
     ] = None,
     resume: Annotated[
         Resume,
@@ -48,8 +48,8 @@ def train(
         int | None,
         typer.Option(
             min=1,
-            help="Processes on this machine. Default: one for each GPU, or as many as the run "
-            "is cut into.",
+            help="Processes on this machine. Default: one per GPU, or the ranks of the run's "
+            "layout.",
         ),
     ] = None,
     minutes: Annotated[
@@ -92,8 +92,8 @@ def train(
     for option, value in (("--ranks", ranks), ("--minutes", minutes), ("--overwrite", overwrite)):
         if value and process.n_ranks > 1:
             raise LaunchError(
-                f"{option}: a launcher has started {process.n_ranks} ranks already",
-                f"leave out {option}, or the launcher",
+                f"{option}: a launcher has already started {process.n_ranks} ranks",
+                f"omit {option}, or the launcher",
             )
     with leave_when_told():
         run, plan = _load_run(run_file, overrides, process, ranks)
