@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "problem", "hint"),
     [
-        (["--nodes", "2"], "--nodes 2 says nothing without a cluster", "--cluster lumi --nodes 2"),
+        (["--nodes", "2"], "--nodes 2 needs a cluster", "--cluster lumi --nodes 2"),
         (["--cluster", "lumy"], "no cluster named 'lumy'", "did you mean lumi?"),
         (["--gpu", "h100-80"], "h100-80", "h100-80g"),
         (["--gpu", "h10", *LUMI], "no GPU named 'h10'", "h100"),
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
         (["--all-stages"], "--all-stages needs --simulate", ""),
         (["--search", "--simulate"], "--search and --simulate are different", "one at a time"),
         ([*LUMI, "--search", "--deadline", "1 day"], "--deadline are different", "one at a time"),
-        (["--deadline", "1 day"], "--deadline needs to know the devices", "--cluster"),
+        (["--deadline", "1 day"], "--deadline needs devices", "--cluster"),
         ([*LUMI, "--deadline", "soon"], "--deadline 'soon' is not a duration", '"1 week"'),
         ([*LUMI, "--deadline", "0 days"], "--deadline '0 days' is not a duration", '"1 week"'),
         ([*LUMI, "--deadline", "1 minute"], "no model trains within 1 minute on 16", "more dev"),
@@ -100,9 +100,13 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
         ),
         (["--gpu", "t4", "--deadline", "1 day"], "no peak is known for products of T4", "fp16"),
         (["--search"], "--search needs to know the devices", "--cluster"),
-        ([*LUMI, "--storage", "fast"], "--storage 'fast' is not speeds in GB/s", "5,20,100"),
+        ([*LUMI, "--storage", "fast"], "--storage 'fast' is not a list of GB/s", "5,20,100"),
         ([*LUMI, "--picture", "nowhere/plan.png"], "there is no folder nowhere", "make it"),
-        ([*LUMI, "--search", "--picture", "plan.png"], "draws a plan, not what", "without it"),
+        (
+            [*LUMI, "--search", "--picture", "plan.png"],
+            "draws a plan, not the results",
+            "without it",
+        ),
         (["--gpu", "a100-80g", "precision.kind='fp8'"], "fp8", "bf16"),
         (
             ["--gpu", "h100", "--gpus", "6", "parallel.tensor=4"],
