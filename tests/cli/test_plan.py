@@ -44,7 +44,7 @@ def test_the_lumi_job() -> None:
     assert "MFU " in lines["step"]
     assert lines["checkpoint"] == "143.7 GiB"
     assert "device-hours, " in lines["whole run"]
-    assert lines["data"].startswith("data/my-gpt2_text_document: epochs not known")
+    assert lines["data"].startswith("data/my-gpt2_text_document: epochs unknown")
     found = as_json(recipe, *LUMI)
     assert found["fits"] is True
     assert found["machine"] == {"name": "lumi", "device": "MI250X GCD", "devices_per_node": 8}
@@ -151,7 +151,7 @@ def test_a_device_that_nobody_measured_gets_a_range(tmp_path: Path) -> None:
 
     unknown = planned("--gpu", "rtx-4090")
     text = run_plan("gpt3-125m", "train.batch_ramp=none", "--gpu", "rtx-4090", "--gpus", "8")
-    assert ": nobody measured an RTX 4090 for this): " in lines_of(text)["step"]
+    assert ": an RTX 4090 was not measured): " in lines_of(text)["step"]
     assert " to " in lines_of(text)["whole run"]
     measured = tmp_path / "own.toml"
     for end, share in enumerate([0.87, 0.41]):
@@ -237,7 +237,7 @@ def test_a_deadline(
     assert first["device_hours"] == pytest.approx(first["seconds"] * first["n_devices"] / 3600)
     assert first["price"] == pytest.approx(2 * first["device_hours"])
     text = run_plan(*given, *where, "--deadline", deadline)
-    assert "as slow as an RTX 4090 may be: nobody measured one" in text
+    assert "at the slow end for an RTX 4090: not measured" in text
     assert text.splitlines()[-1].endswith(f"--gpus {first['n_devices']} {first['changes']}".strip())
 
 
@@ -275,7 +275,7 @@ def test_the_fastest_measured_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     kept = load_run(str(path)).run
     first = as_json(str(path), *local, "--search")["candidates"][0]
     assert first["changes"] == {}
-    assert f"wrote into {path}: " in out
+    assert f"wrote to {path}: " in out
     assert kept.parallel.tensor == 1
 
 
