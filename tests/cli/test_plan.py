@@ -195,7 +195,7 @@ def test_search_lists_ten_and_why_they_lose() -> None:
     assert found["as_it_is"]["fits"] is True
     (row,) = (line for line in text.splitlines() if line.startswith("as is"))
     assert f"+{own / first['step']['seconds'] - 1:.1%}: " in row
-    assert "behind the command: " in text
+    assert "arguments for the first: " in text
 
 
 @pytest.mark.parametrize(

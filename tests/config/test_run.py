@@ -96,7 +96,7 @@ IMPOSSIBLE = [
         (f"data.split='{text}'", f"data.split: split {text!r} is not one to three numbers")
         for text in ("", "9,a", "1,2,3,4", "9,-1,2", "1e3,1", "9,,1", "nan", "1.2.3", "9;1")
     ),
-    ("data.split='0,0'", "data.split: split '0,0' gives nothing to any split"),
+    ("data.split='0,0'", "data.split: split '0,0' leaves every split empty"),
     ("model.n_layers=10000000000", "model.n_layers: Input should be less than or equal to 10000"),
     ("optimizer.betas=0.9", "optimizer.betas: a list is wanted, such as ["),
 ]

@@ -232,6 +232,6 @@ def test_what_cannot_be_is_refused(environment: dict[str, str], problem: str) ->
 def test_promised_devices(promised: str, n_seen: int, shown: str, are_there: bool) -> None:
     visible = {"CUDA_VISIBLE_DEVICES": shown} if shown else {}
     refuse_missing_devices(0, visible)  # nothing was promised
-    says = f"^{socket.gethostname()}: {promised} GPUs were promised, and torch sees {n_seen}"
+    says = f"^{socket.gethostname()}: expected {promised} GPUs, but torch sees {n_seen}"
     with nullcontext() if are_there else pytest.raises(LaunchError, match=says):
         refuse_missing_devices(n_seen, {"TRAINYARD_DEVICES": promised} | visible)

@@ -84,9 +84,9 @@ def test_what_slurm_refuses(
 ) -> None:
     path = script(tmp_path, "true", option)
     answer = submit_there(machines, path)
-    assert answer.startswith(f"sbatch refuses {path}: sbatch: error: "), answer
+    assert answer.startswith(f"sbatch rejected {path}: sbatch: error: "), answer
     assert said in answer
-    assert "hint: its options are the first lines of that script" in answer
+    assert "hint: its options are at the top of that script" in answer
 
 
 @pytest.mark.exhaustive

@@ -216,10 +216,10 @@ def refuse_missing_devices(n_seen: int, environment: Mapping[str, str] = os.envi
     is_own = n_seen == 1 and any(name in environment for name in VISIBLE)
     if promised is not None and n_seen < promised and not is_own:
         raise LaunchError(
-            f"{socket.gethostname()}: {promised} GPUs were promised, and torch sees {n_seen}",
-            "a driver or container without GPUs (--nv, --rocm), a torch built for others, an "
-            "option of the scheduler, or gpu and devices_per_node of the cluster file; "
-            "see with: trainyard doctor",
+            f"{socket.gethostname()}: expected {promised} GPUs, but torch sees {n_seen}",
+            "check the driver, the container's GPU option (--nv, --rocm), the torch build, the "
+            "scheduler options, and gpu and devices_per_node of the cluster file; "
+            "diagnose with: trainyard doctor",
         )
 
 
@@ -292,7 +292,7 @@ def _read_place(environment: Mapping[str, str], names: _Names) -> Process:
         if not value < limit:
             raise LaunchError(
                 f"{below}={environment[below]} contradicts {above}={environment[above]}",
-                "ranks are numbered from 0, below their count: let the launcher set all of these",
+                "ranks count from 0 and are less than their number: let the launcher set these",
             )
     return Process(rank, n_ranks, local_rank, n_local_ranks)
 

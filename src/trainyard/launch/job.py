@@ -101,20 +101,20 @@ def check_job(job: Job, devices_per_node: int) -> None:
     launch, ranks = job.cluster.launch, job.n_ranks_per_node
     if ranks > devices_per_node:
         raise LaunchError(
-            f"{ranks} ranks a node, and a node has {devices_per_node} devices",
-            "one rank for each device at most; or is devices_per_node of the cluster file wrong?",
+            f"{ranks} ranks per node, but a node has {devices_per_node} devices",
+            "use at most one rank per device, or correct devices_per_node in the cluster file",
         )
     if launch.scheduler == "local" and job.n_nodes > 1:
         raise LaunchError(
-            f"{job.n_nodes} nodes, and the scheduler of this cluster is this machine alone",
-            "--nodes 1; or a cluster with a scheduler, or with hosts (trainyard show cluster ssh)",
+            f"{job.n_nodes} nodes, but this cluster is only this machine",
+            "--nodes 1, or a cluster with a scheduler or hosts (trainyard show cluster ssh)",
         )
     if launch.scheduler in ("mpi", "ssh"):
         _check_hosts(job)
     if launch.cpu_lists and len(launch.cpu_lists) < ranks:
         raise LaunchError(
-            f"cpu_lists has {len(launch.cpu_lists)} lists for {ranks} ranks of a node",
-            "one list for each rank of a node, or none at all",
+            f"cpu_lists has {len(launch.cpu_lists)} lists for {ranks} ranks per node",
+            "give one list per rank of a node, or none",
         )
     if launch.start == "torchrun":
         _check_torchrun(job)
@@ -133,32 +133,32 @@ def check_programs(job: Job) -> None:
     if not any(shutil.which(each) for each in choices):
         raise LaunchError(
             f"there is no {choices[-1]} here, which the scheduler {launch.scheduler} needs",
-            "start this on a login node of the cluster; --dry-run writes the script anywhere",
+            "run this on a login node of the cluster; --dry-run prints the script anywhere",
         )
     is_file = job.image.startswith("/")
     if launch.container.runtime != "none" and is_file and not os.path.lexists(job.image):
         raise LaunchError(
             f"there is no image {job.image}",
-            "build or copy it there, or name another: --image, or image in [launch.container]",
+            "build or copy it there, or set another: --image, or image in [launch.container]",
         )
 
 
 def _check_names(job: Job) -> None:
     if not NAME.fullmatch(job.name):
         raise LaunchError(
-            f"{job.name!r} is no name for a job",
-            "letters, digits and . _ -, and it begins with a letter or digit",
+            f"{job.name!r} is not a job name",
+            "use letters, digits and . _ -, with a letter or digit first",
         )
     path = str(job.folder)
     if job.cluster.launch.scheduler == "slurm" and "\\" in path:
         raise LaunchError(
-            f"Slurm cannot write its log below {path}: there is a backslash in it",
+            f"Slurm cannot write its log below {path}: the path has a backslash",
             "start in a folder without one",
         )
     if job.cluster.launch.scheduler == "pbs" and not re.fullmatch(r"[\w./+@=-]+", path):
         raise LaunchError(
-            f"PBS cannot write its log below {path}: there is a space or a special character in it",
-            "start in a folder whose path has letters, digits and . _ - + @ = alone",
+            f"PBS cannot write its log below {path}: the path has a space or a special character",
+            "start in a folder whose path has only letters, digits and . _ - + @ =",
         )
 
 
@@ -169,8 +169,8 @@ def _check_hosts(job: Job) -> None:
         raise LaunchError(f"hosts names {twice} twice", "name each host once")
     if len(launch.hosts) < job.n_nodes:
         raise LaunchError(
-            f"hosts names {len(launch.hosts)}, and --nodes asks for {job.n_nodes}",
-            'name them in a cluster file: [launch] hosts = ["n1", "n2"]; or --hosts n1,n2',
+            f"hosts has {len(launch.hosts)}, but --nodes is {job.n_nodes}",
+            'list them in a cluster file: [launch] hosts = ["n1", "n2"]; or --hosts n1,n2',
         )
 
 
@@ -178,14 +178,14 @@ def _check_torchrun(job: Job) -> None:
     launch = job.cluster.launch
     if launch.scheduler != "slurm":
         raise LaunchError(
-            f'start = "torchrun" is for Slurm, and the scheduler is {launch.scheduler}',
-            'start = "tasks"',
+            f'start = "torchrun" needs Slurm, but the scheduler is {launch.scheduler}',
+            'set start = "tasks"',
         )
     if launch.cpu_lists or launch.device_variable:
         field = "cpu_lists" if launch.cpu_lists else "device_variable"
         raise LaunchError(
-            f'{field} is for one task a rank, and start = "torchrun" has one a node',
-            f'start = "tasks", or leave out {field}',
+            f'{field} needs one task per rank, but start = "torchrun" has one per node',
+            f'set start = "tasks", or omit {field}',
         )
 
 
@@ -195,22 +195,22 @@ def _check_container(job: Job) -> None:
     if container.runtime == "none":
         if container.image:
             raise LaunchError(
-                f"the image {container.image} needs a runtime, and the cluster file names none",
-                '[launch.container] runtime = "apptainer", "singularity" or "pyxis"',
+                f"the image {container.image} needs a runtime, but the cluster file sets none",
+                'set runtime in [launch.container] to "apptainer", "singularity" or "pyxis"',
             )
         return
     if not container.image:
         raise LaunchError(
-            f"{container.runtime} needs an image, and none is named",
-            "--image, or image in [launch.container]; it needs Trainyard and torch in it",
+            f"{container.runtime} needs an image, but none is set",
+            "set --image, or image in [launch.container], to one with Trainyard and torch",
         )
     if re.search("[,:]", str(job.project)):
         raise LaunchError(
-            f"{job.project} cannot be mounted: there is a comma or a colon in it",
+            f"{job.project} cannot be mounted: the path has a comma or a colon",
             "start in a folder without them",
         )
     if container.runtime == "pyxis" and launch.scheduler != "slurm":
         raise LaunchError(
-            f"pyxis is a part of Slurm, and the scheduler is {launch.scheduler}",
-            '[launch.container] runtime = "apptainer"',
+            f"pyxis needs Slurm, but the scheduler is {launch.scheduler}",
+            'set runtime = "apptainer" in [launch.container]',
         )

@@ -54,7 +54,7 @@ def hold(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[list[int]
     except OSError as error:
         raise MachineError(
             f"{path} cannot be written: {error.strerror}",
-            "start where the disk has room and you may write",
+            "start in a writable folder with free disk space",
         ) from error
     try:
         _lock(file, itself, folder, wait_seconds)
@@ -103,7 +103,7 @@ def _lock(file: int, itself: int, folder: Path, wait_seconds: float) -> None:
             if error.errno not in CANNOT_LOCK:
                 raise
             logger.warning(
-                "the file system of %s has no locks: see that no other job trains there", folder
+                "the file system of %s has no locks: make sure no other job trains there", folder
             )
             break
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -107,7 +107,7 @@ class Restarts:
 
 
 def note_refusal(folder: Path, start: str | None, exit_code: int) -> None:
-    """Leaves word in the run folder where a start ended for good, for the script that started it.
+    """Records in the run folder that a start ended for good, for the script that started it.
 
     A launcher ends the other ranks when one has ended, and may tell the script of those alone.
 
@@ -122,6 +122,6 @@ def note_refusal(folder: Path, start: str | None, exit_code: int) -> None:
 
 
 def _refusal(problem: str, exit_code: int) -> GuardError:
-    error = GuardError(problem, "what each of them ended with is above; then start it yourself")
+    error = GuardError(problem, "see how each attempt ended above, fix that, then start it again")
     error.exit_code = exit_code
     return error

@@ -108,15 +108,15 @@ def refuse_second(folder: Path) -> None:
         job = ask_scheduler(submission) if submission else None
     if submission and job and job.phase in ("waiting", "running"):
         raise LaunchError(
-            f"{folder} has job {submission.job} on {submission.cluster} already: {job.text}",
-            f"wait for its end, end it ({end_command(submission)}), or launch under another name: "
-            "name=NAME",
+            f"{folder} already has job {submission.job} on {submission.cluster}: {job.text}",
+            f"wait until it ends, cancel it ({end_command(submission)}), or launch under another "
+            "name: name=NAME",
         )
     holder = find_holder(folder)
     if holder:
         raise LaunchError(
             f"{folder} is in use: {holder}",
-            "wait for its end, end it, or launch under another name: name=NAME",
+            "wait until it ends, cancel it, or launch under another name: name=NAME",
         )
 
 

@@ -78,8 +78,8 @@ def submit(script: Path, scheduler: str, after: Sequence[str] = ()) -> str:
     job = said[-1].partition(";")[0] if said else ""
     if not JOB_ID.fullmatch(job):
         raise LaunchError(
-            f"{program} {script} answered {job!r}, which is no job id",
-            f"see with {LISTERS[scheduler]} whether the job is there",
+            f"{program} {script} returned {job!r}, which is not a job id",
+            f"check with {LISTERS[scheduler]} whether the job exists",
         )
     return job
 
@@ -112,7 +112,7 @@ def write_submission(folder: Path, submission: Submission) -> None:
         new.replace(path)
     except OSError as error:
         raise MachineError(
-            f"{path} cannot be written: {error.strerror}", "launch where you may write"
+            f"{path} cannot be written: {error.strerror}", "launch in a writable folder"
         ) from None
 
 
@@ -176,13 +176,13 @@ def _ask(argv: Sequence[str], script: Path) -> str:
     except subprocess.TimeoutExpired:
         raise LaunchError(
             f"{program} has not answered within {ANSWER_SECONDS:g} s",
-            "the scheduler may be down; see whether the job has come through before you try again",
+            "the scheduler may be down; check whether the job exists before you try again",
         ) from None
     if done.returncode != 0:
         said = " ".join((done.stderr or done.stdout).split()) or "without saying why"
         raise LaunchError(
-            f"{program} refuses {script}: {said}",
-            "its options are the first lines of that script: they come from the cluster file, "
+            f"{program} rejected {script}: {said}",
+            "its options are at the top of that script: they come from the cluster file, "
             "--account, --partition, --time and --nodes",
         )
     return done.stdout
