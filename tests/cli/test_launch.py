@@ -259,8 +259,8 @@ def test_a_run_that_has_a_job(project: Path, state: str, is_refused: bool) -> No
         run(*small(project))
     assert (project / "said").read_text().count("job.sh") == 1 + (not is_refused)
     if caught:
-        assert caught.value.problem.endswith(f"small has job 4712 on own.toml already: {state}")
-        assert "end it (scancel 4712), or launch under another name" in caught.value.hint
+        assert caught.value.problem.endswith(f"small already has job 4712 on own.toml: {state}")
+        assert "cancel it (scancel 4712), or launch under another name" in caught.value.hint
 
 
 def test_a_run_that_is_to_stay_down(project: Path) -> None:

@@ -87,8 +87,12 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
         ([*LUMI, "--measure", "3"], "--measure 3 needs --search", "--search --measure 3"),
         ([*LUMI, "--rank", "3"], "--rank 3 needs --simulate", "--simulate --rank 3"),
         (["--all-stages"], "--all-stages needs --simulate", ""),
-        (["--search", "--simulate"], "--search and --simulate are different", "one at a time"),
-        ([*LUMI, "--search", "--deadline", "1 day"], "--deadline are different", "one at a time"),
+        (["--search", "--simulate"], "--search and --simulate cannot be combined", "one at a time"),
+        (
+            [*LUMI, "--search", "--deadline", "1 day"],
+            "--deadline cannot be combined",
+            "one at a time",
+        ),
         (["--deadline", "1 day"], "--deadline needs devices", "--cluster"),
         ([*LUMI, "--deadline", "soon"], "--deadline 'soon' is not a duration", '"1 week"'),
         ([*LUMI, "--deadline", "0 days"], "--deadline '0 days' is not a duration", '"1 week"'),
@@ -99,7 +103,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
             "a longer deadline",
         ),
         (["--gpu", "t4", "--deadline", "1 day"], "no peak is known for products of T4", "fp16"),
-        (["--search"], "--search needs to know the devices", "--cluster"),
+        (["--search"], "--search needs devices", "--cluster"),
         ([*LUMI, "--storage", "fast"], "--storage 'fast' is not a list of GB/s", "5,20,100"),
         ([*LUMI, "--picture", "nowhere/plan.png"], "there is no folder nowhere", "make it"),
         (

@@ -116,7 +116,7 @@ def test_an_answer_that_is_no_job_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(
-        LaunchError, match=r"sbatch .*job\.sh answered 'welcome .*', which is no job"
+        LaunchError, match=r"sbatch .*job\.sh returned 'welcome .*', which is not a job"
     ):
         submit(tmp_path / "job.sh", "slurm")
     sbatch.write_text('#!/bin/sh\necho "a line of a site"\necho "4711;lumi"\n')
