@@ -110,7 +110,7 @@ def test_several_outputs_are_listed(folder: Path) -> None:
         ("json_key = 3", "json_key: Input should be a valid string (got 3)  [web.toml]"),
         (
             'inputs = "in"',
-            'inputs: a list is wanted, such as ["a", "b"] or [1, 2] (got \'in\')  [web.toml]',
+            'inputs: must be a list, such as ["a", "b"] or [1, 2] (got \'in\')  [web.toml]',
         ),
         ("files_per_output = -1", "files_per_output: Input should be greater than or equal to 0"),
     ],

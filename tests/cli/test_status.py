@@ -138,7 +138,7 @@ def test_by_name(
     (tmp_path / "runs").mkdir()
     write_run_folder(tmp_path / "runs" / "tiny", run_lines())
     monkeypatch.chdir(tmp_path)
-    assert status(Path("tiny"), capsys).startswith("tiny: not running, and it did not say why")
+    assert status(Path("tiny"), capsys).startswith("tiny: not running, reason unknown")
 
 
 def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

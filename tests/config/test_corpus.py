@@ -84,9 +84,9 @@ PROBLEMS = [
         HEAD + 'special_tokens = "drop"',
         "special_tokens: Input should be 'text' or 'parse' (got 'drop')",
     ),
-    (step('kind = "keep"\nfield = "a"'), "steps.0.keep.values: is needed here"),
+    (step('kind = "keep"\nfield = "a"'), "steps.0.keep.values: required field is missing"),
     (step('kind = "keep"\nfield = "a"\nvalues = []'), "steps.0.keep.values: "),
-    (step('kind = "keep"\nvalues = ["a"]'), "steps.0.keep.field: is needed here"),
+    (step('kind = "keep"\nvalues = ["a"]'), "steps.0.keep.field: required field is missing"),
     (
         step('kind = "normalize"\nform = "NFD"'),
         "steps.0.normalize.form: Input should be 'NFC' or 'NFKC'",

@@ -58,12 +58,12 @@ def render(job: Job) -> str:
 
 
 TRAPS = (
-    "# Stopped by a person: the ranks save. A group of their own keeps Ctrl-C from them.",
+    "# Stopped by a person: the ranks save. Their own process group keeps Ctrl-C from them.",
     "set -m",
     "trap 'is_ended=yes; kill -USR1 \"$step\"' INT TERM USR1",
 )
 AGAIN = (
-    "# By a new start of this script, on hosts that are not bad.",
+    "# Start this script again, on hosts that are not bad.",
     "sleep 1",
     'TRAINYARD_START=$((start + 1)) exec bash "$0"',
 )
@@ -83,7 +83,7 @@ def choose_hosts(job: Job) -> list[str]:
     """Sets $hosts to as many as the job has nodes, without those that failed twice."""
     return [
         "",
-        "# Those that failed twice are excluded; the last ones are spares.",
+        "# Hosts that failed twice are excluded; the last ones are spares.",
         "hosts=()",
         f"for host in {quote(*job.cluster.launch.hosts)}; do",
         "  name=${host#*@}",
@@ -101,7 +101,7 @@ def meeting_point() -> list[str]:
     """Sets where the ranks meet, and what tells this start from others."""
     return [
         "",
-        "# Where the ranks meet.",
+        "# Rendezvous of the ranks.",
         'export MASTER_ADDR="${hosts[0]#*@}" MASTER_PORT=$((12000 + RANDOM % 18000))',
         'export TRAINYARD_JOB="${job//[^A-Za-z0-9]/_}-$start"',
     ]
@@ -114,7 +114,7 @@ def rank(job: Job) -> list[str]:
     binds = launch.mpiexec != "pals" and taskset(job, local_rank)
     return [
         "",
-        "# What each rank runs.",
+        "# The program of each rank.",
         *heredoc(
             "rank",
             [
@@ -137,7 +137,7 @@ def mpiexec(job: Job) -> list[str]:
         words.insert(2, quote(*own))
     return [
         "",
-        "# How they are started: start_ranks N PER_NODE COMMAND ..",
+        "# Start the ranks: start_ranks N PER_NODE COMMAND ..",
         f"mpiexec=$({' || '.join(f'command -v {name}' for name in MPIEXECS[launch.mpiexec])})",
         "start_ranks() {",
         "  local n=$1 per_node=$2 host",

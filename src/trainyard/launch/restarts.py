@@ -5,7 +5,7 @@
     1          step-00000040       restart 1 of 3                fails: it is progress to come here
     2          step-00000040       restart 2 of 3                fails
     3          step-00000040       restart 3 of 3                fails
-    4                              refused: exit code 93, somebody has to look
+    4                              refused: exit code 93, needs attention
 
 Below torchrun each start is a new process. So the count is in RUN_FOLDER/logs/restarts.json:
 

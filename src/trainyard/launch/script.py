@@ -67,7 +67,7 @@ def head(job: Job, by_hand: str) -> list[str]:
         "#!/bin/bash -l" if job.cluster.launch.scheduler == "pbs" else "#!/bin/bash",
         f"# {job.name}: {what}. Made by",
         f"#     {hide_secrets(re.sub(rf'({CONTROL}| )+', ' ', job.made_by))}",
-        "# Started again by hand it goes on where the run stopped:",
+        "# Started again by hand, it continues the run:",
         f"#     {by_hand}",
     ]
 
@@ -87,16 +87,16 @@ def beginning(job: Job) -> list[str]:
     if not job.is_stage and job.cluster.launch.scheduler != "local":
         lines.append(f"folder={quote(job.run_folder)}")
     if job.cluster.launch.setup:
-        lines += ["", "# Of the cluster.", *job.cluster.launch.setup]
+        lines += ["", "# Setup of the cluster.", *job.cluster.launch.setup]
     if job.needs:
         lines += [
             "",
-            "# Made by the stages before.",
+            "# Made by earlier stages.",
             "for file in \\",
             *(f"  {quote(each)} \\" for each in job.needs[:-1]),
             f"  {quote(job.needs[-1])}",
             "do",
-            '  [ -e "$file" ] || { echo "error: $file is not there: is its stage done?"; exit 2; }',
+            '  [ -e "$file" ] || { echo "error: $file is missing: is its stage done?"; exit 2; }',
             "done",
         ]
     return lines
@@ -121,12 +121,12 @@ def variables(job: Job) -> list[str]:
 def caches(job: Job) -> list[str]:
     """Sets the folders of compiled kernels; TRAINYARD_JOB differs between starts."""
     return [
-        "# Compiled kernels stay on the node's own disk, new with each start: no stale lock.",
+        "# Compiled kernels go to the node's local disk, in a new folder per start: no stale lock.",
         f'caches={quote(job.cluster.launch.scratch)}/trainyard-"$TRAINYARD_JOB"',
-        "# Code is loaded from there: the folder must be this user's own.",
+        "# Code is loaded from there: this user must own the folder.",
         'mkdir -p -m 700 "$caches"',
         'if [ ! -O "$caches" ] || [ -L "$caches" ]; then',
-        '  echo "error: $HOSTNAME: $caches belongs to another user, or cannot be made" >&2',
+        '  echo "error: $HOSTNAME: $caches belongs to another user, or cannot be created" >&2',
         "  exit 2",
         "fi",
         'mkdir -p "$caches/miopen"',
@@ -200,14 +200,14 @@ FUNCTIONS = r"""
 # A line for `trainyard status`.
 tell() { echo "$(date -u +%Y-%m-%dT%H:%M:%SZ) $*" >> "$folder/starts.log"; }
 
-# What an earlier start left would be taken for this one's.
+# Files of an earlier start must not be taken for this one's.
 begin() {
   mkdir -p "$folder/logs" && touch "$folder/logs/started" && rm -f "$folder/outcome.json" && return
   echo "error: $(hostname) cannot write to $PWD/$folder" >&2
   exit 2
 }
 
-# Three starts in a row without a newer checkpoint are enough.
+# At most three starts in a row without a newer checkpoint.
 is_worth_it() {
   local count=0 before="" newest
   newest=$(find "$folder/checkpoints" -path '*/step-*/manifest.json' 2> /dev/null | sort)
@@ -218,7 +218,7 @@ is_worth_it() {
   [ "$count" -lt 3 ]
 }
 
-# Hosts on which a rank has died by itself in this start, as its parent process saw; lost ones.
+# Lost hosts, and hosts where a rank failed by itself in this start, as its parent recorded.
 failing_hosts() {
   local file
   cat "$folder/logs/lost_hosts" 2> /dev/null
@@ -228,7 +228,7 @@ failing_hosts() {
   done
 }
 
-# A host that fails twice is excluded from then on. Where several fail, it is not the host.
+# Exclude a host that fails twice. If several fail, the host is not the cause.
 blame() {
   local host
   host=$(failing_hosts | sort -u)
@@ -242,16 +242,16 @@ bad_hosts() { awk '$2 >= 2 { print $1 }' "$folder/bad_nodes" 2> /dev/null; }
 """
 
 VERDICT = r"""
-# What training itself said comes first: launchers end ranks, and have exit codes of their own.
+# Training's own exit code has priority: launchers end ranks, with exit codes of their own.
 said=$(sed -n 's/.*"exit_code": *\([0-9]*\).*/\1/p' "$folder/outcome.json" 2> /dev/null)
 said=${said:-$(cat "$folder/logs/refused-$TRAINYARD_JOB" 2> /dev/null)}
 rm -f "$folder/logs/refused-$TRAINYARD_JOB"
 code=${said:-$code}
-# Hydra may end with 0 once it has passed a signal on, however its ranks have ended.
+# Hydra may exit with 0 after it forwards a signal, however its ranks ended.
 if [ "$code" = 0 ] && [ -z "$said" ] && [ -n "$is_ended$is_warned" ]; then code=75; fi
 case $code in
   0) then=finish ;;
-  2 | 93 | 126 | 127) then=stay ;; # somebody has to look
+  2 | 93 | 126 | 127) then=stay ;; # needs attention
   *) then=requeue && blame ;;      # 75, or it was killed
 esac
 [ "$then" = requeue ] && [ -n "$is_ended" ] && then=cancelled

@@ -42,7 +42,7 @@ def _render_training(job: Job) -> list[str]:
     return [
         *head(job, quote("sbatch", job.script_path)),
         *_directives(job),
-        "# Before the time limit: save. After a node has failed: start again.",
+        "# Save before the time limit; requeue after a node failure.",
         f"#SBATCH --signal=B:USR1@{WARNING_SECONDS}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
@@ -63,19 +63,19 @@ def _render_training(job: Job) -> list[str]:
 
 
 CPUS = (
-    "# srun takes these from sbatch no more since Slurm 22.05.",
+    "# Since Slurm 22.05, srun no longer inherits these from sbatch.",
     'if [ -n "$SLURM_CPUS_PER_TASK" ]; then step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi',
 )
 AGAIN = (
     "local bad",
     "bad=$(bad_hosts | paste -sd,)",
-    "# Only a job in the queue takes nodes to leave out; it ends with SIGTERM to what runs here.",
+    "# Only a queued job accepts excluded nodes; requeueing sends SIGTERM to this script.",
     "trap '' TERM",
     'scontrol requeue "$job" || return',
     '[ -z "$bad" ] || scontrol update JobId="$job" ExcNodeList="$bad"',
 )
 LOST = r"""
-# Nodes of the start before that are down now have failed under it.
+# Nodes of the previous start that are down now have failed during it.
 find_lost_nodes() {
   local last
   last=$(grep " start $job " "$folder/starts.log" 2> /dev/null | tail -n 1)
@@ -164,7 +164,7 @@ def _tasks(job: Job) -> list[str]:
     """What srun starts once for each rank."""
     return [
         "",
-        "# What each rank runs.",
+        "# The program of each rank.",
         *heredoc(
             "rank",
             [
@@ -189,17 +189,17 @@ def _torchrun(job: Job) -> list[str]:
     ]
     return [
         "",
-        "# Where the nodes meet: on the first one, at a port of this start.",
+        "# Rendezvous on the first node, at a port of this start.",
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "export MASTER_ADDR MASTER_PORT=$((12000 + (SLURM_JOB_ID + start) % 18000))",
         "",
-        "# What runs on each node.",
+        "# The program of each node.",
         *heredoc(
             "rank",
             [
                 *variables(job),
                 *caches(job),
-                "# Without it gloo's ranks look for those of the start before.",
+                "# Without it gloo's ranks look for those of the previous start.",
                 "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
                 f"exec {program(job, words)}",
             ],
@@ -213,7 +213,7 @@ def _step(job: Job) -> list[str]:
     nodes, each = f"--nodes={job.n_nodes}", f"--ntasks-per-node={n_tasks}"
     lines = [
         "",
-        "# How they are started: all end when one fails.",
+        "# Start the ranks: all end when one fails.",
         f"scratch={quote(launch.scratch)}",
         f"each_node=({nodes} --ntasks={job.n_nodes} --ntasks-per-node=1)",
         *_words(

@@ -37,7 +37,7 @@ def render(job: Job) -> str:
         *beginning(job),
         *variables(job),
         "",
-        "# What each rank runs.",
+        "# The program of each rank.",
         *heredoc(
             "rank",
             [
@@ -48,7 +48,7 @@ def render(job: Job) -> str:
             ],
         ),
         "",
-        "# On a host: its ranks, until the machine that started them is gone.",
+        "# On a host: run its ranks until the starting machine is gone.",
         'if [ "$1" = on-host ]; then',
         "  shift",
         f'  {remote} on-host "$@" -- bash -c "$rank"',
