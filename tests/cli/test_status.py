@@ -211,4 +211,4 @@ def test_jobs_of_a_real_slurm(slurm: Slurm, machines: Machines, folder: Path) ->
     slurm.run(["scancel", str(job), str(waits)])
     slurm.wait(job)
     assert state(job) == ("lost", "CANCELLEDn[1-2]")
-    assert state(999_999) == ("lost", "the scheduler does not know it any more")
+    assert state(999_999) == ("lost", "the scheduler no longer knows it")

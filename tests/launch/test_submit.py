@@ -152,9 +152,9 @@ def test_the_record_is_read_as_written(tmp_path: Path) -> None:
     assert describe_submission("run", found, Path("runs/run/job.log")) == (
         "job 4711 is submitted to lumi, 16 nodes\n"
         "    after prepare: job 4710\n"
-        "    trainyard status run       how it does\n"
-        "    tail -F runs/run/job.log   what it says\n"
-        "    touch runs/run/STOP        save, stop, and do not come again\n"
+        "    trainyard status run       show its status\n"
+        "    tail -F runs/run/job.log   follow its log\n"
+        "    touch runs/run/STOP        save, stop, and do not requeue\n"
         "    scancel 4711               end it"
     )
 

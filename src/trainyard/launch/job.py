@@ -1,4 +1,4 @@
-"""A job before it is a script: what is to run on how many nodes of which cluster, and its checks.
+"""A job before it becomes a script: command, nodes and cluster, with checks.
 
 There are two kinds. Training takes all nodes at once, a rank for each device, and comes back into
 the queue until the run is done. A stage of the data takes some nodes one by one, as an array of
@@ -29,63 +29,63 @@ IMAGE_ENDINGS = (".sif", ".sqsh", ".img")
 
 @dataclass(frozen=True)
 class Job:
-    """What a script is made of."""
+    """The inputs of a script."""
 
     name: str
-    """As the scheduler shows it."""
+    """Job name in the scheduler."""
     cluster: Cluster
     n_nodes: int
-    """For a stage of the data: how many nodes work at once, each in a task of its own."""
+    """For a data stage: number of nodes that work in parallel, each in its own task."""
     n_ranks_per_node: int
-    """1 for a stage of the data."""
+    """1 for a data stage."""
     arguments: Sequence[str]
-    """Of `trainyard`, for each rank or task."""
+    """Arguments of `trainyard`, for each rank or task."""
     folder: Path
-    """Of the run, absolute: PROJECT/runs/NAME; everything starts in PROJECT."""
+    """Absolute run folder: PROJECT/runs/NAME; jobs start in PROJECT."""
     made_by: str
     """The command that made the script."""
     is_stage: bool = False
-    """A stage of the data."""
+    """Whether it is a data stage."""
     needs: Sequence[str] = ()
-    """Files that must be there when it starts, because an earlier stage makes them."""
+    """Files from earlier stages that must exist when it starts."""
 
     @property
     def n_ranks(self) -> int:
-        """All of them."""
+        """Total number of ranks."""
         return self.n_nodes * self.n_ranks_per_node
 
     @property
     def project(self) -> Path:
-        """Where it starts: paths of the run file count from here."""
+        """Its working folder: paths of the run file are relative to it."""
         return self.folder.parents[1]
 
     @property
     def run_folder(self) -> str:
-        """The run folder as it is named from there."""
+        """The run folder relative to `project`."""
         return str(self.folder.relative_to(self.project))
 
     @property
     def image(self) -> str:
-        """Of its container; a file by its whole path, since pyxis takes `x.sqsh` for a name."""
+        """Container image; a file by its absolute path, since pyxis takes `x.sqsh` for a name."""
         image = self.cluster.launch.container.image
         is_file = image.startswith(("/", "./")) or image.endswith(IMAGE_ENDINGS)
         return str(self.project / image) if is_file else image
 
     @property
     def mounts(self) -> Sequence[str]:
-        """Of its container, beside the folder of the launch."""
+        """Mounts of its container, besides the launch folder."""
         launch = self.cluster.launch
         own = launch.prepare.mounts if self.is_stage else None
         return launch.container.mounts if own is None else own
 
     @property
     def script_path(self) -> Path:
-        """Where its script belongs."""
+        """Path of its script."""
         return self.folder / "jobs" / f"{self.name}.sh" if self.is_stage else self.folder / "job.sh"
 
 
 def check_job(job: Job, devices_per_node: int) -> None:
-    """Refuses a job that could not start, or would start as something else.
+    """Rejects a job that cannot start, or would start with other settings.
 
     Args:
         job: what is to run.
@@ -121,7 +121,7 @@ def check_job(job: Job, devices_per_node: int) -> None:
 
 
 def check_programs(job: Job) -> None:
-    """Refuses to go on where the programs that start a job are not.
+    """Rejects a machine without the programs that start a job.
 
     Raises:
         LaunchError: names the program.

@@ -1,4 +1,4 @@
-"""One run folder, one job: whoever comes second is refused and told who holds it.
+"""One job per run folder: a second one is rejected with the name of the holder.
 
 The lock is the kernel's (flock) on the open file RUN_FOLDER/lock, and on the folder, in case that
 file is removed; NFS locks no folders. It lasts for as long as any process has them open: the one
@@ -65,7 +65,7 @@ def hold(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[list[int]
 
 
 def find_holder(folder: Path) -> str | None:
-    """Says who trains in a run folder; empty when nobody does, None where it cannot be known."""
+    """Returns the holder of a run folder; empty if free, None if unknown."""
     for path in (folder / "lock", folder):
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -74,7 +74,7 @@ def find_holder(folder: Path) -> str | None:
         except OSError:
             return None
         try:
-            # Held for no longer than this; a run that is about to start waits ten seconds for it.
+            # Held only briefly; a starting run waits ten seconds for it.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return _read_holder(descriptor)

@@ -1,4 +1,4 @@
-"""How often a run is started again by itself: as long as its checkpoints get newer, else 3 times.
+"""Automatic restarts of a run: unlimited while checkpoints get newer, else at most 3.
 
     start      newest checkpoint   starts without a newer one
     0          none                                              fails
@@ -29,7 +29,7 @@ logger = logging.getLogger("trainyard")
 
 LIMIT = 3
 FINAL_CODES = (2, EXIT_HOLD)
-"""Starting again would not help."""
+"""A restart would not help."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Record:
     """Step of the newest complete checkpoint at the last start."""
     without_progress: int = 0
     exit_code: int | None = None
-    """What the last start ended with, where that was for good."""
+    """Exit code of the last start, if final."""
 
 
 class Restarts:
@@ -53,7 +53,7 @@ class Restarts:
         self._checkpoints = folder / "checkpoints"
 
     def begin(self, attempt: int) -> None:
-        """Counts a start, for the process that supervises rank 0; says so from the second on.
+        """Counts a start, for the process that supervises rank 0; logs it from the second on.
 
         Args:
             attempt: 0 for the first start of a job.
@@ -67,7 +67,7 @@ class Restarts:
             return
         before, newest = self._read(), self._newest()
         if before.exit_code is not None:
-            problem = f"the run ended with code {before.exit_code}, and is not started again"
+            problem = f"the run ended with code {before.exit_code} and is not restarted"
             raise _refusal(problem, before.exit_code)
         has_progress = newest is not None and newest > (
             -1 if before.newest is None else before.newest
@@ -80,7 +80,7 @@ class Restarts:
         logger.warning("restart %d of %d: from %s", count, LIMIT, place)
 
     def end(self, exit_code: int) -> None:
-        """Remembers how a start ended, for a launcher that starts again whatever it was."""
+        """Records how a start ended, for a launcher that restarts on any exit code."""
         if exit_code in FINAL_CODES:
             self._write(replace(self._read(), exit_code=exit_code))
 

@@ -1,4 +1,4 @@
-"""A worker's first moments, before it imports anything slow: from here on its parent can watch it.
+"""The start of a worker, before slow imports: from here on its parent can watch it.
 
     python -m trainyard.launch.watched trainyard.train.worker runs/my-run --resume auto
 
@@ -19,8 +19,8 @@ from trainyard.launch.heartbeat import N_BYTES, STACK_SIGNAL, START_SECONDS, Hea
 
 
 def be_watched(process: Process) -> None:
-    """Lets the process that started this one see how it does."""
-    faulthandler.enable()  # a crash says where
+    """Lets the parent process watch this one."""
+    faulthandler.enable()  # a crash prints its stack
     if process.heartbeat is None:
         return
     os.lseek(process.heartbeat, N_BYTES, os.SEEK_SET)
