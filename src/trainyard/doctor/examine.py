@@ -177,10 +177,10 @@ def _examine_device(own: Examination, ranks: Ranks, order: Order, group: RankGro
 
 
 def _examine_folder(own: Examination, process: Process, order: Order, group: RankGroup) -> None:
-    """Tries the folder of the runs once on each machine; all ranks measure it at once."""
+    """Tests the folder of the runs once on each machine; all ranks measure it together."""
     group.enter("the folder of the runs", order.file_bytes / LEAST_BYTES_PER_SECOND)
     with ExitStack() as last:
-        # The first rank comes first and leaves last, so that it can remove what it had to make.
+        # Rank 0 enters first and leaves last, so that it can remove the folders it created.
         if process.rank == 0:
             folder = last.enter_context(filesystem.trial_folder(order.runs))
         group.wait()
@@ -200,7 +200,7 @@ def _examine_folder(own: Examination, process: Process, order: Order, group: Ran
 
 
 def _try_sharing(process: Process, runs: Path, group: RankGroup) -> list[Finding]:
-    """Looks on every machine for a file that the first rank has written and locked."""
+    """Looks on every machine for a file written and locked by rank 0."""
     found: list[Finding] = []
     with ExitStack() as stack:
         path = ""

@@ -1,7 +1,7 @@
 """The heartbeat of a worker: a few bytes of memory shared with its parent process.
 
-The parent makes the memory and hands down its file descriptor, `Process.heartbeat`. The worker
-writes what it does, and the parent reads it at any time. Neither ever waits for the other:
+The parent allocates the memory and passes its file descriptor, `Process.heartbeat`. The worker
+writes its phase, and the parent reads it at any time. Neither ever waits for the other:
 
     worker   heartbeat = Heartbeat(process.heartbeat, 1200.0)
              heartbeat.enter("data", 0)                     # count 1
@@ -9,12 +9,12 @@ writes what it does, and the parent reads it at any time. Neither ever waits for
     parent   reader = HeartbeatReader()
              reader.read()   HeartbeatState(count=2, step=0, phase="forward and backward", ..)
 
-A count that stands still for longer than the limit beside it is a worker that hangs. The bytes are
+A worker whose count does not change within its limit hangs. The bytes are
 
-    0 count   8 limit in seconds   16 step   20 phase   24 process id   28 who is to blame
+    0 count   8 limit in seconds   16 step   20 phase   24 process id   28 culprit
 
-and behind them come the stacks of the worker's threads, written by C code at each SIGUSR2: also
-while a thread holds Python's lock and nothing written in Python could run.
+followed by the stacks of the worker's threads, written by C code at each SIGUSR2, even while a
+thread holds Python's lock and no Python code can run.
 """
 
 from __future__ import annotations

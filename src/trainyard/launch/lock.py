@@ -1,10 +1,10 @@
 """One job per run folder: a second one is rejected with the name of the holder.
 
 The lock is the kernel's (flock) on the open file RUN_FOLDER/lock, and on the folder, in case that
-file is removed; NFS locks no folders. It lasts for as long as any process has them open: the one
-that took it, and its workers, which are handed it. So there is nothing to clean up after a kill or
-a crash, and no job starts while a worker of the last one lives. What is written in the file is for
-people and messages alone.
+file is removed; NFS does not lock folders. It lasts as long as any process has them open: the
+process that took it, and its workers, which inherit it. So a kill or a crash needs no cleanup, and
+no job starts while a worker of the last one lives. The content of the file is only for people and
+messages.
 """
 
 from __future__ import annotations

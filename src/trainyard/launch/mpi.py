@@ -1,11 +1,11 @@
 """Job scripts for hosts with an mpiexec and no scheduler, and the mpiexec line that PBS shares.
 
-    Open MPI    tells ranks their place in OMPI_COMM_WORLD_*; passes no variables on by itself
+    Open MPI    sets ranks in OMPI_COMM_WORLD_*; does not forward variables by itself
     MPICH       PMI_* and MPI_LOCALRANKID; also Intel MPI and others with Hydra
-    PALS        PMI_* and PMI_LOCAL_RANK, on HPE Cray machines; the only one that binds as we say
+    PALS        PMI_* and PMI_LOCAL_RANK, on HPE Cray machines; the only one with our CPU binding
 
-All end a job when a rank is killed; Hydra lets the others run on when one just fails, until their
-own parents notice (`launch/hang_reports.py`). A host that falls silent is noticed by none of them.
+All end a job when a rank is killed; if a rank only fails, Hydra lets the others continue until
+their own parents notice (`launch/hang_reports.py`). None of them notices a silent host.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ AGAIN = (
 
 
 def end(job: Job) -> list[str]:
-    """Tidies the nodes up, and comes again or says how it went."""
+    """Cleans up the nodes, and restarts or records the result."""
     caches = f'{quote(job.cluster.launch.scratch)}/trainyard-"$TRAINYARD_JOB"'
     return [
         f"(start_ranks {job.n_nodes} 1 rm -rf {caches}) 2> /dev/null",
@@ -80,7 +80,7 @@ def end(job: Job) -> list[str]:
 
 
 def choose_hosts(job: Job) -> list[str]:
-    """Sets $hosts to as many as the job has nodes, without those that failed twice."""
+    """Sets $hosts to one host per node, without hosts that failed twice."""
     return [
         "",
         "# Hosts that failed twice are excluded; the last ones are spares.",
@@ -98,7 +98,7 @@ def choose_hosts(job: Job) -> list[str]:
 
 
 def meeting_point() -> list[str]:
-    """Sets where the ranks meet, and what tells this start from others."""
+    """Sets the rendezvous of the ranks, and the id of this start."""
     return [
         "",
         "# Rendezvous of the ranks.",
@@ -108,7 +108,7 @@ def meeting_point() -> list[str]:
 
 
 def rank(job: Job) -> list[str]:
-    """Sets $rank, what mpiexec starts once for each rank."""
+    """Sets $rank, the program that mpiexec starts once per rank."""
     launch = job.cluster.launch
     local_rank = LOCAL_RANKS[launch.mpiexec]
     binds = launch.mpiexec != "pals" and taskset(job, local_rank)

@@ -1,13 +1,13 @@
-"""Job scripts for PBS: OpenPBS and PBS Professional, with whichever mpiexec is there.
+"""Job scripts for PBS: OpenPBS and PBS Professional, with any mpiexec.
 
-PBS differs from Slurm where it matters here:
+PBS differs from Slurm in these points:
 
-    it sends no signal before the time limit     the script tells training when it comes
-    what waits for an array starts               it looks for the files of the stage before it
-    even where a task has failed
-    a job comes back by -r y after a node has    after anything else the script does it: qrerun, or
-    failed                                       where that is not allowed a new job
-    it leaves out no nodes                       bad_nodes is for whoever reads it
+    no signal before the time limit              the script passes the end time to training
+    a job that waits for an array starts         it checks for the files of the earlier stage
+    even if a task has failed
+    -r y requeues a job only after a node        otherwise the script does: qrerun, or a new job if
+    failure                                      that is not allowed
+    it cannot exclude nodes                      bad_nodes is only for people to read
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Ranks on hosts that only ssh reaches: nothing stays behind, whoever dies first.
+"""Ranks on hosts reached only by ssh: no process is left behind, whichever dies first.
 
     on the first machine    python -m trainyard.launch.remote start .. -- n1 n2
     on each host            python -m trainyard.launch.remote on-host .. -- bash -c "$rank"
 
 The first one runs the program `ssh` for each host and keeps its standard input open. The other
-starts the ranks there, each with a place as torchrun tells it (RANK, WORLD_SIZE, ..), and reads:
+starts the ranks there, each with the variables of torchrun (RANK, WORLD_SIZE, ..), and reads:
 
-    USR1        a line with the name of a signal: to the ranks
-    (the end)   the first machine, or the way to it, is gone: the ranks save and end, or are ended
+    USR1        a line with the name of a signal: forwarded to the ranks
+    (the end)   the first machine, or the connection, is gone: the ranks save and end, or are killed
 
-ssh itself passes no signals on, and leaves its remote command running when it is killed. Where the
-process on a host is killed, the kernel tells its ranks to save and end.
+ssh itself does not forward signals, and leaves its remote command running when it is killed. If the
+process on a host is killed, the kernel signals its ranks to save and end.
 """
 
 from __future__ import annotations

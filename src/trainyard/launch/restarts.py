@@ -2,12 +2,12 @@
 
     start      newest checkpoint   starts without a newer one
     0          none                                              fails
-    1          step-00000040       restart 1 of 3                fails: it is progress to come here
+    1          step-00000040       restart 1 of 3                fails: a new checkpoint is progress
     2          step-00000040       restart 2 of 3                fails
     3          step-00000040       restart 3 of 3                fails
     4                              refused: exit code 93, needs attention
 
-Below torchrun each start is a new process. So the count is in RUN_FOLDER/logs/restarts.json:
+Under torchrun each start is a new process. So the count is in RUN_FOLDER/logs/restarts.json:
 
     {"newest": 40, "without_progress": 2, "exit_code": null}
 """

@@ -1,11 +1,11 @@
 """Job scripts for Slurm: one task for each rank, or one torchrun on each node.
 
-before the time limit     Slurm sends SIGUSR1 to this script alone; it asks the ranks to save,
-                          and brings the job back into the queue
-a node fails              Slurm itself brings the job back (--requeue)
-a rank fails              the step ends, and the script brings the job back: three times, unless
+before the time limit     Slurm sends SIGUSR1 only to this script; it asks the ranks to save,
+                          and requeues the job
+a node fails              Slurm itself requeues the job (--requeue)
+a rank fails              the step ends, and the script requeues the job: three times, unless
                           checkpoints got newer
-scancel, preemption       SIGTERM to the script as well: it leaves the job to Slurm
+scancel, preemption       SIGTERM also reaches the script: it leaves the job to Slurm
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainyard.launch.script import (
 )
 
 WARNING_SECONDS = 180
-"""Before the time limit; Slurm looks every 30 s."""
+"""Before the time limit; Slurm checks every 30 s."""
 
 
 def render(job: Job) -> str:
@@ -161,7 +161,7 @@ def _directives(job: Job) -> list[str]:
 
 
 def _tasks(job: Job) -> list[str]:
-    """What srun starts once for each rank."""
+    """The program that srun starts once per rank."""
     return [
         "",
         "# The program of each rank.",
@@ -178,7 +178,7 @@ def _tasks(job: Job) -> list[str]:
 
 
 def _torchrun(job: Job) -> list[str]:
-    """What srun starts once on each node; torchrun starts the ranks there, three times at most."""
+    """The program that srun starts once per node; torchrun restarts its ranks at most 3 times."""
     words = [
         "-m torch.distributed.run",
         f"--nnodes={job.n_nodes} --nproc-per-node={job.n_ranks_per_node} --max-restarts=3",
@@ -235,7 +235,7 @@ def _step(job: Job) -> list[str]:
 
 
 def _words(name: str, *groups: list[str]) -> list[str]:
-    """Puts words into an array, a line for each group, and for each word of the last one."""
+    """Defines an array, with one line per group, and one per word of the last group."""
     rows = [quote(*group) for group in groups[:-1]] + [quote(word) for word in groups[-1]]
     return [f"{name}=(", *(f"  {row}" for row in rows), ")"]
 

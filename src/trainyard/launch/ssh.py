@@ -1,7 +1,7 @@
-"""Job scripts for hosts that are reached by ssh alone, without a scheduler and without MPI.
+"""Job scripts for hosts reached only by ssh, without a scheduler or MPI.
 
-The script has two parts: on the first machine it starts itself on each host (`launch/remote.py`),
-and there, as `bash job.sh on-host`, it starts the ranks of that host.
+The script has two roles: on the first machine it starts itself on each host (`launch/remote.py`);
+there, as `bash job.sh on-host`, it starts the ranks of that host.
 """
 
 from __future__ import annotations

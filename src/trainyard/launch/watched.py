@@ -2,9 +2,9 @@
 
     python -m trainyard.launch.watched trainyard.train.worker runs/my-run --resume auto
 
-runs that module with those arguments as `python -m trainyard.train.worker ..` does. Importing torch
-takes seconds, and minutes where a thousand processes read it from one busy disk: a worker that
-hangs or crashes there is to be named as well.
+runs that module with those arguments like `python -m trainyard.train.worker ..`. Importing torch
+takes seconds, and minutes if a thousand processes read it from one busy disk: a worker that hangs
+or crashes there must be named as well.
 """
 
 from __future__ import annotations
