@@ -1,6 +1,6 @@
 """Builds one frozen `Run` from a preset, a run file and overrides; reports all problems at once.
 
-preset (shipped)  <  what `extends` names  <  run.toml  <  section.field=value
+preset (shipped)  <  the base in `extends`  <  run.toml  <  section.field=value
 """
 
 from __future__ import annotations

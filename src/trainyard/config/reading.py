@@ -1,7 +1,7 @@
 """Reads files from untrusted sources: only regular files, and only up to a size limit.
 
-A pipe would block, a device would never end, and a million brackets would end the interpreter: each
-becomes the error that its caller handles already, an OSError or a ValueError.
+A pipe would block, a device would never end, and a million brackets would crash the interpreter:
+each raises an error that callers already handle, an OSError or a ValueError.
 """
 
 from __future__ import annotations

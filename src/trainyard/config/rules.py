@@ -1,7 +1,7 @@
 """Rules across sections of a run: invalid combinations, the reasons, and the nearest fixes.
 
-Each rule gives one sentence with both values. What could be changed is then tried, nearest values
-first, and the first change that breaks no other rule is named:
+Each rule has a one-sentence message with both values. It then tries possible changes, nearest
+values first, and suggests the first one that breaks no other rule:
 
     model.n_heads=12 must be divisible by parallel.tensor=8 x parallel.context=1: a rank has whole
     heads; nearest that works: parallel.tensor=6

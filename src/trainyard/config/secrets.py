@@ -4,8 +4,8 @@
     hide("login with hf_abc", secrets)                   "login with ***"
     hide("get https://me:letmein@host/x?sig=1f", [])   "get https://***@host/x?sig=***"
 
-A run file is copied into the run folder, into every checkpoint and to Weights & Biases: one with a
-password in it is refused rather than changed.
+A run file is copied to the run folder, to every checkpoint and to Weights & Biases: one with a
+password is rejected, not changed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The only reader of environment variables: rank, number of ranks and rendezvous.
 
-Every launcher tells each process its place in variables of its own:
+Every launcher passes the rank to each process in its own variables:
 
     trainyard train --ranks 4    TRAINYARD_RANK, TRAINYARD_RANKS, and a file to meet in
     torchrun                     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, ..PORT
@@ -8,9 +8,9 @@ Every launcher tells each process its place in variables of its own:
     mpiexec of Open MPI          OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
     mpiexec of the others        PMI_RANK, PMI_SIZE, and one of several names for the local rank
 
-They are asked in this order, the innermost launcher first: below torchrun inside srun both sets are
-there and torchrun's is right, and mpiexec may use srun to reach the machines. A shell inside an
-allocation (salloc, sbatch) has variables of Slurm as well, but of no step: it is one process.
+They are checked in this order, the innermost launcher first: under torchrun inside srun both sets
+exist and torchrun's is right, and mpiexec may use srun to reach the machines. A shell inside an
+allocation (salloc, sbatch) also has Slurm variables, but none of a step: it is one process.
 """
 
 from __future__ import annotations

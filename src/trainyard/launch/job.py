@@ -1,8 +1,8 @@
 """A job before it becomes a script: command, nodes and cluster, with checks.
 
-There are two kinds. Training takes all nodes at once, a rank for each device, and comes back into
-the queue until the run is done. A stage of the data takes some nodes one by one, as an array of
-equal tasks that share the work among themselves.
+There are two kinds. Training takes all nodes at once, one rank per device, and is requeued until
+the run is done. A data stage takes nodes one by one, as an array of equal tasks that share the work
+among themselves.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The status of a job, from its scheduler and from the starts recorded in the run folder.
 
-The job script notes each of its starts in runs/NAME/starts.log, and each end that it lives to see:
+The job script logs each start, and each end unless it is killed, in runs/NAME/starts.log:
 
     2026-11-22T02:30:00Z start 4711 0 n[1-2]
     2026-11-22T04:29:00Z end 4711 75 requeue
@@ -10,9 +10,9 @@ The job script notes each of its starts in runs/NAME/starts.log, and each end th
     2026-11-22T06:50:00Z end 4711 75 requeue
     2026-11-22T06:50:01Z resubmitted 4711 4712
 
-is a job that was stopped and started again, then lost a node, then went on as a job with another
-number (PBS). Nodes that failed are counted in
-runs/NAME/bad_nodes, one `NODE COUNT` a line; from the second failure on they are excluded.
+is a job that was stopped and restarted, then lost a node, then continued under another job id
+(PBS). runs/NAME/bad_nodes counts failed nodes, one `NODE COUNT` per line; a node is excluded from
+the second failure on.
 """
 
 from __future__ import annotations

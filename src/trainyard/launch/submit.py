@@ -1,10 +1,10 @@
 """Submits a job script to its scheduler, and records the job in the run folder.
 
-    slurm           sbatch --parsable JOB.SH       answers 4711, or 4711;cluster
-    pbs             qsub JOB.SH                    answers 4711.server
-    local mpi ssh   bash JOB.SH                    here and now: nobody else is asked
+    slurm           sbatch --parsable JOB.SH       returns 4711, or 4711;cluster
+    pbs             qsub JOB.SH                    returns 4711.server
+    local mpi ssh   bash JOB.SH                    runs immediately, without a scheduler
 
-What was submitted is in runs/NAME/job.toml, for `trainyard status` to ask the scheduler about:
+runs/NAME/job.toml records the job, so that `trainyard status` can query the scheduler:
 
     cluster = "lumi"
     scheduler = "slurm"

@@ -1,15 +1,15 @@
 """The history of a run from its metrics: valid lines, repeated lines and events.
 
-A resumed run does again what its checkpoint did not hold, and so does one that goes back after a
-spike. Everything after the step it goes on from is abandoned:
+A resumed run repeats the steps after its checkpoint, and so does a run that rolls back after a
+spike. All lines after the step it continues from are abandoned:
 
-    row   line                       goes on from, later   is kept
+    row   line                       later resumed from    is kept
     0     train step 10, loss 9.1    10                    yes
-    1     train step 20, loss 8.0    10                    no: an abandoned way
+    1     train step 20, loss 8.0    10                    no: abandoned
           start step 10, resumed
     2     train step 20, loss 7.9    -                     yes
 
-A run of a million lines is held as columns of numbers, not as a million objects.
+Lines are stored as columns of numbers, not as a million objects.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 lock is held    outcome.json             the run
 yes             (of an earlier start)    is training
-no              there                    has ended, as it says
-no              not there                was killed, or lost its machine
-cannot tell     not there                is training if its metrics are young
+no              exists                   has ended, for the reason there
+no              missing                  was killed, or lost its machine
+unknown         missing                  is training if its metrics are recent
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     {"kind": "train", "time": 18.0, "step": 20, "tokens": 10240, "loss": 8.0, ...}
     {"kind": "tra
 
-The last line may be cut short, as a killed process leaves it, or as it is half written. Any other
-line that cannot be read is counted and skipped: a report of the rest is better than none.
+The last line may be incomplete, after a kill or during a write. Any other unreadable line is
+counted and skipped, so that the rest can be reported.
 """
 
 from __future__ import annotations

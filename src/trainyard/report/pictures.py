@@ -1,7 +1,7 @@
 """Finished drawings, as SVG for the page and as PNG for papers.
 
-One figure serves both: it is drawn in the colours of the light page. In the SVG each of these
-colours is replaced by a CSS variable of the page, so that the drawing turns with the dark mode.
+Both use one figure, drawn in the colours of the light page. The SVG replaces each of these colours
+with a CSS variable of the page, so that the drawing follows dark mode.
 """
 
 from __future__ import annotations

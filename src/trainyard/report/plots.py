@@ -1,7 +1,7 @@
 """Curves of one or several runs over the tokens consumed, with restarts and rollbacks marked.
 
-A curve of more points than a drawing can show is cut into stretches of equally many: the line is
-the mean of each, the band around it goes from the least to the greatest, so no spike is lost.
+A curve with too many points to draw is divided into intervals with equal numbers of points: the
+line is the mean of each, the band spans its minimum to maximum, so no spike is lost.
 """
 
 from __future__ import annotations

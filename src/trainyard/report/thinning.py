@@ -1,6 +1,6 @@
 """Reduces curves of any length to few points, without hiding spikes.
 
-Six points as three stretches of two:
+Six points as three intervals of two:
 
     x      1  2  3  4  5  6        x     1.5  3.5  5.5
     y      4  6  5  9  3  3        mean  5    7    3
