@@ -31,7 +31,7 @@ def test_every_stage_is_told_with_its_peak(capsys: pytest.CaptureFixture[str]) -
     assert "formulas" in text and "(+" in text
     assert "weights: embedding.weight" in text
     assert "pipeline send, 4 calls" in text
-    assert "FLOP a step" in text
+    assert "FLOP per step" in text
 
 
 def test_json_has_every_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,7 +177,7 @@ def test_a_run_without_a_test_split_needs_data(run_folder: Path, tmp_path: Path)
     error = call(evaluate, str(tmp_path / "run")).exception
     assert isinstance(error, ConfigError)
     assert "the run has no test split: data.split='100,0,0'" in str(error)
-    assert "hint: name held-out text with --data" in str(error)
+    assert "hint: pass held-out text with --data" in str(error)
 
 
 def test_a_text_can_be_evaluated_where_the_training_data_is_not(

@@ -197,7 +197,7 @@ def test_the_command_and_the_run_it_makes(gpt2, tmp_path, caplog):
     options = [str(tmp_path / "theirs"), "--output", str(tmp_path / "mine"), "--from", "megatron"]
     result = CliRunner().invoke(app, options)
     assert result.exit_code == 0, result.output
-    assert "weights alone, its optimizer starts afresh" in " ".join(result.output.split())
+    assert "weights only, without optimizer state" in " ".join(result.output.split())
     run = load_run(str(tmp_path / "mine" / "run.toml")).run
     assert run.description == "Imported from iter_0001000 of theirs."
     assert (run.model.init_std, run.model.dropout) == (0.006, 0.0)

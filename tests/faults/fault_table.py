@@ -89,7 +89,7 @@ TABLE: dict[str, Row] = {
     "segfault": everywhere(dies("was ended by SIGSEGV")),
     "SIGKILL": everywhere(dies("was ended by SIGKILL")),
     "SIGTERM": everywhere(STOPS, start=STOPS_EARLY, load=STOPS_EARLY),
-    "SIGSTOP": everywhere(hangs("stopped", "rank RANK is stopped and cannot say where it is")),
+    "SIGSTOP": everywhere(hangs("stopped", "rank RANK is stopped: no stack available")),
     "GIL held": everywhere(hangs(r"\w+", "in hold_python_lock")),
     "slow rank": everywhere(NOTHING),
     "NaN in a gradient": everywhere(
