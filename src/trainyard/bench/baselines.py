@@ -53,7 +53,7 @@ def refuse_peer(peer: str, run: Run, n_ranks: int) -> None:
         MachineError: it is not installed, or needs another machine.
     """
     if peer not in PEERS:
-        raise ConfigError(f"--against {peer!r} is no peer", f"known: {', '.join(PEERS)}")
+        raise ConfigError(f"--against {peer!r} is not a baseline", f"known: {', '.join(PEERS)}")
     package, remedy = PACKAGES.get(peer, ("torch", ""))
     if not _is_installed(package):
         raise MachineError(
@@ -66,12 +66,12 @@ def refuse_peer(peer: str, run: Run, n_ranks: int) -> None:
         )
     if run.precision.kind not in PRECISIONS:
         raise ConfigError(
-            f"precision.kind={run.precision.kind!r} is none of {peer}",
+            f"precision.kind={run.precision.kind!r} is not available in {peer}",
             f"one of {', '.join(PRECISIONS)}",
         )
     if peer == MEGATRON_CORE and not torch.cuda.is_available():
         raise MachineError(
-            f"--against {peer}: attention and optimizer of megatron-core take their memory from "
+            f"--against {peer}: attention and optimizer of megatron-core need "
             "an NVIDIA GPU, and this machine has none",
             f"--against {GPT2_TRANSFORMERS} and --against {PLAIN_TORCH} train on a CPU too",
         )

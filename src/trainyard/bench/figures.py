@@ -27,7 +27,7 @@ FORMULAS = {
     "tokens_per_second_per_device": "tokens of the timed steps / their time / ranks",
     "tflops_per_second_per_device": f"model FLOP a token ({FORMULA}) x tokens/s/device / 1e12",
     "model_flops_utilisation": "that / the device's peak for the precision",
-    "hardware_flops_utilisation": "the same with the products that parallel.recompute makes again",
+    "hardware_flops_utilisation": "the same with the matmuls that parallel.recompute repeats",
 }
 
 

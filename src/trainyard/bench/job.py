@@ -116,7 +116,7 @@ def parse_steps(text: str, warm_up: int | None) -> Steps:
         raise ConfigError(f"--steps {text} is not a range of steps, which count from 1", STEPS_HINT)
     if warm_up is not None:
         raise ConfigError(
-            f"--steps {text} begins after a warm-up of {first - 1}, and --warm-up says {warm_up}",
+            f"--steps {text} begins after a warm-up of {first - 1}, but --warm-up is {warm_up}",
             f"leave out --warm-up, or give --steps {last - first + 1}",
         )
     return Steps(first - 1, last - first + 1)

@@ -26,7 +26,7 @@ HOW_SPLIT = {
     "cuda": "events between the kernels; data wait is the device's",
 }
 HOW_COMMUNICATION = (
-    "share of each part in which the first rank only talks to others, from a trace of more steps; "
+    "share of each part in which the first rank only communicates, from a trace of more steps; "
     "waiting for a slower rank counts"
 )
 
@@ -180,7 +180,7 @@ def _rows(candidates: list[Any]) -> list[tuple[str, Callable[[Any], str]]]:
     ]
     for part in candidates[0]["split"]["milliseconds"]:
         rows.append((part, lambda c, part=part: _show_part(c["split"], part)))  # type: ignore[misc]
-    rows.append(("  what taking it apart costs", lambda c: f"{c['split']['overhead']:+.1%}"))
+    rows.append(("  overhead of the breakdown", lambda c: f"{c['split']['overhead']:+.1%}"))
     for name in candidates[0]["startup_seconds"]:
         title = "start in all" if name == "total" else f"start: {name}"
         rows.append((title, lambda c, name=name: f"{c['startup_seconds'][name]:.2f} s"))  # type: ignore[misc]
@@ -192,7 +192,7 @@ def _rows(candidates: list[Any]) -> list[tuple[str, Callable[[Any], str]]]:
 
 
 def _notes(record: Record) -> list[str]:
-    notes = [f"TFLOP/s and MFU: model FLOP by {FORMULA}; HFU: with what is recomputed"]
+    notes = [f"TFLOP/s and MFU: model FLOP by {FORMULA}; HFU: with recomputation"]
     if not record["machine"]["peak_flops_per_second"]:
         notes.append("MFU, HFU: the peak of this device is not known")
     for each in record["candidates"]:

@@ -38,7 +38,7 @@ def refuse_other_machines(machine: Machine, n_devices: int, process: Process) ->
         raise ConfigError(
             f"--measure times steps on this machine, which has {here.name}; the plan is for "
             f"{wanted}",
-            "run it there, or plan for the devices that are here: --cluster local",
+            "run it there, or plan for this machine's devices: --cluster local",
         )
     if process.n_ranks > 1 and process.n_ranks != n_devices:
         raise ConfigError(
@@ -47,7 +47,7 @@ def refuse_other_machines(machine: Machine, n_devices: int, process: Process) ->
         )
     if process.n_ranks == 1 and 0 < n_here < n_devices:
         raise ConfigError(
-            f"--measure wants {n_devices} devices, this machine has {n_here}",
+            f"--measure needs {n_devices} devices, this machine has {n_here}",
             f"start it on all nodes with srun, torchrun or mpiexec, or give --gpus {n_here}",
         )
 

@@ -82,7 +82,7 @@ DTYPES = {
     )
 }
 OLDER_IS_KEPT = (
-    "restore its files from a copy, or move the folder away: the one before it is then the newest"
+    "restore its files from a copy, or move the folder away to use the checkpoint before it"
 )
 _SEAL_START, _SEAL_END, _SEAL_BYTES = b'{"sha256": "', b'",', 78
 
@@ -194,7 +194,7 @@ class Manifest(Facts):
             for chunk in tensor.chunks:
                 file = chunk.file
                 if file not in needed:
-                    raise ValueError(f"tensor {name!r} is in {file!r}, not among the files")
+                    raise ValueError(f"tensor {name!r} is in {file!r}, which is not listed")
                 needed[file] += math.prod(chunk.shape) * DTYPES[tensor.dtype].itemsize
                 if needed[file] > self.files[file].n_bytes:
                     raise ValueError(
@@ -215,7 +215,7 @@ def grid_problem(tensor: StoredTensor) -> str:
     """Says why the chunks of a tensor do not fill its shape exactly; empty when they do."""
     n_dimensions = len(tensor.shape)
     if any(len(c.offset) != n_dimensions or len(c.shape) != n_dimensions for c in tensor.chunks):
-        return "a chunk has another number of dimensions"
+        return "a chunk has a different number of dimensions"
     if 0 in tensor.shape:
         is_whole = [chunk.shape for chunk in tensor.chunks] == [tensor.shape]
         return "" if is_whole else "an empty tensor must be one chunk of its whole shape"
@@ -235,7 +235,7 @@ def grid_problem(tensor: StoredTensor) -> str:
     if len(found) < len(tensor.chunks):
         return "two chunks overlap: they have the same offset"
     hole = next((corner for corner in itertools.product(*starts) if corner not in found), None)
-    return f"no chunk holds what begins at {list(hole)}" if hole else ""
+    return f"no chunk covers offset {list(hole)}" if hole else ""
 
 
 def render_manifest(manifest: Manifest) -> bytes:
@@ -357,7 +357,7 @@ def _parse_manifest(path: Path, raw: bytes) -> Manifest:
     found = hashlib.sha256(body).hexdigest()
     if raw[:_SEAL_BYTES] != _SEAL_START + found.encode() + _SEAL_END:
         raise CheckpointError(
-            f"{path} is damaged: its first line must give its checksum, {found}, "
+            f"{path} is damaged: its first line must be its checksum, {found}, "
             f"but reads {raw[:_SEAL_BYTES]!r}",
             OLDER_IS_KEPT,
         )

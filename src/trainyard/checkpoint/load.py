@@ -56,7 +56,7 @@ def complete_checkpoints(folder: Path) -> Iterator[Path]:
     for path in list_checkpoints(folder):
         problem = problem_of(path)
         if problem:
-            logger.warning("passing over %s: %s", path.name, problem)
+            logger.warning("skipping %s: %s", path.name, problem)
         else:
             yield path
 
@@ -238,7 +238,7 @@ def _check_shape(
     if not fits:
         raise CheckpointError(
             f"tensor {name!r} in {path} has shape {list(found)}; this run needs {list(wanted)}",
-            "the model section of the run must be that of the checkpoint: trainyard show prints it",
+            "the run's model section must match the checkpoint's: trainyard show prints it",
         )
 
 

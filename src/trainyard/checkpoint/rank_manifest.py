@@ -22,7 +22,7 @@ from trainyard.parallel.placement import Placement
 
 EXPECTED = (OSError, SafetensorError, MachineError)
 """What a disk can do to a save; anything else is a bug."""
-FREE_SPACE = "free space or quota on that disk; the checkpoints before this one are untouched"
+FREE_SPACE = "free space or quota on that disk; earlier checkpoints are untouched"
 
 
 class Failure(BaseModel):

@@ -24,17 +24,15 @@ FREE = (
     *("model.vocabulary_multiple", "precision.fp8.all_gather", "precision.fp8.emulate"),
 )
 REFUSED = {
-    "model.": "the weights have this shape, and learned with this dropout",
-    "data.": "it chooses other sequences, or another order of them",
-    "train.length": (
-        "the order of the data is drawn for the length asked, so another length is another order"
-    ),
-    "train.global_batch_size": "the step decides which data was seen",
-    "train.batch_ramp": "the step decides which data was seen",
-    "train.seed": "it decides the order of the data, and dropout",
-    "optimizer.": "the moments in the checkpoint were gathered with it",
+    "model.": "it fixes the weights' shapes and the dropout they were trained with",
+    "data.": "it changes the sequences, or their order",
+    "train.length": ("the data order depends on the length"),
+    "train.global_batch_size": "it decides which data each step sees",
+    "train.batch_ramp": "it decides which data each step sees",
+    "train.seed": "it decides the data order and dropout",
+    "optimizer.": "the checkpoint's moments were accumulated with it",
     "schedule.": "the learning rate would jump",
-    "precision.": "weights and moments were rounded by it",
+    "precision.": "weights and moments were rounded to it",
 }
 # Weights alone, before the first step: only what they are made of is settled.
 _SETTLED_AT_START = (
@@ -102,7 +100,7 @@ def check_resumable(
             )
     if refused:
         raise CheckpointError(
-            f"the checkpoint of step {manifest.step} is of another run:\n"
+            f"the checkpoint of step {manifest.step} belongs to another run:\n"
             + "\n".join(f"  {line}" for line in refused),
             "change these back, or start a run with another name; free to change: "
             + ", ".join(name.removesuffix(".") for name in FREE),

@@ -62,7 +62,7 @@ SHARD_LIMIT_BYTES = 2**30
 _ROOM_FOR_MANIFEST_BYTES = 2**20
 _PARTIAL = ".partial"
 _FAILURE = "failure.json"
-_RANK_0_KNOWS = "rank 0 failed, and says why"
+_RANK_0_KNOWS = "rank 0 failed; see its message"
 
 
 @dataclass(frozen=True)

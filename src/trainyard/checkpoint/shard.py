@@ -134,11 +134,11 @@ def read_header(path: Path) -> dict[str, Values]:
         if dtype is None or min(entry.shape, default=0) < 0:
             raise _malformed(path, f"{name!r} is {entry.dtype} {list(entry.shape)}")
         if not 0 <= start <= end <= size - 8 - n_bytes:
-            raise _malformed(path, f"{name!r} would lie at {start}:{end}, beyond its end")
+            raise _malformed(path, f"{name!r} is at {start}:{end}, beyond its end")
         if end - start != math.prod(entry.shape) * dtype.itemsize:
             raise _malformed(path, f"{name!r} has {end - start} bytes for {list(entry.shape)}")
         if start != filled:
-            raise _malformed(path, f"{name!r} begins at {start}, where {filled} is the next byte")
+            raise _malformed(path, f"{name!r} begins at {start}, not at the next byte, {filled}")
         filled = end
         found[name] = Values(path, dtype, entry.shape, 8 + n_bytes + start, end - start)
     if filled != size - 8 - n_bytes:
@@ -245,4 +245,4 @@ def _read_all(file: BinaryIO, piece: memoryview, start: int) -> None:
 
 
 def _malformed(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is no safetensors file: {why}", _TAKE_ANOTHER)
+    return CheckpointError(f"{path} is not a safetensors file: {why}", _TAKE_ANOTHER)

@@ -82,7 +82,7 @@ def check_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint
     for name, tensor in manifest.tensors.items():
         for chunk in tensor.chunks:
             if name in chunks[chunk.file]:
-                problems.append(f"{chunk.file} would hold two chunks of {name!r}")
+                problems.append(f"{chunk.file} is listed with two chunks of {name!r}")
             chunks[chunk.file][name] = (tensor.dtype, chunk)
 
     def problem_of(name: str) -> str:
@@ -90,7 +90,7 @@ def check_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint
         try:
             size, expected = regular_file_size(file), manifest.sizes[name]
             if size is None:
-                return f"{name} is missing, or is no ordinary file"
+                return f"{name} is missing or not a regular file"
             if size != expected:
                 return f"{name} has {size} bytes instead of {expected}"
             if manifest.tokenizer and name == TOKENIZER:
@@ -112,10 +112,10 @@ def _problems_of_folder(path: Path, manifest: Manifest) -> list[str]:
     problems = []
     step = step_of(path)
     if step is not None and step != manifest.step:
-        problems.append(f"{MANIFEST} is of step {manifest.step}, the folder is named for {step}")
+        problems.append(f"{MANIFEST} is for step {manifest.step}, the folder name for {step}")
     known = {MANIFEST, *manifest.sizes}
     problems += [
-        f"{entry.name!r} is no part of this checkpoint: nothing vouches for it"
+        f"{entry.name!r} is not part of this checkpoint: the manifest does not list it"
         for entry in sorted(path.iterdir())
         if entry.name not in known
     ]
@@ -152,7 +152,7 @@ def _problem_of_file(
     for tensor in sorted(holds.keys() | listed.keys()):
         if holds.get(tensor) != listed.get(tensor):
             return (
-                f"{name} does not hold what the manifest lists: of {tensor!r} it has "
+                f"{name} does not match the manifest: {tensor!r} is "
                 f"{_describe(holds.get(tensor))}, not {_describe(listed.get(tensor))}"
             )
     read(path.stat().st_size - sum(values.n_bytes for values in header.values()))
@@ -171,7 +171,7 @@ def _problem_of_file(
 
 
 def _describe(values: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
-    return f"{str(values[0]).removeprefix('torch.')} {list(values[1])}" if values else "nothing"
+    return f"{str(values[0]).removeprefix('torch.')} {list(values[1])}" if values else "absent"
 
 
 def _raise_if_any(path: Path, problems: list[str]) -> None:

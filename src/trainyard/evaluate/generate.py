@@ -39,11 +39,11 @@ class Sampling:
         """Refuses what cannot be sampled with."""
         if self.temperature != 0 and not 1e-4 <= self.temperature < float("inf"):
             raise ConfigError(
-                f"temperature {self.temperature} is neither 0 nor a number from 0.0001 up",
-                "0: greedy decoding, 1 samples as the model was trained",
+                f"temperature {self.temperature} is neither 0 nor at least 0.0001",
+                "0: greedy decoding; 1: sample as the model was trained",
             )
         if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed {self.seed} is not from 0 to 2^63 - 1", "take a smaller one")
+            raise ConfigError(f"seed {self.seed} is outside 0 to 2^63 - 1", "choose another")
         if self.top_k < 0:
             raise ConfigError(f"top_k {self.top_k} is below 0", "0 allows every token")
         if not 0 < self.top_p <= 1:
@@ -134,7 +134,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Te
     if logits.isnan().any():
         raise CheckpointError(
             "the model's scores are not numbers (NaN): its weights have diverged",
-            "use an earlier checkpoint; the loss in metrics.jsonl shows until when it was sound",
+            "use an earlier checkpoint; the loss in metrics.jsonl shows when it diverged",
         )
     if sampling.temperature == 0:
         return logits.argmax(-1)
@@ -159,7 +159,7 @@ def _checked_prompt(
     prompt_ids = prompt_ids or [eod_id or 0]
     if len(prompt_ids) > sequence_length:
         raise DataError(
-            f"the prompt has {len(prompt_ids)} tokens; the model reads {sequence_length}",
+            f"the prompt has {len(prompt_ids)} tokens; the model's limit is {sequence_length}",
             "shorten the prompt, or use a model with a larger model.sequence_length",
         )
     for place, token_id in enumerate(prompt_ids):

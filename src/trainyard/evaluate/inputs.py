@@ -47,7 +47,7 @@ class Trained:
         """
         if self.tokenizer is None:
             raise ConfigError(
-                f"the run in {self.checkpoint} has no tokenizer.path, so text is unknown to it",
+                f"the run in {self.checkpoint} has no tokenizer.path, so it cannot read text",
                 "set tokenizer.path in the run file before training; gpt2 ships with Trainyard",
             )
         return self.tokenizer

@@ -238,7 +238,7 @@ def _cut_windows(
     if not 1 <= stride <= sequence_length:
         raise DataError(
             f"stride {stride} is not between 1 and the model's sequence_length {sequence_length}",
-            "a smaller stride gives each token more to be predicted from, and takes longer",
+            "a smaller stride gives each token more context, and takes longer",
         )
     kept = sequence_length + 1 - stride  # read again by the next window, or last of this one
     held = np.array(first, np.int64)

@@ -155,7 +155,7 @@ def _read_legacy(file: IO[bytes]) -> tuple[Any, dict[str, tuple[int, int]]]:
     for key in PickleMachine().run(file):
         storage = machine.storages[key]
         if int.from_bytes(file.read(8), "little") != storage.n_values:
-            raise RefusedError(f"storage {key!r} in it has another length than it should")
+            raise RefusedError(f"storage {key!r} in it has the wrong length")
         begins[key] = (file.tell(), storage.n_values)
         file.seek(storage.n_values * ITEM_BYTES[storage.dtype], io.SEEK_CUR)
     return tree, begins

@@ -83,7 +83,7 @@ def _find_weights(folder: Path) -> dict[str, Values]:
         found = f"only {', '.join(pickles)}, and pickles can run code" if pickles else "no weights"
         raise CheckpointError(
             f"{folder} has no {WEIGHTS}; it has {found}",
-            "where you trust it, convert it: "
+            "if you trust it, convert it: "
             "GPT2LMHeadModel.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)",
         )
     weights: dict[str, Values] = {}
@@ -153,5 +153,5 @@ def _read_text(path: Path) -> bytes:
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path}: {error.strerror}",
-            "name a folder that save_pretrained wrote, or say --from megatron",
+            "name a folder that save_pretrained wrote, or pass --from megatron",
         ) from None

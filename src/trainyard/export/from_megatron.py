@@ -90,8 +90,8 @@ def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
     if vocabulary_size is None:
         vocabulary_size = n_rows_theirs
         logger.warning(
-            "%s does not say how many tokens it knows: all %d rows of its embedding, padding "
-            "included, count as tokens",
+            "%s has no vocabulary size: all %d rows of its embedding, padding included, "
+            "count as tokens",
             grid.settings,
             n_rows_theirs,
         )
@@ -169,7 +169,7 @@ def _describe(grid: Grid) -> tuple[Contents, dict[Path, Contents]]:
     if len(iterations) > 1:
         places = ", ".join(f"{path} of {number}" for number, path in iterations.items())
         raise CheckpointError(
-            f"files of different iterations lie together: {places}",
+            f"files are from different iterations: {places}",
             "copy the whole folder of one checkpoint",
         )
     return contents[grid.settings], contents
@@ -206,7 +206,7 @@ def _name_tensors(grid: Grid, contents: Mapping[Path, Contents], arguments: Argu
             else:  # an embedding again: the copy of a tied one on the last stage
                 ours = "head.weight" if name == "embedding.weight" and name in sources else name
             if ours in sources and ours != "positions.weight":
-                raise CheckpointError(f"{row[0][0]} has {name} once more", _OTHER_MODEL)
+                raise CheckpointError(f"{row[0][0]} repeats {name}", _OTHER_MODEL)
             sources.setdefault(ours, [of_rank[name] for of_rank in names])
         first_block += n_blocks
     if first_block != arguments.num_layers:
@@ -244,7 +244,7 @@ def _our_names(path: Path, piece: _Piece, grid: Grid) -> dict[str, _Source]:
     for name, tensor in piece.items():
         ours = our_name(grid.full_name(name))
         if ours is None or ours in found:
-            which = "which no GPT of ours has" if ours is None else f"a second one for {ours}"
+            which = "which our GPT lacks" if ours is None else f"a second one for {ours}"
             raise CheckpointError(
                 f"{path} has the tensor {name!r}, {which}",
                 "only GPT with learned positions, LayerNorm, biases and GELU can be imported",
@@ -266,7 +266,7 @@ def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: Grid) -> 
     tensor = len(grid.files[0])
     if model.n_heads % tensor or model.d_ff % tensor:
         raise CheckpointError(
-            f"{grid.folder} has {tensor} tensor ranks, which cannot share {model.n_heads} heads "
+            f"{grid.folder} has {tensor} tensor ranks, which cannot split {model.n_heads} heads "
             f"and {model.d_ff} features",
             _OTHER_MODEL,
         )
@@ -284,4 +284,4 @@ def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: Grid) -> 
     copies = {"head.weight"} if model.tied_embeddings else set()
     unknown = sorted(sources.keys() - wanted.keys() - copies)
     if unknown:
-        raise CheckpointError(f"{grid.folder} has {unknown[0]} too", _OTHER_MODEL)
+        raise CheckpointError(f"{grid.folder} has an extra {unknown[0]}", _OTHER_MODEL)

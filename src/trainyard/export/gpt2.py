@@ -108,7 +108,7 @@ def model_of(config_text: bytes, place: str) -> Model:
             raise CheckpointError(
                 f"{place}: embd_pdrop={config.embd_pdrop}, attn_pdrop={config.attn_pdrop} and "
                 f"resid_pdrop={config.resid_pdrop} differ; our models have one dropout",
-                "make them equal in that file; they matter for training alone",
+                "make them equal in that file; they only affect training",
             )
         return Model(
             n_layers=config.n_layer,

@@ -114,8 +114,8 @@ class Arguments(BaseModel):
     def _computes_what_ours_does(self) -> Self:
         if not self.bias_gelu_fusion and not self.openai_gelu:
             raise ValueError(
-                "bias_gelu_fusion and openai_gelu are off, so its GELU is the exact one; "
-                "ours is the tanh form that both of these are"
+                "bias_gelu_fusion and openai_gelu are off, so its GELU is exact; "
+                "ours is the tanh approximation, as with either option"
             )
         heads = self.num_attention_heads
         if self.kv_channels not in (None, self.hidden_size // heads):
@@ -141,7 +141,7 @@ def read_arguments(values: Mapping[str, JsonValue], place: str) -> Arguments:
     }
     if not given:
         raise CheckpointError(
-            f"{place} has no 'args', so the number of heads is not known",
+            f"{place} has no 'args', so the number of heads is unknown",
             "load and save it once with a Megatron-LM that stores its arguments",
         )
     try:

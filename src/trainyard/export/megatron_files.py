@@ -56,7 +56,7 @@ def find_grid(path: Path) -> Grid:
         )
     if any(folder.glob("zero_pp_rank_*_model_states.pt")):
         raise CheckpointError(
-            f"{folder} was saved with ZeRO stage 3, whose weights are cut in another way",
+            f"{folder} was saved with ZeRO stage 3, which shards weights differently",
             "save it with zero_optimization.stage3_gather_16bit_weights_on_model_save, or stage 1",
         )
     raise CheckpointError(
@@ -93,19 +93,21 @@ def _legacy(folder: Path) -> Grid | None:
             continue
         if match[3]:
             raise CheckpointError(
-                f"{path} is of an expert rank; our models have no experts", "import a dense GPT"
+                f"{path} is from an expert rank; our models have no experts", "import a dense GPT"
             )
         names = ("model_optim_rng.pt", "model_rng.pt")
         file = next((path / name for name in names if (path / name).exists()), path / names[0])
         place = (int(match[2] or 0), int(match[1]))
         if place in found:
-            raise CheckpointError(f"{path} and {found[place].parent} are the same rank", _WHOLE)
+            raise CheckpointError(
+                f"{path} and {found[place].parent} are from the same rank", _WHOLE
+            )
         found[place] = file
     if not found:
         return None
     files = _in_order(folder, found)
     if sorted({piece for piece, _ in found}) != list(range(len(files))):
-        raise CheckpointError(f"{folder} lacks pipeline stages of {len(files)}", _WHOLE)
+        raise CheckpointError(f"{folder} lacks some of its {len(files)} pipeline stages", _WHOLE)
     return Grid(folder, files[0][0], files)
 
 

@@ -199,7 +199,7 @@ class PickleMachine:
             storage = _storage(*self._pop(1))
             known = self.storages.setdefault(storage.key, storage)
             if (known.dtype, known.n_values) != (storage.dtype, storage.n_values):
-                raise RefusedError(f"its storage {storage.key!r} is described in two ways")
+                raise RefusedError(f"its storage {storage.key!r} has two different descriptions")
             stack.append(storage)
         else:
             raise RefusedError(
@@ -208,7 +208,7 @@ class PickleMachine:
 
     def _pop(self, count: int) -> list[Any]:
         if len(self.stack) - (self.marks[-1] if self.marks else 0) < count:
-            raise RefusedError("its pickle takes more from its stack than there is")
+            raise RefusedError("its pickle pops more from its stack than it holds")
         items = self.stack[len(self.stack) - count :]
         del self.stack[len(self.stack) - count :]
         return items
@@ -222,7 +222,7 @@ class PickleMachine:
 
 def _named(module: Any, name: Any) -> Named:
     if not isinstance(module, str) or not isinstance(name, str):
-        raise RefusedError("it names something by what is no text")
+        raise RefusedError("it has a name that is not text")
     full = f"{_NEW_NAMES.get(module, module)}.{name}"[:TEXT_LIMIT]
     if full not in _HARMLESS and not full.startswith(_HARMLESS_PACKAGES):
         raise RefusedError(f"it names {full}")
@@ -237,7 +237,7 @@ def _make(what: Any, arguments: Any) -> Any:
         if not isinstance(storage, Storage) or len(shape) != len(strides):
             raise RefusedError("a tensor in it has no storage")
         if any(type(n) is not int or n < 0 for n in (first, *shape, *strides)):
-            raise RefusedError("the shape of a tensor in it has other things than counts")
+            raise RefusedError("the shape of a tensor in it has entries that are not counts")
         return Stored(storage, storage.first + first, tuple(shape), tuple(strides))
     if what.name in _REBUILD_PARAMETER:
         return arguments[0]

@@ -32,7 +32,7 @@ def require_new(output: Path) -> None:
         CheckpointError: it exists.
     """
     if output.exists():
-        raise CheckpointError(f"{output} exists already", "name another --output, or remove it")
+        raise CheckpointError(f"{output} already exists", "name another --output, or remove it")
 
 
 def load_fitting(source: str | Path, model: Model) -> Vocabulary:

@@ -89,7 +89,7 @@ def require_equal_logits(checkpoint: Path, folder: Path, dtype: torch.dtype) -> 
     difference = compare_logits(checkpoint, folder)
     if dtype == torch.float32 and not difference <= LARGEST_DIFFERENCE_FP32:
         raise RuntimeError(
-            f"{folder} gives other logits than {checkpoint}: they differ by {difference:.1e}, "
+            f"the logits of {folder} and {checkpoint} differ by {difference:.1e}, "
             f"more than {LARGEST_DIFFERENCE_FP32:.1e} of the largest"
         )
     return difference
@@ -125,7 +125,7 @@ def _find_vocabulary(checkpoint: Path, manifest: Manifest) -> Vocabulary | None:
     source = manifest.build_run().tokenizer.path
     if manifest.tokenizer or source == GPT2 or (source and Path(source).exists()):
         return load_tokenizer_copy(checkpoint, manifest)
-    why = f"{source} is not here" if source else "the run names none"
+    why = f"{source} was not found" if source else "the run names none"
     logger.warning("exporting without a tokenizer: %s", why)
     return None
 

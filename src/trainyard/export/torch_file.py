@@ -21,7 +21,7 @@ from trainyard.checkpoint.shard import Values, read_values
 from trainyard.errors import CheckpointError
 
 _TIMEOUT_SECONDS = 600
-_NO_CHECKPOINT = "it is damaged, or was not written by Megatron; nothing of it was run"
+_NO_CHECKPOINT = "it is damaged, or was not written by Megatron; none of its code was run"
 
 
 class StoredTensor(BaseModel):
@@ -53,7 +53,7 @@ def describe_file(path: Path) -> Contents:
     """
     if not path.is_file():
         raise CheckpointError(
-            f"{path} is missing, or is no ordinary file", "copy the whole folder of the checkpoint"
+            f"{path} is missing or not a regular file", "copy the whole folder of the checkpoint"
         )
     package = Path(__file__).parents[2]
     try:
@@ -77,7 +77,7 @@ def describe_file(path: Path) -> Contents:
     except ValidationError as error:
         problem = first_problem(error)
     except (ValueError, TypeError, RecursionError):
-        problem = "its reader gave no answer"
+        problem = "its reader returned nothing"
     raise CheckpointError(f"{path} cannot be read: {problem}", _NO_CHECKPOINT)
 
 

@@ -34,7 +34,7 @@ def choose_device(process: Process) -> torch.device:
         raise MachineError(
             f"rank {process.rank} is number {index} on its machine, which has {n_devices} GPU"
             f"{'s' if n_devices > 1 else ''}",
-            "start as many ranks on a machine as it has GPUs",
+            "start one rank per GPU on each machine",
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)

@@ -90,7 +90,7 @@ class LocalParameter:
         """
         gradient = self.gradient
         assert isinstance(gradient, Tensor) and self.quantized_gradient is None, (
-            f"{self.name} is kept already"
+            f"{self.name} is already quantized"
         )
         self.quantized_gradient = (
             BlockScaledTensor.of(gradient) if gradient.ndim > 1 else gradient.float()

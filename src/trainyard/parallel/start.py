@@ -149,7 +149,7 @@ class _Rendezvous:
         except RuntimeError as error:
             raise LaunchError(
                 f"{self.me}: rank 0 at {self.place} ended while the ranks were starting",
-                "see what rank 0 said",
+                "see the output of rank 0",
             ) from error
         if problem is not None:
             self.keep_store_until_all("heard", FAILURE_SECONDS)
@@ -184,7 +184,7 @@ class _Rendezvous:
             said = {"problem": error.problem, "hint": error.hint, "exit_code": error.exit_code}
             return place | said
         problem = f"{type(error).__name__}: {error}"
-        return place | {"problem": problem, "hint": "see what that rank said", "exit_code": 1}
+        return place | {"problem": problem, "hint": "see the output of that rank", "exit_code": 1}
 
     def wait_for_all(self, key: str, seconds: float) -> None:
         """Waits until all ranks are here, or gone, or the time is over."""
@@ -206,8 +206,8 @@ class _Rendezvous:
         key = f"rank/{self._process.rank}"
         if self.store.compare_set(f"{key}/token", "", token).decode() != token:
             raise LaunchError(
-                f"{self.me} meets the ranks of another run at {self.place}",
-                "runs on one machine at the same time need ports of their own: set MASTER_PORT",
+                f"{self.me} reached another run's ranks at {self.place}",
+                "concurrent runs on one machine need different ports: set MASTER_PORT",
             )
         self.store.set(key, record)
 
@@ -232,12 +232,12 @@ class _Rendezvous:
         hosts = {rank: record["host"] for rank, record in records.items()}
         missing = [rank for rank in range(n_ranks) if rank not in records]
         if missing:
-            hint = "see what the missing ranks said; all need the same address and port"
+            hint = "see the output of the missing ranks; all need the same address and port"
             if self._listens_at.startswith("127.") and not self._process.is_on_one_machine:
                 hint = (
-                    f"rank 0 listens at {self._listens_at}, as it is told that "
-                    f"{self._process.address} is; if the others are on other machines, set "
-                    "MASTER_ADDR to an address they can reach"
+                    f"rank 0 listens at {self._listens_at}, the address that "
+                    f"{self._process.address} resolves to; if other ranks are on other machines, "
+                    "set MASTER_ADDR to an address they can reach"
                 )
             return {
                 "problem": f"{name_ranks(missing)} of {n_ranks} did not join the rendezvous at "
@@ -264,7 +264,7 @@ class _Rendezvous:
                 verdict = json.loads(self.store.get("verdict"))
                 return LaunchError(**verdict) if verdict else None
             time.sleep(POLL_SECONDS)
-        silent = {"problem": f"rank 0 at {self.place} is silent", "hint": "see what it said"}
+        silent = {"problem": f"rank 0 at {self.place} does not respond", "hint": "see its output"}
         return LaunchError(**(self._find_problem() or silent))
 
     def _open_store(self) -> Store:
@@ -313,8 +313,8 @@ class _Rendezvous:
                     raise LaunchError(
                         f"{self.me} cannot reach rank 0 at {self.place} "
                         f"within {self.timeout_seconds:g} s: {error.strerror or error}",
-                        "see what rank 0 said; MASTER_ADDR must be its machine for every rank, and "
-                        "no firewall between them",
+                        "see the output of rank 0; MASTER_ADDR must name its machine on every rank, "
+                        "and no firewall may block it",
                     ) from error
             time.sleep(POLL_SECONDS)
 
@@ -335,9 +335,9 @@ def _init_group(process: Process, device: torch.device, meeting: _Rendezvous) ->
     except RuntimeError as error:
         Heartbeat(process.heartbeat).blame(ANOTHER)  # it may have died since
         raise LaunchError(
-            f"{meeting.me} has met the others, but cannot connect to them: "
+            f"{meeting.me} joined the rendezvous, but cannot connect to the others: "
             f"{str(error).splitlines()[0]}",
-            "the address of the host's name is used, unless GLOO_SOCKET_IFNAME and "
+            "ranks use the address of the host name, unless GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME name a network interface",
         ) from error
     # Private, yet the same in torch 2.11 and 2.13: a short time to connect, a long one to compute.
@@ -365,7 +365,7 @@ def _describe_lost_rank(process: Process) -> LostRankError:
     step = f" at step {HeartbeatReader(process.heartbeat).read().step}" if process.heartbeat else ""
     return LostRankError(
         f"rank {process.rank} lost the connection to another rank{step}",
-        "that rank died or its machine did: see what its own output, or its launcher, says",
+        "that rank or its machine died: see its output or its launcher's",
     )
 
 

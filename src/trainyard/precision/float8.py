@@ -159,7 +159,7 @@ def refuse_device(run: Run, device: torch.device) -> None:
 
 def _no_products(kind: str, found: str) -> MachineError:
     return MachineError(
-        f"precision.kind={kind!r} needs matrix products in fp8: an NVIDIA GPU of compute "
-        f"capability 8.9 or more, or an AMD MI300; {found}",
+        f"precision.kind={kind!r} needs fp8 matmuls: an NVIDIA GPU of compute "
+        f"capability 8.9 or higher, or an AMD MI300; {found}",
         "precision.kind=bf16; or precision.fp8.emulate=true, which computes the same, slowly",
     )

@@ -181,9 +181,9 @@ def _differences(run: Run) -> Iterator[str]:
     if is_compiled:
         yield "blocks are not compiled here; compiled ones keep less"
     if run.precision.multiplies_in_fp8 and run.precision.fp8.emulate:
-        yield "products in fp8 are emulated, as precision.fp8.emulate=true says: fp32 copies"
+        yield "precision.fp8.emulate=true: fp8 matmuls are emulated with fp32 copies"
     elif run.precision.multiplies_in_fp8:
-        yield "workspace of fp8 products is not counted"
+        yield "workspace of fp8 matmuls is not counted"
     if run.precision.kind == "fp8_lowbit" and is_compiled:
         yield "nor is the update of low-precision state compiled, which needs temporaries then"
 

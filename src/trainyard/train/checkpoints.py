@@ -101,7 +101,7 @@ def find_checkpoint(run_folder: Path, resume: Resume) -> Path | None:
     there = list_checkpoints(folder)
     if not there and resume == "must":
         raise CheckpointError(
-            f"no checkpoint in {folder}, and --resume must asks for one",
+            f"no checkpoint in {folder}; --resume must requires one",
             "--resume auto starts from the beginning",
         )
     if there and resume == "never":
@@ -112,11 +112,10 @@ def find_checkpoint(run_folder: Path, resume: Resume) -> Path | None:
     path = newest_checkpoint(folder)
     if there and path is None:
         raise CheckpointError(
-            f"none of the {len(there)} checkpoints in {folder} is intact, so training does not "
-            "start; nothing was changed:\n"
+            f"none of the {len(there)} checkpoints in {folder} is intact; training did not "
+            "start and changed nothing:\n"
             + "\n".join(f"  {path.name}: {problem_of(path)}" for path in there),
-            "restore the files named here from a copy; or train under another name, or with "
-            "--overwrite, from the beginning",
+            "restore these files from a copy, or start over under another name or with --overwrite",
         )
     return path
 
@@ -154,11 +153,10 @@ def load_newest(context: TrainContext, is_wanted: Callable[[int], bool]) -> Stat
         problem = mesh.agree(problem)
         if problem is None and state is not None:
             return state
-        logger.warning("%s cannot be used, so the one before it is: %s", name, problem)
+        logger.warning("skipping %s, trying the checkpoint before it: %s", name, problem)
     raise CheckpointError(
-        f"no checkpoint in {folder} can be used; the last that was tried: "
-        f"{problem or 'none was old enough'}",
-        "trainyard check checkpoint says what is wrong with each; restore them from a copy",
+        f"no checkpoint in {folder} can be used; last problem: {problem or 'none is old enough'}",
+        "find the damage with trainyard check checkpoint, then restore the files from a copy",
     )
 
 

@@ -120,10 +120,10 @@ def require_equal_copies(context: TrainContext, state: State) -> None:
     if problems:
         interval = context.run.guard.compare_interval
         raise GuardError(
-            f"after step {state.step} ranks have different copies of the same weights, as a faulty "
-            "device or memory makes them:\n" + "\n".join(f"  {each}" for each in problems),
-            "leave out that machine, and remove the checkpoints after step "
-            f"{max(0, state.step - interval)}, when they were last compared and equal",
+            f"after step {state.step} copies of the same weights differ between ranks; suspect a "
+            "faulty device or memory:\n" + "\n".join(f"  {each}" for each in problems),
+            "exclude that machine, and remove the checkpoints after step "
+            f"{max(0, state.step - interval)}, the last comparison that passed",
         )
 
 
@@ -131,7 +131,7 @@ def describe_spikes(context: TrainContext, spikes: list[int]) -> str:
     """Says where loss or gradient norm jumped, and what is done about it."""
     guard = context.run.guard
     steps = ", ".join(str(step + 1) for step in spikes[:10]) + (", ..." if spikes[10:] else "")
-    done = {"skip": "skipped", "rollback": "going back"}.get(guard.spikes, "nothing is changed")
+    done = {"skip": "skipped", "rollback": "rolling back"}.get(guard.spikes, "no action")
     return (
         f"warning: loss or gradient norm of step {steps} is more than {guard.spike_deviations:g} "
         f"standard deviations above the {guard.spike_window} steps before: {done} "
@@ -161,12 +161,12 @@ def roll_back(
     before.skip_data(state, n_skipped, f"spike at step {spike + 1}")
     if before.n_rollbacks_here > ROLLBACKS_LIMIT:
         raise GuardError(
-            f"the spike at step {spike + 1} would be the {before.n_rollbacks_here}th way back to "
+            f"the spike at step {spike + 1} needs a {before.n_rollbacks_here}th rollback to "
             f"step {before.step}",
             "lower optimizer.learning_rate, or set guard.spikes=warn",
         )
     metrics.write(
         "rollback", {"step": before.step, "from_step": state.step, "skipped_sequences": n_skipped}
     )
-    show(before.step, f"back at step {before.step}; {n_skipped} sequences are skipped")
+    show(before.step, f"rolled back to step {before.step}; skipping {n_skipped} sequences")
     return before

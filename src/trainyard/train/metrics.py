@@ -156,7 +156,7 @@ class Outputs:
         try:
             yield
         except OSError as error:
-            logger.warning("TensorBoard's files cannot be written, and end here: %s", error)
+            logger.warning("cannot write TensorBoard files, and stopped: %s", error)
             self._tensorboard = None
 
 
@@ -184,7 +184,7 @@ class _Lines:
             with suppress(OSError):
                 self._file.truncate(self._end)
             if not self._is_failing:
-                logger.warning("%s is not written any further: %s", self._path, error.strerror)
+                logger.warning("stopped writing %s: %s", self._path, error.strerror)
             self._is_failing = True
         else:
             self._end += len(encoded)

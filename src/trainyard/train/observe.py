@@ -46,7 +46,7 @@ def sample(context: TrainContext, state: State, metrics: Metrics) -> str:
     if context.tokenizer is None:
         return "no samples: tokenizer.path is empty"
     if model is None:
-        return "no samples while ranks share a model; trainyard generate takes a checkpoint of it"
+        return "no samples: the model is sharded; run trainyard generate on a checkpoint"
     texts = []
     sampling = replace(SAMPLING, vocabulary_size=context.tokenizer.vocabulary_size)
     for prompt in context.run.evaluate.sample_prompts:

@@ -273,7 +273,7 @@ def _compare_tensors(
     expected, _ = assemble([get(reference)])
     found, apart = assemble([get(outcome) for outcome in ranks])
     if odd := expected.keys() ^ found.keys():
-        raise IncompleteError(f"nobody holds {', '.join(sorted(odd))}")
+        raise IncompleteError(f"no rank holds {', '.join(sorted(odd))}")
     return _worst(_distance(found[name], expected[name]) for name in expected), apart
 
 
@@ -302,7 +302,7 @@ def assemble(ranks: list[list[Piece]]) -> tuple[dict[str, Array], float]:
         target[window], known[window] = piece.value, True
     for name, known in is_known.items():
         if not known.all():
-            raise IncompleteError(f"nobody holds some of {name}")
+            raise IncompleteError(f"no rank holds part of {name}")
     return whole, float(np.max(differences))
 
 

@@ -49,15 +49,15 @@ class Saves:
             )
             self._show(
                 step,
-                f"step {times.step} is saved: {format_bytes(times.n_bytes)} in "
-                f"{times.seconds:.1f} s, {times.stall_seconds:.2f} s of them without training",
+                f"saved step {times.step}: {format_bytes(times.n_bytes)} in "
+                f"{times.seconds:.1f} s, training stalled for {times.stall_seconds:.2f} s",
             )
         failure = self._saver.take_failure()
         if failure is None:
             return None
         self._n_failures += 1
         self._metrics.write("save failed", {"step": step, "problem": failure.problem})
-        self._show(step, f"warning: {failure.problem}; training goes on, and will save again")
+        self._show(step, f"warning: {failure.problem}; training continues, and will save again")
         if self._n_failures < FAILURES_LIMIT:
             return None
         return str(

@@ -126,7 +126,7 @@ class State:
             ) from None
         if known.skipped_steps > step:
             raise CheckpointError(
-                f"the checkpoint of step {step} says {known.skipped_steps} steps were skipped", hint
+                f"the checkpoint of step {step} records {known.skipped_steps} skipped steps", hint
             )
         precision = context.run.precision
         scaler = None

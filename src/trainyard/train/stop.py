@@ -56,7 +56,7 @@ DONE = StopReason("done")
 
 def out_of_time(minutes: float) -> str:
     """Gives the reason when train.stop_after_minutes ends a run."""
-    return f"train.stop_after_minutes={minutes:g} is over"
+    return f"train.stop_after_minutes={minutes:g} has elapsed"
 
 
 class Stop:
@@ -98,7 +98,7 @@ class Stop:
         margin = max(LEAST_MARGIN_SECONDS, 3 * self._longest)
         if self._scheduler_seconds is not None and seconds + margin >= self._scheduler_seconds:
             left = self._scheduler_seconds - seconds
-            return str(StopReason(f"the job's time limit is {left:.0f} s away", EXIT_REQUEUE))
+            return str(StopReason(f"the job's time limit is in {left:.0f} s", EXIT_REQUEUE))
         return self._request_of_files()
 
     def _request_of_files(self) -> str | None:

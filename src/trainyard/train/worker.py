@@ -161,7 +161,7 @@ def read_unread(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> N
     n_seeing = Counter(other for other, _ in views)
     n_rounds = max(-(-n // (n_seeing[other] * BLOCKS_A_ROUND)) for other, n in views)
     digests = torch.zeros(len(blocks), 32, dtype=torch.uint8)
-    title = "reading token files once, to know them again"
+    title = "fingerprinting the token files"
     with show_progress(title) if mesh.rank == 0 else nullcontext(lambda *_: None) as update:
         for number in range(n_rounds):
             heartbeat.enter("load", 0)
@@ -181,7 +181,7 @@ def read_unread(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> N
     if others := [rank for rank, each in enumerate(contents) if each != contents[0]]:
         raise LaunchError(
             f"{name_ranks(others)} of {len(contents)}: the token files differ from those of rank 0",
-            "copy them again where they differ, or put them where all machines see them",
+            "copy them again where they differ, or put them on shared storage",
         )
 
 
@@ -216,7 +216,7 @@ def _train_on(context: TrainContext, resume: Resume, log: LogLines) -> StopReaso
             metrics.write("end", {"step": state.step, "reason": ending.reason})
             show(
                 state.step,
-                f"{ending.reason}: step {state.step} is saved in {checkpoint_folder(folder)}",
+                f"{ending.reason}: saved step {state.step} in {checkpoint_folder(folder)}",
             )
     except GuardError as error:
         with suppress(MachineError):
@@ -248,7 +248,7 @@ def build_context(
     if orders["train"] is None:
         raise ConfigError(
             f"data.split={run.data.split!r} leaves no sequences for training",
-            "give the first share more than 0",
+            "set its first share above 0",
         )
     if mesh.device.type == "cpu":
         keep_freed_memory()
@@ -298,16 +298,16 @@ def show_training(context: TrainContext, first_step: int) -> Iterator[Show]:
 def _warn_of_slow_precision(run: Run, device: torch.device) -> None:
     if run.precision.multiplies_in_fp8 and run.precision.fp8.emulate:
         logger.warning(
-            "precision.fp8.emulate=true: products in fp8 are computed in fp32, which takes longer "
-            "than precision.kind=bf16"
+            "precision.fp8.emulate=true computes fp8 matmuls in fp32, slower than "
+            "precision.kind=bf16"
         )
     if run.precision.kind == "bf16" and device.type == "cpu" and not cpu_multiplies_bf16_natively():
         logger.warning(
-            "this processor has no bf16 products: precision.kind=fp32 is several times as fast here"
+            "this CPU has no bf16 matmuls: precision.kind=fp32 is several times as fast here"
         )
     if run.precision.kind == "fp16" and device.type == "cpu":
         logger.warning(
-            "few processors have fp16 products: precision.kind=fp32 may be 100 times as fast here"
+            "few CPUs have fp16 matmuls: precision.kind=fp32 may be 100 times as fast here"
         )
 
 
