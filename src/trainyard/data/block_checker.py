@@ -75,7 +75,7 @@ class BlockChecker:
                 finding.error = error.strerror or str(error)
                 return finding
             if len(data) < n_bytes:
-                finding.error = "cut short while it was read"
+                finding.error = "truncated while being read"
                 return finding
             if span.sha256 is not None:
                 checksum.update(memoryview(data)[:n_bytes])

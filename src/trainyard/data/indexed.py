@@ -165,10 +165,10 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     if magic != MAGIC:
         raise DataError(f"{path}: byte 0: starts with {magic!r}, not {MAGIC!r}", remake)
     if version != VERSION:
-        raise DataError(f"{path}: byte 9: version {version}; only version 1 is known", remake)
+        raise DataError(f"{path}: byte 9: version {version}; only version 1 is supported", remake)
     if code not in DTYPE_CODES:
         known = ", ".join(f"{number} ({name})" for number, name in DTYPE_CODES.items())
-        raise DataError(f"{path}: byte 17: dtype code {code} is none of {known}", remake)
+        raise DataError(f"{path}: byte 17: dtype code {code} is not one of {known}", remake)
     expected_bytes = _HEADER.size + 12 * n_sequences + 8 * n_entries
     if size_bytes == expected_bytes + n_sequences > expected_bytes:
         raise DataError(

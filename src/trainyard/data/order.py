@@ -212,7 +212,7 @@ def build_order(
             continue
         if part is None:
             raise DataError(
-                f"{size} {name} sequences are asked for, but split {split!r} gives {name} nothing",
+                f"{size} {name} sequences requested, but split {split!r} leaves {name} empty",
                 f"give {name} a share in the split, or ask for 0 of them",
             )
         if isinstance(blend, tuple) and len(each.prefixes) == 1:  # weighed against nothing
@@ -294,7 +294,7 @@ def _asked(blend: Blend, size: int | None, surplus: float) -> list[int | None]:
     if size is None:
         raise DataError(
             "a blend with weights and no size",
-            "say how many sequences are wanted, or leave the weights out",
+            "give the number of sequences, or omit the weights",
         )
     shares = _normalized(blend.weights)
     return [math.ceil(math.ceil(size * float(share)) * (1 + surplus)) for share in shares]
@@ -330,7 +330,7 @@ def _blended(
                 raise DataError(
                     f"the blend draws {n_drawn} sequences from {blend.prefixes[number]}, which "
                     f"has {len(corpus_order)}",
-                    f"ask for more than {size}: {len(corpora)} corpora cannot share so few",
+                    f"request more than {size}: too few for {len(corpora)} corpora",
                 )
         corpus = cache.save(names[0], shape, corpus.dtype, [corpus])
         position = cache.save(names[1], shape, position.dtype, [position])

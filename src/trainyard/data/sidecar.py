@@ -180,7 +180,7 @@ def load_sidecar(prefix: str | Path) -> Sidecar:
         sidecar = msgspec.json.decode(read_file(path), type=Sidecar)
     except FileNotFoundError as error:
         raise DataError(
-            f"{path} is missing, so nothing says which tokenizer made {prefix}.bin",
+            f"{path} is missing, so the tokenizer of {prefix}.bin is unknown",
             "copy it along with the .bin and .idx, or prepare the data with `trainyard prepare`",
         ) from error
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -190,7 +190,7 @@ def load_sidecar(prefix: str | Path) -> Sidecar:
         ) from error
     if sidecar.seal != _seal(sidecar):
         raise DataError(
-            f"{path} was changed after it was written: its seal does not fit",
+            f"{path} was changed after it was written: its checksum does not match",
             "copy it again, or prepare the data again",
         )
     return sidecar

@@ -173,7 +173,7 @@ def _choose_engine(fast: _Engine, reference: _Engine, name: str) -> _Engine:
     expected_tokens, expected_lengths = reference.encode_batch(_tricky_texts())
     if np.array_equal(lengths, expected_lengths) and np.array_equal(tokens, expected_tokens):
         return fast
-    _log.warning("tokenizer %s: the fast engine gives other ids, the exact one is used", name)
+    _log.warning("tokenizer %s: the fast engine's ids differ; using the exact one", name)
     return reference
 
 

@@ -313,8 +313,8 @@ class _Rendezvous:
                     raise LaunchError(
                         f"{self.me} cannot reach rank 0 at {self.place} "
                         f"within {self.timeout_seconds:g} s: {error.strerror or error}",
-                        "see the output of rank 0; MASTER_ADDR must name its machine on every rank, "
-                        "and no firewall may block it",
+                        "see the output of rank 0; on every rank MASTER_ADDR must name its "
+                        "machine, and no firewall may block it",
                     ) from error
             time.sleep(POLL_SECONDS)
 

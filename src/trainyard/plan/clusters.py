@@ -156,5 +156,5 @@ def _efficiencies(name: str, cluster: Cluster, device: Device) -> Efficiencies:
 
 def _check_gpu(name: str, place: str) -> None:
     if name not in NODES:
-        own = f"{', '.join(OWN_FIGURES)} in a cluster file describe another"
+        own = f"{', '.join(OWN_FIGURES)} in a cluster file describe a new one"
         raise UserError(f"{place}: no GPU named {name!r}", f"{suggest(name, list(NODES))}; {own}")

@@ -164,7 +164,7 @@ def _schedule_problem(run: Run, n_ranks: int, batch_size: int, n_micro_batches: 
     pipeline, schedule = run.parallel.pipeline, run.parallel.schedule
     condition = f"needs {pipeline} micro batches or more"
     if schedule != "1f1b":
-        condition = f"takes micro batches in {n_micro_batches // pipeline} equal rounds"
+        condition = f"needs micro batches in {n_micro_batches // pipeline} equal rounds"
     return (
         f"parallel.schedule={schedule!r} on parallel.pipeline={pipeline} {condition}, "
         f"but a batch of {batch_size} on {n_ranks} ranks is {n_micro_batches}"

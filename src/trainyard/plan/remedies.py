@@ -145,7 +145,7 @@ def fewest_devices(run: Run, machine: Machine, n_devices: int) -> str:
     """Says on how many devices a layout of a run fits, as a hint."""
     without_ramp = rules.change(run, {"train.batch_ramp": None})
     if run.train.batch_ramp and search(without_ramp, machine, n_devices, most=1):
-        return "train.batch_ramp=none: too few ranks can share its first batches"
+        return "train.batch_ramp=none: its first batches are too small for these ranks"
     remedy = next(_searched(run, machine, n_devices), None)
     if remedy is None:
         return "a smaller model, or devices with more memory"

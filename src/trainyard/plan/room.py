@@ -20,7 +20,7 @@ from trainyard.plan.saving import checkpoint_bytes
 from trainyard.plan.search import RECOMPUTE, USABLE_SHARE, is_legal
 from trainyard.units import format_bytes
 
-FORCE = "--force trains it all the same"
+FORCE = "--force trains anyway"
 
 
 def refuse_without_room(run: Run, plan: Plan, n_local_ranks: int, folder: Path) -> None:

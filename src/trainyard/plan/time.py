@@ -265,7 +265,7 @@ def _peak(machine: Machine, kind: str) -> float:
     if peak is None:
         known = ", ".join(machine.device.peaks) or "none"
         raise MachineError(
-            f"{machine.name}: no peak is known for products of {machine.device.name} in {kind}",
-            f"precision.kind may be one whose peak is known: {known}",
+            f"{machine.name}: {machine.device.name} has no known peak for {kind} matmuls",
+            f"set precision.kind to one with a known peak: {known}",
         )
     return peak

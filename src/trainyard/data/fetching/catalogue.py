@@ -115,7 +115,7 @@ def find_corpus(name: str) -> Corpus:
         entry = resources.files("trainyard.config") / "corpora" / f"{stem}.toml"
         text = entry.read_text(encoding="utf-8")
     else:
-        hint = f"shipped are {', '.join(corpus_names())}; the file of another ends in .toml"
+        hint = f"shipped: {', '.join(corpus_names())}; a corpus file of your own ends in .toml"
         raise ConfigError(f"no corpus named {stem!r}", hint)
     try:
         corpus = Corpus.model_validate(parse_toml(text, stem))

@@ -50,7 +50,7 @@ from trainyard.units import format_bytes
 LISTING_NAME = "fetch.listing"
 _CHUNK_BYTES = 2**20
 _MAX_WRONG_FILES = 3
-_AGAIN = "run the same command again: it goes on where it stopped"
+_AGAIN = "run the same command again: it resumes where it stopped"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _pin_listing(corpus: Corpus, revision_given: bool, folder: Path, client: Cli
         wanted = f"{asked} at {corpus.revision}"
         raise DataError(
             f"{folder} holds {listing.source} at {listing.revision}, not {wanted}",
-            "choose another folder: one holds one corpus at one revision",
+            "choose another folder: each holds one corpus at one revision",
         )
     return listing
 
@@ -262,7 +262,7 @@ class _Downloads:
         except OSError as error:
             raise _unwritable(target, error) from error
         raise DataError(
-            f"{file.path} is wrong {_MAX_WRONG_FILES} times over: {problem}",
+            f"{file.path} was wrong {_MAX_WRONG_FILES} times: {problem}",
             "the file has changed on the server, or a mirror is damaged: try another mirror, or "
             f"fetch a newer revision into a new folder ({file.url})",
         )
@@ -332,7 +332,7 @@ def _check_range(headers: Mapping[str, str], offset: int, size_bytes: int, tag: 
     match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", given)
     if not match or int(match[1]) != offset or match[2] not in ("*", str(size_bytes)):
         raise _WrongFileError(
-            f"asked for bytes {offset} to {size_bytes}, the server gives {given!r}"
+            f"asked for bytes {offset} to {size_bytes}, the server sent {given!r}"
         )
 
 

@@ -148,7 +148,7 @@ def check_unchanged(sources: Sequence[SourceRecord]) -> None:
             status = Path(source.path).stat()
         except OSError as error:
             raise DataError(
-                f"{printable(source.path)} cannot be read any more: {error.strerror}",
+                f"{printable(source.path)} can no longer be read: {error.strerror}",
                 "put it back; then run the same command again",
             ) from error
         if (status.st_size, status.st_mtime_ns) != (source.size_bytes, source.modified_ns):

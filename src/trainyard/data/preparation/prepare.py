@@ -140,7 +140,7 @@ def _load_results(plan: CorpusPlan, on_error: OnError) -> list[Sidecar]:
     if places and on_error == "stop":
         raise DataError(
             f"{places[0]}; an earlier run set it aside",
-            "pass --on-error quarantine to agree, or --overwrite to begin again",
+            "pass --on-error quarantine to accept it, or --overwrite to start over",
         )
     return sidecars
 
@@ -156,7 +156,7 @@ def read_status(corpus: Corpus) -> Progress | None:
     if begun is None:
         return None
     plan = plan_corpus(corpus, _record_tokenizer(corpus), begun.unit_bytes)
-    hint = "ask with the command that began it"
+    hint = "use the command that started it"
     plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
     return read_progress(folder, plan.unit_bytes)
 
@@ -274,7 +274,7 @@ def _enter(folder: WorkFolder, plan: CorpusPlan, overwrite: bool) -> None:
             folder.renew(text, piece_names(plan), partial(_find_unchanged, plan))
             _enter(folder, plan, overwrite)
             return
-        hint = "pass --overwrite to begin again; what is done of the other work is lost"
+        hint = "pass --overwrite to start over and discard the other work"
         plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
     except DataError:
         if not overwrite:
@@ -296,7 +296,7 @@ def _find_unchanged(plan: CorpusPlan, done: Path) -> dict[str, str]:
         inputs = msgspec.json.decode(path.read_bytes(), type=UnitResult).inputs
         if inputs in numbers:
             kept[path.name] = unit_name(numbers[inputs])
-    message = "inputs changed since the work began: %d of %d units are kept"
+    message = "inputs changed since the work started: keeping %d of %d units"
     build_logger().warning(message, len(kept), len(plan.units))
     return kept
 
@@ -309,7 +309,7 @@ def _read_identity(folder: WorkFolder) -> Identity | None:
     except msgspec.MsgspecError as error:
         raise DataError(
             f"{folder.path}/plan.json is not a plan of this version of Trainyard: {error}",
-            "pass --overwrite to begin again",
+            "pass --overwrite to start over",
         ) from error
 
 
@@ -319,8 +319,8 @@ def _check_output(plan: CorpusPlan, overwrite: bool) -> None:
     for item in map(Path, plan.corpus.inputs):
         if item.is_dir() and folder.resolve().is_relative_to(item.resolve()):
             raise DataError(
-                f"the output folder {folder} lies in the input folder {item}",
-                "write outside of it, or the next run would read what this one writes",
+                f"the output folder {folder} is inside the input folder {item}",
+                "write outside it, or the next run would read this one's output",
             )
     make_output_folder(plan.corpus)
     if not overwrite and not work_path(plan.corpus).exists() and not is_prepared(plan):
@@ -373,7 +373,7 @@ def _check_absent(plan: CorpusPlan, output: Output) -> None:
         made = load_sidecar(output.prefix)
         made.check_sizes(output.prefix)
     except DataError as error:
-        raise DataError(f"{existing} is there, but not finished: {error.problem}", hint) from error
+        raise DataError(f"{existing} exists but is incomplete: {error.problem}", hint) from error
     mine = plan.identity
     files = mine.sources[output.files.start : output.files.stop]
     told = {"append_eod": made.append_eod, "special_tokens": made.tokenizer.special_tokens}

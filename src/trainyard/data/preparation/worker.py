@@ -139,13 +139,13 @@ class CorpusWorker:
                     return
                 raise MachineError(
                     f"another process removed or replaced the work folder {self._folder.path}",
-                    "see what that process says; then run the same command again",
+                    "see that process's output; then run the same command again",
                 ) from error
             if isinstance(error, MachineError):
                 raise
             raise MachineError(
                 f"{error.filename or self._folder.path}: {error.strerror or error}",
-                "free space or repair the disk; then run the same command again: it goes on",
+                "free space or repair the disk; then run the same command again: it resumes",
             ) from error
 
     def _beat(self, ended: threading.Event, on_beat: Callable[[], None]) -> None:
@@ -281,7 +281,7 @@ class CorpusWorker:
                 raise DataError(
                     f"{unit.result.places[0].render(unit.lines_before)}; "
                     "an earlier attempt set it aside",
-                    "pass --on-error quarantine to agree, or --overwrite to begin again",
+                    "pass --on-error quarantine to accept it, or --overwrite to start over",
                 )
         # An output may be empty, a corpus may not.
         if all(unit.result.documents == unit.result.empty_documents for unit in units):

@@ -116,7 +116,7 @@ def scan_inputs(inputs: Sequence[str]) -> tuple[list[Path], Counter[str]]:
         if real in seen:
             raise DataError(
                 f"{printable(path)} is given twice; every document in it would be tokenised twice",
-                "name each input once, or make the folders and globs not overlap",
+                "name each input once, or use folders and globs that do not overlap",
             )
         seen.add(real)
     if not files:
@@ -137,7 +137,7 @@ def _expand(item: str, skipped: Counter[str]) -> list[Path]:
         found = _search(path, others)
         if not found:
             there = f"only {describe_skipped(others)}" if others else "it is empty"
-            problem = f"the folder {shown} holds no file that can be read: {there}"
+            problem = f"the folder {shown} has no readable file: {there}"
             raise DataError(problem, f"{_KNOWN}; {OTHER_TEXT}")
         skipped += others
     elif path.exists():

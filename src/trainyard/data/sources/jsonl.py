@@ -181,7 +181,7 @@ class _LineDecoder:
             return invalid_utf8(error, number, offset)
         except (ValueError, RecursionError) as error:
             detail = f"the line is not valid JSON: {error}"
-            hint = "write one JSON object a line"
+            hint = "write one JSON object per line"
             return Fault("malformed JSON", number, detail, hint, line)
 
     def _read_value(self, value: object, number: int, line: bytes) -> Any | Fault:
