@@ -78,7 +78,7 @@ def refuse_peer(peer: str, run: Run, n_ranks: int) -> None:
 
 
 def peer_run(peer: str, run: Run) -> Run:
-    """Gives a run as a peer trains it: only Megatron-Core has ways to compute activations again."""
+    """Returns a run as a baseline trains it: only Megatron-Core supports recomputation."""
     if peer == MEGATRON_CORE:
         return run
     parallel = run.parallel.model_copy(update={"recompute": "none"})
@@ -96,7 +96,7 @@ class Peer(Protocol):
     """What differs between peers."""
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Gives the mean cross entropy of a micro batch, to be differentiated."""
+        """Returns the mean cross entropy of a micro batch, to be differentiated."""
 
     def update(self, rate: float) -> None:
         """Clips, updates with this learning rate, and forgets the gradients."""
@@ -179,7 +179,7 @@ class AutocastPeer:
         self._optimizer = build_adamw(self._parameters, run.optimizer)
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Gives the mean cross entropy of a micro batch, to be differentiated."""
+        """Returns the mean cross entropy of a micro batch, to be differentiated."""
         with self._autocast():
             loss: Tensor = self._loss(tokens, labels)
         return loss

@@ -53,7 +53,7 @@ class Figures:
     hardware_flops_utilisation: float | None
 
     def as_json(self) -> dict[str, Any]:
-        """Gives the figures as JSON can hold them."""
+        """Returns the figures as JSON can hold them."""
         return asdict(self)
 
 
@@ -102,7 +102,7 @@ def recomputed_flops_per_token(run: Run) -> float:
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """Gives median, tenth and ninetieth percentile, and mean."""
+    """Returns median, tenth and ninetieth percentile, and mean."""
     ordered = sorted(values)
     return Spread(
         statistics.median(ordered),

@@ -65,7 +65,7 @@ class Job:
     """Time for about this long, in more steps than asked if need be; needs two warm-up steps."""
 
     def write(self, folder: Path, run: Run) -> None:
-        """Leaves everything that the processes need in a folder."""
+        """Writes everything that the processes need to a folder."""
         (folder / RUN).write_text(render_run(run), encoding="utf-8")
         (folder / JOB).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
@@ -77,7 +77,7 @@ class Job:
 
 
 def leave_refusal(error: UserError, folder: Path) -> None:
-    """Leaves the message of a process for the one that started it."""
+    """Writes a process's message for its parent."""
     problem, hint = hide_secrets(error.problem), hide_secrets(error.hint)
     facts = {"problem": problem, "hint": hint, "exit_code": error.exit_code}
     (folder / REFUSAL).write_text(json.dumps(facts), encoding="utf-8")
@@ -123,7 +123,7 @@ def parse_steps(text: str, warm_up: int | None) -> Steps:
 
 
 def prepare_run(run: Run, steps: Steps, folder: Path) -> Run:
-    """Gives the run as it is timed: full batches from the first step, and something to read.
+    """Returns the run as it is timed: full batches from the first step, and something to read.
 
     Args:
         run: what was asked for.
@@ -139,12 +139,12 @@ def prepare_run(run: Run, steps: Steps, folder: Path) -> Run:
 
 
 def names_data(run: Run) -> bool:
-    """Says whether a run has token files of its own."""
+    """Returns whether a run has token files of its own."""
     return bool(run.data.blend.prefixes or run.data.train.prefixes)
 
 
 def describe_data(run: Run) -> str:
-    """Says what the steps read."""
+    """Describes what the steps read."""
     return "the run's token files" if names_data(run) else "random tokens"
 
 

@@ -159,7 +159,7 @@ def _follow(candidate: Candidate) -> None:
 
 
 def _largest(values: Sequence[float], mesh: Mesh) -> list[float]:
-    """Gives the largest of all ranks, place by place."""
+    """Returns the largest of all ranks, place by place."""
     found = torch.tensor(values, dtype=torch.float64)
     if mesh.topology.n_ranks > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)

@@ -75,7 +75,7 @@ class MegatronPeer:
         self._mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=device).triu(1)
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Gives the mean cross entropy of a micro batch, to be differentiated."""
+        """Returns the mean cross entropy of a micro batch, to be differentiated."""
         positions = self._positions.expand_as(tokens)
         loss: Tensor = self._model(tokens, positions, self._mask, labels=labels).float().mean()
         return loss

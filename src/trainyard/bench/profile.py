@@ -79,7 +79,7 @@ def profile_steps(
 
 
 def exposed_shares(profiler: Any) -> dict[str, float]:
-    """Gives the share of each part of the step in which this rank only talked to others."""
+    """Returns the share of each part of the step in which this rank only talked to others."""
     events = list(profiler.events())
     on_device = [event for event in events if _is_on_gpu(event)]
     annotations = [event for event in events if event.name.startswith(ANNOTATION)]
@@ -178,7 +178,7 @@ def _is_on_gpu(event: Any) -> bool:
 
 
 def _is_frame(event: Any) -> bool:
-    """Says whether an event of a device only frames kernels, as the names of parts do."""
+    """Returns whether an event of a device only frames kernels, as the names of parts do."""
     return event.name.startswith(ANNOTATION) or getattr(event, "is_user_annotation", False)
 
 
@@ -187,7 +187,7 @@ def _interval(event: Any) -> Interval:
 
 
 def join(intervals: Iterable[Interval]) -> list[Interval]:
-    """Gives the same time as intervals that are apart, in order."""
+    """Returns the same time as intervals that are apart, in order."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -198,7 +198,7 @@ def join(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """Gives the time that is in both."""
+    """Returns the time that is in both."""
     ours, others = join(a), join(b)
     found: list[Interval] = []
     while ours and others:
@@ -210,7 +210,7 @@ def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """Gives the time that is in `a` alone."""
+    """Returns the time that is in `a` alone."""
     others = join(b)
     edges = [-float("inf"), *(edge for interval in others for edge in interval), float("inf")]
     gaps = list(zip(edges[::2], edges[1::2], strict=True))

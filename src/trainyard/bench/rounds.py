@@ -61,7 +61,7 @@ class Outcome:
         return [seconds for result in self.results for seconds in result["step_seconds"]]
 
     def speed_over(self, other: Outcome) -> list[float]:
-        """Gives how many times as fast as another this is, round by round."""
+        """Returns how many times as fast as another this is, round by round."""
         return [
             statistics.median(theirs["step_seconds"]) / statistics.median(mine["step_seconds"])
             for mine, theirs in zip(self.results, other.results, strict=True)

@@ -76,6 +76,6 @@ def _build(
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """Gives what must be equal on all ranks; each may have random tokens in a folder of its own."""
+    """Returns facts that must be equal on all ranks; random tokens may be in separate folders."""
     text = render_run(run.model_copy(update={"data": Data()}))
     return gather_facts(text, data_fingerprint(run))

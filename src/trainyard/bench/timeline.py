@@ -38,13 +38,13 @@ Mark = tuple[str, Any]
 
 
 class Clock(Protocol):
-    """Tells the time between two marks."""
+    """Measures the time between two marks."""
 
     def mark(self) -> Any:
         """Notes the time."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Gives the time between two marks that have passed."""
+        """Returns the time between two marks that have passed."""
 
     def wait(self) -> None:
         """Returns when all marks have passed."""
@@ -58,7 +58,7 @@ class HostClock:
         return time.perf_counter()
 
     def seconds(self, start: float, end: float) -> float:
-        """Gives the time between two marks."""
+        """Returns the time between two marks."""
         return end - start
 
     def wait(self) -> None:
@@ -75,7 +75,7 @@ class DeviceClock:
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Gives the time between two events that have passed."""
+        """Returns the time between two events that have passed."""
         milliseconds: float = start.elapsed_time(end)
         return milliseconds / 1000
 
@@ -85,7 +85,7 @@ class DeviceClock:
 
 
 def build_clock(device: torch.device) -> Clock:
-    """Gives the clock of a device."""
+    """Returns the clock of a device."""
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
@@ -143,7 +143,7 @@ class Timeline(Heartbeat):
                 handle.remove()
 
     def add_up(self, marks: Iterable[Mark]) -> dict[str, float]:
-        """Gives the seconds of each part between marks that have passed."""
+        """Returns the seconds of each part between marks that have passed."""
         found = dict.fromkeys(PARTS, 0.0)
         for (part, start), (_, end) in pairwise(marks):
             if part != END:

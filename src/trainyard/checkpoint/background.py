@@ -193,7 +193,7 @@ class AsyncCheckpointer:
             raise self._error
 
     def take_failure(self) -> MachineError | None:
-        """Gives a failure that it has not given yet, without waiting; what is a bug is raised."""
+        """Returns a failure that it has not given yet, without waiting; what is a bug is raised."""
         self._raise_bug()
         return self._untold.popleft() if self._untold else None
 
@@ -240,7 +240,7 @@ def remove_old(folder: Path, keep: Retention) -> list[Path]:
 
 
 def probe(folder: Path, total_bytes: int) -> None:
-    """Makes sure, before training starts, that a checkpoint can be written.
+    """Checks, before training starts, that a checkpoint can be written.
 
     Args:
         folder: the run's checkpoints, made when absent.
@@ -311,7 +311,7 @@ def _manifest_of(path: Path) -> Manifest | None:
 
 
 def _best(complete: Mapping[Path, Manifest], n_best: int) -> list[Path]:
-    """Gives those of the lowest held-out loss, of equal ones the newest."""
+    """Returns those of the lowest held-out loss, of equal ones the newest."""
     losses = {
         path: loss
         for path, manifest in complete.items()

@@ -212,7 +212,7 @@ class _OnlyFormat(BaseModel):
 
 
 def grid_problem(tensor: StoredTensor) -> str:
-    """Says why the chunks of a tensor do not fill its shape exactly; empty when they do."""
+    """Returns why the chunks of a tensor do not fill its shape exactly; empty when they do."""
     n_dimensions = len(tensor.shape)
     if any(len(c.offset) != n_dimensions or len(c.shape) != n_dimensions for c in tensor.chunks):
         return "a chunk has a different number of dimensions"

@@ -69,7 +69,7 @@ def run_changes(saved: Run, wanted: Run) -> list[Change]:
 def check_resumable(
     manifest: Manifest, wanted: Run, data_fingerprint: str, tokenizer_fingerprint: str
 ) -> list[Change]:
-    """Makes sure that `wanted` goes on with what the checkpoint began; returns the free changes.
+    """Checks that `wanted` goes on with what the checkpoint began; returns the free changes.
 
     At step 0 there are only weights, and everything but the shape of the model may change.
 
@@ -109,7 +109,7 @@ def check_resumable(
 
 
 def refusal_of(field: str) -> str:
-    """Says why a field must stay as it is when a run is resumed; empty when it may change."""
+    """Returns why a field must stay as it is when a run is resumed; empty when it may change."""
     if _is_in(field, FREE):
         return ""
     return next(reason for name, reason in REFUSED.items() if _is_in(field, (name,)))

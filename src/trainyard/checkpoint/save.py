@@ -159,7 +159,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def require_space(folder: Path, tensors_bytes: int) -> None:
-    """Makes sure that a checkpoint with so many bytes in its tensors fits.
+    """Checks that a checkpoint with `tensors_bytes` of tensors fits.
 
     Raises:
         MachineError: says how much it needs and how much is free.
@@ -280,7 +280,7 @@ def _join_and_publish(
 
 
 def _tell_failure(partial: Path, error: Exception) -> None:
-    """Leaves word for the other ranks, in the room that everything else had taken."""
+    """Leaves a message for the other ranks, in space freed from the rest."""
     failure = failure_of(error)
 
     def tell() -> None:

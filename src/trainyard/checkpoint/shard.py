@@ -226,7 +226,7 @@ def _begin_to_flush(file: BinaryIO, start: int, n_bytes: int) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Gives the memory of a contiguous CPU tensor."""
+    """Returns the memory of a contiguous CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 

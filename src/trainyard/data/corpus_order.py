@@ -133,7 +133,7 @@ class CorpusOrder:
         return rows
 
     def _pieces(self, indices: Array) -> tuple[Array, Array, Array]:
-        """Gives the stretches of documents that make up sequences: row, first token, tokens."""
+        """Returns the stretches of documents that make up sequences: row, first token, tokens."""
         entry = self.shuffle_index[indices].astype(np.int64)
         first_slot, first_offset = self.sequence_index[entry].T
         last_slot, last_offset = self.sequence_index[entry + 1].T

@@ -150,7 +150,7 @@ class IndexCache:
         return checksums
 
     def _look_up(self, prefix: str, folder: Path) -> list[str] | Unread:
-        """Gives the checksums of both files, or what must be read for them."""
+        """Returns the checksums of both files, or what must be read for them."""
         record = _load_record(prefix)
         if record is not None and _is_older(prefix):
             return [file.sha256 for file in record.files]

@@ -49,7 +49,7 @@ Array = NDArray[Any]
 
 
 def optimal_dtype(vocabulary_size: int) -> np.dtype[Any]:
-    """Gives the kind of integer Megatron-LM stores ids of this vocabulary in."""
+    """Returns the kind of integer Megatron-LM stores ids of this vocabulary in."""
     return np.dtype(np.uint16 if vocabulary_size < _LARGEST_UINT16_VOCABULARY else np.int32)
 
 
@@ -71,7 +71,7 @@ def count_tokens(prefix: str | Path) -> int:
 
 
 def token_paths(prefix: str | Path) -> tuple[Path, Path]:
-    """Gives the .bin and the .idx of a prefix."""
+    """Returns the .bin and the .idx of a prefix."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
@@ -118,7 +118,7 @@ class IndexedDataset:
         return len(self.sequence_lengths)
 
     def tokens(self, index: int, offset: int = 0, length: int | None = None) -> Array:
-        """Gives the tokens of one sequence, from `offset` on, as a view of the file."""
+        """Returns the tokens of one sequence, from `offset` on, as a view of the file."""
         n_tokens = int(self.sequence_lengths[index])
         stop = n_tokens if length is None else offset + length
         if not 0 <= offset <= stop <= n_tokens:

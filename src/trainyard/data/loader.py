@@ -65,7 +65,7 @@ class Loader:
         self._ahead: tuple[tuple[int, int], Future[Batch]] | None = None
 
     def batch(self, step: int, offset: int = 0) -> Batch:
-        """Gives the batch of step `step`, counted from 0, and begins to read the next one.
+        """Returns the batch of step `step`, counted from 0, and begins to read the next one.
 
         Args:
             step: says how many sequences are consumed.

@@ -76,7 +76,7 @@ def merge_parts(
 
 
 def _describe(dataset: IndexedDataset, stays: NDArray[np.bool_] | None) -> tuple[Array, Array]:
-    """Gives the lengths of the sequences that stay, and how many each staying document has."""
+    """Returns the lengths of the sequences that stay, and how many each staying document has."""
     per_document = np.diff(dataset.document_indices)
     if stays is None:
         return dataset.sequence_lengths, per_document
@@ -127,7 +127,7 @@ def _copy_some(dataset: IndexedDataset, stays: NDArray[np.bool_], target: Binary
 
 
 def publish_files(made: Path, prefix: Path, *, replaces_other: bool) -> None:
-    """Gives finished token files and their record their final names, the record last.
+    """Renames finished token files and their record to their final names, the record last.
 
     Two processes may do so with the same content; each of them leaves whole files.
 

@@ -288,7 +288,7 @@ def _cut(dataset: IndexedDataset, span: range) -> IndexedDataset:
 
 
 def _asked(blend: Blend, size: int | None, surplus: float) -> list[int | None]:
-    """Says how many sequences each corpus must give; None is one pass over its documents."""
+    """Returns how many sequences each corpus must give; None is one pass over its documents."""
     if blend.weights is None:
         return [size if len(blend.prefixes) == 1 else None] * len(blend.prefixes)
     if size is None:

@@ -70,7 +70,7 @@ class StepCount(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 mine[reason] = mine.get(reason, 0) + count
 
     def describe_sentences(self) -> str:
-        """Says how many sentences fell, and which templates took the most; "" if none fell."""
+        """Returns how many sentences fell, and which templates took the most; "" if none fell."""
         by_number = sorted(self.dropped_sentences.items(), key=lambda item: (-item[1], item[0]))
         if not by_number:
             return ""

@@ -123,7 +123,7 @@ class _GigatokenEngine:
 
 
 def _return_free_memory() -> None:
-    """Gives what was freed back to the system now, where the C library can (glibc)."""
+    """Returns freed memory to the system, where the C library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)
@@ -202,11 +202,11 @@ class Tokenizer:
         self._engine = _build_engine(rules, name)
 
     def encode(self, text: str) -> list[int]:
-        """Gives the ids of a text, without an end of document."""
+        """Returns the ids of a text, without an end of document."""
         return [int(token_id) for token_id in self.encode_batch([text])[0]]
 
     def encode_batch(self, texts: list[str]) -> Encoded:
-        """Gives the ids of all texts back to back, and the number of ids of each text.
+        """Returns the ids of all texts back to back, and the number of ids of each text.
 
         Raises:
             DataError: a text holds half a character (a lone surrogate), which has no bytes.
@@ -264,7 +264,7 @@ class Tokenizer:
         )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """Gives the text of ids; bytes that are no UTF-8 (half a character) become U+FFFD."""
+        """Returns the text of ids; bytes that are no UTF-8 (half a character) become U+FFFD."""
         outside = [i for i in ids if not 0 <= i < self.vocabulary_size]
         if outside:
             raise DataError(
@@ -298,7 +298,7 @@ def load_tokenizer(source: str | Path, special_tokens: SpecialTokens = "text") -
 
 
 def tokenizer_name(source: str | Path) -> str:
-    """Gives the name to display: that of the folder, which may be gone."""
+    """Returns the name to display: that of the folder, which may be gone."""
     path = Path(source)
     return (path.parent if path.suffix == ".json" else path).resolve().name
 

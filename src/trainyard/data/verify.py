@@ -280,7 +280,7 @@ def _check_spans(
 
 
 def _describe_damage(run: list[Span], dataset: IndexedDataset | None) -> str:
-    """Says which bytes differ, and what lies in them."""
+    """Returns which bytes differ, and what lies in them."""
     path, first, last = run[0].path, run[0].first, run[-1].end - 1
     text = f"{path}: bytes {first} to {last} differ from what was written"
     if path.suffix != ".bin" or dataset is None or not dataset.n_tokens:

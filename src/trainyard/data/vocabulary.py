@@ -158,7 +158,7 @@ def load_vocabulary(source: str | Path) -> Vocabulary:
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Tells whether a folder has the files of a tokenizer, in either layout."""
+    """Returns whether a folder has the files of a tokenizer, in either layout."""
     layouts = (("tokenizer.json",), ("vocab.json", "merges.txt"))
     return any(all((folder / name).is_file() for name in names) for names in layouts)
 

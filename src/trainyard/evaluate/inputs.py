@@ -40,7 +40,7 @@ class Trained:
     tokenizer: Tokenizer | None
 
     def require_tokenizer(self) -> Tokenizer:
-        """Gives the tokenizer.
+        """Returns the tokenizer.
 
         Raises:
             ConfigError: the run names none.

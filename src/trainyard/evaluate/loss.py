@@ -39,7 +39,7 @@ from trainyard.model.loss import IGNORE_INDEX
 
 Ids = NDArray[Any]
 LossOf = Callable[[Tensor, Tensor], Tensor]
-"""Gives the summed loss, in nats, of token ids and labels, (B, T) each."""
+"""Returns the summed loss, in nats, of token ids and labels, (B, T) each."""
 
 
 class Decoder(Protocol):
@@ -50,7 +50,7 @@ class Decoder(Protocol):
         """The end-of-document token."""
 
     def decode(self, ids: list[int]) -> str:
-        """Gives the text of token ids."""
+        """Returns the text of token ids."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class HeldOut:
         return self.summed_loss / math.log(2) / self.n_bytes if self.n_bytes else None
 
     def as_dict(self) -> dict[str, float | None]:
-        """Gives the figures under the names they have in metrics.jsonl and evaluation.json."""
+        """Returns the figures under the names they have in metrics.jsonl and evaluation.json."""
         return {
             "loss": self.mean_loss,
             "perplexity": self.perplexity if math.isfinite(self.perplexity) else None,
@@ -207,7 +207,7 @@ def count_bytes(ids: Ids, tokenizer: Decoder) -> int:
 
 
 def unigram_loss(train_counts: Ids, held_out_counts: Ids) -> float:
-    """Gives the loss, in nats per token, of a model that knows only how frequent each token is.
+    """Returns the loss, in nats per token, of a model that knows only how frequent each token is.
 
     A trained model must beat it; one that does not has learnt nothing from context.
 

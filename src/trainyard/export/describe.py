@@ -1,4 +1,4 @@
-"""Says what a file of `torch.save` holds, in JSON, for a process of its own with narrow limits.
+"""Describes a file of `torch.save` in JSON, for a process of its own with narrow limits.
 
     python -m trainyard.export.describe FILE
 

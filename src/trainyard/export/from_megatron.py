@@ -136,7 +136,7 @@ class _Weights:
         return whole
 
     def require_equal_head(self) -> None:
-        """Makes sure that the last stage's copy of a tied embedding is one."""
+        """Checks that the last stage's tied embedding equals the first's."""
         pairs = zip(self.sources["embedding.weight"], self.sources["head.weight"], strict=True)
         for first, last in pairs:
             if not torch.equal(
@@ -150,7 +150,7 @@ class _Weights:
 
 
 def _cut_dimension(name: str) -> int | None:
-    """Says which dimension of a parameter is cut over tensor ranks."""
+    """Returns which dimension of a parameter is cut over tensor ranks."""
     if name in _WITH_VOCABULARY_ROWS or ".attention.qkv." in name or ".mlp.up." in name:
         return 0
     return 1 if name.endswith((".attention.out.weight", ".mlp.down.weight")) else None
@@ -187,7 +187,7 @@ def _version(settings: Contents, grid: Grid) -> float:
 
 
 def _name_tensors(grid: Grid, contents: Mapping[Path, Contents], arguments: Arguments) -> _Sources:
-    """Gives every tensor our name, with layers numbered through the whole model."""
+    """Maps every tensor to our name, with layers numbered through the whole model."""
     sources: _Sources = {}
     first_block = 0
     for row in _pieces(grid, contents):

@@ -139,7 +139,7 @@ def their_name(name: str) -> str:
 
 
 def their_shape(name: str, shape: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Gives the shape that our parameter has in their layout."""
+    """Returns the shape that our parameter has in their layout."""
     if name in _WITH_VOCABULARY_ROWS:
         return (model.vocabulary_size, *shape[1:])
     return shape[::-1] if name.endswith(_MATRICES) else shape

@@ -25,7 +25,7 @@ class Grid:
     """Whether each file holds one layer, with names that do not say which."""
 
     def full_name(self, name: str) -> str:
-        """Gives a tensor's name with the place in the model that its file has."""
+        """Returns a tensor's name with the place in the model that its file has."""
         if not self.of_layers:
             return name
         if name in ("weight", "bias"):

@@ -272,7 +272,7 @@ def _storage(identity: Any) -> Storage:
 
 
 def plain(value: Any) -> Any:
-    """Gives what JSON can say of a value: "AttnMaskType(2)" of a member of an enumeration."""
+    """Returns what JSON can say of a value: "AttnMaskType(2)" of a member of an enumeration."""
     if isinstance(value, Named):
         return value.name
     if isinstance(value, Made):

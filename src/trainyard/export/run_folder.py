@@ -26,7 +26,7 @@ from trainyard.train.run_folder import TOKENIZER_FOLDER, write_tokenizer_folder
 
 
 def require_new(output: Path) -> None:
-    """Makes sure that `output` can be made.
+    """Checks that `output` can be made.
 
     Raises:
         CheckpointError: it exists.

@@ -81,7 +81,7 @@ class CheckpointWeights:
         return stored.shape[0] if stored and stored.shape else 0
 
     def require(self, name: str, shape: Shape) -> None:
-        """Makes sure that a parameter is there.
+        """Checks that a parameter is there.
 
         Raises:
             CheckpointError: it is not, or has another shape.

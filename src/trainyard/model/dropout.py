@@ -41,7 +41,7 @@ QUADRATIC_FACTOR = 0x2C1B3C6E  # any even number with mixed bits
 
 
 def sequence_seeds(seed: int, step: int, first: int, count: int) -> Tensor:
-    """Gives the dropout seeds, (count,), of sequences `first` and on of the batch of a step."""
+    """Returns the dropout seeds, (count,), of sequences `first` and on of the batch of a step."""
     digest = hashlib.sha256(f"dropout {seed} {step}".encode()).digest()
     start = int.from_bytes(digest[:8], "little", signed=True)
     return mix(torch.arange(first, first + count) * INCREMENT + start)

@@ -20,10 +20,10 @@ class Product(Protocol):
     """A matrix product of (..., in) with a weight (out, in), and a bias: as `F.linear`."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
-        """Gives (..., out), in the precision of `x`, which the weight has too."""
+        """Returns (..., out), in the precision of `x`, which the weight has too."""
 
     def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Gives the gradients of `x` and of the weight, from that of the output."""
+        """Returns the gradients of `x` and of the weight, from that of the output."""
 
 
 class PlainProduct:
@@ -50,7 +50,7 @@ class Layer(nn.Module):
     casts: tuple[Tensor, Tensor] | None = None
 
     def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Gives weight and bias in a precision, as part of the graph."""
+        """Returns weight and bias in a precision, as part of the graph."""
         if self.casts is None:
             return self.weight.to(dtype), self.bias.to(dtype)
         weight, bias = self.casts

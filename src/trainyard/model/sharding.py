@@ -47,7 +47,7 @@ WHOLE = Part(range(sys.maxsize), takes_tokens=True, gives_loss=True)
 
 
 def kind_of_cut(module_name: str) -> Kind | None:
-    """Says how a layer, by its global name, is cut; None where every rank has all of it."""
+    """Returns how a layer, by its global name, is cut; None where every rank has all of it."""
     return next((kind for name, kind in CUTS.items() if fnmatchcase(module_name, name)), None)
 
 

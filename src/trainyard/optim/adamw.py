@@ -51,7 +51,7 @@ def build_adamw(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> tor
 
 
 def state_of(optimizer: torch.optim.Optimizer, local: LocalParameter) -> dict[str, Tensor]:
-    """Gives what a checkpoint keeps of a parameter beside itself, this rank's part of it."""
+    """Returns what a checkpoint keeps of a parameter beside itself, this rank's part of it."""
     if isinstance(optimizer, LowBitAdamW):
         return optimizer.state_of(local)
     assert isinstance(optimizer, torch.optim.AdamW)

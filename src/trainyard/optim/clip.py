@@ -54,7 +54,7 @@ def reduce_step_stats(
 
 
 def norms_of(gradients: Sequence[Tensor | BlockScaledTensor]) -> Tensor:
-    """Gives the norm of each gradient, in fp64; of codes, that of what they stand for."""
+    """Returns the norm of each gradient, in fp64; of codes, that of what they stand for."""
     # On a CPU a sum of squares in fp32 over a whole matrix is wrong by 3e-3 for an embedding of
     # 50,257 rows, and so differs from the sum of its parts. A row is short enough, and as fast.
     parts = [each if isinstance(each, Tensor) else each.block_norms() for each in gradients]

@@ -180,7 +180,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             each.quantized_gradient = None
 
     def state_of(self, local: LocalParameter) -> dict[str, Tensor]:
-        """Gives the state of a parameter by its names in a checkpoint, this rank's part of it."""
+        """Returns the state of a parameter by its names in a checkpoint, this rank's part of it."""
         matrix = self.matrices.get(local.name)
         if matrix is not None:
             return {
@@ -210,7 +210,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 
 def moments_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Gives the moments of a parameter, this rank's part; none before the first update."""
+    """Returns the moments of a parameter, this rank's part; none before the first update."""
     state = optimizer.state.get(parameter, {})
     return {moment: local_part(state[moment]) for moment in MOMENTS if moment in state}
 

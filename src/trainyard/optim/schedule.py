@@ -12,7 +12,7 @@ from trainyard.plan.resolve import Plan
 
 
 def learning_rate(run: Run, plan: Plan, consumed_sequences: int) -> float:
-    """Gives the rate of the step that ends with `consumed_sequences` consumed in all.
+    """Returns the rate of the step that ends with `consumed_sequences` consumed in all.
 
     Counting the step's own batch makes the first rate of a warmup more than zero.
     """

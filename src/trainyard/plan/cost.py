@@ -128,7 +128,7 @@ def run_cost(
 
 
 def all_steps_seconds(run: Run, plan: Plan, machine: Machine, time: StepTime) -> float:
-    """Gives the time of all steps, the smaller ones of a batch ramp among them.
+    """Returns the time of all steps, the smaller ones of a batch ramp among them.
 
     A step takes a fixed time and one for each micro batch, so two sizes of batch tell all.
     """
@@ -143,7 +143,7 @@ def all_steps_seconds(run: Run, plan: Plan, machine: Machine, time: StepTime) ->
 
 
 def _evaluation_seconds(run: Run, plan: Plan, time: StepTime) -> float:
-    """Gives the time of forward passes over held-out data."""
+    """Returns the time of forward passes over held-out data."""
     interval = run.evaluate.interval or plan.n_steps
     n_batches = (plan.n_steps // interval + 1) * run.evaluate.batches
     forward = sum(forward for forward, _ in time.stage_seconds)
@@ -182,7 +182,7 @@ class CorpusUse:
 
 
 def corpora_use(run: Run, plan: Plan, sizes: Mapping[str, int]) -> list[CorpusUse]:
-    """Says how often each corpus of the training blend is read.
+    """Returns how often each corpus of the training blend is read.
 
     Args:
         run: the run.
@@ -206,7 +206,7 @@ def corpora_use(run: Run, plan: Plan, sizes: Mapping[str, int]) -> list[CorpusUs
 
 
 def training_blend(run: Run) -> tuple[Blend, float]:
-    """Gives the blend a run trains on, and the share of its documents that training gets."""
+    """Returns the blend a run trains on, and the share of its documents that training gets."""
     if run.data.train.prefixes:
         return run.data.train, 1.0
     shares = units.parse_shares(run.data.split)

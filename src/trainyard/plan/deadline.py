@@ -68,7 +68,7 @@ class Trainer:
     def at_its_slowest(
         cls, machine: Machine, storage: tuple[float, ...], price: float | None = None
     ) -> Self:
-        """Takes devices that nobody measured for as slow as they may be."""
+        """Assumes the slowest speed for unmeasured devices."""
         extremes = find_extremes(machine)
         return cls(extremes[1] if extremes else machine, storage, price)
 
@@ -109,7 +109,7 @@ def largest_model(
 
 
 def shape_run(run: Run, n_layers: int, d_model: int, *, keeps_length: bool) -> Run:
-    """Gives a run another model: heads of 64 features, of 128 from a width of 2048; an MLP of 4."""
+    """Returns a run with another model: head size 64, 128 from d_model 2048; d_ff 4 d_model."""
     size: rules.Changes = {
         "model.n_layers": n_layers,
         "model.d_model": d_model,

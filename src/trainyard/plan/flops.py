@@ -78,7 +78,7 @@ def model_flops_utilization(
     tokens_per_second_per_gpu: float,
     peak_flops_per_second: float | None,
 ) -> float | None:
-    """Gives MFU, the share of the peak that the model's own mathematics took (arXiv:2204.02311).
+    """Returns MFU, the share of the peak that the model's own mathematics took (arXiv:2204.02311).
 
     None where the peak is unknown.
     """

@@ -38,7 +38,7 @@ class Device:
     """Where `product_share` is from."""
 
     def peak_flops_per_second(self, kind: str) -> float | None:
-        """Gives the peak at a run's `precision.kind`; None where it is unknown or not supported."""
+        """Returns the peak at a run's `precision.kind`; None if unknown or unsupported."""
         return self.peaks.get(kind.removesuffix("_lowbit"))
 
 
@@ -269,7 +269,7 @@ class Machine:
 
 
 def find_extremes(machine: Machine) -> tuple[Machine, Machine] | None:
-    """Gives a machine as fast and as slow as it may be; None where its products were measured."""
+    """Returns a machine as fast and as slow as it may be; None where its products were measured."""
     shares = machine.efficiencies
     if shares.sources["product_share"] != UNMEASURED:
         return None
@@ -343,7 +343,7 @@ def find_device(name: str) -> Device | None:
 
 
 def cpu_multiplies_bf16_natively(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
-    """Says whether this processor has bf16 matrix products; False where it cannot be known.
+    """Returns whether this processor has bf16 matrix products; False where it cannot be known.
 
     Without them bf16 is emulated, and slower than fp32.
     """

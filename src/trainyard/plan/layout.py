@@ -58,7 +58,7 @@ def ranks_per_replica(run: Run) -> int:
 
 
 def takes_micro_batches(run: Run, n_micro_batches: int) -> bool:
-    """Says whether the pipeline's schedule can order so many micro batches.
+    """Returns whether the pipeline's schedule can order so many micro batches.
 
     The conditions are those of `torch.distributed.pipelining` 2.11 to 2.13.
     """

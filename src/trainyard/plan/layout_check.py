@@ -114,7 +114,7 @@ def plan_layout_check(run: Run, n_ranks: int | None = None) -> LayoutCheck:
 
 
 def cover_pairs(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Gives the fewest sets of three axes that together have every pair; few axes are one set."""
+    """Returns the fewest sets of three axes that together have every pair; few axes are one set."""
     if len(axes) <= MOST_AXES:
         return [tuple(axes)]
     wanted = set(itertools.combinations(axes, 2))
@@ -131,7 +131,7 @@ def _pairs(sets: Iterable[tuple[str, ...]]) -> Iterable[tuple[str, ...]]:
 
 
 def describe_layout(run: Run, topology: Topology) -> str:
-    """Says how ranks are cut: "pipeline 2 (1f1b) x data 2 (ZeRO 1) x tensor 2"."""
+    """Returns how ranks are cut: "pipeline 2 (1f1b) x data 2 (ZeRO 1) x tensor 2"."""
     parallel = run.parallel
     chunks = f", {parallel.chunks} chunks" if parallel.chunks > 1 else ""
     details = {

@@ -72,7 +72,7 @@ class RankMemory:
 
 
 def rank_memory(run: Run, plan: Plan, pipeline_rank: int, on_gpu: bool = True) -> RankMemory:
-    """Gives the memory of the rank that needs most at one place of the pipeline."""
+    """Returns the memory of the rank that needs most at one place of the pipeline."""
     rank = _Rank(run, plan, pipeline_rank, on_gpu)
     moments = {
         "loss": rank.at_loss(),
@@ -88,7 +88,7 @@ def rank_memory(run: Run, plan: Plan, pipeline_rank: int, on_gpu: bool = True) -
 
 
 def busiest_memory(run: Run, plan: Plan, on_gpu: bool = True) -> RankMemory:
-    """Gives the memory of the rank that needs most of all."""
+    """Returns the memory of the rank that needs most of all."""
     ranks = [rank_memory(run, plan, rank, on_gpu) for rank in range(plan.topology.pipeline)]
     return max(ranks, key=lambda memory: memory.peak_bytes)
 

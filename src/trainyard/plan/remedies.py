@@ -60,7 +60,7 @@ def smallest_changes(run: Run, machine: Machine, n_devices: int) -> list[Remedy]
 
 
 def is_legal_with(run: Run, name: str, value: object) -> bool:
-    """Says whether a run may have another value in one field, whatever the number of devices."""
+    """Returns whether a run may have another value in one field, whatever the number of devices."""
     return not rules.broken_rules(rules.change(run, {name: value}))
 
 
@@ -142,7 +142,7 @@ def _more_devices(machine: Machine, n_devices: int, least_factor: int) -> Iterat
 
 
 def fewest_devices(run: Run, machine: Machine, n_devices: int) -> str:
-    """Says on how many devices a layout of a run fits, as a hint."""
+    """Returns a hint with the number of devices on which a layout of a run fits."""
     without_ramp = rules.change(run, {"train.batch_ramp": None})
     if run.train.batch_ramp and search(without_ramp, machine, n_devices, most=1):
         return "train.batch_ramp=none: its first batches are too small for these ranks"

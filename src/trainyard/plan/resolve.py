@@ -46,7 +46,7 @@ class Plan:
     """The final fall of warmup_stable_decay."""
 
     def as_json(self) -> dict[str, Any]:
-        """Gives the values as JSON can hold them."""
+        """Returns the values as JSON can hold them."""
         lists = {
             "order_sequences": list(self.order_sequences),
             "stages": [list(stage) for stage in self.stages],

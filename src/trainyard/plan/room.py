@@ -107,13 +107,13 @@ def _describe(run: Run, changed: Run) -> str:
 
 
 def gpu_bytes(name: str) -> int | None:
-    """Gives what a GPU's driver leaves of its memory; None where the GPU is unknown."""
+    """Returns what a GPU's driver leaves of its memory; None where the GPU is unknown."""
     device = find_device(name)
     return int(USABLE_SHARE * device.memory_bytes) if device and device.memory_bytes else None
 
 
 def free_memory_bytes(system: Path = Path("/")) -> int | None:
-    """Gives the memory that this machine has available, or this job if that is less.
+    """Returns the memory that this machine has available, or this job if that is less.
 
     Args:
         system: the root of the file system.

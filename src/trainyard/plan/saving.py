@@ -44,7 +44,7 @@ SECONDS_PER_DAY = 86_400.0
 
 
 def checkpoint_bytes(run: Run, n_parameters: int) -> int:
-    """Gives the size of a checkpoint without its headers and manifest.
+    """Returns the size of a checkpoint without its headers and manifest.
 
     Args:
         run: its precision says what is kept.
@@ -59,7 +59,7 @@ def checkpoint_bytes(run: Run, n_parameters: int) -> int:
 
 
 def _bytes_of(run: Run, name: str, shape: Shape) -> int:
-    """Gives what a checkpoint has of a parameter, or of a part of it."""
+    """Returns what a checkpoint has of a parameter, or of a part of it."""
     n_values = math.prod(shape)
     if run.precision.kind != "fp8_lowbit" or not name.startswith("blocks."):
         return BYTES_PER_PARAMETER * n_values
@@ -69,7 +69,7 @@ def _bytes_of(run: Run, name: str, shape: Shape) -> int:
 
 
 def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
-    """Gives what one rank writes of a checkpoint: of ranks that hold the same, the first does."""
+    """Returns what one rank writes of a checkpoint: of ranks that hold the same, the first does."""
     topology = plan.topology
     place = topology.coordinates(rank)
     if place.replicate:
@@ -103,7 +103,7 @@ def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
 
 
 def host_bytes(run: Run, plan: Plan) -> int:
-    """Gives the host memory that a background save takes on the rank that writes most."""
+    """Returns the host memory that a background save takes on the rank that writes most."""
     if not run.checkpoint.background:
         return 0
     # The first of the tensor ranks, of the replicas and of the shares writes most at its place.
@@ -114,12 +114,12 @@ def host_bytes(run: Run, plan: Plan) -> int:
 def mean_seconds_between_failures(
     n_nodes: int, failures_per_node_day: float = FAILURES_PER_NODE_DAY
 ) -> float:
-    """Gives the time from one failure of any node to the next."""
+    """Returns the time from one failure of any node to the next."""
     return SECONDS_PER_DAY / (n_nodes * failures_per_node_day)
 
 
 def suggest_interval(save_seconds: float, mean_seconds_between_failures: float) -> float:
-    """Gives the seconds between saves that lose least.
+    """Returns the seconds between saves that lose least.
 
     Args:
         save_seconds: how long training stands still for one.
@@ -134,7 +134,7 @@ def useful_share(
     mean_seconds_between_failures: float,
     restart_seconds: float = RESTART_SECONDS,
 ) -> float:
-    """Gives the share of the time that goes into steps that need not be repeated, 0 to 1.
+    """Returns the share of the time that goes into steps that need not be repeated, 0 to 1.
 
     Source: E[ETTR] of arXiv:2410.21680.
     """

@@ -76,7 +76,7 @@ class Candidate:
     time: StepTime
 
     def changes_from(self, run: Run) -> rules.Changes:
-        """Gives the fields of a layout that differ from another run's."""
+        """Returns the fields of a layout that differ from another run's."""
         return rules.differences(run, {name: field_value(self.run, name) for name in FIELDS})
 
 
@@ -92,17 +92,17 @@ def predict(run: Run, machine: Machine, n_devices: int) -> Candidate:
 
 
 def is_gpu(machine: Machine) -> bool:
-    """Says whether the devices are accelerators with memory of their own."""
+    """Returns whether the devices are accelerators with memory of their own."""
     return machine.device.name != "CPU"
 
 
 def usable_bytes(machine: Machine) -> int | None:
-    """Gives the memory of a device that its driver leaves; None where it is unknown."""
+    """Returns the memory of a device that its driver leaves; None where it is unknown."""
     return None if machine.memory_bytes is None else int(USABLE_SHARE * machine.memory_bytes)
 
 
 def fits(memory: RankMemory, machine: Machine) -> bool:
-    """Says whether a rank has the memory it needs; yes where it is unknown."""
+    """Returns whether a rank has the memory it needs; yes where it is unknown."""
     usable = usable_bytes(machine)
     return usable is None or memory.peak_bytes <= usable
 
@@ -134,14 +134,14 @@ def search(run: Run, machine: Machine, n_devices: int, most: int = 10) -> list[C
 
 
 def least_state_bytes(run: Run) -> int:
-    """Gives what weights and optimizer take at least, on all devices together."""
+    """Returns the least memory of weights and optimizer, over all devices."""
     of_parameter = 6 if run.precision.kind == "fp8_lowbit" else saving.BYTES_PER_PARAMETER
     padded = padded_vocabulary_size(run.model)
     return of_parameter * parameter_count(run.model, padded).total
 
 
 def explain_loss(first: Candidate, other: Candidate, most: int = 2) -> str:
-    """Says which parts of a step take longer than in the first, in per cent of its whole step.
+    """Returns which parts of a step take longer than in the first, in per cent of its whole step.
 
     Names as well what most of that is won back with, if any is: else it would not add up.
     """
@@ -158,7 +158,7 @@ def explain_loss(first: Candidate, other: Candidate, most: int = 2) -> str:
 
 
 def is_legal(run: Run, n_devices: int) -> bool:
-    """Says whether a run can be on so many devices."""
+    """Returns whether a run can be on so many devices."""
     data, rest = divmod(n_devices, ranks_per_replica(run))
     if rest or data == 0 or data % run.parallel.data_replicate:
         return False
@@ -252,7 +252,7 @@ class _Queue:
                 self._add_changed(shape, changes)
 
     def _least_seconds(self, shape: Run) -> float:
-        """Gives the time of a shape's products and its bubble alone."""
+        """Returns the time of a shape's products and its bubble alone."""
         model, parallel, train = shape.model, shape.parallel, shape.train
         machine, n_ranks = self._machine, self._any_plan.n_ranks
         peak = machine.device.peak_flops_per_second(shape.precision.kind) or math.inf
@@ -267,7 +267,7 @@ class _Queue:
         return seconds * (1 + bubble / (3 if parallel.schedule == "zero_bubble" else 1))
 
     def _fits(self, run: Run, plan: Plan) -> bool:
-        """Says whether every rank has the memory it needs; most that do not fail at the first."""
+        """Returns whether every rank has enough memory; most misfits fail at the first."""
         # What saving takes of host memory is no matter here, and takes long to add up.
         run = rules.change(run, {"checkpoint.background": False})
         on_gpu = is_gpu(self._machine)
@@ -277,7 +277,7 @@ class _Queue:
         )
 
     def _can_ever_fit(self, run: Run) -> bool:
-        """Says whether the variant of a shape that needs least fits."""
+        """Returns whether the variant of a shape that needs least fits."""
         shape = (run.train.micro_batch_size, run.parallel.model_copy(update=FASTEST))
         if shape not in self._can_fit:
             sparing = rules.change(
@@ -324,7 +324,7 @@ class _Queue:
         heapq.heappush(self._entries, _Entry(time.seconds, next(self._numbers), run, plan, time))
 
     def _shards_inside_a_node(self, shape: Run, data: int) -> int:
-        """Gives how many data parallel ranks a node has, if there are more than one and nodes."""
+        """Returns the data-parallel ranks per node, if there are several and nodes."""
         of_rank = shape.parallel.tensor * shape.parallel.context
         inside = self._machine.devices_per_node // of_rank
         return inside if 1 < inside < data and data % inside == 0 else 0
@@ -362,7 +362,7 @@ def rescale(
 
 
 def with_seconds(candidate: Candidate, seconds: float) -> Candidate:
-    """Gives a candidate another time, all parts of it alike."""
+    """Scales all parts of a candidate's time alike."""
     ratio = seconds / candidate.time.seconds
     time = replace(
         candidate.time,

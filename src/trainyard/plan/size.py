@@ -65,7 +65,7 @@ def _ends(
 
 
 def is_cut(name: str) -> bool:
-    """Says whether each tensor rank has a part of a parameter rather than all of it."""
+    """Returns whether each tensor rank has a part of a parameter rather than all of it."""
     return name.endswith((*_ROWS_ARE_CUT, *_COLUMNS_ARE_CUT))
 
 

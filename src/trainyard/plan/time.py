@@ -207,7 +207,7 @@ class _Prices:
         return n_rounds * ((size - 1) * part_bytes / bandwidth + kind.calls * latency)
 
     def _link(self, axis: str) -> tuple[int, float, float]:
-        """Gives ranks, bytes per second of each, and latency of a call, of a group along an axis.
+        """Returns ranks, bytes per second of each, and latency of a call, of a group along an axis.
 
         Where it lies follows from the order of ranks, `topology.py`. Latency is that of rings
         inside a node and of trees between nodes.
@@ -255,7 +255,7 @@ class _Prices:
 
 
 def _is_of_data(kind: Traffic) -> bool:
-    """Says whether it belongs to a step as a whole; of a pipeline, the sum of tied embeddings."""
+    """Returns whether it belongs to the whole step; in a pipeline, the sum of tied embeddings."""
     is_sum = (kind.axis, kind.collective) == ("pipeline", "all-reduce")
     return is_sum or kind.axis in ("shard", "replicate")
 

@@ -38,7 +38,7 @@ class Pass:
 def lay_out(
     schedule: str, n_ranks: int, n_micro_batches: int, stage_seconds: StageSeconds
 ) -> list[list[Pass]]:
-    """Gives the passes of a step by rank, in the order of time.
+    """Returns the passes of a step by rank, in the order of time.
 
     Args:
         schedule: as parallel.schedule.

@@ -60,13 +60,13 @@ class Traffic:
 
 
 def busiest_rank(run: Run, plan: Plan) -> list[Traffic]:
-    """Gives what the ranks at the place of the pipeline that has most send, as `rank_traffic`."""
+    """Returns what the ranks at the place of the pipeline that has most send, as `rank_traffic`."""
     ranks = [rank_traffic(run, plan, rank) for rank in range(plan.topology.pipeline)]
     return max(ranks, key=lambda traffic: sum(kind.n_bytes for kind in traffic))
 
 
 def rank_traffic(run: Run, plan: Plan, pipeline_rank: int) -> list[Traffic]:
-    """Gives what each rank at one place of the pipeline sends in a step of train.global_batch_size.
+    """Returns what each rank of a pipeline rank sends in a step of train.global_batch_size.
 
     Kinds of calls that are not made are left out.
     """
@@ -92,7 +92,7 @@ def count_fp8_blocks(run: Run, blocks: tuple[int, int]) -> int:
 
 
 def block_gathers(run: Run, topology: Topology) -> int:
-    """Gives how often the weights of a block are gathered in a step."""
+    """Returns how often the weights of a block are gathered in a step."""
     if run.parallel.zero_stage == 0 or topology.shard * topology.context == 1:
         return 0
     if run.parallel.zero_stage < 3:

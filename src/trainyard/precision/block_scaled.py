@@ -64,7 +64,7 @@ class BlockScaledTensor:
 
     @classmethod
     def of(cls, values: Tensor, dtype: torch.dtype = E4M3) -> BlockScaledTensor:
-        """Gives the codes nearest to the values of a contiguous matrix, in bf16 or fp32."""
+        """Returns the codes nearest to the values of a contiguous matrix, in bf16 or fp32."""
         codes = cls.zeros(values.shape, dtype, values.device)
         blocks = values.view(-1, COLUMNS)
         for chunk, part in codes.chunks():
@@ -82,12 +82,12 @@ class BlockScaledTensor:
             yield BlockScaledTensor(values[here], exponents[here]), here
 
     def decode(self) -> Tensor:
-        """Gives the values, exactly, in fp32."""
+        """Returns the values, exactly, in fp32."""
         blocks = decode(self.values.view(-1, COLUMNS), self.exponents.view(-1, 1))
         return blocks.view(self.values.shape)
 
     def block_norms(self) -> Tensor:
-        """Gives the norm of every 32 values, fp32, as many as there are exponents."""
+        """Returns the norm of every 32 values, fp32, as many as there are exponents."""
         found = [
             # Of codes, since squares of what they stand for may be beyond fp32.
             torch.linalg.vector_norm(chunk.values.float(), dim=-1) * _scales(chunk.exponents)[:, 0]
@@ -99,7 +99,7 @@ class BlockScaledTensor:
 def encode(
     blocks: Tensor, dtype: torch.dtype, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gives codes and exponents of blocks of values, (n, 32): (n, 32) and (n, 1).
+    """Returns codes and exponents of blocks of values, (n, 32): (n, 32) and (n, 1).
 
     Args:
         blocks: fp32, or bf16 without noise.
@@ -119,7 +119,7 @@ def encode(
 
 
 def decode(values: Tensor, exponents: Tensor) -> Tensor:
-    """Gives what codes stand for, fp32, exactly.
+    """Returns what codes stand for, fp32, exactly.
 
     Args:
         values: (n, 32).
@@ -134,7 +134,7 @@ def _scales(exponents: Tensor) -> Tensor:
 
 
 def noise(key: Tensor, numbers: Tensor) -> Tensor:
-    """Gives random numbers from 0 up, below 1, for blocks: (n, 32), fp32.
+    """Returns random numbers from 0 up, below 1, for blocks: (n, 32), fp32.
 
     Args:
         key: of the matrix, the step and the purpose; a scalar, int64.

@@ -88,7 +88,7 @@ class LossScaler:
         return (overflowed & (scale > settings.minimum)).float()
 
     def as_saved(self) -> SavedScale:
-        """Gives what a checkpoint keeps, exactly, so that a resumed run scales alike."""
+        """Returns what a checkpoint keeps, exactly, so that a resumed run scales alike."""
         return SavedScale(
             scale=self._scale.item(),
             good_steps=int(self._good_steps.item()),

@@ -186,7 +186,7 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves out what happens inside its block."""
+        """Ignores everything inside its block."""
         self._paused += 1
         try:
             yield
@@ -249,7 +249,7 @@ def _watch(accounting: Accounting) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives an attribute of a class or module another value inside its block."""
+    """Sets an attribute of a class or module inside its block."""
     before = vars(owner).get(name, _INHERITED)
     setattr(owner, name, value)
     try:

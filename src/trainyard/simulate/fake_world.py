@@ -63,7 +63,7 @@ def fake_world(rank: int, n_ranks: int) -> Iterator[None]:
 
 @contextmanager
 def fake_tensors(*, on_gpu: bool) -> Iterator[None]:
-    """Makes all tensors fake that are made inside its block; `on_gpu` acts as a GPU does."""
+    """Makes all tensors created inside its block fake; `on_gpu` acts like a GPU."""
     with ExitStack() as stack:
         stack.enter_context(replaced(nn.Module, "to", _to))
         # Its threads do not know that tensors are fake, and would draw billions of numbers.
@@ -128,7 +128,7 @@ def _real_meshes() -> Iterator[None]:
 
 @contextmanager
 def _no_handshake() -> Iterator[None]:
-    """Leaves out the messages with which stages of a pipeline introduce themselves."""
+    """Skips the messages with which pipeline stages set up connections."""
     schedule = schedules._PipelineSchedule
     if not hasattr(schedule, "_warmup_p2p"):  # torch 2.11: the ranks of a stage's neighbours
         from torch.distributed.pipelining.stage import PipelineStage

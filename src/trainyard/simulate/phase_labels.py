@@ -1,4 +1,4 @@
-"""Tells the accounts of a step what is being done: which part of it, which block, whose tokens."""
+"""Labels a step's accounts with the current phase: which part, which block, whose tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PhaseLabels(Heartbeat):
         self._books.start_over()
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Takes note of a phase."""
+        """Records a phase."""
         super().enter(phase, step)
         self._books.moment = phase
         # Of the update there is but the norm of all gradients.

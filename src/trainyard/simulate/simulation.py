@@ -242,7 +242,7 @@ def count_steps(
 
 
 def _make_moments(context: TrainContext) -> None:
-    """Lets the optimizer make its state, as there is in all steps but the first."""
+    """Creates the optimizer state, which every step but the first has."""
     optimizer = context.optimizer
     for local in context.model.local_parameters:
         local.parameter.grad = torch.zeros_like(local.parameter)
@@ -253,7 +253,7 @@ def _make_moments(context: TrainContext) -> None:
 
 
 def _shorten(run: Run, n_micro_batches: int) -> tuple[int, int]:
-    """Gives two numbers of micro batches, from which on all that is counted is on a line."""
+    """Returns two numbers of micro batches from which on all counts are linear."""
     pipeline, schedule = run.parallel.pipeline, run.parallel.schedule
     if pipeline == 1:
         fewer, more = FEWEST_MICRO_BATCHES - 1, FEWEST_MICRO_BATCHES
@@ -300,6 +300,6 @@ class _Batches:
         return 2 * self.n_sequences * self._length * torch.int64.itemsize
 
     def batch(self, _step: int, _offset: int) -> tuple[Tensor, Tensor]:
-        """Gives tokens and labels, all the same."""
+        """Returns tokens and labels, all the same."""
         tokens = torch.zeros(self.n_sequences, self._length, dtype=torch.int64)
         return tokens, torch.zeros_like(tokens)

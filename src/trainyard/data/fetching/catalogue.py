@@ -85,10 +85,10 @@ class Reader(Protocol):
     """Asks a server, again when it must, until there is an answer."""
 
     def read(self, url: str) -> tuple[bytes, Mapping[str, str]]:
-        """Gives the body and the headers."""
+        """Returns the body and the headers."""
 
     def size_of(self, url: str) -> int:
-        """Gives the size of a file in bytes."""
+        """Returns the size of a file in bytes."""
 
 
 def corpus_names() -> list[str]:

@@ -86,7 +86,7 @@ class Client:
         self._pool.clear()
 
     def read(self, url: str) -> tuple[bytes, Mapping[str, str]]:
-        """Gives the body and the headers of a small document."""
+        """Returns the body and the headers of a small document."""
 
         def ask() -> tuple[bytes, Mapping[str, str]]:
             with closing(self.open("GET", url)) as response:
@@ -98,7 +98,7 @@ class Client:
         return self.keep_trying(url, ask)
 
     def size_of(self, url: str) -> int:
-        """Gives the size of a file in bytes without fetching it."""
+        """Returns the size of a file in bytes without fetching it."""
 
         def ask() -> int:
             with closing(self.open("HEAD", url)) as response:

@@ -39,12 +39,12 @@ _WITHOUT_SPACES = (
 
 
 def code_points(text: str) -> npt.NDArray[np.int32]:
-    """Gives the number Unicode has for each character."""
+    """Returns the number Unicode has for each character."""
     return np.frombuffer(text.encode("utf-32-le"), "<i4").astype(np.int32, copy=False)
 
 
 def kinds_of(codes: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-    """Gives LETTER, WORD, SPACE and ALONE, or'ed, for each character."""
+    """Returns LETTER, WORD, SPACE and ALONE, or'ed, for each character."""
     kinds: npt.NDArray[np.uint8] = _table().take(codes, mode="clip")
     return kinds
 

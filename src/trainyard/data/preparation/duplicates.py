@@ -139,7 +139,7 @@ def _hash_words(texts: Sequence[str]) -> tuple[Hashes, Counts]:
 
 
 def _cut(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
-    """Gives documents, in lower case, a few at a time; a long one in several pieces."""
+    """Returns documents, in lower case, a few at a time; a long one in several pieces."""
     numbers, pieces, n_characters = list[int](), list[str](), 0
     for number, text in enumerate(texts):
         lower = text.lower()

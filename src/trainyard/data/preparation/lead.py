@@ -112,7 +112,7 @@ class Lead:
         return state
 
     def _look(self) -> str:
-        """Gives the same, or "" while the leader lists or is not yet seen to live."""
+        """Returns the same, or "" while the leader lists or is not yet seen to live."""
         try:
             (leader,) = (name for name in os.listdir(self._path) if name[0] != ".")  # noqa: PTH208
             said = (self._path / leader).read_bytes()

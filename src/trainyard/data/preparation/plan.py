@@ -84,7 +84,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
             raise DataError(f"{place} with the inputs in another order", hint)
 
     def differs_in_contents(self, other: Identity) -> bool:
-        """Tells whether the same work is on the same files, some of which changed."""
+        """Returns whether the same work is on the same files, some of which changed."""
         paths = [[source.path for source in each.sources] for each in (self, other)]
         rest = msgspec.structs.replace(other, sources=self.sources)
         return self != other and paths[0] == paths[1] and rest == self

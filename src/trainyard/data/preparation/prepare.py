@@ -146,7 +146,7 @@ def _load_results(plan: CorpusPlan, on_error: OnError) -> list[Sidecar]:
 
 
 def read_status(corpus: Corpus) -> Progress | None:
-    """Tells how far work on a corpus is that other processes do; None where there is none.
+    """Returns how far work on a corpus is that other processes do; None where there is none.
 
     Raises:
         DataError: an input is missing, or the work is on another corpus.

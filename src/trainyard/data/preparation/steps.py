@@ -119,7 +119,7 @@ def quality_fault(text: str, step: Quality) -> str:
 def _judge(
     step: Keep | LengthLimits | Quality, texts: list[str], fields: dict[str, list[str]]
 ) -> list[str]:
-    """Gives for each document the reason to drop it, or KEPT."""
+    """Returns the reason to drop each document, or KEPT."""
     if isinstance(step, Keep):
         verdicts = dict.fromkeys(step.values, KEPT)
         reason = f"not kept: {step.field}"

@@ -82,7 +82,7 @@ def piece_names(plan: CorpusPlan) -> list[str]:
 
 
 def is_prepared(plan: CorpusPlan) -> bool:
-    """Tells whether every output is there and was made from just this plan."""
+    """Returns whether every output exists and was made from this plan."""
     try:
         for output in plan.outputs:
             sidecar = load_sidecar(output.prefix)

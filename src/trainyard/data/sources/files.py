@@ -56,7 +56,7 @@ class Segment:
 
 
 def format_of(path: Path) -> tuple[str, str]:
-    """Gives the format and the compression suffix ("" for none).
+    """Returns the format and the compression suffix ("" for none).
 
     A suffix that is not in `FORMATS` means plain text.
     """
@@ -65,7 +65,7 @@ def format_of(path: Path) -> tuple[str, str]:
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
-    """Gives the suffixes of format and compression, in lower case; "" for none."""
+    """Returns the suffixes of format and compression, in lower case; "" for none."""
     name = path.name.lower()
     compression = next((suffix for suffix in COMPRESSIONS if name.endswith(suffix)), "")
     name = name.removesuffix(compression)
@@ -275,7 +275,7 @@ def _cut_between_lines(path: Path, size: int, unit_bytes: int) -> list[Segment]:
 
 
 def _next_line_start(file: BinaryIO, position: int, size: int) -> int:
-    """Gives the first byte after `position` that begins a line, or `size`."""
+    """Returns the first byte after `position` that begins a line, or `size`."""
     file.seek(position)
     while block := file.read(2**16):
         newline = block.find(b"\n")

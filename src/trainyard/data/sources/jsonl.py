@@ -115,7 +115,7 @@ def _join_line(pending: list[bytes], n_bytes: int, end: bytes) -> bytes:
 
 
 def start_of(pieces: list[bytes]) -> bytes:
-    """Gives what is kept of a document too long for memory."""
+    """Returns what is kept of a document too long for memory."""
     return b"".join(piece[:_KEPT_BYTES] for piece in pieces)[:_KEPT_BYTES]
 
 
@@ -152,7 +152,7 @@ class _LineDecoder:
         self.decode: Callable[[bytes], Any] = msgspec.json.Decoder(self._kind).decode
 
     def columns(self, documents: list[Any]) -> dict[str, list[str]]:
-        """Gives a column of metadata for each field; what is of another shape is missing."""
+        """Returns a column of metadata for each field; what is of another shape is missing."""
         columns: dict[str, list[str]] = {}
         for field, (top, *inside) in self._paths.items():
             name = self._names.get(top, "text")
@@ -163,7 +163,7 @@ class _LineDecoder:
         return columns
 
     def decode_with_care(self, line: bytes, number: int, offset: int) -> Any | Fault | None:
-        """Gives the document of one line, what is wrong with it, or None for a blank line."""
+        """Returns the document of one line, what is wrong with it, or None for a blank line."""
         if not line.strip(b" \t\r"):
             return None
         if isinstance(line, _LongLine):

@@ -132,7 +132,7 @@ _TOO_LONG = f"is longer than {MAX_PAGE_BYTES // 2**20} MiB"
 
 
 def _split(page: _Page) -> tuple[bytes, bytes, str]:
-    """Gives what stands before a page's wikitext, the wikitext, and what is wrong with them."""
+    """Returns what stands before a page's wikitext, the wikitext, and what is wrong with them."""
     if page.problem:
         return b"", b"", page.problem
     tag = None
