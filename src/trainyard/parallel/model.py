@@ -1,7 +1,7 @@
 """One rank's part of a model, and the passes of a step through it.
 
     GPT, this rank's stages  ->  shard tokens  ->  shard layers  ->  initial weights  ->  FSDP
-    parallel/pipeline       context           tensor            model/init           data
+         parallel/pipeline       context           tensor            model/init           data
 
 Step, loop and optimizer see parameters with gradients and one loss; each module below handles one
 axis.
@@ -282,7 +282,7 @@ class ParallelModel:
         return total
 
     def _add_up_gradients(self) -> None:
-        """Sums gradients of the same parameter over tensor ranks, or both pipeline ends."""
+        """Sums a parameter's gradients over tensor ranks, or over both pipeline ends."""
         if self.mesh.tensor is not None and self._parallel.sequence:
             # Replicated layers saw only this rank's tokens.
             gradients = _tensors(each for each in self.local_parameters if each.dimension is None)
@@ -299,6 +299,6 @@ class ParallelModel:
 
 
 def _tensors(parameters: Iterable[LocalParameter]) -> list[Tensor]:
-    """Returns gradients as tensors; only matrices of blocks, not in here, are block-scaled."""
+    """Returns the gradients; none may be a matrix of a block, the only block-scaled kind."""
     gradients = [each.gradient for each in parameters]
     return [gradient for gradient in gradients if isinstance(gradient, Tensor)]

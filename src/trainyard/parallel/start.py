@@ -351,7 +351,7 @@ def _call_within(seconds: float, function: Callable[[], None]) -> None:
 
 
 def _is_lost_connection(error: BaseException | None) -> bool:
-    """Returns whether communication failed, not this rank itself, which raises other errors."""
+    """Returns whether communication failed; a bug in this rank raises other errors."""
     if error is None or isinstance(error, LaunchError):
         return False
     if isinstance(error, dist.DistError):

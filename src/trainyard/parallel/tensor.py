@@ -1,11 +1,11 @@
 """Tensor and sequence parallelism: replaces modules of the single-device model.
 
     residual stream (B, T, D)          replicated, or sharded by tokens ("sequence")
-    |  every rank reads it whole
+        |  every rank reads it whole
     qkv, up     column-parallel        this rank's heads, or features of the MLP
-    |
+        |
     out, down   row-parallel           a partial sum of every output
-    |  sum over ranks, then the bias
+        |  sum over ranks, then the bias
     residual stream
 
 Parameters are plain tensors, this rank's shards, with the names of the whole model.

@@ -95,7 +95,7 @@ def find_checkpoint(run_folder: Path, resume: Resume) -> Path | None:
 
     Raises:
         CheckpointError: `resume` requires one and there is none, or forbids one and there is; or
-        none is intact.
+            none is intact.
     """
     folder = checkpoint_folder(run_folder)
     there = list_checkpoints(folder)
@@ -125,7 +125,7 @@ def load_state(context: TrainContext, resume: Resume) -> State:
 
     Raises:
         CheckpointError: all are damaged, or it belongs to another run or other data, or `resume`
-        forbids it.
+            forbids it.
     """
     if find_checkpoint(context.folder, resume) is None:
         return State.at_start(context)

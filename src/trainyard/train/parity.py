@@ -121,7 +121,7 @@ def train_three_steps(run: Run, rank: int, n_ranks: int, precision: str) -> Outc
         rank: of this process.
         n_ranks: if above one, the process group must exist.
         precision: the `precision.kind` to train in; or fp64 for weights and computation, except
-        for the loss scale and fp8 matmuls of the run's own kind.
+            for the loss scale and fp8 matmuls of the run's own kind.
     """
     if precision != "fp64":
         run = _in_precision(run, precision)

@@ -7,7 +7,7 @@ more than `guard.spike_deviations` standard deviations. With a window of 8 steps
     deviation that counts  at least a fiftieth of the mean: 0.062
     limit                  3.105 + 6 * 0.062 = 3.478
     the next losses        3.30 is taken in; 3.90 is a spike and stays out, so the step after it is
-    compared with the same window
+                           compared with the same window
 
 Standard deviations predict rare values poorly when most are alike. Noise on a loss that hardly
 moves would count as a spike, so a loss spikes at 12 % above the mean at least. Gradient norms have
