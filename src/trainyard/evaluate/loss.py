@@ -76,7 +76,7 @@ class HeldOut:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean loss."""
+        """The exponential of the mean loss."""
         return math.exp(self.mean_loss) if self.mean_loss < 700 else math.inf
 
     @property

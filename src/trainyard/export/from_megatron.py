@@ -1,4 +1,4 @@
-"""From a checkpoint of Megatron-LM or Megatron-DeepSpeed to a run folder.
+"""Converts a checkpoint of Megatron-LM or Megatron-DeepSpeed to a run folder.
 
     Megatron-LM                                       Megatron-DeepSpeed
     latest_checkpointed_iteration.txt   "1000"        latest   "global_step1000"
@@ -9,9 +9,9 @@
       mp_rank_00_000/model_optim_rng.pt                 layer_01-model_00-model_states.pt
       mp_rank_00_001/model_optim_rng.pt                 layer_02-model_00-model_states.pt ...
 
-A file is one of a grid of tensor ranks and pieces, pieces being whatever follows one another in the
-model: pipeline stages, chunks of virtual stages, or single layers. Weights alone are read; their
-optimizer states are cut in too many ways, and start afresh.
+Files form a grid of tensor ranks and consecutive pieces of the model: pipeline stages, chunks of
+virtual stages, or single layers. Only weights are read; optimizer states are sharded in too many
+ways, and start from zero.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ _WITH_VOCABULARY_ROWS = ("embedding.weight", "head.weight")
 
 @dataclass(frozen=True)
 class _Source:
-    """A tensor rank's part of a parameter."""
+    """A tensor rank's shard of a parameter."""
 
     path: Path
     tensor: StoredTensor
 
 
 _Sources = dict[str, list[_Source]]
-"""By our names: the parts of all tensor ranks."""
+"""By our names: the shards of all tensor ranks."""
 
 
 def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
     """Writes `output` as a run folder with the weights as its checkpoint of step 0; returns that.
 
-    The files are pickles; nothing in them is run, and no class they name is imported.
+    The files are pickles; no code in them is run, and no class they name is imported.
 
     Args:
-        folder: where Megatron-LM or Megatron-DeepSpeed saved, or one of the checkpoints in it.
-        output: the run folder to make; it appears complete or not at all.
-        tokenizer: as `load_vocabulary` reads it; empty: none.
+        folder: the output of Megatron-LM or Megatron-DeepSpeed, or one checkpoint in it.
+        output: the run folder to create, atomically.
+        tokenizer: as for `load_vocabulary`; empty: none.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is incomplete, damaged or hostile, or its
@@ -115,7 +115,7 @@ class _Weights:
     version: float
 
     def make(self, name: str) -> Tensor:
-        """Puts a parameter together from the parts of all tensor ranks, in fp32."""
+        """Assembles a parameter from the shards of all tensor ranks, in fp32."""
         whole = torch.zeros(self.shapes[name])
         sources = self.sources[name]
         dimension = _cut_dimension(name)
@@ -157,7 +157,7 @@ def _cut_dimension(name: str) -> int | None:
 
 
 def _describe(grid: Grid) -> tuple[Contents, dict[Path, Contents]]:
-    """Finds out what the file of settings and all files of weights hold."""
+    """Describes the settings file and all weight files."""
     paths = list(dict.fromkeys([grid.settings, *(path for row in grid.files for path in row)]))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         contents = dict(zip(paths, pool.map(describe_file, paths), strict=True))
@@ -203,7 +203,7 @@ def _name_tensors(grid: Grid, contents: Mapping[Path, Contents], arguments: Argu
             if number:
                 n_blocks = max(n_blocks, int(number[1]) + 1)
                 ours = f"blocks.{int(number[1]) + first_block}.{name[number.end() :]}"
-            else:  # an embedding again: the copy of a tied one on the last stage
+            else:  # the copy of a tied embedding on the last stage
                 ours = "head.weight" if name == "embedding.weight" and name in sources else name
             if ours in sources and ours != "positions.weight":
                 raise CheckpointError(f"{row[0][0]} repeats {name}", _OTHER_MODEL)
@@ -228,7 +228,7 @@ def _pieces(grid: Grid, contents: Mapping[Path, Contents]) -> list[list[tuple[Pa
         for path in row:
             piece: dict[str, _Piece] = {}
             for name, tensor in contents[path].tensors.items():
-                if not name.endswith("_extra_state"):  # of fp8, which is not in the weights
+                if not name.endswith("_extra_state"):  # of fp8, not weights
                     chunk = re.match(r"model([0-9]*)\.", name)
                     piece.setdefault(chunk[1] if chunk else "", {})[name] = tensor
             for chunk_number, tensors in piece.items():
@@ -262,7 +262,7 @@ def _rows(sources: _Sources, grid: Grid) -> int:
 
 
 def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: Grid) -> None:
-    """Compares names and shapes with those of the model before anything is written."""
+    """Checks names and shapes against the model before writing."""
     tensor = len(grid.files[0])
     if model.n_heads % tensor or model.d_ff % tensor:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Finds the files of a Megatron checkpoint and puts them in order; opens none of the pickles."""
+"""Finds and orders the files of a Megatron checkpoint, without opening pickles."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _WHOLE = "copy the whole folder of one checkpoint"
 
 @dataclass(frozen=True)
 class Grid:
-    """The files of a checkpoint: a row for each piece of the model, in it one for each rank."""
+    """The files of a checkpoint: a row per piece of the model, with one file per rank."""
 
     folder: Path
     settings: Path
     """The file with the arguments."""
     files: list[list[Path]]
     of_layers: bool = False
-    """Whether each file holds one layer, with names that do not say which."""
+    """Whether each file holds one layer, without its number in tensor names."""
 
     def full_name(self, name: str) -> str:
         """Returns a tensor's name with the place in the model that its file has."""
@@ -37,10 +37,10 @@ class Grid:
 
 
 def find_grid(path: Path) -> Grid:
-    """Finds the checkpoint that `path` is, or the newest of those in it.
+    """Finds the checkpoint at `path`, or the newest in it.
 
     Raises:
-        CheckpointError: there is none, it is incomplete, or has a layout that cannot be read.
+        CheckpointError: there is none, it is incomplete, or has an unsupported layout.
     """
     folder = _newest(path)
     if not folder.is_dir():
@@ -80,7 +80,7 @@ def _newest(path: Path) -> Path:
             )
         if (path / name).is_dir() or tracker == "latest":
             return path / name
-        if not (path / "latest").exists():  # Megatron-DeepSpeed leaves both
+        if not (path / "latest").exists():  # Megatron-DeepSpeed writes both
             return path / name
     return path
 
@@ -138,7 +138,7 @@ def _deepspeed(folder: Path) -> Grid | None:
 
 
 def _in_order(folder: Path, found: dict[tuple[int, int], Path]) -> list[list[Path]]:
-    """Makes rows of the files found for pieces and tensor ranks.
+    """Arranges files in rows by piece and tensor rank.
 
     Raises:
         CheckpointError: one is missing.
