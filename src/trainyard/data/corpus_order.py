@@ -1,7 +1,7 @@
-"""Which tokens are sequence i of one corpus: documents shuffled, laid end to end, cut, shuffled.
+"""Order of one corpus: documents are shuffled, concatenated, split into sequences, shuffled.
 
 A worked example: documents of 3, 4 and 2 tokens, sequences of 3 tokens, shuffled to B C A. A row
-needs one token more than its 3, for the label of its last one, so neighbours share a token:
+needs one more token than its 3, for the label of the last, so neighbours share a token:
 
     slot          0        1    2
     document      B        C    A
@@ -10,11 +10,10 @@ needs one token more than its 3, for the label of its last one, so neighbours sh
     sequence 1             b3   c0 c1   a0
     sequence 2                          a0 a1 a2 and one is missing: dropped
 
-`sequence_index` holds the slot and offset where each begins, (0, 0) (0, 3) (2, 0), one entry more
-than there are sequences; `document_index` the document in each slot; `shuffle_index` the order in
-which sequences are asked for. If one pass over the documents is too short, they are laid out
-several times (epochs). All three arrays are Megatron-LM's, bit for bit; it calls `sequence_index`
-sample_index.
+`sequence_index` holds the slot and offset where each starts, (0, 0) (0, 3) (2, 0), one more entry
+than there are sequences; `document_index` the document in each slot; `shuffle_index` the order of
+sequences in training. If one pass over the documents is too short, they repeat (epochs). All three
+arrays equal Megatron-LM's bit for bit; it calls `sequence_index` sample_index.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What is known of a file that was written: its size and the checksums of its blocks.
+"""Record of a written file: its size and the checksums of its blocks.
 
     with Path("corpus.bin").open("wb") as file:
         checked = BlockWriter(file)
         checked.write(data)
-    FileRecord(checked.close_block())       # blocks of some 16 MiB, so that damage has a place
+    FileRecord(checked.close_block())       # blocks of about 16 MiB, to locate damage
 
-Blocks end between two writes, so a file that is put together of parts has the blocks of the parts:
-nothing must be read again.
+Blocks end between two writes, so a file joined from parts keeps their blocks, and need not be read
+again.
 """
 
 from __future__ import annotations

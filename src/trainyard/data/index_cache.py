@@ -1,15 +1,14 @@
-"""Keeps built order arrays on disk, under a key that changes whenever the data does.
+"""Caches order arrays on disk, under a key that changes with the data.
 
-The key of an array is a hash of everything it is computed from. The data enters as the checksums of
-its two files, not as their names: a corpus may be moved, but not replaced unnoticed. `prepare`
-writes checksums beside the corpus, block by block, in `<prefix>.json`:
+The key of an array is a hash of all its inputs. The data enters as the checksums of its two files,
+not as their names: a corpus may move, but a replacement is detected. `prepare` writes checksums
+next to the corpus, block by block, in `<prefix>.json`:
 
     {"bin": {"blocks": [[10, "..."]]}, "idx": {"blocks": [[82, "..."]]}, ...}
 
-They are believed if the sizes are right and the files are not newer. Else both files are read once,
-in the same blocks, so that the same bytes have the same checksum either way; the result is
-remembered in the cache folder until a file's size, time of change or inode changes. Ranks that
-start together share this reading (`train/worker.py`).
+They are trusted if the sizes match and the files are not newer. Otherwise both files are read once,
+in the same blocks, for the same checksums; the cache folder keeps the result until a file's size,
+mtime or inode changes. Ranks that start together share this work (`train/worker.py`).
 """
 
 from __future__ import annotations

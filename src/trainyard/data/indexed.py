@@ -1,7 +1,7 @@
 """Megatron-LM's token files: `<prefix>.bin` and `<prefix>.idx`, read and written byte for byte.
 
-A worked example: two documents, [5, 6, 7] and [8, 7], as 16-bit ids. Numbers are little-endian and
-nothing is padded, so most of the arrays in the .idx are not aligned.
+A worked example: two documents, [5, 6, 7] and [8, 7], as 16-bit ids. Numbers are little-endian
+without padding, so most arrays in the .idx are unaligned.
 
     corpus.bin   05 00 06 00 07 00 | 08 00 07 00        every sequence, back to back
     corpus.idx   byte  0   "MMIDIDX", two zero bytes    magic
@@ -14,8 +14,8 @@ nothing is padded, so most of the arrays in the .idx are not aligned.
                       58   0 1 2                        sequences before each document, int64[D]
                       82   the end: 34 + 12 S + 8 D
 
-A document is one sequence, unless it was empty: then it has none, and its entry in the last array
-repeats (documents [5], [], [6] give 0 1 1 2).
+A document is one sequence. An empty document has none, and its entry in the last array repeats
+(documents [5], [], [6] give 0 1 1 2).
 """
 
 from __future__ import annotations

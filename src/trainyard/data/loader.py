@@ -1,12 +1,10 @@
 """Batches of a run: the batch of a step is a pure function of the step number.
 
-The order of sequences is fixed before training (`data/order.py`), so resuming means knowing the
-step, and how many sequences were skipped on the way; nothing here has state that a checkpoint
-would have to keep. One batch is read ahead.
+The order of sequences is fixed before training (`data/order.py`), so resuming only needs the step
+and the number of skipped sequences; the loader has no checkpoint state. One batch is prefetched.
 
-A run that leaves out sequences reads past the end of an order that is just long enough for it, and
-goes on at its start: with 1000 sequences of which 16 were skipped, the last 16 of the run are
-sequences 0 to 15, for the second time.
+A run that skips sequences reads past the end of its order, and wraps to the start: with 1000
+sequences and 16 skipped, the last 16 of the run are sequences 0 to 15, for the second time.
 """
 
 from __future__ import annotations

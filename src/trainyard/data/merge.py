@@ -1,8 +1,8 @@
-"""The end of preparation: parts joined in order into token files, without the repeated documents.
+"""Last stage of preparation: joins parts in order into token files, without duplicates.
 
-Parts are copied by the kernel, so a join runs at the speed of the disk and its memory does not grow
-with the corpus. Their checksums were made when they were written and are taken over. Only a part
-with documents to leave out is read, and written with new checksums.
+The kernel copies parts, so a join runs at disk speed with constant memory. It reuses the checksums
+from when they were written. Only a part with documents to drop is read, and written with new
+checksums.
 """
 
 from __future__ import annotations

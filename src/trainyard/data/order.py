@@ -1,4 +1,4 @@
-"""The order of training: which tokens are sequence i of the train, valid or test split.
+"""Training order: which tokens are sequence i of the train, valid or test split.
 
 A pure function of the token files, their weights, the split, the sizes, the seed and the sequence
 length, identical to Megatron-Core's for the same settings, whatever the number of processes.
@@ -7,12 +7,12 @@ A worked example: two corpora at 0.35 and 0.65, split "949,50,1", 2000 training 
 
     documents    of each corpus, the first 94.9 % train, the next 5 % validate, the rest test; of a
                  corpus with few documents, the first 94.9 % of its tokens, and so on
-    asked        ceil(2000 * 0.35) = 700 and 1300 sequences, each + 0.5 % to be safe: 704 and 1307
-    corpus       each gives that many or more, in its own order (see corpus_order.py)
+    requested    ceil(2000 * 0.35) = 700 and 1300 sequences, each + 0.5 % margin: 704 and 1307
+    corpus       each has that many or more, in its own order (see corpus_order.py)
     blend        which corpus each of the 700 + 1300 comes from (see blend.py)
 
-Sequence 5 of the split: the blend says corpus 1, its sequence 3; that corpus's order says which
-documents, from where to where.
+Sequence 5 of the split: the blend maps it to sequence 3 of corpus 1; that corpus's order maps it to
+ranges of documents.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What `<prefix>.json` says about a pair of token files: who made them, and from what.
+"""The record of token files in `<prefix>.json`: their tokenizer, sources and checksums.
 
     sidecar = load_sidecar("corpus_text_document")
-    sidecar.check_against(tokenizer, prefix)  # refuses another tokenizer than the one that made it
+    sidecar.check_against(tokenizer, prefix)  # rejects a different tokenizer
     sidecar.check_sizes(prefix)               # cheap; `verify.check_data` reads every byte
     sidecar.tokens, sidecar.text_bytes        # for bits per byte, for instance
 
-A file's checksums are of blocks of some 16 MiB, so that damage has a place. A source file is named
-with its size and time of change, not with a checksum: the checksums of the `.bin` already pin every
-document that was read. Nothing in the record depends on how many workers made the files.
+A file's checksums cover blocks of about 16 MiB, to locate damage. Source files are listed with size
+and mtime, without checksum: those of the `.bin` already pin every document. The record does not
+depend on the number of workers.
 """
 
 from __future__ import annotations

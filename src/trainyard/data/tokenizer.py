@@ -1,4 +1,4 @@
-"""Text to token ids and back: an exact byte-level BPE at the speed of the fastest engine at hand.
+"""Text to token ids and back: an exact byte-level BPE with the fastest available engine.
 
     tokenizer = load_tokenizer("gpt2")
     tokenizer.encode(" hello world")                    # [23748, 995]
@@ -7,15 +7,15 @@
     lengths                                             # int64: [1, 0, 2]
     tokenizer.decode([23748, 995])                      # " hello world"
 
-`<|endoftext|>` written inside a document is ordinary text and gets ordinary ids, so no text can end
-a document by itself; `special_tokens="parse"` gives it its own id, as Megatron-LM does.
+`<|endoftext|>` inside a document is ordinary text with ordinary ids, so no text can end a document;
+`special_tokens="parse"` gives it its own id, like Megatron-LM.
 
-Two engines give the same ids. Gigatoken is some eighty times faster and young, so at load time its
-answers to a thousand awkward strings are compared with those of Hugging Face `tokenizers`; if one
-differs, or the package is missing or refuses the vocabulary, the slow engine does all the work.
-For GPT-2's own vocabulary the answers are known, and the slow engine is not built.
+Two engines produce the same ids. Gigatoken is about eighty times faster but young, so at load time
+its results for a thousand difficult strings are compared with those of Hugging Face `tokenizers`;
+if one differs, or the package is missing or rejects the vocabulary, the slow engine is used. For
+GPT-2's own vocabulary the results are known, and the slow engine is not built.
 
-Memory stays bounded: an engine gets a few MiB of text at a time, and a long document in windows.
+Memory is bounded: an engine gets a few MiB of text at a time, and a long document in windows.
 """
 
 from __future__ import annotations

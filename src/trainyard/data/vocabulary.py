@@ -1,7 +1,7 @@
 """The rules of a byte-level BPE: its tokens, merges and special tokens, from either file layout.
 
 GPT-2's layout is a folder with `vocab.json` and `merges.txt`; the other is one `tokenizer.json`.
-Both say the same things, so both give the same `Vocabulary` and the same fingerprint:
+Both hold the same content, so both give the same `Vocabulary` and the same fingerprint:
 
     load_vocabulary("gpt2")                     # GPT-2's, included in this package
     load_vocabulary("data/gpt2")                # vocab.json + merges.txt: the same fingerprint
@@ -10,8 +10,8 @@ Both say the same things, so both give the same `Vocabulary` and the same finger
 The package includes only GPT-2's merges, compressed. Its tokens follow from them: the 256 bytes in
 the order of their symbols, then the result of each merge, then `<|endoftext|>`.
 
-What we save is one `tokenizer.json`: a single file is published atomically, names its special
-tokens and its splitting rule, and opens in Hugging Face libraries as it is.
+We save one `tokenizer.json`: a single file is published atomically, includes its special tokens and
+its splitting rule, and opens directly in Hugging Face libraries.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class _Prices:
         return n_rounds * ((size - 1) * part_bytes / bandwidth + kind.calls * latency)
 
     def _link(self, axis: str) -> tuple[int, float, float]:
-        """Returns ranks, bytes per second per rank, and latency of a call, of a group along an axis.
+        """Returns ranks, bandwidth per rank and latency per call, of a group along an axis.
 
         Its position follows from the order of ranks in `topology.py`. Latency is that of rings
         inside a node and of trees between nodes.

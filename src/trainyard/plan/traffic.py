@@ -131,7 +131,7 @@ class _Counter:
         self.totals[axis, collective] = old_calls + calls, old_bytes + n_bytes
 
     def count_tensor(self) -> None:
-        """Tensor parallelism: gather before column-parallel layers, reduce after row-parallel ones."""
+        """Tensor parallelism: gather before column-parallel layers, reduce after row-parallel."""
         if self.topology.tensor == 1:
             return
         # Recomputation stops at the last value that the backward pass needs: the sum after the MLP

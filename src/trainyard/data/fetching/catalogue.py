@@ -1,14 +1,14 @@
-"""Which corpora can be fetched, and which files a corpus consists of on the day it is asked.
+"""Lists the corpora to fetch, and the current files of a corpus.
 
-A corpus is described by one small TOML file (`config/corpora/*.toml`, or one of your own). Asking
-its server for the files gives a `Listing`, pinned to one immutable revision, although a corpus
-names a floating one:
+A small TOML file describes a corpus (`config/corpora/*.toml`, or one of your own). Its server's
+list of files becomes a `Listing`, pinned to one immutable revision, even if the corpus names a
+floating one:
 
     wikipedia    "latest"  ->  the date of the dump         20261101
     slimpajama   "main"    ->  the commit of the repository 2d0accdd58c5...
 
-A listing has the size and the checksum of every file before the first byte is fetched. Servers of
-two kinds are known, by the documents they publish:
+A listing has the size and the checksum of every file before the first byte is fetched. Two kinds of
+servers are supported:
 
 - `wikimedia`: `<wiki>-<date>-sha1sums.txt` has the names and the SHA-1 sums; HEAD gives the sizes.
 - `huggingface`: `/api/datasets/<repository>/tree/<commit>?recursive=true` has paths, sizes and

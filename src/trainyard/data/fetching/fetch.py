@@ -2,17 +2,17 @@
 
     result = fetch("openwebtext", Path("corpora/openwebtext"), network=Network(connections=8))
 
-The folder tells the whole state, so the same call goes on after a power cut:
+The folder holds the whole state, so the same call resumes after a power failure:
 
     fetch.listing                       the pinned list of files, made by the first call
-    plain_text/a.parquet                whole and verified; it is never asked for again
-    plain_text/b.parquet.partial        its first bytes; the next call asks for the rest alone
-    plain_text/b.parquet.partial.etag   which version of the file these bytes belong to
+    plain_text/a.parquet                complete and verified; never requested again
+    plain_text/b.parquet.partial        its first bytes; the next call requests only the rest
+    plain_text/b.parquet.partial.etag   the file version of these bytes
 
-A file gets its name only when its size and checksum are right and its bytes are on the disk. What
-passes by itself (429, 5xx, a lost connection, a cut body) is waited for and tried again; bytes
-that arrive count as success, so only a server that gives nothing ends the call. A file that is
-wrong is fetched again from its start, at most three times.
+A file gets its final name only once its size and checksum are correct and its bytes are on disk.
+Transient errors (429, 5xx, a lost connection, a truncated body) are retried after a wait; received
+bytes count as success, so only a server that sends nothing ends the call. A wrong file is fetched
+again from its start, at most three times.
 """
 
 from __future__ import annotations

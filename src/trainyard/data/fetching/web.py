@@ -1,13 +1,13 @@
-"""Requests to servers that throttle, fail and break off: asked politely, again and again.
+"""HTTP requests with retries and backoff, for servers that throttle and fail.
 
-`Client.keep_trying` is the one place that repeats anything. An action raises `PassingError` for
-what may be over by the next time, and `DataError` for what will not:
+Only `Client.keep_trying` retries. An action raises `PassingError` for transient errors, and
+`DataError` for permanent ones:
 
     429 5xx 408 425, no connection, a body that ends early     wait, then again
     401 403 404 410, a bad certificate, endless redirects       give up, say why
 
-The wait doubles from one second to two minutes; where the server names one (`Retry-After`, or
-Hugging Face's `RateLimit`) that is kept instead. Bytes received start the count of failures anew.
+The wait doubles from one second to two minutes, unless the server specifies one (`Retry-After`, or
+Hugging Face's `RateLimit`). Received bytes reset the count of failures.
 """
 
 from __future__ import annotations

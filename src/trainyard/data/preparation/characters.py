@@ -1,10 +1,10 @@
-"""What kind of character each one is, for whole texts at once: letter, part of a word, space.
+"""Classifies the characters of whole texts: letter, part of a word, space.
 
     kinds = kinds_of(code_points("Hé 9!"))    # LETTER | WORD, LETTER | WORD, SPACE, WORD, 0
     np.count_nonzero(kinds & LETTER)          # 2
 
-A table with a byte for each character of Unicode, asked with numpy, is some ten times as fast as
-asking Python about one character after another, and knows every script.
+A numpy lookup in a table with one byte per Unicode character is about ten times as fast as Python
+per character, and covers every script.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Which documents repeat an earlier one, exactly or nearly, however large the corpus is.
+"""Finds exact and near duplicates of earlier documents, in corpora of any size.
 
-Any number of processes tokenise the units of a corpus, and each stores a few 64-bit keys for every
-document. Afterwards any number of them look at the keys of all units, in the order of the corpus,
-each at those of another band:
+Any number of processes tokenise the units of a corpus, and store a few 64-bit keys per document.
+Afterwards any number of them compare the keys of all units, in corpus order, one band each:
 
     np.save("unit-7.keys.npy", document_keys(step, texts))               # while tokenising
     for band, columns in enumerate(compared_columns(step)):              # afterwards
@@ -16,7 +15,7 @@ A document is dropped if it shares a key with any earlier document, dropped or n
     keys of its bands   a b      a c      d c      e f
     dropped                      (a)      (c)
 
-So the answer depends on the order of the corpus alone. (Keys are of one band: an `a` in the first
+So the result depends only on the order of the corpus. (Keys belong to one band: an `a` in the first
 band never equals one in the second.)
 
 Near duplicates share a band of a MinHash signature over runs of words: "to be or not" has, as runs

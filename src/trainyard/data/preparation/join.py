@@ -1,4 +1,4 @@
-"""One output of a corpus: its units' parts merged, their counts added up, its record written."""
+"""Joins one output of a corpus: merges its units' parts, sums their counts, writes its record."""
 
 from __future__ import annotations
 

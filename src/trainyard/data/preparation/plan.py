@@ -1,13 +1,12 @@
-"""How a corpus is cut into pieces of work: a pure function of its files and its data file.
+"""Splits a corpus into pieces of work: a pure function of its files and its data file.
 
     plan = plan_corpus(corpus, tokenizer)
     plan.outputs[0].prefix       # "data/web_text_document", or "data/web_00_text_document"
     plan.outputs[0].units        # range(0, 12): which units make it, in order
     plan.units[3]                # the segments of files that unit 3 reads
-    plan.recipe                  # a checksum of all that decides the bytes of the token files
+    plan.recipe                  # a checksum of everything that decides the token files' bytes
 
-Every process that works on a corpus makes the plan for itself, of one list of files (`lead.py`),
-and gets the same one.
+Every process of a corpus computes the same plan, from one list of files (`lead.py`).
 """
 
 from __future__ import annotations

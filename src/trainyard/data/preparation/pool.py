@@ -1,7 +1,7 @@
-"""Several processes that work on a corpus on this machine, and a parent that replaces the dead.
+"""Worker processes for a corpus on this machine, and a parent that replaces dead ones.
 
-The processes know nothing of each other: each takes pieces from the work folder, as a process on
-another machine would.
+The processes are independent: each takes pieces from the work folder, like a process on another
+machine.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-r"""Raw text to Megatron-LM token files, with the same bytes for any number of workers.
+r"""Converts raw text to Megatron-LM token files, with the same bytes for any number of workers.
 
     corpus = Corpus(inputs=("corpus/",), output="data/web", tokenizer="gpt2")
     sidecars = prepare(corpus, workers=8)
 
-writes `data/web_text_document.bin`, `.idx` and `.json`. The corpus is cut into units of about
-128 MiB that depend on the files alone. Their tokens are kept in a work folder, `data/web.work`,
-until all are done:
+writes `data/web_text_document.bin`, `.idx` and `.json`. The corpus is split into units of about
+128 MiB that depend only on the files. Their tokens stay in a work folder, `data/web.work`, until
+all are done:
 
     any process, any machine      unit 0 -> parts/unit-000000.{bin,idx}   \
     any process, any machine      unit 1 -> parts/unit-000001.{bin,idx}    > joined in order
     any process, any machine      unit 2 -> parts/unit-000002.{bin,idx}   /
 
-The same command may run many times at once, as a job array for instance: each takes what nobody
-else has taken. Killed at any moment and started again it goes on where it was. A bad document is
-dealt with in the order of the input, so the first error and the counts do not depend on the workers
-either. The `.json` is written last: files without it are not finished.
+The same command may run many times at once, for instance as a job array: each process takes free
+units. Killed at any time and restarted, it resumes. Bad documents are handled in input order, so
+the first error and the counts do not depend on the workers either. The `.json` is written last:
+files without it are incomplete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far the preparation of a corpus is, as any process on any machine can see it."""
+"""Progress of the preparation of a corpus, visible to any process on any machine."""
 
 from __future__ import annotations
 

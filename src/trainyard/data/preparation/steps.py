@@ -1,12 +1,12 @@
-"""The steps of a corpus that look at one document at a time: keep, normalize, length, quality.
+"""The per-document steps of a corpus: keep, normalize, length, quality.
 
     counts = [StepCount(kind=step.kind) for step in corpus.document_steps]
     for batch in read_documents(segment, "text", corpus.metadata_fields):
         texts, fields = apply_steps(corpus.document_steps, batch.texts, batch.fields, counts)
     counts[1].dropped    # {"too few words": 12, "too few letters": 3}
 
-A document is dropped for the first reason that holds. The reasons are few and fixed, so that counts
-of the whole corpus stay small.
+A document is dropped for the first reason that applies. The reasons are few and fixed, so that the
+counts of a corpus stay small.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One piece of a corpus: read, passed through the steps, tokenised, written as a part."""
+"""Processes one unit of a corpus: reads it, applies the steps, tokenises, writes a part."""
 
 from __future__ import annotations
 

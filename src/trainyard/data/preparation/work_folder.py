@@ -1,23 +1,22 @@
-"""Pieces of work shared by any number of processes on any number of machines, through a folder.
+"""A work queue in a folder, for any number of processes on any number of machines.
 
-Nothing but `rename` is asked of the file system: a process takes a piece by renaming its file, and
-only one of several can.
+It only needs `rename` from the file system: a process claims a piece by renaming its file, and only
+one process can succeed.
 
     web_text_document.work/
-        plan.json                        what the work is; refused if it is not what was asked for
-        todo/unit-000003.0               nobody has it; it was begun 0 times before
+        plan.json                        the work; rejected if it does not match the request
+        todo/unit-000003.0               unclaimed; started 0 times before
         claimed/unit-000002.0@n1-77-12   process 77 of machine n1 works on it
         done/unit-000001                 its result: counts and checksums; written last
-        parts/unit-000001.bin            what it wrote
+        parts/unit-000001.bin            its output
         stopped/unit-000000              a document in it cannot be read; the reason
         scratch/n1-77-12/                what that process is writing
-        workers/n1-77-12                 how far it is; rewritten every few seconds
+        workers/n1-77-12                 its progress; rewritten every few seconds
 
-A process that dies leaves a claim behind. Whoever has nothing else to do looks for claims whose
-owner is not alive (on this machine: its process is gone; elsewhere: what it says under `workers`
-has not changed for a minute, by the clock of who is looking) and takes them over. If the owner was
-only slow, the piece is done twice: both write the same bytes, each in a folder of its own, and a
-rename replaces equal by equal.
+A process that dies leaves a claim behind. Idle processes take over claims of dead owners (on this
+machine: the process is gone; elsewhere: its file in `workers` has not changed for a minute, by the
+observer's clock). If the owner was only slow, the piece is done twice: both write the same bytes,
+each in its own folder, and a rename replaces equal by equal.
 """
 
 from __future__ import annotations

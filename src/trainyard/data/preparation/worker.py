@@ -1,12 +1,11 @@
-"""What one process does for a corpus: takes pieces of work until there are none.
+"""One worker process of a corpus: takes pieces of work until none is left.
 
     units     read -> filter -> clean -> tokenise -> a part         any number at a time
-    compares  which documents repeat an earlier one, band by band   when all units are done
+    compares  find repeated documents, band by band                 when all units are done
     joins     parts -> token files and their record                 when all of these are done
 
-A process that finds nothing to take waits for the others, so that it can step in for one that dies,
-and leaves when all is done. So every process of a job that ends with exit code 0 has seen the
-finished token files.
+An idle process waits for the others, to replace one that dies, and exits once all is done. So every
+process of a job that exits with code 0 has seen the finished token files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Documents of text out of a segment of any known file, with every fault and its place."""
+"""Reads documents from a segment of any supported file, and locates every fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files a corpus is made of, and how they are cut into pieces of work."""
+"""Finds the files of a corpus, and splits them into pieces of work."""
 
 from __future__ import annotations
 

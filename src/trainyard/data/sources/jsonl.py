@@ -1,7 +1,7 @@
-"""Documents out of JSON lines: one object a line, the text under a key, metadata under others.
+"""Reads documents from JSON Lines: one object per line, with text and metadata under keys.
 
-Ordinary lines go through a typed decoder that makes Python objects only of what is asked for. It is
-strict and says little, so a batch in which it meets a fault is decoded again line by line.
+Ordinary lines go through a typed decoder that only creates requested Python objects. It is strict
+with terse errors, so a batch with a fault is decoded again line by line.
 """
 
 from __future__ import annotations

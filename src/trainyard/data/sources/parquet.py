@@ -1,4 +1,4 @@
-"""Documents out of Parquet: the text in one column, metadata in others."""
+"""Reads documents from Parquet: text in one column, metadata in others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""One page of wikitext in, readable plain text out.
+r"""Converts a page of wikitext to readable plain text.
 
     clean_wikitext("'''Ada''' ({{IPAc-en|x}}) is a [[town|small town]].<ref>y</ref>\n== Notes ==")
     == "Ada is a small town."
