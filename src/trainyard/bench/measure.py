@@ -39,7 +39,7 @@ class Candidate(Protocol):
         """The models for `Timeline.recording`."""
 
     def step(self) -> Tensor:
-        """Does the next step; gives its loss, on the device."""
+        """Runs the next step; returns its loss, on the device."""
 
 
 class OurTraining:
@@ -55,7 +55,7 @@ class OurTraining:
         return list(self._context.model.stages.values())
 
     def step(self) -> Tensor:
-        """Does the next step; gives its loss, on the device."""
+        """Runs the next step; returns its loss, on the device."""
         loss = train_step(self._context, self._state).loss
         # Start over if the run is shorter than the benchmark.
         self._state.step = (self._state.step + 1) % self._context.plan.n_steps

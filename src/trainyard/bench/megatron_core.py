@@ -1,10 +1,10 @@
 """Baseline: Megatron-Core's GPTModel, trained like Megatron-LM without Transformer Engine and Apex.
 
 Its layers are those of `get_gpt_layer_local_spec`, whose attention keeps all scores (flash
-attention needs Transformer Engine); `parallel.recompute` "attention" is its selective recomputation, "block"
-its full one. bf16 weights, gradients in its fp32 buffers, fp32 master weights in its optimizer; all
-fusions available without Apex are on. The loss includes vocabulary padding, as in Megatron: 0.001
-nats with 50,304 rows for 50,257 tokens.
+attention needs Transformer Engine); `parallel.recompute` "attention" is its selective
+recomputation, "block" its full one. bf16 weights, gradients in its fp32 buffers, fp32 master
+weights in its optimizer; all fusions available without Apex are on. The loss includes vocabulary
+padding, as in Megatron: 0.001 nats with 50,304 rows for 50,257 tokens.
 
 Written for megatron-core 0.16.1. Its attention rows are interleaved by head, like ours, so weights
 only change names.

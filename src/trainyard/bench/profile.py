@@ -4,7 +4,7 @@ The device waits for the host, when that reads a number back, and for exposed co
 
     forward      |------------------|
     computing     #######    #######       7 + 7
-    communication      ........            8, 4 of it exposed
+    communicating      ........            8, 4 of it exposed
 
 Communication that overlaps with computing costs nothing. The rest is exposed, reported as a share
 of each part of the step: 4 / 20 of forward here. On a GPU both are kernels; on a CPU they are

@@ -61,7 +61,7 @@ def _fill(
     weights: Float,
     limits: Float,
 ) -> Float:
-    """Writes the draws from `start` on, given the counts there; gives the counts after them."""
+    """Writes the draws from `start` on, given the counts there; returns the counts after them."""
     n_draws = min(_LANE_DRAWS, len(corpus))
     n_lanes = len(corpus) // n_draws
     starts = start + n_draws * np.arange(n_lanes)

@@ -71,7 +71,7 @@ class CorpusPlan:
 def plan_corpus(
     epoch_tokens: int, asked: int | None, settings: SequenceSettings, drop_last_partial: bool = True
 ) -> CorpusPlan:
-    """Decides how many epochs give the sequences asked for; one, if None is asked for."""
+    """Returns the number of epochs for the requested sequences; one if None."""
     length, extra = settings.sequence_length, int(settings.extra_token)
     n_epochs = 1 if asked is None else max(1, -(-(asked * length + extra) // epoch_tokens))
     total = n_epochs * epoch_tokens - extra

@@ -38,7 +38,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def sha256(self) -> str:
-        """One checksum that stands for those of all blocks."""
+        """One checksum over those of all blocks."""
         text = "".join(f"{block.n_bytes} {block.sha256}\n" for block in self.blocks)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -61,7 +61,7 @@ class BlockWriter:
             self.close_block()
 
     def close_block(self) -> list[Block]:
-        """Ends the block here, and gives all so far."""
+        """Ends the block here, and returns all so far."""
         if self._n_bytes:
             self.blocks.append(Block(self._n_bytes, self._digest.hexdigest()))
             self._digest, self._n_bytes = hashlib.sha256(), 0

@@ -48,7 +48,7 @@ class FileBlock:
     n_bytes: int
 
     def read_digest(self) -> bytes:
-        """Reads the bytes; gives their SHA-256."""
+        """Reads the bytes; returns their SHA-256."""
         digest = hashlib.sha256()
         with self.path.open("rb") as file:
             file.seek(self.first)
@@ -100,7 +100,7 @@ class IndexCache:
     def save(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], slabs: Iterable[Array]
     ) -> Array:
-        """Stores an array that comes in slabs along its first axis, and gives it back mapped.
+        """Stores an array from slabs along its first axis, and returns it memory-mapped.
 
         Raises:
             MachineError: the disk is full or the folder cannot be written.
@@ -135,7 +135,7 @@ class IndexCache:
         return known if isinstance(known, Unread) else None
 
     def remember(self, unread: Unread, digests: Sequence[bytes]) -> list[str]:
-        """Stores what was found by reading, for each block; gives the checksums of both files.
+        """Stores block checksums from reading; returns the checksums of both files.
 
         Raises:
             MachineError: the disk is full or the folder cannot be written.
@@ -171,7 +171,7 @@ class IndexCache:
 
 
 def describe_contents(prefix: str) -> str:
-    """Says without reading what token files hold: the checksums of their record, or their sizes."""
+    """Identifies token files without reading them: by their record's checksums, or their sizes."""
     record = _load_record(prefix)
     if record is None:
         return str([path.stat().st_size for path in token_paths(prefix)])
@@ -232,7 +232,7 @@ def _with_ends(sizes: list[int]) -> Iterator[tuple[int, int]]:
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file that takes the name `path` when it is complete and on the disk."""
-    # A name of its own, since others may write the same; open() makes it readable as umask says.
+    # A unique name, since others may write the same; open() applies the umask.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -187,7 +187,7 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 def _check_sequences(
     path: Path, n_sequences: int, itemsize: int, bin_path: Path, bin_bytes: int
 ) -> int:
-    """Checks lengths and pointers against each other and the .bin; gives the number of tokens."""
+    """Checks lengths and pointers against each other and the .bin; returns the number of tokens."""
     damaged = "the file is damaged; copy or prepare it again"
     n_tokens = 0
     for first in range(0, n_sequences, _SLAB):
@@ -378,7 +378,7 @@ def write_index(
 
 @contextmanager
 def explain_disk_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError of writing `path` into a MachineError that says how far it came."""
+    """Converts an OSError of writing `path` to a MachineError with the bytes written."""
     try:
         yield
     except OSError as error:

@@ -39,7 +39,7 @@ class Loader:
 
     Args:
         order: the sequences of the train split.
-        batches: which of them each step takes.
+        batches: sequences of each step.
         vocabulary_size: ids must be below this.
         share: which of how many consecutive shares of a batch.
         pin_memory: put batches where a GPU can fetch them by itself.
@@ -168,7 +168,7 @@ def data_prefixes(run: config.Run) -> list[str]:
 
 
 def describe_data(run: config.Run) -> str:
-    """Says in a checksum what records and sizes tell of a run's token files; reads none of them.
+    """Returns a checksum of a run's token files from records and sizes, without reading them.
 
     Raises:
         ConfigError: the run names no data.

@@ -129,7 +129,7 @@ def _copy_some(dataset: IndexedDataset, stays: NDArray[np.bool_], target: Binary
 def publish_files(made: Path, prefix: Path, *, replaces_other: bool) -> None:
     """Renames finished token files and their record to their final names, the record last.
 
-    Two processes may do so with the same content; each of them leaves whole files.
+    Two processes may do so with the same content; each leaves complete files.
 
     Args:
         made: prefix of the finished files.

@@ -60,7 +60,7 @@ class Blend:
         weights: each corpus's share, in any unit; None draws in proportion to their lengths.
 
     Raises:
-        DataError: no corpus, one given twice, or weights that are no shares.
+        DataError: no corpus, a duplicate, or invalid weights.
     """
 
     prefixes: tuple[str, ...]
@@ -143,7 +143,7 @@ class SequenceOrder:
         return counts
 
     def _by_corpus(self, start: int, count: int) -> Iterator[tuple[CorpusOrder, Rows, Rows]]:
-        """Yields which rows of the answer are which sequences of which corpus."""
+        """Yields the mapping from result rows to sequences of each corpus."""
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"sequences {start} to {start + count} of {len(self)}")
         for first in range(0, count, _ROWS_AT_ONCE):

@@ -172,7 +172,7 @@ def _check_record(
     tokenizer: Tokenizer | None,
     problems: _Problems,
 ) -> None:
-    """Compares everything the record says that the files or the tokenizer say too."""
+    """Compares the record with the files and the tokenizer."""
     path = Path(f"{problems.prefix}.json")
     made_by = record.tokenizer
     if dataset is not None:
@@ -280,7 +280,7 @@ def _check_spans(
 
 
 def _describe_damage(run: list[Span], dataset: IndexedDataset | None) -> str:
-    """Returns which bytes differ, and what lies in them."""
+    """Describes which bytes differ, with their sequences and documents."""
     path, first, last = run[0].path, run[0].first, run[-1].end - 1
     text = f"{path}: bytes {first} to {last} differ from what was written"
     if path.suffix != ".bin" or dataset is None or not dataset.n_tokens:

@@ -41,9 +41,9 @@ _HINT = (
 
 
 def byte_symbols() -> list[str]:
-    """Lists the printable character that stands for each byte, 0 to 255, in byte-level files.
+    """Lists the printable character for each byte, 0 to 255, in byte-level files.
 
-    Printable Latin-1 stands for itself; the others take the code points from 256 on, in order.
+    Printable Latin-1 maps to itself; the others to code points from 256 on, in order.
     """
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(256, 512))
@@ -62,7 +62,7 @@ class Vocabulary:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """The bytes that each id stands for."""
+        """The bytes of each id."""
         of_symbol = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
         literal = {*self.special_tokens, *self.added_tokens}
         return [
@@ -197,7 +197,7 @@ def _from_tokenizer_json(path: Path) -> Vocabulary:
 
 
 def _check_byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Refuses what is not a byte-level BPE; gives its splitting rule in canonical form."""
+    """Rejects anything but a byte-level BPE; returns its splitting rule in canonical form."""
     model = content.get("model")
     split = content.get("pre_tokenizer") or {}
     last = split["pretokenizers"][-1] if split.get("type") == "Sequence" else split

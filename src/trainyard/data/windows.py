@@ -44,8 +44,8 @@ class Windows:
     """Encodes long texts a window at a time.
 
     Attributes:
-        encode: gives the ids of a short text.
-        token_bytes: the number of bytes that each id stands for.
+        encode: returns the ids of a short text.
+        token_bytes: the number of bytes of each id.
         added_bytes: the longest added token, which is found in the text before it is split.
     """
 

@@ -133,7 +133,7 @@ def find_corpus(name: str) -> Corpus:
 
 
 def describe(name: str) -> str:
-    """Says in a few lines what a corpus is, how large, and under which licence."""
+    """Describes a corpus in a few lines: contents, size, licence."""
     corpus = find_corpus(name)
     lines = [corpus.title, f"from {corpus.host}/{corpus.repository} at {corpus.revision}"]
     lines += [f"size: {corpus.size}", f"licence: {corpus.licence}", corpus.note]

@@ -20,9 +20,9 @@ LETTER = 1
 WORD = 2
 """A letter, a mark or a digit; words are runs of these."""
 SPACE = 4
-"""What str.isspace says."""
+"""Whitespace by str.isspace."""
 ALONE = 8
-"""Of a script written without spaces; stands for a word of its own."""
+"""Of a script without spaces; counts as a word."""
 
 # Nothing above is a letter but rare variation selectors.
 _TABLE_SIZE = 0x32400

@@ -154,7 +154,7 @@ def _cut(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
 
 
 def _hash_words_of_pieces(pieces: list[str]) -> tuple[Hashes, Counts]:
-    """Hashes every word, and says which piece it is in; a word is a polynomial of its letters."""
+    """Hashes every word, and returns its piece; the hash is a polynomial of its letters."""
     codes = code_points("\n".join(pieces))
     kinds = kinds_of(codes)
     in_word = (kinds & WORD) != 0
@@ -183,7 +183,7 @@ def _hash_runs(words: Hashes, n_words: Counts, length: int) -> tuple[Hashes, Cou
     for place in range(length):
         hashes *= _MULTIPLIER
         hashes += words[place : place + n_starts]
-    inside = np.ones(n_starts, np.bool_)  # not where a run goes on into the next document
+    inside = np.ones(n_starts, np.bool_)  # not where a run continues into the next document
     for place in range(1, length):
         inside[np.cumsum(n_words)[:-1] - place] = False
     return _mix(hashes[inside]), n_words - length + 1

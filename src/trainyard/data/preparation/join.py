@@ -45,7 +45,7 @@ class EmptyCorpusError(DataError):
 
 
 def check_not_empty(plan: CorpusPlan, units: list[FinishedUnit]) -> None:
-    """Refuses a corpus without text, and says what became of its documents.
+    """Rejects a corpus without text, with the fates of its documents.
 
     Raises:
         EmptyCorpusError: no unit has a document with text.
@@ -172,7 +172,7 @@ class _Totals:
         self._kept: dict[str, int] = {}
 
     def add(self, unit: FinishedUnit) -> Part:
-        """Adds a unit and gives its part."""
+        """Adds a unit and returns its part."""
         result, total = unit.result, self.result
         total.documents += result.documents
         total.empty_documents += result.empty_documents

@@ -68,7 +68,7 @@ class Lead:
                 self._remove()
 
     def say_ready(self) -> None:
-        """Tells those who wait for this process, if it leads, that the work folder has the list."""
+        """Reports to waiting processes, if this one leads, that the work folder has the list."""
         self._told = "ready"
         if self._own.exists():
             self._say()

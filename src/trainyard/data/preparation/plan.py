@@ -193,7 +193,7 @@ def plan_corpus(
         span = range(len(units), len(units) + len(made))
         outputs.append(Output(prefixes[number], span, range(first, first + len(members))))
         units += made
-    # Where the files are written and where the tokenizer lies decide no byte.
+    # The paths of output and tokenizer affect no byte.
     options = corpus.model_dump(mode="json", exclude={"inputs", "output", "tokenizer"})
     identity = Identity(
         version=_version(corpus),

@@ -79,8 +79,8 @@ def prepare(
         on_error: whether a bad document ends the run, or is set aside and counted.
         overwrite: replace token files, and unfinished work, that were made otherwise.
         unit_bytes: how much input a worker takes at a time.
-        on_progress: is told how far all workers together are, every few seconds.
-        on_skipped: is told which files among the inputs are not read, if this process lists them.
+        on_progress: called every few seconds with the progress of all workers.
+        on_skipped: called with the input files that are not read, if this process lists them.
 
     Raises:
         DataError: an input, a document or the tokenizer is wrong, or the output exists.
@@ -363,7 +363,7 @@ def _check_space(folder: Path, plan: CorpusPlan) -> None:
 
 
 def _check_absent(plan: CorpusPlan, output: Output) -> None:
-    """Refuses to replace token files, and says what differs."""
+    """Refuses to replace token files, and names the difference."""
     paths = [Path(f"{output.prefix}{suffix}") for suffix in (".bin", ".idx", ".json")]
     existing = next((path for path in paths if path.exists()), None)
     if existing is None:

@@ -48,7 +48,7 @@ class ProgressReader:
         self._next_states = float("-inf")
 
     def read(self) -> Progress | None:
-        """Returns the progress; what each worker says may be older than the rest."""
+        """Returns the progress; each worker's part may be older than the rest."""
         try:
             if time.monotonic() >= self._next_states:
                 self._states = self._folder.read_states()

@@ -37,7 +37,7 @@ def apply_steps(
     fields: dict[str, list[str]],
     counts: Sequence[StepCount],
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Passes documents through steps, in order, and gives those that are left.
+    """Applies steps to documents, in order, and returns the remaining ones.
 
     Args:
         steps: what to do.

@@ -89,7 +89,7 @@ class QuarantinedDocument(msgspec.Struct):
     kind: str
     detail: str
     raw: str
-    """What stands there: text, or `base64:` and the bytes where they are no text."""
+    """Its content: text, or `base64:` and the bytes if they are not text."""
 
 
 class UnitWorker:

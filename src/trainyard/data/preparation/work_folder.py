@@ -48,7 +48,7 @@ _FOLDERS = ("todo", "claimed", "done", "parts", "stopped", "scratch", "workers")
 
 
 class WorkerState(msgspec.Struct, kw_only=True):
-    """What a process says about itself; `beat` changes every time, so that a change is seen."""
+    """A process's status; `beat` changes with every write, to show that it is alive."""
 
     piece: str = ""
     finished_bytes: int = 0
@@ -158,7 +158,7 @@ class WorkFolder:
         Args:
             plan: the text to create it with; if it has it already, another process was faster.
             pieces: all pieces of the new plan.
-            find_kept: is given the folder of results; maps the pieces to keep to their new names.
+            find_kept: takes the folder of results; maps the pieces to keep to their new names.
 
         Raises:
             MachineError: the disk is full or the folder cannot be written.

@@ -157,7 +157,7 @@ class CorpusWorker:
                 os._exit(1)
 
     def take(self) -> Claim | float | None:
-        """Takes a piece; else gives the seconds to wait before the next try, None when all is done.
+        """Claims a piece; else returns the seconds until the next try, None once all is done.
 
         Raises:
             DataError: a document cannot be read.
@@ -260,7 +260,7 @@ class CorpusWorker:
             path.replace(self._folder.parts / path.name)
 
     def _read_repeats(self, number: int) -> npt.NDArray[np.uint8] | None:
-        """Gives, for each document of a unit, the first step that it falls in, from 1; 0: none."""
+        """Returns for each document of a unit the first step that drops it, from 1; 0: none."""
         if not self._compares:
             return None
         start, end = np.load(self._folder.parts / ENDS)[number : number + 2]

@@ -109,7 +109,7 @@ def _find_magics(buffer: bytes, base: int, searched: int) -> list[_Magic]:
 
 
 def _bits(buffer: bytes, start: int, n_bits: int) -> int:
-    """Returns bits [start, start + n_bits) as a number; -1 where the buffer ends before."""
+    """Returns bits [start, start + n_bits) as a number; -1 if the buffer ends earlier."""
     end = start + n_bits
     last = -(-end // 8)
     if last > len(buffer):

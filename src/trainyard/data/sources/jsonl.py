@@ -115,7 +115,7 @@ def _join_line(pending: list[bytes], n_bytes: int, end: bytes) -> bytes:
 
 
 def start_of(pieces: list[bytes]) -> bytes:
-    """Returns what is kept of a document too long for memory."""
+    """Returns the kept part of a document too long for memory."""
     return b"".join(piece[:_KEPT_BYTES] for piece in pieces)[:_KEPT_BYTES]
 
 

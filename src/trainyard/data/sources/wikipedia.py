@@ -132,7 +132,7 @@ _TOO_LONG = f"is longer than {MAX_PAGE_BYTES // 2**20} MiB"
 
 
 def _split(page: _Page) -> tuple[bytes, bytes, str]:
-    """Returns what stands before a page's wikitext, the wikitext, and what is wrong with them."""
+    """Returns the text before a page's wikitext, the wikitext, and their problem."""
     if page.problem:
         return b"", b"", page.problem
     tag = None
