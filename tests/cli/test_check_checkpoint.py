@@ -109,7 +109,7 @@ def test_a_damaged_newest_one_is_not_passed_over(
     title, first, second, hint = captured.err.splitlines()
     assert title == f"error: {newest}: 2 problems"
     assert first.startswith("  model-00000-of-00001.safetensors has ")
-    assert second == "  optimizer-00000-of-00001.safetensors is missing, or is no ordinary file"
+    assert second == "  optimizer-00000-of-00001.safetensors is missing or not a regular file"
     assert hint.startswith("hint: restore its files from a copy")
 
 

@@ -178,7 +178,7 @@ def test_some_stages(project: Path) -> None:
          "small does not fit: ", "larger devices; to launch anyway: --force"),
         (["--cluster", "lumi", "--ranks-per-node", "2", "--image", "no.sif",
           "precision.kind=fp8", "precision.fp8.precise_blocks=0"], MachineError,
-         "no peak is known for products of MI250X GCD in fp8", "--force"),
+         "MI250X GCD has no known peak for fp8 matmuls", "--force"),
         (["--cluster", "local", "--nodes", "2"], LaunchError, "only this machine", ""),
         (["--cluster", "ssh", "--nodes", "2", "--ranks-per-node", "1", "--hosts", "n1"],
          LaunchError, "hosts has 1", ""),

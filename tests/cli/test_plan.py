@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
             "gpt3-125m does not train within 1 minute: on ",
             "a longer deadline",
         ),
-        (["--gpu", "t4", "--deadline", "1 day"], "no peak is known for products of T4", "fp16"),
+        (["--gpu", "t4", "--deadline", "1 day"], "T4 has no known peak for", "fp16"),
         (["--search"], "--search needs devices", "--cluster"),
         ([*LUMI, "--storage", "fast"], "--storage 'fast' is not a list of GB/s", "5,20,100"),
         ([*LUMI, "--picture", "nowhere/plan.png"], "there is no folder nowhere", "make it"),

@@ -57,4 +57,4 @@ def test_fp8_is_simulated_without_a_device_that_has_it(capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     assert "_scaled_mm" in text
     assert "shard all-to-all" in text
-    assert "workspace of fp8 products is not counted" in text
+    assert "workspace of fp8 matmuls is not counted" in text
