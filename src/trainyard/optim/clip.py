@@ -70,7 +70,7 @@ def set_clipping(
     clip_norm: float,
     leave_out: Tensor | None = None,
 ) -> Tensor:
-    """Makes the next `optimizer.step()` clip gradients, and skip the update when a total is not finite.
+    """Makes the next `optimizer.step()` clip gradients, and skip when a total is not finite.
 
     The fused AdamW kernel divides gradients by `grad_scale` and skips when `found_inf` is 1, which
     torch.amp.GradScaler uses for loss scaling. Here they also carry the clipping, so gradients are
