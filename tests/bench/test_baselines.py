@@ -96,7 +96,7 @@ def bring_megatron_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             ["precision.kind=fp16"],
             1,
             ConfigError,
-            "precision.kind='fp16' is none",
+            "precision.kind='fp16' is not available",
         ),
     ],
 )
