@@ -52,7 +52,7 @@ class Guide:
 GUIDES = (
     Guide(
         "MS-AMP",
-        "A node of 8 H100, as its scripts start; 345M with DeepSpeed starts a single process.",
+        "One node of 8 H100, as in the guide's scripts; 345M with DeepSpeed runs a single process.",
         ("--cluster", "azure-ndv5"),
         {
             "msamp/345m-bf16": 8,
@@ -72,13 +72,13 @@ GUIDES = (
     ),
     Guide(
         "ALCF Polaris",
-        "Nodes of 4 A100 40GB, as few as the recipe is cut into; the guide names no number.",
+        "Nodes of 4 A100 40GB, the fewest the layout needs; the guide gives no number.",
         ("--cluster", "polaris"),
         {"polaris/gpt13b": 8, "polaris/gpt25b": 16},
     ),
     Guide(
         "Azure CycleCloud Slurm",
-        "Nodes of 8 H100: 128 for 175B, and for the smaller checks one to eight.",
+        "Nodes of 8 H100: 128 for 175B, one to eight for the smaller checks.",
         ("--cluster", "azure-ndv5"),
         {
             "azure/175b": 1024,
@@ -92,19 +92,19 @@ GUIDES = (
     ),
     Guide(
         "LUMI",
-        "Two nodes, 16 devices of 64 GB; 64 nodes for 175B, of which the guide prints no job.",
+        "Two nodes, 16 devices of 64 GB; 64 nodes for 175B, which has no job in the guide.",
         ("--cluster", "lumi"),
         {"lumi/175b": 512, "lumi/13b": 16, "lumi/125m": 16},
     ),
     Guide(
         "The benchmark on 64 GPUs",
-        "It does not name them; by its times they are A100 80GB.",
+        "The guide does not name the GPUs; its times match A100 80GB.",
         ("--gpu", "a100-80g"),
         {"benchmark64/tgs": 64, "benchmark64/full": 64},
     ),
     Guide(
         "Laptop",
-        "No guide's: what runs on the processor at hand.",
+        "Not from a guide: runs on the local CPU.",
         ("--cluster", "local"),
         {"laptop/gpt-10m": 1, "laptop/wikipedia": 1},
     ),
@@ -259,11 +259,11 @@ def _is_missing(found: Figures | None) -> bool:
 def write_page(rows: Mapping[str, Figures], record_name: str, commit: str) -> str:
     """Lays the record out in Markdown."""
     lines = [
-        "# Every guide's jobs, planned",
+        "# Plans for the jobs of every guide",
         "",
-        "What `trainyard plan`, `plan --search` and `plan --simulate` say of every run file in "
+        "Results of `trainyard plan`, `plan --search` and `plan --simulate` for every run file in "
         "`recipes/`, on the",
-        "machine of its guide. Predictions: how far times carry is in "
+        "machine of its guide. Accuracy of the predictions: "
         "[planning-accuracy.md](planning-accuracy.md).",
         "",
         "    python -m benchmarks.guides --table docs/guides-planned.md \\",
@@ -271,13 +271,12 @@ def write_page(rows: Mapping[str, Figures], record_name: str, commit: str) -> st
         "",
         f"Record: `benchmarks/records/{record_name}`, commit {commit}.",
         "",
-        "- **memory**: of the rank that needs most, against what its driver leaves of the device.",
-        "- **step**: as the recipe is cut; tokens/s of a device.",
-        "- **simulated**: peak of the real step of the rank in the middle of the pipeline, on "
-        "tensors without values, and how",
-        "  far the formulas are above it there. Without context and libraries, which the memory "
-        "has.",
-        "- **best**: the fastest layout that fits, and how much faster it is. A layout that does "
+        "- **memory**: of the rank that needs most, out of the memory the driver leaves free.",
+        "- **step**: in the recipe's layout; tokens/s per device.",
+        "- **simulated**: peak of the real step on fake tensors, for the rank in the middle of the "
+        "pipeline, and how far the",
+        "  formula exceeds it. It excludes context and libraries, which **memory** includes.",
+        "- **best**: the fastest layout that fits, and its gain. A layout that does "
         "not fit is not slower.",
     ]
     for guide in GUIDES:

@@ -1,4 +1,4 @@
-"""The errors a user can fix, and the exit code each of them ends the program with.
+"""The errors that a user can fix, with their exit codes.
 
     Exception
     └── UserError            exit code 2: the user can fix it
@@ -10,7 +10,7 @@
         │   └── LostRankError   another rank died or hung: exit code 75
         └── GuardError       training aborted: exit code 93
 
-Anything else that reaches the top is a bug in Trainyard: exit code 1, with its traceback.
+Any other uncaught exception is a bug in Trainyard: exit code 1, with a traceback.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import re
 EXIT_REQUEUE = 75
 """Stopped early, or stopped by a failing machine: start the same command again."""
 EXIT_HOLD = 93
-"""Held: needs attention before it is started again."""
+"""Held: needs attention before a restart."""
 
 
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but the tab and the line feed
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 
 
 def printable(name: str | os.PathLike[str]) -> str:
-    """Shows a name in one line: control characters and bytes that are no text as escapes."""
+    """Formats a name on one line; escapes control characters and undecodable bytes."""
     text = os.fsencode(name).decode(errors="backslashreplace")
     return _escape(text).replace("\n", r"\n").replace("\t", r"\t")
 
@@ -40,7 +40,7 @@ def _escape(text: str) -> str:
 class UserError(Exception):
     """A mistake the user can fix; printed as one message with a hint, without a traceback.
 
-    Control characters are escaped, because a terminal would act on them.
+    Escapes control characters, because a terminal would interpret them.
 
     Args:
         problem: what is wrong, with the value and the place (file, line, field).
@@ -75,16 +75,16 @@ class LaunchError(UserError):
 
 
 class MachineError(UserError):
-    """The machine cannot do what was asked: disk full, no such device, too little memory."""
+    """The machine cannot do what was requested: disk full, no such device, too little memory."""
 
 
 class LostRankError(MachineError):
-    """Another rank died or hung, so this one cannot go on."""
+    """Another rank died or hung, so this one cannot continue."""
 
     exit_code = EXIT_REQUEUE
 
 
 class GuardError(UserError):
-    """Training aborted: going on would waste time, or make things worse."""
+    """Training aborted, because continuing would waste time or do harm."""
 
     exit_code = EXIT_HOLD

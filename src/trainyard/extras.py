@@ -20,10 +20,10 @@ REQUIREMENT = re.compile(r"([\w.-]+).*\bextra == ['\"](\w+)['\"]")
 
 
 def require(package: str) -> None:
-    """Requires a package without importing it.
+    """Checks that a package is installed, without importing it.
 
     Raises:
-        MachineError: it is not installed; the hint is the command that installs it.
+        MachineError: it is not; the hint is the command that installs it.
     """
     if importlib.util.find_spec(package) is None:
         missing = ModuleNotFoundError(name=package)
@@ -42,7 +42,7 @@ def missing_package(error: ModuleNotFoundError) -> MachineError | None:
 
 
 def install_command(extra: str) -> str:
-    """Gives the command that adds an extra to this installation."""
+    """Returns the command that adds an extra to this installation."""
     options, place = "", DISTRIBUTION
     origin = json.loads(_distribution_file("direct_url.json") or "{}")
     if "dir_info" in origin:
@@ -55,7 +55,7 @@ def install_command(extra: str) -> str:
 
 def _installer() -> str:
     python = shlex.quote(sys.executable)
-    if importlib.util.find_spec("pip") is None:  # an environment that uv made
+    if importlib.util.find_spec("pip") is None:  # an environment made by uv
         return f"uv pip install --python {python}"
     found = shutil.which("pip")
     is_own = found is not None and Path(found).parent == Path(sys.executable).parent

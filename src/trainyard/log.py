@@ -1,4 +1,4 @@
-"""Logging, and progress that knows whether it is on a terminal."""
+"""Logging, and progress bars that adapt to the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def build_logger(hide: Callable[[str], str] = str) -> logging.Logger:
     """Sets up the program's logger: plain lines on standard error.
 
     Args:
-        hide: takes out of each line what must not be written down.
+        hide: removes secrets from each line.
     """
     logger = logging.getLogger("trainyard")
     if not logger.handlers:
@@ -29,7 +29,7 @@ def build_logger(hide: Callable[[str], str] = str) -> logging.Logger:
 
 
 class _HidingFormatter(logging.Formatter):
-    """Writes the message alone, and a traceback where there is one."""
+    """Formats only the message, and the traceback if there is one."""
 
     def __init__(self, hide: Callable[[str], str]) -> None:
         super().__init__("%(message)s")
@@ -40,7 +40,7 @@ class _HidingFormatter(logging.Formatter):
 
 
 class _StandardErrorHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever standard error is now, so that a progress bar can keep below the lines."""
+    """Writes to the current standard error, so that a progress bar stays below the lines."""
 
     @property
     def stream(self) -> TextIO:
@@ -52,19 +52,19 @@ class _StandardErrorHandler(logging.StreamHandler[TextIO]):
 
 
 class ProgressUpdate(Protocol):
-    """Reports how far a long job has come."""
+    """Reports the progress of a long job."""
 
     def __call__(self, done: float, total: float, detail: str = "") -> None:
-        """Shows `done` of `total`, with a short text beside it."""
+        """Shows `done` of `total`, with a short text."""
 
 
 @contextmanager
 def show_progress(title: str, *, plain_lines: bool = True) -> Iterator[ProgressUpdate]:
-    """Yields a function that shows progress: a bar on a terminal, lines off one.
+    """Yields a function that shows progress: a bar on a terminal, else plain lines.
 
     Args:
-        title: what is going on.
-        plain_lines: write a line now and then where there is no terminal.
+        title: name of the job.
+        plain_lines: print a line every few seconds if there is no terminal.
     """
     # Imported here: every verb imports this file, few show progress.
     from rich.console import Console

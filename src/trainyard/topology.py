@@ -1,7 +1,7 @@
-"""Where a rank stands in a layout: pure arithmetic.
+"""The coordinates of ranks in a layout: pure arithmetic.
 
-The axes, from the outermost to the innermost, are `pipeline, replicate, shard, context, tensor`:
-tensor ranks are neighbours, since they talk most. 8 ranks as 2 pipeline x 2 shard x 2 tensor:
+The axes, from outermost to innermost, are `pipeline, replicate, shard, context, tensor`: tensor
+ranks are neighbours, since they communicate most. 8 ranks as 2 pipeline x 2 shard x 2 tensor:
 
     rank        0  1  2  3  4  5  6  7
     pipeline    0  0  0  0  1  1  1  1
@@ -12,8 +12,8 @@ tensor ranks are neighbours, since they talk most. 8 ranks as 2 pipeline x 2 sha
     groups(["shard"])              [0, 2] [1, 3] [4, 6] [5, 7]
     groups(["pipeline", "shard"])  [0, 2, 4, 6] [1, 3, 5, 7]
 
-`replicate` x `shard` is the data parallel size: ZeRO cuts over `shard` and `context` together, and
-keeps a copy in each `replicate`.
+`replicate` x `shard` is the data parallel size: ZeRO shards over `shard` and `context` together,
+and keeps a copy in each `replicate`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The place of one rank on each axis, counted from 0."""
+    """The index of one rank on each axis, from 0."""
 
     pipeline: int = 0
     replicate: int = 0
@@ -37,7 +37,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Topology:
-    """How many ranks there are along each axis."""
+    """The number of ranks along each axis."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -47,16 +47,16 @@ class Topology:
 
     @property
     def n_ranks(self) -> int:
-        """All processes."""
+        """Total number of ranks."""
         return self.pipeline * self.replicate * self.shard * self.context * self.tensor
 
     @property
     def data(self) -> int:
-        """Groups of ranks that see different sequences."""
+        """Data parallel size: groups of ranks that see different sequences."""
         return self.replicate * self.shard
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Finds the place of a rank."""
+        """Returns the coordinates of a rank."""
         assert 0 <= rank < self.n_ranks, (rank, self)
         rank, tensor = divmod(rank, self.tensor)
         rank, context = divmod(rank, self.context)
@@ -65,7 +65,7 @@ class Topology:
         return Coordinates(pipeline, replicate, shard, context, tensor)
 
     def rank(self, coordinates: Coordinates) -> int:
-        """Finds the rank at a place."""
+        """Returns the rank at the given coordinates."""
         rank = 0
         for axis in AXES:
             place, size = getattr(coordinates, axis), getattr(self, axis)
@@ -74,7 +74,7 @@ class Topology:
         return rank
 
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
-        """Lists every group of ranks that differ along just these axes, each in rising order."""
+        """Lists every group of ranks that differ only along these axes, each in rising order."""
         groups: dict[Coordinates, list[int]] = {}
         for rank in range(self.n_ranks):
             rest = replace(self.coordinates(rank), **dict.fromkeys(axes, 0))
@@ -83,7 +83,7 @@ class Topology:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Returns such as `ranks 0-2, 7`."""
+    """Formats ranks, such as `ranks 0-2, 7`."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][-1] + 1:

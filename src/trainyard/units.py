@@ -1,4 +1,4 @@
-"""Quantities with units, read and printed: "300B", "375M tokens", bytes, seconds."""
+"""Parsing and formatting of quantities: "300B", "375M tokens", bytes, seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kKMBGT]?)")
 
 @dataclass(frozen=True)
 class Length:
-    """A stretch of training: so many tokens, sequences or steps."""
+    """A length of training in tokens, sequences or steps."""
 
     amount: int
     unit: LengthUnit
@@ -25,10 +25,10 @@ class Length:
 
 
 def parse_count(text: str) -> int:
-    """Reads "1,500", "2.5M" or "300B" as a whole number.
+    """Parses "1,500", "2.5M" or "300B" as an integer.
 
     Raises:
-        ValueError: the text is not a count, or not a whole number of things.
+        ValueError: the text is not a count, or not an integer.
     """
     match = _COUNT.fullmatch(text.strip())
     if not match:
@@ -44,10 +44,10 @@ def parse_count(text: str) -> int:
 
 
 def parse_length(value: object) -> Length:
-    """Reads "300B tokens", "146484375 sequences" or "500000 steps".
+    """Parses "300B tokens", "146484375 sequences" or "500000 steps".
 
     Raises:
-        ValueError: the value is not such a text.
+        ValueError: the value is not a length.
     """
     if isinstance(value, Length):
         return value
@@ -61,7 +61,7 @@ def parse_length(value: object) -> Length:
 
 
 def format_count(count: int) -> str:
-    """Prints a count exactly, with the largest prefix that leaves at most two decimals."""
+    """Formats a count exactly, with the largest prefix that leaves at most two decimals."""
     for prefix in ("T", "B", "M", "k"):
         scale = _PREFIXES[prefix]
         if count >= scale and (count * 100) % scale == 0:
@@ -71,7 +71,7 @@ def format_count(count: int) -> str:
 
 
 def format_bytes(n_bytes: float) -> str:
-    """Prints a size in powers of 1024: "512 B", "1.5 GiB"."""
+    """Formats a size in powers of 1024: "512 B", "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(n_bytes) < 1023.95:  # from here on one decimal rounds to the next unit
             return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
@@ -80,7 +80,7 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def format_large(number: float) -> str:
-    """Prints a number to three significant digits with a prefix: 124475904 is "124M"."""
+    """Formats a number to three significant digits with a prefix: 124475904 is "124M"."""
     for prefix in ("T", "B", "M", "k"):
         digits = f"{number / _PREFIXES[prefix]:.3g}"
         if abs(float(digits)) >= 1:
@@ -89,25 +89,25 @@ def format_large(number: float) -> str:
 
 
 def format_number(number: int, thing: str) -> str:
-    """Prints a number of things: "1 node", "2,048 nodes"."""
+    """Formats a number with its noun: "1 node", "2,048 nodes"."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def with_article(name: str) -> str:
-    """Puts the article before a name as it is spoken: "an A100", "a T4", "an MI300X"."""
+    """Prepends the article, by pronunciation: "an A100", "a T4", "an MI300X"."""
     is_vowel = re.match(r"[AEFHILMNORSX](?![a-z])|[AEIOUaeiou]", name)
     return f"{'an' if is_vowel else 'a'} {name}"
 
 
 def format_figure(number: float, digits: int = 3) -> str:
-    """Prints at least so many significant digits without an exponent: "48,300", "0.0123"."""
+    """Formats at least `digits` significant digits without an exponent: "48,300", "0.0123"."""
     if abs(number) >= 10 ** (digits - 1):
         return f"{number:,.0f}"
     return f"{number:.{digits}g}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Prints a duration in its two largest units: "2d 4h", "3m 20s", "0.4s"."""
+    """Formats a duration in its two largest units: "2d 4h", "3m 20s", "0.4s"."""
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)
@@ -119,10 +119,10 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Reads "1 week", "10 days" or "36.5 hours" as seconds.
+    """Parses "1 week", "10 days" or "36.5 hours" as seconds.
 
     Raises:
-        ValueError: the text is not such a duration, or none at all.
+        ValueError: the text is not a positive duration.
     """
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([a-z]+?)s?\s*", text)
     if not match or match[2] not in _SECONDS or not float(match[1]):
@@ -131,18 +131,18 @@ def parse_duration(text: str) -> float:
 
 
 def parse_shares(text: str) -> list[float]:
-    """Reads "949,50,1" as the shares of train, valid and test, on any scale.
+    """Parses "949,50,1" as the shares of train, valid and test, on any scale.
 
     Raises:
-        ValueError: it is not one to three numbers, at least one of them above 0.
+        ValueError: it is not one to three numbers with at least one positive.
     """
     numbers = [word.strip() for word in text.split(",")]
     if len(numbers) > 3 or not all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", n) for n in numbers):
         raise ValueError(
-            f"split {text!r} is not one to three numbers with commas between, the shares that "
-            'train, validate and test, such as "949,50,1"'
+            f"split {text!r} is not one to three comma-separated numbers, the shares of train, "
+            'valid and test, such as "949,50,1"'
         )
     shares = [float(number) for number in numbers] + [0.0] * (3 - len(numbers))
     if not sum(shares) > 0:
-        raise ValueError(f'split {text!r} gives nothing to any split; try "949,50,1"')
+        raise ValueError(f'split {text!r} leaves every split empty; try "949,50,1"')
     return shares

@@ -87,7 +87,7 @@ def bring_megatron_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("peer", "overrides", "n_ranks", "kind", "problem"),
     [
-        ("nanogpt", [], 1, ConfigError, "--against 'nanogpt' is no peer"),
+        ("nanogpt", [], 1, ConfigError, "--against 'nanogpt' is not a baseline"),
         ("megatron-core", [], 1, MachineError, "--against megatron-core"),
         ("plain-torch", [], 2, LaunchError, "--against plain-torch trains on one rank"),
         ("gpt2-transformers", [], 2, LaunchError, "--against gpt2-transformers trains on one rank"),
@@ -96,7 +96,7 @@ def bring_megatron_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             ["precision.kind=fp16"],
             1,
             ConfigError,
-            "precision.kind='fp16' is none",
+            "precision.kind='fp16' is not available",
         ),
     ],
 )

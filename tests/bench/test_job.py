@@ -34,7 +34,7 @@ def test_steps(text: str, warm_up: int | None, expected: Steps) -> None:
         ("0", None, "--steps 0 leaves nothing to time"),
         ("10-5", None, "--steps 10-5 is not a range of steps, which count from 1"),
         ("0-5", None, "--steps 0-5 is not a range"),
-        ("5-10", 2, "--steps 5-10 begins after a warm-up of 4, and --warm-up says 2"),
+        ("5-10", 2, "--steps 5-10 begins after a warm-up of 4, but --warm-up is 2"),
     ],
 )
 def test_steps_that_cannot_be(text: str, warm_up: int | None, problem: str) -> None:

@@ -59,7 +59,7 @@ def test_a_record_and_its_table() -> None:
     assert rows["ms/step, median"] == ["300.00", "100.00"]
     assert rows["10 % - 90 %"] == ["200.00", "-", "400.00", "100.00", "-", "100.00"]
     assert rows["forward"] == ["3.00", "ms", "75.0%"] * 2
-    assert rows["what taking it apart costs"] == ["+25.0%", "+25.0%"]
+    assert rows["overhead of the breakdown"] == ["+25.0%", "+25.0%"]
     assert rows["peak memory"] == ["1.0", "GiB"] * 2
     assert rows["start in all"] == ["3.50", "s"] * 2
 

@@ -221,7 +221,7 @@ def test_ranks_save_together_and_fail_together(tmp_path, make_facts):
     for thread in threads:
         thread.join()
     assert outcomes[0] == [1, "a checkpoint of 1049624.", 3]
-    assert outcomes[1] == [1, "rank 0 failed, and says ", 3]
+    assert outcomes[1] == [1, "rank 0 failed; see its m", 3]
     assert steps_in(tmp_path) == [3]
     assert torch.equal(load_tensors(tmp_path / "step-00000003")["a"], torch.full((8,), 3.0))
 

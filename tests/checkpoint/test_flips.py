@@ -134,13 +134,13 @@ def test_all_problems_of_all_files_are_listed(saved: Path) -> None:
         check_checkpoint(saved)
     title, *lines = caught.value.problem.splitlines()
     assert title == f"{saved}: 7 problems"
-    assert lines[0] == "  'notes.txt' is no part of this checkpoint: nothing vouches for it"
+    assert lines[0] == "  'notes.txt' is not part of this checkpoint: the manifest does not list it"
     assert lines[1].startswith(f"  {shards[0].name} is damaged: the sha256 of '")
     assert lines[2].startswith(f"  {shards[1].name} is damaged: the sha256 of its header is ")
-    assert lines[3] == f"  {shards[2].name} is missing, or is no ordinary file"
+    assert lines[3] == f"  {shards[2].name} is missing or not a regular file"
     n_bytes = shards[3].stat().st_size
     assert lines[4] == f"  {shards[3].name} has {n_bytes} bytes instead of {n_bytes + 1}"
-    assert lines[5] == f"  {shards[4].name} is missing, or is no ordinary file"
+    assert lines[5] == f"  {shards[4].name} is missing or not a regular file"
     assert lines[6].startswith(f"  {shards[5].name} is damaged: the sha256 of '")
     assert "; so are 1 more of its " in lines[6]
     assert "restore its files from a copy" in caught.value.hint
@@ -170,7 +170,7 @@ def test_files_that_changed_places_are_found(saved: Path, tmp_path: Path) -> Non
 def test_a_manifest_of_another_step_is_found(saved: Path) -> None:
     moved = saved.with_name("step-00000008")
     shutil.copytree(saved, moved)
-    with pytest.raises(CheckpointError, match="is of step 7, the folder is named for 8"):
+    with pytest.raises(CheckpointError, match="is for step 7, the folder name for 8"):
         check_checkpoint(moved)
 
 
@@ -193,5 +193,5 @@ def test_a_manifest_that_was_sealed_again_must_still_fit_the_files(
     saved: Path, edit_manifest: Edit, change: Callable[[dict[str, Any]], None]
 ) -> None:
     edit_manifest(saved, change)
-    with pytest.raises(CheckpointError, match=r"does not hold what the manifest lists|two chunks"):
+    with pytest.raises(CheckpointError, match=r"does not match the manifest|two chunks"):
         check_checkpoint(saved)

@@ -148,7 +148,7 @@ HOSTILE = {
     "absolute path": (_rename_file("/etc/passwd"), "malformed: .*should match pattern"),
     "hidden file": (_rename_file(".ssh"), "malformed: .*should match pattern"),
     "manifest as data": (_rename_file("manifest.json"), "bytes instead of"),
-    "unlisted file": (lambda c: _chunk(c).update(file="other"), "not among the files"),
+    "unlisted file": (lambda c: _chunk(c).update(file="other"), "which is not listed"),
     "shape beyond the file": (_set_shape([10**6]), "does not fit in"),
     "absurd shape": (_set_shape([2**62, 2**62]), "does not fit in"),
     "too large a number": (_set_shape([2**63]), "less than 9223372036854775808"),
@@ -172,12 +172,12 @@ HOSTILE = {
     "a hole": (_set_chunks([6], ([0], [2]), ([4], [2])), "no chunk holds 2:4 of dimension 0"),
     "a hole within": (
         _set_chunks([4, 4], ([0, 0], [2, 2]), ([0, 2], [2, 2]), ([2, 0], [2, 2])),
-        r"no chunk holds what begins at \[2, 2\]",
+        r"no chunk covers offset \[2, 2\]",
     ),
     "a hole of petabytes": (_set_chunks([2**62], ([0], [16])), "no chunk holds 16:4611686"),
     "empty chunk": (_set_chunks([4], ([0], [4]), ([4], [0])), "a chunk is empty"),
-    "other dimensions": (_set_chunks([16], ([0, 0], [4, 4])), "another number of dimensions"),
-    "offset missing": (_set_chunks([16], ([], [16])), "another number of dimensions"),
+    "other dimensions": (_set_chunks([16], ([0, 0], [4, 4])), "a different number of dimensions"),
+    "offset missing": (_set_chunks([16], ([], [16])), "a different number of dimensions"),
     "empty in chunks": (
         _set_chunks([0, 4], ([0, 0], [0, 4]), ([0, 0], [0, 4])),
         "must be one chunk of its whole shape",
@@ -207,7 +207,7 @@ def test_a_hostile_manifest_is_refused(checkpoint, edit_manifest, change, messag
 )
 def test_what_is_no_manifest_is_refused(checkpoint, body):
     (checkpoint / MANIFEST).write_bytes(body)
-    with pytest.raises(CheckpointError, match="is damaged: its first line must give its checksum"):
+    with pytest.raises(CheckpointError, match="is damaged: its first line must be its checksum"):
         read_manifest(checkpoint)
 
 

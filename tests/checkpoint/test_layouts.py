@@ -313,7 +313,7 @@ def test_no_room_for_all_ranks_together_fails_all_before_anything_is_written(bef
     assert first.problem.startswith(f"{cannot}a checkpoint of 1049624.6 TiB does not fit in")
     assert first.problem.endswith("iB free")
     assert "checkpoint.keep_last); nothing was removed" in first.hint
-    assert second.problem == f"{cannot}rank 0 failed, and says why"
+    assert second.problem == f"{cannot}rank 0 failed; see its message"
 
 
 def test_a_bug_on_one_rank_fails_all_and_stays_a_bug_there(before, make_facts):
@@ -371,7 +371,7 @@ def test_a_folder_that_rank_0_cannot_make_fails_all(tmp_path, make_facts):
     first, second = save_changed(blocked, make_facts, lambda *_: None)
     assert "a-file/step-00000002: " in first.problem
     assert isinstance(first.__cause__, FileExistsError)
-    assert second.problem.endswith("step-00000002: rank 0 failed, and says why")
+    assert second.problem.endswith("step-00000002: rank 0 failed; see its message")
 
 
 def test_large_parts_are_spread_over_files(tmp_path, make_facts, monkeypatch):

@@ -61,7 +61,7 @@ def test_the_newest_complete_checkpoint_is_taken(checkpoint, make_facts, tensors
     os.truncate(newer / FILE, 100)
     with caplog.at_level(logging.WARNING):
         assert newest_checkpoint(folder) == checkpoint
-    assert f"passing over step-00000008: {newer / FILE} has 100 bytes instead of" in caplog.text
+    assert f"skipping step-00000008: {newer / FILE} has 100 bytes instead of" in caplog.text
     (checkpoint / "manifest.json").unlink()
     assert newest_checkpoint(folder) is None
     assert newest_checkpoint(folder / "nowhere") is None

@@ -51,7 +51,7 @@ def test_changes_are_listed_with_both_values():
     assert str(changes["log.interval"]) == "log.interval: 10 in the checkpoint, now 5"
     assert changes["log.interval"].refusal == ""
     assert str(changes["train.seed"]) == (
-        "train.seed: 1234 in the checkpoint, now 7; it decides the order of the data, and dropout"
+        "train.seed: 1234 in the checkpoint, now 7; it decides the data order and dropout"
     )
     assert str(changes["train.batch_ramp.length"]).startswith(
         "train.batch_ramp.length: absent in the checkpoint, now 80 sequences; "
@@ -63,11 +63,11 @@ def test_refused_changes_are_told_all_at_once():
     with pytest.raises(CheckpointError) as raised:
         check_resumable(_manifest(), wanted, "other", "")
     assert raised.value.problem == (
-        "the checkpoint of step 10 is of another run:\n"
+        "the checkpoint of step 10 belongs to another run:\n"
         "  model.dropout: 0.1 in the checkpoint, now 0.0; "
-        "the weights have this shape, and learned with this dropout\n"
-        "  train.length: 50 steps in the checkpoint, now 60 steps; the order of the data "
-        "is drawn for the length asked, so another length is another order\n"
+        "it fixes the weights' shapes and the dropout they were trained with\n"
+        "  train.length: 50 steps in the checkpoint, now 60 steps; "
+        "the data order depends on the length\n"
         "  data: the token files have fingerprint 'abc' in the checkpoint, now 'other'"
     )
     assert "start a run with another name; free to change: name, description" in raised.value.hint

@@ -147,7 +147,7 @@ def test_a_hostile_header_is_refused(tmp_path, header, n_value_bytes, length, pr
     write_file(path, header, n_value_bytes, length)
     with pytest.raises(CheckpointError) as raised:
         read_header(path)
-    assert raised.value.problem.startswith(f"{path} is no safetensors file: ")
+    assert raised.value.problem.startswith(f"{path} is not a safetensors file: ")
     assert re.search(problem, raised.value.problem), raised.value.problem
 
 

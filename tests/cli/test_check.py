@@ -38,7 +38,7 @@ def test_good_files_with_and_without_ending(folder: Path) -> None:
     assert facts["documents"] == "2"
     assert facts["token ids"] == "0 to 259"
     assert facts["document ends"] == "every document that is not empty has one"
-    assert facts["tokenizer"] == "tok made them"
+    assert facts["tokenizer"] == "made by tok"
 
 
 def test_every_prefix_is_checked_and_one_bad_one_is_enough(folder: Path) -> None:
@@ -59,8 +59,8 @@ def test_without_a_record_it_says_what_it_cannot_know(folder: Path) -> None:
     (folder / "first.json").unlink()
     result = trainyard("check", "data", "first", folder=folder)
     assert result.returncode == 0, result.stderr
-    assert "none: there is no .json, so nothing vouches for the bytes" in result.stdout
-    assert "0 or more; which vocabulary is unknown" in result.stdout
+    assert "none: without a .json the bytes cannot be verified" in result.stdout
+    assert "0 or more; the vocabulary is unknown" in result.stdout
 
 
 def test_help_has_an_example_and_no_prefix_is_a_mistake(folder: Path) -> None:

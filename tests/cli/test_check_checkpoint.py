@@ -89,7 +89,7 @@ def test_all_of_them_and_one_of_them(runs: Path, capsys: pytest.CaptureFixture[s
     assert check("demo", "--all") == 0
     shown = capsys.readouterr().out
     assert facts_of(shown, 20)["step"].startswith("20:")
-    assert facts_of(shown, 10)["optimizer"] == "none: weights alone, moments start from zero"
+    assert facts_of(shown, 10)["optimizer"] == "none: weights only, moments start from zero"
     assert facts_of(shown, 10)["saved by"] == "unknown: its plan names no layout"
     assert check("demo/checkpoints/step-00000010") == 0
     assert "step-00000020" not in capsys.readouterr().out
@@ -109,7 +109,7 @@ def test_a_damaged_newest_one_is_not_passed_over(
     title, first, second, hint = captured.err.splitlines()
     assert title == f"error: {newest}: 2 problems"
     assert first.startswith("  model-00000-of-00001.safetensors has ")
-    assert second == "  optimizer-00000-of-00001.safetensors is missing, or is no ordinary file"
+    assert second == "  optimizer-00000-of-00001.safetensors is missing or not a regular file"
     assert hint.startswith("hint: restore its files from a copy")
 
 

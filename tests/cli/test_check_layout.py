@@ -56,7 +56,7 @@ def test_a_layout_is_proven_and_what_was_made_smaller_is_said(tmp_path: Path) ->
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "run         mds-125m on 4 ranks: tensor 4 (sequence)"
-    assert lines[1] == "tried with  2 processes on this machine"
+    assert lines[1] == "tested with 2 processes on this machine"
     assert lines[2] == "layout 1    tensor 2 (sequence)"
     assert "n_layers 12 -> 2, d_model 768 -> 32" in result.stdout
     verdicts = [line for line in lines if line.endswith("same")]
@@ -83,7 +83,7 @@ def test_a_fault_is_seen_and_the_exit_code_says_so(fault: str, tmp_path: Path) -
 def test_one_process_is_compared_with_itself(tmp_path: Path) -> None:
     result = check_layout("tiny", "--ranks", "1", folder=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "1 process on this machine: no axis is cut; --ranks N tries" in result.stdout
+    assert "1 process on this machine: no axis is sharded; --ranks N checks" in result.stdout
     assert " 0.0e+00    0.0e+00    0.0e+00    0.0e+00    1.0e-10   same" in result.stdout
 
 
@@ -121,4 +121,4 @@ def test_what_is_no_number_or_not_equal_on_all_ranks_is_different() -> None:
     wrong = Difference(1.0, 0.0, 0.0, 0.0, 0.0)
     with pytest.raises(MachineError, match=r"single device computes \(fp64, fp32\)") as raised:
         refuse_differences(run, [results[1], results[3], result_of(wrong, "fp32")])
-    assert "the same with parallel.pipeline=1" in raised.value.hint
+    assert "repeat with parallel.pipeline=1" in raised.value.hint

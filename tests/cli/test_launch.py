@@ -148,11 +148,11 @@ def test_some_stages(project: Path) -> None:
     [
         (["--cluster", "lumii"], MachineError, "no cluster named 'lumii'", "did you mean lumi?"),
         (["--cluster", "own.toml", "--nodes", "3"], ConfigError,
-         "small cannot be on 3 x 2 ranks: ", "--nodes 2"),
+         "small cannot run on 3 x 2 ranks: ", "--nodes 2"),
         (["--cluster", "own.toml", "--ranks-per-node", "3"], LaunchError,
-         "3 ranks a node, and a node has 2 devices", "one rank for each device"),
+         "3 ranks per node, but a node has 2 devices", "one rank per device"),
         (["--cluster", "own.toml", "--account", "a;touch marker"], ConfigError,
-         "--account: 'a;touch marker' is not a name", "launch --help says"),
+         "--account: 'a;touch marker' is not a name", "launch --help describes"),
         (["--cluster", "own.toml", "--account", "$(touch marker)"], ConfigError,
          "is not a name", ""),
         (["--cluster", "own.toml", "--partition", "a\nb"], ConfigError,
@@ -175,13 +175,13 @@ def test_some_stages(project: Path) -> None:
         (["--cluster", "own.toml", "--stages", "all"], ConfigError, "no data file in data", ""),
         (["--cluster", "lumi", "--ranks-per-node", "2", "--image", "no.sif",
           "model.d_model=262144"], MachineError,
-         "small does not fit: ", "larger devices; launch it anyway: --force"),
+         "small does not fit: ", "larger devices; to launch anyway: --force"),
         (["--cluster", "lumi", "--ranks-per-node", "2", "--image", "no.sif",
           "precision.kind=fp8", "precision.fp8.precise_blocks=0"], MachineError,
-         "no peak is known for products of MI250X GCD in fp8", "--force"),
-        (["--cluster", "local", "--nodes", "2"], LaunchError, "this machine alone", ""),
+         "MI250X GCD has no known peak for fp8 matmuls", "--force"),
+        (["--cluster", "local", "--nodes", "2"], LaunchError, "only this machine", ""),
         (["--cluster", "ssh", "--nodes", "2", "--ranks-per-node", "1", "--hosts", "n1"],
-         LaunchError, "hosts names 1", ""),
+         LaunchError, "hosts has 1", ""),
         (["--cluster", "lumi", "--ranks-per-node", "1"], LaunchError,
          "singularity needs an image", "--image"),
     ],
@@ -202,7 +202,7 @@ def test_what_is_refused(
 def test_no_word_of_a_script_ends_what_bash_is_to_read(project: Path) -> None:
     folder = project / "a\nTASK\ntouch marker\nIFS= read -r task <<'TASK'"
     shutil.copytree(ROOT / "recipes" / "lumi", folder)
-    with pytest.raises(LaunchError, match="has a control character in it, and is a word of a job"):
+    with pytest.raises(LaunchError, match="has a control character, and would be a word of a job"):
         run(f"{folder.name}/13b.toml", "--cluster", "slurm", "--stages", "prepare")
     assert files(project) == set()
 
@@ -259,8 +259,8 @@ def test_a_run_that_has_a_job(project: Path, state: str, is_refused: bool) -> No
         run(*small(project))
     assert (project / "said").read_text().count("job.sh") == 1 + (not is_refused)
     if caught:
-        assert caught.value.problem.endswith(f"small has job 4712 on own.toml already: {state}")
-        assert "end it (scancel 4712), or launch under another name" in caught.value.hint
+        assert caught.value.problem.endswith(f"small already has job 4712 on own.toml: {state}")
+        assert "cancel it (scancel 4712), or launch under another name" in caught.value.hint
 
 
 def test_a_run_that_is_to_stay_down(project: Path) -> None:

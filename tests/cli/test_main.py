@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
         (["train", "run.toml", "model.n_heads=5"], "d_model=64 must be divisible by n_heads=5"),
         (["evaluate", "runs/none"], "runs/none"),
         (["show", "order", "run.toml", "--split", "holdout"], "--split 'holdout' is not one of"),
-        (["show", "order", "run.toml", "--start", "900"], "sequences 900 to 903 are asked for"),
+        (["show", "order", "run.toml", "--start", "900"], "sequences 900 to 903 requested"),
         (["prepare", "nothing.txt", "--output", "x", "--train-tokenizer", "300"], "nothing.txt"),
     ],
 )  # fmt: skip

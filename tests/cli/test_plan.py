@@ -44,7 +44,7 @@ def test_the_lumi_job() -> None:
     assert "MFU " in lines["step"]
     assert lines["checkpoint"] == "143.7 GiB"
     assert "device-hours, " in lines["whole run"]
-    assert lines["data"].startswith("data/my-gpt2_text_document: epochs not known")
+    assert lines["data"].startswith("data/my-gpt2_text_document: epochs unknown")
     found = as_json(recipe, *LUMI)
     assert found["fits"] is True
     assert found["machine"] == {"name": "lumi", "device": "MI250X GCD", "devices_per_node": 8}
@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "problem", "hint"),
     [
-        (["--nodes", "2"], "--nodes 2 says nothing without a cluster", "--cluster lumi --nodes 2"),
+        (["--nodes", "2"], "--nodes 2 needs a cluster", "--cluster lumi --nodes 2"),
         (["--cluster", "lumy"], "no cluster named 'lumy'", "did you mean lumi?"),
         (["--gpu", "h100-80"], "h100-80", "h100-80g"),
         (["--gpu", "h10", *LUMI], "no GPU named 'h10'", "h100"),
@@ -87,9 +87,13 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
         ([*LUMI, "--measure", "3"], "--measure 3 needs --search", "--search --measure 3"),
         ([*LUMI, "--rank", "3"], "--rank 3 needs --simulate", "--simulate --rank 3"),
         (["--all-stages"], "--all-stages needs --simulate", ""),
-        (["--search", "--simulate"], "--search and --simulate are different", "one at a time"),
-        ([*LUMI, "--search", "--deadline", "1 day"], "--deadline are different", "one at a time"),
-        (["--deadline", "1 day"], "--deadline needs to know the devices", "--cluster"),
+        (["--search", "--simulate"], "--search and --simulate cannot be combined", "one at a time"),
+        (
+            [*LUMI, "--search", "--deadline", "1 day"],
+            "--deadline cannot be combined",
+            "one at a time",
+        ),
+        (["--deadline", "1 day"], "--deadline needs devices", "--cluster"),
         ([*LUMI, "--deadline", "soon"], "--deadline 'soon' is not a duration", '"1 week"'),
         ([*LUMI, "--deadline", "0 days"], "--deadline '0 days' is not a duration", '"1 week"'),
         ([*LUMI, "--deadline", "1 minute"], "no model trains within 1 minute on 16", "more dev"),
@@ -98,11 +102,15 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
             "gpt3-125m does not train within 1 minute: on ",
             "a longer deadline",
         ),
-        (["--gpu", "t4", "--deadline", "1 day"], "no peak is known for products of T4", "fp16"),
-        (["--search"], "--search needs to know the devices", "--cluster"),
-        ([*LUMI, "--storage", "fast"], "--storage 'fast' is not speeds in GB/s", "5,20,100"),
+        (["--gpu", "t4", "--deadline", "1 day"], "T4 has no known peak for", "fp16"),
+        (["--search"], "--search needs devices", "--cluster"),
+        ([*LUMI, "--storage", "fast"], "--storage 'fast' is not a list of GB/s", "5,20,100"),
         ([*LUMI, "--picture", "nowhere/plan.png"], "there is no folder nowhere", "make it"),
-        ([*LUMI, "--search", "--picture", "plan.png"], "draws a plan, not what", "without it"),
+        (
+            [*LUMI, "--search", "--picture", "plan.png"],
+            "draws a plan, not the results",
+            "without it",
+        ),
         (["--gpu", "a100-80g", "precision.kind='fp8'"], "fp8", "bf16"),
         (
             ["--gpu", "h100", "--gpus", "6", "parallel.tensor=4"],
@@ -147,7 +155,7 @@ def test_a_device_that_nobody_measured_gets_a_range(tmp_path: Path) -> None:
 
     unknown = planned("--gpu", "rtx-4090")
     text = run_plan("gpt3-125m", "train.batch_ramp=none", "--gpu", "rtx-4090", "--gpus", "8")
-    assert ": nobody measured an RTX 4090 for this): " in lines_of(text)["step"]
+    assert ": an RTX 4090 was not measured): " in lines_of(text)["step"]
     assert " to " in lines_of(text)["whole run"]
     measured = tmp_path / "own.toml"
     for end, share in enumerate([0.87, 0.41]):
@@ -191,7 +199,7 @@ def test_search_lists_ten_and_why_they_lose() -> None:
     assert found["as_it_is"]["fits"] is True
     (row,) = (line for line in text.splitlines() if line.startswith("as is"))
     assert f"+{own / first['step']['seconds'] - 1:.1%}: " in row
-    assert "behind the command: " in text
+    assert "arguments for the first: " in text
 
 
 @pytest.mark.parametrize(
@@ -233,7 +241,7 @@ def test_a_deadline(
     assert first["device_hours"] == pytest.approx(first["seconds"] * first["n_devices"] / 3600)
     assert first["price"] == pytest.approx(2 * first["device_hours"])
     text = run_plan(*given, *where, "--deadline", deadline)
-    assert "as slow as an RTX 4090 may be: nobody measured one" in text
+    assert "at the slow end for an RTX 4090: not measured" in text
     assert text.splitlines()[-1].endswith(f"--gpus {first['n_devices']} {first['changes']}".strip())
 
 
@@ -271,7 +279,7 @@ def test_the_fastest_measured_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     kept = load_run(str(path)).run
     first = as_json(str(path), *local, "--search")["candidates"][0]
     assert first["changes"] == {}
-    assert f"wrote into {path}: " in out
+    assert f"wrote to {path}: " in out
     assert kept.parallel.tensor == 1
 
 

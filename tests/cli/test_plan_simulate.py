@@ -31,7 +31,7 @@ def test_every_stage_is_told_with_its_peak(capsys: pytest.CaptureFixture[str]) -
     assert "formulas" in text and "(+" in text
     assert "weights: embedding.weight" in text
     assert "pipeline send, 4 calls" in text
-    assert "FLOP a step" in text
+    assert "FLOP per step" in text
 
 
 def test_json_has_every_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,4 +57,4 @@ def test_fp8_is_simulated_without_a_device_that_has_it(capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     assert "_scaled_mm" in text
     assert "shard all-to-all" in text
-    assert "workspace of fp8 products is not counted" in text
+    assert "workspace of fp8 matmuls is not counted" in text

@@ -72,7 +72,7 @@ def test_a_data_file_says_everything(folder: Path) -> None:
     assert done.stderr.splitlines() == [
         "quarantined, not a string: 1",
         '  in/a.jsonl:5: the value of "text" is 7, not a string',
-        "  all are in web_text_document.quarantine.jsonl",
+        "  all of them: web_text_document.quarantine.jsonl",
     ]
     assert run_verb("web.toml", "--on-error", "quarantine") == done.stdout
 
@@ -110,7 +110,7 @@ def test_several_outputs_are_listed(folder: Path) -> None:
         ("json_key = 3", "json_key: Input should be a valid string (got 3)  [web.toml]"),
         (
             'inputs = "in"',
-            'inputs: a list is wanted, such as ["a", "b"] or [1, 2] (got \'in\')  [web.toml]',
+            'inputs: must be a list, such as ["a", "b"] or [1, 2] (got \'in\')  [web.toml]',
         ),
         ("files_per_output = -1", "files_per_output: Input should be greater than or equal to 0"),
     ],
@@ -130,11 +130,11 @@ def test_a_mistake_in_the_data_file_is_named(folder: Path, text: str, problem: s
         (["a.jsonl", "--tokenizer", "small"], "no output given", "pass -o, such as -o data/web"),
         (["-o", "x", "--tokenizer", "small"], "no inputs given", "name at least one file, folder"),
         (["no.toml"], "cannot read the data file no.toml: ", ""),
-        (["a.toml", "b.toml"], "b.toml is a second data file", "prepare one after the other"),
+        (["a.toml", "b.toml"], "b.toml is a second data file", "prepare one at a time"),
         (
             ["a.jsonl", "-o", "x", "--tokenizer", "t", "--train-tokenizer", "300"],
             "both --tokenizer and --train-tokenizer given",
-            "to make one",
+            "to train one",
         ),
     ],
 )
@@ -151,12 +151,12 @@ def test_a_bad_document_ends_the_run(folder: Path) -> None:
     with pytest.raises(DataError, match=r'in/a.jsonl:5: the value of "text" is 7, not a string'):
         run_verb("web.toml")
     status = run_verb("web.toml", "--status")
-    assert "unit-000000 has a document that cannot be read" in status
+    assert "unit-000000 has an unreadable document" in status
     assert "0 of 1 units, 0 outputs done" in status
 
 
 def test_no_work_has_no_status(folder: Path) -> None:
-    nothing = "no work is in flight: it is finished, or not begun\n"
+    nothing = "no work in progress: it is finished or has not started\n"
     assert run_verb("web.toml", "--status") == nothing
     run_verb("web.toml", "--on-error", "quarantine")
     assert run_verb("web.toml", "--status") == nothing
@@ -218,7 +218,7 @@ def test_the_status_of_work_in_flight(folder: Path) -> None:
     assert "% of 0.240 GB of input, " in shown
     assert "documents, " in shown
     assert f"-{process.pid}-" not in shown  # it only waits for its workers
-    assert ": waiting, heard of " in shown or ": unit-" in shown
+    assert ": waiting, last update " in shown or ": unit-" in shown
     assert not list(Path().glob("web.work/claimed/*"))  # given back at once
     assert not Path("web_text_document.bin").exists()
 
@@ -243,7 +243,7 @@ def test_one_file_and_an_output_are_enough(folder: Path) -> None:
     assert shown.endswith("train with: trainyard train my.toml --minutes 1\n")
     assert load_sidecar("my_text_document").tokenizer.vocabulary_size == 320
     assert run_verb("my.txt", "-o", "my") == shown
-    assert run_verb("my.txt", "-o", "my", "--status").startswith("no work is in flight")
+    assert run_verb("my.txt", "-o", "my", "--status").startswith("no work in progress")
 
 
 def test_what_is_skipped_is_told(folder: Path) -> None:

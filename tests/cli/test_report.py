@@ -21,7 +21,7 @@ def test_curves_for_papers_are_written_when_asked(tmp_path: Path) -> None:
     arguments = ("one", "two", "--output", "both.html", "--png", "some/figures")
     done = trainyard("report", *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "wrote both.html\nwrote the curves as PNG into some/figures\n"
+    assert done.stdout == "wrote both.html\nwrote the curves as PNG files to some/figures\n"
     assert "one, two" in (tmp_path / "both.html").read_text(encoding="utf-8")
     assert sorted(path.name for path in (tmp_path / "some" / "figures").iterdir()) == [
         "gradient_norm.png",

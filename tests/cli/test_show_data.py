@@ -145,7 +145,7 @@ def test_what_became_of_the_text(prefix: Path) -> None:
     assert steps[1] == ["read", "9", "8", "4.0", "KiB", "2.0", "KiB"]
     dropped = " ".join(word for row in steps[2:] for word in row)
     assert dropped == "quality 8 6 0 B 0 B bullets: 2,000, too few letters: 1"
-    assert "documents that could not be read" in lines
+    assert "unreadable documents" in lines
     assert "  json: 1,200" in lines
     assert r"  a.jsonl:12: not \x1b]0;JSON" in lines
     sources = section(lines, "source files")

@@ -138,7 +138,7 @@ def test_by_name(
     (tmp_path / "runs").mkdir()
     write_run_folder(tmp_path / "runs" / "tiny", run_lines())
     monkeypatch.chdir(tmp_path)
-    assert status(Path("tiny"), capsys).startswith("tiny: not running, and it did not say why")
+    assert status(Path("tiny"), capsys).startswith("tiny: not running, reason unknown")
 
 
 def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,4 +211,4 @@ def test_jobs_of_a_real_slurm(slurm: Slurm, machines: Machines, folder: Path) ->
     slurm.run(["scancel", str(job), str(waits)])
     slurm.wait(job)
     assert state(job) == ("lost", "CANCELLEDn[1-2]")
-    assert state(999_999) == ("lost", "the scheduler does not know it any more")
+    assert state(999_999) == ("lost", "the scheduler no longer knows it")

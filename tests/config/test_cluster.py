@@ -90,7 +90,7 @@ def test_a_file_that_extends_its_neighbour(tmp_path: Path) -> None:
 def test_files_that_extend_each_other(tmp_path: Path) -> None:
     path = tmp_path / "ring.toml"
     path.write_text('extends = "ring.toml"')
-    with pytest.raises(ConfigError, match=r"ring\.toml, and so on: more than 4 files"):
+    with pytest.raises(ConfigError, match=r"ring\.toml: a chain of more than 4 files"):
         read_cluster(str(path))
 
 
@@ -133,9 +133,9 @@ def test_no_such_cluster(name: str, problem: str, hint: str) -> None:
         ({"time": "2 days"}, "is not a time"),
         ({"time": "1-00:00:00"}, "is not a time"),
         ({"time": "00:00:00"}, "'00:00:00' leaves the job no time"),
-        ({"options": ["exclusive"]}, "is not an option of a scheduler: those begin with -"),
+        ({"options": ["exclusive"]}, "is not a scheduler option: those begin with -"),
         ({"options": ["--a\nrm -rf x"]}, "a line break"),
-        ({"options": ["--nodes={n}"]}, "{n} in '--nodes={n}' is unknown: {nodes} and {ranks} are"),
+        ({"options": ["--nodes={n}"]}, "{n} in '--nodes={n}' is unknown: use {nodes} or {ranks}"),
         ({"options": ["--comment='x"]}, "the quotes of"),
         ({"setup": ["module load a\nmodule load b"]}, "a line break"),
         ({"environment": {"A B": "1"}}, "'A B' is not the name of an environment variable"),
@@ -155,7 +155,7 @@ def test_mistakes_in_the_table(tmp_path: Path, launch: dict[str, Any], says: str
         read_cluster(path)
     assert says in caught.value.problem
     assert path in caught.value.problem
-    assert "its table [launch] scheduler, start, " in caught.value.hint
+    assert "its [launch] table scheduler, start, " in caught.value.hint
 
 
 def test_every_field_of_the_table_is_documented() -> None:

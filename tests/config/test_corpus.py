@@ -77,16 +77,16 @@ def kinds(*names: str) -> str:
     return HEAD + "".join(f'[[steps]]\nkind = "{name}"\n' for name in names)
 
 
-COMPARE_LAST = "what compares documents with each other comes last"
+COMPARE_LAST = "deduplication must come last"
 PROBLEMS = [
     (HEAD + 'append_eod = "yes"', "append_eod: Input should be a valid boolean (got 'yes')"),
     (
         HEAD + 'special_tokens = "drop"',
         "special_tokens: Input should be 'text' or 'parse' (got 'drop')",
     ),
-    (step('kind = "keep"\nfield = "a"'), "steps.0.keep.values: is needed here"),
+    (step('kind = "keep"\nfield = "a"'), "steps.0.keep.values: required field is missing"),
     (step('kind = "keep"\nfield = "a"\nvalues = []'), "steps.0.keep.values: "),
-    (step('kind = "keep"\nvalues = ["a"]'), "steps.0.keep.field: is needed here"),
+    (step('kind = "keep"\nvalues = ["a"]'), "steps.0.keep.field: required field is missing"),
     (
         step('kind = "normalize"\nform = "NFD"'),
         "steps.0.normalize.form: Input should be 'NFC' or 'NFKC'",

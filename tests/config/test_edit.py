@@ -47,4 +47,4 @@ def test_unusual_files_are_left_as_they_are(text: str) -> None:
     tomllib.loads(text)
     with pytest.raises(ConfigError, match="is left as it is") as error:
         set_fields(text, {"parallel.tensor": 4}, "run.toml")
-    assert error.value.hint == "set by hand: parallel.tensor=4"
+    assert error.value.hint == "set these by hand: parallel.tensor=4"

@@ -52,7 +52,7 @@ def test_extends_one_level_only(tmp_path: Path) -> None:
     child = write(tmp_path, "child.toml", 'extends = "base.toml"\n')
     error = problem_of(child)
     assert "which itself extends tiny" in error.problem
-    assert error.hint == "one level only: extend a file that stands alone"
+    assert error.hint == "only one level is allowed: extend a file that extends no other"
 
 
 def test_extends_must_name_something_that_exists(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ IMPOSSIBLE = [
     ("model.n_layers.x=4", "Input should be a valid integer (got {'x': 4})"),
     ("model.tied_embeddings=1", "Input should be a valid boolean (got 1)"),
     ("log.wandb_project=3", "Input should be a valid string (got 3)"),
-    ("data.blend.prefixes=a", "data.blend.prefixes: a list is wanted, such as"),
+    ("data.blend.prefixes=a", "data.blend.prefixes: must be a list, such as"),
     ("data.blend.prefixes=[1]", "data.blend.prefixes.0: Input should be a valid string (got 1)"),
-    ("optimizer.betas=[0.9]", "optimizer.betas.1: is needed here"),
+    ("optimizer.betas=[0.9]", "optimizer.betas.1: required field is missing"),
     ("optimizer.betas=[0.9, 'x']", "optimizer.betas.1: Input should be a valid number (got 'x')"),
-    ("model=gpt3-13b", "model: this is a section with fields of its own (got 'gpt3-13b')"),
-    ("train.batch_ramp=16", "train.batch_ramp: this is a section with fields of its own (got 16)"),
-    ("train.batch_ramp.start=16", "train.batch_ramp.increment: is needed here"),
+    ("model=gpt3-13b", "model: this is a section, not a value (got 'gpt3-13b')"),
+    ("train.batch_ramp=16", "train.batch_ramp: this is a section, not a value (got 16)"),
+    ("train.batch_ramp.start=16", "train.batch_ramp.increment: required field is missing"),
     # wrong units
     ("train.length=300", f"train.length: 300 {LENGTH}"),
     ("train.length=300B", f"train.length: '300B' {LENGTH}"),
@@ -48,8 +48,8 @@ IMPOSSIBLE = [
     ("parallel.pipeline=x", "1 problem in the run tiny:\n  parallel.pipeline: Input should be"),
     ("parallel.zero_stage=4", "less than or equal to 3 (got 4)"),
     ("schedule.kind=cosin", "Input should be 'cosine', 'linear', 'constant' or"),
-    ("name=a/b", "name: a name has letters, digits and . _ - and starts with the first two"),
-    ("name=..", "starts with the first two (got '..')"),
+    ("name=a/b", "name: use letters, digits and . _ -, and start with a letter or digit"),
+    ("name=..", "start with a letter or digit (got '..')"),
     # impossible sizes
     (
         "model.n_heads=5",
@@ -86,7 +86,7 @@ IMPOSSIBLE = [
     ),
     ("data.blend.prefixes=['a']; data.blend.weights=[0]", "weights must be positive (got [0"),
     ("data.blend.prefixes=['a']; data.blend.weights=[inf]", "Input should be a finite number"),
-    ("data.blend.prefixes=['a','a']", "'a' stands in prefixes more than once"),
+    ("data.blend.prefixes=['a','a']", "'a' is listed more than once in prefixes"),
     (
         "data.blend.prefixes=['a']; data.train.prefixes=['b']",
         "data: give either blend with split, or train; not both",
@@ -96,9 +96,9 @@ IMPOSSIBLE = [
         (f"data.split='{text}'", f"data.split: split {text!r} is not one to three numbers")
         for text in ("", "9,a", "1,2,3,4", "9,-1,2", "1e3,1", "9,,1", "nan", "1.2.3", "9;1")
     ),
-    ("data.split='0,0'", "data.split: split '0,0' gives nothing to any split"),
+    ("data.split='0,0'", "data.split: split '0,0' leaves every split empty"),
     ("model.n_layers=10000000000", "model.n_layers: Input should be less than or equal to 10000"),
-    ("optimizer.betas=0.9", "optimizer.betas: a list is wanted, such as ["),
+    ("optimizer.betas=0.9", "optimizer.betas: must be a list, such as ["),
 ]
 
 
@@ -131,14 +131,14 @@ REFUSED_LAYOUTS = [  # the whole sentence
     ),
     (
         "parallel.context=2; parallel.context_method=ring; model.dropout=0.1",
-        "model.dropout=0.1 is incompatible with parallel.context_method='ring': its attention "
-        'weights are never whole; nearest that works: parallel.context_method="ulysses", or '
+        "model.dropout=0.1 is incompatible with parallel.context_method='ring': no rank has "
+        'whole attention weights; nearest that works: parallel.context_method="ulysses", or '
         "model.dropout=0.0",
     ),
     (
         "model.n_layers=3; parallel.pipeline=2; parallel.chunks=2; parallel.schedule=interleaved",
-        "model.n_layers=3 is fewer than parallel.pipeline=2 x parallel.chunks=2: a stage has a "
-        "block at least; nearest that works: parallel.pipeline=1 with parallel.chunks=1",
+        "model.n_layers=3 is fewer than parallel.pipeline=2 x parallel.chunks=2: a stage needs "
+        "at least one block; nearest that works: parallel.pipeline=1 with parallel.chunks=1",
     ),
     (
         "parallel.chunks=2",
@@ -146,8 +146,8 @@ REFUSED_LAYOUTS = [  # the whole sentence
     ),
     (
         "model.n_layers=4; parallel.pipeline=2; parallel.chunks=2",
-        "parallel.chunks=2 is incompatible with parallel.schedule='1f1b': it has one on each rank; "
-        'nearest that works: parallel.chunks=1, or parallel.schedule="interleaved"',
+        "parallel.chunks=2 is incompatible with parallel.schedule='1f1b': it has one chunk per "
+        'rank; nearest that works: parallel.chunks=1, or parallel.schedule="interleaved"',
     ),
     (
         "model.n_layers=4; parallel.pipeline=2; parallel.schedule=interleaved",
@@ -164,55 +164,56 @@ REFUSED_LAYOUTS = [  # the whole sentence
         "parallel.pipeline=2; parallel.schedule=zero_bubble; train.compile=never; "
         "parallel.recompute=block",
         "parallel.recompute='block' is incompatible with parallel.schedule='zero_bubble': it "
-        "splits the backward pass, and each part would compute again, which takes longer than the "
+        "splits the backward pass, and each part would recompute, which takes longer than the "
         'bubble; nearest that works: parallel.recompute="none", or parallel.schedule="1f1b"',
     ),
     (
         "parallel.pipeline=2; parallel.zero_stage=2",
-        "parallel.zero_stage=2 is incompatible with parallel.pipeline=2: a pipeline keeps whole "
-        "gradients until the end of a step, so it would be stage 1; nearest that works: "
+        "parallel.zero_stage=2 is incompatible with parallel.pipeline=2: a pipeline keeps "
+        "unsharded gradients until the end of a step, so it would be stage 1; nearest that works: "
         "parallel.zero_stage=1",
     ),
     (
         "parallel.pipeline=2; parallel.schedule=zero_bubble; train.compile=never; "
         "parallel.zero_stage=3",
         "parallel.zero_stage=3 is incompatible with parallel.schedule='zero_bubble': weights are "
-        "released before the second part of the backward pass, and their gradients lost; nearest "
+        "freed before the second part of the backward pass, and their gradients lost; nearest "
         'that works: parallel.zero_stage=1, or parallel.schedule="1f1b"',
     ),
     (
         "parallel.zero_stage=0; parallel.data_replicate=2",
-        "parallel.data_replicate=2 is incompatible with parallel.zero_stage=0: there every rank is "
-        "a replica; nearest that works: parallel.zero_stage=1, or parallel.data_replicate=1",
+        "parallel.data_replicate=2 is incompatible with parallel.zero_stage=0: every rank is "
+        "already a replica; nearest that works: parallel.zero_stage=1, or "
+        "parallel.data_replicate=1",
     ),
     (
         "precision.kind=fp8",
-        "precision.fp8.precise_blocks=1 of the first and of the last blocks are all of "
-        "model.n_layers=2: none multiplies in fp8; nearest that works: "
+        "precision.fp8.precise_blocks=1 at each end covers all "
+        "model.n_layers=2: no block would use fp8; nearest that works: "
         'precision.fp8.precise_blocks=0, or precision.kind="bf16"',
     ),
     (
         f"{FP8}; model.d_ff=264",
         "model.d_ff=264 must be divisible by 16 x parallel.tensor=1 when precision.kind is 'fp8': "
-        "products in fp8 are of multiples of 16; nearest that works: model.d_ff=256, or "
+        "fp8 matmuls need multiples of 16; nearest that works: model.d_ff=256, or "
         'precision.kind="bf16"',
     ),
     (
         f"{FP8}; model.d_model=96; parallel.tensor=4",
         "model.d_model=96 must be divisible by 16 x parallel.tensor=4 when precision.kind is "
-        "'fp8': products in fp8 are of multiples of 16; nearest that works: parallel.tensor=2, or "
+        "'fp8': fp8 matmuls need multiples of 16; nearest that works: parallel.tensor=2, or "
         'model.d_model=64, or precision.kind="bf16"',
     ),
     (
         f"{FP8}; train.micro_batch_size=1; model.sequence_length=56; parallel.context=2",
         "train.micro_batch_size=1 x model.sequence_length=56 must be divisible by 16 x "
-        "parallel.context=2 when precision.kind is 'fp8': products in fp8 are of multiples of 16; "
+        "parallel.context=2 when precision.kind is 'fp8': fp8 matmuls need multiples of 16; "
         'nearest that works: model.sequence_length=64, or precision.kind="bf16"',
     ),
     (
         f"{FP8}; precision.fp8.scaling=rowwise; precision.fp8.all_gather=true",
         "precision.fp8.all_gather=true is incompatible with precision.fp8.scaling='rowwise': a "
-        "product and its gradient scale a weight along different rows; nearest that works: "
+        "matmul and its gradient scale a weight along different dimensions; nearest that works: "
         'precision.fp8.scaling="tensorwise", or precision.fp8.all_gather=false',
     ),
     (
@@ -224,20 +225,20 @@ REFUSED_LAYOUTS = [  # the whole sentence
     ),
     (
         f"{LOW_BIT}; parallel.zero_stage=0",
-        "parallel.zero_stage=0 is incompatible with precision.kind='fp8_lowbit': gradients travel "
-        "as codes, which an all-reduce cannot add up; nearest that works: parallel.zero_stage=1, "
-        'or precision.kind="fp8"',
+        "parallel.zero_stage=0 is incompatible with precision.kind='fp8_lowbit': gradients are "
+        "sent in low precision, which an all-reduce cannot sum; nearest that works: "
+        'parallel.zero_stage=1, or precision.kind="fp8"',
     ),
     (
         f"{LOW_BIT}; model.d_model=64; parallel.tensor=4",
         "model.d_model=64 must be divisible by 32 x parallel.tensor=4 when precision.kind is "
-        "'fp8_lowbit': 32 columns of a rank's part share a scale; nearest that works: "
+        "'fp8_lowbit': 32 columns of a rank's shard share a scale; nearest that works: "
         'parallel.tensor=2, or model.d_model=128, or precision.kind="bf16"',
     ),
     (
         f"{LOW_BIT}; model.d_ff=272",
         "model.d_ff=272 must be divisible by 32 x parallel.tensor=1 when precision.kind is "
-        "'fp8_lowbit': 32 columns of a rank's part share a scale; nearest that works: "
+        "'fp8_lowbit': 32 columns of a rank's shard share a scale; nearest that works: "
         'model.d_ff=256, or precision.kind="bf16"',
     ),
     (

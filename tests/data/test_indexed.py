@@ -192,7 +192,7 @@ def test_a_missing_file_is_named(tmp_path: Path, suffix: str) -> None:
 DAMAGES = {
     "magic": (0, b"X", r"byte 0: starts with b'XMIDIDX"),
     "version": (9, b"\x02", r"byte 9: version 2; only version 1"),
-    "kind": (17, b"\x07", r"byte 17: dtype code 7 is none of 1 \(uint8\)"),
+    "kind": (17, b"\x07", r"byte 17: dtype code 7 is not one of 1 \(uint8\)"),
     "huge count": (18, b"\xff" * 8, r"82 bytes, but its counts at byte 18 \(18446744073709551615"),
     "counts": (18, b"\x03", r"82 bytes, but its counts at byte 18 \(3 sequences, 3 .* make 94"),
     "negative": (38, b"\xff" * 4, r"byte 38: sequence_lengths\[1\] is -1"),

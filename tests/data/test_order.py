@@ -295,7 +295,7 @@ def test_a_blend_that_is_none_is_refused(
 
 
 def test_an_empty_part_that_is_wanted_is_refused(corpora: tuple[str, str]) -> None:
-    problem = "7 test sequences are asked for, but split '9,1,0' gives test nothing"
+    problem = "7 test sequences requested, but split '9,1,0' leaves test empty"
     with pytest.raises(DataError, match=problem):
         build_order(Blend(corpora), "9,1,0", (50, 5, 7), CUT)
     with pytest.raises(DataError, match="b: the test split gets none of its 900 tokens"):
@@ -316,4 +316,4 @@ def test_a_corpus_drawn_too_often_is_refused(tmp_path: Path) -> None:
     problem = r"the blend draws 5 sequences from .*a, which has 2"
     with pytest.raises(DataError, match=problem) as caught:
         build_order(*arguments)
-    assert "ask for more than 2: 11 corpora cannot share so few" in caught.value.hint
+    assert "request more than 2: too few for 11 corpora" in caught.value.hint

@@ -55,8 +55,8 @@ def test_what_is_saved_is_loaded(sidecar: Sidecar, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ('"tokens": 4', '"tokens": 5', "was changed after it was written: its seal does not fit"),
-        ('"documents_in": 3', '"documents_in": 4', "its seal does not fit"),
+        ('"tokens": 4', '"tokens": 5', "was changed after it was written: its checksum"),
+        ('"documents_in": 3', '"documents_in": 4', "its checksum does not match"),
         ('"format_version": 2', '"format_version": 1', "is not a record of token files: Invalid"),
         ('"tokens": 4', '"n": 4', "is not a record of token files"),
         ('"text_bytes": 9', '"text_bytes": 9, "more": 1', "is not a record of token files: Object"),
@@ -86,7 +86,7 @@ def test_any_order_and_spacing_of_json_is_the_same_record(sidecar: Sidecar, tmp_
 
 
 def test_a_missing_record_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"corpus.json is missing, so nothing says which") as caught:
+    with pytest.raises(DataError, match=r"corpus.json is missing, so the tokenizer") as caught:
         load_sidecar(tmp_path / "corpus")
     assert "trainyard prepare" in caught.value.hint
 

@@ -155,7 +155,7 @@ def test_an_engine_that_differs_is_not_used(
     assert subject._choose_engine(same, reference, "a") is same
     assert not caplog.text
     assert subject._choose_engine(other, reference, "a") is reference
-    assert "tokenizer a: the fast engine gives other ids" in caplog.text
+    assert "tokenizer a: the fast engine's ids differ" in caplog.text
 
 
 def test_a_vocabulary_the_fast_engine_refuses_is_still_served(

@@ -295,7 +295,7 @@ def test_bytes_that_cannot_be_read_are_not_good(prefix: str) -> None:
     checker = BlockChecker(IndexedDataset(prefix), VOCABULARY_SIZE, EOD)
     with path.open("rb") as file:
         span = Span(path, file.fileno(), 0, 21, record_file(path, 20).blocks[0].sha256)
-        assert checker.check(span).error == "cut short while it was read"
+        assert checker.check(span).error == "truncated while being read"
         assert checker.check(replace(span, n_bytes=20)) == Finding()
     assert checker.check(span).error == "Bad file descriptor"
 

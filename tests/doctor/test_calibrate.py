@@ -167,11 +167,13 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match=r"cluster\.json: a cluster file ends in \.toml"):
         refuse_file(tmp_path / "cluster.json")
     (tmp_path / "there.toml").touch()
-    with pytest.raises(MachineError, match=r"there\.toml is there already") as raised:
+    with pytest.raises(MachineError, match=r"there\.toml already exists") as raised:
         refuse_file(tmp_path / "there.toml")
-    assert raised.value.hint == "name a new file, or remove it"
+    assert raised.value.hint == "use a new name, or remove it"
     refuse_file(tmp_path / "new.toml")
-    with pytest.raises(MachineError, match=r"the folder .*none is not there, or cannot be written"):
+    with pytest.raises(
+        MachineError, match=r"the folder .*none does not exist, or cannot be written"
+    ):
         refuse_file(tmp_path / "none" / "new.toml")
     with pytest.raises(MachineError, match=r"cannot write .*none/new\.toml: No such file"):
         write_cluster(tmp_path / "none" / "new.toml", "local", "", {"efficiencies": {}})

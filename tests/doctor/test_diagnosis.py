@@ -24,7 +24,7 @@ def ranks(
         each = Examination(rank, f"n{1 + rank // per_node}", device, per_node)
         if rank % per_node == 0:
             each.facts = {"versions": {"torch": "2.13.0", "NVIDIA driver": "550.54"}}
-            each.find([Finding("lock", "keeps another process out", PASS)])
+            each.find([Finding("lock", "excludes another process", PASS)])
         rate = 480.0 if rank in slow else 770.0
         each.measure([("products bf16", rate, "TFLOP/s", "8192^3, median of 300")])
         each.measure([(WRITE, 0.5, "GB/s", "1.0 GiB, flushed")])
@@ -44,7 +44,7 @@ def test_healthy_nodes_pass() -> None:
     diagnosis.refuse()
     text = render(diagnosis)
     assert text.startswith("16 ranks on 2 machines, compared with azure-ndv5\n\nn1 (all machines:")
-    assert "  pass     lock                 n1 and 1 more: keeps another process out" in text
+    assert "  pass     lock                 n1 and 1 more: excludes another process" in text
     assert "slow:" not in text
 
 
@@ -53,7 +53,7 @@ def test_a_slow_device_is_named_with_its_rank_and_its_machine() -> None:
     assert diagnosis.verdict == REPLACE
     error = refusal(diagnosis)
     assert error.problem == "replace: products bf16 on n2"
-    assert error.hint.startswith("less than two thirds of what is expected: leave the machine out")
+    assert error.hint.startswith("below two thirds of the expected rate: exclude the machine")
     assert error.exit_code == 2
     lines = render(diagnosis).splitlines()
     row = next(line for line in lines if line.startswith("  products bf16"))
@@ -77,7 +77,7 @@ def test_without_a_cluster_a_gpu_is_judged_by_its_datasheet() -> None:
     unknown = diagnose(ranks(1, 1, "NVIDIA GeForce RTX 3090"), None)
     assert (unknown.as_json()["verdict"], diagnosis.as_json()["verdict"]) == (None, PASS)
     assert render(unknown).endswith(
-        "verdict: none, since nothing measured was compared: --cluster NAME"
+        "verdict: none, no measurement was compared: set --cluster NAME"
     )
     assert find_usual_machine("cpu") is None
     assert find_usual_machine("NVIDIA GeForce RTX 3090") is None
@@ -88,13 +88,13 @@ def test_what_the_cluster_promises_and_is_not_there() -> None:
     diagnosis = diagnose(few, find_machine("azure-ndv5"), 2)
     found = [each for each in diagnosis.findings if each.verdict == REPLACE]
     assert [(each.name, each.text, each.place) for each in found] == [
-        ("machines", "1 came of the 2 that --nodes says", "n1"),
-        ("devices", "4 of the 8 that the cluster's profile promises", "n1"),
-        ("devices", "A100 40GB, where the cluster's profile has H100", "n1"),
+        ("machines", "1 of 2 (--nodes) joined", "n1"),
+        ("devices", "4 of the 8 in the cluster's profile", "n1"),
+        ("devices", "A100 40GB, but the cluster's profile has H100", "n1"),
     ]
     error = refusal(diagnosis)
     assert error.problem.endswith("machines on n1; devices on n1")
-    assert "ask the scheduler for all of them" in error.hint
+    assert "request all from the scheduler" in error.hint
 
 
 def test_ranks_that_are_shown_one_device_each_count_together() -> None:

@@ -71,7 +71,7 @@ def test_a_rank_bound_as_the_profile_says_and_one_that_is_not() -> None:
         (good,) = check_binding(Process(1, 2, 1, 2), lists, None)
         (bad,) = check_binding(Process(0, 2, 0, 2), lists, None)
     assert (good.verdict, bad.verdict) == (PASS, WARN)
-    assert bad.text == f"local rank 0 to {second}, where the profile has {first}"
+    assert bad.text == f"local rank 0 to {second}, but the profile has {first}"
     assert "trainyard launch" in bad.hint
 
 
@@ -89,9 +89,9 @@ def test_a_rank_far_from_its_device() -> None:
     ("n_found", "names", "texts"),
     [
         (8, ["H100"], []),
-        (7, ["H100"], ["7 of the 8 that the cluster's profile promises"]),
-        (8, ["H100", "A100 40GB"], ["A100 40GB, where the cluster's profile has H100"]),
-        (0, [], ["0 of the 8 that the cluster's profile promises"]),
+        (7, ["H100"], ["7 of the 8 in the cluster's profile"]),
+        (8, ["H100", "A100 40GB"], ["A100 40GB, but the cluster's profile has H100"]),
+        (0, [], ["0 of the 8 in the cluster's profile"]),
     ],
 )
 def test_devices_that_were_promised(n_found: int, names: list[str], texts: list[str]) -> None:
@@ -163,4 +163,4 @@ def test_interfaces_that_are_not_there(setting: str, missing: str) -> None:
     found = find_wrong_interface({name: value}, INTERFACES)
     assert found is not None
     assert found[0] == f"{setting}: there is no network interface {missing}"
-    assert found[1].startswith("there are eth0, hsn0, hsn1;")
+    assert found[1].startswith("available: eth0, hsn0, hsn1;")

@@ -44,7 +44,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = {each.name: each for each in try_promises(tmp_path)}
     assert (found["lock"].verdict, found["lock"].text) == (
         WARN,
-        "does not keep another process out",
+        "does not exclude another process",
     )
 
 
@@ -101,8 +101,8 @@ def test_rates_are_of_the_bytes_that_were_written(tmp_path: Path) -> None:
     assert rates.write > 0 and rates.read > 0
     assert rates.read_how in (
         "read past the page cache",
-        "read when the kernel was asked to forget it",
-        "read from memory perhaps",
+        "read after advising the kernel to drop it",
+        "possibly read from memory",
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -145,7 +145,7 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
         trial_folder(tmp_path / "file" / "runs"),
     ):
         pass
-    assert raised.value.hint == "name a folder for runs with --folder"
+    assert raised.value.hint == "set a folder for runs with --folder"
 
 
 def test_where_a_folder_is(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(filesystem, "SHARING_SECONDS", 0.2)
     (found,) = look_for(tmp_path / "nothing")
     assert found.verdict == REPLACE
-    assert found.text == f"{tmp_path} is not the one that the first machine sees"
+    assert found.text == f"{tmp_path} is not the folder that the first machine sees"
     assert "--folder" in found.hint
 
 

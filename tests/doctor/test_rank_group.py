@@ -57,14 +57,14 @@ def run_stuck(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     result = run_stuck("stops", tmp_path)
     assert result.returncode == 1  # of the script
-    assert "rank 1 of 2 does not answer since the collectives; rank 0 did, on " in result.stderr
-    assert "leave out the machine" in result.stderr
+    assert "rank 1 of 2 does not respond since the collectives; rank 0 did, on " in result.stderr
+    assert "exclude the machine" in result.stderr
 
 
 def test_ranks_that_answer_and_do_not_go_on_say_where_they_are(tmp_path: Path) -> None:
     result = run_stuck("waits", tmp_path)
     assert result.returncode == 1
-    assert "no progress since the collectives, though all 2 ranks answer: rank 0 at the " in (
+    assert "no progress since the collectives, though all 2 ranks respond: rank 0 at the " in (
         result.stderr
     )
     assert "rank 1 at the folder of the runs on " in result.stderr

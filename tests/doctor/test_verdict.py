@@ -126,6 +126,8 @@ def test_between_nodes_a_ring_uses_all_network_devices_of_a_node() -> None:
 def test_nodes_that_differ_are_named() -> None:
     drivers = {"n1": {"driver": "550"}, "n2": {"driver": "535"}, "n3": {"driver": "550"}}
     assert compare_nodes(drivers) == [
-        Finding("driver", "550 on n1, n3; 535 on n2", WARN, "nodes of a job should be alike", "n2")
+        Finding(
+            "driver", "550 on n1, n3; 535 on n2", WARN, "nodes of a job should be identical", "n2"
+        )
     ]
     assert compare_nodes({"n1": {"driver": "550"}, "n3": {"driver": "550"}}) == []

@@ -185,7 +185,7 @@ def test_only_rank_0_speaks(trained: Callable[[str], Path]) -> None:
     screen = said(folder, 0)
     width = len(str(N_STEPS))
     assert [screen.count(f"step {step:>{width}} of {N_STEPS} |") for step in (1, N_STEPS)] == [1, 1]
-    assert screen.count("no samples while ranks share a model") == 2
+    assert screen.count("no samples: the model is sharded") == 2
     assert [said(folder, rank) for rank in (1, 2, 3)] == ["", "", ""]
 
 
@@ -222,7 +222,7 @@ def stop_at(n_steps: int, rank: int) -> Callable[[int], None]:
 def test_one_run_in_three_layouts(corpus: list[str], alone: Path, tmp_path: Path) -> None:
     first = run_of(corpus, *LAYOUTS["tensor 2 x pipeline 2"][1])
     assert train(tmp_path, first, 4, stop_at(3, rank=2)) == [0] * 4
-    assert "told to: step 3 is saved in" in said(tmp_path, 0)
+    assert "told to: saved step 3 in" in said(tmp_path, 0)
     second = run_of(corpus, "parallel.zero_stage=3", "train.micro_batch_size=1")
     assert train(tmp_path, second, 2, stop_at(3, rank=1)) == [0] * 2
     assert "parallel.tensor: 2 in the checkpoint, now 1" in said(tmp_path, 0)

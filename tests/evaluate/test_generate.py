@@ -103,7 +103,7 @@ def test_the_mode_of_the_model_is_restored(model: GPT) -> None:
     ("prompt", "problem"),
     [
         ([], "the prompt is empty, and no end-of-document"),
-        ([1] * 17, r"the prompt has 17 tokens; the model reads 16\nhint"),
+        ([1] * 17, r"the prompt has 17 tokens; the model's limit is 16\nhint"),
         ([1, 50], "token 1 of the prompt is id 50; .* 0 to 49"),
         ([1, -1], "token 1 of the prompt is id -1; .* 0 to 49"),
     ],
@@ -117,14 +117,14 @@ def test_a_wrong_prompt_is_refused(model: GPT, prompt: list[int], problem: str) 
     ("options", "problem"),
     [
         *(
-            ({"temperature": x}, f"temperature {x} is neither 0 nor a number")
+            ({"temperature": x}, f"temperature {x} is neither 0 nor at least")
             for x in (-0.1, 1e-45, NAN, INF)
         ),
         *(
             ({"top_p": x}, f"top_p {x} is not above 0 and at most 1")
             for x in (0.0, -1.0, 1.01, NAN)
         ),
-        *(({"seed": x}, f"seed {x} is not from 0 to 2") for x in (-1, 2**63)),
+        *(({"seed": x}, f"seed {x} is outside 0 to 2") for x in (-1, 2**63)),
         ({"top_k": -1}, "top_k -1 is below 0\nhint: 0 allows every token"),
     ],
 )

@@ -177,7 +177,7 @@ def test_a_run_without_a_test_split_needs_data(run_folder: Path, tmp_path: Path)
     error = call(evaluate, str(tmp_path / "run")).exception
     assert isinstance(error, ConfigError)
     assert "the run has no test split: data.split='100,0,0'" in str(error)
-    assert "hint: name held-out text with --data" in str(error)
+    assert "hint: pass held-out text with --data" in str(error)
 
 
 def test_a_text_can_be_evaluated_where_the_training_data_is_not(
@@ -208,7 +208,7 @@ def test_generated_text_continues_the_prompt_the_same_each_time(run_folder: Path
 def test_a_run_without_a_tokenizer_cannot_generate(run_folder: Path) -> None:
     trained = load_trained(run_folder)
     without = type(trained)(trained.checkpoint, trained.model, trained.run, None)
-    with pytest.raises(ConfigError, match=r"has no tokenizer.path, so text is unknown to it"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer.path, so it cannot read text"):
         without.require_tokenizer()
 
 

@@ -178,7 +178,7 @@ def test_pickles_are_refused_with_a_way_out(theirs, tmp_path):
     hint = refused(theirs, r"only pytorch_model\.bin, and pickles")
     assert "from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)" in hint
     (theirs / "model.safetensors").write_bytes(payload)
-    refused(theirs, r"theirs/model\.safetensors is no safetensors file: ")
+    refused(theirs, r"theirs/model\.safetensors is not a safetensors file: ")
     assert not (tmp_path / "marker").exists()
 
 
@@ -228,7 +228,7 @@ def test_the_command_makes_a_run_folder_once(theirs, tmp_path):
     assert "fill in data, batches and schedule" in " ".join(result.output.split())
     again = CliRunner().invoke(app, arguments)
     assert isinstance(again.exception, CheckpointError)
-    assert f"{tmp_path / 'mine'} exists already" in str(again.exception)
+    assert f"{tmp_path / 'mine'} already exists" in str(again.exception)
     assert "Example: trainyard import gpt2" in CliRunner().invoke(app, ["--help"]).output
     with pytest.raises(CheckpointError, match=r"cannot read .*nowhere/config\.json"):
         import_huggingface(tmp_path / "nowhere", tmp_path / "other")

@@ -150,7 +150,7 @@ MALFORMED = {
         b"\x80\x02cargparse\nNamespace\n)R)R.",
         "calls something that is neither a class nor",
     ),
-    "name of numbers": (b"\x80\x04K\x01K\x02\x93.", "names something by what is no text"),
+    "name of numbers": (b"\x80\x04K\x01K\x02\x93.", "has a name that is not text"),
     "dotted name": (
         b"\x80\x02cargparse\nNamespace.__init__.__globals__\n.",
         "it names argparse.Namespace.__init__",
@@ -163,7 +163,7 @@ MALFORMED = {
     "shape beyond the storage": (tensor(4, 0, (2**60,), (1,)), "more than the 4 values stored"),
     "first beyond the storage": (tensor(4, 4, (1,), (1,)), "more than the 4 values stored"),
     "strides beyond": (tensor(4, 0, (2, 2), (3, 1)), "more than the 4 values stored"),
-    "before the storage": (tensor(4, -1, (1,), (1,)), "has other things than counts"),
+    "before the storage": (tensor(4, -1, (1,), (1,)), "has entries that are not counts"),
     "endless": (b"\x80\x02}q\x00U\x01ah\x00s.", "nested too deep"),
     "deep": (b"\x80\x02}U\x01w" + b"}U\x01a" * 10**5 + b"N" + b"s" * 10**5 + b"s.", "too deep"),
     "many": (

@@ -110,7 +110,7 @@ def test_without_a_tokenizer_there_is_a_warning(make_checkpoint, tmp_path, caplo
     checkpoint, _ = make_checkpoint("tokenizer.path=gone")
     with caplog.at_level(logging.WARNING):
         names = export_huggingface(checkpoint, tmp_path / "out")
-    assert "exporting without a tokenizer: gone is not here" in caplog.text
+    assert "exporting without a tokenizer: gone was not found" in caplog.text
     assert "tokenizer.json" not in names
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] is None
 
@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_is_not_exported(make_checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match=r"safetensors is damaged: the sha256 of 'model\."):
         export_huggingface(checkpoint, tmp_path / "out")
     file.write_bytes(content[:8] + b" " * (len(content) - 8))
-    with pytest.raises(CheckpointError, match="is no safetensors file"):
+    with pytest.raises(CheckpointError, match="is not a safetensors file"):
         export_huggingface(checkpoint, tmp_path / "out")
     manifest = read_manifest(checkpoint)
     for name, problem in {"model.blocks.1.mlp.up.bias": "is missing", None: "too few for"}.items():
@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_not_exported(make_checkpoint, tmp_path):
 def test_an_output_that_exists_is_left_alone(make_checkpoint, tmp_path):
     checkpoint, _ = make_checkpoint()
     (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match="out exists already\nhint: name another --output"):
+    with pytest.raises(CheckpointError, match="out already exists\nhint: name another --output"):
         export_huggingface(checkpoint, tmp_path / "out")
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match=r"cannot write .*file/out"):
@@ -177,7 +177,7 @@ def test_a_wrong_export_is_noticed(make_checkpoint, tmp_path):
     weights = load_file(path)
     weights["transformer.h.0.attn.c_attn.weight"] *= 1.1
     save_file(weights, path)
-    with pytest.raises(RuntimeError, match=r"gives other logits than .*: they differ by"):
+    with pytest.raises(RuntimeError, match=r"the logits of .* and .* differ by"):
         require_equal_logits(checkpoint, tmp_path / "out", torch.float32)
 
 
@@ -188,7 +188,9 @@ def test_the_command_exports_the_newest_checkpoint_and_verifies(make_checkpoint,
     result = CliRunner().invoke(app, [str(tmp_path / "run"), "--output", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     flat = " ".join(result.output.split())
-    assert f"{checkpoint} is now {tmp_path / 'out'}: config.json, generation_config.json" in flat
+    assert (
+        f"exported {checkpoint} to {tmp_path / 'out'}: config.json, generation_config.json" in flat
+    )
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as weights:
         assert weights.metadata() == {"format": "pt"}
     assert "transformers loads it; its logits differ by at most" in flat

@@ -60,17 +60,17 @@ NOTHING = Expected(0, what="goes on")
 STOPS = Expected(75, ("received SIGTERM",), again=0, but=("kept",), what="saved; 75; again: 0")
 STOPS_EARLY = Expected(75, again=0, what="75; again: 0")
 ABANDONED = Expected(-9, again=0, what="all end; again: 0")
-OLDER = Expected(0, ("(passing over )?step-00000004( cannot be used|: )",), what="older one used")
+OLDER = Expected(0, ("step-00000004(, trying the checkpoint before it)?: ",), what="older one used")
 DAMAGED_AND_KILLED = Expected(
     0, (*OLDER.says, "restart 1 of 3"), restarts=1, what="restarted from the older one"
 )
-NO_CHECKPOINT = "checkpoints are neither read nor written: found at the next load"
-NO_WRITING = "nothing is written: met by the next write"
-NO_DISK = "the disk is not used"
-NO_GRADIENT = "there is no gradient yet, or no more"
+NO_CHECKPOINT = "this phase neither reads nor writes checkpoints: the next load finds the fault"
+NO_WRITING = "this phase writes nothing: the next write meets the fault"
+NO_DISK = "this phase does not use the disk"
+NO_GRADIENT = "no gradient exists in this phase"
 CORRUPT = Expected(
     93,
-    (r"ranks have different copies of the same weights", r"rank RANK differs|differs from rank"),
+    (r"copies of the same weights differ between ranks", r"rank RANK differs|differs from rank"),
     again=0,
     what="found at the next comparison; 93; again: 0",
 )
@@ -89,13 +89,13 @@ TABLE: dict[str, Row] = {
     "segfault": everywhere(dies("was ended by SIGSEGV")),
     "SIGKILL": everywhere(dies("was ended by SIGKILL")),
     "SIGTERM": everywhere(STOPS, start=STOPS_EARLY, load=STOPS_EARLY),
-    "SIGSTOP": everywhere(hangs("stopped", "rank RANK is stopped and cannot say where it is")),
+    "SIGSTOP": everywhere(hangs("stopped", "rank RANK is stopped: no stack available")),
     "GIL held": everywhere(hangs(r"\w+", "in hold_python_lock")),
     "slow rank": everywhere(NOTHING),
     "NaN in a gradient": everywhere(
         NO_GRADIENT,
-        data="tokens are whole numbers",
-        forward="a NaN of the forward pass is one of the gradient",
+        data="tokens are integers",
+        forward="a NaN in the forward pass becomes one in the gradient",
         backward=Expected(
             0,
             ("1 skipped",),
@@ -104,7 +104,7 @@ TABLE: dict[str, Row] = {
         ),
     ),
     "bit flip in a weight": everywhere(
-        CORRUPT, start="there are no weights yet", load="overwritten by what is read"
+        CORRUPT, start="there are no weights yet", load="overwritten by the load"
     ),
     "disk full": everywhere(
         NO_WRITING,
@@ -120,7 +120,7 @@ TABLE: dict[str, Row] = {
         ),
         save=Expected(
             2,
-            (r"cannot write the checkpoint .*Read-only", "training goes on, and will save again"),
+            (r"cannot write the checkpoint .*Read-only", "training continues, and will save again"),
             again=0,
             what="trains on, tries again; 2; again: 0",
         ),

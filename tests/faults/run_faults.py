@@ -271,7 +271,7 @@ def render_markdown(seen: list[Seen]) -> str:
             mark = "not run" if one is None else "FAILED" if one.problems else "as expected"
             columns.append(f"{outcome.what}: {mark}")
         lines.append(f"| {fault} | " + " | ".join(columns) + " |")
-    lines += ["", *(f"({number}) {reason}" for number, reason in enumerate(reasons, start=1))]
+    lines += ["", *(f"- ({number}) {reason}" for number, reason in enumerate(reasons, start=1))]
     return "\n".join(lines)
 
 

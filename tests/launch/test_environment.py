@@ -196,13 +196,13 @@ def test_time_until_the_limit_of_a_scheduler(monkeypatch: pytest.MonkeyPatch) ->
         (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 contradicts LOCAL_WORLD_SIZE=2"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5 contradicts WORLD_SIZE=4"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
-        ({"RANK": "0"}, "WORLD_SIZE is not set; the launcher of this process set others"),
-        ({"WORLD_SIZE": "2"}, "RANK is not set; the launcher of this process set others"),
-        (OPEN_MPI, "MASTER_ADDR is not set; the launcher of this process set others"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set, but other variables of the launcher are"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set, but other variables of the launcher are"),
+        (OPEN_MPI, "MASTER_ADDR is not set, but other variables of the launcher are"),
         (PALS | {"PALS_RANKID": "6"}, "PMI_RANK=5, PALS_RANKID=6 contradict each other"),
         (
             {"PMI_RANK": "0", "PMI_SIZE": "2"},
-            "PMI_LOCAL_RANK is not set; the launcher of this process set others",
+            "PMI_LOCAL_RANK is not set, but other variables of the launcher are",
         ),
         (STEP | {"SLURM_PROCID": "3"}, "SLURM_PROCID=3 contradicts SLURM_STEP_NUM_TASKS=3"),
         (
@@ -232,6 +232,6 @@ def test_what_cannot_be_is_refused(environment: dict[str, str], problem: str) ->
 def test_promised_devices(promised: str, n_seen: int, shown: str, are_there: bool) -> None:
     visible = {"CUDA_VISIBLE_DEVICES": shown} if shown else {}
     refuse_missing_devices(0, visible)  # nothing was promised
-    says = f"^{socket.gethostname()}: {promised} GPUs were promised, and torch sees {n_seen}"
+    says = f"^{socket.gethostname()}: expected {promised} GPUs, but torch sees {n_seen}"
     with nullcontext() if are_there else pytest.raises(LaunchError, match=says):
         refuse_missing_devices(n_seen, {"TRAINYARD_DEVICES": promised} | visible)

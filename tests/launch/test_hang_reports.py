@@ -107,9 +107,9 @@ def test_a_machine_is_silent() -> None:
 def test_stacks() -> None:
     assert describe_stack(WAITING).startswith("rank 0 is in (innermost call first):\n    Thread 0x")
     stopped = replace(WAITING, state="stopped", stack="")
-    assert describe_stack(stopped) == "rank 0 is stopped and cannot say where it is"
+    assert describe_stack(stopped) == "rank 0 is stopped: no stack available"
     deaf = replace(WAITING, stack="")
-    assert describe_stack(deaf) == "rank 0 does not answer and cannot say where it is"
+    assert describe_stack(deaf) == "rank 0 does not respond: no stack available"
 
 
 def test_names_of_ranks() -> None:

@@ -35,11 +35,11 @@ def test_what_is_right_is_taken() -> None:
     "name", ["a;b", "$(touch marker)", "a\nb", "'", '"', "-rf", "", "a b", "ü"]
 )
 def test_names(name: str) -> None:
-    assert "is no name for a job" in refusal(replace(job(), name=name))
+    assert "is not a job name" in refusal(replace(job(), name=name))
 
 
 def test_folders() -> None:
-    assert "there is a backslash in it" in refusal(job("/a\\b/runs/run"))
+    assert "the path has a backslash" in refusal(job("/a\\b/runs/run"))
     assert "PBS cannot write its log below /a b/runs/run" in refusal(
         job("/a b/runs/run", scheduler="pbs")
     )
@@ -51,20 +51,20 @@ def test_folders() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"ranks": 9}, "9 ranks a node, and a node has 8 devices"),
-        ({"scheduler": "local"}, "2 nodes, and the scheduler of this cluster is this machine"),
-        ({"scheduler": "ssh"}, "hosts names 0, and --nodes asks for 2"),
-        ({"scheduler": "mpi", "hosts": ["n1"]}, "hosts names 1, and --nodes asks for 2"),
+        ({"ranks": 9}, "9 ranks per node, but a node has 8 devices"),
+        ({"scheduler": "local"}, "2 nodes, but this cluster is only this machine"),
+        ({"scheduler": "ssh"}, "hosts has 0, but --nodes is 2"),
+        ({"scheduler": "mpi", "hosts": ["n1"]}, "hosts has 1, but --nodes is 2"),
         ({"scheduler": "mpi", "hosts": ["n1", "n1"]}, "hosts names n1 twice"),
         ({"cpu_lists": ["0-7"]}, "cpu_lists has 1 lists for 4 ranks"),
-        ({"start": "torchrun", "scheduler": "pbs"}, 'start = "torchrun" is for Slurm'),
-        ({"start": "torchrun", "cpu_lists": ["0"] * 4}, "cpu_lists is for one task a rank"),
-        ({"start": "torchrun", "device_variable": "X"}, "device_variable is for one task a rank"),
-        ({"container": {"runtime": "pyxis"}}, "pyxis needs an image, and none is named"),
+        ({"start": "torchrun", "scheduler": "pbs"}, 'start = "torchrun" needs Slurm'),
+        ({"start": "torchrun", "cpu_lists": ["0"] * 4}, "cpu_lists needs one task per rank"),
+        ({"start": "torchrun", "device_variable": "X"}, "device_variable needs one task per rank"),
+        ({"container": {"runtime": "pyxis"}}, "pyxis needs an image, but none is set"),
         ({"container": {"image": "x.sif"}}, "the image x.sif needs a runtime"),
         (
             {"container": {"runtime": "pyxis", "image": "a"}, "scheduler": "pbs"},
-            "pyxis is a part of Slurm, and the scheduler is pbs",
+            "pyxis needs Slurm, but the scheduler is pbs",
         ),
     ],
 )

@@ -183,7 +183,7 @@ def test_compiled_code_of_others_is_not_loaded(tmp_path: Path, is_link: bool) ->
         timeout=WATCHDOG_SECONDS,
     )
     assert done.returncode == 2
-    assert "trainyard-1-0 belongs to another user, or cannot be made" in done.stderr
+    assert "trainyard-1-0 belongs to another user, or cannot be created" in done.stderr
     assert not (tmp_path / "marker").exists()
 
 

@@ -95,7 +95,7 @@ time.sleep(600)
     lines = "".join(f"\n    {number}" for number in range(11, 30))
     assert str(caught.value) == (
         f"rank 1 of 3 ended with code 1; the end of {logs}/rank-00001.log:"
-        f"{lines}\n    error: no such file\nhint: the message above is that rank's own"
+        f"{lines}\n    error: no such file\nhint: the message above is from that rank"
     )
     assert caught.value.exit_code == 1
     assert not any(map(is_running, process_ids(tmp_path)))
@@ -116,7 +116,7 @@ def test_rank_0_has_said_it_already(tmp_path: Path, capfd: pytest.CaptureFixture
     )
     with pytest.raises(MachineError) as caught:
         run_ranks(2, rank_program(tmp_path, body), tmp_path / "logs")
-    assert str(caught.value) == "rank 0 of 2 ended with code 2\nhint: what it said is above"
+    assert str(caught.value) == "rank 0 of 2 ended with code 2\nhint: see its output above"
     assert capfd.readouterr().err == "error: bad\n"
     assert caught.value.exit_code == 2
 
@@ -206,4 +206,4 @@ time.sleep(600)
     running.communicate()
     wait_until(lambda: not any(map(is_running, ranks)))
     log = (tmp_path / "logs" / "rank-00001.log").read_text()
-    assert log == "the process that started this rank has ended, and so does this one\n"
+    assert log == "the parent process of this rank has ended, so this rank ends too\n"

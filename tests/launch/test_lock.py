@@ -71,7 +71,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with hold(tmp_path):
         pass
     assert said == [
-        f"the file system of {tmp_path} has no locks: see that no other job trains there"
+        f"the file system of {tmp_path} has no locks: make sure no other job trains there"
     ]
 
 

@@ -54,7 +54,7 @@ def test_an_end_for_good_stays_one(tmp_path: Path, code: int) -> None:
     Restarts(tmp_path).end(code)
     with pytest.raises(GuardError) as caught:
         Restarts(tmp_path).begin(1)
-    assert caught.value.problem == f"the run ended with code {code}, and is not started again"
+    assert caught.value.problem == f"the run ended with code {code} and is not restarted"
     assert caught.value.exit_code == code
     Restarts(tmp_path).begin(0)  # a person starts it
     Restarts(tmp_path).begin(1)

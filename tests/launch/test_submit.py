@@ -84,9 +84,9 @@ def test_what_slurm_refuses(
 ) -> None:
     path = script(tmp_path, "true", option)
     answer = submit_there(machines, path)
-    assert answer.startswith(f"sbatch refuses {path}: sbatch: error: "), answer
+    assert answer.startswith(f"sbatch rejected {path}: sbatch: error: "), answer
     assert said in answer
-    assert "hint: its options are the first lines of that script" in answer
+    assert "hint: its options are at the top of that script" in answer
 
 
 @pytest.mark.exhaustive
@@ -116,7 +116,7 @@ def test_an_answer_that_is_no_job_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(
-        LaunchError, match=r"sbatch .*job\.sh answered 'welcome .*', which is no job"
+        LaunchError, match=r"sbatch .*job\.sh returned 'welcome .*', which is not a job"
     ):
         submit(tmp_path / "job.sh", "slurm")
     sbatch.write_text('#!/bin/sh\necho "a line of a site"\necho "4711;lumi"\n')
@@ -152,9 +152,9 @@ def test_the_record_is_read_as_written(tmp_path: Path) -> None:
     assert describe_submission("run", found, Path("runs/run/job.log")) == (
         "job 4711 is submitted to lumi, 16 nodes\n"
         "    after prepare: job 4710\n"
-        "    trainyard status run       how it does\n"
-        "    tail -F runs/run/job.log   what it says\n"
-        "    touch runs/run/STOP        save, stop, and do not come again\n"
+        "    trainyard status run       show its status\n"
+        "    tail -F runs/run/job.log   follow its log\n"
+        "    touch runs/run/STOP        save, stop, and do not requeue\n"
         "    scancel 4711               end it"
     )
 

@@ -110,7 +110,7 @@ def test_a_hang_is_named_with_all_stacks(folder: Path, fault: str) -> None:
         seconds_of(f"    rank {rank} on {HOST}: step 5, forward and backward for # s, ", done.said)
     assert done.said.count(" in meet\n") == 2
     if fault == "SIGSTOP":
-        assert "rank 2 is stopped and cannot say where it is" in done.said
+        assert "rank 2 is stopped: no stack available" in done.said
     else:
         assert " in match\n" in done.said
     assert "restart 1 of 3: from step-00000004" in done.said

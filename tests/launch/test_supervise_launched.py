@@ -38,7 +38,7 @@ def test_torchrun_starts_again_what_died_or_hung(tmp_path: Path) -> None:
     assert len(re.findall(HANG, done.said)) == 3  # each parent, the same
     for rank in (0, 2):
         assert f"rank {rank} is in (innermost call first):" in said
-    assert "rank 1 is stopped and cannot say where it is" in said
+    assert "rank 1 is stopped: no stack available" in said
     restarts = [line for line in said if line.startswith("restart ")]
     assert restarts == [f"restart 1 of 3: from step-{step:08d}" for step in (2, 4, 6)]
     assert "Signal 9 (SIGKILL)" not in done.said  # torchrun had to kill nobody
@@ -53,7 +53,7 @@ def test_an_end_for_good_is_not_started_again(
     done = finish(start(folder, 3, wanted([rank, 1, fault, 99], gloo=True), *launcher), folder)
     assert done.code != 0
     assert starts(folder) == [0]
-    assert f"error: the run ended with code {code}, and is not started again" in done.said
+    assert f"error: the run ended with code {code} and is not restarted" in done.said
 
 
 def test_torchrun_takes_an_intended_stop_for_the_end(tmp_path: Path) -> None:

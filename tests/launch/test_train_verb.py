@@ -33,8 +33,8 @@ def test_options_that_a_launcher_rules_out(
         main(["train", "tiny", option, *value])
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        f"error: {option}: a launcher has started 4 ranks already\n"
-        f"hint: leave out {option}, or the launcher\n"
+        f"error: {option}: a launcher has already started 4 ranks\n"
+        f"hint: omit {option}, or the launcher\n"
     )
 
 
@@ -63,5 +63,5 @@ def test_the_run_folder_is_not_there(tmp_path: Path, there: bool) -> None:
         (tmp_path / "run.toml").write_text(render_run(load_run("tiny", ["train.seed=9"]).run))
     with pytest.raises(LaunchError) as caught:
         wait_for_run_folder(tmp_path, run, RANK_1, timeout_seconds=0.2)
-    what = "holds another run than this rank was given" if there else "is missing"
+    what = "holds a different run from this rank's" if there else "is missing"
     assert caught.value.problem == f"rank 1 of 2: {tmp_path}/run.toml {what}, 0.2 s after its start"

@@ -112,7 +112,7 @@ def test_a_rank_is_missing(meeting: dict[str, Any]) -> None:
         f"ranks 2-3 of 4 did not join the rendezvous at {place(meeting)} within 900 s; "
         f"ranks 0-1 did, on {HOST}"
     )
-    hint = "see what the missing ranks said; all need the same address and port"
+    hint = "see the output of the missing ranks; all need the same address and port"
     for answer in answers:
         assert (answer["error"], answer["exit_code"]) == ("LaunchError", 2)
         assert answer["message"] == f"{problem}\nhint: {hint}"
@@ -134,8 +134,8 @@ def test_rank_0_listens_where_other_machines_cannot_come() -> None:
     rank_0["process"]["n_local_ranks"] = 1
     (answer,) = start(given_up([rank_0]))
     assert answer["message"].partition("hint: ")[2] == (
-        "rank 0 listens at 127.0.0.1, as it is told that localhost is; if the others are on other "
-        "machines, set MASTER_ADDR to an address they can reach"
+        "rank 0 listens at 127.0.0.1, the address that localhost resolves to; if other ranks are "
+        "on other machines, set MASTER_ADDR to an address they can reach"
     )
 
 
@@ -230,7 +230,9 @@ def test_a_rank_is_killed_after_the_roll_call(meeting: dict[str, Any]) -> None:
     answers = start(ranks)
     assert answers.pop() is None
     messages = [answer["message"] for answer in answers]
-    assert any(" has met the others, but cannot connect to them: " in each for each in messages)
+    assert any(
+        " joined the rendezvous, but cannot connect to the others: " in each for each in messages
+    )
     for answer in answers:
         assert (answer["error"] in ("LaunchError", "MachineError"), answer["exit_code"]) == (
             True,
@@ -255,7 +257,7 @@ def test_ranks_of_another_run_are_not_mistaken_for_ours() -> None:
     *ours, refused = start([*ranks, stranger])
     assert [answer.get("sum") for answer in ours] == [3.0] * 3
     assert refused["message"].startswith(
-        f"rank 1 on {HOST} meets the ranks of another run at {place(meeting)}\nhint: "
+        f"rank 1 on {HOST} reached another run's ranks at {place(meeting)}\nhint: "
     )
 
 

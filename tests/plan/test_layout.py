@@ -392,7 +392,7 @@ def test_micro_batches_that_a_schedule_does_not_take() -> None:
     ]
     error = refusal(4, *interleaved)
     assert error.problem == (
-        "parallel.schedule='interleaved' on parallel.pipeline=4 takes micro batches in 3 equal "
+        "parallel.schedule='interleaved' on parallel.pipeline=4 needs micro batches in 3 equal "
         "rounds, but a batch of 13 on 4 ranks is 13"
     )
     assert "train.global_batch_size=12" in error.hint

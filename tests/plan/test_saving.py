@@ -181,8 +181,8 @@ def test_show_suggests_an_interval_from_the_saves_of_the_run(tmp_path: Path) -> 
     # sqrt(2 x 60 s x 86400 s / (128 x 0.0065)) = 3530 s.
     assert saving_lines(tmp_path)["save every"] == (
         "353 steps (58m 50s) lose least, set is 1,000: 95.8% and 93.8% of the time are useful, "
-        "if training stands still for 60 s a save as measured and 128 nodes of 8 ranks fail "
-        "0.0065 times a day each"
+        "if training stalls for 60 s per save as measured and 128 nodes of 8 ranks fail "
+        "0.0065 times per day each"
     )
 
 

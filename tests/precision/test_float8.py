@@ -118,7 +118,7 @@ def test_no_gpu_is_refused_unless_emulated(monkeypatch: pytest.MonkeyPatch) -> N
     run = run_in_fp8("precision.fp8.emulate=false")
     with pytest.raises(MachineError, match="MI300; this machine has no GPU") as caught:
         refuse_missing_products(run)
-    assert caught.value.problem.startswith("precision.kind='fp8' needs matrix products in fp8")
+    assert caught.value.problem.startswith("precision.kind='fp8' needs fp8 matmuls")
     assert "precision.fp8.emulate=true" in caught.value.hint
     with pytest.raises(MachineError, match="this is the CPU"):
         refuse_device(run, torch.device("cpu"))

@@ -72,7 +72,7 @@ def test_of_ways_done_again_twice_the_last_counts() -> None:
     assert losses(metrics) == [1.0, 4.0]
     assert [way["step"].tolist() for way in metrics.abandoned] == [[20, 30, 40], [30, 40, 50], [40]]
     assert texts(metrics)[1:] == [
-        "rollback 20: went back to step 20 from step 40; the 80 sequences between are skipped",
+        "rollback 20: rolled back to step 20 from step 40; the 80 sequences between are skipped",
         "restart 30: resumed from step 30; 20 steps are done again",
     ]
     assert (metrics.count("restart"), metrics.count("rollback")) == (2, 1)

@@ -29,7 +29,7 @@ def test_the_lock_tells_who_trains(tmp_path: Path) -> None:
     [
         (0, ""),
         (75, "; the same command continues"),
-        (93, "; somebody has to look before it is started again"),
+        (93, "; needs attention before it is started again"),
         ("x", ""),
     ],
 )
@@ -43,7 +43,7 @@ def test_a_run_that_was_killed_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     found = find_liveness(tmp_path)
     assert not found.is_training
-    assert found.text.startswith("not running, and it did not say why")
+    assert found.text.startswith("not running, reason unknown")
 
 
 def test_without_locks_the_age_of_the_metrics_has_to_do(tmp_path: Path) -> None:

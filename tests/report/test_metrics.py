@@ -92,7 +92,7 @@ def test_bytes_that_are_no_text_are_shown_as_such(tmp_path: Path) -> None:
 def test_a_file_without_a_readable_line_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("nothing\nof it\n")
-    with pytest.raises(DataError, match=r"has no line that can be read; line 1: Expecting value"):
+    with pytest.raises(DataError, match=r"has no readable line; line 1: Expecting value"):
         read_metrics(path)
     with pytest.raises(DataError, match=r"cannot read .*none.jsonl: No such file"):
         read_metrics(tmp_path / "none.jsonl")

@@ -139,7 +139,7 @@ def test_several_runs_stand_side_by_side(make_run_folder: MakeRunFolder) -> None
     assert "Training report: one, two" in page.text
     # The comparison leaves out what is known of neither; settings mark what differs.
     assert "Frequency loss" not in page.text
-    assert "Marked: what differs between the runs." in page.text
+    assert "Marked: differences between the runs." in page.text
     assert "<mark>" not in html
 
 
@@ -156,14 +156,14 @@ def test_what_did_not_go_straight_on_is_marked_and_listed(make_run_folder: MakeR
     html = report(make_run_folder(lines=lines))
     page = Page(html)
     for text in (
-        "went back to step 5 from step 10; the 40 sequences between are skipped",
+        "rolled back to step 5 from step 10; the 40 sequences between are skipped",
         "a checkpoint was not saved: no <room>",
         "resumed from step 7; 1 step is done again",
-        "Faint lines are steps that were done again",
-        "Restarts1went back: 1",
+        "Faint lines are steps that were repeated",
+        "Restarts1rollbacks: 1",
     ):
         assert text in page.text
-    for legend in ("restart", "went back", "save failed", "skipped steps", "done again later"):
+    for legend in ("restart", "rollback", "save failed", "skipped steps", "done again later"):
         assert html.count(f">{legend}</text>") == N_DRAWINGS
 
 
@@ -205,8 +205,8 @@ def test_a_long_run_of_many_samples_and_events_stays_small(make_run_folder: Make
             if step % 100 == 0:
                 file.write(json.dumps({"kind": "start", "step": step - 30, "resumed": True}) + "\n")
     html = report(folder)
-    assert "Curves of more than 500 points are cut into so many stretches" in html
-    assert "Of more than 100 marks of a kind, 100 are drawn." in html
+    assert "Curves of more than 500 points are divided into 500 intervals" in html
+    assert "At most 100 marks of each kind are drawn." in html
     assert "more prompts are not shown" in html
     assert len(html) < 2_000_000
 
@@ -218,14 +218,14 @@ def test_a_run_that_has_only_started_has_a_report(make_run_folder: MakeRunFolder
     page = Page(report(folder))
     assert "nothing logged" in page.text
     assert "Nothing recorded." in page.text
-    assert "not ended, or ended without saying why" in page.text
+    assert "still running, or ended for an unknown reason" in page.text
 
 
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
         ("evaluation.json", "{", "evaluation.json cannot be read: "),
-        ("evaluation.json", "[]", "evaluation.json holds no JSON object"),
+        ("evaluation.json", "[]", "evaluation.json is not a JSON object"),
         ("run.toml", "[model]\nn_layer = 3\n", "did you mean 'n_layers'"),
     ],
 )
@@ -241,5 +241,5 @@ def test_a_damaged_file_is_named(
 def test_a_folder_that_cannot_be_written_is_named(make_run_folder: MakeRunFolder) -> None:
     folder = make_run_folder()
     (folder / "plots").write_text("in the way")
-    with pytest.raises(MachineError, match=r"cannot write plots into .*plots: "):
+    with pytest.raises(MachineError, match=r"cannot write plots to .*plots: "):
         write_report([folder], folder / "report.html", folder / "plots")

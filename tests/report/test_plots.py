@@ -95,10 +95,10 @@ def test_restarts_and_rollbacks_are_marked() -> None:
     kinds = ("restart", "rollback", "save failed", "skipped", "skipped", "stop")
     events = [Event(kind, 5 * n, "") for n, kind in enumerate(kinds)]  # type: ignore[arg-type]
     figure = build_plots([curves(events=events), curves("two", events=events)])[1].figure
-    marks = ["restart", "went back", "save failed", "skipped steps"]
+    marks = ["restart", "rollback", "save failed", "skipped steps"]
     assert legend_of(figure) == ["tiny", "two", *marks]
     at = {each.get_label(): each.get_segments()[0][0, 0] for each in figure.axes[0].collections}
-    assert at == {"restart": 0.0, "went back": 500.0, "save failed": 1000.0}
+    assert at == {"restart": 0.0, "rollback": 500.0, "save failed": 1000.0}
     (skipped, _) = (x for x in figure.axes[0].lines if x.get_label() == "skipped steps")
     assert skipped.get_xdata().tolist() == [1500.0, 2000.0]
 

@@ -45,7 +45,7 @@ def test_everything_about_the_run_is_there() -> None:
         "checkpoint step 20, 1.0 MiB,",
         "; 1 failed",
         "consumed 10.2k tokens in 21s",
-        "mishaps 2 skipped steps, 0 restarts, 0 rollbacks",
+        "incidents 2 skipped steps, 0 restarts, 0 rollbacks",
         "loss over steps",
         "step 20: a checkpoint was not saved: no room",
     ):
@@ -62,7 +62,7 @@ def test_it_fits_the_terminal(width: int, height: int) -> None:
 
 
 def test_a_run_that_has_hardly_begun_can_be_shown() -> None:
-    assert "no step is logged yet" in show(run_lines()[:1])
+    assert "no steps logged yet" in show(run_lines()[:1])
     assert "step 1/50" in show(run_lines()[:2])
 
 
@@ -84,7 +84,10 @@ def test_a_curve_falls_from_the_upper_left_to_the_lower_right() -> None:
         ({"kind": "evaluate", "loss": None}, f"held-out loss {UNKNOWN}"),
         ({"kind": "sample", "prompt": "a\x1b[31m", "text": "b\nc"}, "sample: a [31mb c"),
         ({"kind": "save", "bytes": 2048, "seconds": 1.5}, "saved 2.0 KiB in 1.5s"),
-        ({"kind": "rollback", "from_step": 9, "skipped_sequences": 5}, "went back here from step"),
+        (
+            {"kind": "rollback", "from_step": 9, "skipped_sequences": 5},
+            "rolled back here from step",
+        ),
         ({"kind": "end", "reason": "done"}, "ended: done"),
     ],
 )

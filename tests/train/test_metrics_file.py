@@ -43,4 +43,4 @@ def test_a_line_without_room_is_left_out_and_told_once(
     outputs.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 4]
     # What the kernel cut short is as if there had been no space for it.
-    assert caplog.text.count("metrics.jsonl is not written any further: No space") == 1
+    assert caplog.text.count("metrics.jsonl: No space") == 1

@@ -68,7 +68,7 @@ def test_damaged_checkpoints_do_not_start_the_run_over(
         ) as e:
             start(tmp_path, run, resume)
         assert said in e.value.problem
-        assert "restore the files named here from a copy" in e.value.hint
+        assert "restore these files from a copy" in e.value.hint
     assert tree_of(tmp_path) == before
 
 
@@ -154,5 +154,5 @@ def test_told_to_stop_before_training_it_asks_to_be_started_again(
 
 def test_more_steps_skipped_than_done_are_refused() -> None:
     parts: Any = None
-    with pytest.raises(CheckpointError, match="of step 12 says 13 steps were skipped"):
+    with pytest.raises(CheckpointError, match="of step 12 records 13 skipped steps"):
         State.from_json(parts, 12, {"skipped_steps": 13})

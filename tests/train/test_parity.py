@@ -40,7 +40,7 @@ def test_pieces_make_the_whole_and_copies_are_compared() -> None:
 
 
 def test_a_part_that_nobody_holds_is_an_error() -> None:
-    with pytest.raises(IncompleteError, match="nobody holds some of weight"):
+    with pytest.raises(IncompleteError, match="no rank holds part of weight"):
         assemble([[piece(0, 2)], [piece(3, 1)]])
 
 

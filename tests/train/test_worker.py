@@ -159,7 +159,7 @@ def test_emulated_bf16_is_said(
         monkeypatch.setattr(name, lambda native=native: native)
         folder = tmp_path / str(native)
         start(folder, with_fields(tiny_run, precision={"kind": "bf16"}))
-        assert any("this processor has no bf16 products" in text for text in said) is not native
+        assert any("this CPU has no bf16 matmuls" in text for text in said) is not native
 
 
 def test_resume_never_and_must(tiny_run: Run, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ FP8 = {"kind": "fp8", "fp8": {"precise_blocks": 0}}
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"precision": FP8}, MachineError, "precision.kind='fp8' needs matrix products in fp8"),
+        ({"precision": FP8}, MachineError, "precision.kind='fp8' needs fp8 matmuls"),
         ({"data": {"blend": {"prefixes": []}}}, ConfigError, "data.blend.prefixes is empty"),
         ({"data": {"blend": {"prefixes": ["nowhere/corpus"]}}}, DataError, "nowhere/corpus"),
     ],
@@ -285,7 +285,7 @@ def test_half_a_line_of_a_killed_run_is_dropped(tiny_run: Run, tmp_path: Path) -
 def test_wall_clock_limit_saves_and_can_be_resumed(tiny_run: Run, tmp_path: Path) -> None:
     limited = with_fields(tiny_run, train={"stop_after_minutes": 1e-9})
     ending = start(tmp_path / "run", limited)
-    assert (ending.reason, ending.exit_code) == ("train.stop_after_minutes=1e-09 is over", 75)
+    assert (ending.reason, ending.exit_code) == ("train.stop_after_minutes=1e-09 has elapsed", 75)
     assert start(tmp_path / "run", tiny_run, "must") == DONE
 
 

@@ -1,14 +1,14 @@
-"""Training steps of other projects, on the same model, batches and machine, as their users do them.
+"""Baselines: training steps of other projects, on the same model, batches and machine.
 
     gpt2-transformers  Hugging Face's GPT2LMHeadModel: GELU in its fastest form, scaled dot product
-                       attention, bf16 by autocast, fused AdamW, all of it and the loss compiled
-                       where the run compiles
+                       attention, bf16 by autocast, fused AdamW, compiled with the loss if the run
+                       compiles
     plain-torch        a small GPT in plain PyTorch (`plain_torch.py`), trained in the same way
-    megatron-core      Megatron-Core's GPTModel of its local layers (`megatron_core.py`), with its
+    megatron-core      Megatron-Core's GPTModel with local layers (`megatron_core.py`), with its
                        own mixed precision, gradient buffers and optimizer; on an NVIDIA GPU
 
-A peer starts from the weights that ours starts from, and reads the same sequences with the same
-learning rates. Without dropout all do the same mathematics: their losses stand in the record.
+A baseline starts from our initial weights, and reads the same sequences with the same learning
+rates. Without dropout all do the same mathematics: the record has their losses.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def refuse_peer(peer: str, run: Run, n_ranks: int) -> None:
-    """Refuses a peer that cannot do the step of a run.
+    """Rejects a baseline that cannot do the step of a run.
 
     Raises:
-        ConfigError: there is none of that name, or it cannot do this.
-        LaunchError: it trains on one rank.
+        ConfigError: the name is unknown, or the baseline lacks an option of the run.
+        LaunchError: it only trains on one rank.
         MachineError: it is not installed, or needs another machine.
     """
     if peer not in PEERS:
-        raise ConfigError(f"--against {peer!r} is no peer", f"known: {', '.join(PEERS)}")
+        raise ConfigError(f"--against {peer!r} is not a baseline", f"known: {', '.join(PEERS)}")
     package, remedy = PACKAGES.get(peer, ("torch", ""))
     if not _is_installed(package):
         raise MachineError(
@@ -66,19 +66,19 @@ def refuse_peer(peer: str, run: Run, n_ranks: int) -> None:
         )
     if run.precision.kind not in PRECISIONS:
         raise ConfigError(
-            f"precision.kind={run.precision.kind!r} is none of {peer}",
+            f"precision.kind={run.precision.kind!r} is not available in {peer}",
             f"one of {', '.join(PRECISIONS)}",
         )
     if peer == MEGATRON_CORE and not torch.cuda.is_available():
         raise MachineError(
-            f"--against {peer}: attention and optimizer of megatron-core take their memory from "
+            f"--against {peer}: attention and optimizer of megatron-core need "
             "an NVIDIA GPU, and this machine has none",
             f"--against {GPT2_TRANSFORMERS} and --against {PLAIN_TORCH} train on a CPU too",
         )
 
 
 def peer_run(peer: str, run: Run) -> Run:
-    """Gives a run as a peer trains it: only Megatron-Core has ways to compute activations again."""
+    """Returns a run as a baseline trains it: only Megatron-Core supports recomputation."""
     if peer == MEGATRON_CORE:
         return run
     parallel = run.parallel.model_copy(update={"recompute": "none"})
@@ -88,29 +88,29 @@ def peer_run(peer: str, run: Run) -> Run:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 class Peer(Protocol):
-    """What differs between peers."""
+    """The interface of baselines."""
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Gives the mean cross entropy of a micro batch, to be differentiated."""
+        """Returns the mean cross entropy of a micro batch, to be differentiated."""
 
     def update(self, rate: float) -> None:
         """Clips, updates with this learning rate, and forgets the gradients."""
 
 
 class PeerTraining:
-    """A training step of a peer.
+    """A training step of a baseline.
 
     Args:
-        run: says everything.
-        plan: of one rank.
-        device: that computes.
-        timeline: learns of the parts of a step.
-        peer: computes.
+        run: the run.
+        plan: for one rank.
+        device: for computation.
+        timeline: receives the parts of a step.
+        peer: the baseline.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class PeerTraining:
 
     @property
     def models(self) -> Sequence[nn.Module]:
-        """None: it tells the timeline everything itself."""
+        """None: it reports to the timeline itself."""
         return []
 
     def step(self) -> Tensor:
-        """Does the next step; gives its loss, on the device."""
+        """Runs the next step; returns its loss, on the device."""
         run, timeline, step = self._run, self._timeline, self._step
         timeline.enter("data", step)
         tokens, labels = self._data.batch(step)
@@ -153,13 +153,13 @@ class PeerTraining:
 
 
 class AutocastPeer:
-    """A model that gives logits, in plain PyTorch: autocast, clip_grad_norm_, fused AdamW.
+    """A model with logits, trained in plain PyTorch: autocast, clip_grad_norm_, fused AdamW.
 
     Args:
-        run: says everything.
-        device: that computes.
-        model: has its weights, on the CPU.
-        logits: of micro batches, from the model.
+        run: the run.
+        device: for computation.
+        model: with its weights, on the CPU.
+        logits: computes those of micro batches.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class AutocastPeer:
         self._optimizer = build_adamw(self._parameters, run.optimizer)
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Gives the mean cross entropy of a micro batch, to be differentiated."""
+        """Returns the mean cross entropy of a micro batch, to be differentiated."""
         with self._autocast():
             loss: Tensor = self._loss(tokens, labels)
         return loss
@@ -201,7 +201,7 @@ class AutocastPeer:
 def build_peer(
     name: str, run: Run, plan: Plan, device: torch.device, timeline: Timeline
 ) -> PeerTraining:
-    """Builds the training of a peer that `refuse_peer` lets pass."""
+    """Builds the training of a baseline accepted by `refuse_peer`."""
     peer: Peer
     ours = GPT(run.model, plan.padded_vocabulary_size)
     initialise(ours, run.model, run.train.seed)
@@ -221,7 +221,7 @@ def build_peer(
 
 
 def build_transformers(model: Model, ours: GPT) -> nn.Module:
-    """Builds a GPT2LMHeadModel with the weights of ours."""
+    """Builds a GPT2LMHeadModel with our weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     fields = config_of(model, None, "float32").model_dump()

@@ -1,13 +1,13 @@
-"""From seconds to the figures that people compare; each formula has a name, and stands here.
+"""Converts seconds to named throughput figures.
 
     tokens/s/GPU     tokens of the timed steps / their time / ranks
-    TFLOP/s/GPU      tokens/s/GPU x model FLOP a token (`plan.flops`, "megatron_causal")
+    TFLOP/s/GPU      tokens/s/GPU x model FLOP per token (`plan.flops`, "megatron_causal")
     MFU              that over the device's peak for the precision
-    HFU              the same, with the matrix products that parallel.recompute makes again
+    HFU              the same, with the matmuls that parallel.recompute repeats
 
-HFU does not count what a kernel of attention computes again within itself. Recomputation stops at
-the last value that the backward pass needs, so the product that ends a block or an attention layer
-is not made again (with dropout, that of a block is).
+HFU does not count recomputation inside attention kernels. Recomputation stops at the last value
+that the backward pass needs, so the last matmul of a block or an attention layer is not repeated
+(with dropout, that of a block is).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMULAS = {
     "tokens_per_second_per_device": "tokens of the timed steps / their time / ranks",
     "tflops_per_second_per_device": f"model FLOP a token ({FORMULA}) x tokens/s/device / 1e12",
     "model_flops_utilisation": "that / the device's peak for the precision",
-    "hardware_flops_utilisation": "the same with the products that parallel.recompute makes again",
+    "hardware_flops_utilisation": "the same with the matmuls that parallel.recompute repeats",
 }
 
 
@@ -43,7 +43,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Figures:
-    """How fast a candidate is; None where the device's peak is not known."""
+    """Throughput of a candidate; None if the device's peak is unknown."""
 
     milliseconds_per_step: Spread
     samples_per_second: float
@@ -53,7 +53,7 @@ class Figures:
     hardware_flops_utilisation: float | None
 
     def as_json(self) -> dict[str, Any]:
-        """Gives the figures as JSON can hold them."""
+        """Returns the figures as JSON can hold them."""
         return asdict(self)
 
 
@@ -66,7 +66,7 @@ def compute_figures(
         run: what was timed.
         plan: of the ranks it was timed on.
         step_seconds: of each step, on its slowest rank.
-        device_name: as torch names it; "cpu".
+        device_name: torch's name, or "cpu".
     """
     samples_per_second = run.train.global_batch_size * len(step_seconds) / sum(step_seconds)
     tokens_per_second = samples_per_second * run.model.sequence_length
@@ -89,10 +89,12 @@ def compute_figures(
 
 
 def recomputed_flops_per_token(run: Run) -> float:
-    """Counts the FLOP of the products that the backward pass makes again, for one token."""
+    """Counts the FLOP of matmuls that the backward pass repeats, per token."""
     model = run.model
     D, F = model.d_model, model.d_ff
-    scores_and_values = 2.0 * model.sequence_length * D  # a token sees half of the others
+    scores_and_values = (
+        2.0 * model.sequence_length * D
+    )  # a token sees half of the others on average
     if run.parallel.recompute == "none":
         return 0.0
     if run.parallel.recompute == "attention":
@@ -102,7 +104,7 @@ def recomputed_flops_per_token(run: Run) -> float:
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """Gives median, tenth and ninetieth percentile, and mean."""
+    """Returns median, tenth and ninetieth percentile, and mean."""
     ordered = sorted(values)
     return Spread(
         statistics.median(ordered),

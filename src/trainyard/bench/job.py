@@ -1,7 +1,7 @@
-"""What one candidate of a benchmark is to do, as its processes read it from a folder.
+"""The job of one benchmark candidate, which its processes read from a folder.
 
-A benchmark is rounds of candidates: each round starts the processes of every candidate in turn, so
-that whatever else the machine does falls on all of them. With `--compare fp32,bf16 --rounds 2`:
+A benchmark runs in rounds: each starts the processes of every candidate in turn, so that other load
+on the machine affects all alike. With `--compare fp32,bf16 --rounds 2`:
 
     round 1: fp32    round 1: bf16    round 2: fp32    round 2: bf16
 """
@@ -41,12 +41,12 @@ class Steps:
     """Which steps count."""
 
     warm_up: int
-    """Steps before, the first one included."""
+    """Warm-up steps, including the first."""
     timed: int
 
     @property
     def taken_apart(self) -> int:
-        """Further steps that tell what a step is made of, each after one that is not disturbed."""
+        """Extra steps for the breakdown, each after an undisturbed one."""
         return min(SPLIT_STEPS, self.timed)
 
 
@@ -56,35 +56,35 @@ class Job:
 
     steps: Steps
     peer: str
-    """Whose training step it is; empty: ours."""
+    """The baseline; empty: ours."""
     takes_apart: bool
-    """More steps follow, which say what a step is made of."""
+    """Whether to run extra steps for the breakdown."""
     profiles: bool
-    """And more, which leave a trace."""
+    """Whether to run more steps for a trace."""
     seconds: float = 0.0
-    """Time for about this long, in more steps than asked if need be; needs two warm-up steps."""
+    """Time for about this long, with extra steps if needed; needs two warm-up steps."""
 
     def write(self, folder: Path, run: Run) -> None:
-        """Leaves everything that the processes need in a folder."""
+        """Writes everything that the processes need to a folder."""
         (folder / RUN).write_text(render_run(run), encoding="utf-8")
         (folder / JOB).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Job:
-        """Reads what `write` left."""
+        """Reads a job from `write`."""
         facts = json.loads((folder / JOB).read_text(encoding="utf-8"))
         return cls(**facts | {"steps": Steps(**facts["steps"])})
 
 
 def leave_refusal(error: UserError, folder: Path) -> None:
-    """Leaves the message of a process for the one that started it."""
+    """Writes a process's message for its parent."""
     problem, hint = hide_secrets(error.problem), hide_secrets(error.hint)
     facts = {"problem": problem, "hint": hint, "exit_code": error.exit_code}
     (folder / REFUSAL).write_text(json.dumps(facts), encoding="utf-8")
 
 
 def read_refusal(folder: Path) -> UserError | None:
-    """Reads what `leave_refusal` left, if it was called."""
+    """Reads the message of `leave_refusal`, if any."""
     if not (folder / REFUSAL).exists():
         return None
     facts = json.loads((folder / REFUSAL).read_text(encoding="utf-8"))
@@ -94,14 +94,14 @@ def read_refusal(folder: Path) -> UserError | None:
 
 
 def parse_steps(text: str, warm_up: int | None) -> Steps:
-    """Reads `--steps`: a number, or the first and the last step that count, from 1.
+    """Parses `--steps`: a number, or the first and the last timed step, from 1.
 
     Args:
-        text: such as "20", or "5-10", which is 4 steps of warm-up and 6 that count.
-        warm_up: steps before; None where it was not said.
+        text: such as "20", or "5-10", which is 4 warm-up steps and 6 timed ones.
+        warm_up: warm-up steps; None if not given.
 
     Raises:
-        ConfigError: it is neither, or says the warm-up a second time.
+        ConfigError: it is neither, or contradicts `warm_up`.
     """
     found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
     if not found:
@@ -116,19 +116,19 @@ def parse_steps(text: str, warm_up: int | None) -> Steps:
         raise ConfigError(f"--steps {text} is not a range of steps, which count from 1", STEPS_HINT)
     if warm_up is not None:
         raise ConfigError(
-            f"--steps {text} begins after a warm-up of {first - 1}, and --warm-up says {warm_up}",
+            f"--steps {text} begins after a warm-up of {first - 1}, but --warm-up is {warm_up}",
             f"leave out --warm-up, or give --steps {last - first + 1}",
         )
     return Steps(first - 1, last - first + 1)
 
 
 def prepare_run(run: Run, steps: Steps, folder: Path) -> Run:
-    """Gives the run as it is timed: full batches from the first step, and something to read.
+    """Returns the run as it is timed: full batches from the first step, and something to read.
 
     Args:
-        run: what was asked for.
-        steps: how far it goes.
-        folder: gets random tokens where the run names none.
+        run: the run.
+        steps: the steps to time.
+        folder: for random tokens, if the run names no data.
     """
     train = run.train.model_copy(update={"batch_ramp": None})
     # The step needs no tokenizer: it neither prints text nor counts its bytes.
@@ -139,12 +139,12 @@ def prepare_run(run: Run, steps: Steps, folder: Path) -> Run:
 
 
 def names_data(run: Run) -> bool:
-    """Says whether a run has token files of its own."""
+    """Returns whether a run has token files of its own."""
     return bool(run.data.blend.prefixes or run.data.train.prefixes)
 
 
 def describe_data(run: Run) -> str:
-    """Says what the steps read."""
+    """Describes what the steps read."""
     return "the run's token files" if names_data(run) else "random tokens"
 
 
@@ -154,7 +154,7 @@ def _with_random_tokens(run: Run, steps: Steps, folder: Path) -> Run:
     n_sequences = BatchSchedule(run).consumed(n_steps)
     n_tokens = (run.model.sequence_length + 1) * n_sequences
     n_tokens = max(min(n_tokens, MOST_RANDOM_TOKENS), 2 * (run.model.sequence_length + 1))
-    # The same on every machine, whose ranks compare what they read.
+    # The same on every machine, since ranks compare their data.
     generator = np.random.default_rng(run.train.seed)
     vocabulary_size = run.model.vocabulary_size
     with IndexedWriter(prefix, optimal_dtype(vocabulary_size)) as writer:

@@ -1,7 +1,7 @@
-"""One rank of a candidate: warm-up, the steps that count, then steps that are taken apart.
+"""One rank of a candidate: warm-up, timed steps, then steps for the breakdown.
 
-What is timed is not disturbed: parts of the step and traces are taken in further steps, whose own
-time is told beside, so that it can be seen what the taking apart costs.
+Timed steps run undisturbed: the breakdown and traces use extra steps, whose time is reported too,
+to show the overhead.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ COMMUNICATION = "communication"
 
 
 class Candidate(Protocol):
-    """Something that trains step by step."""
+    """A training loop, step by step."""
 
     @property
     def models(self) -> Sequence[nn.Module]:
-        """What `Timeline.recording` watches."""
+        """The models for `Timeline.recording`."""
 
     def step(self) -> Tensor:
-        """Does the next step; gives its loss, on the device."""
+        """Runs the next step; returns its loss, on the device."""
 
 
 class OurTraining:
-    """The step of `trainyard train`, on its own parts."""
+    """The step of `trainyard train`."""
 
     def __init__(self, context: TrainContext) -> None:
         self._context = context
@@ -55,9 +55,9 @@ class OurTraining:
         return list(self._context.model.stages.values())
 
     def step(self) -> Tensor:
-        """Does the next step; gives its loss, on the device."""
+        """Runs the next step; returns its loss, on the device."""
         loss = train_step(self._context, self._state).loss
-        # Start over if the run is shorter than its benchmark.
+        # Start over if the run is shorter than the benchmark.
         self._state.step = (self._state.step + 1) % self._context.plan.n_steps
         return loss
 
@@ -65,17 +65,17 @@ class OurTraining:
 def measure(
     candidate: Candidate, job: Job, timeline: Timeline, mesh: Mesh, folder: Path
 ) -> dict[str, Any]:
-    """Does everything a job asks for; every rank calls it.
+    """Runs a job; every rank calls it.
 
     Args:
         candidate: trains.
-        job: what to do.
-        timeline: what the candidate tells its parts to.
-        mesh: of all ranks; one alone for peers.
-        folder: gets the trace.
+        job: the job.
+        timeline: receives the candidate's phases.
+        mesh: of all ranks; a single one for baselines.
+        folder: for the trace.
 
     Returns:
-        what was found; seconds and memory are those of the slowest and the largest rank.
+        the results; time of the slowest rank, memory of the largest one.
     """
     device = mesh.device
     if device.type == "cuda":
@@ -120,7 +120,7 @@ def measure(
 def _take_apart(
     candidate: Candidate, n_steps: int, timeline: Timeline, mesh: Mesh
 ) -> dict[str, Any]:
-    """Takes further steps apart, each after one that is not; gives means of this rank."""
+    """Measures parts of extra steps, each after an undisturbed one; returns this rank's means."""
     clock, plain, marks = timeline.clock, [], []
     for _ in range(n_steps):
         start = clock.mark()
@@ -153,13 +153,13 @@ def _take_apart(
 
 
 def _follow(candidate: Candidate) -> None:
-    """Does the steps that the first rank does under the profiler."""
+    """Runs, on other ranks, the steps that the first rank profiles."""
     for _ in range(STEPS_UNDER_PROFILER):
         candidate.step()
 
 
 def _largest(values: Sequence[float], mesh: Mesh) -> list[float]:
-    """Gives the largest of all ranks, place by place."""
+    """Returns the largest of all ranks, place by place."""
     found = torch.tensor(values, dtype=torch.float64)
     if mesh.topology.n_ranks > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)

@@ -1,13 +1,13 @@
-"""Megatron-Core's GPTModel, as Megatron-LM trains it without Transformer Engine and Apex: a peer.
+"""Baseline: Megatron-Core's GPTModel, trained like Megatron-LM without Transformer Engine and Apex.
 
-Its layers are those of `get_gpt_layer_local_spec`, whose attention keeps all scores (there is no
-flash attention without Transformer Engine); `parallel.recompute` "attention" is its selective
+Its layers are those of `get_gpt_layer_local_spec`, whose attention keeps all scores (flash
+attention needs Transformer Engine); `parallel.recompute` "attention" is its selective
 recomputation, "block" its full one. bf16 weights, gradients in its fp32 buffers, fp32 master
-weights in its optimizer; whatever its own kernels fuse without Apex is fused. The loss counts the
-padding of the vocabulary, as Megatron's does: 0.001 nats with 50,304 rows for 50,257 tokens.
+weights in its optimizer; all fusions available without Apex are on. The loss includes vocabulary
+padding, as in Megatron: 0.001 nats with 50,304 rows for 50,257 tokens.
 
-Written against megatron-core 0.16.1. Rows of its attention lie head by head, as ours do, so that
-weights change their names alone.
+Written for megatron-core 0.16.1. Its attention rows are interleaved by head, like ours, so weights
+only change names.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class MegatronPeer:
     """Model, gradient buffers and optimizer of Megatron-Core, on one rank.
 
     Args:
-        run: says everything.
-        device: that computes.
-        ours: gives the weights.
+        run: the run.
+        device: for computation.
+        ours: provides the weights.
     """
 
     def __init__(self, run: Run, device: torch.device, ours: GPT) -> None:
@@ -71,11 +71,11 @@ class MegatronPeer:
         self._finalize = finalize_model_grads
         T = run.model.sequence_length
         self._positions = torch.arange(T, device=device)[None]
-        # True where a token must not look.
+        # True for masked tokens.
         self._mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=device).triu(1)
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Gives the mean cross entropy of a micro batch, to be differentiated."""
+        """Returns the mean cross entropy of a micro batch, to be differentiated."""
         positions = self._positions.expand_as(tokens)
         loss: Tensor = self._model(tokens, positions, self._mask, labels=labels).float().mean()
         return loss
@@ -91,7 +91,7 @@ class MegatronPeer:
 
 
 def leave_group() -> None:
-    """Ends the process group of the one rank, where there is one."""
+    """Destroys the process group, if there is one."""
     if dist.is_initialized():
         from megatron.core import parallel_state
 

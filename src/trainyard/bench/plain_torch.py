@@ -1,9 +1,9 @@
-"""GPT-2 in a page of plain PyTorch, as small training scripts have it: a peer, and nothing else.
+"""Baseline: GPT-2 in a page of plain PyTorch, like small training scripts.
 
-What makes such scripts fast is here: scaled dot product attention, one product for queries, keys
-and values, an embedding padded to a round size. It differs from ours in what it leaves out: its
-loss counts the padding of the vocabulary (0.001 nats with 50,304 rows for 50,257 tokens), all
-logits of a micro batch are in memory at once, and its dropout follows from the device's generator.
+It has what makes such scripts fast: scaled dot product attention, one matmul for queries, keys and
+values, an embedding padded to a round size. Unlike ours, its loss includes vocabulary padding
+(0.001 nats with 50,304 rows for 50,257 tokens), all logits of a micro batch are in memory at once,
+and its dropout uses the device's generator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainyard.model.gpt import GPT
 
 
 class PlainBlock(nn.Module):
-    """Attention and MLP, each after a norm and added back."""
+    """Attention and MLP, each with pre-norm and residual."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -69,11 +69,11 @@ class PlainGPT(nn.Module):
 
 
 def build_plain(model: Model, ours: GPT) -> PlainGPT:
-    """Builds one with the weights of ours."""
+    """Builds one with our weights."""
     plain = PlainGPT(model, ours.head_weight.shape[0])
     weights = {name: parameter.detach() for name, parameter in ours.named_parameters()}
     for name, weight in weights.items():
-        if ".qkv." in name:  # head by head in ours; queries, keys, values one after the other here
+        if ".qkv." in name:  # interleaved by head in ours; queries, keys, values consecutive here
             weights[name] = to_theirs(name, weight, model).t() if weight.ndim > 1 else weight
     if model.tied_embeddings:
         weights["head.weight"] = weights["embedding.weight"]

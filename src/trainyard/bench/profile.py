@@ -1,14 +1,14 @@
-"""Steps under torch's profiler: a trace, its top operators, and what keeps the device waiting.
+"""Steps under torch's profiler: a trace, its top operators, and waits of the device.
 
-That is the host, where it reads a number back, and other ranks, where nothing else is computed:
+The device waits for the host, when that reads a number back, and for exposed communication:
 
     forward      |------------------|
     computing     #######    #######       7 + 7
-    talking            ........            8, of which 4 while nothing is computed
+    communicating      ........            8, 4 of it exposed
 
-Talking that overlaps with computing costs nothing. The rest is exposed, and is told for each part
-of the step as a share of it: 4 / 20 of forward here. On a GPU computing and talking are kernels; on
-a CPU they are torch's operators and gloo's operations, of all threads together.
+Communication that overlaps with computing costs nothing. The rest is exposed, reported as a share
+of each part of the step: 4 / 20 of forward here. On a GPU both are kernels; on a CPU they are
+torch's operators and gloo's operations, of all threads.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Interval = tuple[float, float]
 """Start and end in a trace, microseconds."""
 
 TALKING = re.compile(r"gloo:|nccl|rccl")
-# What makes the host wait for the device; a copy without "Async" does too.
+# Calls that make the host wait for the device; a copy without "Async" does too.
 WAITING = re.compile(r"(cuda|hip)((Stream|Device|Event)Synchronize|Memcpy)")
 READ = "aten::_local_scalar_dense"
-# Python code, and what only frames operators.
+# Python code, and events that only frame operators.
 NO_OPERATOR = re.compile(
     rf"\.py[:(]|^<|^nn\.Module: |^{ANNOTATION}|^Optimizer\.|^ProfilerStep|^PythonSubclass$"
 )
@@ -51,19 +51,19 @@ def profile_steps(
     *,
     with_places: bool,
 ) -> Any:
-    """Does `STEPS_UNDER_PROFILER` steps, of which the last `PROFILED_STEPS` are in the trace.
+    """Runs `STEPS_UNDER_PROFILER` steps, and traces the last `PROFILED_STEPS`.
 
     Args:
-        step: does one.
+        step: runs one step.
         timeline: names the parts of the step in the trace.
         models: as for `Timeline.recording`.
-        device: that computes.
-        with_places: note the Python code that each operator was called from, which takes time.
+        device: for computation.
+        with_places: record the Python caller of each operator, which takes time.
     """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    # Without "verbose" operators come without the code that called them.
+    # Without "verbose", operators lack their callers.
     config = _ExperimentalConfig(verbose=True) if with_places else None
     for n_steps in (REHEARSALS, PROFILED_STEPS):
         with (
@@ -79,11 +79,11 @@ def profile_steps(
 
 
 def exposed_shares(profiler: Any) -> dict[str, float]:
-    """Gives the share of each part of the step in which this rank only talked to others."""
+    """Returns the share of each part of the step in which this rank only talked to others."""
     events = list(profiler.events())
     on_device = [event for event in events if _is_on_gpu(event)]
     annotations = [event for event in events if event.name.startswith(ANNOTATION)]
-    # Those of the device, where there are some: kernels run later than the host asks for them.
+    # Device events, if there are any: kernels run later than their launch.
     annotations = [e for e in annotations if _is_on_gpu(e)] or annotations
     work = [e for e in on_device if not _is_frame(e)] or events
     talking = [_interval(event) for event in work if TALKING.match(event.name)]
@@ -102,12 +102,12 @@ def exposed_shares(profiler: Any) -> dict[str, float]:
 
 
 def describe_profile(profiler: Any, device: torch.device, folder: Path) -> dict[str, Any]:
-    """Writes trace and operators into a folder; gives what a record keeps of them.
+    """Writes trace and operators to a folder; returns their entry for the record.
 
     Args:
         profiler: of steps with places.
-        device: that computed.
-        folder: gets `TRACE` and `OPERATORS`.
+        device: of the computation.
+        folder: for `TRACE` and `OPERATORS`.
     """
     profiler.export_chrome_trace(str(folder / TRACE))
     operators = _list_operators(profiler, on_gpu=device.type == "cuda")
@@ -145,7 +145,7 @@ def _list_operators(profiler: Any, *, on_gpu: bool) -> list[dict[str, Any]]:
 
 
 def render_operators(operators: Iterable[Mapping[str, Any]]) -> str:
-    """Lays operators out as a table."""
+    """Formats operators as a table."""
     lines = [f"{'share':>7}{'ms/step':>11}{'calls/step':>12}  operator"]
     for each in operators:
         lines.append(
@@ -156,7 +156,7 @@ def render_operators(operators: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _reader(event: Any) -> str:
-    """Names the code that read a number out of a tensor; empty for an operator's own reading."""
+    """Names the code that read a number from a tensor; empty for reads by an operator."""
     if event.name != READ:
         return ""
     caller = event.cpu_parent
@@ -178,7 +178,7 @@ def _is_on_gpu(event: Any) -> bool:
 
 
 def _is_frame(event: Any) -> bool:
-    """Says whether an event of a device only frames kernels, as the names of parts do."""
+    """Returns whether an event of a device only frames kernels, as the names of parts do."""
     return event.name.startswith(ANNOTATION) or getattr(event, "is_user_annotation", False)
 
 
@@ -187,7 +187,7 @@ def _interval(event: Any) -> Interval:
 
 
 def join(intervals: Iterable[Interval]) -> list[Interval]:
-    """Gives the same time as intervals that are apart, in order."""
+    """Returns the same time as intervals that are apart, in order."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -198,7 +198,7 @@ def join(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """Gives the time that is in both."""
+    """Returns the time that is in both."""
     ours, others = join(a), join(b)
     found: list[Interval] = []
     while ours and others:
@@ -210,7 +210,7 @@ def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """Gives the time that is in `a` alone."""
+    """Returns the time that is in `a` alone."""
     others = join(b)
     edges = [-float("inf"), *(edge for interval in others for edge in interval), float("inf")]
     gaps = list(zip(edges[::2], edges[1::2], strict=True))
@@ -218,5 +218,5 @@ def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """Adds up the time of intervals, each moment once."""
+    """Sums the time of intervals, counting overlaps once."""
     return sum(end - start for start, end in join(intervals))

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: a record with everything that a figure depends on, and a table of it."""
+"""A benchmark's output: a record with everything its figures depend on, and a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOW_SPLIT = {
     "cuda": "events between the kernels; data wait is the device's",
 }
 HOW_COMMUNICATION = (
-    "share of each part in which the first rank only talks to others, from a trace of more steps; "
+    "share of each part in which the first rank only communicates, from a trace of more steps; "
     "waiting for a slower rank counts"
 )
 
@@ -34,19 +34,19 @@ Record = dict[str, Any]
 
 
 def build_record(outcomes: Sequence[Outcome], order: Order, data: str) -> Record:
-    """Puts everything together that was found, and how.
+    """Builds the record of results and conditions.
 
     Args:
-        outcomes: all candidates.
-        order: what was asked for.
-        data: what the steps read, in words.
+        outcomes: of all candidates.
+        order: the request.
+        data: describes the data.
     """
     run = outcomes[0].candidate.run
     plan = resolve(run, order.n_ranks)
     device = outcomes[0].results[0]["device"]
     versions = read_versions()
     machine = versions.pop("machine")
-    del versions["command"]  # as this process was started, whatever verb it ran
+    del versions["command"]  # the command line of this process, whatever its verb
     return {
         "benchmark": "trainyard bench",
         "date": time.strftime("%Y-%m-%d"),
@@ -120,7 +120,7 @@ def _describe(outcome: Outcome, first: Outcome, order: Order) -> dict[str, Any]:
 
 
 def find_commit() -> str:
-    """Names the commit of this code, "-dirty" with changes; empty where it is no checkout."""
+    """Returns the commit of this code, "-dirty" with changes; empty without a checkout."""
     folder = str(Path(__file__).parent)
     command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=7"]
     try:
@@ -131,7 +131,7 @@ def find_commit() -> str:
 
 
 def _command() -> str:
-    # Where this user keeps things is nobody else's business.
+    # Keep the user's paths private.
     arguments = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]
     return hide_secrets(shlex.join(["trainyard", *arguments]))
 
@@ -142,7 +142,7 @@ def _peaks(device_name: str) -> dict[str, float]:
 
 
 def render_table(record: Record) -> str:
-    """Lays a record out for people: a row for each figure, a column for each candidate."""
+    """Formats a record as a table: a row per figure, a column per candidate."""
     machine, run, steps = record["machine"], record["run"], record["steps"]
     ranks = f"{record['n_ranks']} rank{'' if record['n_ranks'] == 1 else 's'}"
     batch = f"{run['global_batch_size']} sequences of {run['model']['sequence_length']} tokens"
@@ -180,7 +180,7 @@ def _rows(candidates: list[Any]) -> list[tuple[str, Callable[[Any], str]]]:
     ]
     for part in candidates[0]["split"]["milliseconds"]:
         rows.append((part, lambda c, part=part: _show_part(c["split"], part)))  # type: ignore[misc]
-    rows.append(("  what taking it apart costs", lambda c: f"{c['split']['overhead']:+.1%}"))
+    rows.append(("  overhead of the breakdown", lambda c: f"{c['split']['overhead']:+.1%}"))
     for name in candidates[0]["startup_seconds"]:
         title = "start in all" if name == "total" else f"start: {name}"
         rows.append((title, lambda c, name=name: f"{c['startup_seconds'][name]:.2f} s"))  # type: ignore[misc]
@@ -192,7 +192,7 @@ def _rows(candidates: list[Any]) -> list[tuple[str, Callable[[Any], str]]]:
 
 
 def _notes(record: Record) -> list[str]:
-    notes = [f"TFLOP/s and MFU: model FLOP by {FORMULA}; HFU: with what is recomputed"]
+    notes = [f"TFLOP/s and MFU: model FLOP by {FORMULA}; HFU: with recomputation"]
     if not record["machine"]["peak_flops_per_second"]:
         notes.append("MFU, HFU: the peak of this device is not known")
     for each in record["candidates"]:

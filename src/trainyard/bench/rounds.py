@@ -1,8 +1,8 @@
-"""Rounds of candidates: each gets processes of its own, one after the other, and is asked again.
+"""Runs rounds of candidates, each in separate processes, one after the other.
 
-Memory, and how it is allocated, belongs to a process, and so does what was compiled: a candidate
-that came second in the same process would find the house warm. The ranks of this process start
-theirs as `trainyard train` does, here or below torchrun, srun and mpiexec.
+Memory, its allocator and compiled code belong to a process: a second candidate in the same process
+would start warm. The ranks of this process start theirs like `trainyard train`, here or under
+torchrun, srun and mpiexec.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ logger = logging.getLogger("trainyard")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to time."""
+    """A candidate to time."""
 
     name: str
-    """Shown in the log; empty: not shown."""
+    """Name in the log; empty: not shown."""
     run: Run
     peer: str = ""
-    """Whose training step; empty: ours."""
+    """The baseline; empty: ours."""
 
 
 @dataclass
 class Outcome:
-    """What the rounds of a candidate found, in their order."""
+    """Results of a candidate's rounds, in order."""
 
     candidate: Candidate
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Outcome:
         return [seconds for result in self.results for seconds in result["step_seconds"]]
 
     def speed_over(self, other: Outcome) -> list[float]:
-        """Gives how many times as fast as another this is, round by round."""
+        """Returns how many times as fast as another this is, round by round."""
         return [
             statistics.median(theirs["step_seconds"]) / statistics.median(mine["step_seconds"])
             for mine, theirs in zip(self.results, other.results, strict=True)
@@ -70,7 +70,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Order:
-    """What is asked for, of all candidates."""
+    """The request for all candidates."""
 
     steps: Steps
     n_rounds: int
@@ -89,14 +89,14 @@ def run_rounds(
     """Times all candidates, interleaved.
 
     Args:
-        candidates: as they are to be listed.
-        order: what to do.
-        process: this one, as its launcher knows it.
-        folder: for what they read and write; traces stay there.
+        candidates: in listing order.
+        order: the request.
+        process: this one, as launched.
+        folder: for their input and output; traces stay there.
 
     Raises:
-        UserError: a process refused; of several, what they said is on standard error.
-        MachineError: a process failed; what it said is on standard error.
+        UserError: a process rejected its job; with several, their messages are on stderr.
+        MachineError: a process failed; its message is on stderr.
     """
     outcomes = [Outcome(candidate) for candidate in candidates]
     for number in range(order.n_rounds):
@@ -134,7 +134,7 @@ def _run(order: Order, process: Process, folder: Path, attempt: int) -> None:
 
 
 def _run_one(process: Process, command: Sequence[str], folder: Path) -> None:
-    """Runs the one rank that this process is, in another; what that refuses is refused here."""
+    """Runs this process's rank in a child process, and re-raises its user errors."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     with note_signals(numbers) as received, open_pipe() as pipe:
         worker = start_worker(replace(process, parent_pipe=pipe), command, None)

@@ -1,4 +1,4 @@
-"""What one process of a candidate does: builds it as training does, measures, tells."""
+"""One process of a candidate: builds it like training, measures, reports."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from trainyard.train.worker import build_context
 
 
 def run_job(folder: Path, process: Process, start: Start) -> None:
-    """Does the job of a folder as one rank; the first one leaves `RESULT` there.
+    """Runs the job of a folder as one rank; the first one writes `RESULT` there.
 
     Args:
-        folder: what `Job.write` left.
-        process: which rank this is.
-        start: how long it took to come here.
+        folder: from `Job.write`.
+        process: this rank.
+        start: startup times so far.
 
     Raises:
-        UserError: the run or its data is not usable here.
+        UserError: the run or its data is unusable here.
     """
     with start.timing("config"):
         job = Job.read(folder)
@@ -49,7 +49,7 @@ def run_job(folder: Path, process: Process, start: Start) -> None:
         timeline = Timeline(build_clock(device))
         try:
             with start.timing("data"):
-                # Building the parts does it again, from the cache that is filled now.
+                # Building the context does it again, from the cache filled here.
                 if process.rank == 0:
                     build_orders(run, plan, ("train", "valid"))
             with start.timing("model"):
@@ -76,6 +76,6 @@ def _build(
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """Gives what must be equal on all ranks; each may have random tokens in a folder of its own."""
+    """Returns facts that must be equal on all ranks; random tokens may be in separate folders."""
     text = render_run(run.model_copy(update={"data": Data()}))
     return gather_facts(text, data_fingerprint(run))

@@ -1,4 +1,4 @@
-"""How long a process takes to get going, told one thing after the other."""
+"""Startup times of a process, part by part."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class Start:
-    """Seconds of what comes before the second step, one after the other.
+    """Seconds of each part of startup, up to the second step.
 
     Args:
-        spawned_at: when the process was asked for, seconds since 1970.
+        spawned_at: when the process was requested, seconds since 1970.
     """
 
     def __init__(self, spawned_at: float) -> None:

@@ -1,17 +1,16 @@
-"""When each part of a training step begins, on the clock of the device that computes it.
+"""Start times of the parts of a training step, on the device's clock.
 
-A step tells the process that watches it what it does, through `Heartbeat`; a `Timeline` is one that
-keeps the time as well, and learns from hooks where forward passes end. A step of two micro batches:
+A step reports its phases through `Heartbeat`; a `Timeline` is one that also records times, and uses
+hooks to detect the end of forward passes. A step of two micro batches:
 
-    told by      heartbeat      hook      hook       hook      hook       heartbeat       the caller
+    source       heartbeat      hook      hook       hook      hook       heartbeat       the caller
     part         data wait  forward   backward   forward   backward   optimizer   (end)
     at, ms       0.0        0.1       5.1        15.2      20.2       30.3        34.0
 
     so  data wait 0.1    forward 5.0 + 5.0    backward 10.1 + 10.1    optimizer 3.7
 
-On a GPU a mark is an event in the stream of kernels: nobody waits for it, the device is not kept
-from running behind the host, and what is measured is the device's time. "data wait" is then the
-time in which the device had nothing to do because the host was waiting for, or sending, data.
+On a GPU a mark is an event in the kernel stream: it does not synchronise, and measures the device's
+time. "data wait" is then the time the device idles while the host waits for, or sends, data.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ PARTS: Final = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 PART_OF_PHASE: Final = {"data": DATA, "forward and backward": FORWARD, "update": OPTIMIZER}
 ANNOTATION: Final = "trainyard: "
 Mark = tuple[str, Any]
-"""The part that begins, and when."""
+"""A part and its start."""
 
 
 class Clock(Protocol):
-    """Tells the time between two marks."""
+    """Measures the time between two marks."""
 
     def mark(self) -> Any:
         """Notes the time."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Gives the time between two marks that have passed."""
+        """Returns the time between two marks that have passed."""
 
     def wait(self) -> None:
         """Returns when all marks have passed."""
@@ -58,7 +57,7 @@ class HostClock:
         return time.perf_counter()
 
     def seconds(self, start: float, end: float) -> float:
-        """Gives the time between two marks."""
+        """Returns the time between two marks."""
         return end - start
 
     def wait(self) -> None:
@@ -69,13 +68,13 @@ class DeviceClock:
     """Events between the kernels of a GPU's current stream."""
 
     def mark(self) -> torch.cuda.Event:
-        """Notes the time at which the kernels so far will be done."""
+        """Records when the kernels so far will be done."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Gives the time between two events that have passed."""
+        """Returns the time between two events that have passed."""
         milliseconds: float = start.elapsed_time(end)
         return milliseconds / 1000
 
@@ -85,15 +84,15 @@ class DeviceClock:
 
 
 def build_clock(device: torch.device) -> Clock:
-    """Gives the clock of a device."""
+    """Returns the clock of a device."""
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 class Timeline(Heartbeat):
-    """Notes when parts of a step begin, while it is asked to.
+    """Records when parts of a step start, while enabled.
 
     Args:
-        clock: of the device that computes.
+        clock: of the device.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -104,13 +103,13 @@ class Timeline(Heartbeat):
         self._annotation: record_function | None = None
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Is told by the training step what it does."""
+        """Receives the phase from the training step."""
         super().enter(phase, step)
         if phase in PART_OF_PHASE:
             self.begin(PART_OF_PHASE[phase])
 
     def begin(self, part: str) -> None:
-        """Ends the part before, and begins this one; `END` begins none."""
+        """Ends the previous part, and starts this one; `END` starts none."""
         if self._marks is None:
             return
         self._marks.append((part, self.clock.mark()))
@@ -125,11 +124,11 @@ class Timeline(Heartbeat):
     def recording(
         self, models: Iterable[nn.Module], *, annotates: bool = False
     ) -> Iterator[list[Mark]]:
-        """Notes times inside its block, in the list that it yields.
+        """Records times inside its block, in the list that it yields.
 
         Args:
-            models: the stages of a model, whose forward passes are told from backward ones.
-            annotates: name the parts in the trace of a profiler too.
+            models: the stages of a model, to separate forward from backward passes.
+            annotates: also name the parts in a profiler trace.
         """
         marks: list[Mark] = []
         self._marks, self._annotates = marks, annotates
@@ -143,7 +142,7 @@ class Timeline(Heartbeat):
                 handle.remove()
 
     def add_up(self, marks: Iterable[Mark]) -> dict[str, float]:
-        """Gives the seconds of each part between marks that have passed."""
+        """Returns the seconds of each part between marks that have passed."""
         found = dict.fromkeys(PARTS, 0.0)
         for (part, start), (_, end) in pairwise(marks):
             if part != END:
@@ -152,6 +151,6 @@ class Timeline(Heartbeat):
 
     def _watch(self, model: nn.Module) -> Iterator[RemovableHandle]:
         yield model.register_forward_pre_hook(lambda *_: self.begin(FORWARD))
-        # The stage that gives the loss has not finished its forward pass before that.
+        # The stage with the loss has not finished its forward pass before that.
         last = getattr(model, "cross_entropy", None) or model
         yield last.register_forward_hook(lambda *_: self.begin(BACKWARD))

@@ -1,4 +1,4 @@
-"""A few steps of a run, or of each of several layouts, on the devices of this machine."""
+"""Times a few steps of a run, or of several layouts, on this machine's devices."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = logging.getLogger("trainyard")
 
 
 def refuse_other_machines(machine: Machine, n_devices: int, process: Process) -> None:
-    """Refuses to time here what is planned for other devices.
+    """Rejects a plan for other devices.
 
     Raises:
-        ConfigError: says what is here.
+        ConfigError: names this machine's devices.
     """
     n_here, name = torch.cuda.device_count(), "cpu"
     if n_here:
@@ -38,7 +38,7 @@ def refuse_other_machines(machine: Machine, n_devices: int, process: Process) ->
         raise ConfigError(
             f"--measure times steps on this machine, which has {here.name}; the plan is for "
             f"{wanted}",
-            "run it there, or plan for the devices that are here: --cluster local",
+            "run it there, or plan for this machine's devices: --cluster local",
         )
     if process.n_ranks > 1 and process.n_ranks != n_devices:
         raise ConfigError(
@@ -47,21 +47,21 @@ def refuse_other_machines(machine: Machine, n_devices: int, process: Process) ->
         )
     if process.n_ranks == 1 and 0 < n_here < n_devices:
         raise ConfigError(
-            f"--measure wants {n_devices} devices, this machine has {n_here}",
+            f"--measure needs {n_devices} devices, this machine has {n_here}",
             f"start it on all nodes with srun, torchrun or mpiexec, or give --gpus {n_here}",
         )
 
 
 def time_runs(runs: Sequence[Run], n_ranks: int) -> list[float | None]:
-    """Times the training step of each run, in processes of their own.
+    """Times the training step of each run, in separate processes.
 
     Args:
         runs: in the order they are timed.
         n_ranks: of each.
 
     Returns:
-        the median step in seconds; None for a run whose processes failed, or on other ranks than
-        the first.
+        the median step in seconds; None for a run whose processes failed, and on ranks other than
+            the first.
     """
     process = read_process()
     order = Order(STEPS, 1, n_ranks)
@@ -87,10 +87,10 @@ def time_run(run: Run, n_ranks: int) -> float:
     """Times a run's training step for a few seconds, in separate processes.
 
     Returns:
-        the mean seconds of a step, slowed by whatever else this machine is doing.
+        the mean seconds of a step, including effects of other load on this machine.
 
     Raises:
-        UserError: the run or its data is not usable here.
+        UserError: the run or its data is unusable here.
         MachineError: a process failed.
     """
     order = Order(STEPS_OF_ONE_RUN, 1, n_ranks, takes_apart=False, seconds=SECONDS_OF_ONE_RUN)
@@ -101,7 +101,7 @@ def time_run(run: Run, n_ranks: int) -> float:
 
 
 def _with_data_that_is_here(run: Run) -> Run:
-    """Reads random tokens where token files are missing: a layout is as fast on them."""
+    """Replaces missing token files with random tokens, which are as fast."""
     data = run.data
     prefixes = [*data.blend.prefixes, *data.train.prefixes]
     if names_data(run) and not all(Path(f"{prefix}.idx").is_file() for prefix in prefixes):

@@ -1,8 +1,8 @@
-"""One process of a candidate, from the command line; nothing slow is imported before it is timed.
+"""One process of a candidate, from the command line; slow imports wait until timing starts.
 
     python -P -m trainyard.bench.worker FOLDER --spawned-at 1763755200.5 --attempt 0
 
-does what the folder says, as one rank, and leaves what it found there (`session.py`).
+runs the folder's job as one rank, and writes its results there (`session.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger("trainyard")
 
 
 def main() -> None:
-    """Runs one process, as `rounds` asks for it."""
+    """Runs one process for `rounds`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--spawned-at", type=float, required=True)
@@ -33,11 +33,11 @@ def main() -> None:
     start = Start(arguments.spawned_at)
     build_logger(hide_secrets)
     try:
-        # Ranks of one round must not hear those of the round before, who met at the same place.
+        # Ranks of a round must not see the previous round's keys at the same rendezvous.
         process = replace(read_process(), attempt=arguments.attempt)
         if process.parent_pipe is not None:
             end_with_parent(process.parent_pipe)
-        # What there is to know of the data, training says.
+        # Training logs all facts about the data.
         logger.setLevel(logging.WARNING if process.rank == 0 else logging.ERROR)
         with start.timing("imports"):
             from trainyard.bench.session import run_job

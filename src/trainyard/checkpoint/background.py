@@ -1,14 +1,14 @@
-"""Saves while training goes on: a copy to host memory stops it, the disk does not.
+"""Asynchronous saves: training stalls for a copy to host memory, not for the disk.
 
     training   step 100 | copy | step 101 | step 102 | step 103 | ...
     writer                     | write, flush, publish | remove old |
 
-One save is in flight at a time: the next waits for it. The host memory is allocated once, by
-`reserve` before the first step, and used again by every save. A save that fails removes nothing,
-and is reported by `AsyncCheckpointer.take_failure` at the next step, and by
-`AsyncCheckpointer.wait`.
+One save is in flight at a time: the next waits for it. `reserve` allocates the host memory once,
+before the first step; every save reuses it. A failed save removes nothing, and is reported by
+`AsyncCheckpointer.take_failure` at the next step, and by `AsyncCheckpointer.wait`.
 
-Old checkpoints go only after a newer one is complete. With `Retention(last=2, every=100, best=1)`:
+Old checkpoints are removed only once a newer one is complete. With
+`Retention(last=2, every=100, best=1)`:
 
     step    100    120    140    160    180    200    220    240
     loss   3.10   2.95   2.91   2.80   2.85   2.88   2.86   2.87      held-out
@@ -43,21 +43,21 @@ from trainyard.errors import CheckpointError, MachineError
 from trainyard.parallel.placement import Placement
 
 HELD_OUT_LOSS = "held_out_loss"
-"""Where `Facts.training` has what `Retention.best` goes by: a float, or nothing."""
-# Tensors begin at multiples of this, as an allocator would place them.
+"""Key in `Facts.training` of the loss for `Retention.best`: a float, or absent."""
+# Tensors start at multiples of this, as with an allocator.
 _ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which complete checkpoints stay; the newest always does."""
+    """Which complete checkpoints to keep; the newest always."""
 
     last: int
     """The newest n."""
     every: int = 0
-    """Those of steps that it divides; 0: none."""
+    """Those whose step is a multiple of it; 0: none."""
     best: int = 0
-    """The n of the lowest held-out loss; 0: none."""
+    """The n with the lowest held-out loss; 0: none."""
 
     def __post_init__(self) -> None:
         assert self.last >= 1, self
@@ -67,28 +67,28 @@ class Retention:
 
 @dataclass(frozen=True)
 class SaveTimes:
-    """What the newest complete save took."""
+    """Size and times of the newest complete save."""
 
     step: int
     n_bytes: int
     """Of the tensors of all ranks."""
     stall_seconds: float
-    """For which training stood still, with the wait for the save before."""
+    """How long training stalled, including the wait for the previous save."""
     seconds: float
-    """From the call until it was complete."""
+    """From the call until completion."""
 
 
 class AsyncCheckpointer:
-    """Saves one checkpoint after another, each while training goes on.
+    """Saves checkpoints one at a time, each while training continues.
 
-    All ranks make one and call `save` and `wait` alike, and these fail on all of them or on none.
+    All ranks create one and call `save` and `wait` alike; these fail on all ranks or on none.
 
     Args:
         folder: the run's checkpoints; the same for all ranks.
-        ranks: this rank among those that save; the writer's thread calls its barrier.
-        keep: which checkpoints stay once a newer one is complete.
-        background: write while training goes on; else `save` returns when all is written, and no
-            host memory is taken.
+        ranks: this rank among those that save; the writer thread calls its barrier.
+        keep: which checkpoints to keep once a newer one is complete.
+        background: write while training continues; else `save` returns once all is written, and
+            needs no host memory.
         vocabulary: of the run's tokenizer; copied into every checkpoint.
     """
 
@@ -110,20 +110,20 @@ class AsyncCheckpointer:
         self._error: Exception | None = None
         self._untold: deque[MachineError] = deque()
         self._last: SaveTimes | None = None
-        if ranks.rank == 0:  # a start before this one may have ended between a save and this
+        if ranks.rank == 0:  # an earlier start may have ended between a save and this
             remove_partials(folder)
             self._remove_old()
 
     @property
     def last(self) -> SaveTimes | None:
-        """Of the newest save that is complete."""
+        """Of the newest complete save."""
         return self._last
 
     def reserve(self, n_bytes: int, device: torch.device) -> None:
-        """Allocates the host memory, so that the first save need not.
+        """Allocates the host memory before the first save.
 
         Args:
-            n_bytes: of the tensors that this rank writes.
+            n_bytes: size of the tensors that this rank writes.
             device: where they are.
         """
         if self._host is not None:
@@ -136,16 +136,15 @@ class AsyncCheckpointer:
         placements: Mapping[str, Placement],
         total_bytes: int,
     ) -> None:
-        """Starts to save, once the save before has ended; the tensors may change on return.
+        """Starts a save once the previous one has ended; the tensors may change on return.
 
-        That the disk is full or cannot be written is told by `take_failure` and `wait`, with
-        `background` or without.
+        `take_failure` and `wait` report a full or unwritable disk, with `background` or without.
 
         Args:
-            facts: the step and what belongs to it.
+            facts: the step and its facts.
             tensors: what this rank writes, by global name.
-            placements: where they lie in the whole tensors.
-            total_bytes: of the tensors of all ranks.
+            placements: their positions in the whole tensors.
+            total_bytes: size of the tensors of all ranks.
         """
         started = time.perf_counter()
         self._join()
@@ -178,22 +177,22 @@ class AsyncCheckpointer:
             write()
             self._raise_bug()
         else:
-            # A daemon, since a barrier that waits for a dead rank must not keep the process alive.
+            # A daemon: a barrier waiting for a dead rank must not keep the process alive.
             self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
-        """Waits until nothing is in flight.
+        """Waits for any save in flight.
 
         Raises:
-            MachineError: the newest save failed, whether or not `take_failure` has told so.
+            MachineError: the newest save failed, whether or not `take_failure` reported it.
         """
         self._join()
         if self._error is not None:
             raise self._error
 
     def take_failure(self) -> MachineError | None:
-        """Gives a failure that it has not given yet, without waiting; what is a bug is raised."""
+        """Returns an unreported failure, without waiting; raises bugs."""
         self._raise_bug()
         return self._untold.popleft() if self._untold else None
 
@@ -208,7 +207,7 @@ class AsyncCheckpointer:
             raise self._error
 
     def _remove_old(self) -> None:
-        """Removes what need not stay; that it could not is a failure of this rank alone."""
+        """Removes old checkpoints; failing to do so is a failure of this rank only."""
         if self._ranks.rank != 0:
             return
         try:
@@ -219,9 +218,9 @@ class AsyncCheckpointer:
 
 
 def remove_old(folder: Path, keep: Retention) -> list[Path]:
-    """Removes the checkpoints that need not stay, and returns where they were.
+    """Removes old checkpoints, and returns their paths.
 
-    With fewer than `keep.last` complete ones nothing is removed; nor is anything that is newer
+    With fewer than `keep.last` complete ones it removes nothing; nor does it remove anything newer
     than the last of these, complete or not.
     """
     newest_first = list_checkpoints(folder)
@@ -240,14 +239,14 @@ def remove_old(folder: Path, keep: Retention) -> list[Path]:
 
 
 def probe(folder: Path, total_bytes: int) -> None:
-    """Makes sure, before training starts, that a checkpoint can be written.
+    """Checks, before training starts, that a checkpoint can be written.
 
     Args:
-        folder: the run's checkpoints, made when absent.
-        total_bytes: of the tensors of all ranks.
+        folder: the run's checkpoints; created if absent.
+        total_bytes: size of the tensors of all ranks.
 
     Raises:
-        MachineError: it cannot be written, or has no room for one checkpoint.
+        MachineError: it cannot be written, or has no space for one checkpoint.
     """
     trial = folder / ".trial.partial"
     try:
@@ -264,17 +263,17 @@ def probe(folder: Path, total_bytes: int) -> None:
 
 
 class _HostMemory:
-    """Room for a copy of the tensors, page-locked where they come from a GPU."""
+    """Host memory for a copy of the tensors, pinned if they are on a GPU."""
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, n_bytes: int, device: torch.device) -> None:
-        """Allocates, and touches what it got: the first touch takes longer than a copy."""
+        """Allocates and touches the memory: the first touch takes longer than a copy."""
         self._room = _allocate(n_bytes, page_locked=device.type == "cuda").zero_()
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies tensors, and gives the copies, which last until the next call."""
+        """Copies tensors; the returned copies are valid until the next call."""
         starts, n_bytes = {}, 0
         for name, tensor in tensors.items():
             starts[name] = n_bytes
@@ -293,7 +292,7 @@ class _HostMemory:
 
 
 def _allocate(n_bytes: int, *, page_locked: bool) -> Tensor:
-    """Allocates exactly this much; torch's own page-locked memory comes in powers of two."""
+    """Allocates exactly this much; torch rounds pinned memory up to powers of two."""
     room = torch.empty(n_bytes, dtype=torch.uint8)
     if page_locked:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -311,7 +310,7 @@ def _manifest_of(path: Path) -> Manifest | None:
 
 
 def _best(complete: Mapping[Path, Manifest], n_best: int) -> list[Path]:
-    """Gives those of the lowest held-out loss, of equal ones the newest."""
+    """Returns those with the lowest held-out loss; ties go to the newest."""
     losses = {
         path: loss
         for path, manifest in complete.items()

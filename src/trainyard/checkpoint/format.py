@@ -1,4 +1,4 @@
-"""A checkpoint on disk: a folder a step, a manifest and safetensors shards; no pickle anywhere.
+"""A checkpoint on disk: one folder per step, with a manifest and safetensors shards; no pickle.
 
     runs/demo/checkpoints/
       step-00001000/
@@ -6,9 +6,9 @@
         model-00001-of-00002.safetensors
         optimizer-00000-of-00002.safetensors
         optimizer-00001-of-00002.safetensors
-        tokenizer.json                           a copy of the run's, if it has one
+        tokenizer.json                           a copy of the run's, if any
         manifest.json
-      .step-00002000.partial/        being written, or left by a save that was killed
+      .step-00002000.partial/        being written, or left by a killed save
 
     {"sha256": "9f86d081...",                        of every byte after this line's comma
      "format": 2,
@@ -23,22 +23,22 @@
                                                     "header_sha256": "..."}, ...},
      "tokenizer": {"n_bytes": 1755863, "sha256": "...", "fingerprint": "..."}}
 
-Format 1, which can still be read, has no tokenizer.
+Format 1, still readable, has no tokenizer.
 
 Tensor names are global: `model.blocks.17.attention.qkv.weight`, `optimizer.<parameter>.exp_avg`.
-A tensor is stored in chunks, as it was cut when it was saved; each has the tensor's name inside
-its file. The chunks of a tensor form a grid, so that a hole or an overlap is found from lengths:
+A tensor is stored in chunks, as sharded when saved; each has the tensor's name inside its file. The
+chunks of a tensor form a grid, so their lengths reveal holes and overlaps:
 
-    offset   0        512      800        rows cut over data ranks, columns over tensor ranks
+    offset   0        512      800        rows over data ranks, columns over tensor ranks
         0    +--------+--------+
       100    |        |        |          {0, 512} x {0, 100, 200}: every corner has its chunk
       200    +--------+--------+
 
-The checksums of the chunks and of the header cover every byte of a file; a reader hashes just the
-chunks it needs. Only one rank writes what several hold, so that no byte is stored twice.
+The checksums of the chunks and of the header cover every byte of a file; a reader hashes only the
+chunks it needs. Only one rank writes what several hold, so no byte is stored twice.
 
-Whatever is read may have been made by somebody else: sizes, names and shapes are checked against
-the files before anything is allocated or opened by name.
+Checkpoints are untrusted input: sizes, names and shapes are checked against the files before
+anything is allocated or opened by name.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ DTYPES = {
     )
 }
 OLDER_IS_KEPT = (
-    "restore its files from a copy, or move the folder away: the one before it is then the newest"
+    "restore its files from a copy, or move the folder away to use the checkpoint before it"
 )
 _SEAL_START, _SEAL_END, _SEAL_BYTES = b'{"sha256": "', b'",', 78
 
@@ -106,11 +106,11 @@ class Chunk(_Part):
     shape: tuple[Count, ...]
     file: PlainName
     sha256: Sha256
-    """Of the values, as they lie in the file."""
+    """Of the values, as stored in the file."""
 
 
 class StoredTensor(_Part):
-    """A tensor's type, global shape and parts."""
+    """A tensor's dtype, global shape and chunks."""
 
     dtype: str
     shape: tuple[Count, ...]
@@ -124,7 +124,7 @@ class StoredTensor(_Part):
 
 
 class StoredFile(_Part):
-    """A file's size, and the checksum of what precedes its values."""
+    """A file's size, and the checksum of its header."""
 
     n_bytes: Count
     header_sha256: Sha256
@@ -141,7 +141,7 @@ class StoredTokenizer(_Part):
 
 
 class Facts(_Part):
-    """What the trainer knows at a step, beside the tensors."""
+    """The training state at a step, besides the tensors."""
 
     step: Count
     consumed_sequences: Count
@@ -152,15 +152,15 @@ class Facts(_Part):
     versions: dict[str, str] = {}
     """Of Python, torch and Trainyard."""
     data_fingerprint: str = ""
-    """Of the token files, wherever they lie; empty when nothing was read."""
+    """Of the token files, independent of their paths; empty if none was read."""
     training: dict[str, JsonValue] = {}
-    """State of the loop that tensors do not hold: skipped steps, loss scale."""
+    """State of the loop outside tensors: skipped steps, loss scale."""
 
     def build_run(self) -> Run:
-        """Makes the run of this checkpoint.
+        """Parses the run of this checkpoint.
 
         Raises:
-            CheckpointError: its run is not one this version understands.
+            CheckpointError: this version cannot parse it.
         """
         try:
             return Run.model_validate(self.run)
@@ -183,7 +183,7 @@ class Manifest(Facts):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size in bytes of each file but the manifest."""
+        """The size in bytes of each file except the manifest."""
         sizes = {name: file.n_bytes for name, file in self.files.items()}
         return sizes | ({TOKENIZER: self.tokenizer.n_bytes} if self.tokenizer else {})
 
@@ -194,7 +194,7 @@ class Manifest(Facts):
             for chunk in tensor.chunks:
                 file = chunk.file
                 if file not in needed:
-                    raise ValueError(f"tensor {name!r} is in {file!r}, not among the files")
+                    raise ValueError(f"tensor {name!r} is in {file!r}, which is not listed")
                 needed[file] += math.prod(chunk.shape) * DTYPES[tensor.dtype].itemsize
                 if needed[file] > self.files[file].n_bytes:
                     raise ValueError(
@@ -212,10 +212,10 @@ class _OnlyFormat(BaseModel):
 
 
 def grid_problem(tensor: StoredTensor) -> str:
-    """Says why the chunks of a tensor do not fill its shape exactly; empty when they do."""
+    """Returns why the chunks of a tensor do not fill its shape exactly; empty if they do."""
     n_dimensions = len(tensor.shape)
     if any(len(c.offset) != n_dimensions or len(c.shape) != n_dimensions for c in tensor.chunks):
-        return "a chunk has another number of dimensions"
+        return "a chunk has a different number of dimensions"
     if 0 in tensor.shape:
         is_whole = [chunk.shape for chunk in tensor.chunks] == [tensor.shape]
         return "" if is_whole else "an empty tensor must be one chunk of its whole shape"
@@ -235,20 +235,20 @@ def grid_problem(tensor: StoredTensor) -> str:
     if len(found) < len(tensor.chunks):
         return "two chunks overlap: they have the same offset"
     hole = next((corner for corner in itertools.product(*starts) if corner not in found), None)
-    return f"no chunk holds what begins at {list(hole)}" if hole else ""
+    return f"no chunk covers offset {list(hole)}" if hole else ""
 
 
 def render_manifest(manifest: Manifest) -> bytes:
-    """Writes a manifest as JSON that begins with the checksum of the rest."""
+    """Serialises a manifest as JSON that starts with the checksum of the rest."""
     body = manifest.model_dump_json(indent=1).encode()[1:]
     return _SEAL_START + hashlib.sha256(body).hexdigest().encode() + _SEAL_END + body
 
 
 def load_manifest(path: Path) -> Manifest:
-    """Reads and checks the manifest of the checkpoint folder `path`, and looks at no other file.
+    """Reads and checks the manifest of the checkpoint folder `path`, and no other file.
 
     Raises:
-        CheckpointError: no checkpoint, or a manifest that is damaged, malformed or of a newer
+        CheckpointError: no checkpoint, or a manifest that is damaged, malformed or from a newer
             version.
     """
     return _parse_manifest(path / MANIFEST, _read_bytes(path / MANIFEST))
@@ -258,7 +258,7 @@ def read_manifest(path: Path) -> Manifest:
     """Reads and checks the manifest of the checkpoint folder `path`, and the sizes of its files.
 
     Raises:
-        CheckpointError: as `load_manifest`, or a file is missing or of another size.
+        CheckpointError: as `load_manifest`, or a file is missing or has another size.
     """
     manifest = load_manifest(path)
     for name, n_bytes in manifest.sizes.items():
@@ -275,7 +275,7 @@ def read_manifest(path: Path) -> Manifest:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Lists the step folders in `folder`, newest first, complete or not.
 
-    A link is one even where it leads nowhere: the disk it leads to may be absent for now.
+    A broken link counts: its disk may be unmounted.
     """
     found = [
         path
@@ -286,7 +286,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Says in one line what pydantic found first: where, what and the value."""
+    """Describes pydantic's first error in one line: where, what and the value."""
     problem = error.errors(include_url=False)[0]
     place = ".".join(str(part) for part in problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
@@ -295,7 +295,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Reads the step from a checkpoint folder's name; None when it is not one."""
+    """Parses the step from a checkpoint folder's name; None if it is not one."""
     match = STEP_FOLDER.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -306,9 +306,9 @@ def step_folder_name(step: int) -> str:
 
 
 def header_sha256(path: Path) -> str:
-    """Computes the SHA-256 of a safetensors file's header, its length included, in hex.
+    """Computes the SHA-256 of a safetensors file's header, including its length, in hex.
 
-    A length beyond the limit of the format, which damage can make, gives the checksum of nothing.
+    A length beyond the format's limit, from damage, yields the checksum of no bytes.
     """
     with path.open("rb") as file:
         length = file.read(8)
@@ -323,7 +323,7 @@ def values_sha256(tensor: Tensor) -> str:
 
 
 def regular_file_size(path: Path) -> int | None:
-    """Looks up the bytes of an ordinary file; None where there is none, or something else."""
+    """Returns the size of a regular file in bytes; None if there is none."""
     try:
         status = path.stat()
     except OSError:
@@ -357,7 +357,7 @@ def _parse_manifest(path: Path, raw: bytes) -> Manifest:
     found = hashlib.sha256(body).hexdigest()
     if raw[:_SEAL_BYTES] != _SEAL_START + found.encode() + _SEAL_END:
         raise CheckpointError(
-            f"{path} is damaged: its first line must give its checksum, {found}, "
+            f"{path} is damaged: its first line must be its checksum, {found}, "
             f"but reads {raw[:_SEAL_BYTES]!r}",
             OLDER_IS_KEPT,
         )

@@ -1,15 +1,14 @@
-"""Reads checkpoints: finds the newest complete one, checks its files, fills tensors from it.
+"""Loads checkpoints: finds the newest complete one, checks its files, fills tensors from it.
 
-Nothing is unpickled: JSON says what there is, safetensors holds the values.
+Nothing is unpickled: metadata is JSON, values are safetensors.
 
-A rank reads the chunks that overlap what it holds, however they were cut, and from them what it
-needs; nothing is known of the layout that saved, and nothing is said to other ranks:
+Each rank reads the chunks that overlap its shards, for any saved layout, without communication:
 
     saved by 2 ranks, rows       0.......3 4.......7
-    wanted by 3 ranks            0.....2 3.....5 6.7     the second reads one row of the first
+    loaded by 3 ranks            0.....2 3.....5 6.7     the second reads one row of the first
                                                          chunk and two of the second
-Each chunk that is read is compared with its checksum by every rank that reads it: what a rank
-trusts is what came to its own memory. A chunk that is wanted whole is read to where it is wanted.
+Every rank checks the checksum of each chunk it reads, in its own memory. It reads a chunk that it
+needs whole directly into place.
 """
 
 from __future__ import annotations
@@ -44,25 +43,25 @@ from trainyard.plan.size import parameter_shapes
 
 logger = logging.getLogger("trainyard")
 
-# Their rows beyond the vocabulary are padding, which depends on the layout; nothing ever reads it.
+# Rows beyond the vocabulary are padding, which depends on the layout and is never read.
 _PADDED_PARAMETERS = ("embedding.weight", "head.weight")
 
 
 def complete_checkpoints(folder: Path) -> Iterator[Path]:
-    """Yields the checkpoints in `folder` whose manifest and file sizes are right, newest first.
+    """Yields the checkpoints in `folder` with correct manifest and file sizes, newest first.
 
-    Those that are not are passed over with a warning.
+    Skips others with a warning.
     """
     for path in list_checkpoints(folder):
         problem = problem_of(path)
         if problem:
-            logger.warning("passing over %s: %s", path.name, problem)
+            logger.warning("skipping %s: %s", path.name, problem)
         else:
             yield path
 
 
 def problem_of(path: Path) -> str:
-    """Says what is wrong with the manifest or the file sizes of a checkpoint, if anything."""
+    """Returns the problem of a checkpoint's manifest or file sizes, if any."""
     try:
         read_manifest(path)
     except CheckpointError as error:
@@ -76,7 +75,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Finds the checkpoint that a user means: a step folder, or the newest of a run folder.
+    """Finds the checkpoint that a user names: a step folder, or the newest of a run folder.
 
     Raises:
         CheckpointError: there is none.
@@ -94,7 +93,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def load_tensors(path: Path, prefix: str = "model.") -> dict[str, Tensor]:
-    """Reads the whole tensors whose names begin with `prefix`, under the rest of their names.
+    """Reads whole tensors whose names start with `prefix`, and strips it from the names.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -112,19 +111,18 @@ def load_into(
     vocabulary_size: int,
     placements: Mapping[str, Placement] | None = None,
 ) -> None:
-    """Fills tensors in place, wherever they are, from those of the same names.
+    """Fills tensors in place, on any device, from those of the same names.
 
     Args:
-        path: a checkpoint folder, saved under any layout; what it holds beyond `tensors` is not
-            read.
+        path: a checkpoint folder, saved with any layout; only `tensors` are read from it.
         tensors: by global name.
-        vocabulary_size: rows of embedding and head that must be there; padding above may differ,
-            and what the checkpoint has no row for stays as it was.
-        placements: where they lie in the whole tensors; without one, a tensor is whole.
+        vocabulary_size: rows of embedding and head that must exist; padding above may differ, and
+            rows missing in the checkpoint stay unchanged.
+        placements: their positions in the whole tensors; without one, a tensor is whole.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or a tensor is missing or of another shape or
-            type. Of damage, which is found late, some tensors may have been filled.
+        CheckpointError: the checkpoint is damaged, or a tensor is missing or has another shape or
+            type. Damage is found late, after some tensors may have been filled.
     """
     manifest = read_manifest(path)
     places = {name: whole(tensor.shape) for name, tensor in tensors.items()}
@@ -159,13 +157,13 @@ def build_model_from_checkpoint(
 
 
 def load_tokenizer_copy(path: Path, manifest: Manifest) -> Vocabulary | None:
-    """Loads the tokenizer of a checkpoint: its own copy, or else the one its run names.
+    """Loads the tokenizer of a checkpoint: its own copy, else the one its run names.
 
     Raises:
         CheckpointError: the copy is damaged.
         DataError: it cannot be read.
     """
-    if manifest.tokenizer is None:  # the run has none, or the checkpoint is of format 1
+    if manifest.tokenizer is None:  # the run has none, or this is format 1
         source = manifest.build_run().tokenizer.path
         return load_vocabulary(source) if source else None
     vocabulary = load_vocabulary(path / TOKENIZER)
@@ -179,7 +177,7 @@ def load_tokenizer_copy(path: Path, manifest: Manifest) -> Vocabulary | None:
 
 
 def _require_model(path: Path, manifest: Manifest, run: Run) -> int:
-    """Checks every shape before a model of that size is made; returns the rows of the embedding."""
+    """Checks every shape before building a model of that size; returns the embedding's rows."""
     if run.model.n_layers > len(manifest.tensors):
         raise CheckpointError(
             f"{path} holds {len(manifest.tensors)} tensors, too few for "
@@ -197,9 +195,9 @@ def _require_model(path: Path, manifest: Manifest, run: Run) -> int:
 
 
 def _types_of(name: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Lists as what a tensor may be stored to be read as another type, the latter first.
+    """Lists the stored types that can be read as a type, that one first.
 
-    Low-precision state uses bf16 weights. Other runs read them as fp32; it starts from fp32 too.
+    Low-precision state uses bf16 weights. Other runs read them as fp32; it also reads fp32.
     """
     is_weight = name.startswith("model.") and dtype in (torch.float32, torch.bfloat16)
     return (dtype, torch.float32, torch.bfloat16) if is_weight else (dtype,)
@@ -238,7 +236,7 @@ def _check_shape(
     if not fits:
         raise CheckpointError(
             f"tensor {name!r} in {path} has shape {list(found)}; this run needs {list(wanted)}",
-            "the model section of the run must be that of the checkpoint: trainyard show prints it",
+            "the run's model section must match the checkpoint's: trainyard show prints it",
         )
 
 
@@ -247,7 +245,7 @@ _Chunks = list[tuple[str, str, Chunk]]
 
 
 def _by_file(manifest: Manifest, wanted: Mapping[str, Placement]) -> dict[str, _Chunks]:
-    """Lists by file the chunks that hold something of each wanted part."""
+    """Lists by file the chunks that overlap each part to read."""
     found: dict[str, _Chunks] = {}
     for name, part in wanted.items():
         stored = manifest.tensors[name]
@@ -258,7 +256,7 @@ def _by_file(manifest: Manifest, wanted: Mapping[str, Placement]) -> dict[str, _
 
 
 def _overlap(place: Placement, chunk: Chunk) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Says what a part and a chunk share: slices of the part, and of the chunk."""
+    """Returns the overlap of a part and a chunk: slices of the part, and of the chunk."""
     of_part, of_chunk = [], []
     for part_start, part_length, start, length in zip(
         place.offsets, place.local_shape, chunk.offset, chunk.shape, strict=True
@@ -278,7 +276,7 @@ def _fill(
     tensors: Mapping[str, Tensor],
     places: Mapping[str, Placement],
 ) -> None:
-    """Reads every chunk that has something of these tensors, and checks it."""
+    """Reads and checks every chunk that overlaps these tensors."""
 
     def take(name: str, chunk: Chunk, values: Values) -> None:
         found = _read_shared(tensors[name].detach(), places[name], chunk, values)
@@ -299,7 +297,7 @@ def _fill(
 
 
 def _read_shared(target: Tensor, place: Placement, chunk: Chunk, values: Values) -> str:
-    """Reads what a part and a chunk share into the part; gives the SHA-256 of the chunk."""
+    """Reads the overlap of a part and a chunk into the part; returns the chunk's SHA-256."""
     shared = _overlap(place, chunk)
     assert shared is not None, (place, chunk)
     of_part, of_chunk = shared
@@ -314,7 +312,7 @@ def _read_shared(target: Tensor, place: Placement, chunk: Chunk, values: Values)
 
 
 def _find_values(file: Path, chunks: _Chunks) -> list[tuple[str, Chunk, Values]]:
-    """Finds where in a file its chunks are, in the order in which they lie there."""
+    """Locates the chunks of a file, in file order."""
     header = read_header(file)
     found = []
     for name, dtype, chunk in chunks:

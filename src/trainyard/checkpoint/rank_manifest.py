@@ -1,11 +1,11 @@
-"""What ranks that save together tell each other: JSON files in the folder that is being written.
+"""Manifests of ranks that save together: JSON files in the folder being written.
 
     parts-00003.json   {"tensors": {"model.final_norm.weight": {..., "chunks": [one]}, ...},
                         "files": {"model-00003-of-00016.safetensors": {...}, ...}, "failure": null}
     parts-00004.json   {"tensors": {}, "files": {},
                         "failure": {"problem": "No space left on device", "hint": "free ..."}}
 
-Rank 0 joins them to the manifest; they are gone when the folder becomes a checkpoint.
+Rank 0 merges them into the manifest, and removes them before the folder becomes a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from trainyard.errors import MachineError
 from trainyard.parallel.placement import Placement
 
 EXPECTED = (OSError, SafetensorError, MachineError)
-"""What a disk can do to a save; anything else is a bug."""
-FREE_SPACE = "free space or quota on that disk; the checkpoints before this one are untouched"
+"""Errors from a disk; anything else is a bug."""
+FREE_SPACE = "free space or quota on that disk; earlier checkpoints are untouched"
 
 
 class Failure(BaseModel):
-    """Why a rank could not do its share, as in `MachineError`."""
+    """Why a rank failed, as in `MachineError`."""
 
     problem: str
     hint: str
 
 
 class RankManifest(BaseModel):
-    """What one rank wrote: its chunks of tensors, or why it could not."""
+    """One rank's chunks of tensors, or why it failed."""
 
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, StoredFile] = {}
@@ -41,12 +41,12 @@ class RankManifest(BaseModel):
 
 
 def parts_name(rank: int) -> str:
-    """Names the file that a rank leaves for rank 0."""
+    """Names a rank's file for rank 0."""
     return f"parts-{rank:05d}.json"
 
 
 def failure_of(error: Exception) -> Failure:
-    """Says in words what went wrong."""
+    """Describes an error."""
     if isinstance(error, MachineError):
         return Failure(problem=error.problem, hint=error.hint)
     problem = str(error) if isinstance(error, EXPECTED) else f"{type(error).__name__}: {error}"
@@ -54,7 +54,7 @@ def failure_of(error: Exception) -> Failure:
 
 
 def describe_part(tensor: Tensor, place: Placement, file: str, sha256: str) -> StoredTensor:
-    """Makes the entry of a tensor of which this is the only chunk known so far."""
+    """Makes the entry of a tensor with this one chunk."""
     assert tuple(tensor.shape) == place.local_shape, (tensor.shape, place)
     chunk = Chunk(offset=place.offsets, shape=place.local_shape, file=file, sha256=sha256)
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -62,17 +62,17 @@ def describe_part(tensor: Tensor, place: Placement, file: str, sha256: str) -> S
 
 
 def read_parts(folder: Path, n_ranks: int) -> list[RankManifest]:
-    """Reads what every rank wrote.
+    """Reads the manifests of all ranks.
 
     Raises:
-        MachineError: one failed, for the reason it gives, or left nothing that can be read.
+        MachineError: one failed, for the reason it gives, or left no readable file.
     """
     parts: list[RankManifest] = []
     silent: list[int] = []
     for rank in range(n_ranks):
         try:
             parts.append(RankManifest.model_validate_json((folder / parts_name(rank)).read_bytes()))
-        except (OSError, ValidationError):  # not even the reason could be written
+        except (OSError, ValidationError):  # it could not even write the reason
             silent.append(rank)
             continue
         failure = parts[-1].failure
@@ -86,10 +86,10 @@ def read_parts(folder: Path, n_ranks: int) -> list[RankManifest]:
 def join_parts(
     ranks: list[RankManifest],
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredFile]]:
-    """Joins what all ranks wrote; whether it is everything is for the manifest to find out.
+    """Merges the manifests of all ranks; the final manifest checks completeness.
 
     Raises:
-        ValueError: two ranks see one tensor differently.
+        ValueError: two ranks disagree about a tensor.
     """
     tensors: dict[str, StoredTensor] = {}
     chunks: dict[str, list[Chunk]] = {}

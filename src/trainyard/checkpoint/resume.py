@@ -1,7 +1,7 @@
-"""What may change between the run in a checkpoint and the run that goes on from it.
+"""Which fields may change when a run resumes from a checkpoint.
 
-Free is what leaves the mathematics and the data as they were, at most with other rounding.
-Everything else would make the second half of a run another experiment, and is refused by name.
+Fields that change neither mathematics nor data are free, even if rounding changes. All others would
+make the rest of the run another experiment; an error names them.
 """
 
 from __future__ import annotations
@@ -17,26 +17,24 @@ from trainyard.errors import CheckpointError
 FREE = (
     *("name", "description", "tokenizer.", "parallel."),
     *("checkpoint.", "evaluate.", "log.", "guard."),
-    # The same files may lie elsewhere: their fingerprint is compared, not their paths.
+    # Files may move: their fingerprint is compared, not their paths.
     *("data.cache_folder", "data.blend.prefixes", "data.train.prefixes"),
     *("data.valid.prefixes", "data.test.prefixes"),
     *("train.micro_batch_size", "train.stop_after_minutes", "train.compile"),
     *("model.vocabulary_multiple", "precision.fp8.all_gather", "precision.fp8.emulate"),
 )
 REFUSED = {
-    "model.": "the weights have this shape, and learned with this dropout",
-    "data.": "it chooses other sequences, or another order of them",
-    "train.length": (
-        "the order of the data is drawn for the length asked, so another length is another order"
-    ),
-    "train.global_batch_size": "the step decides which data was seen",
-    "train.batch_ramp": "the step decides which data was seen",
-    "train.seed": "it decides the order of the data, and dropout",
-    "optimizer.": "the moments in the checkpoint were gathered with it",
+    "model.": "it fixes the weights' shapes and the dropout they were trained with",
+    "data.": "it changes the sequences, or their order",
+    "train.length": "the data order depends on the length",
+    "train.global_batch_size": "it decides which data each step sees",
+    "train.batch_ramp": "it decides which data each step sees",
+    "train.seed": "it decides the data order and dropout",
+    "optimizer.": "the checkpoint's moments were accumulated with it",
     "schedule.": "the learning rate would jump",
-    "precision.": "weights and moments were rounded by it",
+    "precision.": "weights and moments were rounded to it",
 }
-# Weights alone, before the first step: only what they are made of is settled.
+# Before the first step there are only weights: only fields that determine them are fixed.
 _SETTLED_AT_START = (
     *("model.n_layers", "model.d_model", "model.n_heads", "model.d_ff", "model.sequence_length"),
     *("model.vocabulary_size", "model.tied_embeddings", "model.layer_norm_epsilon"),
@@ -59,7 +57,7 @@ class Change:
 
 
 def run_changes(saved: Run, wanted: Run) -> list[Change]:
-    """Lists every field that differs between two runs, and whether it may when resuming."""
+    """Lists every field that differs between two runs, and whether it may on resume."""
     before, after = _flatten(saved), _flatten(wanted)
     return [
         Change(field, before.get(field), after.get(field), refusal_of(field))
@@ -71,14 +69,14 @@ def run_changes(saved: Run, wanted: Run) -> list[Change]:
 def check_resumable(
     manifest: Manifest, wanted: Run, data_fingerprint: str, tokenizer_fingerprint: str
 ) -> list[Change]:
-    """Makes sure that `wanted` goes on with what the checkpoint began; returns the free changes.
+    """Checks that `wanted` can resume from the checkpoint; returns the free changes.
 
-    At step 0 there are only weights, and everything but the shape of the model may change.
+    At step 0 there are only weights, and everything except the shape of the model may change.
 
     Args:
         manifest: of the checkpoint.
-        wanted: the run that is to go on.
-        data_fingerprint: of the token files of `wanted`; empty if it is not known yet.
+        wanted: the run to resume.
+        data_fingerprint: of the token files of `wanted`; empty if not yet known.
         tokenizer_fingerprint: of its tokenizer; empty when it has none.
 
     Raises:
@@ -102,7 +100,7 @@ def check_resumable(
             )
     if refused:
         raise CheckpointError(
-            f"the checkpoint of step {manifest.step} is of another run:\n"
+            f"the checkpoint of step {manifest.step} belongs to another run:\n"
             + "\n".join(f"  {line}" for line in refused),
             "change these back, or start a run with another name; free to change: "
             + ", ".join(name.removesuffix(".") for name in FREE),
@@ -111,7 +109,7 @@ def check_resumable(
 
 
 def refusal_of(field: str) -> str:
-    """Says why a field must stay as it is when a run is resumed; empty when it may change."""
+    """Returns why a field must not change on resume; empty if it may."""
     if _is_in(field, FREE):
         return ""
     return next(reason for name, reason in REFUSED.items() if _is_in(field, (name,)))

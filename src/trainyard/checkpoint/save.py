@@ -1,20 +1,20 @@
-"""Writes checkpoints so that a crash at any moment leaves the ones before intact.
+"""Writes checkpoints so that a crash at any time leaves earlier ones intact.
 
 Everything is written and flushed under a hidden name; one rename makes it a checkpoint:
 
     .step-00002000.partial/  ->  step-00002000/
 
-Ranks save together through that folder, with nothing between them but a barrier:
+Ranks save together through that folder, synchronised only by barriers:
 
-    rank 0       looks for room, and makes the folder
+    rank 0       checks free space, and creates the folder
     ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
-    every rank   writes its tensors, then parts-00003.json: what is where, or why it could not
+    every rank   writes its tensors, then parts-00003.json: their places, or its failure
     ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
-    rank 0       joins these lists to the manifest and renames; or writes why not to failure.json
+    rank 0       merges these into the manifest and renames; or writes failure.json
     ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
-    every rank   looks how it ended
+    every rank   checks the outcome
     ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
-    rank 0       removes the folder of a save that failed
+    rank 0       removes the folder of a failed save
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from trainyard.errors import MachineError
 from trainyard.parallel.placement import Placement, whole
 from trainyard.units import format_bytes
 
-# Few files, and none too large to move about.
+# Few files, each small enough to move.
 SHARD_LIMIT_BYTES = 2**30
 _ROOM_FOR_MANIFEST_BYTES = 2**20
 _PARTIAL = ".partial"
 _FAILURE = "failure.json"
-_RANK_0_KNOWS = "rank 0 failed, and says why"
+_RANK_0_KNOWS = "rank 0 failed; see its message"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Ranks:
     rank: int
     n_ranks: int
     barrier: Callable[[], object]
-    """Returns when every rank has called it."""
+    """Waits until every rank has called it."""
 
 
 ALONE = Ranks(0, 1, lambda: None)
@@ -89,22 +89,22 @@ def save_checkpoint(
 ) -> Path:
     """Writes the checkpoint of one step into `folder` and returns its path.
 
-    A checkpoint of the same step is replaced. No second copy of the tensors is held. All ranks
-    call it, and it fails on all of them or on none.
+    Replaces a checkpoint of the same step. Holds no second copy of the tensors. All ranks call it,
+    and it fails on all of them or on none.
 
     Args:
-        folder: the run's checkpoints, made when absent; the same for all ranks.
-        facts: the step and what belongs to it; those of rank 0 are written.
+        folder: the run's checkpoints, created if absent; the same for all ranks.
+        facts: the step and its facts; rank 0's are written.
         tensors: what this rank writes, by global name; the part before the first dot names the
-            files. Of ranks that hold the same part, one gives it.
-        placements: where they lie in the whole tensors; without one, a tensor is whole.
+            files. Of ranks that hold the same part, one passes it.
+        placements: their positions in the whole tensors; without one, a tensor is whole.
         ranks: this rank among those that save.
-        total_bytes: of the tensors of all ranks, for which there must be room before anything is
-            written; None: those of rank 0 are all there is.
+        total_bytes: size of the tensors of all ranks, which must fit before anything is written;
+            None: rank 0 holds all tensors.
         vocabulary: of the run's tokenizer; rank 0 writes a copy.
 
     Raises:
-        MachineError: no room, or the disk cannot be written; older checkpoints are as they were.
+        MachineError: no space, or the disk cannot be written; older checkpoints are unchanged.
     """
     final = folder / step_folder_name(facts.step)
     partial = folder / f".{final.name}{_PARTIAL}"
@@ -138,7 +138,7 @@ def save_checkpoint(
 def split_in_shards(
     tensors: Mapping[str, Tensor], limit_bytes: int = SHARD_LIMIT_BYTES
 ) -> list[dict[str, Tensor]]:
-    """Deals tensors, in their order, to shards within `limit_bytes`, or of one larger tensor."""
+    """Groups tensors, in order, into shards within `limit_bytes`, or of one larger tensor."""
     shards: list[dict[str, Tensor]] = []
     room = 0
     for name, tensor in tensors.items():
@@ -153,16 +153,16 @@ def split_in_shards(
 def remove_checkpoint(path: Path) -> None:
     """Removes a step folder.
 
-    Its name goes first, so that half a folder is never taken for a checkpoint.
+    Renames it first, so that a half-removed folder never counts as a checkpoint.
     """
     _remove(_rename_to_partial(path))
 
 
 def require_space(folder: Path, tensors_bytes: int) -> None:
-    """Makes sure that a checkpoint with so many bytes in its tensors fits.
+    """Checks that a checkpoint with `tensors_bytes` of tensors fits.
 
     Raises:
-        MachineError: says how much it needs and how much is free.
+        MachineError: with the needed and the free space.
     """
     needed = tensors_bytes + tensors_bytes // 1000 + _ROOM_FOR_MANIFEST_BYTES
     free = shutil.disk_usage(folder).free
@@ -187,7 +187,7 @@ def write_tokenizer(folder: Path, vocabulary: Vocabulary | None) -> StoredTokeni
 
 
 def flush(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
+    """Flushes a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -196,7 +196,7 @@ def flush(path: Path) -> None:
 
 
 def _attempt(step: Callable[[], None]) -> Exception | None:
-    """Runs a step and gives its error, because a rank that left would let the others wait."""
+    """Runs a step and returns its error: a rank that raised would leave the others waiting."""
     try:
         step()
     except Exception as error:
@@ -214,7 +214,7 @@ def _prepare(folder: Path, partial: Path, total_bytes: int) -> None:
 def _write_parts(
     partial: Path, tensors: Mapping[str, Tensor], placements: Mapping[str, Placement], ranks: Ranks
 ) -> None:
-    """Writes this rank's files and the list of what is in them; removes them if it cannot."""
+    """Writes this rank's files and manifest; removes them on failure."""
     if not partial.is_dir():
         raise MachineError(_RANK_0_KNOWS, FREE_SPACE)
     places = {name: placements.get(name) or whole(t.shape) for name, t in tensors.items()}
@@ -234,7 +234,7 @@ def _write_parts(
                 parts.tensors[name] = part
         _write_flushed(own, parts)
     except Exception as error:
-        with suppress(OSError):  # on a file system that became read-only
+        with suppress(OSError):  # the file system may have become read-only
             for path in shards:
                 path.unlink(missing_ok=True)
         failed = RankManifest(failure=failure_of(error))
@@ -245,7 +245,7 @@ def _write_parts(
 def _named_shards(
     tensors: Mapping[str, Tensor], ranks: Ranks
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yields files: model-RANK-of-RANKS, and where a rank has several, -FILE-of-FILES."""
+    """Yields files: model-RANK-of-RANKS, plus -FILE-of-FILES if a rank has several."""
     for part in dict.fromkeys(name.partition(".")[0] for name in tensors):
         own = {name: t for name, t in tensors.items() if name.startswith(f"{part}.")}
         shards = split_in_shards(own)
@@ -275,12 +275,12 @@ def _join_and_publish(
     partial.rename(final)
     flush(final.parent)
     if replaced:
-        with suppress(OSError):  # if not now, then by the next save
+        with suppress(OSError):  # else the next save does it
             _remove(replaced)
 
 
 def _tell_failure(partial: Path, error: Exception) -> None:
-    """Leaves word for the other ranks, in the room that everything else had taken."""
+    """Leaves a message for the other ranks, in space freed from the rest."""
     failure = failure_of(error)
 
     def tell() -> None:
@@ -292,14 +292,14 @@ def _tell_failure(partial: Path, error: Exception) -> None:
 
 
 def _find_failure(partial: Path, final: Path, error: Exception | None) -> Failure | None:
-    """Finds out why a save failed, on any rank, if it did.
+    """Returns why a save failed, on any rank, if it did.
 
-    Only names that nobody has looked up before are opened, since a network file system may remember
-    for a while that a name was there, or was not.
+    Opens only names not looked up before, since a network file system may cache lookups for a
+    while.
     """
     try:
         return Failure.model_validate_json((partial / _FAILURE).read_bytes())
-    except (OSError, ValidationError):  # none, or no room for it
+    except (OSError, ValidationError):  # none, or no space for it
         pass
     if error is not None:
         return failure_of(error)
@@ -320,13 +320,13 @@ def _rename_to_partial(path: Path) -> Path:
 
 
 def remove_partials(folder: Path) -> None:
-    """Removes what saves and removals that were killed have left in `folder`."""
+    """Removes leftovers of killed saves and removals in `folder`."""
     for path in folder.glob(f".step-*{_PARTIAL}"):
         _remove(path)
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder; of a link to one, the link: what was moved to another disk stays there."""
+    """Removes a folder, or only the link to one moved to another disk."""
     if path.is_symlink():
         path.unlink()
     else:

@@ -1,4 +1,4 @@
-"""Safetensors files, written and read as fast as the disk goes, with checksums on the way.
+"""Writes and reads safetensors files at disk speed, with checksums.
 
     byte 0    8                     8 + n                                  end of the file
          +----+---------------------+------------------+-----------------+
@@ -7,10 +7,10 @@
     {"b": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
      "a": {"dtype": "BF16", "shape": [5], "data_offsets": [24, 34]}}
 
-Values go from where they lie to the file and back in pieces, without another copy. A piece is
-hashed while the next ones are on their way: several threads take a tensor each, and neither the
-disk nor the checksum holds Python's lock. A disk that is left alone begins to write when it is
-asked to flush; here it is told after every piece, and the flush at the end finds little to do.
+Values move between memory and file in pieces, without another copy. Hashing one piece overlaps with
+I/O of the next: each of several threads takes a tensor, and neither I/O nor hashing holds the GIL.
+The kernel would start writing only at the flush; here writeback starts after every piece, so little
+is left for the final flush.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from trainyard.checkpoint.format import DTYPES, HEADER_LIMIT_BYTES, StoredFile
 from trainyard.config.reading import open_file
 from trainyard.errors import CheckpointError
 
-# More than two cores hash at the rate of most disks; one more thread than computes waits for those.
+# More than two cores hash at the rate of most disks; one more thread waits for I/O.
 THREADS: Final = 4
-# Large, because each piece waits for Python's lock, which a busy training loop gives up every 5 ms.
+# Large, because each piece waits for the GIL, which a busy training loop releases every 5 ms.
 _PIECE_BYTES = 8 * 2**20
-# Below this, the disk is not told: it would write the pages that two tensors share twice.
+# No early writeback below this: it would write pages shared by two tensors twice.
 _WORTH_TELLING_BYTES = 2**20
-# Values begin at a whole page of memory.
+# Values start at a page boundary.
 _HEADER_ALIGNMENT_BYTES = 4096
 _TAKE_ANOTHER = "copy or download the file again"
 _CODES = {
@@ -66,7 +66,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Written:
-    """A file that is on the disk, and the checksums of the tensors in it."""
+    """A file on disk, and the checksums of its tensors."""
 
     file: StoredFile
     sha256: dict[str, str]
@@ -79,12 +79,12 @@ class _Entry(msgspec.Struct):
 
 
 def write_shards(shards: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, Written]:
-    """Writes files of named tensors, and returns when all are on the disk.
+    """Writes files of named tensors, and returns once all are on disk.
 
-    Of tensors on a GPU, or of those that do not lie in one piece, a few are copied at a time.
+    Copies GPU tensors and non-contiguous ones a few at a time.
 
     Raises:
-        OSError: no room, or the disk cannot be written; the files are left as they are then.
+        OSError: no space, or the disk cannot be written; leaves the files as they are.
     """
     with ExitStack() as stack:
         for path in shards:
@@ -108,12 +108,12 @@ def write_shards(shards: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, Writ
 
 
 def read_header(path: Path) -> dict[str, Values]:
-    """Reads where the tensors of a file are, in the order in which they lie there.
+    """Reads where the tensors of a file are, in file order.
 
-    Together they fill it: no byte is left over, none belongs to two.
+    They must fill it exactly, without gaps or overlaps.
 
     Raises:
-        CheckpointError: it cannot be read, or is no such file.
+        CheckpointError: it cannot be read, or is not a safetensors file.
     """
     try:
         with open_file(path) as file:
@@ -134,11 +134,11 @@ def read_header(path: Path) -> dict[str, Values]:
         if dtype is None or min(entry.shape, default=0) < 0:
             raise _malformed(path, f"{name!r} is {entry.dtype} {list(entry.shape)}")
         if not 0 <= start <= end <= size - 8 - n_bytes:
-            raise _malformed(path, f"{name!r} would lie at {start}:{end}, beyond its end")
+            raise _malformed(path, f"{name!r} is at {start}:{end}, beyond its end")
         if end - start != math.prod(entry.shape) * dtype.itemsize:
             raise _malformed(path, f"{name!r} has {end - start} bytes for {list(entry.shape)}")
         if start != filled:
-            raise _malformed(path, f"{name!r} begins at {start}, where {filled} is the next byte")
+            raise _malformed(path, f"{name!r} begins at {start}, not at the next byte, {filled}")
         filled = end
         found[name] = Values(path, dtype, entry.shape, 8 + n_bytes + start, end - start)
     if filled != size - 8 - n_bytes:
@@ -147,15 +147,15 @@ def read_header(path: Path) -> dict[str, Values]:
 
 
 def read_values(values: Values, into: Tensor | None = None) -> str:
-    """Reads the values of a tensor from the disk and gives their SHA-256 in hex.
+    """Reads the values of a tensor from disk and returns their SHA-256 in hex.
 
     Args:
         values: where they are.
         into: filled with them; a contiguous CPU tensor of their type and number. Without it, they
-            are read for the checksum alone.
+            are only hashed.
 
     Raises:
-        CheckpointError: the disk fails, or the file has become shorter.
+        CheckpointError: the disk fails, or the file is truncated.
     """
     digest = hashlib.sha256()
     whole = None if into is None else _bytes_of(into)
@@ -173,9 +173,9 @@ def read_values(values: Values, into: Tensor | None = None) -> str:
 
 
 def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
-    """Makes the start of a file, and says at which byte of the file each tensor begins."""
+    """Returns the header of a file, and the byte offset of each tensor."""
     entries, offsets, end = {}, {}, 0
-    # Wide types first, so that all begin at a multiple of their width.
+    # Wide types first, so that all are aligned to their width.
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
         offsets[name], end = end, end + tensor.nbytes
         code, shape = _CODE_OF[tensor.dtype], list(tensor.shape)
@@ -187,10 +187,9 @@ def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
 
 
 def _write_values(file: BinaryIO, turn: Lock, start: int, tensor: Tensor) -> str:
-    """Writes the values of a tensor at a byte of a file; gives their SHA-256 in hex.
+    """Writes the values of a tensor at a byte of a file; returns their SHA-256 in hex.
 
-    The kernel lets one thread at a time write to a file, and those that wait for it keep a core
-    busy: here they wait asleep.
+    The kernel lets one thread at a time write to a file, and the others spin: here they sleep.
     """
     digest = hashlib.sha256()
     values = tensor.detach().reshape(-1)
@@ -215,10 +214,10 @@ def _finish(file: BinaryIO, header: bytes, futures: Mapping[str, Future[str]]) -
 
 
 def _begin_to_flush(file: BinaryIO, start: int, n_bytes: int) -> None:
-    """Has the kernel begin to write a part of a file, where it can be told; returns at once.
+    """Starts writeback of a part of a file, where supported; returns at once.
 
-    The advice is that these pages will not be read again soon. Linux hands those that are not on
-    the disk yet to it, without waiting.
+    It advises the kernel that these pages are not needed soon. Linux then starts to write dirty
+    ones, without waiting.
     """
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
@@ -226,7 +225,7 @@ def _begin_to_flush(file: BinaryIO, start: int, n_bytes: int) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Gives the memory of a contiguous CPU tensor."""
+    """Returns the memory of a contiguous CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -245,4 +244,4 @@ def _read_all(file: BinaryIO, piece: memoryview, start: int) -> None:
 
 
 def _malformed(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is no safetensors file: {why}", _TAKE_ANOTHER)
+    return CheckpointError(f"{path} is not a safetensors file: {why}", _TAKE_ANOTHER)

@@ -1,21 +1,21 @@
-"""Compares every byte of a checkpoint with its checksums, and says all that is wrong with it.
+"""Checks every byte of a checkpoint against its checksums, and lists all problems.
 
     report = check_checkpoint(Path("runs/demo/checkpoints/step-00002000"))
     report.manifest.step, report.n_bytes
 
-raises a CheckpointError that says what is wrong with each file, such as
+raises a CheckpointError with each file's problem, such as
 
     runs/demo/checkpoints/step-00002000: 2 problems
       model.safetensors is damaged: the sha256 of 'model.a' in it is 3f..., the manifest says 77...
       optimizer.safetensors is missing
 
-Each byte belongs to exactly one of these, so that no flipped bit is missed:
+Each byte belongs to exactly one of these, so no flipped bit is missed:
 
-    manifest.json          its first line, which is compared whole | everything after it, sealed
+    manifest.json          its first line, compared whole | the rest, self-checksummed
     NAME.safetensors       length and header, one checksum | values of a chunk, one checksum | ...
     tokenizer.json         one checksum
 
-Values are read once, in pieces, as plain bytes; memory does not grow with them.
+Values are read once, in pieces, as plain bytes, with constant memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from trainyard.checkpoint.format import (
 from trainyard.checkpoint.shard import read_header, read_values
 from trainyard.errors import CheckpointError
 
-# Takes bytes done and bytes in all; called by several threads, one at a time.
+# Takes bytes done and total bytes; called by several threads, one at a time.
 Progress = Callable[[int, int], None]
 
 SHOWN_PROBLEMS = 20
@@ -57,12 +57,12 @@ _Chunks = dict[str, tuple[str, Chunk]]
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What was found good."""
+    """An intact checkpoint."""
 
     path: Path
     manifest: Manifest
     n_bytes: int
-    """Of all files, the manifest included."""
+    """Of all files, including the manifest."""
 
 
 def check_checkpoint(path: Path, progress: Progress | None = None) -> CheckpointReport:
@@ -70,10 +70,10 @@ def check_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint
 
     Args:
         path: the step folder.
-        progress: told how far the reading has come.
+        progress: called with the bytes read.
 
     Raises:
-        CheckpointError: lists what is missing, damaged, too much or misplaced.
+        CheckpointError: lists missing, damaged, extra and misplaced files.
     """
     manifest = load_manifest(path)
     problems = _problems_of_folder(path, manifest)
@@ -82,7 +82,7 @@ def check_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint
     for name, tensor in manifest.tensors.items():
         for chunk in tensor.chunks:
             if name in chunks[chunk.file]:
-                problems.append(f"{chunk.file} would hold two chunks of {name!r}")
+                problems.append(f"{chunk.file} is listed with two chunks of {name!r}")
             chunks[chunk.file][name] = (tensor.dtype, chunk)
 
     def problem_of(name: str) -> str:
@@ -90,7 +90,7 @@ def check_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint
         try:
             size, expected = regular_file_size(file), manifest.sizes[name]
             if size is None:
-                return f"{name} is missing, or is no ordinary file"
+                return f"{name} is missing or not a regular file"
             if size != expected:
                 return f"{name} has {size} bytes instead of {expected}"
             if manifest.tokenizer and name == TOKENIZER:
@@ -112,10 +112,10 @@ def _problems_of_folder(path: Path, manifest: Manifest) -> list[str]:
     problems = []
     step = step_of(path)
     if step is not None and step != manifest.step:
-        problems.append(f"{MANIFEST} is of step {manifest.step}, the folder is named for {step}")
+        problems.append(f"{MANIFEST} is for step {manifest.step}, the folder name for {step}")
     known = {MANIFEST, *manifest.sizes}
     problems += [
-        f"{entry.name!r} is no part of this checkpoint: nothing vouches for it"
+        f"{entry.name!r} is not part of this checkpoint: the manifest does not list it"
         for entry in sorted(path.iterdir())
         if entry.name not in known
     ]
@@ -134,10 +134,10 @@ def _problem_of_tokenizer(path: Path, expected: str, read: Callable[[int], None]
 def _problem_of_file(
     path: Path, expected_header: str, chunks: _Chunks, read: Callable[[int], None]
 ) -> str:
-    """Describes what is wrong with a file of tensors; empty if nothing is.
+    """Describes the problem of a file of tensors; empty if it is intact.
 
     Raises:
-        CheckpointError, OSError: it cannot be read, or is no safetensors file.
+        CheckpointError, OSError: it cannot be read, or is not a safetensors file.
     """
     name = path.name
     found = header_sha256(path)
@@ -152,12 +152,12 @@ def _problem_of_file(
     for tensor in sorted(holds.keys() | listed.keys()):
         if holds.get(tensor) != listed.get(tensor):
             return (
-                f"{name} does not hold what the manifest lists: of {tensor!r} it has "
+                f"{name} does not match the manifest: {tensor!r} is "
                 f"{_describe(holds.get(tensor))}, not {_describe(listed.get(tensor))}"
             )
     read(path.stat().st_size - sum(values.n_bytes for values in header.values()))
     damaged = []
-    for tensor, values in header.items():  # in the order in which they lie
+    for tensor, values in header.items():  # in file order
         found, expected = read_values(values), chunks[tensor][1].sha256
         read(values.n_bytes)
         if found != expected:
@@ -171,7 +171,7 @@ def _problem_of_file(
 
 
 def _describe(values: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
-    return f"{str(values[0]).removeprefix('torch.')} {list(values[1])}" if values else "nothing"
+    return f"{str(values[0]).removeprefix('torch.')} {list(values[1])}" if values else "absent"
 
 
 def _raise_if_any(path: Path, problems: list[str]) -> None:
@@ -185,7 +185,7 @@ def _raise_if_any(path: Path, problems: list[str]) -> None:
 
 
 class _Counter:
-    """Adds up what several threads have read."""
+    """Counts bytes read by several threads."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.total = total

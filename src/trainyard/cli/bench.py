@@ -1,4 +1,4 @@
-"""`trainyard bench`: how fast a run trains on this machine, what of, and beside what."""
+"""`trainyard bench`: times the training step of a run on this machine, alone or against others."""
 
 from __future__ import annotations
 
@@ -23,56 +23,56 @@ COMPARED_ROUNDS = 3
 
 
 def bench(
-    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or the name of a preset.")],
+    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or a preset name.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.field=value, as many as needed.")
+        list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
     ] = None,
     steps: Annotated[
         str,
-        typer.Option(help="How many steps count, or which: 5-10 is the fifth to the tenth."),
+        typer.Option(help="Steps to time: a number, or a range such as 5-10 (inclusive)."),
     ] = "10",
     warm_up: Annotated[
-        int | None, typer.Option(min=0, help="Steps before those. Default: 3.")
+        int | None, typer.Option(min=0, help="Warm-up steps before those. Default: 3.")
     ] = None,
     ranks: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Processes on this machine. Default: one for each GPU, or as many as the run "
-            "is cut into.",
+            help="Processes on this machine. Default: one per GPU, or the ranks of the run's "
+            "layout.",
         ),
     ] = None,
     compare: Annotated[
         str | None,
-        typer.Option(help="Precisions to time in turn, with commas: bf16,fp8,fp8_lowbit."),
+        typer.Option(help="Precisions to compare, comma-separated: bf16,fp8,fp8_lowbit."),
     ] = None,
     against: Annotated[
         str | None,
         typer.Option(
-            help="A peer to time in turn: gpt2-transformers, plain-torch or megatron-core."
+            help="Baseline to compare with: gpt2-transformers, plain-torch or megatron-core."
         ),
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, help="How often each is timed. Default: 3 with others, else 1."),
+        typer.Option(min=1, help="Rounds per candidate. Default: 3 when comparing, else 1."),
     ] = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Leave a trace and its top operators too.")
+        bool, typer.Option("--profile", help="Also write a trace and its top operators.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the record instead of a table.")
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="The record to write. Default: a new one in runs/bench."),
+        typer.Option(help="File to write the record to. Default: a new one in runs/bench."),
     ] = None,
 ) -> None:
-    """Time the training step of a run: throughput, MFU, memory, and what a step is made of.
+    """Time the training step of a run: throughput, MFU, memory, and the parts of a step.
 
     Example: trainyard bench gpt3-350m train.micro_batch_size=8 --compare bf16,fp8
 
-    Nothing is trained: weights are thrown away. A run that names no data reads random tokens. Below
-    torchrun, srun or mpiexec this command is one rank: start it once for each.
+    Weights are discarded. A run without data reads random tokens. Under torchrun, srun or mpiexec
+    this command is one rank: start it once per rank.
     """
     from trainyard.bench.job import describe_data, parse_steps, prepare_run
     from trainyard.bench.rounds import Order
@@ -83,13 +83,13 @@ def bench(
     process = read_process()
     if ranks is not None and process.n_ranks > 1:
         raise LaunchError(
-            f"--ranks {ranks}: a launcher has started {process.n_ranks} ranks already",
-            "leave out --ranks, or the launcher",
+            f"--ranks {ranks}: a launcher has already started {process.n_ranks} ranks",
+            "omit --ranks, or the launcher",
         )
     run = load_run(run_file, overrides).run
     if process.n_ranks > 1:
         ranks = process.n_ranks
-    plan = resolve(run, ranks)  # refuses what cannot be before torch takes its seconds to import
+    plan = resolve(run, ranks)  # rejects impossible layouts before the slow import of torch
     if ranks is None:
         import torch
 
@@ -111,7 +111,7 @@ def bench(
 def _list_candidates(
     run: Run, compare: str | None, against: str | None, n_ranks: int
 ) -> list[Candidate]:
-    """Lists what is to be timed, all of which can be."""
+    """Lists the candidates to time; rejects those that cannot run."""
     from typing import get_args
 
     from trainyard.bench.baselines import peer_run, refuse_peer
@@ -167,7 +167,7 @@ def _write(
                 written.append(beside)
     except OSError as error:
         raise MachineError(
-            f"cannot write {output}: {error}", "name another file: --output"
+            f"cannot write {output}: {error}", "choose another file with --output"
         ) from error
     typer.echo(text if as_json else render_table(record), nl=not as_json)
     for path in written:

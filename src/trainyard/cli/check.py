@@ -1,4 +1,4 @@
-"""`trainyard check`: reads files whole, or tries a layout, and says what is wrong and where."""
+"""`trainyard check`: verifies token files, checkpoints and layouts, and locates every error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 check = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Prove that token files or checkpoints are whole, or that a layout computes right.",
+    help="Verify that token files or checkpoints are intact, or that a layout computes correctly.",
 )
 check.command()(checkpoint)
 check.command()(layout)
@@ -25,17 +25,17 @@ check.command()(layout)
 @check.command()
 def data(
     prefixes: Annotated[
-        list[str], typer.Argument(metavar="PREFIX", help="Token files, with or without ending.")
+        list[str], typer.Argument(metavar="PREFIX", help="Token files, with or without extension.")
     ],
     tokenizer: Annotated[
-        str, typer.Option(help="Expected tokenizer, gpt2 or a folder; ids are checked.")
+        str, typer.Option(help="Expected tokenizer: gpt2 or a folder; also checks token ids.")
     ] = "",
 ) -> None:
-    """Compare token files with their record, byte for byte, and with the rules of the format.
+    """Verify every byte of token files against their checksums and the file format.
 
     Checks the checksum of every block of .bin and .idx, the structure of the .idx, the counts,
-    every token id and the end of every document. Lists all problems, with their places. Exit code
-    2 if any of the prefixes has one.
+    every token id and the end of every document. Lists all problems with their locations. Exit
+    code 2 if any prefix has one.
 
     Example: trainyard check data data/web_text_document --tokenizer gpt2
     """
@@ -69,8 +69,8 @@ def _facts(report: DataReport, tokenizer: str) -> dict[str, str]:
     if report.has_record:
         checksums = f"all {report.n_blocks:,} blocks match, {format_bytes(report.n_bytes)}"
     else:
-        checksums = "none: there is no .json, so nothing vouches for the bytes"
-    unknown = "0 or more; which vocabulary is unknown"
+        checksums = "none: without a .json the bytes cannot be verified"
+    unknown = "0 or more; the vocabulary is unknown"
     size = report.vocabulary_size
     ends = "every document that is not empty has one" if report.ends_checked else "not expected"
     if not report.has_record:
@@ -89,4 +89,4 @@ def _facts(report: DataReport, tokenizer: str) -> dict[str, str]:
 def _tokenizer_fact(report: DataReport, tokenizer: str) -> str:
     if not tokenizer:
         return "not compared: pass --tokenizer"
-    return f"{tokenizer} made them" if report.has_record else f"{tokenizer}: the ids fit in"
+    return f"made by {tokenizer}" if report.has_record else f"{tokenizer}: all ids are valid"

@@ -24,14 +24,14 @@ def checkpoint(
     ],
     all_of_them: Annotated[
         bool,
-        typer.Option("--all", help="Every checkpoint of a run folder, not the newest alone."),
+        typer.Option("--all", help="Check every checkpoint of a run folder, not only the newest."),
     ] = False,
 ) -> None:
-    """Compare checkpoints with their checksums, byte for byte, and say what they hold.
+    """Verify every byte of checkpoints against their checksums, and describe the contents.
 
-    Checks the seal of the manifest, the header and every value of every file, and that nothing is
-    missing, misplaced or too much. Lists all problems, with their places. Of a run folder it checks
-    the newest checkpoint. Exit code 2 if anything is wrong.
+    Checks the manifest's own checksum, the header and every value of every file, and that no tensor
+    or file is missing, misplaced or extra. Lists all problems with their locations. Checks only the
+    newest checkpoint of a run folder. Exit code 2 if it finds a problem.
 
     Example: trainyard check checkpoint runs/demo --all
     """
@@ -57,9 +57,9 @@ def checkpoint(
 
 
 def find_step_folders(path: Path, *, all_of_them: bool) -> list[Path]:
-    """Lists the step folders a user means: this one, or the newest or all of a run folder's.
+    """Lists the step folders to check: `path` itself, or the newest or all of a run folder.
 
-    The newest is the one of the highest step, also if it is damaged: that is what was asked.
+    The newest has the highest step, even if it is damaged.
 
     Raises:
         CheckpointError: there is none.
@@ -79,7 +79,7 @@ def find_step_folders(path: Path, *, all_of_them: bool) -> list[Path]:
 
 
 def describe_report(report: CheckpointReport) -> dict[str, str]:
-    """Says what a good checkpoint holds."""
+    """Describes the contents of a valid checkpoint."""
     from trainyard.units import format_bytes
 
     manifest = report.manifest
@@ -116,7 +116,7 @@ def _describe_optimizer(manifest: Manifest) -> str:
         for moment in MOMENTS
     }
     if not any(counts.values()):
-        return "none: weights alone, moments start from zero"
+        return "none: weights only, moments start from zero"
     if all(count == len(weights) for count in counts.values()):
         return f"both moments of every weight ({', '.join(MOMENTS)})"
     return ", ".join(f"{moment} of {n:,} of {len(weights):,}" for moment, n in counts.items())

@@ -1,4 +1,4 @@
-"""`trainyard check layout`: proves on this machine that a layout computes the right thing."""
+"""`trainyard check layout`: verifies on this machine that a layout computes correctly."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ WIDTH = 96
 
 
 def layout(
-    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or the name of a preset.")],
+    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or a preset name.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.field=value, as many as needed.")
+        list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
     ] = None,
     ranks: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Whose layout to check. Default: the fewest ranks the run is cut into, and data "
-            "parallel ones where it shares weights (ZeRO).",
+            help="Number of ranks whose layout to check. Default: the fewest the run's layout "
+            "needs, with data parallel ranks if it uses ZeRO.",
         ),
     ] = None,
 ) -> None:
-    """Prove that the layout of a run computes what a single device computes.
+    """Verify that the layout of a run computes what a single device computes.
 
-    Trains a small model for three steps in the layout of the run, every degree cut to 2 (the ring's
-    also to 3 and 4), with up to 8 processes on this machine's CPU, and on a single device. Compares
-    losses, gradient norms, all gradients and all weights; in fp64, where nothing but a fault can
-    differ, and in the precision of the run. Needs no data and no GPU; takes about a minute. Exit
-    code 2 if they differ.
+    Trains a small model for three steps in the layout of the run, every degree reduced to 2 (the
+    ring's also to 3 and 4), with up to 8 processes on this machine's CPU, and on a single device.
+    Compares losses, gradient norms, all gradients and all weights, in fp64, where only a fault can
+    cause a difference, and in the run's precision. Needs no data and no GPU; takes about a minute.
+    Exit code 2 if they differ.
 
     Example: trainyard check layout recipes/azure/175b.toml --ranks 1024
     """
@@ -46,7 +46,7 @@ def layout(
     from trainyard.plan.layout_check import plan_layout_check
 
     run = load_run(run_file, overrides).run
-    check = plan_layout_check(run, ranks)  # refuses what cannot be before torch is imported
+    check = plan_layout_check(run, ranks)  # rejects impossible layouts before torch is imported
     typer.echo(describe_layout_check(run, check))
     from trainyard.train.layout_check import check_layouts, precisions_of
 
@@ -58,7 +58,7 @@ def layout(
 
 
 def describe_layout_check(run: Run, check: LayoutCheck) -> str:
-    """Says what is tried, and what was made smaller for it."""
+    """Describes the layouts under test, and what was reduced for the test."""
     from trainyard.plan.layout_check import describe_layout
 
     whole = f"{run.name} on {_count(check.topology.n_ranks, 'rank')}: "
@@ -66,14 +66,14 @@ def describe_layout_check(run: Run, check: LayoutCheck) -> str:
     n_layouts = len(check.layouts) - check.n_rings
     tried = f"{_count(check.n_ranks, 'process')} on this machine"
     if check.n_ranks == 1:
-        tried += ": no axis is cut; --ranks N tries the layout of N ranks"
+        tried += ": no axis is sharded; --ranks N checks the layout of N ranks"
     elif check.topology.n_ranks < check.n_ranks:
-        tried += ": ZeRO shares weights, which takes two data parallel ranks"
+        tried += ": ZeRO shards weights, which takes two data parallel ranks"
     elif n_layouts > 1:
-        tried += f", in {n_layouts} layouts that together cut every pair of axes"
+        tried += f", in {n_layouts} layouts that together shard every pair of axes"
     if check.n_rings:
-        tried += "; then rings of 3 and of 4, which shift keys more than once, in fp64"
-    facts.append(("tried with", tried))
+        tried += "; then rings of 3 and 4, which shift keys more than once, in fp64"
+    facts.append(("tested with", tried))
     topologies = check.topologies
     for number, (small, topology) in enumerate(zip(check.layouts, topologies, strict=True), 1):
         facts.append((f"layout {number}", describe_layout(small, topology)))
@@ -86,8 +86,8 @@ def describe_layout_check(run: Run, check: LayoutCheck) -> str:
 
 
 def render_results(results: list[Result]) -> str:
-    """Lays out the differences of all layouts, in all precisions, as a table."""
-    lines = ["largest relative difference from the single device, of 3 steps"]
+    """Renders the differences of all layouts, in all precisions, as a table."""
+    lines = ["largest relative difference from the single device, over 3 steps"]
     titles = ("loss", "norm", "gradients", "weights", "bound")
     lines.append(f"{'':18}" + "".join(f"{title:>11}" for title in titles))
     layouts = list(dict.fromkeys(result.layout.model_dump_json() for result in results))
@@ -121,9 +121,9 @@ def refuse_differences(run: Run, results: list[Result]) -> None:
     cut = [
         f"parallel.{name}={one}" for name, one in degrees.items() if getattr(parallel, name) > one
     ]
-    hint = "do not train in this layout on this machine, whose torch or processor is at fault"
+    hint = "do not train in this layout on this machine: its torch or processor is at fault"
     if cut:
-        hint += f"; to see which axis: the same with {', or '.join(cut)}"
+        hint += f"; to find the axis, repeat with {', or '.join(cut)}"
     raise MachineError(
         f"{run.name}: the layout does not compute what a single device computes "
         f"({', '.join(kinds)})",

@@ -1,8 +1,8 @@
-"""`trainyard demo`: the whole way from text to an exported model, on text every machine has.
+"""`trainyard demo`: from text to an exported model, on text every machine has.
 
-The corpus is the Python standard library's own source, found through `sysconfig`, so no network is
-needed. Each stage prints the equivalent command. Training has a time budget: the machine is
-measured first, and if it slows down later, training ends early. Every stage runs either way.
+The corpus is the source of the Python standard library, found through `sysconfig`, so the demo
+needs no network. Each stage prints the equivalent command. Training has a time budget: the demo
+first measures the machine, and ends training early if it slows down. Every stage runs either way.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ MOST_MINUTES = 3.75
 HELD_OUT_EVERY = 60
 PROMPT = "class Stack:\n    def"
 TEMPERATURE = 0.6
-# Installed packages, and tables of characters that only look like programs.
+# Installed packages, and character tables in the form of programs.
 NOT_PYTHONS_OWN_WRITING = {"site-packages", "dist-packages", "encodings"}
 
 
 def demo() -> None:
-    """Train a small GPT on Python's own source: text to report in minutes, no network.
+    """Train a small GPT on Python's source code: text to report in minutes, no network.
 
     Example: trainyard demo
 
@@ -53,7 +53,7 @@ def demo() -> None:
     typer.echo(
         "Trainyard demo: trains a small GPT on the Python standard library.\n"
         f"It takes about {MINUTES + 0.7:.0f} minutes on two idle cores, longer on a busy machine; "
-        f"everything goes to {FOLDER}."
+        f"all files go to {FOLDER}."
     )
     try:
         _begin()
@@ -71,7 +71,7 @@ def demo() -> None:
 
 
 def _begin() -> None:
-    """Makes the folder of the demo, unless an interrupted one is there."""
+    """Creates the folder of the demo, unless an interrupted demo left one."""
     run_file = _render_run_file()
     found = RUN_FILE.read_text(encoding="utf-8") if RUN_FILE.exists() else ""
     if found == run_file and not REPORT.exists():
@@ -79,7 +79,7 @@ def _begin() -> None:
         return
     if FOLDER.exists() and not found.startswith(FIRST_WORDS):
         raise ConfigError(
-            f"{FOLDER} is there already, and not a demo's", f"move it: mv {FOLDER} runs/mine"
+            f"{FOLDER} exists and is not from a demo", f"move it: mv {FOLDER} runs/mine"
         )
     if FOLDER.exists():
         shutil.rmtree(FOLDER)
@@ -116,7 +116,7 @@ kind = "{"bf16" if cpu_multiplies_bf16_natively() else "fp32"}"
 
 
 def _write_corpus(folder: Path) -> str:
-    """Writes every source file of the standard library as a document; every 60th is held out.
+    """Writes every source file of the standard library as a document; holds out every 60th.
 
     Returns:
         the text of all held-out files.
@@ -145,7 +145,7 @@ def _standard_library_sources() -> Iterator[str]:
         try:
             yield path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
-            continue  # a few test files are in other encodings on purpose
+            continue  # a few test files use other encodings on purpose
 
 
 def _prepare_tokens() -> None:
@@ -186,7 +186,7 @@ def _train() -> None:
     except typer.Exit:
         if not is_out_of_time():
             raise
-        typer.echo("The machine slowed down: the demo goes on with the model trained so far.")
+        typer.echo("The machine slowed down: the demo continues with the model trained so far.")
 
 
 def _use(held_out: str) -> None:

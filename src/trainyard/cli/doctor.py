@@ -1,4 +1,4 @@
-"""`trainyard doctor`: what a machine is, what it reaches, and what is wrong with it."""
+"""`trainyard doctor`: describes a machine, measures it, and finds what is wrong."""
 
 from __future__ import annotations
 
@@ -24,38 +24,34 @@ def doctor(
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="What this should be: a cluster's name, or its file. Default: judged by the GPU."
+            help="Expected cluster: a name or a file. Default: compare with figures of the GPU."
         ),
     ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="How many machines there should be.")
-    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Expected number of machines.")] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes on this machine. Default: one for each GPU."),
+        typer.Option(min=1, help="Processes on this machine. Default: one per GPU."),
     ] = None,
     calibrate: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a cluster file with what is measured."),
+        typer.Option(metavar="FILE", help="Write a cluster file with the measured figures."),
     ] = None,
-    folder: Annotated[Path, typer.Option(help="Where runs are: its file system is tried.")] = Path(
+    folder: Annotated[Path, typer.Option(help="Folder of runs; its file system is tested.")] = Path(
         "runs"
     ),
-    seconds: Annotated[float, typer.Option(min=0.001, max=60, help="For each measurement.")] = 0.5,
+    seconds: Annotated[float, typer.Option(min=0.001, max=60, help="Per measurement.")] = 0.5,
     gigabytes: Annotated[
-        float, typer.Option(min=0.01, max=1000, help="Of the file each rank writes and reads.")
+        float, typer.Option(min=0.01, max=1000, help="Size of the file each rank writes and reads.")
     ] = 1.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything as JSON instead of a table.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say what this machine is, what it reaches, and what is wrong with it.
+    """Describe this machine, measure it, and report what is wrong with it.
 
-    Versions, devices, limits and network; then the run folder's file system is tried, and products,
-    memory, collectives and disk are measured and compared with the cluster's figures: pass, warn
-    (below 90 %) or replace (below two thirds). Below torchrun, srun or mpiexec this command is one
-    rank: start it once for each; then the slow machine is named. Exit code 0, or 2 if anything is
-    to be replaced.
+    Reports versions, devices, limits and network; tests the run folder's file system; measures
+    matmuls, memory, collectives and disk and compares them with the cluster's figures: pass, warn
+    (below 90 %) or replace (below two thirds). Under torchrun, srun or mpiexec this command is one
+    rank: start it once per rank, and it names the slow machine. Exit code 0, or 2 if any result is
+    replace.
 
     Example: srun trainyard doctor --cluster lumi --nodes 2
     """
@@ -75,7 +71,7 @@ def doctor(
         refuse_file(calibrate)
         if not has_torch():
             raise MachineError(
-                "--calibrate: nothing can be measured without torch",
+                "--calibrate: measuring needs torch",
                 install_command("train"),
             )
     order = Order(
@@ -101,8 +97,8 @@ def _refuse_counts(
 
     if ranks is not None and process.n_ranks > 1:
         raise LaunchError(
-            f"--ranks {ranks}: a launcher has started {process.n_ranks} ranks already",
-            "leave out --ranks, or the launcher",
+            f"--ranks {ranks}: a launcher has already started {process.n_ranks} ranks",
+            "omit --ranks, or the launcher",
         )
     if nodes is not None and nodes > 1 and process.is_on_one_machine:
         raise LaunchError(
@@ -119,8 +115,8 @@ def _examine(process: Process, order: Order, ranks: int | None) -> list[Examinat
     if not has_torch():
         if ranks is not None and ranks > 1:
             raise ConfigError(
-                f"--ranks {ranks}: without torch nothing but this machine can be described",
-                f"{install_command('train')}, or leave out --ranks",
+                f"--ranks {ranks}: without torch, doctor can only describe this machine",
+                f"{install_command('train')}, or omit --ranks",
             )
         return examine(process, order)
     if ranks is None and process.n_ranks == 1:

@@ -1,4 +1,4 @@
-"""`trainyard evaluate`: how well a trained model predicts text it has not seen."""
+"""`trainyard evaluate`: how well a trained model predicts held-out text."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Orders = dict[Any, "SequenceOrder | None"]
 
 
 def evaluate(
-    source: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
+    source: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.")],
     data: Annotated[
-        str, typer.Option(help="A text file, or a prefix of token files; default: the test split.")
+        str, typer.Option(help="A text file or a token file prefix; default: the test split.")
     ] = "",
     batches: Annotated[
         int,
-        typer.Option(min=0, help="Global batches of the test split; 0: the run's own."),
+        typer.Option(min=0, help="Global batches of the test split; 0: the run's setting."),
     ] = 0,
     stride: Annotated[
         int,
@@ -38,7 +38,7 @@ def evaluate(
 
     Example: trainyard evaluate runs/tiny/checkpoints/step-00000100 --data book.txt --json
 
-    For a run folder, the result is kept in its evaluation.json, for the report.
+    For a run folder, writes the result to its evaluation.json, for the report.
     """
     from trainyard.data.publish import publish_text
     from trainyard.errors import CheckpointError
@@ -54,7 +54,7 @@ def evaluate(
     if not math.isfinite(found.mean_loss):
         raise CheckpointError(
             f"the loss of {trained.checkpoint} on {data or 'its test split'} is {found.mean_loss}",
-            "its weights are not finite: take an older checkpoint, from before training diverged",
+            "its weights are not finite: use a checkpoint from before training diverged",
         )
     result: dict[str, Any] = {**found.as_dict(), "unigram_loss": None}
     train_order = orders.get("train")
@@ -68,14 +68,14 @@ def evaluate(
 
 
 def _build_orders(trained: Trained, *, needed: bool) -> Orders:
-    """The run's own data; nothing, where it is only wanted for token frequencies and not here."""
+    """Builds the run's orders; empty if only token frequencies need them and the data is absent."""
     from trainyard.config.run import Data
     from trainyard.data.loader import build_orders
     from trainyard.errors import UserError
     from trainyard.plan.resolve import resolve
 
     wanted: tuple[Split, ...] = ("train", "test") if needed else ("train",)
-    # Not the cache folder that the checkpoint names: it may come from somebody else.
+    # Not the checkpoint's cache folder: the checkpoint may come from someone else.
     data = trained.run.data.model_copy(update={"cache_folder": Data().cache_folder})
     run = trained.run.model_copy(update={"data": data})
     try:
@@ -105,7 +105,7 @@ def _evaluate_test_split(trained: Trained, order: SequenceOrder | None, batches:
         raise ConfigError(
             f"the run has no test split: data.split={run.data.split!r}, "
             f"evaluate.batches={run.evaluate.batches}",
-            "name held-out text with --data",
+            "pass held-out text with --data",
         )
     pieces = held_out_batches(
         order,
@@ -128,6 +128,6 @@ def _render(result: dict[str, Any], checkpoint: Path, data: str) -> str:
         "loss": f"{number('loss', 4)} nats per token",
         "perplexity": number("perplexity", 2),
         "bits per byte": number("bits_per_byte", 4),
-        "unigram loss": f"{number('unigram_loss', 4)} (what token frequencies alone reach)",
+        "unigram loss": f"{number('unigram_loss', 4)} (from token frequencies alone)",
     }
     return "\n".join(f"{name:<14}{value}" for name, value in rows.items())

@@ -1,4 +1,4 @@
-"""`trainyard export`: a trained model as a folder that other libraries open."""
+"""`trainyard export`: writes a trained model in another library's format."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _VERIFIED_BYTES = 4 * 2**30
 
 
 def export(
-    source: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
-    output: Annotated[Path, typer.Option(help="The folder to make.")],
-    to: Annotated[Literal["huggingface"], typer.Option(help="The layout.")] = "huggingface",
+    source: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.")],
+    output: Annotated[Path, typer.Option(help="The folder to create.")],
+    to: Annotated[Literal["huggingface"], typer.Option(help="Target format.")] = "huggingface",
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of the weights.")
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Data type of the weights.")
     ] = "float32",
     verify: Annotated[
         bool | None,
         typer.Option(
-            help="Load the folder back and compare; default: if transformers is there and the "
-            "weights are below 4 GiB, since it needs memory for both models."
+            help="Load the folder back and compare logits, with both models in memory; default: "
+            "if transformers is installed and the weights are below 4 GiB."
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint as a plain GPT-2 folder for Hugging Face libraries.
+    """Write a checkpoint as a GPT-2 folder for Hugging Face libraries.
 
     Example: trainyard export runs/demo --output demo-hf
 
@@ -39,7 +39,7 @@ def export(
 
     checkpoint = find_checkpoint(source)
     names = export_huggingface(checkpoint, output, getattr(torch, dtype))
-    typer.echo(f"{checkpoint} is now {output}: {', '.join(names)}")
+    typer.echo(f"exported {checkpoint} to {output}: {', '.join(names)}")
     if verify is None:
         n_bytes = sum((output / name).stat().st_size for name in names)
         verify = n_bytes < _VERIFIED_BYTES and importlib.util.find_spec("transformers") is not None

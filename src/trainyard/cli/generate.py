@@ -1,4 +1,4 @@
-"""`trainyard generate`: text from a trained model."""
+"""`trainyard generate`: samples text from a trained model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import typer
 
 
 def generate(
-    source: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
-    prompt: Annotated[str, typer.Option(help="The text to continue; empty: a new document.")] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="The longest a sample becomes.")] = 100,
+    source: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue; empty: a new document.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens per sample.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: greedy decoding.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from the top k tokens; 0: all.")] = 50,
-    top_p: Annotated[float, typer.Option(help="... that together have this probability.")] = 0.95,
-    samples: Annotated[int, typer.Option(min=1, help="How many continuations.")] = 1,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling: total probability.")] = 0.95,
+    samples: Annotated[int, typer.Option(min=1, help="Number of samples.")] = 1,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed repeats the text.")] = 0,
 ) -> None:
-    """Continue a text.
+    """Generate text from a prompt.
 
     Example: trainyard generate runs/tiny --prompt "It was a dark" --tokens 50
 
@@ -56,7 +56,7 @@ def generate(
 def stream_text(
     ids: Iterable[int], decode: Callable[[list[int]], str], eod_id: int
 ) -> Iterator[str]:
-    """Yields the text of ids as it becomes known; half a character waits for its other half."""
+    """Yields decoded text as ids arrive; holds back incomplete characters."""
     seen: list[int] = []
     shown = ""
     for token_id in ids:

@@ -1,4 +1,4 @@
-"""`trainyard import`: a model trained elsewhere as a run to train on from."""
+"""`trainyard import`: turns a model trained elsewhere into a run folder."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import typer
 
 def import_(
     folder: Annotated[
-        Path, typer.Argument(help="A folder with config.json, or what Megatron saved.")
+        Path, typer.Argument(help="A Hugging Face folder, or a Megatron checkpoint folder.")
     ],
-    output: Annotated[Path, typer.Option(help="The run folder to make.")],
+    output: Annotated[Path, typer.Option(help="The run folder to create.")],
     source: Annotated[
-        Literal["huggingface", "megatron"], typer.Option("--from", help="The layout.")
+        Literal["huggingface", "megatron"], typer.Option("--from", help="Source format.")
     ] = "huggingface",
     tokenizer: Annotated[
         str,
         typer.Option(help="The model's tokenizer: gpt2 or a folder; default: the one in FOLDER."),
     ] = "",
 ) -> None:
-    """Make a run folder from a GPT-2 in Hugging Face's layout, or from a Megatron checkpoint.
+    """Create a run folder from a Hugging Face GPT-2 or a Megatron checkpoint.
 
     Example: trainyard import gpt2 --output runs/gpt2
 
     Example: trainyard import checkpoints --from megatron --output runs/mine --tokenizer gpt2
 
-    Fill in data and schedule in its run.toml; trainyard train then goes on from the weights.
+    Fill in data and schedule in its run.toml; trainyard train then continues from the weights.
     Optimizer state is not imported: moments start from zero.
     """
     if source == "megatron":
@@ -36,5 +36,5 @@ def import_(
         from trainyard.export.from_huggingface import import_huggingface as import_it
 
     checkpoint = import_it(folder, output, tokenizer)
-    typer.echo(f"{folder} is now {checkpoint}: weights alone, its optimizer starts afresh")
-    typer.echo(f"its run file is {output / 'run.toml'}: fill in data, batches and schedule")
+    typer.echo(f"imported {folder} as {checkpoint}: weights only, without optimizer state")
+    typer.echo(f"fill in data, batches and schedule in {output / 'run.toml'}")

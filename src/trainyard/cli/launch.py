@@ -1,4 +1,4 @@
-"""`trainyard launch`: a job script for a cluster, handed to its scheduler."""
+"""`trainyard launch`: writes a cluster's job script and submits it."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ if TYPE_CHECKING:
 
 
 def launch(
-    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or the name of a preset.")],
+    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or a preset name.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.field=value, as many as needed.")
+        list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
     ] = None,
     cluster: Annotated[
-        str, typer.Option(help="A cluster by name, or a file of your own: mine.toml.")
+        str, typer.Option(help="A cluster name, or your own cluster file: mine.toml.")
     ] = "local",
-    nodes: Annotated[int, typer.Option(min=1, help="How many of its nodes.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1,
     ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Default: one for each device of a node.")
+        int | None, typer.Option(min=1, help="Ranks per node. Default: one per device.")
     ] = None,
     account: Annotated[str, typer.Option(help="Account to charge.")] = "",
     partition: Annotated[str, typer.Option(help="Slurm partition or PBS queue.")] = "",
-    time: Annotated[str, typer.Option(help="Limit of a job, as 12:00:00.")] = "",
-    image: Annotated[str, typer.Option(help="Of the container: a file, or a name.")] = "",
+    time: Annotated[str, typer.Option(help="Time limit of a job, such as 12:00:00.")] = "",
+    image: Annotated[str, typer.Option(help="Container image: a file or a name.")] = "",
     hosts: Annotated[
-        str, typer.Option(help="For clusters without a scheduler: n1,n2,n3. More are spares.")
+        str, typer.Option(help="Hosts, without a scheduler: n1,n2,n3. Extra hosts are spares.")
     ] = "",
     stages: Annotated[
-        str, typer.Option(help="train; all; or some of download, prepare, train.")
+        str, typer.Option(help="train, all, or a comma-separated list: download,prepare,train.")
     ] = "train",
     force: Annotated[
-        bool, typer.Option("--force", help="Launch even if `trainyard plan` says it cannot run.")
+        bool, typer.Option("--force", help="Launch even if `trainyard plan` rejects the run.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")
+        bool, typer.Option("--dry-run", help="Print the script; do not write or submit it.")
     ] = False,
 ) -> None:
-    """Write a run's job script and hand it to the scheduler of a cluster.
+    """Write a run's job script and submit it to a cluster's scheduler.
 
-    The script is runs/NAME/job.sh. The job comes back into the queue until the run is done: after
-    the time limit, a preemption, a node or a rank that failed. Without a scheduler (local, mpi,
-    ssh) it runs here and now. What `trainyard plan` refuses on these nodes is refused here as well.
+    The script is runs/NAME/job.sh. The job requeues itself until the run is done: after the time
+    limit, a preemption, or a failed node or rank. Without a scheduler (local, mpi, ssh) it runs
+    immediately. Rejects what `trainyard plan` rejects on these nodes.
 
     Examples:
     trainyard launch recipes/lumi/13b.toml --cluster lumi --nodes 2 --account project_1 --dry-run
@@ -87,7 +87,7 @@ def launch(
 
 
 def refuse_unfit(run: Run, job: Job, cluster: str) -> None:
-    """Refuses what `trainyard plan` refuses: too little memory, or a precision GPUs do not have.
+    """Rejects what `trainyard plan` rejects: too little memory, or an unsupported precision.
 
     Raises:
         MachineError: the plan's message.
@@ -102,15 +102,15 @@ def refuse_unfit(run: Run, job: Job, cluster: str) -> None:
     try:
         refuse(build_report(run, machine, job.n_ranks))
     except MachineError as error:
-        raise MachineError(error.problem, f"{error.hint}; launch it anyway: --force") from None
+        raise MachineError(error.problem, f"{error.hint}; to launch anyway: --force") from None
 
 
 def make_ready(data_file: Path) -> None:
-    """Makes the folder that data is prepared into; refuses a tokenizer that no stage makes.
+    """Creates the output folder of the data; rejects a tokenizer that no stage makes.
 
     Raises:
         DataError: the tokenizer is missing or malformed.
-        MachineError: the folder cannot be made.
+        MachineError: the folder cannot be created.
     """
     from trainyard.config.corpus import load_corpus
     from trainyard.data.preparation.prepare import make_output_folder
@@ -122,16 +122,16 @@ def make_ready(data_file: Path) -> None:
     except DataError as error:
         raise DataError(
             f"{data_file}: {error.problem}",
-            f"{error.hint}; or make one: trainyard prepare {data_file} --train-tokenizer 4096",
+            f"{error.hint}; or train one: trainyard prepare {data_file} --train-tokenizer 4096",
         ) from None
     make_output_folder(corpus)
 
 
 def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> None:
-    """Writes the run and its scripts into the run folder, after what can be checked of both.
+    """Checks the run, and writes it and its scripts into the run folder.
 
     Raises:
-        UserError: the run cannot be trained, is launched already, or cannot be written down.
+        UserError: the run cannot be trained, is already launched, or cannot be written.
     """
     from trainyard.config.load import render_run
     from trainyard.data.publish import publish_text
@@ -149,11 +149,11 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
     except OSError as error:
         raise MachineError(
             f"{error.filename} cannot be written: {error.strerror}",
-            "launch in a folder where you may write and every node of the cluster sees",
+            "launch in a writable folder that every node of the cluster sees",
         ) from None
     if list(jobs) == ["train"]:
         write_run_folder(folder, run, "auto")
-    else:  # the data is not there yet
+    else:  # the data does not exist yet
         refuse_stopped(folder)
         publish_text(folder / "run.toml", render_run(run))
     for stage, job in jobs.items():
@@ -162,10 +162,10 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
 
 
 def submit_jobs(cluster: str, jobs: dict[str, Job]) -> None:
-    """Hands the scripts over, each after those whose work it needs; says how to follow them.
+    """Submits the scripts in order of their dependencies; prints how to follow them.
 
     Raises:
-        LaunchError: the scheduler does not take one of them.
+        LaunchError: the scheduler rejects one of them.
     """
     from trainyard.launch.submit import (
         Submission,

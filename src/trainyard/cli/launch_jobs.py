@@ -1,13 +1,13 @@
-"""The jobs that `trainyard launch --stages ..` makes of one run file.
+"""The jobs that `trainyard launch --stages ..` builds from one run file.
 
     recipes/azure/175b.toml             reads data/slimpajama/train_chunk_00_text_document, ..
-    recipes/azure/data/slimpajama.toml  makes them, of corpora/slimpajama/train
+    recipes/azure/data/slimpajama.toml  makes them from corpora/slimpajama/train
 
     download-slimpajama                 trainyard prepare --fetch slimpajama -o corpora/slimpajama
     prepare-slimpajama, an array        trainyard prepare recipes/azure/data/slimpajama.toml
-    train                               after all of them
+    train                               after all the others
 
-The tasks of an array share the work by themselves and all wait for its end, merging included.
+The tasks of an array share the work among themselves and all wait until it ends, with merging.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Request:
     cluster: str = "local"
     nodes: int = 1
     ranks_per_node: int | None = None
-    """None: one for each device."""
+    """None: one per device."""
     stages: str = "train"
     options: Mapping[str, str] = field(default_factory=dict)
-    """account, partition, time, image, hosts: what is to be other than in the cluster file."""
+    """account, partition, time, image, hosts: values that override the cluster file."""
     force: bool = False
-    """Launch what the plan refuses."""
+    """Launch what the plan rejects."""
 
     @property
     def command(self) -> str:
-        """The command line again."""
+        """The command line that makes this request."""
         words = ["trainyard", "launch", self.run_file, *self.overrides]
         words += ["--cluster", self.cluster, "--nodes", str(self.nodes)]
         if self.ranks_per_node is not None:
@@ -81,28 +81,28 @@ class Request:
             except ValidationError as error:
                 problem = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise ConfigError(
-                    f"--{name}: {problem}", "trainyard launch --help says what each option is"
+                    f"--{name}: {problem}", "trainyard launch --help describes each option"
                 ) from None
             fields |= field
         return fields
 
 
 def plan_jobs(request: Request, project: Path) -> tuple[Run, dict[str, Job]]:
-    """Gives the jobs of a launch by stage, in the order in which they start.
+    """Returns the jobs of a launch by stage, in starting order.
 
     Args:
-        request: what is asked for. Beside its run file are the data files, in a folder `data`.
-        project: where everything starts, absolute; the run folder is below it.
+        request: the command line. The data files are in the folder `data` beside its run file.
+        project: absolute working folder of the jobs; the run folder is below it.
 
     Raises:
-        UserError: the run, the cluster or both together are not as they must be.
+        UserError: the run, the cluster or their combination is invalid.
     """
     stages = parse_stages(request.stages)
     run = load_run(request.run_file, list(request.overrides)).run
     cluster = read_cluster(request.cluster, request.launch_fields)
     n_devices = find_machine(request.cluster).devices_per_node
     n_ranks, arguments = request.ranks_per_node, ["train", f"{RUNS_FOLDER}/{run.name}/run.toml"]
-    if cluster.launch.scheduler == "local":  # where `train` itself knows how many there can be
+    if cluster.launch.scheduler == "local":  # `train` itself counts the devices
         arguments += ["--ranks", str(n_ranks)] if n_ranks else []
         n_ranks = n_ranks or find_topology(run, None).n_ranks
     training = Job(
@@ -125,10 +125,10 @@ def plan_jobs(request: Request, project: Path) -> tuple[Run, dict[str, Job]]:
 
 
 def refuse_layout(run: Run, job: Job) -> None:
-    """Refuses nodes on which the run cannot be, with the nearest numbers on which it can.
+    """Rejects a number of nodes that the run's layout cannot use.
 
     Raises:
-        ConfigError: says why, and names them.
+        ConfigError: the reason, and the nearest valid numbers.
     """
     try:
         find_topology(run, job.n_ranks)
@@ -136,7 +136,7 @@ def refuse_layout(run: Run, job: Job) -> None:
         near = nearest(_legal_nodes(run, job.n_ranks_per_node), job.n_nodes)
         where = f"{job.n_nodes} x {job.n_ranks_per_node} ranks"
         raise ConfigError(
-            f"{run.name} cannot be on {where}: {error.problem}",
+            f"{run.name} cannot run on {where}: {error.problem}",
             f"--nodes {' or --nodes '.join(map(str, near))}" if near else error.hint,
         ) from None
 
@@ -145,7 +145,7 @@ def _legal_nodes(run: Run, n_ranks_per_node: int) -> list[int]:
     n_micro_batches = run.train.global_batch_size // run.train.micro_batch_size
     per_replica = ranks_per_replica(run)
     legal = []
-    # The data parallel size divides the batch, whatever else is asked of it.
+    # The data parallel size must at least divide the batch.
     for size in range(1, n_micro_batches + 1):
         n_nodes, rest = divmod(size * per_replica, n_ranks_per_node)
         if n_micro_batches % size == 0 and rest == 0:
@@ -156,7 +156,7 @@ def _legal_nodes(run: Run, n_ranks_per_node: int) -> list[int]:
 
 
 def nearest(numbers: Sequence[int], wanted: int) -> list[int]:
-    """Gives the numbers of a sorted list next below and above one that is not in it."""
+    """Returns the neighbours, in a sorted list, of a number that is not in it."""
     below = [number for number in numbers if number < wanted]
     above = [number for number in numbers if number > wanted]
     return below[-1:] + above[:1]
@@ -167,9 +167,9 @@ def _data_jobs(request: Request, run: Run, training: Job, stages: Sequence[str])
     scheduler = training.cluster.launch.scheduler
     if wanted and scheduler not in SCHEDULERS:
         raise LaunchError(
-            f"--stages {request.stages} needs a scheduler that starts one job after another, "
+            f"--stages {request.stages} needs a scheduler with job dependencies, "
             f"and this cluster has none ({scheduler})",
-            "trainyard prepare DATA_FILE first, then launch without --stages",
+            "run trainyard prepare DATA_FILE first, then launch without --stages",
         )
     jobs: dict[str, Job] = {}
     for path, corpus in find_data_files(request.run_file, run).items() if wanted else ():
@@ -180,13 +180,13 @@ def _data_jobs(request: Request, run: Run, training: Job, stages: Sequence[str])
     if wanted and not jobs:
         raise LaunchError(
             f"--stages {request.stages}: there is nothing to download",
-            f"known are {', '.join(corpus_names())}, each in corpora/NAME (docs/fetching.md)",
+            f"known: {', '.join(corpus_names())}, each in corpora/NAME (docs/fetching.md)",
         )
     return jobs
 
 
 def parse_stages(stages: str) -> list[str]:
-    """Reads `all`, or names with commas between.
+    """Parses `all`, or comma-separated names.
 
     Raises:
         LaunchError: there is no such stage.
@@ -202,10 +202,10 @@ def parse_stages(stages: str) -> list[str]:
 
 
 def find_data_files(run_file: str, run: Run) -> dict[Path, Corpus]:
-    """Finds the data files beside a run file that make what the run reads.
+    """Finds the data files beside a run file that make the data of the run.
 
     Raises:
-        ConfigError: none makes one of the prefixes.
+        ConfigError: no data file makes one of the prefixes.
     """
     folder = Path(run_file).parent / "data"
     corpora = {path: load_corpus(path, {}) for path in sorted(folder.glob("*.toml"))}
@@ -214,7 +214,7 @@ def find_data_files(run_file: str, run: Run) -> dict[Path, Corpus]:
         if not any(_makes(corpus, prefix) for corpus in corpora.values()):
             raise ConfigError(
                 f"no data file in {folder} makes {prefix}, which {run_file} reads",
-                "write one (docs/corpora.md), or prepare the data yourself and leave out --stages",
+                "write one (docs/corpora.md), or prepare the data yourself and omit --stages",
             )
     return {
         path: corpus
@@ -261,7 +261,7 @@ def _data_job(stage: str, path: Path, corpus: Corpus, training: Job) -> dict[str
 
 
 def _fetched(corpus: Corpus) -> list[str]:
-    """Names the corpora whose folders, corpora/NAME, the inputs are in."""
+    """Names the corpora whose folders, corpora/NAME, contain the inputs."""
     parts = [Path(each).parts for each in corpus.inputs]
     folders = {part[1] for part in parts if len(part) > 1 and part[0] == "corpora"}
     return [name for name in corpus_names() if name in folders]

@@ -1,6 +1,6 @@
 """The command line: one verb per file, heavy imports inside the verbs.
 
-Exit codes: 0 done, 2 something the user can fix (one message, no traceback), 1 a bug.
+Exit codes: 0 success, 2 user error (one message, no traceback), 1 bug.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainyard.launch.environment import hide_secrets, let_idle_threads_sleep
 from trainyard.log import build_logger
 
 EXIT_INTERRUPTED = 130
-"""Of Ctrl-C where nothing is saved."""
+"""Exit code of Ctrl-C where nothing is saved."""
 
 app = typer.Typer(
     add_completion=False,
@@ -54,7 +54,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _options(
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks of user errors too.")
+        bool, typer.Option("--debug", help="Print tracebacks for user errors too.")
     ] = False,
     version: Annotated[
         bool,
@@ -77,7 +77,7 @@ app.command("import")(import_)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs one verb and ends the program with its exit code."""
+    """Runs one verb and exits with its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     build_logger(hide_secrets)
     let_idle_threads_sleep()

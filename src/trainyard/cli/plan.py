@@ -1,4 +1,4 @@
-"""`trainyard plan`: memory, time and cost of a run before it is in a queue."""
+"""`trainyard plan`: memory, time and cost of a run before it is queued."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ PICTURES = (".png", ".svg")
 
 
 def plan(
-    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or the name of a preset.")],
+    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or a preset name.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.field=value, as many as needed.")
+        list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="A cluster by name: polaris, lumi, azure-ndv5, local.")
+        str | None, typer.Option(help="A cluster name: polaris, lumi, azure-ndv5, local.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="How many of its nodes.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="A device by name, such as h100-80g; with --cluster: in its nodes."),
+        typer.Option(help="A device name, such as h100-80g; with --cluster: in its nodes."),
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="How many devices. Default: the fewest the run is cut into."),
+        typer.Option(min=1, help="Number of devices. Default: the fewest the layout needs."),
     ] = None,
     search: Annotated[
         bool, typer.Option("--search", help="Find the ten fastest layouts that fit.")
@@ -44,13 +44,13 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            help="With --search: benchmark the top N on this machine, and write the fastest into "
-            "the run file.",
+            help="With --search: benchmark the top N on this machine, and write the fastest to the "
+            "run file.",
         ),
     ] = None,
     simulate: Annotated[
         bool,
-        typer.Option("--simulate", help="Run the real step of a rank on tensors without values."),
+        typer.Option("--simulate", help="Run the real step of a rank on fake tensors."),
     ] = False,
     rank: Annotated[int, typer.Option(min=0, help="With --simulate: which rank.")] = 0,
     all_stages: Annotated[
@@ -59,27 +59,27 @@ def plan(
     deadline: Annotated[
         str | None,
         typer.Option(
-            help='Such as "1 week": the largest model that trains in time on the devices given, on '
-            "20 tokens a parameter unless a run file or an override says train.length; without "
-            "--nodes and --gpus the fewest devices for the run."
+            help='Such as "1 week": find the largest model that trains in time on the devices, on '
+            "20 tokens per parameter unless a run file or an override sets train.length; without "
+            "--nodes and --gpus, find the fewest devices for the run."
         ),
     ] = None,
     price: Annotated[
-        float | None, typer.Option(min=0, help="Of a device-hour, in any currency.")
+        float | None, typer.Option(min=0, help="Price per device-hour, in any currency.")
     ] = None,
     storage: Annotated[
-        str, typer.Option(help="Speeds of file systems in GB/s; costs count with the first.")
+        str, typer.Option(help="File system speeds in GB/s; costs assume the first.")
     ] = "5,20,100",
     picture: Annotated[
-        Path | None, typer.Option(help="Draw memory and a step's time line: .png or .svg.")
+        Path | None, typer.Option(help="Draw memory and the timeline of a step: .png or .svg.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say what a run needs and takes, before it is in a queue; no GPU and no torch needed.
+    """Compute memory, time and cost of a run before it is queued, without a GPU or torch.
 
-    Memory by what it holds, against what a device has; where the time of a step goes; the whole
-    run in days, device-hours and money, failures counted; how often its data is read. Exit code 2
-    if it does not fit, with the smallest changes that make it fit.
+    Shows memory by item, against a device's memory; the time breakdown of a step; days,
+    device-hours and price of the whole run, including failures; and the epochs over its data. Exit
+    code 2 if it does not fit, with the smallest changes that make it fit.
 
     Examples:
     trainyard plan recipes/lumi/13b.toml --cluster lumi --nodes 2
@@ -97,7 +97,7 @@ def plan(
     loaded = load_run(run_file, overrides)
     machine = find_asked_machine(cluster, nodes, gpu)
     if (search or deadline is not None) and machine is None:
-        raise ConfigError(f"{modes[0]} needs to know the devices", "--cluster lumi --nodes 2")
+        raise ConfigError(f"{modes[0]} needs devices", "--cluster lumi --nodes 2")
     if deadline is not None and machine:
         from trainyard.cli.plan_deadline import print_deadline
         from trainyard.plan.deadline import Trainer
@@ -127,13 +127,13 @@ def plan(
 
 
 def refuse_options(modes: list[str], *, measure: int | None, rank: int, all: bool) -> None:
-    """Refuses options that say nothing together; `modes` ask for something else than a plan.
+    """Rejects options that do not combine; `modes` are alternatives to a plan.
 
     Raises:
         ConfigError: names them.
     """
     if len(modes) > 1:
-        raise ConfigError(f"{' and '.join(modes)} are different things", "one at a time")
+        raise ConfigError(f"{' and '.join(modes)} cannot be combined", "pass one at a time")
     if measure is not None and "--search" not in modes:
         raise ConfigError(f"--measure {measure} needs --search", f"--search --measure {measure}")
     if (rank or all) and "--simulate" not in modes:
@@ -142,33 +142,31 @@ def refuse_options(modes: list[str], *, measure: int | None, rank: int, all: boo
 
 
 def refuse_picture(path: Path, *, is_of_plan: bool) -> None:
-    """Refuses a picture that cannot be drawn or kept, before anything is computed.
+    """Rejects a picture that cannot be drawn or written, before any computation.
 
     Raises:
-        ConfigError: says what it would have to be.
+        ConfigError: says what is wrong with it.
     """
     if not is_of_plan:
         raise ConfigError(
-            f"--picture {path} draws a plan, not what --search, --simulate or --deadline find",
-            "first one, then --picture without it",
+            f"--picture {path} draws a plan, not the results of --search, --simulate or --deadline",
+            "run that first, then --picture without it",
         )
     if path.suffix.lower() not in PICTURES:
         raise ConfigError(f"--picture {path}: pictures are .png or .svg", "name it plan.png")
     if not path.parent.is_dir():
-        raise ConfigError(f"--picture {path}: there is no folder {path.parent}", "make it before")
+        raise ConfigError(f"--picture {path}: there is no folder {path.parent}", "create it first")
 
 
 def find_asked_machine(cluster: str | None, nodes: int | None, gpu: str | None) -> Machine | None:
-    """Finds the machine that the options name; None where they name none.
+    """Finds the machine that the options name; None if they name none.
 
     Raises:
-        UserError: nodes of nothing, or a name is unknown.
+        UserError: --nodes without a cluster, or a name is unknown.
     """
     if cluster is None and gpu is None:
         if nodes is not None:
-            raise ConfigError(
-                f"--nodes {nodes} says nothing without a cluster", f"--cluster lumi --nodes {nodes}"
-            )
+            raise ConfigError(f"--nodes {nodes} needs a cluster", f"--cluster lumi --nodes {nodes}")
         return None
     from trainyard.plan.clusters import find_machine
 
@@ -176,17 +174,17 @@ def find_asked_machine(cluster: str | None, nodes: int | None, gpu: str | None) 
 
 
 def count_devices(run: Run, machine: Machine | None, nodes: int | None, gpus: int | None) -> int:
-    """Gives the number of devices that the options name, or the fewest the run can be on.
+    """Returns the number of devices that the options name, or the fewest the run needs.
 
     Raises:
-        ConfigError: nodes and devices contradict each other, or the run cannot be at all.
+        ConfigError: nodes and devices contradict each other, or no layout is possible.
     """
     if nodes is not None and machine is not None:
         n_devices = nodes * machine.devices_per_node
         if gpus not in (None, n_devices):
             raise ConfigError(
                 f"--nodes {nodes} of {machine.name} are {n_devices} devices, not --gpus {gpus}",
-                "leave out one of them",
+                "omit one of them",
             )
         return n_devices
     if gpus is not None:
@@ -197,17 +195,17 @@ def count_devices(run: Run, machine: Machine | None, nodes: int | None, gpus: in
 
 
 def parse_storage(text: str) -> tuple[float, ...]:
-    """Reads "5,20,100", in GB/s, as bytes a second.
+    """Parses "5,20,100", in GB/s, as bytes per second.
 
     Raises:
-        ConfigError: it is not numbers above 0.
+        ConfigError: it is not a list of positive numbers.
     """
     try:
         speeds = tuple(float(speed) * GIGA for speed in text.split(","))
     except ValueError:
         speeds = ()
     if not speeds or not all(0 < speed < float("inf") for speed in speeds):
-        raise ConfigError(f"--storage {text!r} is not speeds in GB/s", "such as 5,20,100")
+        raise ConfigError(f"--storage {text!r} is not a list of GB/s", "such as 5,20,100")
     return speeds
 
 
@@ -218,11 +216,11 @@ def build_report(
     storage: tuple[float, ...] = (GIGA,),
     price: float | None = None,
 ) -> Report:
-    """Plans a run; smallest changes are part of it where it does not fit.
+    """Plans a run; includes the smallest changes if it does not fit.
 
     Raises:
-        ConfigError: the run cannot be on so many devices.
-        MachineError: the devices cannot compute in its precision.
+        ConfigError: the run cannot use this number of devices.
+        MachineError: the devices do not support its precision.
     """
     from trainyard.cli.plan_table import Report
     from trainyard.config.rules import change
@@ -237,7 +235,7 @@ def build_report(
 
     planned = resolve(run, n_devices)
     on_gpu = machine is None or is_gpu(machine)
-    # What saving takes of host memory is the same for all, and takes long to add up.
+    # Host memory for saving is the same for all stages, and slow to compute.
     without = change(run, {"checkpoint.background": False})
     n_host_bytes = host_bytes(run, planned)
     memories = [
@@ -261,7 +259,7 @@ def build_report(
 
 
 def find_sizes(run: Run) -> dict[str, int]:
-    """Counts the tokens of the training blend's token files, where those are."""
+    """Counts the tokens of the training blend's token files that exist here."""
     from trainyard.plan.cost import training_blend
 
     found: dict[str, int] = {}
@@ -283,7 +281,7 @@ def find_sizes(run: Run) -> dict[str, int]:
 
 
 def _print(report: Report, picture: Path | None, *, as_json: bool) -> None:
-    """Prints a plan, draws it if asked, and refuses what does not fit.
+    """Prints a plan, draws it if requested, and rejects a run that does not fit.
 
     Raises:
         MachineError: it does not fit.
@@ -311,7 +309,7 @@ def refuse(report: Report) -> None:
     """Raises for a run that does not fit.
 
     Raises:
-        MachineError: says by how much, and names the cheapest change.
+        MachineError: the missing memory, and the cheapest change.
     """
     from trainyard.units import format_bytes, with_article
 
@@ -322,7 +320,7 @@ def refuse(report: Report) -> None:
     if report.remedies:
         hint = f"cheapest change that makes it fit: {report.remedies[0].change}"
     else:
-        hint = "nothing that was tried makes it fit: a smaller model, or larger devices"
+        hint = "no tested change makes it fit: use a smaller model or larger devices"
     raise MachineError(
         f"{report.run.name} does not fit: {format_bytes(-spare)} more than "
         f"{with_article(report.machine.device.name)} has",

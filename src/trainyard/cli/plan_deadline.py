@@ -29,7 +29,7 @@ CHANGED = (
     *("train.length", "train.batch_ramp", "schedule.warmup", "schedule.decay"),
     *FIELDS,
 )
-"""What may differ from the run."""
+"""Fields that may differ from the run."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class Row:
 
     trained: Trained
     remark: str
-    """The largest, too long, .."""
+    """Such as "the largest" or "too long"."""
 
 
 def print_deadline(
     loaded: LoadedRun, trainer: Trainer, n_devices: int | None, deadline: str, *, as_json: bool
 ) -> None:
-    """Prints the largest model on so many devices, or without them the fewest for the run.
+    """Prints the largest model for `n_devices` or, if None, the fewest devices for the run.
 
     Raises:
-        ConfigError: the deadline cannot be read.
-        MachineError: nothing trains in time.
+        ConfigError: the deadline is malformed.
+        MachineError: no candidate trains in time.
     """
     run = loaded.run
     try:
@@ -87,12 +87,12 @@ def _nothing_makes_it(
     if n_devices is None:
         return MachineError(
             f"{name} does not train within {deadline}: on {on}, the most tried, it {takes}",
-            "a longer deadline, a shorter train.length, a larger train.global_batch_size",
+            "try a longer deadline, a shorter train.length or a larger train.global_batch_size",
         )
     size = format_large(_parameters(tried))
     return MachineError(
         f"no model trains within {deadline} on {on}: the smallest, of {size} parameters, {takes}",
-        "a longer deadline, more devices, or fewer tokens, such as train.length='1B tokens'",
+        "try a longer deadline, more devices or fewer tokens, such as train.length='1B tokens'",
     )
 
 
@@ -103,7 +103,7 @@ def _render(loaded: LoadedRun, trainer: Trainer, rows: Sequence[Row], deadline: 
     text.append(f" within {deadline} on devices of {trainer.machine.name}", style="not bold")
     if find_extremes(trainer.machine):
         device = with_article(trainer.machine.device.name)
-        text.append(f", as slow as {device} may be: nobody measured one", style="not bold")
+        text.append(f", at the slow end for {device}: not measured", style="not bold")
     lines = [("", "model", "tokens", "devices", "whole run", "price", "layout")]
     for row in rows:
         trained, model, cost = row.trained, row.trained.run.model, row.trained.cost
@@ -125,14 +125,14 @@ def _render(loaded: LoadedRun, trainer: Trainer, rows: Sequence[Row], deadline: 
         cells = (f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))
         style = "not bold" if number else "cyan not bold"
         text.append(f"\n{'  '.join(cells)}".rstrip(), style=style)
-    text.append(f"\n{rows[0].remark}, behind the command: ", style="cyan not bold")
+    text.append(f"\narguments for {rows[0].remark}: ", style="cyan not bold")
     given = f"--gpus {rows[0].trained.n_devices} {_changes(rows[0], loaded)}"
     text.append(given.rstrip(), style="not bold")
     return text
 
 
 def _changes(row: Row, loaded: LoadedRun) -> str:
-    """Writes what differs from the run as overrides."""
+    """Formats the differences from the run as overrides."""
     fields = {name: field_value(row.trained.run, name) for name in CHANGED}
     texts = {
         name: "none" if value is None else str(value) if isinstance(value, Length) else value

@@ -1,4 +1,4 @@
-"""`trainyard plan RUN --search`: the best layouts, timed here if asked, and the winner kept."""
+"""`trainyard plan RUN --search`: finds the best layouts, and can time them and keep the winner."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
 
 MOST_LISTED = 10
 HOW_TO_READ = (
-    "in % of the first's whole step: tensor, context, pipeline and data are what those ranks send "
-    "and nothing hides, bubble is stages that wait, overhead starting kernels"
+    "in % of the first's step: tensor, context, pipeline and data are exposed communication of "
+    "those axes, bubble is idle stages, overhead is kernel launches"
 )
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search gave, fastest first, after measuring if that was asked for."""
+    """The result of a search, fastest first, after measuring if requested."""
 
     candidates: Sequence[Candidate]
     measured: Mapping[int, float]
-    """Seconds of a step by place in `candidates`, of those that were timed."""
+    """Step seconds of the timed candidates, by index in `candidates`."""
     scale: float = 1.0
-    """What predictions were multiplied by to agree with what was measured."""
+    """Factor from predictions to measurements."""
     as_it_is: Candidate | None = None
-    """The run's own layout, as predicted; None where it cannot be on so many devices."""
+    """The run's own layout, predicted; None if it cannot use this number of devices."""
     fits: bool = True
-    """Whether that one does."""
+    """Whether the run's own layout fits."""
 
 
 def print_search(
@@ -66,18 +66,18 @@ def print_search(
     *,
     as_json: bool,
 ) -> None:
-    """Searches, times the best if asked, prints, and writes the winner of those into the run file.
+    """Searches and prints layouts; with `n_measured`, times the best and writes the winner.
 
     Args:
-        run: whose layout is sought.
+        run: the run to find a layout for.
         machine: the devices.
-        n_devices: all of them.
-        n_measured: how many to time on this machine; None leaves the run file alone.
+        n_devices: their total number.
+        n_measured: how many to time on this machine; None leaves the run file unchanged.
         source: the run file; None for a preset.
         as_json: print JSON instead of a table.
 
     Raises:
-        MachineError: nothing fits, or this machine cannot time it.
+        MachineError: no layout fits, or this machine cannot time them.
     """
     from trainyard.launch.environment import read_process
 
@@ -111,7 +111,7 @@ def print_search(
 
 
 def _predict(run: Run, machine: Machine, n_devices: int, scale: float) -> Candidate | None:
-    """Plans the run's own layout, on the scale of the others."""
+    """Predicts the run's own layout, with the same scale."""
     if not is_legal(run, n_devices):
         return None
     found = predict(run, machine, n_devices)
@@ -119,7 +119,7 @@ def _predict(run: Run, machine: Machine, n_devices: int, scale: float) -> Candid
 
 
 def _measure(candidates: Sequence[Candidate], n_measured: int) -> Found:
-    """Times the best, and ranks all again by what that says."""
+    """Times the best candidates, and ranks all again by the results."""
     from trainyard.bench.trial import time_runs
     from trainyard.launch.environment import read_process
 
@@ -131,7 +131,7 @@ def _measure(candidates: Sequence[Candidate], n_measured: int) -> Found:
     if len(failed) == len(timed):
         raise MachineError(
             f"none of the {len(timed)} layouts could be timed on this machine",
-            "what their processes said is above",
+            "see the output of their processes above",
         )
     kept = [each for place, each in enumerate(candidates) if place not in failed]
     seconds = [each for each in timed if each is not None]
@@ -146,7 +146,7 @@ def _measure(candidates: Sequence[Candidate], n_measured: int) -> Found:
 
 
 def render_search(run: Run, machine: Machine, found: Found) -> Text:
-    """Lays the best layouts out as a table, each with why it loses to the first."""
+    """Renders the best layouts as a table, each with the reason it is slower than the first."""
     from rich.text import Text
 
     first = found.candidates[0]
@@ -164,7 +164,7 @@ def render_search(run: Run, machine: Machine, found: Found) -> Text:
     shown = [*found.candidates, *filter(None, [found.as_it_is])]
     width = max(len(describe_candidate(each)) for each in shown)
     text.append(
-        f"\n{'':<6}{'step':>9}  {'memory':>9}  {'layout':<{width}}  longer than the first, and why",
+        f"\n{'':<6}{'step':>9}  {'memory':>9}  {'layout':<{width}}  slower than the first, and why",
         style="cyan not bold",
     )
     for place, candidate in enumerate(found.candidates):
@@ -176,8 +176,8 @@ def render_search(run: Run, machine: Machine, found: Found) -> Text:
     text.append(f"\n{HOW_TO_READ}", style="cyan not bold")
     changes = first.changes_from(run)
     given = rules.describe(run, changes).replace(" with ", " ")
-    text.append("\nthe first, behind the command: ", style="cyan not bold")
-    text.append(given or "nothing, it is the run as it is", style="not bold")
+    text.append("\narguments for the first: ", style="cyan not bold")
+    text.append(given or "none, the run as it is", style="not bold")
     return text
 
 
@@ -192,13 +192,13 @@ def _row(mark: str, candidate: Candidate, first: Candidate, width: int) -> str:
 
 
 def describe_candidate(candidate: Candidate) -> str:
-    """Says how a candidate is cut, in one line."""
+    """Describes a candidate's layout in one line."""
     micro = candidate.run.train.micro_batch_size
     return f"{describe_layout(candidate.run, candidate.plan.topology)}, micro batch {micro}"
 
 
 def search_as_json(run: Run, found: Found) -> dict[str, Any]:
-    """Gives the layouts as JSON can hold them."""
+    """Returns the layouts as JSON values."""
     first = found.candidates[0]
     return {
         "run": run.name,
@@ -224,26 +224,26 @@ def _as_json(candidate: Candidate, first: Candidate) -> dict[str, Any]:
 
 
 def keep_winner(found: Found, run: Run, source: Path | None) -> str:
-    """Writes the fastest of the timed layouts into the run file; says what changed.
+    """Writes the fastest of the timed layouts to the run file; returns the changes as text.
 
     Raises:
-        ConfigError: the run file is written in a way that cannot be changed safely, or the winner
-            needs what was given on the command line.
+        ConfigError: the run file cannot be edited safely, or the winner depends on command-line
+            overrides.
     """
     winner = found.candidates[min(found.measured)]
     if source is None:
         given = rules.describe(run, winner.changes_from(run)).replace(" with ", " ")
-        return f"a preset is not changed; the fastest: {given or 'the preset as it is'}"
+        return f"presets are never changed; the fastest: {given or 'the preset as it is'}"
     in_file = load_run(str(source)).run
     changes = winner.changes_from(in_file)
     text = rules.describe(in_file, changes).replace(" with ", ", ")
     if not changes:
-        return f"{source} has the fastest layout already"
+        return f"{source} already has the fastest layout"
     broken = rules.broken_rules(rules.change(in_file, changes))
     if broken:
         raise ConfigError(
-            f"{source} is left as it is: with {text}, {next(iter(broken.values()))}",
-            "write into it first what was given on the command line",
+            f"{source} is unchanged: with {text}, {next(iter(broken.values()))}",
+            "first write the command-line overrides into it",
         )
     publish_text(source, set_fields(source.read_text(encoding="utf-8"), changes, str(source)))
-    return f"wrote into {source}: {text}"
+    return f"wrote to {source}: {text}"

@@ -1,4 +1,4 @@
-"""What the simulated step of a rank takes: the text and the JSON of `trainyard plan --simulate`."""
+"""Results of the simulated step of a rank: text and JSON of `trainyard plan --simulate`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from trainyard.units import format_bytes
 
 
 def print_simulation(run: Run, n_ranks: int, rank: int | None, *, as_json: bool) -> None:
-    """Simulates ranks as on a GPU, and prints each when it is done.
+    """Simulates ranks as on a GPU, and prints each result when it is done.
 
     Args:
         run: the run.
-        n_ranks: all processes.
-        rank: which of them; None for the first of each stage of the pipeline.
+        n_ranks: total number of processes.
+        rank: the rank to simulate; None for the first of each pipeline stage.
         as_json: print one object with a list, at the end.
 
     Raises:
-        ConfigError: there is no such rank, or the run cannot be on so many or not be trained.
+        ConfigError: there is no such rank, or the run cannot train on this number of ranks.
     """
     plan = resolve(run, n_ranks)
     n_places = plan.topology.pipeline
@@ -35,7 +35,7 @@ def print_simulation(run: Run, n_ranks: int, rank: int | None, *, as_json: bool)
     if ranks[-1] >= n_ranks:
         raise ConfigError(
             f"--rank {rank} of {n_ranks} rank{'s' if n_ranks > 1 else ''}, counted from 0",
-            f"--rank {n_ranks - 1} is the last, --all-stages shows one of each",
+            f"--rank {n_ranks - 1} is the last, --all-stages shows one rank per stage",
         )
     found = []
     for each in ranks:
@@ -51,7 +51,7 @@ def print_simulation(run: Run, n_ranks: int, rank: int | None, *, as_json: bool)
 
 
 def _planned_bytes(run: Run, plan: Plan, rank: int) -> int:
-    """What the formulas give for the same tensors."""
+    """Returns the bytes of the same tensors by the formulas."""
     memory = rank_memory(run, plan, plan.topology.coordinates(rank).pipeline)
     return memory.peak_bytes - memory.items["context and libraries"]
 
@@ -60,7 +60,7 @@ def render_simulation(found: Simulation, planned_bytes: int) -> Iterator[str]:
     """Yields the lines on one rank.
 
     Args:
-        found: what it takes.
+        found: the result of the simulation.
         planned_bytes: the peak by the formulas.
     """
     difference = planned_bytes / found.peak_bytes - 1
@@ -72,7 +72,7 @@ def render_simulation(found: Simulation, planned_bytes: int) -> Iterator[str]:
     for number, (name, n_bytes) in enumerate(found.largest):
         yield _row("largest" if number == 0 else "", f"{format_bytes(n_bytes):>10}  {name}")
     total = sum(found.flops.values())
-    yield _row("operations", f"{total:.3e} FLOP a step")
+    yield _row("operations", f"{total:.3e} FLOP per step")
     for name, flops in sorted(found.flops.items(), key=lambda pair: -pair[1]):
         yield _row("", f"{flops / total:>10.1%}  {name}")
     for number, message in enumerate(found.messages):
@@ -82,7 +82,7 @@ def render_simulation(found: Simulation, planned_bytes: int) -> Iterator[str]:
             f"{message.calls:,} calls",
         )
     for number, text in enumerate(found.differences):
-        yield _row("" if number else "not so there", text)
+        yield _row("" if number else "differs there", text)
 
 
 def _row(title: str, text: str) -> str:

@@ -1,4 +1,4 @@
-"""A plan as people read it and as programs do: the text and the JSON of `trainyard plan RUN`."""
+"""The text and the JSON of `trainyard plan RUN`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MOST_CORPORA = 8
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is said of a run on a machine; of no machine: no times, no limit."""
+    """The plan of a run on a machine; without a machine, no times and no memory limit."""
 
     run: Run
     plan: Plan
@@ -51,27 +51,27 @@ class Report:
     cost: Cost | None = None
     remedies: Sequence[Remedy] = ()
     extremes: Sequence[tuple[StepTime, Cost]] = ()
-    """As fast and as slow as it may be, where nobody measured the device; empty elsewhere."""
+    """Fastest and slowest estimates if the device was not measured; else empty."""
 
     @property
     def busiest(self) -> RankMemory:
-        """Of the rank that needs most."""
+        """Memory of the rank that needs most."""
         return max(self.memories, key=lambda memory: memory.peak_bytes)
 
     @property
     def spare_bytes(self) -> int | None:
-        """What is left of a device's memory; below 0 where it does not fit."""
+        """Free memory of a device; negative if the run does not fit."""
         usable = usable_bytes(self.machine) if self.machine else None
         return None if usable is None else usable - self.busiest.peak_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory it needs, as far as that is known."""
+        """Whether every rank has enough memory, as far as known."""
         return self.machine is None or fits(self.busiest, self.machine)
 
 
 def render_plan(report: Report) -> Text:
-    """Lays a plan out as a table."""
+    """Renders a plan as a table."""
     text = Text(report.run.name, style="bold")
     text.append(f" on {describe_devices(report.machine, report.plan.n_ranks)}", style="not bold")
     sections = (_size, _memory, _traffic, _time, _whole_run, _data)
@@ -85,7 +85,7 @@ def render_plan(report: Report) -> Text:
             left = format_bytes(remedy.candidate.memory.peak_bytes)
             many = f" on {n:,} devices" if n != report.plan.n_ranks else ""
             _append(
-                text, "", f"  {remedy.change}: {describe_step(time.seconds)} a step{many}, {left}"
+                text, "", f"  {remedy.change}: {describe_step(time.seconds)} per step{many}, {left}"
             )
     return text
 
@@ -95,10 +95,10 @@ def _append(text: Text, title: str, line: str) -> None:
 
 
 def describe_devices(machine: Machine | None, n_devices: int) -> str:
-    """Says what a run is planned for."""
+    """Describes the devices of a plan."""
     count = format_number(n_devices, "device")
     if machine is None:
-        return f"{count}; --cluster or --gpu says which"
+        return f"{count}; set the kind with --cluster or --gpu"
     nodes = format_number(math.ceil(n_devices / machine.devices_per_node), "node")
     return f"{count} ({machine.device.name}) in {nodes} of {machine.name}"
 
@@ -111,7 +111,7 @@ def _size(report: Report) -> Iterator[tuple[str, str]]:
         "batch",
         (
             f"{run.train.global_batch_size:,} sequences: {m:,} micro batches of "
-            f"{run.train.micro_batch_size} for each of {plan.topology.data:,} data parallel ranks"
+            f"{run.train.micro_batch_size} on each of {plan.topology.data:,} data parallel ranks"
         ),
     )
     held = [held_parameters(run, plan, rank) for rank in range(plan.topology.pipeline)]
@@ -123,7 +123,7 @@ def _size(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def held_parameters(run: Run, plan: Plan, pipeline_rank: int) -> int:
-    """Counts the parameters that one rank computes with, before ZeRO cuts them."""
+    """Counts the parameters that one rank computes with, before ZeRO shards them."""
     shapes = (
         stage_shapes(run.model, plan.padded_vocabulary_size, blocks, plan.topology.tensor)
         for blocks in plan.stages[pipeline_rank :: plan.topology.pipeline]
@@ -132,7 +132,7 @@ def held_parameters(run: Run, plan: Plan, pipeline_rank: int) -> int:
 
 
 def _repeats(texts: Sequence[str]) -> str:
-    """Lists texts, and how often each comes in a row."""
+    """Joins texts, with a count for consecutive repeats."""
     runs = [(text, len(list(equal))) for text, equal in itertools.groupby(texts)]
     return ", ".join(f"{n} x {text}" if n > 1 else text for text, n in runs)
 
@@ -157,7 +157,7 @@ def _memory(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _bars(values: Mapping[str, float], form: Any) -> Iterator[tuple[str, str]]:
-    """Draws amounts as bars, the longest as wide as there is room."""
+    """Draws amounts as bars; the longest has the full width."""
     most = max(values.values(), default=0.0)
     for name, value in values.items():
         if value > 0:
@@ -175,7 +175,7 @@ def _traffic(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def link_of(traffic: Traffic, plan: Plan, machine: Machine | None) -> str:
-    """Says which way the ranks of an axis talk."""
+    """Describes the link that an axis communicates over."""
     if machine is None:
         return ""
     sizes = dict(zip(AXES, astuple(plan.topology), strict=True))
@@ -187,7 +187,7 @@ def link_of(traffic: Traffic, plan: Plan, machine: Machine | None) -> str:
 
 
 def speeds(report: Report) -> dict[str, float | None]:
-    """Gives the speeds of a step by name."""
+    """Returns the throughput figures of a step by name."""
     assert report.time is not None
     assert report.machine is not None
     run, plan = report.run, report.plan
@@ -208,7 +208,7 @@ def _time(report: Report) -> Iterator[tuple[str, str]]:
     run, plan, time = report.run, report.plan, report.time
     batch_tokens = run.train.global_batch_size * run.model.sequence_length
     flops = plan.model_flops_per_token * batch_tokens
-    yield "compute", f"{flops:.3e} model FLOP a step, {flops / plan.n_ranks:.3e} a device"
+    yield "compute", f"{flops:.3e} model FLOP per step, {flops / plan.n_ranks:.3e} per device"
     if time is None:
         return
     *rates, mfu = speeds(report).values()
@@ -218,11 +218,11 @@ def _time(report: Report) -> Iterator[tuple[str, str]]:
     if report.extremes and report.machine:
         fast, slow = (describe_step(extreme.seconds) for extreme, _ in report.extremes)
         device = with_article(report.machine.device.name)
-        between = f" ({fast} to {slow}: nobody measured {device} for this)"
+        between = f" ({fast} to {slow}: {device} was not measured)"
     yield (
         "step",
         f"{describe_step(time.seconds)}{between}: {samples} samples/s, {tokens} tokens/s and "
-        f"{tflops} TFLOP/s a device{of_peak}",
+        f"{tflops} TFLOP/s per device{of_peak}",
     )
     shares = {part: seconds for part, seconds in time.parts.items() if seconds > 0}
     yield from _bars(shares, lambda seconds: f"{seconds / time.seconds:.1%}")
@@ -239,7 +239,7 @@ def _whole_run(report: Report) -> Iterator[tuple[str, str]]:
             "",
             (
                 f"  {saving.storage_bytes_per_second / 1e9:g} GB/s: written in "
-                f"{format_seconds(saving.write_seconds)}, training stands still for "
+                f"{format_seconds(saving.write_seconds)}, training stalls for "
                 f"{format_seconds(saving.stall_seconds)}"
             ),
         )
@@ -250,11 +250,11 @@ def _whole_run(report: Report) -> Iterator[tuple[str, str]]:
             f"one in {format_seconds(cost.seconds_between_failures)}, saves every "
             f"{format_seconds(cost.interval_seconds)}: {cost.useful_share:.1%} of the time is "
             f"useful ({worst:.1%} to {best:.1%}); "
-            f"every {format_seconds(cost.savings[0].best_interval_seconds)} loses least"
+            f"every {format_seconds(cost.savings[0].best_interval_seconds)} is optimal"
         ),
     )
     if math.isinf(cost.seconds):
-        yield "whole run", "never ends: failures undo more than is done between them"
+        yield "whole run", "never ends: failures undo more work than is done between them"
         return
     between = ""
     if report.extremes:
@@ -274,7 +274,7 @@ def _whole_run(report: Report) -> Iterator[tuple[str, str]]:
 def _data(report: Report) -> Iterator[tuple[str, str]]:
     title = "data"
     if not report.corpora:
-        yield title, "the run names none"
+        yield title, "the run names no data"
     known = [use for use in report.corpora if use.epochs is not None]
     unknown = [use for use in report.corpora if use.epochs is None]
     for use in known[:MOST_CORPORA]:
@@ -288,18 +288,18 @@ def _data(report: Report) -> Iterator[tuple[str, str]]:
         yield "", f"and {len(known) - MOST_CORPORA} more"
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        yield title, f"{unknown[0].prefix}{more}: epochs not known, token files are not all here"
+        yield title, f"{unknown[0].prefix}{more}: epochs unknown, some token files are missing"
 
 
 def describe_step(seconds: float) -> str:
-    """Prints the time of a step, which wants more digits than a duration."""
+    """Formats the time of a step, with more digits than a duration."""
     return (
         f"{format_figure(seconds)} s" if seconds >= 0.1 else f"{format_figure(1000 * seconds)} ms"
     )
 
 
 def plan_as_json(report: Report) -> dict[str, Any]:
-    """Gives everything as JSON can hold it; sizes in bytes, times in seconds."""
+    """Returns the report as JSON values; sizes in bytes, times in seconds."""
     run, plan, machine = report.run, report.plan, report.machine
     found: dict[str, Any] = {
         "run": run.name,
@@ -346,7 +346,7 @@ def _finite(value: Any) -> Any:
 
 
 def memory_as_json(memory: RankMemory) -> dict[str, Any]:
-    """Gives the memory of a rank as JSON can hold it."""
+    """Returns the memory of a rank as JSON values."""
     return {
         "pipeline_rank": memory.pipeline_rank,
         "items": dict(memory.items),
@@ -356,7 +356,7 @@ def memory_as_json(memory: RankMemory) -> dict[str, Any]:
 
 
 def time_as_json(time: StepTime) -> dict[str, Any]:
-    """Gives the time of a step as JSON can hold it."""
+    """Returns the time of a step as JSON values."""
     return {
         "seconds": time.seconds,
         "parts": dict(time.parts),

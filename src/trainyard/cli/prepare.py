@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 def prepare(
     inputs: Annotated[
         list[str] | None,
-        typer.Argument(help="Files, folders and globs of text; or one data file, corpus.toml."),
+        typer.Argument(help="Text files, folders and globs, or one data file, corpus.toml."),
     ] = None,
     output: Annotated[
-        str, typer.Option("--output", "-o", help="Path that the token files begin with.")
+        str, typer.Option("--output", "-o", help="Path prefix of the token files.")
     ] = "",
     tokenizer: Annotated[
         str,
@@ -38,15 +38,13 @@ def prepare(
         int,
         typer.Option(
             metavar="N",
-            help="Train a tokenizer of N tokens on the inputs first and save it as the data file's "
-            "tokenizer, or as <output>_tokenizer; default: N follows the size of the text.",
+            help="First train a tokenizer of N tokens on the inputs and save it as the data file's "
+            "tokenizer, or as <output>_tokenizer; default: N depends on the size of the text.",
         ),
     ] = 0,
     json_key: Annotated[
         str,
-        typer.Option(
-            help="JSON key (of the outermost object), or Parquet column, of the text [text]."
-        ),
+        typer.Option(help="Top-level JSON key, or Parquet column, of the text [text]."),
     ] = "",
     append_eod: Annotated[
         bool | None,
@@ -58,19 +56,19 @@ def prepare(
     special_tokens: Annotated[
         Literal["text", "parse"] | None,
         typer.Option(
-            help="<|endoftext|> inside a document: text, or parse (its own id, as Megatron-LM) "
+            help="<|endoftext|> inside a document: text, or parse (its token id, as Megatron-LM) "
             "[text]."
         ),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes; one core each.")] = 1,
     on_error: Annotated[
         Literal["stop", "quarantine"],
-        typer.Option(help="A bad document: stop, or quarantine (set aside, counted, named)."),
+        typer.Option(help="On a bad document: stop, or quarantine (set aside and report it)."),
     ] = "stop",
     overwrite: Annotated[
-        bool, typer.Option(help="Replace token files and work that were made otherwise.")
+        bool, typer.Option(help="Replace token files and work made with other settings.")
     ] = False,
-    status: Annotated[bool, typer.Option(help="Only tell how far the work is.")] = False,
+    status: Annotated[bool, typer.Option(help="Only print the progress.")] = False,
     fetch: Annotated[
         str,
         typer.Option(
@@ -79,19 +77,19 @@ def prepare(
         ),
     ] = "",
     only: Annotated[
-        str, typer.Option(metavar="PATTERN", help="Fetch the files whose path fits this.")
+        str, typer.Option(metavar="PATTERN", help="With --fetch: only files whose path matches.")
     ] = "*",
     mirror: Annotated[
-        str, typer.Option(metavar="URL", help="Fetch from this server instead.")
+        str, typer.Option(metavar="URL", help="With --fetch: another server to use.")
     ] = "",
     contact: Annotated[
-        str, typer.Option(help="Your e-mail address or page, which Wikimedia's server asks for.")
+        str, typer.Option(help="Your e-mail address or web page, required by Wikimedia's server.")
     ] = "",
 ) -> None:
-    """Tokenises raw text into Megatron-LM token files: .bin and .idx, with a record in .json.
+    """Tokenise raw text into Megatron-LM token files: .bin and .idx, with a record in .json.
 
-    Reads JSON lines and plain text (.jsonl .ndjson .json .txt, also .gz .bz2 .xz .zst), Parquet,
-    and dumps of Wikipedia (.xml .xml.bz2). Reads any other file that you name as plain text.
+    Reads JSON Lines and plain text (.jsonl .ndjson .json .txt, also .gz .bz2 .xz .zst), Parquet,
+    and Wikipedia dumps (.xml .xml.bz2). Reads any other file you name as plain text.
 
     Example: trainyard prepare corpus/ -o web
 
@@ -100,8 +98,8 @@ def prepare(
 
     Example: trainyard prepare recipes/azure/data/slimpajama.toml --workers 8
 
-    The same command may run on many machines at once, as a job array for instance. Interrupted, it
-    goes on when it is run again.
+    Run the same command on many machines at once, such as in a job array, to share the work. Run it
+    again after an interruption to continue.
     """
     from trainyard.config.corpus import check_complete, load_corpus
     from trainyard.data.preparation.prepare import choose_tokenizer, train_on_inputs
@@ -114,7 +112,7 @@ def prepare(
     if train_tokenizer and tokenizer:
         raise ConfigError(
             "both --tokenizer and --train-tokenizer given",
-            "pass --tokenizer gpt2 or a folder, or --train-tokenizer 4096 to make one",
+            "pass --tokenizer gpt2 or a folder, or --train-tokenizer 4096 to train one",
         )
     given = {
         "output": output,
@@ -177,10 +175,10 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split(inputs: list[str]) -> tuple[Path | None, list[str]]:
-    """Tells a data file from inputs."""
+    """Separates a data file from inputs."""
     data_files = [name for name in inputs if name.endswith(".toml")]
     if len(data_files) > 1:
-        raise ConfigError(f"{data_files[1]} is a second data file", "prepare one after the other")
+        raise ConfigError(f"{data_files[1]} is a second data file", "prepare one at a time")
     others = [name for name in inputs if name not in data_files]
     return (Path(data_files[0]) if data_files else None), others
 
@@ -210,7 +208,7 @@ def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
         for place in sidecar.quarantined_places:
             typer.echo(f"  {place}", err=True)
         if sidecar.quarantined:
-            typer.echo(f"  all are in {printable(prefix)}.quarantine.jsonl", err=True)
+            typer.echo(f"  all of them: {printable(prefix)}.quarantine.jsonl", err=True)
 
 
 def _print_status(corpus: Corpus) -> None:
@@ -218,7 +216,7 @@ def _print_status(corpus: Corpus) -> None:
 
     progress = read_status(corpus)
     if progress is None:
-        typer.echo("no work is in flight: it is finished, or not begun")
+        typer.echo("no work in progress: it is finished or has not started")
         return
     share = 100 * progress.done_bytes / max(progress.total_bytes, 1)
     typer.echo(
@@ -232,9 +230,9 @@ def _print_status(corpus: Corpus) -> None:
     for name, (state, is_alive) in sorted(progress.workers.items()):
         if is_alive:
             silent = time.time() - state.heard
-            typer.echo(f"  {name}: {state.piece or 'waiting'}, heard of {silent:.0f} s ago")
+            typer.echo(f"  {name}: {state.piece or 'waiting'}, last update {silent:.0f} s ago")
     for piece in progress.stopped:
-        typer.echo(f"  {piece} has a document that cannot be read")
+        typer.echo(f"  {piece} has an unreadable document")
 
 
 def _fetch(name: str, folder: str, only: str, network: tuple[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""`trainyard report`: one HTML file that shows how runs went."""
+"""`trainyard report`: one HTML report of one or more runs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import typer
 
 
 def report(
-    run_folders: Annotated[list[Path], typer.Argument(help="One run folder, or several.")],
+    run_folders: Annotated[list[Path], typer.Argument(help="One or more run folders.")],
     output: Annotated[
         Path | None, typer.Option(help="The file to write; default: report.html in the first run.")
     ] = None,
     png: Annotated[
-        Path | None, typer.Option(help="A folder for the curves as PNG files, as papers need them.")
+        Path | None, typer.Option(help="A folder for the curves as PNG files, for papers.")
     ] = None,
 ) -> None:
-    """Write curves, samples and settings of runs to one HTML file that needs no network.
+    """Write curves, samples and settings of runs to one self-contained HTML file.
 
     Example: trainyard report runs/tiny
 
     Example: trainyard report runs/small runs/large --output compare.html --png figures
 
-    A run may still be training, or may have been killed; trainyard watch shows it live.
+    The run may still be training, or have been killed; trainyard watch shows it live.
     """
     from trainyard.report.page import write_report
 
@@ -31,4 +31,4 @@ def report(
     write_report(run_folders, output, png)
     typer.echo(f"wrote {output}")
     if png is not None:
-        typer.echo(f"wrote the curves as PNG into {png}")
+        typer.echo(f"wrote the curves as PNG files to {png}")

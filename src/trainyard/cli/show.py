@@ -1,4 +1,4 @@
-"""`trainyard show`: a readable look at whatever a run is made of."""
+"""`trainyard show`: prints any part of a run in readable form."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def show(
             "folder, a tokenizer folder or gpt2; or: order RUN_FILE, cluster NAME."
         ),
     ] = None,
-    fields: Annotated[bool, typer.Option("--fields", help="Explain every field.")] = False,
+    fields: Annotated[bool, typer.Option("--fields", help="Describe every field.")] = False,
     all_fields: Annotated[
-        bool, typer.Option("--all", help="Show fields at their defaults too.")
+        bool, typer.Option("--all", help="Also show fields at their defaults.")
     ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="For checkpoints: compare files with their checksums.")
@@ -33,12 +33,12 @@ def show(
     ] = "",
     split: Annotated[str, typer.Option(help="For order: train, valid or test.")] = "train",
     start: Annotated[int, typer.Option(help="For order: the first sequence.")] = 0,
-    count: Annotated[int, typer.Option(help="For order and token files: how many to show.")] = 3,
+    count: Annotated[int, typer.Option(help="For order and token files: number to show.")] = 3,
     output: Annotated[
-        Path | None, typer.Option(help="For order: an .npz file with the sequences.")
+        Path | None, typer.Option(help="For order: write the sequences to this .npz file.")
     ] = None,
 ) -> None:
-    """Show a preset, run, token file, checkpoint, tokenizer, cluster, or the order of training.
+    """Show a preset, run, token file, checkpoint, tokenizer, cluster, or the training order.
 
     Examples:
     trainyard show gpt3-13b
@@ -105,7 +105,7 @@ def _show_thing(
 
 
 def without_ending(name: str) -> str:
-    """Gives the prefix of token files, also for someone who completed it to a file's name."""
+    """Returns the prefix of token files, without the extension of a file name."""
     for ending in (".bin", ".idx", ".json"):
         if name.endswith(ending) and not Path(f"{name}.idx").exists():
             return name.removesuffix(ending)

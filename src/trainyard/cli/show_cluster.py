@@ -1,4 +1,4 @@
-"""What `trainyard show cluster NAME` says: what a plan takes from it, how jobs bind, its files."""
+"""`trainyard show cluster NAME`: figures for planning, CPU binding of jobs, and its files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def show_cluster(names: list[str], console: Console) -> None:
-    """Prints a cluster, or without a name which ones there are.
+    """Prints a cluster, or lists all clusters without a name.
 
     Raises:
-        UserError: there is no such cluster, or its file is wrong.
+        UserError: there is no such cluster, or its file is invalid.
     """
     if not names:
         console.print("clusters: " + ", ".join(cluster_names()), highlight=False)

@@ -1,6 +1,6 @@
-"""What `trainyard show` says of token files: what is in them, and what became of the text.
+"""`trainyard show` for token files: their contents, and how the text was processed.
 
-Everything is counted exactly, a slab of documents at a time, so memory does not grow with them.
+Counts are exact, computed one slab of documents at a time, so memory use is constant.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def show_data(
     """Prints counts, lengths, origins and `count` documents of token files, from first to last.
 
     Raises:
-        DataError: they are damaged, or another tokenizer made them.
+        DataError: they are damaged, or made with another tokenizer.
     """
     from trainyard.data.indexed import IndexedDataset
     from trainyard.data.sidecar import load_sidecar
@@ -70,7 +70,7 @@ def show_data(
 
 
 def facts_table(title: str, facts: dict[str, str]) -> Table:
-    """Lays out names and values below a title."""
+    """Renders names and values below a title."""
     table = Table(title=Text(title), title_justify="left", show_header=False, box=None)
     for name, value in facts.items():
         table.add_row(name, Text(value))
@@ -78,7 +78,7 @@ def facts_table(title: str, facts: dict[str, str]) -> Table:
 
 
 def printable(text: str) -> str:
-    """Writes every character a terminal might obey, and every odd space, as an escape."""
+    """Escapes every control character and every unusual space."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -117,7 +117,7 @@ def _record_facts(sidecar: Sidecar) -> dict[str, str]:
 
 
 def _build_table(title: str, *columns: str) -> Table:
-    """Starts a table whose first column is text and whose others are numbers."""
+    """Starts a table with a first column of text and other columns of numbers."""
     table = Table(title=title, title_justify="left", box=None, header_style="")
     table.add_column(columns[0], overflow="fold")
     for column in columns[1:]:
@@ -187,7 +187,7 @@ def _add_rest(table: Table, count: int) -> None:
 
 
 def _show_quarantined(sidecar: Sidecar, console: Console) -> None:
-    console.print("\ndocuments that could not be read", style="italic")
+    console.print("\nunreadable documents", style="italic")
     for kind, number in sorted(sidecar.quarantined.items()):
         console.print(f"  {printable(kind)}: {number:,}", highlight=False, markup=False)
     for place in sidecar.quarantined_places:
@@ -197,7 +197,7 @@ def _show_quarantined(sidecar: Sidecar, console: Console) -> None:
 def _show_documents(
     dataset: IndexedDataset, tokenizer: Tokenizer | None, count: int, console: Console
 ) -> None:
-    """Prints documents at equal distances, the first and the last among them."""
+    """Prints evenly spaced documents, including the first and the last."""
     n_documents = len(dataset.document_indices) - 1
     shown = max(0, min(count, n_documents))
     for number in range(shown):
@@ -218,7 +218,7 @@ def _show_documents(
 def _read_document(
     dataset: IndexedDataset, document: int, most: int
 ) -> tuple[int, NDArray[np.int64]]:
-    """Counts the tokens of a document, and reads the first of them."""
+    """Counts the tokens of a document, and reads the first ones."""
     n_sequences, itemsize = len(dataset), dataset.dtype.itemsize
     first, last = (
         int(dataset.sequence_pointers[entry]) // itemsize

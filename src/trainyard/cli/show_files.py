@@ -1,4 +1,4 @@
-"""What `trainyard show` says of tokenizers and checkpoints."""
+"""`trainyard show` for tokenizers and checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def show_tokenizer(name: str, console: Console) -> None:
 
 
 def show_checkpoint(path: Path, console: Console, *, verify: bool) -> None:
-    """Prints what a checkpoint, or the newest one of a run folder, holds.
+    """Prints the contents of a checkpoint, or of the newest one in a run folder.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -60,7 +60,7 @@ def show_checkpoint(path: Path, console: Console, *, verify: bool) -> None:
         "tokenizer": _describe_tokenizer(manifest),
         "data fingerprint": manifest.data_fingerprint or "none",
         "versions": ", ".join(f"{name} {value}" for name, value in manifest.versions.items()),
-        "files": "every checksum matches" if verify else "sizes match; --verify reads them all",
+        "files": "every checksum matches" if verify else "sizes match; --verify checks contents",
     }
     console.print(facts_table(str(checkpoint), facts))
 

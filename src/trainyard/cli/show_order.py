@@ -1,4 +1,4 @@
-"""`trainyard show order`: the exact token sequences a run will see."""
+"""`trainyard show order`: the exact token sequences a run will train on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def show_order(
         )
     if start < 0 or count < 1 or start + count > len(order):
         raise DataError(
-            f"sequences {start} to {start + count} are asked for, {split} has {len(order)}",
+            f"sequences {start} to {start + count} requested, {split} has {len(order)}",
             "lower --start or --count",
         )
     sequences = order.sequences(start, count)

@@ -1,4 +1,4 @@
-"""What a run comes to, and which values make it: the text of `trainyard show RUN`."""
+"""`trainyard show RUN`: size and length of a run, and the origin of its values."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ WIDTH = 96
 def render_run_summary(
     loaded: LoadedRun, all_fields: bool = False, runs_folder: Path = RUNS_FOLDER
 ) -> Text:
-    """Describes a run: its meaning, size and length, then its values and where they came from.
+    """Describes a run: its description, size and length, then its values and their origins.
 
     Args:
         loaded: a run with the origins of its values.
-        all_fields: shows fields at their defaults too.
-        runs_folder: where the run may have been trained already.
+        all_fields: also shows fields at their defaults.
+        runs_folder: parent of the run folder, in case the run has trained already.
 
     Raises:
         ConfigError: the run cannot be resolved.
@@ -58,7 +58,7 @@ def render_run_summary(
 
 
 def render_fields() -> Text:
-    """Explains every field of a run file and of a data file, with its default."""
+    """Describes every field of a run file and of a data file, with its default."""
     text = Text("Every field of a run file, its default and its meaning.", style="bold")
     _append_fields(text, Run())
     text.append("\n\nEvery field of a data file, for trainyard prepare.", style="bold")
@@ -111,7 +111,7 @@ def _facts(run: Run, plan: Plan) -> dict[str, str]:
 
 
 def _layout(run: Run, plan: Plan) -> dict[str, str]:
-    """Describes the smallest layout; more ranks of the same layout are more data parallel ones."""
+    """Describes the smallest layout; any more ranks are data parallel."""
     parallel, topology = run.parallel, plan.topology
     sharding = f"ZeRO stage {parallel.zero_stage}"
     if topology.replicate > 1:
@@ -159,7 +159,7 @@ def _render_values(loaded: LoadedRun, with_defaults: bool) -> Text:
 
 
 def _as_toml(value: Any) -> str:
-    """Writes a value as a run file would, long lists by their first entry."""
+    """Formats a value as in a run file; shortens long lists to their first entry."""
     if isinstance(value, Length):
         return f'"{value}"'
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""How large a run's checkpoints are, and how often to save: part of `trainyard show RUN`."""
+"""Checkpoint size of a run, and how often to save: part of `trainyard show RUN`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PLAN_LIMIT_BYTES = 2**20
 
 
 def describe_saving(run: Run, plan: Plan, folder: Path) -> dict[str, str]:
-    """Says what a checkpoint takes and, where the run has saved already, how often to save.
+    """Returns the size of a checkpoint and, if the run has saved before, how often to save.
 
     Args:
         run: the run.
         plan: its plan, for any number of ranks.
-        folder: its run folder; there need not be one.
+        folder: its run folder, which may be absent.
     """
     in_memory = saving.host_bytes(run, plan)
     copy = f"; {format_bytes(in_memory)} of host memory a rank at most" if in_memory else ""
@@ -35,7 +35,7 @@ def describe_saving(run: Run, plan: Plan, folder: Path) -> dict[str, str]:
 
 
 def _suggest(run: Run, plan: Plan, folder: Path) -> str:
-    """Suggests an interval from what the newest saves of the run took; empty without any."""
+    """Suggests an interval from the duration of the newest saves; empty without saves."""
     lines = _last_lines(folder / "metrics.jsonl")
     stalls = _numbers(lines, "save", "stall_seconds")
     seconds = _numbers(lines, "save", "seconds")
@@ -45,7 +45,7 @@ def _suggest(run: Run, plan: Plan, folder: Path) -> str:
     stall, step_seconds = median(stalls), median(steps) / 1000
     n_nodes = math.ceil(_ranks_of(folder, plan) / RANKS_PER_NODE)
     between_failures = saving.mean_seconds_between_failures(n_nodes)
-    # The next save waits for the one before: more often than it takes to write is not possible.
+    # A save waits for the previous one, so the interval cannot be shorter than a write.
     interval = max(saving.suggest_interval(stall, between_failures), median(seconds))
     n_steps = max(1, round(interval / step_seconds))
     useful = saving.useful_share(n_steps * step_seconds, stall, between_failures)
@@ -54,14 +54,14 @@ def _suggest(run: Run, plan: Plan, folder: Path) -> str:
     nodes = format_number(n_nodes, "node")
     return (
         f"{n_steps:,} steps ({format_seconds(interval)}) lose least, set is {set_to:,}: "
-        f"{useful:.1%} and {useful_as_set:.1%} of the time are useful, if training stands still "
-        f"for {stall:.2g} s a save as measured and {nodes} of {RANKS_PER_NODE} ranks fail "
-        f"{saving.FAILURES_PER_NODE_DAY:g} times a day each"
+        f"{useful:.1%} and {useful_as_set:.1%} of the time are useful, if training stalls "
+        f"for {stall:.2g} s per save as measured and {nodes} of {RANKS_PER_NODE} ranks fail "
+        f"{saving.FAILURES_PER_NODE_DAY:g} times per day each"
     )
 
 
 def _last_lines(path: Path) -> list[Mapping[str, Any]]:
-    """Reads the end of metrics.jsonl; what is not there or not JSON is passed over."""
+    """Reads the end of metrics.jsonl; skips lines that are not JSON."""
     if not path.is_file():
         return []
     try:
@@ -90,7 +90,7 @@ def _numbers(lines: list[Mapping[str, Any]], kind: str, key: str) -> list[float]
 
 
 def _ranks_of(folder: Path, plan: Plan) -> int:
-    """Reads with how many ranks the run was trained last."""
+    """Reads the number of ranks of the run's last training."""
     path = folder / "plan.json"
     if not path.is_file() or path.stat().st_size > _PLAN_LIMIT_BYTES:
         return plan.n_ranks

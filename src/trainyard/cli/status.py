@@ -24,7 +24,7 @@ N_STARTS, N_EVENTS = 10, 10
 THEN = {
     "finish": "done",
     "requeue": "started again",
-    "stay": "somebody has to look",
+    "stay": "needs attention",
     "cancelled": "cancelled",
 }
 
@@ -37,8 +37,8 @@ def status(
 
     Example: trainyard status gpt3-13b
 
-    It reads the run folder, and asks squeue or qstat where there is one: run it where you launched
-    from. `trainyard watch` shows the same run as it goes on.
+    Reads the run folder, and queries squeue or qstat if present: run it where you launched from.
+    `trainyard watch` shows the same run live.
     """
     report = read_status(find_folder(run))
     typer.echo(json.dumps(report.as_json(), indent=2) if as_json else report.render())
@@ -46,13 +46,13 @@ def status(
 
 @dataclass(frozen=True)
 class Status:
-    """Everything that is known of a run."""
+    """The known status of a run."""
 
     name: str
     state: str
     """One of waiting, starting, training, done, stopped, held, lost, new."""
     text: str
-    """Why, in a sentence."""
+    """The reason, in one sentence."""
     n_steps: int | None
     n_ranks: int
     metrics: Metrics | None
@@ -64,19 +64,19 @@ class Status:
 
     @property
     def step(self) -> int | None:
-        """The last step that was logged."""
+        """The last logged step."""
         step = self.metrics.train.last("step") if self.metrics else None
         return None if step is None else int(step)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks together."""
+        """Throughput of all ranks together."""
         rate = self._last("tokens_per_second_per_device")
         return None if rate is None else rate * self.n_ranks
 
     @property
     def seconds_left(self) -> float | None:
-        """From now on, while it trains."""
+        """Time left from now, while it trains."""
         left, at = self._last("seconds_left"), self._last("time")
         if self.state != "training" or left is None or at is None:
             return None
@@ -84,13 +84,13 @@ class Status:
 
     @property
     def events(self) -> list[str]:
-        """What did not go straight on, such as `step 40: resumed from step 40`."""
+        """Interruptions, such as `step 40: resumed from step 40`."""
         events = self.metrics.events if self.metrics else []
         return [f"step {event.step:,}: {event.text}" for event in events]
 
     @property
     def n_restarts(self) -> int:
-        """How often it was started again."""
+        """Number of restarts."""
         resumed = self.metrics.count("restart") if self.metrics else 0
         return max(len(self.starts) - 1, resumed, 0)
 
@@ -98,7 +98,7 @@ class Status:
         return self.metrics.train.last(key) if self.metrics else None
 
     def as_json(self) -> dict[str, Any]:
-        """Gives it for programs; what is not known is null."""
+        """Returns the status for programs; unknown values are null."""
         held_out = self.metrics.held_out_losses if self.metrics else []
         return {
             "name": self.name,
@@ -120,7 +120,7 @@ class Status:
         }
 
     def render(self) -> str:
-        """Gives it for people."""
+        """Returns the status for people."""
         from trainyard.report.screen import printable
 
         lines = [f"{self.name}: {self.text}"]
@@ -165,7 +165,7 @@ class Status:
         if start.lost:
             how = f"was lost with {start.lost}"
         elif start.exit_code is not None:
-            then = THEN.get(start.then, "and that was all")
+            then = THEN.get(start.then, "not started again")
             how = f"ended {start.ended} with {start.exit_code}: {then}"
         elif is_last and self.state in ("training", "starting"):
             how = "runs"
@@ -189,7 +189,7 @@ class Checkpoint:
 
 
 def find_folder(run: str) -> Path:
-    """Gives the folder of a run by its name or its path."""
+    """Returns the folder of a run by its name or path."""
     named = RUNS_FOLDER / run
     return named if named.is_dir() else Path(run)
 
@@ -198,7 +198,7 @@ def read_status(folder: Path) -> Status:
     """Reads a run folder and asks the scheduler of its job.
 
     Raises:
-        UserError: it is no run folder, or a file in it is damaged.
+        UserError: it is not a run folder, or a file in it is damaged.
     """
     from trainyard.launch.status import ask_scheduler, read_bad_nodes, read_current, read_starts
     from trainyard.report.metrics import read_metrics
@@ -228,7 +228,7 @@ def read_status(folder: Path) -> Status:
 
 
 def _find_state(folder: Path, job: JobState | None, starts: list[Start]) -> tuple[str, str]:
-    """Puts together what the scheduler, the lock and outcome.json say."""
+    """Combines the scheduler, the lock and outcome.json into one state."""
     from trainyard.errors import EXIT_HOLD
     from trainyard.report.liveness import find_liveness
     from trainyard.report.summary import load_facts
@@ -242,7 +242,7 @@ def _find_state(folder: Path, job: JobState | None, starts: list[Start]) -> tupl
     if liveness.is_training:
         return "training", liveness.text
     if job is not None and job.phase == "running":
-        return "starting", "its job runs, and training has not begun yet or has just ended"
+        return "starting", "its job is running; training has not started yet or has just ended"
     outcome = load_facts(folder / "outcome.json")
     if not outcome:
         if not (folder / "metrics.jsonl").exists() and not starts:
@@ -273,7 +273,7 @@ def _find_checkpoint(folder: Path) -> Checkpoint | None:
         try:
             ago = time.time() - found[step].stat().st_mtime
             n_bytes = sum(path.stat().st_size for path in found[step].parent.iterdir())
-        except OSError:  # it was removed meanwhile: a newer one is there
+        except OSError:  # removed meanwhile, because there is a newer one
             continue
         return Checkpoint(step, ago, n_bytes)
     return None

@@ -1,4 +1,4 @@
-"""`trainyard train`: one run file to checkpoints, on this machine or as one rank of many."""
+"""`trainyard train`: trains a run file, on this machine or as one rank of many."""
 
 from __future__ import annotations
 
@@ -36,53 +36,52 @@ POLL_SECONDS = 0.1
 
 
 def train(
-    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or the name of a preset.")],
+    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or a preset name.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.field=value, as many as needed.")
+        list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
     ] = None,
     resume: Annotated[
         Resume,
-        typer.Option(help="auto continues where there is a checkpoint, must insists on one."),
+        typer.Option(help="auto: resume if there is a checkpoint; must: fail without one."),
     ] = "auto",
     ranks: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Processes on this machine. Default: one for each GPU, or as many as the run "
-            "is cut into.",
+            help="Processes on this machine. Default: one per GPU, or the ranks of the run's "
+            "layout.",
         ),
     ] = None,
     minutes: Annotated[
         float | None,
         typer.Option(
             min=0.01,
-            help="Shorten the run and its schedule to what this machine can train in about this "
-            "time.",
+            help="Shorten the run and its schedule to about this training time on this machine.",
         ),
     ] = None,
     log: Annotated[
         LogLines,
-        typer.Option(help="Log lines: short, or full with every metric."),
+        typer.Option(help="Log lines: short, or full for every metric."),
     ] = "short",
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Remove the run's checkpoints and metrics; begin again."),
+        typer.Option("--overwrite", help="Remove the run's checkpoints and metrics; start over."),
     ] = False,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Train even where memory or disk seem too small."),
+        typer.Option("--force", help="Train even if memory or disk seem too small."),
     ] = False,
 ) -> None:
-    """Train a run; its folder is runs/NAME.
+    """Train a run in the folder runs/NAME.
 
     Example: trainyard train recipes/laptop/gpt-10m.toml train.length="500 steps"
 
     Example: trainyard train web.toml --minutes 10
 
-    Ctrl-C, SIGTERM, SIGUSR1 and a file STOP in the run folder save at the next step; the same
-    command continues. Exit codes: 0 done, 75 start it again, 93 look at it before that, 2 fix
-    what the message says. Below torchrun, srun or mpiexec this command is one rank: start it once
-    for each.
+    Ctrl-C, SIGTERM, SIGUSR1 and a file STOP in the run folder save at the next step and exit; the
+    same command continues. Exit codes: 0 done; 75 start it again; 93 held, needs attention; 2 fix
+    the reported error. Under torchrun, srun or mpiexec this command is one rank: start it once per
+    rank.
     """
     from trainyard.plan.room import refuse_without_room
     from trainyard.train.run_folder import write_run_folder
@@ -92,8 +91,8 @@ def train(
     for option, value in (("--ranks", ranks), ("--minutes", minutes), ("--overwrite", overwrite)):
         if value and process.n_ranks > 1:
             raise LaunchError(
-                f"{option}: a launcher has started {process.n_ranks} ranks already",
-                f"leave out {option}, or the launcher",
+                f"{option}: a launcher has already started {process.n_ranks} ranks",
+                f"omit {option}, or the launcher",
             )
     with leave_when_told():
         run, plan = _load_run(run_file, overrides, process, ranks)
@@ -134,7 +133,7 @@ def _load_run(
     run = load_run(run_file, overrides).run
     if process.n_ranks > 1:
         ranks = process.n_ranks
-    plan = resolve(run, ranks)  # refuses what cannot be before torch takes its seconds to import
+    plan = resolve(run, ranks)  # rejects impossible layouts before the slow import of torch
     require("torch")
     if ranks is None:
         plan = resolve(run, max(plan.n_ranks, _count_gpus()))
@@ -142,24 +141,24 @@ def _load_run(
 
 
 def _begun_run(folder: Path) -> Run | None:
-    """Gives the run of a folder that has trained."""
+    """Returns the run of a folder that has trained."""
     from trainyard.config.load import load_run
 
     run_file = folder / "run.toml"
     steps = {path.name for path in (folder / "checkpoints").glob("step-*")}
-    if run_file.exists() and steps - {"step-00000000"}:  # that one is imported
+    if run_file.exists() and steps - {"step-00000000"}:  # step 0 is an imported checkpoint
         return load_run(str(run_file)).run
     return None
 
 
 def _fit_into(minutes: float, run: Run, n_ranks: int, begun: Run | None) -> Run:
-    """Shortens a run to what fits into the minutes, or to the length it was begun with."""
+    """Shortens a run to fit into the minutes, or to the length it was started with."""
     from trainyard.plan.resolve import resolve
     from trainyard.plan.shorten import shorten, with_lengths_of
 
     if begun is not None:
         n_steps = resolve(begun).n_steps
-        logger.info("%s has begun: it continues to step %s", run.name, f"{n_steps:,}")
+        logger.info("%s has started before: it continues to step %s", run.name, f"{n_steps:,}")
         return with_lengths_of(begun, run)
     from trainyard.bench.trial import time_run
 
@@ -167,7 +166,7 @@ def _fit_into(minutes: float, run: Run, n_ranks: int, begun: Run | None) -> Run:
     step_seconds = time_run(run, n_ranks)
     fitted = shorten(run, max(1, int(60 * minutes / step_seconds)))
     logger.info(
-        "%s ms a step: %s steps, about %s",
+        "%s ms per step: %s steps, about %s",
         format_figure(1000 * step_seconds),
         f"{resolve(fitted).n_steps:,}",
         format_seconds(resolve(fitted).n_steps * step_seconds),
@@ -178,7 +177,7 @@ def _fit_into(minutes: float, run: Run, n_ranks: int, begun: Run | None) -> Run:
 def _train_first_rank(
     process: Process, n_ranks: int, folder: Path, resume: Resume, log: LogLines, locks: list[int]
 ) -> int:
-    """Trains rank 0, or all ranks of this machine; gives the exit code."""
+    """Trains rank 0, or all ranks of this machine; returns the exit code."""
     if n_ranks > 1:
         return _supervise(process, n_ranks, folder, resume, log, locks)
     from trainyard.train.worker import run_worker
@@ -195,7 +194,7 @@ def _supervise(
     inherited: Sequence[int] = (),
 ) -> int:
     def command(attempt: int) -> list[str]:
-        # A start before this one may have saved: that is this run's own.
+        # An earlier attempt may have saved a checkpoint of this run.
         how = "auto" if attempt else resume
         watched = [sys.executable, "-P", "-m", "trainyard.launch.watched"]
         return [*watched, "trainyard.train.worker", str(folder), "--resume", how, "--log", log]
@@ -206,10 +205,10 @@ def _supervise(
 def wait_for_run_folder(
     folder: Path, run: Run, process: Process, timeout_seconds: float = WAIT_SECONDS
 ) -> None:
-    """Waits until rank 0 has written this very run into the folder, where this rank may write too.
+    """Waits until rank 0 has written this run to the folder, and checks that this rank can write.
 
     Raises:
-        LaunchError: it has not, another run is there, or this machine cannot write there.
+        LaunchError: the run is missing, another run is there, or this rank cannot write there.
     """
     from trainyard.config.load import render_run
 
@@ -217,19 +216,19 @@ def wait_for_run_folder(
     deadline = time.monotonic() + timeout_seconds
     while not (path.exists() and path.read_text(encoding="utf-8") == wanted):
         if time.monotonic() > deadline:
-            found = "holds another run than this rank was given" if path.exists() else "is missing"
+            found = "holds a different run from this rank's" if path.exists() else "is missing"
             raise LaunchError(
                 f"rank {process.rank} of {process.n_ranks}: {path.resolve()} {found}, "
                 f"{timeout_seconds:g} s after its start",
-                "rank 0 writes it, see what that says; all ranks need the same run file and "
-                "overrides, and a folder that all machines see",
+                "rank 0 writes it: see its output; all ranks need the same run file and overrides, "
+                "and a folder that all machines see",
             )
         time.sleep(POLL_SECONDS)
     if not os.access(folder, os.W_OK):
         raise LaunchError(
             f"rank {process.rank} of {process.n_ranks}: {socket.gethostname()} cannot write to "
             f"{folder.resolve()}",
-            "there its file system is mounted read-only, or to be written by others alone",
+            "its file system is mounted read-only there, or the user lacks write permission",
         )
 
 

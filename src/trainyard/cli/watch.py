@@ -1,4 +1,4 @@
-"""`trainyard watch`: a run on the terminal while it trains."""
+"""`trainyard watch`: shows a run in the terminal while it trains."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ INTERVAL_SECONDS = 1.0
 
 def watch(
     run_folder: Annotated[Path, typer.Argument(help="A run folder, such as runs/my-run.")],
-    once: Annotated[bool, typer.Option("--once", help="Show how it is now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the current state and exit.")] = False,
 ) -> None:
     """Show a run while it trains: progress, loss, speed, memory, checkpoints, restarts.
 
     Example: trainyard watch runs/tiny
 
-    Off a terminal it prints a line for each event. It ends when the run has ended; Ctrl-C ends it
-    before, and does nothing to the run.
+    Without a terminal, prints one line per event. Exits when the run ends, or on Ctrl-C, which does
+    not affect the run.
     """
     from rich.console import Console
 
@@ -44,7 +44,7 @@ def watch(
 
 
 class _Watched:
-    """A run folder, read again and again."""
+    """A run folder, polled for new lines."""
 
     def __init__(self, folder: Path) -> None:
         from trainyard.report.history import History
@@ -60,11 +60,11 @@ class _Watched:
         self.liveness = find_liveness(folder)
 
     def read(self) -> list[str]:
-        """Takes in what is new; gives the newest of it as text."""
+        """Reads new metrics; returns the newest as text."""
         from trainyard.report.liveness import find_liveness
         from trainyard.report.screen import describe_line
 
-        # Looked at first: what the run wrote before it ended is then read below.
+        # Before the metrics: so the last lines of an ended run are read below.
         self.liveness = find_liveness(self._folder)
         new: deque[str] = deque(maxlen=LAST_LINES)
         if (self._folder / "metrics.jsonl").exists():

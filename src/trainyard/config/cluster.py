@@ -1,8 +1,8 @@
-"""Every option of a cluster file: what a machine can do, and how jobs are started on it.
+"""Every option of a cluster file: the machine's hardware, and how to start jobs on it.
 
 A cluster is a TOML file: one of `config/clusters/`, or a user's own, whose name ends in .toml:
 
-    extends = "lumi"                      # all that is not said here is as there
+    extends = "lumi"                      # the base of every field not set here
     description = "LUMI, our project"
 
     [launch]
@@ -12,8 +12,8 @@ A cluster is a TOML file: one of `config/clusters/`, or a user's own, whose name
     [launch.container]
     image = "/projappl/project_465000000/trainyard.sif"
 
-Tables are merged field by field; lists are replaced. The figures at the top are for planning: what
-they leave out is that of the GPU's usual node (`plan/clusters.py`). [launch] is for job scripts.
+Tables are merged field by field; lists are replaced. The figures at the top are for planning; the
+defaults are those of the GPU's usual node (`plan/clusters.py`). [launch] is for job scripts.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from trainyard.config.run import Section
 from trainyard.errors import ConfigError, MachineError
 
 LINK_LATENCY_MICROSECONDS = 5.0
-"""Fitted, as the efficiencies, and as large as it was allowed to be."""
+"""Fitted, like the efficiencies; at the upper bound of the fit."""
 NETWORK_LATENCY_MICROSECONDS = 20.0
 """Assumed."""
 FILES_LIMIT = 4
 CONTROL = r"[\x00-\x1f\x7f]"
-"""Control characters, line breaks among them: bash and schedulers give them a meaning."""
+"""Control characters, including line breaks: bash and schedulers interpret them."""
 PLACES = ("nodes", "ranks")
-"""What an option may have in braces."""
+"""Placeholders that an option may contain."""
 
 
 def _check_line(text: str) -> str:
     if re.search(CONTROL, text):
-        raise ValueError(f"a line break or another control character is in {text!r}")
+        raise ValueError(f"{text!r} contains a line break or another control character")
     return text
 
 
@@ -66,14 +66,14 @@ def _check_time(text: str) -> str:
 
 def _check_option(text: str) -> str:
     if not text.startswith("-"):
-        raise ValueError(f"{text!r} is not an option of a scheduler: those begin with -")
+        raise ValueError(f"{text!r} is not a scheduler option: those begin with -")
     unknown = [name for name in re.findall(r"\{([^}]*)\}", text) if name not in PLACES]
     if unknown:
-        raise ValueError(f"{{{unknown[0]}}} in {text!r} is unknown: {{nodes}} and {{ranks}} are")
+        raise ValueError(f"{{{unknown[0]}}} in {text!r} is unknown: use {{nodes}} or {{ranks}}")
     try:
         shlex.split(text)
     except ValueError as error:
-        raise ValueError(f"the quotes of {text!r} are not in pairs ({error})") from None
+        raise ValueError(f"unbalanced quotes in {text!r} ({error})") from None
     return _check_line(text)
 
 
@@ -112,79 +112,79 @@ Mounts = Annotated[tuple[Mount, ...], Field(strict=False)]
 
 
 class Container(Section):
-    """What ranks run in."""
+    """The container that ranks run in."""
 
     runtime: Literal["none", "pyxis", "apptainer", "singularity"] = "none"
-    """pyxis is srun's own way, with enroot; the others are programs on the nodes."""
+    """pyxis is a plugin of srun that uses enroot; the others are programs on the nodes."""
     image: Line = ""
-    """A file, or a name such as nvcr.io#nvidia/pytorch:25.03-py3."""
+    """Image file, or a name such as nvcr.io#nvidia/pytorch:25.03-py3."""
     mounts: Mounts = ()
-    """SOURCE:PLACE or SOURCE:PLACE:ro; the folder of the launch is mounted without being named."""
+    """SOURCE:PLACE or SOURCE:PLACE:ro; the launch folder is always mounted."""
     environment: Variables = ()
-    """Variables that go in whatever the image says."""
+    """Environment variables that override those of the image."""
     options: Options = ()
-    """Of the runtime, as --rocm or --container-writable."""
+    """Options of the runtime, such as --rocm or --container-writable."""
 
 
 class Prepare(Section):
-    """Jobs that download and prepare data: one node each, on CPUs."""
+    """Jobs that download and prepare data: one node each, CPU only."""
 
     partition: Word = ""
-    """Absent: that of training. PBS: the queue."""
+    """Slurm partition or PBS queue; absent: that of training."""
     time: Time = ""
-    """Absent: that of training."""
+    """Time limit; absent: that of training."""
     options: Options = ()
-    """In place of those of training."""
+    """Scheduler options, replacing those of training."""
     tasks: int = Field(default=4, ge=1)
-    """Nodes that prepare a corpus at once."""
+    """Nodes that prepare a corpus in parallel."""
     workers: int = Field(default=32, ge=1)
-    """Processes on each; one core each."""
+    """Processes per node, one core each."""
     mounts: Mounts | None = None
-    """In place of those of the container; absent: those."""
+    """Replaces the container's mounts; absent: the same mounts."""
 
 
 class Launch(Section):
-    """How jobs are started."""
+    """How to start jobs."""
 
     scheduler: Literal["local", "slurm", "pbs", "mpi", "ssh"] = "local"
     """local: this machine; mpi, ssh: the hosts below, without a scheduler."""
     start: Literal["torchrun", "tasks"] = "tasks"
-    """Of Slurm: one torchrun on each node, or one task for each rank."""
+    """Slurm only: one torchrun per node, or one task per rank."""
     mpiexec: Literal["openmpi", "mpich", "pals"] = "mpich"
-    """Whose mpiexec starts the ranks of pbs and mpi."""
+    """Which mpiexec starts the ranks (pbs and mpi)."""
     hosts: Words = ()
-    """Of mpi and ssh; the first one must be reached by the others under this name."""
+    """Hosts of mpi and ssh; the others must reach the first by this name."""
     account: Word = ""
     """Account to charge."""
     partition: Word = ""
     """Slurm partition or PBS queue."""
     time: Time = ""
-    """Limit of a job, as 12:00:00; the run may take many jobs."""
+    """Time limit of a job, such as 12:00:00; a run may span many jobs."""
     options: Options = ()
-    """Of the scheduler, each whole: "--exclusive", "-l filesystems=home"; {nodes} and {ranks} (of a
-    node) are filled in."""
+    """Scheduler options, one per entry: "--exclusive", "-l filesystems=home"; {nodes} and {ranks}
+    (per node) are filled in."""
     setup: Lines = ()
-    """Lines of shell before the ranks start, such as "module load cray-python"; written as they
-    are."""
+    """Shell lines to run before the ranks start, such as "module load cray-python"; copied
+    verbatim."""
     environment: dict[Variable, Line] = Field(default={})
-    """Variables of every rank, most of them for the network."""
+    """Environment variables of every rank, mostly for the network."""
     cpu_lists: CpuLists = ()
-    """Of the ranks 0, 1, .. of a node, near their devices, such as "48-55"."""
+    """CPUs of local ranks 0, 1, .., near their devices, such as "48-55"."""
     device_variable: Annotated[str, AfterValidator(lambda t: t and _check_variable(t))] = ""
-    """Such as ROCR_VISIBLE_DEVICES: set to the number of the rank on its node, which then sees that
-    device alone."""
+    """Variable to set to the local rank, such as ROCR_VISIBLE_DEVICES; each rank then sees only its
+    own device."""
     scratch: Line = "/tmp"
-    """On each node's own disk; compiled kernels go there, into a folder for each job."""
+    """Folder on each node's local disk; compiled kernels go there, in one folder per job."""
     python: Line = "python3"
-    """What has Trainyard on the nodes, in the container if there is one."""
+    """Python with Trainyard installed, on the nodes or in the container if there is one."""
     container: Container = Container()
-    """What ranks run in."""
+    """The container that ranks run in."""
     prepare: Prepare = Prepare()
-    """Jobs for data."""
+    """Data jobs."""
 
 
 class Measured(Section):
-    """Efficiencies measured on a machine; what is absent stays as it was."""
+    """Efficiencies measured on a machine; absent ones keep their value."""
 
     product_share: float | None = Field(default=None, gt=0, le=1)
     attention_share: float | None = Field(default=None, gt=0, le=1)
@@ -200,30 +200,30 @@ class Cluster(Section):
     description: str = ""
     """What it is, and where."""
     gpu: str
-    """What it is made of, by a name that --gpu knows; another, if the figures below describe it."""
+    """Device name, as for --gpu; any other name, if the figures below describe it."""
     devices_per_node: int | None = Field(default=None, ge=1)
-    """As processes see them: a package of two counts twice."""
+    """Devices as processes see them: a package with two counts as two."""
     link_gigabytes_per_second: float | None = Field(default=None, gt=0)
-    """Of a device to the others of its node together, one direction."""
+    """Bandwidth from a device to all others of its node together, one direction."""
     network_gigabytes_per_second: float | None = Field(default=None, gt=0)
-    """Of a device to other nodes, one direction."""
+    """Bandwidth from a device to other nodes, one direction."""
     link_latency_microseconds: float = Field(default=LINK_LATENCY_MICROSECONDS, ge=0)
-    """Of a hop inside a node."""
+    """Latency of a hop inside a node."""
     network_latency_microseconds: float = Field(default=NETWORK_LATENCY_MICROSECONDS, ge=0)
-    """Of a hop between nodes."""
+    """Latency of a hop between nodes."""
     memory_gigabytes: float | None = Field(default=None, gt=0)
-    """Of a device, as sold (2^30 bytes each); absent: as its datasheet says."""
+    """Memory of a device, as sold (2^30 bytes each); absent: the datasheet's."""
     memory_gigabytes_per_second: float | None = Field(default=None, gt=0)
-    """Of a device; absent: as its datasheet says."""
+    """Memory bandwidth of a device; absent: the datasheet's."""
     peaks_teraflops: dict[Literal["fp32", "fp16", "bf16", "fp8"], Annotated[float, Field(gt=0)]] = (
         Field(default={})
     )
-    """Of dense matrix products of a device that add up in fp32, by format; one that it does not
-    have is left out. Empty: as its datasheet says."""
+    """Peak of dense matmuls with fp32 accumulation per device, by format; omit formats it lacks.
+    Empty: the datasheet's."""
     efficiencies: Measured = Measured()
-    """Measured on the machine."""
+    """Efficiencies measured on the machine."""
     launch: Launch = Launch()
-    """How jobs are started."""
+    """How to start jobs."""
 
 
 def cluster_names() -> list[str]:
@@ -237,11 +237,11 @@ def read_cluster(name: str, launch: Mapping[str, Any] | None = None) -> Cluster:
 
     Args:
         name: of the cluster, or the path of its file.
-        launch: fields of [launch] that are to be others.
+        launch: fields of [launch] to override.
 
     Raises:
         MachineError: there is no such cluster.
-        ConfigError: the file cannot be read, or is wrong.
+        ConfigError: the file is unreadable or invalid.
     """
     texts = cluster_texts(name)
     merged: dict[str, Any] = {}
@@ -258,15 +258,15 @@ def read_cluster(name: str, launch: Mapping[str, Any] | None = None) -> Cluster:
         problem = explain_problems(error, Cluster, {}, place).problem
         fields = ", ".join(["extends", *Cluster.model_fields])
         launch_fields = ", ".join(Launch.model_fields)
-        hint = f"a cluster file may have {fields}; its table [launch] {launch_fields}"
+        hint = f"a cluster file may have {fields}; its [launch] table {launch_fields}"
         raise ConfigError(problem.replace(f"the cluster {place}", place), hint) from None
 
 
 def cluster_texts(name: str) -> list[tuple[str, str]]:
-    """Reads the files a cluster is made of: its own, then what this extends, and so on.
+    """Reads the files of a cluster: its own, then the chain of files it extends.
 
     Returns:
-        what to call each, and its text.
+        the display name and the text of each.
 
     Raises:
         MachineError: there is no such cluster.
@@ -279,21 +279,21 @@ def cluster_texts(name: str) -> list[tuple[str, str]]:
         folder /= Path(str(base)).parent
         if len(texts) > FILES_LIMIT:
             raise ConfigError(
-                f"{texts[0][0]} extends {texts[1][0]}, and so on: more than {FILES_LIMIT} files",
-                "extend a file that stands alone",
+                f"{texts[0][0]} extends {texts[1][0]}: a chain of more than {FILES_LIMIT} files",
+                "extend a file that extends no other",
             )
     return texts
 
 
 def suggest(name: str, known: list[str]) -> str:
-    """Says which of the known names was meant, or all of them."""
+    """Suggests the known names closest to a wrong one, or lists all."""
     name = Path(name).stem.lower()
     words, numbers = set(re.findall(r"\w+", name)), re.findall(r"\d{2,}", name)
     longer = [each for each in known if each.startswith(name)]
     shared = {each: len(words & set(each.split("-"))) for each in known}
     most = max(1, *shared.values())
     longer = longer or [each for each in known if shared[each] == most]
-    # "4090-24g" looks like "v100-32g", but another number is another thing.
+    # "4090-24g" looks like "v100-32g", but a different number is a different device.
     alike = [each for each in known if re.findall(r"\d{2,}", each)[:1] == numbers[:1]]
     close = longer or difflib.get_close_matches(name, alike, n=1)
     if close:
@@ -307,7 +307,7 @@ def _read(name: str, folder: Path) -> tuple[str, str]:
         try:
             return str(path), read_file(path, SETTINGS_LIMIT_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ConfigError(
                 f"cannot read the cluster file {path}: {why}", suggest(name, cluster_names())
             ) from None

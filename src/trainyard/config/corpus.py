@@ -1,4 +1,4 @@
-"""Every option of a corpus: what a data file such as `slimpajama.toml` may say.
+"""Every option of a corpus: the fields of a data file such as `slimpajama.toml`.
 
     inputs = ["slimpajama/train"]
     output = "data/slimpajama"
@@ -14,8 +14,8 @@
     [[steps]]
     kind = "deduplicate"
 
-Each document passes the steps in the order of the list. What compares documents with each other
-comes last: it needs the whole corpus to have passed the others.
+Each document passes the steps in the order of the list. Deduplication comes last: it compares
+documents, so the whole corpus must have passed the other steps.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ Texts = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class Keep(Section):
-    """Keeps documents whose metadata has one of some values."""
+    """Keeps documents whose metadata field has one of the given values."""
 
     kind: Literal["keep"]
     field: str
     """Dotted path of the metadata, such as meta.redpajama_set_name."""
     values: Texts = Field(min_length=1)
-    """What it may be; documents with another value, or none, are dropped."""
+    """Allowed values; documents with another value, or none, are dropped."""
 
 
 class Normalize(Section):
-    """Brings a text into one Unicode form, with plain line ends, without control characters."""
+    """Normalizes Unicode and line endings, and removes control characters."""
 
     kind: Literal["normalize"]
     form: Literal["NFC", "NFKC"] = "NFC"
-    """NFC joins accents to their letters; NFKC also replaces ligatures, full-width forms, ..."""
+    """NFC composes letters and accents; NFKC also replaces ligatures, full-width forms, ..."""
 
 
 class LengthLimits(Section):
@@ -56,56 +56,56 @@ class LengthLimits(Section):
 
     kind: Literal["length"]
     min_characters: int = Field(default=0, ge=0)
-    """Shorter documents are dropped; spaces at either end do not count."""
+    """Shorter documents are dropped; leading and trailing spaces do not count."""
     max_characters: int = Field(default=0, ge=0)
-    """Longer documents are dropped; 0 sets no limit."""
+    """Longer documents are dropped; 0: no limit."""
 
 
 class Quality(Section):
-    """Drops documents that are no prose in any language, after Gopher (arXiv:2112.11446, A1.1).
+    """Drops documents that are not prose in any language, after Gopher (arXiv:2112.11446, A1.1).
 
-    A limit of 0 (for a least value), or of 1 (for a greatest share), turns a rule off. Scripts
-    without spaces want min_words = 0 and large limits for whatever is counted by words.
+    A minimum of 0, or a maximum share of 1, turns a rule off. Scripts without spaces need
+    min_words = 0 and large limits for every count by words.
     """
 
     kind: Literal["quality"]
     min_words: int = Field(default=50, ge=0)
-    """Fewer words, divided by white space, are too few."""
+    """Minimum number of words, separated by white space."""
     min_mean_word_length: float = Field(default=3.0, ge=0)
-    """Characters a word has on average at least."""
+    """Minimum average characters per word."""
     max_mean_word_length: float = Field(default=10.0, gt=0)
-    """Characters a word has on average at most."""
+    """Maximum average characters per word."""
     min_letter_share: float = Field(default=0.6, ge=0, le=1)
-    """Share of characters, white space aside, that are letters of any script, or their marks."""
+    """Minimum share of letters of any script, with their marks, among non-space characters."""
     max_symbol_to_word_ratio: float = Field(default=0.1, ge=0)
-    """Number signs, or ellipses, for each word."""
+    """Maximum number signs, or ellipses, per word."""
     max_bullet_line_share: float = Field(default=0.9, ge=0, le=1)
-    """Share of lines that begin with a bullet."""
+    """Maximum share of lines that begin with a bullet."""
     max_repeated_line_share: float = Field(default=0.3, ge=0, le=1)
-    """Share of lines that stood in the document before."""
+    """Maximum share of lines that repeat an earlier line of the document."""
 
 
 class Deduplicate(Section):
-    """Drops documents whose text stood in the corpus before, character for character."""
+    """Drops exact duplicates: documents whose text already occurred in the corpus."""
 
     kind: Literal["deduplicate"]
 
 
 class NearDeduplicate(Section):
-    """Drops documents much like one that stood in the corpus before, by MinHash signatures.
+    """Drops near duplicates of earlier documents of the corpus, by MinHash signatures.
 
-    Two documents of Jaccard similarity s are found alike with probability 1 - (1 - s^rows)^bands.
+    Two documents of Jaccard similarity s match with probability 1 - (1 - s^rows)^bands.
     """
 
     kind: Literal["near_deduplicate"]
     words: int = Field(default=5, ge=1, le=100)
-    """Length of the runs of words (case and punctuation aside) that are compared."""
+    """Words per shingle; case and punctuation are ignored."""
     bands: int = Field(default=14, ge=1)
-    """More bands find more pairs, wrong ones too; costs 8 bytes each per document."""
+    """More bands find more pairs, including wrong ones; each costs 8 bytes per document."""
     rows: int = Field(default=8, ge=1)
-    """More rows ask for more similarity; 14 bands of 8 rows turn at a similarity of 0.72."""
+    """More rows require more similarity; 14 bands of 8 rows have their threshold at 0.72."""
     seed: int = Field(default=1, ge=0, lt=2**63)
-    """Chooses the hash functions."""
+    """Seed of the hash functions."""
 
 
 DocumentStep = Keep | Normalize | LengthLimits | Quality
@@ -113,27 +113,27 @@ Step = Annotated[DocumentStep | Deduplicate | NearDeduplicate, Field(discriminat
 
 
 class Corpus(Section):
-    """What to tokenise, and how: everything that decides the bytes of the token files."""
+    """What to tokenise, and how: every setting that affects the bytes of the token files."""
 
     inputs: Texts = ()
-    """Files, folders and globs, in the order the documents shall have."""
+    """Files, folders and globs, in document order."""
     output: str = ""
-    """Path that the names of the token files begin with."""
+    """Path prefix of the token files."""
     tokenizer: str = ""
     """`gpt2` (included), or a folder with vocab.json and merges.txt or with a tokenizer.json;
     empty: train one."""
     json_key: str = "text"
-    """The JSON key, or the Parquet column, that holds the text."""
+    """JSON key, or Parquet column, of the text."""
     append_eod: bool = True
     """End every document that is not empty with <|endoftext|>."""
     special_tokens: Literal["text", "parse"] = "text"
-    """Whether <|endoftext|> written in a document is text, or is parsed as Megatron-LM does."""
+    """Treat <|endoftext|> inside a document as text, or parse it as Megatron-LM does."""
     files_per_output: int = Field(default=0, ge=0)
-    """Input files that make one pair of token files, output_00 and so on; 0 makes one of all."""
+    """Input files per pair of token files, output_00, output_01, ..; 0: one pair for all."""
     count_by: str = ""
-    """Dotted path of metadata by whose value documents are counted; empty: not counted."""
+    """Dotted path of the metadata to count documents by; empty: no counts."""
     steps: Annotated[tuple[Step, ...], Field(strict=False)] = ()
-    """What is done to documents before they are tokenised."""
+    """Steps applied to documents before tokenisation."""
 
     @model_validator(mode="after")
     def _comparing_steps_come_last(self) -> Self:
@@ -142,8 +142,8 @@ class Corpus(Section):
         if compares != sorted(compares):
             late = kinds[compares.index(True) + compares[compares.index(True) :].index(False)]
             raise ValueError(
-                f"steps: {late} comes after {kinds[compares.index(True)]}; what compares "
-                "documents with each other comes last"
+                f"steps: {late} comes after {kinds[compares.index(True)]}; deduplication "
+                "must come last"
             )
         for kind in ("deduplicate", "near_deduplicate"):
             if kinds.count(kind) > 1:
@@ -152,12 +152,12 @@ class Corpus(Section):
 
     @property
     def document_steps(self) -> tuple[DocumentStep, ...]:
-        """The steps that look at one document at a time."""
+        """The steps that process one document at a time."""
         return tuple(s for s in self.steps if not isinstance(s, Deduplicate | NearDeduplicate))
 
     @property
     def comparing_steps(self) -> tuple[Deduplicate | NearDeduplicate, ...]:
-        """The steps that compare each document with those before it."""
+        """The steps that compare each document with earlier ones."""
         return tuple(s for s in self.steps if isinstance(s, Deduplicate | NearDeduplicate))
 
     @property
@@ -168,7 +168,7 @@ class Corpus(Section):
 
 
 def load_corpus(path: Path | None, given: dict[str, Any]) -> Corpus:
-    """Reads a data file, if there is one, and lets values given elsewhere come before it.
+    """Reads a data file, if there is one; `given` values override it.
 
     Raises:
         ConfigError: names every unknown field and wrong value.
@@ -186,7 +186,7 @@ def load_corpus(path: Path | None, given: dict[str, Any]) -> Corpus:
 
 
 def check_complete(corpus: Corpus) -> None:
-    """Refuses a corpus that lacks what only its user can say.
+    """Rejects a corpus without its required fields.
 
     Raises:
         ConfigError: names what is missing.

@@ -1,6 +1,6 @@
-"""Setting fields in the text of a run file, where everything else stays: comments, order, blanks.
+"""Sets fields in the text of a run file and keeps comments, order and blank lines.
 
-With `{"parallel.tensor": 4, "parallel.sequence": True}` the file on the left becomes the right one:
+`{"parallel.tensor": 4, "parallel.sequence": True}` turns the file on the left into the right one:
 
     [parallel]                          [parallel]
     tensor = 2   # inside a node        tensor = 4   # inside a node
@@ -26,7 +26,7 @@ _VALUE = r"""(?:"[^"\\]*"|'[^']*'|[^\s#"'\[{]+)"""
 
 
 def set_fields(text: str, values: Mapping[str, Any], name: str) -> str:
-    """Gives the text of a run file with other values in some fields.
+    """Returns the text of a run file with other values in some fields.
 
     Args:
         text: TOML.
@@ -45,13 +45,13 @@ def set_fields(text: str, values: Mapping[str, Any], name: str) -> str:
         wanted = ", ".join(f"{field}={json.dumps(value)}" for field, value in values.items())
         raise ConfigError(
             f"{name} is not written as [section] and field = value, and is left as it is",
-            f"set by hand: {wanted}",
+            f"set these by hand: {wanted}",
         )
     return changed
 
 
 def _set_field(lines: list[str], section: str, field: str, value: str) -> None:
-    """Changes the line of a field, or puts in one for it."""
+    """Changes the line of a field, or inserts one."""
     header = re.compile(rf"\s*\[\s*{section}\s*\]\s*(?:#.*)?")
     start = next((n for n, line in enumerate(lines) if header.fullmatch(line)), None)
     if start is None:
@@ -72,7 +72,7 @@ def _end_of_section(lines: list[str], start: int) -> int:
 
 
 def _change(lines: list[str], where: range, field: str, value: str) -> bool:
-    """Changes the value on the line that sets a field; says whether there is one."""
+    """Changes the value on the line that sets a field; returns whether there is one."""
     pattern = re.compile(rf"(\s*{field}\s*=\s*){_VALUE}(\s*(?:#.*)?)")
     for number in where:
         found = pattern.fullmatch(lines[number])
@@ -83,7 +83,7 @@ def _change(lines: list[str], where: range, field: str, value: str) -> bool:
 
 
 def _says(changed: str, text: str, values: Mapping[str, Any]) -> bool:
-    """Says whether the new text means what the old one did, but for the new values."""
+    """Whether the new text has the same values as the old one, except for the changes."""
     wanted = tomllib.loads(text)
     for field, value in values.items():
         section, _, name = field.partition(".")

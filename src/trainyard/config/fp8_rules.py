@@ -11,30 +11,30 @@ if TYPE_CHECKING:
     from trainyard.config.run import Run
 
 FP8_MULTIPLE = 16
-"""Rows and columns of what a GPU multiplies in fp8; the same rule holds where it is emulated."""
+"""GPUs need matmul sides that are a multiple of this in fp8; emulation follows the same rule."""
 SCALED_COLUMNS = 32
-"""Columns of a matrix in low-precision state that share a scale."""
+"""Columns of a low-precision matrix that share a scale."""
 
 
 def fp8_multiple(run: Run) -> int:
-    """Gives what the sides of each rank's matrices must be multiples of."""
+    """Returns the required divisor of the sides of each rank's matrices."""
     return SCALED_COLUMNS if run.precision.kind == "fp8_lowbit" else FP8_MULTIPLE
 
 
 def fp8_problems(run: Run) -> dict[str, str]:
-    """Finds what products in fp8 cannot be made of."""
+    """Finds the settings that are incompatible with fp8 matmuls."""
     if not run.precision.multiplies_in_fp8:
         return {}
     kind, fp8 = run.precision.kind, run.precision.fp8
     model, parallel, micro = run.model, run.parallel, run.train.micro_batch_size
     problems = {}
-    multiple, why = fp8_multiple(run), f"products in fp8 are of multiples of {FP8_MULTIPLE}"
+    multiple, why = fp8_multiple(run), f"fp8 matmuls need multiples of {FP8_MULTIPLE}"
     if kind == "fp8_lowbit":
-        why = f"{SCALED_COLUMNS} columns of a rank's part share a scale"
+        why = f"{SCALED_COLUMNS} columns of a rank's shard share a scale"
         if parallel.zero_stage == 0:
             problems["fp8_zero_stage"] = (
                 "parallel.zero_stage=0 is incompatible with precision.kind='fp8_lowbit': "
-                "gradients travel as codes, which an all-reduce cannot add up"
+                "gradients are sent in low precision, which an all-reduce cannot sum"
             )
     for field, size in {"d_model": model.d_model, "d_ff": model.d_ff}.items():
         if size % (multiple * parallel.tensor):
@@ -46,17 +46,17 @@ def fp8_problems(run: Run) -> dict[str, str]:
         problems["fp8_tokens"] = (
             f"train.micro_batch_size={micro} x model.sequence_length={model.sequence_length} must "
             f"be divisible by {FP8_MULTIPLE} x parallel.context={parallel.context} when "
-            f"precision.kind is {kind!r}: products in fp8 are of multiples of {FP8_MULTIPLE}"
+            f"precision.kind is {kind!r}: fp8 matmuls need multiples of {FP8_MULTIPLE}"
         )
     if 2 * fp8.precise_blocks >= model.n_layers:
         problems["fp8_blocks"] = (
-            f"precision.fp8.precise_blocks={fp8.precise_blocks} of the first and of the last blocks"
-            f" are all of model.n_layers={model.n_layers}: none multiplies in fp8"
+            f"precision.fp8.precise_blocks={fp8.precise_blocks} at each end covers all "
+            f"model.n_layers={model.n_layers}: no block would use fp8"
         )
     if fp8.all_gather and fp8.scaling == "rowwise":
         problems["fp8_gather"] = (
             "precision.fp8.all_gather=true is incompatible with precision.fp8.scaling='rowwise': "
-            "a product and its gradient scale a weight along different rows"
+            "a matmul and its gradient scale a weight along different dimensions"
         )
     if parallel.schedule == "zero_bubble" and parallel.pipeline > 1:
         problems["fp8_zero_bubble"] = (

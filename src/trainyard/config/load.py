@@ -1,6 +1,6 @@
-"""From a preset, a run file and overrides to one frozen `Run`, with every problem told at once.
+"""Builds one frozen `Run` from a preset, a run file and overrides; reports all problems at once.
 
-preset (shipped)  <  what `extends` names  <  run.toml  <  section.field=value
+preset (shipped)  <  the base in `extends`  <  run.toml  <  section.field=value
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]+[ \t]*\.[ \t]*){100}""")
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run and where each value that is not a default came from."""
+    """A run, and the origin of each value that is not a default."""
 
     run: Run
     origins: dict[str, str]
@@ -64,12 +64,12 @@ def load_run(source: str, overrides: list[str] | None = None) -> LoadedRun:
 
 
 def render_run(run: Run) -> str:
-    """Writes a run as the text of a run file with every field in it."""
+    """Renders a run as a run file with every field."""
     return tomli_w.dumps(run.model_dump(mode="json", exclude_none=True))
 
 
 def field_value(run: BaseModel, field: str) -> Any:
-    """Looks a dotted field name up; None inside a section that is absent."""
+    """Looks up a dotted field name; None inside an absent section."""
     value: Any = run
     for part in field.split("."):
         value = None if value is None else getattr(value, part)
@@ -77,7 +77,7 @@ def field_value(run: BaseModel, field: str) -> Any:
 
 
 def all_fields(section: type[BaseModel] = Run, prefix: str = "") -> dict[str, str]:
-    """Maps every dotted field name of a run file to its manual text."""
+    """Maps every dotted field name of a run file to its documentation."""
     fields: dict[str, str] = {}
     for name, info in section.model_fields.items():
         inner = _section_of(info.annotation)
@@ -92,7 +92,7 @@ def all_fields(section: type[BaseModel] = Run, prefix: str = "") -> dict[str, st
 
 
 def _layers(source: str) -> list[tuple[str, dict[str, Any]]]:
-    """The files a run is made of, lowest first: at most what it extends, then itself."""
+    """Returns the files of a run, lowest precedence first: its base, if any, then itself."""
     name, values, folder = _read(source, Path())
     base = values.pop("extends", None)
     if base is None:
@@ -101,7 +101,7 @@ def _layers(source: str) -> list[tuple[str, dict[str, Any]]]:
     if "extends" in base_values:
         raise ConfigError(
             f"{name} extends {base_name}, which itself extends {base_values['extends']}",
-            "one level only: extend a file that stands alone",
+            "only one level is allowed: extend a file that extends no other",
         )
     return [(base_name, base_values), (name, values)]
 
@@ -131,17 +131,17 @@ def _read_preset(name: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
-    """Reads TOML; `name` is what an error calls it.
+    """Parses TOML; errors refer to it as `name`.
 
     Raises:
         ConfigError: it is not valid TOML.
     """
     try:
-        if _DEEP_KEY.search(text):  # would take the parser time in proportion to its square
+        if _DEEP_KEY.search(text):  # the parser takes quadratic time
             raise RecursionError
         return tomllib.loads(text)
     except RecursionError:
-        raise ConfigError(f"{name} nests too deeply", "values are in sections, no deeper") from None
+        raise ConfigError(f"{name} nests too deeply", "put values in sections, no deeper") from None
     except ValueError as error:  # TOMLDecodeError, or a number with thousands of digits
         raise ConfigError(
             f"{name} is not valid TOML: {error}", 'texts need quotes: name = "my-run"'
@@ -192,7 +192,7 @@ def _merge(
 def explain_problems(
     error: ValidationError, model: type[BaseModel], origins: dict[str, str], source: str
 ) -> ConfigError:
-    """Builds one error that names every problem pydantic found, where it is and where from.
+    """Builds one error with every problem that pydantic found, with field and origin.
 
     Args:
         error: what pydantic raised.
@@ -203,7 +203,7 @@ def explain_problems(
     problems = [
         problem
         for problem in error.errors(include_url=False, include_context=False)
-        if problem["type"] != "default_factory_not_called"  # for other problems are there
+        if problem["type"] != "default_factory_not_called"  # other problems are present
     ]
     lines = [line for problem in problems for line in _explain(problem, model, origins)]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
@@ -215,16 +215,16 @@ def explain_problems(
 
 
 def _explain(problem: ErrorDetails, model: type[BaseModel], origins: dict[str, str]) -> list[str]:
-    """Says one problem of pydantic's in our words, one line for each field or conflict."""
+    """Rewords a pydantic problem, with one line per field or conflict."""
     field = ".".join(str(part) for part in problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         message = f"unknown field; {_suggest_field(field, model)}"
     elif problem["type"] == "missing":
-        message = "is needed here"
+        message = "required field is missing"
     elif problem["type"] == "union_tag_invalid":
         known = problem["msg"].partition("expected tags: ")[2]
-        message = f"there is no such kind; known: {known} (got {problem['input']['kind']!r})"
+        message = f"unknown kind; known: {known} (got {problem['input']['kind']!r})"
     elif problem["type"] in _WANTED:
         message = f"{_WANTED[problem['type']]} (got {problem['input']!r})"
     elif problem["type"] != "value_error":
@@ -235,16 +235,16 @@ def _explain(problem: ErrorDetails, model: type[BaseModel], origins: dict[str, s
 
 
 _WANTED = {
-    "too_short": "at least one value is wanted",
+    "too_short": "needs at least one value",
     "union_tag_not_found": "its kind is missing",
-    "model_type": "this is a section with fields of its own",
-    "tuple_type": 'a list is wanted, such as ["a", "b"] or [1, 2]',
-    "string_pattern_mismatch": "a name has letters, digits and . _ - and starts with the first two",
+    "model_type": "this is a section, not a value",
+    "tuple_type": 'must be a list, such as ["a", "b"] or [1, 2]',
+    "string_pattern_mismatch": "use letters, digits and . _ -, and start with a letter or digit",
 }
 
 
 def _place(text: str, origins: dict[str, str]) -> str:
-    """Says where the fields named in a text came from: itself, or else the table it is in."""
+    """Returns the origins of the fields named in a text: the field's own, else its table's."""
     places: dict[str, None] = {}
     for field in re.findall(r"[a-z]\w*(?:\.\w+)*", text):
         while field and field not in origins:
@@ -255,9 +255,9 @@ def _place(text: str, origins: dict[str, str]) -> str:
 
 
 def _suggest_field(field: str, model: type[BaseModel]) -> str:
-    """Names the nearest real field, first among the neighbours, then anywhere in the file."""
+    """Suggests the closest existing field, first in the same section, then anywhere."""
     if field == "extends":
-        return "it stands at the top of a run file, not on the command line"
+        return "set it at the top of a run file, not on the command line"
     parent, _, name = field.rpartition(".")
     neighbours = _names_in(parent, model)
     if model is Run and not parent:
@@ -274,7 +274,7 @@ def _suggest_field(field: str, model: type[BaseModel]) -> str:
 
 
 def _names_in(parent: str, section: type[BaseModel]) -> list[str]:
-    """Lists the fields of a section; a place in a list is a number and, if it has one, a kind."""
+    """Lists the fields of a section; a list item is a number and, if it has one, a kind."""
     parts = list(filter(None, parent.split(".")))
     while parts:
         info = section.model_fields.get(parts.pop(0))
@@ -293,7 +293,7 @@ def _names_in(parent: str, section: type[BaseModel]) -> list[str]:
 
 
 def _section_of_kind(annotation: Any, kind: str) -> type[BaseModel] | None:
-    """The section class whose field `kind` is this, among those an annotation names."""
+    """Returns the section class with this `kind`, among those of an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         field = annotation.model_fields.get("kind")
         return annotation if field and get_args(field.annotation) == (kind,) else None
@@ -302,7 +302,7 @@ def _section_of_kind(annotation: Any, kind: str) -> type[BaseModel] | None:
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class in an annotation such as `Model` or `BatchRamp | None`."""
+    """Returns the section class in an annotation such as `Model` or `BatchRamp | None`."""
     candidates = [annotation, *getattr(annotation, "__args__", ())]
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 

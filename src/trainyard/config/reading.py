@@ -1,7 +1,7 @@
-"""Reads files that somebody else may have made: ordinary ones alone, and within a limit.
+"""Reads files from untrusted sources: only regular files, and only up to a size limit.
 
-A pipe would block, a device would never end, and a million brackets would end the interpreter: each
-becomes the error that its caller handles already, an OSError or a ValueError.
+A pipe would block, a device would never end, and a million brackets would crash the interpreter:
+each raises an error that callers already handle, an OSError or a ValueError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def open_file(path: Path) -> BinaryIO:
     Raises:
         OSError: it cannot be opened, or is a pipe, a device or a folder.
     """
-    # Opening a pipe that nobody writes to would wait for ever.
+    # Opening a pipe without a writer would block forever.
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -32,7 +32,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, limit_bytes: int = FILE_LIMIT_BYTES) -> bytes:
-    """Reads an ordinary file whole.
+    """Reads a whole ordinary file.
 
     Raises:
         OSError: as `open_file`, or it has more bytes than the limit.

@@ -1,7 +1,7 @@
-"""Rules that bind fields of several sections of a run: what cannot be, why, and what is near it.
+"""Rules across sections of a run: invalid combinations, the reasons, and the nearest fixes.
 
-Each rule gives one sentence with both values. What could be changed is then tried, nearest values
-first, and the first change that breaks no other rule is named:
+Each rule has a one-sentence message with both values. It then tries possible changes, nearest
+values first, and suggests the first one that breaks no other rule:
 
     model.n_heads=12 must be divisible by parallel.tensor=8 x parallel.context=1: a rank has whole
     heads; nearest that works: parallel.tensor=6
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainyard.config.run import Run
 
 Changes = dict[str, Any]
-"""New values by dotted field, made together."""
+"""New values by dotted field, applied together."""
 
 MOST_TRIALS = 1000
 _Section = TypeVar("_Section", bound="BaseModel")
@@ -38,7 +38,7 @@ def disagreements(run: Run) -> list[str]:
 
 
 def broken_rules(run: Run) -> dict[str, str]:
-    """Maps the rules a run breaks, by name, to what is wrong."""
+    """Maps each rule that a run breaks to its problem."""
     return {
         **_cut_problems(run),
         **_pipeline_problems(run),
@@ -51,7 +51,7 @@ def broken_rules(run: Run) -> dict[str, str]:
 
 
 def batch_fields(run: Run) -> dict[str, int]:
-    """Maps the fields that make up all batch sizes to their values."""
+    """Maps every field that sets a batch size to its value."""
     fields = {"train.global_batch_size": run.train.global_batch_size}
     ramp = run.train.batch_ramp
     if ramp and ramp.start != run.train.global_batch_size:
@@ -61,12 +61,12 @@ def batch_fields(run: Run) -> dict[str, int]:
 
 
 def default_zero_stage(pipeline: int) -> int:
-    """Gives the stage of ZeRO for a run that names none: the most that costs no time."""
+    """Returns the default ZeRO stage: the highest that costs no time."""
     return 2 if pipeline == 1 else 1
 
 
 def change(section: _Section, changes: Changes) -> _Section:
-    """Gives a copy with other values, which are not validated."""
+    """Returns a copy with other values, without validating them."""
     for field, value in changes.items():
         head, _, rest = field.partition(".")
         if rest:
@@ -76,12 +76,12 @@ def change(section: _Section, changes: Changes) -> _Section:
 
 
 def nearest(values: Iterable[int], near: int) -> list[int]:
-    """Sorts numbers by their distance to one of them, the smaller first."""
+    """Sorts numbers by distance to a number; of equal distances, the smaller first."""
     return sorted(values, key=lambda value: (abs(value - near), value))
 
 
 def divisors(number: int) -> list[int]:
-    """Lists the whole numbers that divide `number`."""
+    """Lists the divisors of `number`."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
@@ -97,7 +97,7 @@ def nearest_multiples(factor: int, near: int, n_beyond: int = 1) -> Iterator[int
 
 
 def _cut_problems(run: Run) -> dict[str, str]:
-    """Finds what ranks that share a layer or a sequence cannot have equal parts of."""
+    """Checks that tensor and context parallelism can shard the model evenly."""
     model, parallel = run.model, run.parallel
     tensor, context, method = parallel.tensor, parallel.context, parallel.context_method
     problems = {}
@@ -132,20 +132,20 @@ def _cut_problems(run: Run) -> dict[str, str]:
     if is_ring and model.dropout:
         problems["ring_dropout"] = (
             f"model.dropout={model.dropout} is incompatible with parallel.context_method='ring': "
-            "its attention weights are never whole"
+            "no rank has whole attention weights"
         )
     return problems
 
 
 def _pipeline_problems(run: Run) -> dict[str, str]:
-    """Finds what stages, and the order of passes through them, cannot be."""
+    """Checks pipeline stages and schedules."""
     parallel = run.parallel
     pipeline, chunks, schedule = parallel.pipeline, parallel.chunks, parallel.schedule
     problems = {}
     if run.model.n_layers < pipeline * chunks:
         problems["stages"] = (
             f"model.n_layers={run.model.n_layers} is fewer than parallel.pipeline={pipeline} x "
-            f"parallel.chunks={chunks}: a stage has a block at least"
+            f"parallel.chunks={chunks}: a stage needs at least one block"
         )
     if pipeline == 1:
         if chunks > 1:
@@ -154,7 +154,7 @@ def _pipeline_problems(run: Run) -> dict[str, str]:
     if schedule in ("gpipe", "1f1b") and chunks > 1:
         problems["chunks"] = (
             f"parallel.chunks={chunks} is incompatible with parallel.schedule={schedule!r}: "
-            "it has one on each rank"
+            "it has one chunk per rank"
         )
     if schedule == "interleaved" and chunks == 1:
         problems["chunks"] = (
@@ -171,7 +171,7 @@ def _pipeline_problems(run: Run) -> dict[str, str]:
         problems["zero_bubble_recompute"] = (
             f"parallel.recompute={parallel.recompute!r} is incompatible with "
             "parallel.schedule='zero_bubble': it splits the backward pass, and each part would "
-            "compute again, which takes longer than the bubble"
+            "recompute, which takes longer than the bubble"
         )
     return problems
 
@@ -182,18 +182,18 @@ def _sharding_problems(run: Run) -> dict[str, str]:
     if parallel.zero_stage == 2 and parallel.pipeline > 1:
         problems["zero_pipeline"] = (
             f"parallel.zero_stage=2 is incompatible with parallel.pipeline={parallel.pipeline}: "
-            "a pipeline keeps whole gradients until the end of a step, so it would be stage 1"
+            "a pipeline keeps unsharded gradients until the end of a step, so it would be stage 1"
         )
     splits_backward = parallel.schedule == "zero_bubble" and parallel.pipeline > 1
     if parallel.zero_stage == 3 and splits_backward:
         problems["zero_bubble_sharding"] = (
             "parallel.zero_stage=3 is incompatible with parallel.schedule='zero_bubble': weights "
-            "are released before the second part of the backward pass, and their gradients lost"
+            "are freed before the second part of the backward pass, and their gradients lost"
         )
     if parallel.data_replicate > 1 and parallel.zero_stage == 0:
         problems["data_replicate"] = (
             f"parallel.data_replicate={parallel.data_replicate} is incompatible with "
-            "parallel.zero_stage=0: there every rank is a replica"
+            "parallel.zero_stage=0: every rank is already a replica"
         )
     return problems
 
@@ -248,7 +248,7 @@ def _length_problems(run: Run) -> dict[str, str]:
 
 
 def _remedies(run: Run, rule: str, found: dict[str, str]) -> str:
-    """Names, for each way to fix a rule, the change that fixes most others and breaks none."""
+    """Lists, for each way to fix a rule, the change that fixes most others and breaks none."""
     working = []
     for way in _ways(run, rule):
         best, fewest = None, len(found)
@@ -264,12 +264,12 @@ def _remedies(run: Run, rule: str, found: dict[str, str]) -> str:
 
 
 def describe(run: Run, changes: Changes) -> str:
-    """Writes what differs as a run file would: "parallel.tensor=4"."""
+    """Formats the differences as overrides: "parallel.tensor=4"."""
     return " with ".join(f"{f}={_as_toml(value)}" for f, value in differences(run, changes).items())
 
 
 def differences(run: Run, changes: Changes) -> Changes:
-    """Keeps the changes that are any, and the stage of ZeRO that they would change unnamed."""
+    """Keeps effective changes, plus the default ZeRO stage if they would change it."""
     new = {field: value for field, value in changes.items() if value != _value(run, field)}
     stage, pipeline = changes.get("parallel.zero_stage"), new.get("parallel.pipeline")
     implied = default_zero_stage(pipeline) if pipeline and stage is not None else stage
@@ -363,7 +363,7 @@ def _ways_to_batch(run: Run, rule: str) -> list[Iterable[Changes]]:
     if rule == "ramp" and ramp:
         distance = train.global_batch_size - ramp.start
         increments = nearest(divisors(distance) if distance > 0 else [], ramp.increment)
-        # A ramp of one stage is none.
+        # A ramp of one stage is not a ramp.
         starts = range(train.global_batch_size, 0, -ramp.increment)
         return [
             _one_of("train.batch_ramp.increment", increments),
@@ -388,7 +388,7 @@ def _one_of(field: str, values: Iterable[Any]) -> Iterator[Changes]:
 
 
 def _pairs(run: Run, candidates: Mapping[str, Iterable[int]]) -> list[Changes]:
-    """Combines values of fields, changes of one field before changes of more, then nearest."""
+    """Combines field values: changes of one field first, then of more, each nearest first."""
     old = {field: _value(run, field) for field in candidates}
 
     def distance(changes: Changes) -> tuple[int, int]:

@@ -1,11 +1,11 @@
-"""Finds passwords and keys in texts, so that none is ever written down.
+"""Hides passwords and keys in texts, so that they are never written to disk.
 
     secrets = secret_values({"HF_TOKEN": "hf_abc", "HOME": "/h"}) ["hf_abc"]
     hide("login with hf_abc", secrets)                   "login with ***"
     hide("get https://me:letmein@host/x?sig=1f", [])   "get https://***@host/x?sig=***"
 
-A run file is copied into the run folder, into every checkpoint and to Weights & Biases: one with a
-password in it is refused rather than changed.
+A run file is copied to the run folder, to every checkpoint and to Weights & Biases: one with a
+password is rejected, not changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PARAMETER = re.compile(
 
 
 def secret_values(environment: Mapping[str, str]) -> list[str]:
-    """Lists the values of variables whose name says that they are secret, the longest first."""
+    """Lists the values of variables with secret-like names, longest first."""
     found = {
         value.strip()
         for name, value in environment.items()
@@ -43,7 +43,7 @@ def secret_values(environment: Mapping[str, str]) -> list[str]:
 
 
 def hide(text: str, secrets: Iterable[str]) -> str:
-    """Replaces secrets, and logins and keys in URLs, by asterisks."""
+    """Replaces secrets, and logins and keys in URLs, with asterisks."""
     for secret in secrets:
         for form in {secret, quote(secret, safe="")}:
             text = text.replace(form, HIDDEN)
@@ -51,7 +51,7 @@ def hide(text: str, secrets: Iterable[str]) -> str:
 
 
 def secret_problems(section: BaseModel) -> dict[str, str]:
-    """Maps the dotted fields that hold a URL with a login or a key to what is wrong, without it."""
+    """Maps each dotted field with a login or key in a URL to a message that omits it."""
     return {
         field: f"{field} holds a URL with a login or a key, which would be copied to the run folder"
         " and to every checkpoint; give the address without it"

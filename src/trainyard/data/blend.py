@@ -10,11 +10,11 @@ and 0.2:
     2    0.0  -0.4   0.4         corpus 2   1 1 1
     3    0.5  -0.1  -0.4         corpus 0   2 1 1
 
-Each draw depends on all before it, in the last bit of the rounding, so there is no formula. But
-the rule forgets: from any sensible counts it soon falls into the true ones. So a stretch of draws
-is cut into lanes that walk side by side, each from a guess of its counts. Where a lane ends with
-other counts than the next one began with, the next one walks again from there, until every lane
-begins where the one before it ended. The first begins with the true counts, so then all are true.
+Each draw depends on all before it, to the last bit of rounding, so there is no formula. But the
+rule converges: from any sensible counts it soon reaches the true ones. So the draws are split into
+lanes that run in parallel, each from estimated counts. If a lane ends with other counts than the
+next one started with, the next one runs again from there, until every lane starts where the
+previous one ended. The first starts with the true counts, so then all are true.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _fill(
     weights: Float,
     limits: Float,
 ) -> Float:
-    """Writes the draws from `start` on, given the counts there; gives the counts after them."""
+    """Writes the draws from `start` on, given the counts there; returns the counts after them."""
     n_draws = min(_LANE_DRAWS, len(corpus))
     n_lanes = len(corpus) // n_draws
     starts = start + n_draws * np.arange(n_lanes)

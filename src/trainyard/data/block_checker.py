@@ -1,9 +1,9 @@
-"""Looks at one block of a token file: its checksum, its ids, and the ends of its documents.
+"""Checks one block of a token file: its checksum, its ids, and the ends of its documents.
 
-Blocks and ids need not end together, so a block answers for the ids whose first byte lies in it:
+Ids may cross block boundaries, so a block owns the ids whose first byte is in it:
 
     bytes    0 1 2 | 3 4 5 | 6 7      blocks of 3 bytes, ids of 2
-    ids      0 0 1 | 1 2 2 | 3 3      the first block answers for ids 0 and 1 and reads byte 3 too
+    ids      0 0 1 | 1 2 2 | 3 3      the first block owns ids 0 and 1 and reads byte 3 too
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class BlockChecker:
                 finding.error = error.strerror or str(error)
                 return finding
             if len(data) < n_bytes:
-                finding.error = "cut short while it was read"
+                finding.error = "truncated while being read"
                 return finding
             if span.sha256 is not None:
                 checksum.update(memoryview(data)[:n_bytes])

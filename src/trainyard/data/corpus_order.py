@@ -1,7 +1,7 @@
-"""Which tokens are sequence i of one corpus: documents shuffled, laid end to end, cut, shuffled.
+"""Order of one corpus: documents are shuffled, concatenated, split into sequences, shuffled.
 
 A worked example: documents of 3, 4 and 2 tokens, sequences of 3 tokens, shuffled to B C A. A row
-needs one token more than its 3, for the label of its last one, so neighbours share a token:
+needs one more token than its 3, for the label of the last, so neighbours share a token:
 
     slot          0        1    2
     document      B        C    A
@@ -10,11 +10,10 @@ needs one token more than its 3, for the label of its last one, so neighbours sh
     sequence 1             b3   c0 c1   a0
     sequence 2                          a0 a1 a2 and one is missing: dropped
 
-`sequence_index` holds the slot and offset where each begins, (0, 0) (0, 3) (2, 0), one entry more
-than there are sequences; `document_index` the document in each slot; `shuffle_index` the order in
-which sequences are asked for. If one pass over the documents is too short, they are laid out
-several times (epochs). All three arrays are Megatron-LM's, bit for bit; it calls `sequence_index`
-sample_index.
+`sequence_index` holds the slot and offset where each starts, (0, 0) (0, 3) (2, 0), one more entry
+than there are sequences; `document_index` the document in each slot; `shuffle_index` the order of
+sequences in training. If one pass over the documents is too short, they repeat (epochs). All three
+arrays equal Megatron-LM's bit for bit; it calls `sequence_index` sample_index.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class CorpusPlan:
 def plan_corpus(
     epoch_tokens: int, asked: int | None, settings: SequenceSettings, drop_last_partial: bool = True
 ) -> CorpusPlan:
-    """Decides how many epochs give the sequences asked for; one, if None is asked for."""
+    """Returns the number of epochs for the requested sequences; one if None."""
     length, extra = settings.sequence_length, int(settings.extra_token)
     n_epochs = 1 if asked is None else max(1, -(-(asked * length + extra) // epoch_tokens))
     total = n_epochs * epoch_tokens - extra
@@ -133,7 +132,7 @@ class CorpusOrder:
         return rows
 
     def _pieces(self, indices: Array) -> tuple[Array, Array, Array]:
-        """Gives the stretches of documents that make up sequences: row, first token, tokens."""
+        """Returns the stretches of documents that make up sequences: row, first token, tokens."""
         entry = self.shuffle_index[indices].astype(np.int64)
         first_slot, first_offset = self.sequence_index[entry].T
         last_slot, last_offset = self.sequence_index[entry + 1].T

@@ -1,12 +1,12 @@
-"""What is known of a file that was written: its size and the checksums of its blocks.
+"""Record of a written file: its size and the checksums of its blocks.
 
     with Path("corpus.bin").open("wb") as file:
         checked = BlockWriter(file)
         checked.write(data)
-    FileRecord(checked.close_block())       # blocks of some 16 MiB, so that damage has a place
+    FileRecord(checked.close_block())       # blocks of about 16 MiB, to locate damage
 
-Blocks end between two writes, so a file that is put together of parts has the blocks of the parts:
-nothing must be read again.
+Blocks end between two writes, so a file joined from parts keeps their blocks, and need not be read
+again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def sha256(self) -> str:
-        """One checksum that stands for those of all blocks."""
+        """One checksum over those of all blocks."""
         text = "".join(f"{block.n_bytes} {block.sha256}\n" for block in self.blocks)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -61,7 +61,7 @@ class BlockWriter:
             self.close_block()
 
     def close_block(self) -> list[Block]:
-        """Ends the block here, and gives all so far."""
+        """Ends the block here, and returns all so far."""
         if self._n_bytes:
             self.blocks.append(Block(self._n_bytes, self._digest.hexdigest()))
             self._digest, self._n_bytes = hashlib.sha256(), 0

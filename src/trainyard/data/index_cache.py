@@ -1,15 +1,14 @@
-"""Keeps built order arrays on disk, under a key that changes whenever the data does.
+"""Caches order arrays on disk, under a key that changes with the data.
 
-The key of an array is a hash of everything it is computed from. The data enters as the checksums of
-its two files, not as their names: a corpus may be moved, but not replaced unnoticed. `prepare`
-writes checksums beside the corpus, block by block, in `<prefix>.json`:
+The key of an array is a hash of all its inputs. The data enters as the checksums of its two files,
+not as their names: a corpus may move, but a replacement is detected. `prepare` writes checksums
+next to the corpus, block by block, in `<prefix>.json`:
 
     {"bin": {"blocks": [[10, "..."]]}, "idx": {"blocks": [[82, "..."]]}, ...}
 
-They are believed if the sizes are right and the files are not newer. Else both files are read once,
-in the same blocks, so that the same bytes have the same checksum either way; the result is
-remembered in the cache folder until a file's size, time of change or inode changes. Ranks that
-start together share this reading (`train/worker.py`).
+They are trusted if the sizes match and the files are not newer. Otherwise both files are read once,
+in the same blocks, for the same checksums; the cache folder keeps the result until a file's size,
+mtime or inode changes. Ranks that start together share this work (`train/worker.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class FileBlock:
     n_bytes: int
 
     def read_digest(self) -> bytes:
-        """Reads the bytes; gives their SHA-256."""
+        """Reads the bytes; returns their SHA-256."""
         digest = hashlib.sha256()
         with self.path.open("rb") as file:
             file.seek(self.first)
@@ -101,7 +100,7 @@ class IndexCache:
     def save(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], slabs: Iterable[Array]
     ) -> Array:
-        """Stores an array that comes in slabs along its first axis, and gives it back mapped.
+        """Stores an array from slabs along its first axis, and returns it memory-mapped.
 
         Raises:
             MachineError: the disk is full or the folder cannot be written.
@@ -136,7 +135,7 @@ class IndexCache:
         return known if isinstance(known, Unread) else None
 
     def remember(self, unread: Unread, digests: Sequence[bytes]) -> list[str]:
-        """Stores what was found by reading, for each block; gives the checksums of both files.
+        """Stores block checksums from reading; returns the checksums of both files.
 
         Raises:
             MachineError: the disk is full or the folder cannot be written.
@@ -150,7 +149,7 @@ class IndexCache:
         return checksums
 
     def _look_up(self, prefix: str, folder: Path) -> list[str] | Unread:
-        """Gives the checksums of both files, or what must be read for them."""
+        """Returns the checksums of both files, or what must be read for them."""
         record = _load_record(prefix)
         if record is not None and _is_older(prefix):
             return [file.sha256 for file in record.files]
@@ -172,7 +171,7 @@ class IndexCache:
 
 
 def describe_contents(prefix: str) -> str:
-    """Says without reading what token files hold: the checksums of their record, or their sizes."""
+    """Identifies token files without reading them: by their record's checksums, or their sizes."""
     record = _load_record(prefix)
     if record is None:
         return str([path.stat().st_size for path in token_paths(prefix)])
@@ -233,7 +232,7 @@ def _with_ends(sizes: list[int]) -> Iterator[tuple[int, int]]:
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file that takes the name `path` when it is complete and on the disk."""
-    # A name of its own, since others may write the same; open() makes it readable as umask says.
+    # A unique name, since others may write the same; open() applies the umask.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Megatron-LM's token files: `<prefix>.bin` and `<prefix>.idx`, read and written byte for byte.
 
-A worked example: two documents, [5, 6, 7] and [8, 7], as 16-bit ids. Numbers are little-endian and
-nothing is padded, so most of the arrays in the .idx are not aligned.
+A worked example: two documents, [5, 6, 7] and [8, 7], as 16-bit ids. Numbers are little-endian
+without padding, so most arrays in the .idx are unaligned.
 
     corpus.bin   05 00 06 00 07 00 | 08 00 07 00        every sequence, back to back
     corpus.idx   byte  0   "MMIDIDX", two zero bytes    magic
@@ -14,8 +14,8 @@ nothing is padded, so most of the arrays in the .idx are not aligned.
                       58   0 1 2                        sequences before each document, int64[D]
                       82   the end: 34 + 12 S + 8 D
 
-A document is one sequence, unless it was empty: then it has none, and its entry in the last array
-repeats (documents [5], [], [6] give 0 1 1 2).
+A document is one sequence. An empty document has none, and its entry in the last array repeats
+(documents [5], [], [6] give 0 1 1 2).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Array = NDArray[Any]
 
 
 def optimal_dtype(vocabulary_size: int) -> np.dtype[Any]:
-    """Gives the kind of integer Megatron-LM stores ids of this vocabulary in."""
+    """Returns the kind of integer Megatron-LM stores ids of this vocabulary in."""
     return np.dtype(np.uint16 if vocabulary_size < _LARGEST_UINT16_VOCABULARY else np.int32)
 
 
@@ -71,7 +71,7 @@ def count_tokens(prefix: str | Path) -> int:
 
 
 def token_paths(prefix: str | Path) -> tuple[Path, Path]:
-    """Gives the .bin and the .idx of a prefix."""
+    """Returns the .bin and the .idx of a prefix."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
@@ -118,7 +118,7 @@ class IndexedDataset:
         return len(self.sequence_lengths)
 
     def tokens(self, index: int, offset: int = 0, length: int | None = None) -> Array:
-        """Gives the tokens of one sequence, from `offset` on, as a view of the file."""
+        """Returns the tokens of one sequence, from `offset` on, as a view of the file."""
         n_tokens = int(self.sequence_lengths[index])
         stop = n_tokens if length is None else offset + length
         if not 0 <= offset <= stop <= n_tokens:
@@ -165,10 +165,10 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     if magic != MAGIC:
         raise DataError(f"{path}: byte 0: starts with {magic!r}, not {MAGIC!r}", remake)
     if version != VERSION:
-        raise DataError(f"{path}: byte 9: version {version}; only version 1 is known", remake)
+        raise DataError(f"{path}: byte 9: version {version}; only version 1 is supported", remake)
     if code not in DTYPE_CODES:
         known = ", ".join(f"{number} ({name})" for number, name in DTYPE_CODES.items())
-        raise DataError(f"{path}: byte 17: dtype code {code} is none of {known}", remake)
+        raise DataError(f"{path}: byte 17: dtype code {code} is not one of {known}", remake)
     expected_bytes = _HEADER.size + 12 * n_sequences + 8 * n_entries
     if size_bytes == expected_bytes + n_sequences > expected_bytes:
         raise DataError(
@@ -187,7 +187,7 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 def _check_sequences(
     path: Path, n_sequences: int, itemsize: int, bin_path: Path, bin_bytes: int
 ) -> int:
-    """Checks lengths and pointers against each other and the .bin; gives the number of tokens."""
+    """Checks lengths and pointers against each other and the .bin; returns the number of tokens."""
     damaged = "the file is damaged; copy or prepare it again"
     n_tokens = 0
     for first in range(0, n_sequences, _SLAB):
@@ -378,7 +378,7 @@ def write_index(
 
 @contextmanager
 def explain_disk_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError of writing `path` into a MachineError that says how far it came."""
+    """Converts an OSError of writing `path` to a MachineError with the bytes written."""
     try:
         yield
     except OSError as error:

@@ -1,12 +1,10 @@
 """Batches of a run: the batch of a step is a pure function of the step number.
 
-The order of sequences is fixed before training (`data/order.py`), so resuming means knowing the
-step, and how many sequences were skipped on the way; nothing here has state that a checkpoint
-would have to keep. One batch is read ahead.
+The order of sequences is fixed before training (`data/order.py`), so resuming only needs the step
+and the number of skipped sequences; the loader has no checkpoint state. One batch is prefetched.
 
-A run that leaves out sequences reads past the end of an order that is just long enough for it, and
-goes on at its start: with 1000 sequences of which 16 were skipped, the last 16 of the run are
-sequences 0 to 15, for the second time.
+A run that skips sequences reads past the end of its order, and wraps to the start: with 1000
+sequences and 16 skipped, the last 16 of the run are sequences 0 to 15, for the second time.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class Loader:
 
     Args:
         order: the sequences of the train split.
-        batches: which of them each step takes.
+        batches: sequences of each step.
         vocabulary_size: ids must be below this.
         share: which of how many consecutive shares of a batch.
         pin_memory: put batches where a GPU can fetch them by itself.
@@ -65,7 +63,7 @@ class Loader:
         self._ahead: tuple[tuple[int, int], Future[Batch]] | None = None
 
     def batch(self, step: int, offset: int = 0) -> Batch:
-        """Gives the batch of step `step`, counted from 0, and begins to read the next one.
+        """Returns the batch of step `step`, counted from 0, and begins to read the next one.
 
         Args:
             step: says how many sequences are consumed.
@@ -170,7 +168,7 @@ def data_prefixes(run: config.Run) -> list[str]:
 
 
 def describe_data(run: config.Run) -> str:
-    """Says in a checksum what records and sizes tell of a run's token files; reads none of them.
+    """Returns a checksum of a run's token files from records and sizes, without reading them.
 
     Raises:
         ConfigError: the run names no data.

@@ -1,8 +1,8 @@
-"""The end of preparation: parts joined in order into token files, without the repeated documents.
+"""Last stage of preparation: joins parts in order into token files, without duplicates.
 
-Parts are copied by the kernel, so a join runs at the speed of the disk and its memory does not grow
-with the corpus. Their checksums were made when they were written and are taken over. Only a part
-with documents to leave out is read, and written with new checksums.
+The kernel copies parts, so a join runs at disk speed with constant memory. It reuses the checksums
+from when they were written. Only a part with documents to drop is read, and written with new
+checksums.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def merge_parts(
 
 
 def _describe(dataset: IndexedDataset, stays: NDArray[np.bool_] | None) -> tuple[Array, Array]:
-    """Gives the lengths of the sequences that stay, and how many each staying document has."""
+    """Returns the lengths of the sequences that stay, and how many each staying document has."""
     per_document = np.diff(dataset.document_indices)
     if stays is None:
         return dataset.sequence_lengths, per_document
@@ -127,9 +127,9 @@ def _copy_some(dataset: IndexedDataset, stays: NDArray[np.bool_], target: Binary
 
 
 def publish_files(made: Path, prefix: Path, *, replaces_other: bool) -> None:
-    """Gives finished token files and their record their final names, the record last.
+    """Renames finished token files and their record to their final names, the record last.
 
-    Two processes may do so with the same content; each of them leaves whole files.
+    Two processes may do so with the same content; each leaves complete files.
 
     Args:
         made: prefix of the finished files.

@@ -1,4 +1,4 @@
-"""The order of training: which tokens are sequence i of the train, valid or test split.
+"""Training order: which tokens are sequence i of the train, valid or test split.
 
 A pure function of the token files, their weights, the split, the sizes, the seed and the sequence
 length, identical to Megatron-Core's for the same settings, whatever the number of processes.
@@ -7,12 +7,12 @@ A worked example: two corpora at 0.35 and 0.65, split "949,50,1", 2000 training 
 
     documents    of each corpus, the first 94.9 % train, the next 5 % validate, the rest test; of a
                  corpus with few documents, the first 94.9 % of its tokens, and so on
-    asked        ceil(2000 * 0.35) = 700 and 1300 sequences, each + 0.5 % to be safe: 704 and 1307
-    corpus       each gives that many or more, in its own order (see corpus_order.py)
+    requested    ceil(2000 * 0.35) = 700 and 1300 sequences, each + 0.5 % margin: 704 and 1307
+    corpus       each has that many or more, in its own order (see corpus_order.py)
     blend        which corpus each of the 700 + 1300 comes from (see blend.py)
 
-Sequence 5 of the split: the blend says corpus 1, its sequence 3; that corpus's order says which
-documents, from where to where.
+Sequence 5 of the split: the blend maps it to sequence 3 of corpus 1; that corpus's order maps it to
+ranges of documents.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Blend:
         weights: each corpus's share, in any unit; None draws in proportion to their lengths.
 
     Raises:
-        DataError: no corpus, one given twice, or weights that are no shares.
+        DataError: no corpus, a duplicate, or invalid weights.
     """
 
     prefixes: tuple[str, ...]
@@ -143,7 +143,7 @@ class SequenceOrder:
         return counts
 
     def _by_corpus(self, start: int, count: int) -> Iterator[tuple[CorpusOrder, Rows, Rows]]:
-        """Yields which rows of the answer are which sequences of which corpus."""
+        """Yields the mapping from result rows to sequences of each corpus."""
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"sequences {start} to {start + count} of {len(self)}")
         for first in range(0, count, _ROWS_AT_ONCE):
@@ -212,7 +212,7 @@ def build_order(
             continue
         if part is None:
             raise DataError(
-                f"{size} {name} sequences are asked for, but split {split!r} gives {name} nothing",
+                f"{size} {name} sequences requested, but split {split!r} leaves {name} empty",
                 f"give {name} a share in the split, or ask for 0 of them",
             )
         if isinstance(blend, tuple) and len(each.prefixes) == 1:  # weighed against nothing
@@ -288,13 +288,13 @@ def _cut(dataset: IndexedDataset, span: range) -> IndexedDataset:
 
 
 def _asked(blend: Blend, size: int | None, surplus: float) -> list[int | None]:
-    """Says how many sequences each corpus must give; None is one pass over its documents."""
+    """Returns how many sequences each corpus must give; None is one pass over its documents."""
     if blend.weights is None:
         return [size if len(blend.prefixes) == 1 else None] * len(blend.prefixes)
     if size is None:
         raise DataError(
             "a blend with weights and no size",
-            "say how many sequences are wanted, or leave the weights out",
+            "give the number of sequences, or omit the weights",
         )
     shares = _normalized(blend.weights)
     return [math.ceil(math.ceil(size * float(share)) * (1 + surplus)) for share in shares]
@@ -330,7 +330,7 @@ def _blended(
                 raise DataError(
                     f"the blend draws {n_drawn} sequences from {blend.prefixes[number]}, which "
                     f"has {len(corpus_order)}",
-                    f"ask for more than {size}: {len(corpora)} corpora cannot share so few",
+                    f"request more than {size}: too few for {len(corpora)} corpora",
                 )
         corpus = cache.save(names[0], shape, corpus.dtype, [corpus])
         position = cache.save(names[1], shape, position.dtype, [position])

@@ -1,4 +1,4 @@
-"""Small text files that appear whole or not at all."""
+"""Writes small text files atomically."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What `<prefix>.json` says about a pair of token files: who made them, and from what.
+"""The record of token files in `<prefix>.json`: their tokenizer, sources and checksums.
 
     sidecar = load_sidecar("corpus_text_document")
-    sidecar.check_against(tokenizer, prefix)  # refuses another tokenizer than the one that made it
+    sidecar.check_against(tokenizer, prefix)  # rejects a different tokenizer
     sidecar.check_sizes(prefix)               # cheap; `verify.check_data` reads every byte
     sidecar.tokens, sidecar.text_bytes        # for bits per byte, for instance
 
-A file's checksums are of blocks of some 16 MiB, so that damage has a place. A source file is named
-with its size and time of change, not with a checksum: the checksums of the `.bin` already pin every
-document that was read. Nothing in the record depends on how many workers made the files.
+A file's checksums cover blocks of about 16 MiB, to locate damage. Source files are listed with size
+and mtime, without checksum: those of the `.bin` already pin every document. The record does not
+depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StepCount(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 mine[reason] = mine.get(reason, 0) + count
 
     def describe_sentences(self) -> str:
-        """Says how many sentences fell, and which templates took the most; "" if none fell."""
+        """Returns how many sentences fell, and which templates took the most; "" if none fell."""
         by_number = sorted(self.dropped_sentences.items(), key=lambda item: (-item[1], item[0]))
         if not by_number:
             return ""
@@ -180,7 +180,7 @@ def load_sidecar(prefix: str | Path) -> Sidecar:
         sidecar = msgspec.json.decode(read_file(path), type=Sidecar)
     except FileNotFoundError as error:
         raise DataError(
-            f"{path} is missing, so nothing says which tokenizer made {prefix}.bin",
+            f"{path} is missing, so the tokenizer of {prefix}.bin is unknown",
             "copy it along with the .bin and .idx, or prepare the data with `trainyard prepare`",
         ) from error
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -190,7 +190,7 @@ def load_sidecar(prefix: str | Path) -> Sidecar:
         ) from error
     if sidecar.seal != _seal(sidecar):
         raise DataError(
-            f"{path} was changed after it was written: its seal does not fit",
+            f"{path} was changed after it was written: its checksum does not match",
             "copy it again, or prepare the data again",
         )
     return sidecar

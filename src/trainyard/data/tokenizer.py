@@ -1,4 +1,4 @@
-"""Text to token ids and back: an exact byte-level BPE at the speed of the fastest engine at hand.
+"""Text to token ids and back: an exact byte-level BPE with the fastest available engine.
 
     tokenizer = load_tokenizer("gpt2")
     tokenizer.encode(" hello world")                    # [23748, 995]
@@ -7,15 +7,15 @@
     lengths                                             # int64: [1, 0, 2]
     tokenizer.decode([23748, 995])                      # " hello world"
 
-`<|endoftext|>` written inside a document is ordinary text and gets ordinary ids, so no text can end
-a document by itself; `special_tokens="parse"` gives it its own id, as Megatron-LM does.
+`<|endoftext|>` inside a document is ordinary text with ordinary ids, so no text can end a document;
+`special_tokens="parse"` gives it its own id, like Megatron-LM.
 
-Two engines give the same ids. Gigatoken is some eighty times faster and young, so at load time its
-answers to a thousand awkward strings are compared with those of Hugging Face `tokenizers`; if one
-differs, or the package is missing or refuses the vocabulary, the slow engine does all the work.
-For GPT-2's own vocabulary the answers are known, and the slow engine is not built.
+Two engines produce the same ids. Gigatoken is about eighty times faster but young, so at load time
+its results for a thousand difficult strings are compared with those of Hugging Face `tokenizers`;
+if one differs, or the package is missing or rejects the vocabulary, the slow engine is used. For
+GPT-2's own vocabulary the results are known, and the slow engine is not built.
 
-Memory stays bounded: an engine gets a few MiB of text at a time, and a long document in windows.
+Memory is bounded: an engine gets a few MiB of text at a time, and a long document in windows.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _GigatokenEngine:
 
 
 def _return_free_memory() -> None:
-    """Gives what was freed back to the system now, where the C library can (glibc)."""
+    """Returns freed memory to the system, where the C library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)
@@ -173,7 +173,7 @@ def _choose_engine(fast: _Engine, reference: _Engine, name: str) -> _Engine:
     expected_tokens, expected_lengths = reference.encode_batch(_tricky_texts())
     if np.array_equal(lengths, expected_lengths) and np.array_equal(tokens, expected_tokens):
         return fast
-    _log.warning("tokenizer %s: the fast engine gives other ids, the exact one is used", name)
+    _log.warning("tokenizer %s: the fast engine's ids differ; using the exact one", name)
     return reference
 
 
@@ -202,11 +202,11 @@ class Tokenizer:
         self._engine = _build_engine(rules, name)
 
     def encode(self, text: str) -> list[int]:
-        """Gives the ids of a text, without an end of document."""
+        """Returns the ids of a text, without an end of document."""
         return [int(token_id) for token_id in self.encode_batch([text])[0]]
 
     def encode_batch(self, texts: list[str]) -> Encoded:
-        """Gives the ids of all texts back to back, and the number of ids of each text.
+        """Returns the ids of all texts back to back, and the number of ids of each text.
 
         Raises:
             DataError: a text holds half a character (a lone surrogate), which has no bytes.
@@ -264,7 +264,7 @@ class Tokenizer:
         )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """Gives the text of ids; bytes that are no UTF-8 (half a character) become U+FFFD."""
+        """Returns the text of ids; bytes that are no UTF-8 (half a character) become U+FFFD."""
         outside = [i for i in ids if not 0 <= i < self.vocabulary_size]
         if outside:
             raise DataError(
@@ -298,7 +298,7 @@ def load_tokenizer(source: str | Path, special_tokens: SpecialTokens = "text") -
 
 
 def tokenizer_name(source: str | Path) -> str:
-    """Gives the name to display: that of the folder, which may be gone."""
+    """Returns the name to display: that of the folder, which may be gone."""
     path = Path(source)
     return (path.parent if path.suffix == ".json" else path).resolve().name
 

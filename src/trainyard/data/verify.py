@@ -1,4 +1,4 @@
-"""Compares token files with their record, byte for byte, and says where they differ.
+"""Compares token files with their record, byte for byte, and locates differences.
 
     report = check_data("data/web_text_document")
     report.tokens, report.has_record
@@ -10,9 +10,9 @@ raises a DataError that lists every problem, such as
     data/web_text_document.bin: ids outside the vocabulary (0 to 50256): 3; the first is 60000:
     token 12 of sequence 9600 (document 9601)
 
-Both files are read once, front to back, by two threads; memory does not grow with the files. Where
-the checksums agree, only the writer can be wrong; counts, ids and document ends are compared to
-find that out too, and because they speak for files without a record.
+Two threads read both files once, front to back, with constant memory. If the checksums match, only
+the writer can be wrong; checks of counts, ids and document ends detect that too, and cover files
+without a record.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _check_record(
     tokenizer: Tokenizer | None,
     problems: _Problems,
 ) -> None:
-    """Compares everything the record says that the files or the tokenizer say too."""
+    """Compares the record with the files and the tokenizer."""
     path = Path(f"{problems.prefix}.json")
     made_by = record.tokenizer
     if dataset is not None:
@@ -280,7 +280,7 @@ def _check_spans(
 
 
 def _describe_damage(run: list[Span], dataset: IndexedDataset | None) -> str:
-    """Says which bytes differ, and what lies in them."""
+    """Describes which bytes differ, with their sequences and documents."""
     path, first, last = run[0].path, run[0].first, run[-1].end - 1
     text = f"{path}: bytes {first} to {last} differ from what was written"
     if path.suffix != ".bin" or dataset is None or not dataset.n_tokens:

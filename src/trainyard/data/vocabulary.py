@@ -1,7 +1,7 @@
 """The rules of a byte-level BPE: its tokens, merges and special tokens, from either file layout.
 
 GPT-2's layout is a folder with `vocab.json` and `merges.txt`; the other is one `tokenizer.json`.
-Both say the same things, so both give the same `Vocabulary` and the same fingerprint:
+Both hold the same content, so both give the same `Vocabulary` and the same fingerprint:
 
     load_vocabulary("gpt2")                     # GPT-2's, included in this package
     load_vocabulary("data/gpt2")                # vocab.json + merges.txt: the same fingerprint
@@ -10,8 +10,8 @@ Both say the same things, so both give the same `Vocabulary` and the same finger
 The package includes only GPT-2's merges, compressed. Its tokens follow from them: the 256 bytes in
 the order of their symbols, then the result of each merge, then `<|endoftext|>`.
 
-What we save is one `tokenizer.json`: a single file is published atomically, names its special
-tokens and its splitting rule, and opens in Hugging Face libraries as it is.
+We save one `tokenizer.json`: a single file is published atomically, includes its special tokens and
+its splitting rule, and opens directly in Hugging Face libraries.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _HINT = (
 
 
 def byte_symbols() -> list[str]:
-    """Lists the printable character that stands for each byte, 0 to 255, in byte-level files.
+    """Lists the printable character for each byte, 0 to 255, in byte-level files.
 
-    Printable Latin-1 stands for itself; the others take the code points from 256 on, in order.
+    Printable Latin-1 maps to itself; the others to code points from 256 on, in order.
     """
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(256, 512))
@@ -62,7 +62,7 @@ class Vocabulary:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """The bytes that each id stands for."""
+        """The bytes of each id."""
         of_symbol = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
         literal = {*self.special_tokens, *self.added_tokens}
         return [
@@ -158,7 +158,7 @@ def load_vocabulary(source: str | Path) -> Vocabulary:
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Tells whether a folder has the files of a tokenizer, in either layout."""
+    """Returns whether a folder has the files of a tokenizer, in either layout."""
     layouts = (("tokenizer.json",), ("vocab.json", "merges.txt"))
     return any(all((folder / name).is_file() for name in names) for names in layouts)
 
@@ -197,7 +197,7 @@ def _from_tokenizer_json(path: Path) -> Vocabulary:
 
 
 def _check_byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Refuses what is not a byte-level BPE; gives its splitting rule in canonical form."""
+    """Rejects anything but a byte-level BPE; returns its splitting rule in canonical form."""
     model = content.get("model")
     split = content.get("pre_tokenizer") or {}
     last = split["pretokenizers"][-1] if split.get("type") == "Sequence" else split

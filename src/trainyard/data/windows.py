@@ -1,7 +1,7 @@
-"""The ids of a long text, read in windows, so that memory does not grow with the document.
+"""Tokenises a long text in windows, with constant memory.
 
-An engine takes some 25 bytes of memory for each byte of a word, and nothing bounds a word: base64,
-DNA, a page of line feeds. So windows overlap and are joined at a token that both have:
+An engine takes about 25 bytes of memory per byte of a word, and words are unbounded: base64, DNA, a
+page of line feeds. So windows overlap and are joined at a common token:
 
     window 1   |The| cat| sat| on| the| m|
     window 2                     | the| mat| and| pur|
@@ -44,8 +44,8 @@ class Windows:
     """Encodes long texts a window at a time.
 
     Attributes:
-        encode: gives the ids of a short text.
-        token_bytes: the number of bytes that each id stands for.
+        encode: returns the ids of a short text.
+        token_bytes: the number of bytes of each id.
         added_bytes: the longest added token, which is found in the text before it is split.
     """
 

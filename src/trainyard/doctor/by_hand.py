@@ -1,9 +1,9 @@
-"""How to start an examination of several machines: with the launcher of their cluster.
+"""The command that runs doctor on several machines, with their cluster's launcher.
 
     srun --nodes=2 --ntasks-per-node=8 --cpu-bind=mask_cpu:0xfe.. trainyard doctor --nodes 2
 
-This is for inside a job, which has its devices from the scheduler. Ranks are bound as the cluster
-file says where the launcher can do it.
+Run it inside a job, which has its devices from the scheduler. The launcher binds ranks as in the
+cluster file, if it can.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from trainyard.launch.script import cpu_mask
 from trainyard.plan.clusters import find_machine
 
 MEET = "export MASTER_ADDR=$(hostname) MASTER_PORT=29500; "
-"""Under mpiexec on several machines; srun says it by itself."""
+"""Needed under mpiexec on several machines; srun provides the address."""
 
 
 def command_for(cluster: str | None, n_nodes: int) -> str:
-    """Gives the shell command, to be run on the first machine of a job.
+    """Returns the shell command to run on the first machine of a job.
 
     Args:
-        cluster: its name, or the path of its file; None: any Slurm, with 8 devices a node.
-        n_nodes: machines.
+        cluster: its name, or the path of its file; None: any Slurm, with 8 devices per node.
+        n_nodes: number of machines.
     """
     name = cluster or "slurm"
     launch, n_ranks = read_cluster(name).launch, find_machine(name).devices_per_node

@@ -1,12 +1,12 @@
-"""A cluster file with what was measured, so that `trainyard plan` counts with it.
+"""Writes measurements to a cluster file, so that `trainyard plan` uses them.
 
     [efficiencies]
     product_share = 0.797          # 788 TFLOP/s in bf16 of the 989 in the datasheet
     link_share = 0.81
 
-Of a GPU the datasheet's figures stay and the shares are measured. A processor has no datasheet that
-we know: its figures are what was measured, and its shares 1. Where more than the figure was reached
-(switches that add up on the way), the figure is what was measured, too.
+For a GPU, the datasheet's figures stay and the shares are measured. A CPU has no known datasheet:
+its figures are the measurements, and its shares are 1. If a measurement exceeds the figure
+(in-network reduction), the measurement replaces the figure.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from trainyard.errors import MachineError
 from trainyard.plan.hardware import GIGA, TERA, Machine
 
 HALF_KINDS = ("bf16", "fp16", "fp32")
-"""Whose product gives the share: the first that was measured and has a peak."""
+"""Formats whose matmul sets the share: the first one measured that has a peak."""
 
 
 def refuse_file(path: Path) -> None:
-    """Refuses a file that could not be written in the end, before anything is measured.
+    """Rejects a file that cannot be written, before any measurement.
 
     Raises:
-        MachineError: it is there already, has the wrong name, or its folder cannot be written.
+        MachineError: it already exists, has the wrong name, or its folder cannot be written.
     """
     if path.suffix != ".toml":
-        raise MachineError(f"--calibrate {path}: a cluster file ends in .toml", "name it so")
+        raise MachineError(f"--calibrate {path}: a cluster file ends in .toml", "rename it")
     if path.exists():
-        raise MachineError(f"--calibrate {path} is there already", "name a new file, or remove it")
+        raise MachineError(f"--calibrate {path} already exists", "use a new name, or remove it")
     folder = path.resolve().parent
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise MachineError(
-            f"--calibrate {path}: the folder {folder} is not there, or cannot be written to",
-            "name a file in a folder of yours",
+            f"--calibrate {path}: the folder {folder} does not exist, or cannot be written to",
+            "choose a file in a writable folder",
         )
 
 
@@ -61,10 +61,10 @@ def write_cluster(path: Path, base: str | None, gpu: str, values: Mapping[str, A
     """Writes a cluster file with measured values.
 
     Args:
-        path: of the file.
-        base: the cluster it adds to; None: none, only the GPU is known.
+        path: the file to write.
+        base: the cluster it extends; None: none, only the GPU is known.
         gpu: its name.
-        values: as `calibrate` gives them.
+        values: the result of `calibrate`.
 
     Raises:
         MachineError: it cannot be written.
@@ -72,7 +72,7 @@ def write_cluster(path: Path, base: str | None, gpu: str, values: Mapping[str, A
     content: dict[str, Any] = {"gpu": gpu}
     if base in cluster_names():
         content = {"extends": base}
-    elif base is not None:  # a file, which may extend another itself
+    elif base is not None:  # a file, which may itself extend another
         content = read_cluster(base).model_dump(exclude_defaults=True)
     shares = {**content.get("efficiencies", {}), **values["efficiencies"]}
     content |= {**values, "efficiencies": shares}
@@ -81,16 +81,16 @@ def write_cluster(path: Path, base: str | None, gpu: str, values: Mapping[str, A
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise MachineError(f"cannot write {path}: {error.strerror}", "name another file") from error
+        raise MachineError(f"cannot write {path}: {error.strerror}", "use another file") from error
 
 
 def calibrate(machine: Machine, rows: Sequence[Row], shape: Shape) -> dict[str, Any]:
-    """Gives the fields of a cluster file that make a plan count with the medians of all ranks.
+    """Returns the fields of a cluster file that make a plan use the medians of all ranks.
 
     Args:
-        machine: whose figures stay where a share says the same.
-        rows: what was measured.
-        shape: how the ranks that measured lie on nodes.
+        machine: its figures stay where a share expresses the measurement.
+        rows: the measurements.
+        shape: the placement of the measuring ranks on nodes.
     """
     found = {row.name: row.median for row in rows}
     device, is_cpu = machine.device, machine.device.name == "CPU"
@@ -127,9 +127,9 @@ def calibrate(machine: Machine, rows: Sequence[Row], shape: Shape) -> dict[str, 
 
 
 def _latencies(found: Mapping[str, float], shape: Shape) -> dict[str, float]:
-    """Takes latencies of small all-reduces apart as `plan.time` puts them together.
+    """Splits latencies of small all-reduces into hops, the inverse of `plan.time`.
 
-    A ring inside a node has n - 1 hops, a tree between nodes log2 n, and both are passed twice.
+    A ring inside a node has n - 1 hops, a tree between nodes log2 n; each hop is passed twice.
     """
     latencies: dict[str, float] = {}
     n_hops = shape.ranks_per_node - 1

@@ -1,17 +1,17 @@
-"""How fast ranks talk: inside their nodes, all together, and node to node, so that one is named.
+"""Communication rates inside nodes, over all ranks and between nodes, to isolate a slow node.
 
-An all-reduce is only as fast as its slowest rank, and tells nothing of which that is. So all nodes
-do one inside, at the same time, each for itself; and then nodes talk in pairs, each of its ranks
-with the one of the same number there, along a ring of nodes in rounds in which nobody has two
+An all-reduce is only as fast as its slowest rank, and does not show which one that is. So every
+node runs one inside itself, all at the same time. Then nodes communicate in pairs, each rank with
+the same local rank of the other node, along a ring of nodes, in rounds in which no node has two
 partners:
 
     nodes 0 1 2 3      round 1: 0-1, 2-3      round 2: 1-2, 3-0
 
-A node is as good as the better of its two pairs: a bad cable spoils both, its neighbours have one
-good pair left. Of two nodes there is one pair, and no telling them apart.
+A node is rated by the better of its two pairs: a bad cable affects both pairs of its node, but only
+one pair of each neighbour. Two nodes form only one pair, so they cannot be told apart.
 
-Rates are bytes that a rank sends in a second, one direction: in an all-reduce of b bytes by n
-ranks that is 2 (n - 1) / n x b / seconds ("bus bandwidth").
+Rates are bytes sent per rank and second, one direction: for an all-reduce of b bytes by n ranks,
+2 (n - 1) / n x b / seconds ("bus bandwidth").
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MICRO = 1e-6
 
 
 class Talk:
-    """The groups of this rank, and what it measures with them.
+    """The process groups of this rank, and their measurements.
 
     Args:
-        device: of this rank.
-        budget_seconds: for each measurement.
-        n_bytes: of an all-reduce; absent: as the device likes it.
+        device: the device of this rank.
+        budget_seconds: time per measurement.
+        n_bytes: size of an all-reduce; absent: a default for the device.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Talk:
         self._rank = dist.get_rank()
         own = self.hosts[self._rank]
         self._node = [rank for rank, host in enumerate(self.hosts) if host == own]
-        # Only its own ranks make a group: thousands of nodes do not wait for each other.
+        # Only member ranks create a group: thousands of nodes do not wait for each other.
         self._group = dist.new_group(self._node, use_local_synchronization=True)
 
     def measure(self) -> Iterator[tuple[str, float, str, str]]:
-        """Yields name, value, unit, and what was timed; all ranks must go through all of it."""
+        """Yields name, value, unit, and the timed operations; all ranks must consume all of it."""
         if len(self._node) > 1:
             yield from self._reduce(IN_NODE, self._group)
         n_nodes = len(set(self.hosts))
@@ -92,7 +92,7 @@ class Talk:
         return seconds_of(work, self._device, self._budget, largest)
 
     def _talk_to_nodes(self) -> float:
-        """Talks to both neighbours in turn; gives the better rate, 0 where nobody is there."""
+        """Exchanges data with both neighbours in turn; returns the better rate, 0 without one."""
         first_ranks = list(dict.fromkeys(self.hosts.index(host) for host in self.hosts))
         nodes = [
             [rank for rank, host in enumerate(self.hosts) if host == self.hosts[first]]
@@ -118,7 +118,7 @@ class Talk:
 
 
 def pair_rounds(n_nodes: int) -> list[list[tuple[int, int]]]:
-    """Splits the pairs of neighbours on a ring into rounds in which nobody has two partners."""
+    """Splits the pairs of neighbours on a ring into rounds in which no node has two partners."""
     ring = list(pairwise(range(n_nodes)))
     rounds = [ring[0::2], ring[1::2]]
     if n_nodes > 2:
@@ -133,7 +133,7 @@ def pair_rounds(n_nodes: int) -> list[list[tuple[int, int]]]:
 def find_partner(
     rank: int, nodes: Sequence[Sequence[int]], pairs: Sequence[tuple[int, int]]
 ) -> int | None:
-    """Gives the rank of the same number on the node that this one's is paired with."""
+    """Returns the same local rank on the node paired with this one's."""
     for a, b in pairs:
         for mine, theirs in ((nodes[a], nodes[b]), (nodes[b], nodes[a])):
             if rank in mine:
@@ -143,7 +143,7 @@ def find_partner(
 
 
 def gather_hosts() -> list[str]:
-    """Gives the name of the machine of each rank."""
+    """Returns the host of each rank."""
     import socket
 
     name = socket.gethostname().encode()[:HOST_BYTES]

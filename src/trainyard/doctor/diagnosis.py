@@ -1,4 +1,4 @@
-"""What all ranks found, judged: one answer, and what is to be done."""
+"""The diagnosis from the examinations of all ranks: one verdict, with hints."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ MOST_NAMED = 4
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that is said of the machines."""
+    """All results on the machines."""
 
     examinations: Sequence[Examination]
-    """Of all ranks."""
+    """The results of all ranks."""
     shape: Shape
     machine: Machine | None
-    """What the measurements are compared with; None: nothing is known of such a machine."""
+    """The reference of the measurements; None: no figures are known for such a machine."""
     rows: Sequence[Row]
     findings: Sequence[Finding]
 
     @property
     def verdict(self) -> str:
-        """The worst of all; empty if nothing is wrong and no measurement could be judged."""
+        """The worst verdict; empty if there is no problem and no measurement had a reference."""
         measured = worst_of(row.verdict for row in self.rows)
         worst = worst_of([measured, *(each.verdict for each in self.findings)])
         return worst if measured or worst != PASS else ""
 
     @property
     def facts(self) -> dict[str, dict[str, dict[str, str]]]:
-        """Of each machine, by its name."""
+        """The facts of each machine, by host."""
         return {each.host: each.facts for each in self.examinations if each.facts}
 
     def refuse(self) -> None:
-        """Raises if anything is to be replaced.
+        """Raises if any verdict is replace.
 
         Raises:
-            MachineError: names what and where.
+            MachineError: names each item and its host.
         """
         named = [
             f"{row.name} on {', '.join(dict.fromkeys(bad.host for bad in row.slow[:MOST_NAMED]))}"
@@ -66,13 +66,11 @@ class Diagnosis:
         named += dict.fromkeys(f"{each.name} on {each.place}" for each in bad)
         if named:
             hints = list(dict.fromkeys(each.hint for each in bad if each.hint))
-            slow = (
-                "less than two thirds of what is expected: leave the machine out, have it repaired"
-            )
+            slow = "below two thirds of the expected rate: exclude the machine and have it repaired"
             raise MachineError(f"replace: {'; '.join(named)}", "; ".join(hints) or slow)
 
     def as_json(self) -> dict[str, Any]:
-        """Gives everything as values of JSON."""
+        """Returns the diagnosis as JSON values."""
         return {
             "verdict": self.verdict or None,
             "compared_with": self.machine.name if self.machine else None,
@@ -105,7 +103,7 @@ class Diagnosis:
 
 
 def find_usual_machine(device: str) -> tuple[str, Machine] | None:
-    """Finds the usual node of a GPU by the name torch gives it; a processor has none."""
+    """Finds the usual node of a GPU by its torch name; a CPU has none."""
     found = find_device(device)
     names = [name for name, node in NODES.items() if found and node.device == found.name]
     if not names or names[0] == "cpu":
@@ -118,19 +116,19 @@ def diagnose(
     promised: Machine | None,
     n_nodes: int | None = None,
 ) -> Diagnosis:
-    """Judges what all ranks found.
+    """Judges the examinations of all ranks.
 
     Args:
-        examinations: of all ranks, in their order.
-        promised: what this should be; None: it is judged by its devices alone.
-        n_nodes: how many machines there should be.
+        examinations: one per rank, in rank order.
+        promised: the expected machine; None: judge by the devices only.
+        n_nodes: expected number of machines.
     """
     first = examinations[0]
     shape = Shape([each.host for each in examinations], first.device not in ("", "cpu"))
     findings = [finding for each in examinations for finding in each.findings]
     if n_nodes is not None and shape.n_nodes != n_nodes:
-        text = f"{shape.n_nodes} came of the {n_nodes} that --nodes says"
-        hint = "see what the launcher was told: one process on every machine for each device"
+        text = f"{shape.n_nodes} of {n_nodes} (--nodes) joined"
+        hint = "check the launcher's options: it must start one process per device on every machine"
         place = ", ".join(dict.fromkeys(shape.hosts))
         findings.append(Finding("machines", text, REPLACE, hint, place))
     machine = promised
@@ -160,7 +158,7 @@ def _compare_devices(examinations: Sequence[Examination], machine: Machine) -> l
     for host in dict.fromkeys(each.host for each in examinations):
         here = [each for each in examinations if each.host == host]
         names = [each.device for each in here if each.device != "cpu"]
-        # A launcher may show each rank a device of its own.
+        # A launcher may show each rank only its own device.
         n_found = max(len(names), *(each.n_devices for each in here))
         known = {name: device.name for name in names if (device := find_device(name))}
         kinds = [known.get(name, name) for name in names]

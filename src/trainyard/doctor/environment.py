@@ -1,11 +1,11 @@
-"""What this machine is and has, without measuring anything and without torch where there is none.
+"""Facts about this machine, without measurements; works without torch.
 
     describe_environment(process)  ->  {"versions": {"trainyard": "0.1.0", ..},
                                         "processor": {"cores": "64", "bound to": "1-7", ..}, ..}
 
-Sections of named facts, all of them text: for people, and in the JSON for programs to compare. What
-cannot be read (another system, a container that hides it) is left out. What is plainly wrong is a
-`Finding`, with what to do about it.
+Sections of named facts, all text: for people, and in JSON for programs to compare. Facts that
+cannot be read (another system, a container that hides them) are omitted. Each problem is a
+`Finding` with a hint.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ DRIVERS = {
 LEAST_OPEN_FILES = 1024
 """Every rank keeps its token files and a connection to other ranks open."""
 LEAST_SHARED_MEMORY = 256 * 2**20
-"""Of /dev/shm, through which NCCL and RCCL talk inside a node; containers often have 64 MiB."""
+"""Of /dev/shm, which NCCL and RCCL use inside a node; containers often have 64 MiB."""
 
 
 MOST_LOAD = 0.5
-"""Of the cores, by other processes: above it what is measured is not what the machine can do."""
+"""Load per core by other processes, above which measurements are not representative."""
 
 
 def describe_environment(process: Process) -> Facts:
-    """Describes software, processor, memory, limits and programs; and devices where torch is."""
+    """Describes software, processor, memory, limits, programs and, with torch, devices."""
     versions = read_versions()
     versions.pop("machine")
     versions["torchao"] = _version_of("torchao")
@@ -60,7 +60,7 @@ def describe_environment(process: Process) -> Facts:
 
 
 def has_torch() -> bool:
-    """Whether torch is installed; it takes seconds to import."""
+    """Whether torch is installed, without its slow import."""
     return importlib.util.find_spec("torch") is not None
 
 
@@ -68,30 +68,30 @@ def check_limits(n_devices: int, has_rdma: bool) -> list[Finding]:
     """Judges limits that stop a training run in its first minute.
 
     Args:
-        n_devices: of this machine.
-        has_rdma: its network devices write into memory by themselves, which must be locked for it.
+        n_devices: number of devices of this machine.
+        has_rdma: whether it has RDMA devices, which need locked memory.
     """
     found = []
     n_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= n_files < LEAST_OPEN_FILES:
-        hint = f"ulimit -n {LEAST_OPEN_FILES} or more, before the start"
+        hint = f"ulimit -n {LEAST_OPEN_FILES} or more, before starting"
         found.append(Finding("open files", f"{n_files} at most", WARN, hint))
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if has_rdma and locked != resource.RLIM_INFINITY:
-        hint = "ulimit -l unlimited; of a scheduler: its daemon's own limit"
-        text = f"{format_bytes(locked)} at most, with network devices that need it"
+        hint = "ulimit -l unlimited; under a scheduler, raise the limit of its daemon"
+        text = f"{format_bytes(locked)} at most, but RDMA devices need it"
         found.append(Finding("locked memory", text, WARN, hint))
     shared = Path("/dev/shm")
     if n_devices > 1 and shared.is_dir():
         free = shutil.disk_usage(shared).free
         if free < LEAST_SHARED_MEMORY:
-            hint = "of a container: --shm-size 8g, or --ipc host"
+            hint = "in a container: --shm-size 8g, or --ipc host"
             found.append(Finding("/dev/shm", f"{format_bytes(free)} free", WARN, hint))
     return found
 
 
 def check_load(load: float, n_cores: int) -> list[Finding]:
-    """Judges what else runs on this machine, by the load of the last minute."""
+    """Checks for other processes on this machine, by the load of the last minute."""
     if load <= MOST_LOAD * n_cores:
         return []
     hint = "measure again on an idle machine: other processes make it look slow"
@@ -99,12 +99,12 @@ def check_load(load: float, n_cores: int) -> list[Finding]:
 
 
 def check_binding(process: Process, lists: Sequence[str], near_device: str | None) -> list[Finding]:
-    """Judges which processors this rank may use; one that is alone may use all.
+    """Checks the CPU binding of this rank; a single rank may use all CPUs.
 
     Args:
         process: this rank.
-        lists: of the cluster's profile, by local rank, such as "49-55"; empty: it has none.
-        near_device: the processors next to its device; None: not known.
+        lists: CPU lists of the cluster's profile, by local rank, such as "49-55"; may be empty.
+        near_device: the CPUs next to its device; None: unknown.
     """
     if process.n_local_ranks == 1:
         return []
@@ -112,12 +112,10 @@ def check_binding(process: Process, lists: Sequence[str], near_device: str | Non
     if process.local_rank < len(lists):
         wanted = lists[process.local_rank]
         if bound != parse_cpus(wanted):
-            text = f"{rank} to {format_cpus(bound)}, where the profile has {wanted}"
-            hint = (
-                "start the ranks as `trainyard launch` does, which binds them as the profile says"
-            )
+            text = f"{rank} to {format_cpus(bound)}, but the profile has {wanted}"
+            hint = "start the ranks as `trainyard launch` does, which binds them as in the profile"
             return [Finding("binding", text, WARN, hint)]
-        return [Finding("binding", f"{rank} to {wanted}, as the profile has it", PASS)]
+        return [Finding("binding", f"{rank} to {wanted}, as in the profile", PASS)]
     if near_device and not bound & parse_cpus(near_device):
         text = f"{rank} to {format_cpus(bound)}, but its device is next to {near_device}"
         return [Finding("binding", text, WARN, "bind each rank next to its device")]
@@ -127,37 +125,37 @@ def check_binding(process: Process, lists: Sequence[str], near_device: str | Non
 def check_devices(
     n_found: int, names: Iterable[str], n_promised: int, wanted: str
 ) -> list[Finding]:
-    """Compares the devices of a node with what the cluster's profile promises.
+    """Compares the devices of a node with the cluster's profile.
 
     Args:
-        n_found: devices that this node has, as far as its ranks see.
-        names: of their kinds, as the datasheets in `plan.hardware` name them.
-        n_promised: by the profile.
-        wanted: the kind that it promises.
+        n_found: devices of this node that its ranks see.
+        names: their kinds, as named in `plan.hardware`.
+        n_promised: number in the profile.
+        wanted: kind in the profile.
     """
     found = []
     if n_found < n_promised:
-        problem = f"{n_found} of the {n_promised} that the cluster's profile promises"
-        hint = "ask the scheduler for all of them; if it gave them, one has failed: drain the node"
+        problem = f"{n_found} of the {n_promised} in the cluster's profile"
+        hint = "request all from the scheduler; if it granted them, one has failed: drain the node"
         if n_found == 0:
-            hint = "torch sees none: a login node, a job without devices, or a torch without them"
+            hint = "torch sees none: a login node, a job without GPUs, or a CPU-only torch"
         found.append(Finding("devices", problem, REPLACE, hint))
     others = sorted(set(names) - {wanted})
     if n_found and others:
-        problem = f"{', '.join(others)}, where the cluster's profile has {wanted}"
-        found.append(Finding("devices", problem, REPLACE, "name the cluster this is: --cluster"))
+        problem = f"{', '.join(others)}, but the cluster's profile has {wanted}"
+        found.append(Finding("devices", problem, REPLACE, "set the right cluster with --cluster"))
     return found
 
 
 def bound_to() -> set[int]:
-    """Gives the processors this process may use."""
+    """Returns the CPUs this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Reads a list of processors as Linux writes it: "0-3,8" is 0, 1, 2, 3 and 8."""
+    """Parses a CPU list in Linux format: "0-3,8" is 0, 1, 2, 3 and 8."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -166,7 +164,7 @@ def parse_cpus(text: str) -> set[int]:
 
 
 def format_cpus(cpus: Iterable[int]) -> str:
-    """Writes processors as Linux does: of 0, 1, 2, 3 and 8 "0-3,8"."""
+    """Formats CPUs as Linux does: 0, 1, 2, 3 and 8 as "0-3,8"."""
     spans: list[list[int]] = []
     for cpu in sorted(cpus):
         if spans and cpu == spans[-1][1] + 1:
@@ -177,12 +175,12 @@ def format_cpus(cpus: Iterable[int]) -> str:
 
 
 def cpus_near(bus_id: str) -> str | None:
-    """Gives the processors next to a device, by its address such as "0000:c1:00.0"."""
+    """Returns the CPUs next to a device, by its PCI address such as "0000:c1:00.0"."""
     return _read(SYSTEM / "bus/pci/devices" / bus_id / "local_cpulist")
 
 
 def bus_id_of(index: int) -> str | None:
-    """Gives the address of a GPU on the bus of its machine; None where torch does not tell."""
+    """Returns the PCI address of a GPU; None if torch does not provide it."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)
@@ -194,7 +192,7 @@ def bus_id_of(index: int) -> str | None:
 
 
 def _describe_devices() -> dict[str, str]:
-    """Names each GPU that torch sees here, its memory, and where it sits."""
+    """Describes each GPU that torch sees: name, memory, PCI address and NUMA node."""
     import torch
 
     facts = {}
@@ -203,7 +201,7 @@ def _describe_devices() -> dict[str, str]:
     if torch.version.hip:
         facts["ROCm"] = torch.version.hip
     if not torch.cuda.is_available():
-        return facts | {"GPUs": "none that torch can use"}
+        return facts | {"GPUs": "none visible to torch"}
     # On ROCm these are MIOpen and RCCL.
     facts["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
     if torch.distributed.is_nccl_available():
@@ -270,13 +268,13 @@ def _describe_limits() -> dict[str, str]:
 
 
 def _driver_versions() -> dict[str, str]:
-    # NVIDIA's first line ends in the version and the date of its build.
+    # NVIDIA's first line ends in the version and the build date.
     texts = {name: _read(path) for name, path in DRIVERS.items()}
     return {name: text.splitlines()[0] for name, text in texts.items() if text}
 
 
 def _control_group(name: str) -> str | None:
-    """Reads a limit of the group of processes this one belongs to (cgroup v2)."""
+    """Reads a limit of this process's cgroup (v2)."""
     own = (_read(PROCESSES / "self/cgroup") or "").rpartition("::")[2].strip("/\n")
     return _read(SYSTEM / "fs/cgroup" / own / name)
 

@@ -1,7 +1,7 @@
-"""What each rank does: looks at its machine, measures, and tells the first rank.
+"""The examination of each rank: describes its machine, measures, and reports to rank 0.
 
-All ranks measure at the same time, as they train: processes that share a processor share its rate,
-and a disk that all write to is the one that checkpoints meet.
+All ranks measure at the same time, as in training: processes that share a processor share its rate,
+and all ranks write to the disk together, as for a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,59 +29,59 @@ if TYPE_CHECKING:
     from trainyard.parallel.start import Ranks
 
 LEAST_BYTES_PER_SECOND = 20e6
-"""Of a disk that is slow, but not hung."""
+"""Lowest rate of a slow disk that is not hung."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What to do."""
+    """Settings of an examination."""
 
     runs: Path
     """The folder of the runs."""
     budget_seconds: float = 0.5
-    """For each measurement."""
+    """Time per measurement."""
     file_bytes: int = 2**30
-    """Each rank writes."""
+    """Size of each rank's file."""
     cpu_lists: tuple[str, ...] = ()
-    """Processors of local ranks, as the cluster's profile binds them."""
+    """CPUs of local ranks in the cluster's profile."""
     patience_seconds: float = 60.0
-    """For ranks to come, and to go on."""
+    """Timeout for ranks to join and to continue."""
 
 
 @dataclass
 class Examination:
-    """What one rank found."""
+    """The results of one rank."""
 
     rank: int
     host: str
     device: str = ""
-    """As torch names it; empty: there is no torch."""
+    """Device name in torch; empty: there is no torch."""
     n_devices: int = 0
     """GPUs that it sees."""
     facts: environment.Facts = field(default_factory=dict)
-    """Of its machine; the first rank there tells."""
+    """Facts of its machine, from the first rank there."""
     findings: list[Finding] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
 
     def find(self, findings: Iterable[Finding]) -> None:
-        """Notes findings of this machine."""
+        """Records findings of this machine."""
         self.findings += [replace(each, place=each.place or self.host) for each in findings]
 
     def measure(self, found: Iterable[tuple[str, float, str, str]]) -> None:
-        """Notes measurements: name, value, unit, and what was timed."""
+        """Records measurements: name, value, unit, and the timed operations."""
         for name, value, unit, how in found:
             self.measurements.append(Measurement(name, value, unit, self.rank, self.host, how))
 
     @classmethod
     def parse(cls, text: str) -> Examination:
-        """Reads what `render` wrote."""
+        """Parses the output of `render`."""
         values: dict[str, Any] = json.loads(text)
         values["findings"] = [Finding(**each) for each in values["findings"]]
         values["measurements"] = [Measurement(**each) for each in values["measurements"]]
         return cls(**values)
 
     def render(self) -> str:
-        """Writes it as JSON."""
+        """Returns it as JSON."""
         return json.dumps(asdict(self))
 
 
@@ -90,13 +90,13 @@ def examine(process: Process, order: Order) -> list[Examination]:
 
     Args:
         process: this rank.
-        order: what to do.
+        order: the settings.
 
     Returns:
-        what each rank found, on the first one; on the others what they found themselves.
+        the results of all ranks on rank 0; each other rank's own results.
 
     Raises:
-        UserError: a rank is missing, cannot talk to the others, or cannot write to the disk.
+        UserError: a rank is missing, cannot communicate with others, or cannot write to the disk.
     """
     if not environment.has_torch():
         own = _look(process)
@@ -119,7 +119,7 @@ def examine(process: Process, order: Order) -> list[Examination]:
 
 
 def _gather_facts(process: Process) -> dict[str, str]:
-    """Gives what must be equal on all ranks; refuses what would keep them from talking."""
+    """Returns the facts that must be equal on all ranks; rejects a wrong network interface."""
     import torch
 
     wrong = _find_wrong_interface()
@@ -177,10 +177,10 @@ def _examine_device(own: Examination, ranks: Ranks, order: Order, group: RankGro
 
 
 def _examine_folder(own: Examination, process: Process, order: Order, group: RankGroup) -> None:
-    """Tries the folder of the runs once on each machine; all ranks measure it at once."""
+    """Tests the folder of the runs once on each machine; all ranks measure it together."""
     group.enter("the folder of the runs", order.file_bytes / LEAST_BYTES_PER_SECOND)
     with ExitStack() as last:
-        # The first rank comes first and leaves last, so that it can remove what it had to make.
+        # Rank 0 enters first and leaves last, so that it can remove the folders it created.
         if process.rank == 0:
             folder = last.enter_context(filesystem.trial_folder(order.runs))
         group.wait()
@@ -200,7 +200,7 @@ def _examine_folder(own: Examination, process: Process, order: Order, group: Ran
 
 
 def _try_sharing(process: Process, runs: Path, group: RankGroup) -> list[Finding]:
-    """Looks on every machine for a file that the first rank has written and locked."""
+    """Looks on every machine for a file written and locked by rank 0."""
     found: list[Finding] = []
     with ExitStack() as stack:
         path = ""

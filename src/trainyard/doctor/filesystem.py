@@ -1,18 +1,18 @@
-"""What the file system of the run folder does, tried there, and how fast it is.
+"""Tests the guarantees and the speed of the run folder's file system.
 
-Checkpoints and the lock of a run folder rest on a few promises, which network file systems keep,
-break, or keep on one machine only. Each is tried with a second process (`second.py`), in a folder
-of its own that is removed again:
+Checkpoints and the lock of a run folder need a few guarantees, which network file systems keep,
+break, or keep on one machine only. Each is tested with a second process (`second.py`), in a
+temporary folder:
 
-    rename   a file that replaces another is there at every moment, whole, as old or as new; and so
-             is a folder, which must not replace one that is not empty
+    rename   atomic: readers see the whole old or the whole new file; a folder is renamed whole, and
+             never replaces one that is not empty
     sync     a file and its folder can be flushed to the disk
-    lock     what one process locks (flock), another cannot
-    map      a file can be mapped into memory, as token files are
+    lock     a file locked by one process (flock) cannot be locked by another
+    map      a file can be memory-mapped, like token files
 
-How fast: each rank writes a file as checkpoints are written, in pieces, each handed to the disk at
-once, and flushed at the end; and reads it back past the page cache (O_DIRECT) where that can be,
-else after asking the kernel to forget it.
+Speed: each rank writes a file like a checkpoint, in pieces, each submitted to the disk at once, and
+flushes it at the end. It reads the file back past the page cache (O_DIRECT) if possible, else after
+advising the kernel to drop it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ PIECE_BYTES = 8 * 2**20
 MEMORY_KINDS = ("tmpfs", "ramfs")
 QUOTA_SECONDS = 10.0
 SHARING_SECONDS, POLL_SECONDS = 10.0, 0.1
-"""For a new file to be seen on another machine; NFS looks again after some seconds."""
+"""For a new file to become visible on another machine; NFS caches for some seconds."""
 LEAST_FREE_INODES = 10_000
-"""A checkpoint is a file a rank, and a manifest; some are kept."""
+"""A checkpoint has one file per rank and a manifest; several are kept."""
 ELSEWHERE = "keep run folders on another file system"
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a file was written and read back, bytes a second."""
+    """Write and read rates of a file, in bytes per second."""
 
     write: float
     read: float
@@ -58,7 +58,7 @@ class Rates:
 
 @contextlib.contextmanager
 def trial_folder(runs: Path) -> Iterator[Path]:
-    """Yields a folder below the one of the runs, which is made if need be; leaves no trace.
+    """Yields a temporary folder inside the runs folder, which it creates if needed.
 
     Raises:
         MachineError: it cannot be written.
@@ -69,7 +69,7 @@ def trial_folder(runs: Path) -> Iterator[Path]:
         path = Path(tempfile.mkdtemp(prefix=".doctor-", dir=runs))
     except OSError as error:
         raise MachineError(
-            f"cannot write to {runs}: {error.strerror}", "name a folder for runs with --folder"
+            f"cannot write to {runs}: {error.strerror}", "set a folder for runs with --folder"
         ) from error
     try:
         yield path
@@ -81,7 +81,7 @@ def trial_folder(runs: Path) -> Iterator[Path]:
 
 
 def describe_folder(folder: Path) -> dict[str, str]:
-    """Says what file system a folder is on, and how much more it takes."""
+    """Describes the file system of a folder and its free space."""
     space = os.statvfs(folder)
     kind, mount = find_mount(folder)
     facts = {
@@ -89,7 +89,7 @@ def describe_folder(folder: Path) -> dict[str, str]:
         "file system": f"{kind}, mounted at {mount}" if kind else "unknown",
         "space": f"{format_bytes(space.f_bavail * space.f_frsize)} free of "
         f"{format_bytes(space.f_blocks * space.f_frsize)}",
-        # Some make inodes as they need them, and say 0 of 0.
+        # Some create inodes as needed, and report 0 of 0.
         "inodes": f"{space.f_favail:,} free of {space.f_files:,}" if space.f_files else "as needed",
     }
     quota = read_quota(folder, kind)
@@ -99,7 +99,7 @@ def describe_folder(folder: Path) -> dict[str, str]:
 def find_mount(
     folder: Path, mounts: Path = Path("/proc/self/mounts")
 ) -> tuple[str | None, str | None]:
-    """Gives the kind of the file system a folder is on, and where it is mounted."""
+    """Returns the type of a folder's file system, and its mount point."""
     path = folder.resolve()
     found: tuple[str | None, str | None] = (None, None)
     longest = -1
@@ -107,14 +107,14 @@ def find_mount(
         for line in mounts.read_text(encoding="utf-8").splitlines():
             _, escaped, kind, *_ = line.split()
             place = escaped.replace("\\040", " ")
-            # Of several mounts at one place the last is seen.
+            # The last of several mounts at one place is visible.
             if path.is_relative_to(place) and len(place) >= longest:
                 found, longest = (kind, place), len(place)
     return found
 
 
 def read_quota(folder: Path, kind: str | None) -> str | None:
-    """Asks for the user's quota, in the words of the file system's own program."""
+    """Returns the user's quota, as printed by the file system's own program."""
     command = ["quota", "-s", "-w"]
     if kind == "lustre":
         command = ["lfs", "quota", "-q", "-h", "-u", getpass.getuser(), str(folder)]
@@ -130,7 +130,7 @@ def read_quota(folder: Path, kind: str | None) -> str | None:
 
 
 def try_promises(folder: Path) -> list[Finding]:
-    """Tries what run folders rest on, in an empty folder on their file system."""
+    """Tests the guarantees that run folders need, in an empty folder on their file system."""
     found = []
     for name, attempt in (
         ("sync", _try_sync),
@@ -149,13 +149,13 @@ def try_promises(folder: Path) -> list[Finding]:
 
 @contextlib.contextmanager
 def locked_file(runs: Path) -> Iterator[Path]:
-    """Yields a file that other machines can look for; it is locked, and removed in the end."""
+    """Yields a locked file for other machines to look for; removes it at the end."""
     descriptor, name = tempfile.mkstemp(prefix=".doctor-", dir=runs)
     path = Path(name).resolve()
     try:
         os.write(descriptor, NEW)
         os.fsync(descriptor)
-        with contextlib.suppress(OSError):  # a file system without locks: `_try_lock` says so
+        with contextlib.suppress(OSError):  # a file system without locks: `_try_lock` reports it
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield path
     finally:
@@ -164,7 +164,7 @@ def locked_file(runs: Path) -> Iterator[Path]:
 
 
 def look_for(path: Path) -> list[Finding]:
-    """Looks on another machine for what `locked_file` made, and tries to lock it too."""
+    """Looks on another machine for the file of `locked_file`, and tries to lock it."""
     deadline = time.monotonic() + SHARING_SECONDS
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
@@ -173,19 +173,19 @@ def look_for(path: Path) -> list[Finding]:
     except OSError:
         is_same = False
     if not is_same:
-        text = f"{path.parent} is not the one that the first machine sees"
-        hint = "name a folder for runs that all machines share: --folder"
+        text = f"{path.parent} is not the folder that the first machine sees"
+        hint = "set a folder for runs that all machines share: --folder"
         return [Finding("shared folder", text, REPLACE, hint)]
-    found = [Finding("shared folder", "what the first machine writes is seen", PASS)]
+    found = [Finding("shared folder", "files of the first machine are visible", PASS)]
     with path.open("rb+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if isinstance(error, BlockingIOError):
-                found.append(Finding("lock between machines", "keeps another machine out", PASS))
+                found.append(Finding("lock between machines", "excludes another machine", PASS))
             return found
-    text = "does not keep another machine out"
-    hint = "see that no two jobs train in one run folder; Lustre: mount it with -o flock"
+    text = "does not exclude another machine"
+    hint = "never train two jobs in one run folder; Lustre: mount it with -o flock"
     return [*found, Finding("lock between machines", text, WARN, hint)]
 
 
@@ -193,16 +193,16 @@ def measure_rates(folder: Path, n_bytes: int, wait: Callable[[], None] = lambda:
     """Writes a file and reads it back.
 
     Args:
-        folder: for the file, which is removed.
+        folder: folder of the temporary file.
         n_bytes: its size, at least one piece.
-        wait: returns when all other ranks are as far.
+        wait: a barrier of all ranks.
 
     Raises:
-        MachineError: there is no room, or the disk failed.
+        MachineError: the disk is full or failed.
     """
     n_pieces = max(1, n_bytes // PIECE_BYTES)
     path = folder / f"bytes-{os.getpid()}"
-    # Aligned to pages, as O_DIRECT wants it; random, as weights are: some file systems compress.
+    # Page-aligned for O_DIRECT; random like weights, because some file systems compress.
     piece = mmap.mmap(-1, PIECE_BYTES)
     piece.write(os.urandom(PIECE_BYTES))
     try:
@@ -214,7 +214,7 @@ def measure_rates(folder: Path, n_bytes: int, wait: Callable[[], None] = lambda:
         raise MachineError(
             f"{format_bytes(n_pieces * PIECE_BYTES)} cannot be written to {folder.parent} and read "
             f"back: {error.strerror}",
-            "free space or quota there, or a smaller file: --gigabytes",
+            "free space or quota there, or use a smaller file: --gigabytes",
         ) from error
     finally:
         path.unlink(missing_ok=True)
@@ -240,16 +240,16 @@ def _write(path: Path, piece: mmap.mmap, n_pieces: int) -> float:
 
 
 def _read(path: Path, piece: mmap.mmap) -> tuple[float, str]:
-    """Reads a whole file; gives the seconds, and how the page cache was kept out of it."""
+    """Reads a whole file; returns the seconds, and how the page cache was bypassed."""
     if hasattr(os, "O_DIRECT"):
         with contextlib.suppress(OSError):  # some file systems have none
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
             return _read_to_end(descriptor, piece), "read past the page cache"
     descriptor = os.open(path, os.O_RDONLY)
     if not hasattr(os, "posix_fadvise") or find_mount(path)[0] in MEMORY_KINDS:
-        return _read_to_end(descriptor, piece), "read from memory perhaps"
+        return _read_to_end(descriptor, piece), "possibly read from memory"
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    return _read_to_end(descriptor, piece), "read when the kernel was asked to forget it"
+    return _read_to_end(descriptor, piece), "read after advising the kernel to drop it"
 
 
 def _read_to_end(descriptor: int, piece: mmap.mmap) -> float:
@@ -287,26 +287,26 @@ def _try_map(folder: Path) -> Finding:
         is_same = mapped[:] == NEW
     if is_same:
         return Finding("memory map", "works", PASS)
-    return Finding("memory map", "shows other bytes than the file has", REPLACE, ELSEWHERE)
+    return Finding("memory map", "shows different bytes from the file", REPLACE, ELSEWHERE)
 
 
 def _try_folders(folder: Path) -> Finding:
-    """Publishes a folder by its rename, as a checkpoint, and tries to replace one that is full."""
+    """Publishes a folder by rename, like a checkpoint, and tries to replace a non-empty one."""
     for name in ("partial", "other"):
         (folder / name).mkdir()
         (folder / name / "file").write_bytes(NEW)
     (folder / "partial").rename(folder / "final")
     if (folder / "final" / "file").read_bytes() != NEW or (folder / "partial").exists():
-        return Finding("rename of a folder", "does not move what is in it", REPLACE, ELSEWHERE)
+        return Finding("rename of a folder", "does not move its contents", REPLACE, ELSEWHERE)
     try:
         (folder / "other").rename(folder / "final")
     except OSError:
-        return Finding("rename of a folder", "moves it whole, and replaces none", PASS)
-    return Finding("rename of a folder", "replaces another that is not empty", REPLACE, ELSEWHERE)
+        return Finding("rename of a folder", "moves it whole, replaces no other folder", PASS)
+    return Finding("rename of a folder", "replaces a non-empty folder", REPLACE, ELSEWHERE)
 
 
 def _try_rename(folder: Path) -> Finding:
-    """Reads a file that a second process replaces all the time."""
+    """Reads a file while a second process replaces it repeatedly."""
     path = folder / "renamed"
     path.write_bytes(OLD)
     n_reads, seen = 0, set()
@@ -318,8 +318,8 @@ def _try_rename(folder: Path) -> Finding:
                 seen.add(b"")
             n_reads += 1
     if seen <= {OLD, NEW}:
-        return Finding("rename of a file", f"replaces it at once ({n_reads} reads)", PASS)
-    problem = "missing" if b"" in seen else "in pieces"
+        return Finding("rename of a file", f"is atomic ({n_reads} reads)", PASS)
+    problem = "missing" if b"" in seen else "incomplete"
     return Finding("rename of a file", f"leaves it {problem} for a moment", REPLACE, ELSEWHERE)
 
 
@@ -330,20 +330,20 @@ def _try_lock(folder: Path) -> Finding:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return Finding("lock", "keeps another process out", PASS)
-    hint = "see that no two jobs train in one run folder"
-    return Finding("lock", "does not keep another process out", WARN, hint)
+            return Finding("lock", "excludes another process", PASS)
+    hint = "never train two jobs in one run folder"
+    return Finding("lock", "does not exclude another process", WARN, hint)
 
 
 @contextlib.contextmanager
 def _second(task: str, path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Has a second process do something inside the block; it has begun when the block does."""
+    """Runs a second process during the block; it has started when the block begins."""
     command = [sys.executable, "-P", "-m", "trainyard.doctor.second", task, str(path)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         try:
             assert process.stdout and process.stderr
-            if not process.stdout.readline():  # it says when it has begun
+            if not process.stdout.readline():  # it prints a line once it has started
                 said = process.stderr.read().decode(errors="replace").splitlines()
                 raise OSError(errno.EIO, f"a second process failed: {said[-1] if said else ''}")
             yield process
@@ -355,5 +355,5 @@ def _check_room(folder: Path) -> list[Finding]:
     space = os.statvfs(folder)
     if space.f_files and space.f_favail < LEAST_FREE_INODES:
         text = f"{space.f_favail:,} free"
-        return [Finding("inodes", text, WARN, "remove old files, or ask for more")]
+        return [Finding("inodes", text, WARN, "remove old files, or request more")]
     return []

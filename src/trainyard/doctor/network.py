@@ -1,8 +1,8 @@
-"""Network interfaces of this machine, and whether the ones that were asked for are there.
+"""Network interfaces of this machine, and whether the configured ones exist.
 
-A wrong name in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is the most common reason for ranks that
-meet and then cannot talk. NCCL takes prefixes: "hsn" is hsn0 and hsn1, "=hsn0" that one alone,
-"^lo" all but; gloo takes whole names.
+A wrong name in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is the most common reason why ranks meet
+but cannot communicate. NCCL takes prefixes: "hsn" is hsn0 and hsn1, "=hsn0" only hsn0, "^lo" all
+but lo; gloo takes whole names.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SETTINGS = re.compile(
     r"(NCCL|RCCL|GLOO|FI|CXI|UCX|HSA|MASTER|OMP)_\w+|(CUDA|ROCR|HIP)_VISIBLE_DEVICES"
 )
-"""Variables that decide how ranks talk, and what devices they see."""
+"""Variables that control communication and visible devices."""
 NETWORKS = Path("/sys/class/net")
 RDMA_FOLDERS = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))
 GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 def describe_network() -> dict[str, str]:
-    """Describes each interface: its state, address and speed; and devices that write memory."""
+    """Describes each interface (state, address, speed) and each RDMA device."""
     facts = {}
     for name in interface_names():
         state = _read(NETWORKS / name / "operstate")
@@ -47,21 +47,21 @@ def interface_names() -> list[str]:
 
 
 def rdma_devices() -> list[Path]:
-    """Lists the devices of InfiniBand, RoCE and Slingshot."""
+    """Lists the InfiniBand, RoCE and Slingshot devices."""
     return [path for folder in RDMA_FOLDERS if folder.is_dir() for path in sorted(folder.iterdir())]
 
 
 def find_wrong_interface(
     settings: Mapping[str, str], names: Sequence[str]
 ) -> tuple[str, str] | None:
-    """Finds a variable that asks for an interface which is not there.
+    """Finds a variable that names a missing interface.
 
     Args:
-        settings: variables of the environment.
-        names: of the interfaces there are.
+        settings: environment variables.
+        names: existing interfaces.
 
     Returns:
-        problem and hint; None: all is well.
+        problem and hint; None: no problem.
     """
     for variable in (GLOO, NCCL):
         asked = settings.get(variable, "")
@@ -77,10 +77,10 @@ def find_wrong_interface(
             if not any(name == stem if exact else name.startswith(stem) for name in names)
         ]
         if missing and (variable == GLOO or len(missing) == len(stems)):
-            there = ", ".join(name for name in names if name != "lo") or "lo alone"
+            there = ", ".join(name for name in names if name != "lo") or "only lo"
             return (
                 f"{variable}={asked}: there is no network interface {', '.join(missing)}",
-                f"there are {there}; export the one that leads to the other machines",
+                f"available: {there}; export the one that reaches the other machines",
             )
     return None
 

@@ -1,8 +1,8 @@
-"""What a device computes and copies: matrix products by format, fused attention, memory.
+"""Rates of a device: matmuls by format, fused attention, memory copies.
 
-Values are random: zeros take less power, and so look faster than training ever is. Products are
-8192 x 8192 x 8192 on a GPU, where nothing but the device itself limits them, and smaller on a CPU.
-A format that the device does not multiply is left out.
+Values are random: zeros take less power, and so look faster than training ever is. Matmuls are
+8192 x 8192 x 8192 on a GPU, where only the device limits them, and smaller on a CPU. Formats that
+the device does not support are skipped.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Size:
-    """Of what is computed and copied."""
+    """Sizes of the measured operations."""
 
     side: int
-    """Of the matrices."""
+    """Side of the matrices."""
     sequence: int
     heads: int
     copied_bytes: int
@@ -41,7 +41,7 @@ HEAD_WIDTH = 128
 def measure_device(
     device: torch.device, budget_seconds: float, size: Size | None = None
 ) -> Iterator[tuple[str, float, str, str]]:
-    """Measures one device; yields name, rate, unit, and what was timed, as soon as it is known.
+    """Measures one device; yields name, rate, unit, and the timed operations, one by one.
 
     Args:
         device: of this rank.
@@ -52,7 +52,7 @@ def measure_device(
     flops = 2 * size.side**3
     rates: dict[str, float] = {}
     for kind in (*DTYPES, "fp8"):
-        with suppress(RuntimeError, NotImplementedError):  # no such products here
+        with suppress(RuntimeError, NotImplementedError):  # unsupported format
             work = _product(kind, size.side, device)
             seconds, n_calls = seconds_of(work, device, budget_seconds)
             rates[kind] = flops / seconds / TERA
@@ -61,7 +61,7 @@ def measure_device(
     fastest = max((kind for kind in rates if kind != "fp8"), key=rates.__getitem__)
     with suppress(RuntimeError):
         seconds, n_calls = seconds_of(_attention(fastest, size, device), device, budget_seconds)
-        # What a causal model needs: of each token's scores half, two products.
+        # A causal model needs half of the scores, and two matmuls.
         flops = 2 * size.sequence**2 * size.heads * HEAD_WIDTH
         how = f"{size.heads} heads of {HEAD_WIDTH}, sequence {size.sequence}, median of {n_calls}"
         yield f"{ATTENTION} {fastest}", flops / seconds / TERA, "TFLOP/s", how

@@ -1,14 +1,14 @@
-"""The other ranks of an examination: waited for, told things, and named when they do not answer.
+"""The ranks of an examination: barriers, broadcasts, and a watchdog that names silent ranks.
 
-One of them may hang, and the rest would wait for ever. So each says what it is about to do and how
-long that may take. Where the time is over, all are asked to answer, by a thread that runs beside
-the measurements; a process that is stopped, or whose machine is gone, does not:
+If one rank hangs, the rest would wait forever. So each announces its next phase and a time limit.
+After the limit, a thread beside the measurements asks all ranks to respond; a rank that is stopped,
+or whose machine is gone, does not:
 
-    rank 0    enter("the collectives", 10)     70 s later: "roll"       "rank 3 does not answer"
+    rank 0    enter("the collectives", 10)     70 s later: "roll"       "rank 3 does not respond"
     rank 2                                                  "here"
     rank 3    (its machine hangs)
 
-Then all end with exit code 2. Alone there is nobody to wait for, and torch is not needed.
+Then all exit with code 2. A single rank waits for no other and needs no torch.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ANSWER_SECONDS = 4.0
 
 
 class RankGroup:
-    """All ranks, from one of them.
+    """All ranks of an examination, as seen from this one.
 
     Args:
         process: this rank.
-        store: what all ranks see; None: there is no other.
-        patience_seconds: for whatever they do, beyond what they say it takes.
+        store: shared by all ranks; None: there is no other rank.
+        patience_seconds: added to the announced time of each phase.
     """
 
     def __init__(self, process: Process, store: Store | None, patience_seconds: float) -> None:
@@ -56,7 +56,7 @@ class RankGroup:
         self._is_over.set()
 
     def enter(self, part: str, seconds: float = 0.0) -> None:
-        """Says what this rank does next, and what that takes at most."""
+        """Announces the next phase of this rank and its time limit."""
         self._part, self._deadline = part, time.monotonic() + seconds + self._patience
 
     def wait(self) -> None:
@@ -68,19 +68,19 @@ class RankGroup:
             dist.all_reduce(torch.zeros(1))
 
     def broadcast(self, text: str) -> str:
-        """Gives all ranks what the first one says."""
+        """Broadcasts a text of rank 0 to all ranks."""
         if self._store is None:
             return text
         if self._process.rank == 0:
             self._store.set("doctor/said", text)
-        # Not `get` at once: while it waits, the thread beside could not use the store.
+        # No blocking `get`: while it waits, the watchdog thread could not use the store.
         while not self._store.check(["doctor/said"]):
             time.sleep(POLL_SECONDS)
         heard: bytes = self._store.get("doctor/said")
         return heard.decode()
 
     def gather(self, text: str) -> list[str]:
-        """Gives the first rank what all ranks say; the others their own words."""
+        """Returns the texts of all ranks on rank 0; each other rank's own text."""
         if self._store is None:
             return [text]
         self._store.set(f"doctor/found/{self._process.rank}", text)
@@ -106,7 +106,7 @@ class RankGroup:
                 if self._is_over.wait(POLL_SECONDS):
                     return
             problem = self._name_silent(store)
-        except RuntimeError:  # the first rank has ended, and the store with it: all is over
+        except RuntimeError:  # rank 0 has ended, and the store with it
             return
         logger.error("error: %s", problem)
         os._exit(2)
@@ -121,16 +121,16 @@ class RankGroup:
             those = "do" if len(silent) > 1 else "does"
             hosts = ", ".join(dict.fromkeys(record["host"] for record in records.values()))
             return (
-                f"{name_ranks(silent)} of {len(ranks)} {those} not answer since {part}; "
+                f"{name_ranks(silent)} of {len(ranks)} {those} not respond since {part}; "
                 f"{name_ranks(here)} did, on {hosts}\n"
-                "hint: leave out the machine of the ranks that do not answer"
+                "hint: exclude the machine of the ranks that do not respond"
             )
         parts: dict[str, list[int]] = {}
         for rank, record in records.items():
             parts.setdefault(f"{record['part']} on {record['host']}", []).append(rank)
         where = "; ".join(f"{name_ranks(each)} at {part}" for part, each in parts.items())
         return (
-            f"no progress since {part}, though all {len(ranks)} ranks answer: {where}\n"
-            "hint: of a network: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and NCCL_DEBUG=INFO "
-            "says more; of a disk: ls and df there"
+            f"no progress since {part}, though all {len(ranks)} ranks respond: {where}\n"
+            "hint: in a network phase, check GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and set "
+            "NCCL_DEBUG=INFO; in a disk phase, try ls and df there"
         )

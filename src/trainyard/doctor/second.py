@@ -1,9 +1,9 @@
-"""The other process that `filesystem.py` needs to try what a file system does.
+"""The second process for the file system tests in `filesystem.py`.
 
-    python -P -m trainyard.doctor.second lock PATH       locks the file until it is ended
-    python -P -m trainyard.doctor.second rename PATH     replaces the file again and again, and ends
+    python -P -m trainyard.doctor.second lock PATH       locks the file until it is terminated
+    python -P -m trainyard.doctor.second rename PATH     replaces the file repeatedly, then exits
 
-Both write a line when they have begun.
+Both print a line once they have started.
 """
 
 from __future__ import annotations

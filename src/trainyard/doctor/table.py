@@ -1,4 +1,4 @@
-"""A diagnosis as people read it."""
+"""A diagnosis as a text table."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NAME_WIDTH = 38
 
 
 def render(diagnosis: Diagnosis) -> str:
-    """Lays everything out: facts of the first machine, what was tried, what was measured."""
+    """Renders facts of the first machine, results of checks, and measurements."""
     shape, machine = diagnosis.shape, diagnosis.machine
-    against = f"compared with {machine.name}" if machine else "compared with nothing: --cluster"
+    against = f"compared with {machine.name}" if machine else "not compared: set --cluster"
     ranks, machines = (
         format_number(len(shape.hosts), "rank"),
         format_number(shape.n_nodes, "machine"),
@@ -27,8 +27,8 @@ def render(diagnosis: Diagnosis) -> str:
         *_rows(diagnosis.rows),
     ]
     if not diagnosis.examinations[0].device:
-        lines.append("torch is not installed: products, memory and network are not measured")
-    verdict = diagnosis.verdict or "none, since nothing measured was compared: --cluster NAME"
+        lines.append("torch is not installed: matmuls, memory and network are not measured")
+    verdict = diagnosis.verdict or "none, no measurement was compared: set --cluster NAME"
     return "\n".join([*lines, "", f"verdict: {verdict}"])
 
 
@@ -44,14 +44,14 @@ def _facts(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
-    """Lists what was tried, what failed first; what is alike on several machines once."""
+    """Lists the results of checks, failures first; equal results of several machines once."""
     alike: dict[tuple[str, str], list[Finding]] = {}
     for each in findings:
-        # Of what passes, texts differ by what it took.
+        # Texts of passed checks differ in timings.
         text = "" if each.verdict == PASS else each.text
         alike.setdefault((each.name, text), []).append(each)
     yield ""
-    yield "tried"
+    yield "checks"
     groups = sorted(alike.values(), key=lambda group: -ORDER.index(group[0].verdict))
     for first, *others in groups:
         places = list(dict.fromkeys(each.place for each in (first, *others)))

@@ -1,4 +1,4 @@
-"""How long a call takes on a device: the median of rounds, each long enough for the clock."""
+"""Times a call on a device: the median of rounds, each long enough for the clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROUNDS = 5
 MOST_CALLS = 1000
 
 Agree = Callable[[float], float]
-"""Gives all ranks that call it the largest of their numbers."""
+"""Returns the maximum over all calling ranks."""
 
 
 def seconds_of(
@@ -21,16 +21,16 @@ def seconds_of(
     budget_seconds: float,
     agree: Agree = lambda seconds: seconds,
 ) -> tuple[float, int]:
-    """Times a call, after two that do not count.
+    """Times a call, after two warm-up calls.
 
     Args:
         work: the call; it may return before the device is done.
         device: where it computes.
-        budget_seconds: for all rounds together; a call that takes longer is timed once.
-        agree: where ranks work together, so that all call equally often.
+        budget_seconds: for all rounds together; a longer call is timed once.
+        agree: for collective calls, so that all ranks make the same number of calls.
 
     Returns:
-        the median, and how many calls were timed.
+        the median, and the number of timed calls.
     """
     _time(work, device, 1)
     once = max(1e-9, agree(_time(work, device, 1)))

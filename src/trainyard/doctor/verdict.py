@@ -1,18 +1,18 @@
-"""What is good enough: measurements against what the machine should reach, and against each other.
+"""Verdicts: compares measurements with the machine's expected figures and with each other.
 
 A measurement is a rate of one rank: more is better. It is judged twice, and the worse counts:
 
     against the profile   the cluster's figure x its efficiency (`plan.hardware.Efficiencies`)
-    against its peers     the median of all ranks, where each has a device or a node of its own;
-                          of two in the middle the better: of two machines one may be slow
+    against its peers     the median of all ranks, if each has its own device or node; the higher
+                          of two middle values: one of two machines may be slow
 
     90 % and more         pass
-    two thirds and more   warn     it costs time: train, and have it looked at
-    less                  replace  it slows all others down: leave it out
+    two thirds and more   warn     it costs time: train, and have it checked
+    less                  replace  it slows down all others: exclude it
 
-Of files the ranks of a machine are added up, and nothing is replaced: others may use the disk too.
-For example 352 GB/s in an all-reduce inside a node of H100s, whose links have 450 GB/s in one
-direction, of which collectives reach 85 %: 352 / 382 = 92 %, pass.
+File rates are summed over the ranks of a machine and never get replace: others may use the disk
+too. Example: 352 GB/s in an all-reduce inside a node of H100s, whose links have 450 GB/s in one
+direction; collectives reach 85 % of it: 352 / 382 = 92 %, pass.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ IN_NODE, OF_ALL, BETWEEN_NODES = "all-reduce in a node", "all-reduce of all", "n
 LATENCY = "latency of "
 WRITE, READ = "checkpoint write", "checkpoint read"
 JUDGED_KINDS = ("fp32", "fp16", "bf16")
-"""Of products; the profiles' share of the peak holds for these. fp8 reaches less of its peak."""
+"""Formats of judged matmuls; the profiles' efficiency holds for these. fp8 reaches less."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is as it should not be, or a fact that was tried."""
+    """A problem, or the result of a check."""
 
     name: str
     text: str
     verdict: str
     hint: str = ""
     place: str = ""
-    """Where, such as `n2`; empty: where the reader is."""
+    """The host, such as `n2`; empty: this one."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one rank reached."""
+    """A value measured by one rank."""
 
     name: str
     value: float
@@ -57,17 +57,17 @@ class Measurement:
     rank: int
     host: str
     how: str = ""
-    """Size and number of what was timed."""
+    """Size and number of the timed operations."""
 
     @property
     def is_rate(self) -> bool:
-        """More is better."""
+        """Whether more is better."""
         return not self.name.startswith(LATENCY)
 
 
 @dataclass(frozen=True)
 class Row:
-    """All measurements of a name, judged."""
+    """All measurements of one name, with a verdict."""
 
     name: str
     unit: str
@@ -75,50 +75,50 @@ class Row:
     worst: Measurement
     expected: float | None
     verdict: str
-    """Empty: nothing to judge by."""
+    """Empty: no reference to compare with."""
     slow: tuple[Measurement, ...] = ()
-    """Those that do not pass, the worst first."""
+    """The measurements that do not pass, worst first."""
 
     @property
     def share(self) -> float | None:
-        """The worst, of what was expected."""
+        """The worst measurement as a share of the expected value."""
         return self.worst.value / self.expected if self.expected else None
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How the ranks that measured lie on nodes."""
+    """The placement of the measuring ranks on nodes."""
 
     hosts: Sequence[str]
-    """Of each rank."""
+    """Host of each rank."""
     has_own_devices: bool = True
-    """Each rank has a device of its own; processes that share a processor slow each other."""
+    """Each rank has its own device; processes that share a processor slow each other down."""
 
     @property
     def n_nodes(self) -> int:
-        """How many machines there are."""
+        """Number of machines."""
         return len(set(self.hosts))
 
     @property
     def ranks_per_node(self) -> int:
-        """Of the node with the most."""
+        """Ranks of the node with the most."""
         return max(self.hosts.count(host) for host in set(self.hosts))
 
 
 def verdict_of(share: float) -> str:
-    """Judges a share of what should be."""
+    """Returns the verdict for a share of the expected value."""
     if share >= WARN_BELOW:
         return PASS
     return WARN if share >= REPLACE_BELOW else REPLACE
 
 
 def worst_of(verdicts: Iterable[str]) -> str:
-    """Gives the worst of several verdicts; of none, an empty one."""
+    """Returns the worst of several verdicts; empty for none."""
     return max(verdicts, key=ORDER.index, default="")
 
 
 def expect(machine: Machine, shape: Shape) -> dict[str, float]:
-    """Gives what a rank should reach, by the name of the measurement, in its unit."""
+    """Returns the expected value of a rank by measurement name, in its unit."""
     shares, device = machine.efficiencies, machine.device
     found = {
         f"{PRODUCTS} {kind}": device.peaks[kind] * shares.product_share / TERA
@@ -130,7 +130,7 @@ def expect(machine: Machine, shape: Shape) -> dict[str, float]:
     link = machine.link_bytes_per_second * shares.link_share / GIGA
     network = machine.network_bytes_per_second * shares.network_share / GIGA
     found[IN_NODE] = link
-    # A ring over nodes uses the network devices of all its ranks in a node.
+    # A ring over nodes uses the network devices of all its ranks on a node.
     found[OF_ALL] = link if shape.n_nodes == 1 else min(link, network * shape.ranks_per_node)
     found[BETWEEN_NODES] = network
     return found
@@ -139,7 +139,7 @@ def expect(machine: Machine, shape: Shape) -> dict[str, float]:
 def judge(
     measurements: Iterable[Measurement], expected: Mapping[str, float], shape: Shape
 ) -> list[Row]:
-    """Judges all measurements, name by name, in the order in which the names first come."""
+    """Judges all measurements by name, in the order in which the names first occur."""
     by_name: dict[str, list[Measurement]] = {}
     for measurement in measurements:
         by_name.setdefault(measurement.name, []).append(measurement)
@@ -151,7 +151,7 @@ def judge(
 
 
 def _add_up(measured: Sequence[Measurement]) -> list[Measurement]:
-    """Adds up the ranks of each machine, which share its way to the disk."""
+    """Sums the ranks of each machine, which share its path to the disk."""
     by_host: dict[str, list[Measurement]] = {}
     for each in measured:
         by_host.setdefault(each.host, []).append(each)
@@ -174,23 +174,23 @@ def _judge_one(measured: Sequence[Measurement], expected: float | None, has_peer
     worst_first = sorted(measured, key=lambda each: each.value)
     references = [expected] if expected else []
     if has_peers and len(measured) > 1:
-        # Where half are slow, as one of two machines, the others are the reference.
+        # If half are slow, such as one of two machines, the others are the reference.
         references.append(statistics.median_high(each.value for each in measured))
     if not references:
         return Row(first.name, first.unit, median, worst_first[0], None, "")
-    # The larger of both is the stricter.
+    # The larger reference is stricter.
     verdicts = [verdict_of(each.value / max(references)) for each in worst_first]
-    if first.name in (WRITE, READ):  # who shares a disk with others may have met them
+    if first.name in (WRITE, READ):  # others may use a shared disk at the same time
         verdicts = [WARN if verdict == REPLACE else verdict for verdict in verdicts]
     slow = [each for each, v in zip(worst_first, verdicts, strict=True) if v != PASS]
     return Row(first.name, first.unit, median, worst_first[0], expected, verdicts[0], tuple(slow))
 
 
 def compare_nodes(facts: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """Names what differs between nodes that should be alike.
+    """Finds differences between nodes that should be identical.
 
     Args:
-        facts: by host, facts by name; such as driver versions.
+        facts: by host, facts by name, such as driver versions.
     """
     found = []
     for name in dict.fromkeys(name for each in facts.values() for name in each):
@@ -201,5 +201,5 @@ def compare_nodes(facts: Mapping[str, Mapping[str, str]]) -> list[Finding]:
             most = max(holders.values(), key=len)
             text = "; ".join(f"{value} on {', '.join(on)}" for value, on in holders.items())
             others = ", ".join(host for on in holders.values() if on is not most for host in on)
-            found.append(Finding(name, text, WARN, "nodes of a job should be alike", others))
+            found.append(Finding(name, text, WARN, "nodes of a job should be identical", others))
     return found

@@ -1,8 +1,8 @@
-"""One local rank of an examination, as `trainyard doctor --ranks` starts it.
+"""One local rank of an examination, started by `trainyard doctor --ranks`.
 
     python -P -m trainyard.doctor.worker FOLDER
 
-does what FOLDER/order.json says; the first rank writes what all found to FOLDER/found.json.
+executes FOLDER/order.json; rank 0 writes the results of all ranks to FOLDER/found.json.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ logger = logging.getLogger("trainyard")
 
 
 def examine_in_processes(n_ranks: int, order: Order, folder: Path) -> list[Examination]:
-    """Examines this machine with so many processes.
+    """Examines this machine with `n_ranks` processes.
 
     Args:
         n_ranks: at least 2.
-        order: what to do.
-        folder: for what they read and write.
+        order: the settings.
+        folder: for the files that they read and write.
 
     Raises:
-        MachineError: one failed; tells which, and what it said.
+        MachineError: one failed; includes its rank and output.
     """
     values = asdict(order) | {"runs": str(order.runs)}
     (folder / ORDER).write_text(json.dumps(values), encoding="utf-8")

@@ -14,16 +14,16 @@ from trainyard.model.gpt import GPT
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen from the model's scores.
+    """How to choose the next token from the logits.
 
     Attributes:
-        temperature: divides the scores; below 1 the likely becomes likelier, 0 takes the best;
-            at least 0.0001 otherwise.
+        temperature: divides the logits; below 1 sharpens the distribution, 0 is greedy decoding;
+            otherwise at least 0.0001.
         top_k: sample from this many most likely tokens; 0 for all.
         top_p: sample from the most likely tokens that together reach this probability; 1 for all.
         seed: the same seed gives the same text; 0 to 2^63 - 1.
-        vocabulary_size: ids from this on are never chosen; a tokenizer may have fewer than the
-            model. None: all that the model has.
+        vocabulary_size: ids from this on are never chosen, for tokenizers with fewer tokens than
+            the model; None: all.
 
     Raises:
         ConfigError: a value is out of range.
@@ -36,14 +36,14 @@ class Sampling:
     vocabulary_size: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be sampled with."""
+        """Rejects invalid values."""
         if self.temperature != 0 and not 1e-4 <= self.temperature < float("inf"):
             raise ConfigError(
-                f"temperature {self.temperature} is neither 0 nor a number from 0.0001 up",
-                "0: greedy decoding, 1 samples as the model was trained",
+                f"temperature {self.temperature} is neither 0 nor at least 0.0001",
+                "0: greedy decoding; 1: sample as the model was trained",
             )
         if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed {self.seed} is not from 0 to 2^63 - 1", "take a smaller one")
+            raise ConfigError(f"seed {self.seed} is outside 0 to 2^63 - 1", "choose another")
         if self.top_k < 0:
             raise ConfigError(f"top_k {self.top_k} is below 0", "0 allows every token")
         if not 0 < self.top_p <= 1:
@@ -60,15 +60,15 @@ def generate(
     eod_id: int | None = None,
     n_samples: int = 1,
 ) -> list[list[int]]:
-    """Continues a prompt, several times at once; gives the new token ids of each sample.
+    """Continues a prompt with several samples; returns the new token ids of each.
 
     Args:
-        model: left in the mode it came in.
-        prompt_ids: what to continue; an empty prompt starts a document, after `eod_id`.
-        n_tokens: the longest a sample becomes.
-        sampling: how tokens are chosen.
-        eod_id: the end-of-document token, at which a sample ends, without it.
-        n_samples: how many continuations.
+        model: its train or eval mode is restored.
+        prompt_ids: the prompt; an empty one starts a document, after `eod_id`.
+        n_tokens: maximum length of a sample.
+        sampling: how to choose tokens.
+        eod_id: the end-of-document token; a sample ends before it.
+        n_samples: number of samples.
 
     Raises:
         DataError: the prompt does not fit the model.
@@ -89,16 +89,16 @@ def generate_steps(
     eod_id: int | None = None,
     n_samples: int = 1,
 ) -> Iterator[Tensor]:
-    """Yields one token id of each sample, (B,), as `generate` chooses them.
+    """Yields one token id of each sample, (B,), for `generate`.
 
-    Ends early when every sample has reached `eod_id`; what one yields after its own has no meaning.
-    When the model's sequence_length is full, the last half of the text is read afresh and the rest
-    forgotten: positions are learned, so what is kept cannot simply slide.
+    Ends early once every sample has reached `eod_id`; ignore a sample's tokens after its own. When
+    the model's sequence_length is full, it recomputes the last half of the text and drops the rest:
+    positions are learned, so the cache cannot slide.
     """
     sequence_length = len(model.token_positions)
     prompt_ids = _checked_prompt(prompt_ids, model.vocabulary_size, sequence_length, eod_id)
     device = model.head_weight.device
-    # Drawn on the CPU, so that a seed means the same on every device.
+    # Drawn on the CPU, so that a seed works the same on every device.
     generator = torch.Generator().manual_seed(sampling.seed)
     text = torch.tensor([prompt_ids] * n_samples)  # (B, T)
     new = text
@@ -125,16 +125,16 @@ def generate_steps(
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """Picks one token for each row of scores: (B, V) -> (B,).
+    """Picks one token for each row of logits: (B, V) -> (B,).
 
     Raises:
-        CheckpointError: a score is not a number.
+        CheckpointError: a logit is NaN.
     """
     logits = logits[:, : sampling.vocabulary_size]
     if logits.isnan().any():
         raise CheckpointError(
             "the model's scores are not numbers (NaN): its weights have diverged",
-            "use an earlier checkpoint; the loss in metrics.jsonl shows until when it was sound",
+            "use an earlier checkpoint; the loss in metrics.jsonl shows when it diverged",
         )
     if sampling.temperature == 0:
         return logits.argmax(-1)
@@ -142,7 +142,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Te
     if sampling.top_k:
         scores, ids = scores[:, : sampling.top_k], ids[:, : sampling.top_k]
     probabilities = scores.softmax(-1)
-    likelier = probabilities.cumsum(-1) - probabilities  # what the tokens before each one reach
+    likelier = probabilities.cumsum(-1) - probabilities  # cumulative probability of likelier tokens
     probabilities[likelier >= sampling.top_p] = 0
     place = torch.multinomial(probabilities, 1, generator=generator)
     return ids.gather(-1, place)[:, 0]
@@ -159,7 +159,7 @@ def _checked_prompt(
     prompt_ids = prompt_ids or [eod_id or 0]
     if len(prompt_ids) > sequence_length:
         raise DataError(
-            f"the prompt has {len(prompt_ids)} tokens; the model reads {sequence_length}",
+            f"the prompt has {len(prompt_ids)} tokens; the model's limit is {sequence_length}",
             "shorten the prompt, or use a model with a larger model.sequence_length",
         )
     for place, token_id in enumerate(prompt_ids):

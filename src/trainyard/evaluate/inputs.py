@@ -1,4 +1,4 @@
-"""Finds what a user names: the trained model of a run or checkpoint, and held-out text."""
+"""Loads a user's inputs: the model of a run or checkpoint, and held-out text."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from trainyard.errors import ConfigError, DataError
 from trainyard.evaluate.loss import Ids
 from trainyard.model.gpt import GPT
 
-FREQUENCY_TOKENS = 20_000_000  # of the training data: their frequencies are those of all of it
+FREQUENCY_TOKENS = 20_000_000  # of the training data: enough for its frequencies
 _COUNTED_SEQUENCES = 256
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model read from a checkpoint, ready to use."""
+    """A model loaded from a checkpoint."""
 
     checkpoint: Path
     model: GPT
@@ -40,14 +40,14 @@ class Trained:
     tokenizer: Tokenizer | None
 
     def require_tokenizer(self) -> Tokenizer:
-        """Gives the tokenizer.
+        """Returns the tokenizer.
 
         Raises:
             ConfigError: the run names none.
         """
         if self.tokenizer is None:
             raise ConfigError(
-                f"the run in {self.checkpoint} has no tokenizer.path, so text is unknown to it",
+                f"the run in {self.checkpoint} has no tokenizer.path, so it cannot read text",
                 "set tokenizer.path in the run file before training; gpt2 ships with Trainyard",
             )
         return self.tokenizer
@@ -56,7 +56,7 @@ class Trained:
 def load_trained(path: Path) -> Trained:
     """Loads the model of a checkpoint, or of the newest one of a run folder.
 
-    On a GPU it computes as it was trained, in fp16, fp32 or else bf16; on a CPU in fp32.
+    On a GPU it computes as trained, in fp16, fp32 or else bf16; on a CPU in fp32.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -81,10 +81,10 @@ def read_documents(source: str, tokenizer: Tokenizer | None) -> Iterator[Ids]:
 
     Args:
         source: a prefix of `.bin` and `.idx`, or the path of a UTF-8 text file.
-        tokenizer: the model's; it must be the one that made the token files.
+        tokenizer: the model's; must match the token files.
 
     Raises:
-        DataError: there is no such file, it is no text, or it was made with another tokenizer.
+        DataError: the file is missing, not text, or made with another tokenizer.
     """
     prefix = source.removesuffix(".bin").removesuffix(".idx")
     if token_paths(prefix)[1].exists():
@@ -105,12 +105,12 @@ def read_documents(source: str, tokenizer: Tokenizer | None) -> Iterator[Ids]:
 def count_training_tokens(order: SequenceOrder, vocabulary_size: int) -> NDArray[np.int64]:
     """Counts how often each id occurs in the training sequences, (V,).
 
-    The first `FREQUENCY_TOKENS` are enough, since the order is shuffled and blended as trained on.
+    The first `FREQUENCY_TOKENS` are enough, since the order is shuffled and blended as in training.
     """
     counts = np.zeros(vocabulary_size, np.int64)
     for first in range(0, len(order), _COUNTED_SEQUENCES):
         count = min(_COUNTED_SEQUENCES, len(order) - first)
-        ids = order.sequences(first, count)[:, 1:]  # the first belongs to the sequence before
+        ids = order.sequences(first, count)[:, 1:]  # the first belongs to the previous sequence
         counts += np.bincount(ids.ravel(), minlength=vocabulary_size)
         if counts.sum() >= FREQUENCY_TOKENS:
             break

@@ -1,24 +1,24 @@
-"""The loss on held-out text: per token, as perplexity and per byte, beside what frequencies reach.
+"""Held-out loss: per token, as perplexity and per byte, with a unigram baseline.
 
 A worked example: the documents "ab" and "c", one token per letter, | for end-of-document, in
-windows of sequence_length 4 that move by stride 4. The stream a b | c | is predicted whole, each
-token once; the first is given an end-of-document token to follow, as if a document had just ended:
+windows of sequence_length 4 with stride 4. Each token of the stream a b | c | is predicted once; an
+end-of-document token precedes the first, as if a document had just ended:
 
     window   model reads    predicts
          0   | a b |        a b | c
          1   c              |
 
-With stride 2 windows read tokens again, so that every token but the first few is predicted from
-more than two: slower, and a lower loss, since no token pays for standing at the edge of a window.
+With stride 2 windows overlap, so that every token except the first few is predicted from more than
+two. This is slower, but lowers the loss, since no token has little context at a window's start.
 
     window   model reads    predicts
          0   | a            a b
          1   | a b |        . . | c
          2   b | c          . . |
 
-Documents follow each other in a window, as they do in training. The five losses add up to S nats;
-the text has 3 bytes (the end-of-document tokens have none, but their loss counts), so bits per byte
-are S / ln 2 / 3: the number to compare models with different tokenizers by.
+Documents follow each other in a window, as in training. The five losses sum to S nats; the text has
+3 bytes (end-of-document tokens have none, but their loss counts), so bits per byte are
+S / ln 2 / 3. Use it to compare models with different tokenizers.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from trainyard.model.loss import IGNORE_INDEX
 
 Ids = NDArray[Any]
 LossOf = Callable[[Tensor, Tensor], Tensor]
-"""Gives the summed loss, in nats, of token ids and labels, (B, T) each."""
+"""Returns the summed loss, in nats, of token ids and labels, (B, T) each."""
 
 
 class Decoder(Protocol):
-    """What evaluation needs of a tokenizer."""
+    """The tokenizer interface for evaluation."""
 
     @property
     def eod_id(self) -> int:
         """The end-of-document token."""
 
     def decode(self, ids: list[int]) -> str:
-        """Gives the text of token ids."""
+        """Returns the text of token ids."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The loss of a model on text it was not trained on.
+    """Held-out loss of a model.
 
     Attributes:
         summed_loss: over all predicted tokens, in nats.
-        n_tokens: predicted, each once.
-        n_bytes: of their text in UTF-8; None where no tokenizer is known.
+        n_tokens: predicted tokens.
+        n_bytes: of their text in UTF-8; None without a tokenizer.
         token_counts: how often each id was predicted, (V,).
     """
 
@@ -76,16 +76,16 @@ class HeldOut:
 
     @property
     def perplexity(self) -> float:
-        """The number of tokens to choose from evenly that would be as hard to guess."""
+        """The exponential of the mean loss."""
         return math.exp(self.mean_loss) if self.mean_loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits for each byte of text, whatever the tokenizer."""
+        """Bits per byte of text, independent of the tokenizer."""
         return self.summed_loss / math.log(2) / self.n_bytes if self.n_bytes else None
 
     def as_dict(self) -> dict[str, float | None]:
-        """Gives the figures under the names they have in metrics.jsonl and evaluation.json."""
+        """Returns the figures under the names they have in metrics.jsonl and evaluation.json."""
         return {
             "loss": self.mean_loss,
             "perplexity": self.perplexity if math.isfinite(self.perplexity) else None,
@@ -96,7 +96,7 @@ class HeldOut:
 
 
 def loss_of_model(model: GPT) -> LossOf:
-    """Makes a function of a model on one device; it leaves the model in the mode it came in."""
+    """Builds a loss function of a model on one device, which restores the model's mode."""
 
     @torch.no_grad()
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
@@ -114,12 +114,12 @@ def loss_of_model(model: GPT) -> LossOf:
 def held_out_loss(
     loss_of: LossOf, batches: Iterable[tuple[Tensor, Tensor]], vocabulary_size: int
 ) -> HeldOut:
-    """Adds up the loss of every labelled token.
+    """Sums the loss of every labelled token.
 
     Args:
         loss_of: computes it, without dropout.
-        batches: token ids and labels, (B, T) each, int64; label -100 where nothing is predicted.
-        vocabulary_size: labels are below this.
+        batches: token ids and labels, (B, T) each, int64; label -100 for no label.
+        vocabulary_size: labels are below it.
 
     Raises:
         DataError: no token is labelled.
@@ -127,7 +127,7 @@ def held_out_loss(
     summed_loss = 0.0
     token_counts = np.zeros(vocabulary_size, np.int64)
     for tokens, labels in batches:
-        # fp64 from here on: many batches add up exactly enough.
+        # fp64 from here on, to sum many batches accurately.
         summed_loss += loss_of(tokens, labels).item()
         predicted = labels[labels != IGNORE_INDEX].cpu().numpy()
         token_counts += np.bincount(predicted, minlength=vocabulary_size)
@@ -146,18 +146,18 @@ def evaluate_documents(
     stride: int | None = None,
     batch_size: int = 8,
 ) -> HeldOut:
-    """Predicts every token of whole documents once, in windows as the worked example above shows.
+    """Predicts every token of whole documents once, in windows as in the example above.
 
     Args:
-        model: sets the length of a window.
-        documents: token ids of one document each, with end-of-document tokens where they have them.
-        tokenizer: counts bytes and starts the first document; without one, the first token of all
-            is read but not predicted, and there are no bits per byte.
-        stride: tokens predicted in each window; by default a whole window, so that none overlap.
-        batch_size: windows in one forward pass.
+        model: sets the window length.
+        documents: token ids of one document each, with any end-of-document tokens.
+        tokenizer: counts bytes and starts the first document; without one, the very first token
+            is not predicted, and there are no bits per byte.
+        stride: tokens predicted per window; by default a whole window, without overlap.
+        batch_size: windows per forward pass.
 
     Raises:
-        DataError: a token id the model does not know, or nothing to predict.
+        DataError: a token id is outside the model's vocabulary, or there is nothing to predict.
     """
     sequence_length = len(model.token_positions)
     n_bytes = 0
@@ -183,9 +183,9 @@ def evaluate_sequences(
     vocabulary_size: int,
     tokenizer: Decoder | None,
 ) -> HeldOut:
-    """Predicts sequences of a split, as `held_out_loss`, and counts their bytes.
+    """Predicts sequences of a split, like `held_out_loss`, and counts their bytes.
 
-    A sequence ends anywhere, perhaps within a character: that makes an error of some bytes in each.
+    A sequence may end within a character, which makes an error of some bytes in each.
     """
     n_bytes = 0
 
@@ -207,13 +207,13 @@ def count_bytes(ids: Ids, tokenizer: Decoder) -> int:
 
 
 def unigram_loss(train_counts: Ids, held_out_counts: Ids) -> float:
-    """Gives the loss, in nats per token, of a model that knows only how frequent each token is.
+    """Returns the unigram loss, in nats per token, from token frequencies only.
 
-    A trained model must beat it; one that does not has learnt nothing from context.
+    A trained model must beat it; otherwise it has learnt nothing from context.
 
     Args:
-        train_counts: occurrences of each id in the training data; one is added to each, so that a
-            token never seen there is possible.
+        train_counts: occurrences of each id in the training data; add-one smoothing makes unseen
+            tokens possible.
         held_out_counts: occurrences of each id in the text to predict.
     """
     n_train = float(train_counts.sum()) + len(train_counts)
@@ -234,15 +234,15 @@ def _check_ids(ids: Ids, number: int, vocabulary_size: int) -> None:
 def _cut_windows(
     documents: Iterable[Ids], first: list[int], sequence_length: int, stride: int
 ) -> Iterator[tuple[Ids, Ids]]:
-    """Yields the ids a window reads and the labels it predicts, of at most sequence_length each."""
+    """Yields the input ids and labels of each window, at most sequence_length each."""
     if not 1 <= stride <= sequence_length:
         raise DataError(
             f"stride {stride} is not between 1 and the model's sequence_length {sequence_length}",
-            "a smaller stride gives each token more to be predicted from, and takes longer",
+            "a smaller stride gives each token more context, and takes longer",
         )
-    kept = sequence_length + 1 - stride  # read again by the next window, or last of this one
+    kept = sequence_length + 1 - stride  # overlap with the next window, plus the last of this one
     held = np.array(first, np.int64)
-    n_context = 1  # tokens of `held` that are read but no longer predicted
+    n_context = 1  # tokens of `held` that are only context
     for document in documents:
         held = np.concatenate([held, document])
         while len(held) >= n_context + stride:
@@ -263,7 +263,7 @@ def _window(ids: Ids, n_context: int) -> tuple[Ids, Ids]:
 def _stack(
     windows: Iterable[tuple[Ids, Ids]], sequence_length: int, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Stacks windows to batches, (B, T) each; short ones are padded with nothing to predict."""
+    """Stacks windows to batches, (B, T) each; pads short ones without labels."""
     batch = _empty_batch(batch_size, sequence_length)
     filled = 0
     for ids, labels in windows:

@@ -1,9 +1,9 @@
-"""Says what a file of `torch.save` holds, in JSON, for a process of its own with narrow limits.
+"""Describes a file of `torch.save` in JSON, for a process of its own with narrow limits.
 
     python -m trainyard.export.describe FILE
 
-Values of tensors are not read: where they lie in the file is told, as all of them lie there as they
-were in memory, whether in an archive (torch from 1.6 on) or one after the other (before):
+It does not read values of tensors, only locates them: the file stores them as in memory, in an
+archive (since torch 1.6) or one after another (before):
 
     {"values": {"iteration": 1000, "args.num_layers": 24, ...},
      "tensors": {"model.language_model.encoder.layers.0.mlp.dense_h_to_4h.bias":
@@ -42,10 +42,10 @@ _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 
 
 def describe(path: str) -> dict[str, Any]:
-    """Reads a file of `torch.save`; gives what its process prints.
+    """Reads a file of `torch.save`; returns the output of its process.
 
     Raises:
-        RefusedError: says what is wrong with it.
+        RefusedError: with its problem.
     """
     with open(path, "rb") as file:  # noqa: PTH123
         start = file.read(2)
@@ -142,7 +142,7 @@ def _read_archive(file: IO[bytes]) -> tuple[Any, dict[str, tuple[int, int]]]:
 
 
 def _read_legacy(file: IO[bytes]) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """Reads what torch wrote before 1.6: five pickles, then each storage after its length."""
+    """Reads files from before torch 1.6: five pickles, then each storage after its length."""
     if PickleMachine().run(file) != _LEGACY_MAGIC:
         raise RefusedError("torch.save did not write it")
     PickleMachine().run(file)
@@ -155,7 +155,7 @@ def _read_legacy(file: IO[bytes]) -> tuple[Any, dict[str, tuple[int, int]]]:
     for key in PickleMachine().run(file):
         storage = machine.storages[key]
         if int.from_bytes(file.read(8), "little") != storage.n_values:
-            raise RefusedError(f"storage {key!r} in it has another length than it should")
+            raise RefusedError(f"storage {key!r} in it has the wrong length")
         begins[key] = (file.tell(), storage.n_values)
         file.seek(storage.n_values * ITEM_BYTES[storage.dtype], io.SEEK_CUR)
     return tree, begins
@@ -164,12 +164,12 @@ def _read_legacy(file: IO[bytes]) -> tuple[Any, dict[str, tuple[int, int]]]:
 def _limit_this_process() -> None:
     limits = [(resource.RLIMIT_AS, _MEMORY_BYTES), (resource.RLIMIT_CPU, _PROCESSOR_SECONDS)]
     for kind, amount in limits:
-        with contextlib.suppress(ValueError, OSError):  # what a system does not offer
+        with contextlib.suppress(ValueError, OSError):  # not every system supports it
             resource.setrlimit(kind, (amount, amount))
 
 
 def main() -> None:
-    """Prints the description of the file that the command line names."""
+    """Prints the description of the file on the command line."""
     _limit_this_process()
     try:
         answer = describe(sys.argv[1])

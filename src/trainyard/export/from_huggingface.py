@@ -1,7 +1,6 @@
-"""From a Hugging Face GPT-2 folder to a run folder that training can go on from.
+"""Converts a Hugging Face GPT-2 folder to a run folder for further training.
 
-A tensor is read, converted and written when its turn comes, so that memory for the largest one
-suffices.
+It reads, converts and writes one tensor at a time, so memory for the largest one suffices.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from trainyard.export.stream import outline
 from trainyard.plan.size import padded_vocabulary_size, parameter_shapes
 
 _TEXT_LIMIT_BYTES = 64 * 2**20
-# Causal masks that old versions stored beside the weights.
+# Causal masks that old versions stored with the weights.
 _NO_WEIGHT = re.compile(r"transformer\.h\.[0-9]+\.attn\.(masked_)?bias")
 
 
 def import_huggingface(folder: Path, output: Path, tokenizer: str = "") -> Path:
     """Writes `output` as a run folder with the weights as its checkpoint of step 0; returns that.
 
-    The run has the model's shape and defaults elsewhere: data, batches and schedule are for the
-    user to fill in. There is no optimizer state, so moments start from zero.
+    The run has the model's shape and defaults elsewhere: the user fills in data, batches and
+    schedule. There is no optimizer state, so moments start from zero.
 
     Args:
         folder: with config.json and model.safetensors, or shards with their index.
-        output: the run folder to make; it appears complete or not at all.
-        tokenizer: as `load_vocabulary` reads it; empty: the one in `folder`, if any.
+        output: the run folder to create, atomically.
+        tokenizer: as for `load_vocabulary`; empty: the one in `folder`, if any.
 
     Raises:
-        CheckpointError: `folder` is not a GPT-2 of safetensors, or `output` exists.
+        CheckpointError: `folder` is not a GPT-2 in safetensors, or `output` exists.
         DataError: the tokenizer is missing, is not a byte-level BPE, or does not fit the model.
         MachineError: `output` cannot be written.
     """
@@ -73,7 +72,7 @@ def import_huggingface(folder: Path, output: Path, tokenizer: str = "") -> Path:
 
 
 def _find_weights(folder: Path) -> dict[str, Values]:
-    """Maps each of their tensor names, with its prefix, to where its values are."""
+    """Maps each of their tensor names, with its prefix, to the place of its values."""
     if (folder / WEIGHTS_INDEX).is_file():
         names = _shard_names(folder / WEIGHTS_INDEX)
     elif (folder / WEIGHTS).is_file():
@@ -83,7 +82,7 @@ def _find_weights(folder: Path) -> dict[str, Values]:
         found = f"only {', '.join(pickles)}, and pickles can run code" if pickles else "no weights"
         raise CheckpointError(
             f"{folder} has no {WEIGHTS}; it has {found}",
-            "where you trust it, convert it: "
+            "if you trust it, convert it: "
             "GPT2LMHeadModel.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)",
         )
     weights: dict[str, Values] = {}
@@ -95,7 +94,7 @@ def _find_weights(folder: Path) -> dict[str, Values]:
 def _find_tensors(
     folder: Path, theirs: Mapping[str, Values], model: Model, n_rows: int
 ) -> dict[str, str]:
-    """Maps our names to theirs, as stored, once all of them are there in the right shape."""
+    """Maps our names to theirs, as stored, after checking that all exist in the right shape."""
     prefix = "" if any(name.startswith("transformer.") for name in theirs) else "transformer."
     if model.n_layers > len(theirs):
         raise CheckpointError(
@@ -153,5 +152,5 @@ def _read_text(path: Path) -> bytes:
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path}: {error.strerror}",
-            "name a folder that save_pretrained wrote, or say --from megatron",
+            "name a folder that save_pretrained wrote, or pass --from megatron",
         ) from None

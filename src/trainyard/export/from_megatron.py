@@ -1,4 +1,4 @@
-"""From a checkpoint of Megatron-LM or Megatron-DeepSpeed to a run folder.
+"""Converts a checkpoint of Megatron-LM or Megatron-DeepSpeed to a run folder.
 
     Megatron-LM                                       Megatron-DeepSpeed
     latest_checkpointed_iteration.txt   "1000"        latest   "global_step1000"
@@ -9,9 +9,9 @@
       mp_rank_00_000/model_optim_rng.pt                 layer_01-model_00-model_states.pt
       mp_rank_00_001/model_optim_rng.pt                 layer_02-model_00-model_states.pt ...
 
-A file is one of a grid of tensor ranks and pieces, pieces being whatever follows one another in the
-model: pipeline stages, chunks of virtual stages, or single layers. Weights alone are read; their
-optimizer states are cut in too many ways, and start afresh.
+Files form a grid of tensor ranks and consecutive pieces of the model: pipeline stages, chunks of
+virtual stages, or single layers. Only weights are read; optimizer states are sharded in too many
+ways, and start from zero.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ _WITH_VOCABULARY_ROWS = ("embedding.weight", "head.weight")
 
 @dataclass(frozen=True)
 class _Source:
-    """A tensor rank's part of a parameter."""
+    """A tensor rank's shard of a parameter."""
 
     path: Path
     tensor: StoredTensor
 
 
 _Sources = dict[str, list[_Source]]
-"""By our names: the parts of all tensor ranks."""
+"""By our names: the shards of all tensor ranks."""
 
 
 def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
     """Writes `output` as a run folder with the weights as its checkpoint of step 0; returns that.
 
-    The files are pickles; nothing in them is run, and no class they name is imported.
+    The files are pickles; no code in them is run, and no class they name is imported.
 
     Args:
-        folder: where Megatron-LM or Megatron-DeepSpeed saved, or one of the checkpoints in it.
-        output: the run folder to make; it appears complete or not at all.
-        tokenizer: as `load_vocabulary` reads it; empty: none.
+        folder: the output of Megatron-LM or Megatron-DeepSpeed, or one checkpoint in it.
+        output: the run folder to create, atomically.
+        tokenizer: as for `load_vocabulary`; empty: none.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is incomplete, damaged or hostile, or its
@@ -90,8 +90,8 @@ def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
     if vocabulary_size is None:
         vocabulary_size = n_rows_theirs
         logger.warning(
-            "%s does not say how many tokens it knows: all %d rows of its embedding, padding "
-            "included, count as tokens",
+            "%s has no vocabulary size: all %d rows of its embedding, padding included, "
+            "count as tokens",
             grid.settings,
             n_rows_theirs,
         )
@@ -115,7 +115,7 @@ class _Weights:
     version: float
 
     def make(self, name: str) -> Tensor:
-        """Puts a parameter together from the parts of all tensor ranks, in fp32."""
+        """Assembles a parameter from the shards of all tensor ranks, in fp32."""
         whole = torch.zeros(self.shapes[name])
         sources = self.sources[name]
         dimension = _cut_dimension(name)
@@ -136,7 +136,7 @@ class _Weights:
         return whole
 
     def require_equal_head(self) -> None:
-        """Makes sure that the last stage's copy of a tied embedding is one."""
+        """Checks that the last stage's tied embedding equals the first's."""
         pairs = zip(self.sources["embedding.weight"], self.sources["head.weight"], strict=True)
         for first, last in pairs:
             if not torch.equal(
@@ -150,14 +150,14 @@ class _Weights:
 
 
 def _cut_dimension(name: str) -> int | None:
-    """Says which dimension of a parameter is cut over tensor ranks."""
+    """Returns which dimension of a parameter is cut over tensor ranks."""
     if name in _WITH_VOCABULARY_ROWS or ".attention.qkv." in name or ".mlp.up." in name:
         return 0
     return 1 if name.endswith((".attention.out.weight", ".mlp.down.weight")) else None
 
 
 def _describe(grid: Grid) -> tuple[Contents, dict[Path, Contents]]:
-    """Finds out what the file of settings and all files of weights hold."""
+    """Describes the settings file and all weight files."""
     paths = list(dict.fromkeys([grid.settings, *(path for row in grid.files for path in row)]))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         contents = dict(zip(paths, pool.map(describe_file, paths), strict=True))
@@ -169,7 +169,7 @@ def _describe(grid: Grid) -> tuple[Contents, dict[Path, Contents]]:
     if len(iterations) > 1:
         places = ", ".join(f"{path} of {number}" for number, path in iterations.items())
         raise CheckpointError(
-            f"files of different iterations lie together: {places}",
+            f"files are from different iterations: {places}",
             "copy the whole folder of one checkpoint",
         )
     return contents[grid.settings], contents
@@ -187,7 +187,7 @@ def _version(settings: Contents, grid: Grid) -> float:
 
 
 def _name_tensors(grid: Grid, contents: Mapping[Path, Contents], arguments: Arguments) -> _Sources:
-    """Gives every tensor our name, with layers numbered through the whole model."""
+    """Maps every tensor to our name, with layers numbered through the whole model."""
     sources: _Sources = {}
     first_block = 0
     for row in _pieces(grid, contents):
@@ -203,10 +203,10 @@ def _name_tensors(grid: Grid, contents: Mapping[Path, Contents], arguments: Argu
             if number:
                 n_blocks = max(n_blocks, int(number[1]) + 1)
                 ours = f"blocks.{int(number[1]) + first_block}.{name[number.end() :]}"
-            else:  # an embedding again: the copy of a tied one on the last stage
+            else:  # the copy of a tied embedding on the last stage
                 ours = "head.weight" if name == "embedding.weight" and name in sources else name
             if ours in sources and ours != "positions.weight":
-                raise CheckpointError(f"{row[0][0]} has {name} once more", _OTHER_MODEL)
+                raise CheckpointError(f"{row[0][0]} repeats {name}", _OTHER_MODEL)
             sources.setdefault(ours, [of_rank[name] for of_rank in names])
         first_block += n_blocks
     if first_block != arguments.num_layers:
@@ -228,7 +228,7 @@ def _pieces(grid: Grid, contents: Mapping[Path, Contents]) -> list[list[tuple[Pa
         for path in row:
             piece: dict[str, _Piece] = {}
             for name, tensor in contents[path].tensors.items():
-                if not name.endswith("_extra_state"):  # of fp8, which is not in the weights
+                if not name.endswith("_extra_state"):  # of fp8, not weights
                     chunk = re.match(r"model([0-9]*)\.", name)
                     piece.setdefault(chunk[1] if chunk else "", {})[name] = tensor
             for chunk_number, tensors in piece.items():
@@ -244,7 +244,7 @@ def _our_names(path: Path, piece: _Piece, grid: Grid) -> dict[str, _Source]:
     for name, tensor in piece.items():
         ours = our_name(grid.full_name(name))
         if ours is None or ours in found:
-            which = "which no GPT of ours has" if ours is None else f"a second one for {ours}"
+            which = "which our GPT lacks" if ours is None else f"a second one for {ours}"
             raise CheckpointError(
                 f"{path} has the tensor {name!r}, {which}",
                 "only GPT with learned positions, LayerNorm, biases and GELU can be imported",
@@ -262,11 +262,11 @@ def _rows(sources: _Sources, grid: Grid) -> int:
 
 
 def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: Grid) -> None:
-    """Compares names and shapes with those of the model before anything is written."""
+    """Checks names and shapes against the model before writing."""
     tensor = len(grid.files[0])
     if model.n_heads % tensor or model.d_ff % tensor:
         raise CheckpointError(
-            f"{grid.folder} has {tensor} tensor ranks, which cannot share {model.n_heads} heads "
+            f"{grid.folder} has {tensor} tensor ranks, which cannot split {model.n_heads} heads "
             f"and {model.d_ff} features",
             _OTHER_MODEL,
         )
@@ -284,4 +284,4 @@ def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: Grid) -> 
     copies = {"head.weight"} if model.tied_embeddings else set()
     unknown = sorted(sources.keys() - wanted.keys() - copies)
     if unknown:
-        raise CheckpointError(f"{grid.folder} has {unknown[0]} too", _OTHER_MODEL)
+        raise CheckpointError(f"{grid.folder} has an extra {unknown[0]}", _OTHER_MODEL)

@@ -1,4 +1,4 @@
-"""GPT-2 in Hugging Face's layout and in ours: the same numbers under other names.
+"""Maps GPT-2 between Hugging Face's layout and ours.
 
     ours                                      theirs                                     values
     embedding.weight             (V, D)       transformer.wte.weight      (V', D)        V' unpadded
@@ -6,8 +6,8 @@
     blocks.0.mlp.up.bias         (F,)         transformer.h.0.mlp.c_fc.bias      (F,)    equal
     head.weight                  (V, D)       lm_head.weight              (V', D)        when untied
 
-Theirs keep matrices as (in, out), ours as (out, in). Their queries, keys and values lie one after
-the other, (3, H, K); ours lie head by head, (H, 3, K), so that a head can be cut off whole.
+They store matrices as (in, out), we as (out, in). Their queries, keys and values are consecutive,
+(3, H, K); ours are interleaved by head, (H, 3, K), so that shards keep heads whole.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class GPT2Config(BaseModel):
 
 
 def config_of(model: Model, end_of_document: int | None, dtype: str) -> GPT2Config:
-    """Describes our model in Hugging Face's words."""
+    """Describes our model as a Hugging Face config."""
     return GPT2Config(
         model_type="gpt2",
         vocab_size=model.vocabulary_size,
@@ -99,7 +99,7 @@ def model_of(config_text: bytes, place: str) -> Model:
     """Reads a `config.json` as the model section of a run.
 
     Raises:
-        CheckpointError: it is not a GPT-2, or one with an option that our model does not have.
+        CheckpointError: it is not a GPT-2, or has an option that our model lacks.
     """
     try:
         config = GPT2Config.model_validate_json(config_text)
@@ -108,7 +108,7 @@ def model_of(config_text: bytes, place: str) -> Model:
             raise CheckpointError(
                 f"{place}: embd_pdrop={config.embd_pdrop}, attn_pdrop={config.attn_pdrop} and "
                 f"resid_pdrop={config.resid_pdrop} differ; our models have one dropout",
-                "make them equal in that file; they matter for training alone",
+                "make them equal in that file; they only affect training",
             )
         return Model(
             n_layers=config.n_layer,
@@ -139,14 +139,14 @@ def their_name(name: str) -> str:
 
 
 def their_shape(name: str, shape: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Gives the shape that our parameter has in their layout."""
+    """Returns the shape that our parameter has in their layout."""
     if name in _WITH_VOCABULARY_ROWS:
         return (model.vocabulary_size, *shape[1:])
     return shape[::-1] if name.endswith(_MATRICES) else shape
 
 
 def to_theirs(name: str, tensor: Tensor, model: Model) -> Tensor:
-    """Brings our parameter into their layout; a view where that is possible."""
+    """Converts our parameter to their layout; a view if possible."""
     if name in _WITH_VOCABULARY_ROWS:
         return tensor[: model.vocabulary_size]
     if ".attention.qkv." in name:
@@ -155,7 +155,7 @@ def to_theirs(name: str, tensor: Tensor, model: Model) -> Tensor:
 
 
 def from_theirs(name: str, tensor: Tensor, model: Model, n_rows: int) -> Tensor:
-    """Brings their parameter into our layout; a view where that is possible.
+    """Converts their parameter to our layout; a view if possible.
 
     Args:
         name: ours.
@@ -172,7 +172,7 @@ def from_theirs(name: str, tensor: Tensor, model: Model, n_rows: int) -> Tensor:
 
 
 def _swap_rows(tensor: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorders rows that run over (outer, inner, K) to run over (inner, outer, K)."""
+    """Reorders rows from (outer, inner, K) to (inner, outer, K)."""
     K = tensor.shape[0] // (outer * inner)
     grouped = tensor.reshape(outer, inner, K, *tensor.shape[1:])
     return grouped.transpose(0, 1).reshape(tensor.shape)

@@ -1,4 +1,4 @@
-"""GPT in the layout of Megatron-LM and Megatron-DeepSpeed, and in ours.
+"""Maps GPT from the layout of Megatron-LM and Megatron-DeepSpeed to ours.
 
     ours                         theirs, on one of t tensor ranks                       cut
     embedding.weight   (V, D)    embedding.word_embeddings.weight            (V'/t, D)  rows
@@ -9,9 +9,9 @@
     blocks.0.mlp.down.weight        layers.0.mlp.dense_4h_to_h               (D, F/t)   columns
     head.weight        (V, D)    output_layer.weight, when untied            (V'/t, D)  rows
 
-V' is the vocabulary, padded. Layers are numbered from 0 on each pipeline stage. Names have changed
-with the years, and so has the order of the rows of queries, keys and values on a tensor rank, which
-has H/t heads of K features each:
+V' is the padded vocabulary. Layers are numbered from 0 on each pipeline stage. Names changed over
+the years, as did the order of rows of queries, keys and values on a tensor rank, with H/t heads of
+K features each:
 
     checkpoint_version 0      (3, H/t, K)
                        1.0    (H/t, K, 3)
@@ -58,7 +58,7 @@ _PARTS = {
     "output_layer": "head",
     "word_embeddings_for_head": "head",
 }
-# Transformer Engine keeps a norm with the matrix that follows it.
+# Transformer Engine stores a norm with the following matrix.
 _NORM_INSIDE = {
     "self_attention.linear_qkv.layer_norm": "attention_norm",
     "mlp.linear_fc1.layer_norm": "mlp_norm",
@@ -72,7 +72,7 @@ _GPT2_VOCABULARY_SIZE = 50257
 
 
 class Arguments(BaseModel):
-    """The arguments of their training program that decide what the model computes."""
+    """The training arguments that define the model's computation."""
 
     num_layers: int = Field(ge=1)
     hidden_size: int = Field(ge=1)
@@ -114,8 +114,8 @@ class Arguments(BaseModel):
     def _computes_what_ours_does(self) -> Self:
         if not self.bias_gelu_fusion and not self.openai_gelu:
             raise ValueError(
-                "bias_gelu_fusion and openai_gelu are off, so its GELU is the exact one; "
-                "ours is the tanh form that both of these are"
+                "bias_gelu_fusion and openai_gelu are off, so its GELU is exact; "
+                "ours is the tanh approximation, as with either option"
             )
         heads = self.num_attention_heads
         if self.kv_channels not in (None, self.hidden_size // heads):
@@ -129,10 +129,10 @@ class Arguments(BaseModel):
 
 
 def read_arguments(values: Mapping[str, JsonValue], place: str) -> Arguments:
-    """Reads `args` as a checkpoint has them.
+    """Reads `args` of a checkpoint.
 
     Raises:
-        CheckpointError: there are none, or they describe a model that ours is not.
+        CheckpointError: there are none, or they describe a model that ours cannot match.
     """
     given = {
         name.removeprefix("args."): value
@@ -141,7 +141,7 @@ def read_arguments(values: Mapping[str, JsonValue], place: str) -> Arguments:
     }
     if not given:
         raise CheckpointError(
-            f"{place} has no 'args', so the number of heads is not known",
+            f"{place} has no 'args', so the number of heads is unknown",
             "load and save it once with a Megatron-LM that stores its arguments",
         )
     try:
@@ -155,10 +155,10 @@ def read_arguments(values: Mapping[str, JsonValue], place: str) -> Arguments:
 
 
 def model_of(arguments: Arguments, vocabulary_size: int, place: str) -> Model:
-    """Makes the model section of a run.
+    """Builds the model section of a run.
 
     Raises:
-        CheckpointError: no model has these numbers.
+        CheckpointError: the values are invalid.
     """
     D = arguments.hidden_size
     epsilon = arguments.layernorm_epsilon or arguments.norm_epsilon or 1e-5
@@ -183,7 +183,7 @@ def model_of(arguments: Arguments, vocabulary_size: int, place: str) -> Model:
 
 
 def vocabulary_size_of(arguments: Arguments, n_rows: int, tensor: int) -> int | None:
-    """Finds how many of the rows of the embedding belong to tokens; None where nothing says it.
+    """Finds the number of embedding rows with tokens; None if unknown.
 
     Args:
         arguments: theirs.
@@ -192,7 +192,7 @@ def vocabulary_size_of(arguments: Arguments, n_rows: int, tensor: int) -> int | 
     """
     size = arguments.vocab_size
     if size is not None and arguments.tokenizer_type == "NullTokenizer":
-        size += 1  # the end of a document, which that tokenizer adds
+        size += 1  # that tokenizer adds an end-of-document token
     if size is None and arguments.tokenizer_type == "GPT2BPETokenizer":
         size = _GPT2_VOCABULARY_SIZE
     padding = arguments.make_vocab_size_divisible_by * tensor
@@ -202,7 +202,7 @@ def vocabulary_size_of(arguments: Arguments, n_rows: int, tensor: int) -> int | 
 def our_name(name: str) -> str | None:
     """Translates a parameter's name, `layers.0.mlp.dense_h_to_4h.bias` is `blocks.0.mlp.up.bias`.
 
-    The number of the layer is kept. None when our models have no such parameter.
+    Keeps the layer number. None if our models lack the parameter.
     """
     name = name[_WRAPPERS.match(name).end() :]  # type: ignore[union-attr]  # it matches ""
     if match := _LAYER.fullmatch(name):
@@ -215,7 +215,7 @@ def our_name(name: str) -> str | None:
 
 
 def our_row_order(qkv: Tensor, version: float, n_heads: int) -> Tensor:
-    """Brings the rows of queries, keys and values of one tensor rank into the order (H, 3, K).
+    """Reorders the rows of queries, keys and values of one tensor rank to (H, 3, K).
 
     Args:
         qkv: weight or bias.

@@ -1,4 +1,4 @@
-"""Finds the files of a Megatron checkpoint and puts them in order; opens none of the pickles."""
+"""Finds and orders the files of a Megatron checkpoint, without opening pickles."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _WHOLE = "copy the whole folder of one checkpoint"
 
 @dataclass(frozen=True)
 class Grid:
-    """The files of a checkpoint: a row for each piece of the model, in it one for each rank."""
+    """The files of a checkpoint: a row per piece of the model, with one file per rank."""
 
     folder: Path
     settings: Path
     """The file with the arguments."""
     files: list[list[Path]]
     of_layers: bool = False
-    """Whether each file holds one layer, with names that do not say which."""
+    """Whether each file holds one layer, without its number in tensor names."""
 
     def full_name(self, name: str) -> str:
-        """Gives a tensor's name with the place in the model that its file has."""
+        """Returns a tensor's name with the place in the model that its file has."""
         if not self.of_layers:
             return name
         if name in ("weight", "bias"):
@@ -37,10 +37,10 @@ class Grid:
 
 
 def find_grid(path: Path) -> Grid:
-    """Finds the checkpoint that `path` is, or the newest of those in it.
+    """Finds the checkpoint at `path`, or the newest in it.
 
     Raises:
-        CheckpointError: there is none, it is incomplete, or has a layout that cannot be read.
+        CheckpointError: there is none, it is incomplete, or has an unsupported layout.
     """
     folder = _newest(path)
     if not folder.is_dir():
@@ -56,7 +56,7 @@ def find_grid(path: Path) -> Grid:
         )
     if any(folder.glob("zero_pp_rank_*_model_states.pt")):
         raise CheckpointError(
-            f"{folder} was saved with ZeRO stage 3, whose weights are cut in another way",
+            f"{folder} was saved with ZeRO stage 3, which shards weights differently",
             "save it with zero_optimization.stage3_gather_16bit_weights_on_model_save, or stage 1",
         )
     raise CheckpointError(
@@ -80,7 +80,7 @@ def _newest(path: Path) -> Path:
             )
         if (path / name).is_dir() or tracker == "latest":
             return path / name
-        if not (path / "latest").exists():  # Megatron-DeepSpeed leaves both
+        if not (path / "latest").exists():  # Megatron-DeepSpeed writes both
             return path / name
     return path
 
@@ -93,19 +93,21 @@ def _legacy(folder: Path) -> Grid | None:
             continue
         if match[3]:
             raise CheckpointError(
-                f"{path} is of an expert rank; our models have no experts", "import a dense GPT"
+                f"{path} is from an expert rank; our models have no experts", "import a dense GPT"
             )
         names = ("model_optim_rng.pt", "model_rng.pt")
         file = next((path / name for name in names if (path / name).exists()), path / names[0])
         place = (int(match[2] or 0), int(match[1]))
         if place in found:
-            raise CheckpointError(f"{path} and {found[place].parent} are the same rank", _WHOLE)
+            raise CheckpointError(
+                f"{path} and {found[place].parent} are from the same rank", _WHOLE
+            )
         found[place] = file
     if not found:
         return None
     files = _in_order(folder, found)
     if sorted({piece for piece, _ in found}) != list(range(len(files))):
-        raise CheckpointError(f"{folder} lacks pipeline stages of {len(files)}", _WHOLE)
+        raise CheckpointError(f"{folder} lacks some of its {len(files)} pipeline stages", _WHOLE)
     return Grid(folder, files[0][0], files)
 
 
@@ -136,7 +138,7 @@ def _deepspeed(folder: Path) -> Grid | None:
 
 
 def _in_order(folder: Path, found: dict[tuple[int, int], Path]) -> list[list[Path]]:
-    """Makes rows of the files found for pieces and tensor ranks.
+    """Arranges files in rows by piece and tensor rank.
 
     Raises:
         CheckpointError: one is missing.

@@ -1,16 +1,15 @@
-"""Runs a pickle without running or importing anything that it names.
+"""Interprets a pickle without calling or importing anything it names.
 
-A pickle is a program for a small stack machine. The usual readers call whatever it names; this one
-only writes down that it was named, and of what:
+A pickle is a program for a small stack machine. Usual readers call whatever it names; this one only
+records the names and arguments:
 
     c torch._utils _rebuild_tensor_v2       Named("torch._utils._rebuild_tensor_v2")
     ( ... t R                               Stored(Storage("0", ...), first=0, shape=(4, 2), ...)
     c megatron.model.enums AttnMaskType     Named("megatron.model.enums.AttnMaskType")
     K 2 ... R                               Made(..., arguments=(2,)), shown as "AttnMaskType(2)"
-    c posix system                          refused by its name
+    c posix system                          rejected by name
 
-What is not known to be in checkpoints is refused all the same: whoever wrote it meant harm, or
-wrote something else than a checkpoint.
+Anything unknown in checkpoints is also rejected: the file is malicious, or not a checkpoint.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _HARMLESS = {
 }
 # torch.save writes the names of Python 2.
 _NEW_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-# Their enumerations and loss scalers have moved from module to module; none is ever imported.
+# Their enumerations and loss scalers have moved between modules; none is ever imported.
 _HARMLESS_PACKAGES = ("megatron.", "deepspeed.", "fp16.loss_scaler.")
 
 _PUSHES_ITS_ARGUMENT = {
@@ -69,7 +68,7 @@ _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class RefusedError(Exception):
-    """The file is malformed, or names what no checkpoint needs."""
+    """The file is malformed, or has a name that no checkpoint needs."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Named:
 
 @dataclass
 class Made:
-    """What the file says to make of a class or function; nothing is made."""
+    """A recorded call of a class or function, not executed."""
 
     name: str
     arguments: Any
@@ -90,7 +89,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Storage:
-    """Values that lie together in the file; `first` is where a part of them begins."""
+    """Contiguous values in the file; `first` is the start of a part."""
 
     key: str
     dtype: str
@@ -110,7 +109,7 @@ class Stored:
 
 @dataclass
 class PickleMachine:
-    """Runs one pickle without calling anything."""
+    """Interprets one pickle without calling anything."""
 
     stack: list[Any] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
@@ -118,11 +117,11 @@ class PickleMachine:
     storages: dict[str, Storage] = field(default_factory=dict)
 
     def run(self, file: IO[bytes]) -> Any:
-        """Runs the pickle that begins here, and leaves the file at its end.
+        """Interprets the pickle at the current position, and leaves the file at its end.
 
         Raises:
-            RefusedError: it names what no checkpoint needs, or has a form that torch never writes.
-            Exception: it is malformed in one of the many ways there are.
+            RefusedError: it has a name that no checkpoint needs, or a form that torch never writes.
+            Exception: it is malformed in some other way.
         """
         for opcode, argument, _ in pickletools.genops(file):
             name = opcode.name
@@ -199,7 +198,7 @@ class PickleMachine:
             storage = _storage(*self._pop(1))
             known = self.storages.setdefault(storage.key, storage)
             if (known.dtype, known.n_values) != (storage.dtype, storage.n_values):
-                raise RefusedError(f"its storage {storage.key!r} is described in two ways")
+                raise RefusedError(f"its storage {storage.key!r} has two different descriptions")
             stack.append(storage)
         else:
             raise RefusedError(
@@ -208,7 +207,7 @@ class PickleMachine:
 
     def _pop(self, count: int) -> list[Any]:
         if len(self.stack) - (self.marks[-1] if self.marks else 0) < count:
-            raise RefusedError("its pickle takes more from its stack than there is")
+            raise RefusedError("its pickle pops more from its stack than it holds")
         items = self.stack[len(self.stack) - count :]
         del self.stack[len(self.stack) - count :]
         return items
@@ -222,7 +221,7 @@ class PickleMachine:
 
 def _named(module: Any, name: Any) -> Named:
     if not isinstance(module, str) or not isinstance(name, str):
-        raise RefusedError("it names something by what is no text")
+        raise RefusedError("it has a name that is not text")
     full = f"{_NEW_NAMES.get(module, module)}.{name}"[:TEXT_LIMIT]
     if full not in _HARMLESS and not full.startswith(_HARMLESS_PACKAGES):
         raise RefusedError(f"it names {full}")
@@ -237,7 +236,7 @@ def _make(what: Any, arguments: Any) -> Any:
         if not isinstance(storage, Storage) or len(shape) != len(strides):
             raise RefusedError("a tensor in it has no storage")
         if any(type(n) is not int or n < 0 for n in (first, *shape, *strides)):
-            raise RefusedError("the shape of a tensor in it has other things than counts")
+            raise RefusedError("the shape of a tensor in it has entries that are not counts")
         return Stored(storage, storage.first + first, tuple(shape), tuple(strides))
     if what.name in _REBUILD_PARAMETER:
         return arguments[0]
@@ -251,7 +250,7 @@ def _make(what: Any, arguments: Any) -> Any:
 
 
 def _set_items(target: Any, items: list[Any]) -> Any:
-    """Sets keys that are text or numbers; nothing of importance has other ones."""
+    """Sets text and number keys; nothing important has others."""
     if isinstance(target, dict):
         for key, value in zip(items[::2], items[1::2], strict=True):
             if isinstance(key, str | int | float):
@@ -272,7 +271,7 @@ def _storage(identity: Any) -> Storage:
 
 
 def plain(value: Any) -> Any:
-    """Gives what JSON can say of a value: "AttnMaskType(2)" of a member of an enumeration."""
+    """Returns what JSON can say of a value: "AttnMaskType(2)" of a member of an enumeration."""
     if isinstance(value, Named):
         return value.name
     if isinstance(value, Made):

@@ -1,8 +1,8 @@
-"""A run folder made of weights from elsewhere, that training can go on from.
+"""Builds a run folder from imported weights, for further training.
 
 runs/gpt2/
-  run.toml                          the model's shape; data and schedule are for the user
-  tokenizer/tokenizer.json          where there is one
+  run.toml                          the model's shape; the user adds data and schedule
+  tokenizer/tokenizer.json          if there is one
   checkpoints/step-00000000/        the weights; moments start from zero
 """
 
@@ -26,13 +26,13 @@ from trainyard.train.run_folder import TOKENIZER_FOLDER, write_tokenizer_folder
 
 
 def require_new(output: Path) -> None:
-    """Makes sure that `output` can be made.
+    """Checks that `output` can be created.
 
     Raises:
         CheckpointError: it exists.
     """
     if output.exists():
-        raise CheckpointError(f"{output} exists already", "name another --output, or remove it")
+        raise CheckpointError(f"{output} already exists", "name another --output, or remove it")
 
 
 def load_fitting(source: str | Path, model: Model) -> Vocabulary:
@@ -52,7 +52,7 @@ def load_fitting(source: str | Path, model: Model) -> Vocabulary:
 
 
 def build_run(output: Path, model: Model, description: str, *, has_tokenizer: bool) -> Run:
-    """Makes the run: its model, and defaults elsewhere."""
+    """Builds the run: its model, and defaults elsewhere."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", output.name).lstrip("._-")[:100] or "imported"
     tokenizer = Tokenizer(path=str(output / TOKENIZER_FOLDER) if has_tokenizer else "")
     return Run(name=name, description=description, model=model, tokenizer=tokenizer)
@@ -65,14 +65,14 @@ def write_run_folder(
     outlines: Mapping[str, Tensor],
     make: Make,
 ) -> Path:
-    """Writes a run folder, which appears complete or not at all; returns its checkpoint.
+    """Writes a run folder atomically; returns its checkpoint.
 
     Args:
-        output: the folder to make.
-        run: of `build_run`.
+        output: the folder to create.
+        run: from `build_run`.
         vocabulary: of its tokenizer.
         outlines: of the parameters, named as in the model.
-        make: gives their values.
+        make: returns their values.
 
     Raises:
         MachineError: `output` cannot be written.

@@ -1,11 +1,11 @@
-"""Weights on their way from one layout to another, a tensor at a time.
+"""Streams weights from one layout to another, one tensor at a time.
 
-Nothing is mapped into memory and no list of tensors is ever held, so a model needs as much memory
-as its largest tensor and the copies its conversion makes, however large it is. A tensor that is
-still to be made is described by an outline: one of its type and shape on the device "meta".
+It neither maps files into memory nor holds lists of tensors, so it only needs memory for the
+largest tensor and the copies of its conversion. An outline describes a future tensor: its dtype
+and shape on the device "meta".
 
     outlines  {"model.embedding.weight": meta (50304, 768), ...}
-    make      "model.embedding.weight" -> its values, read and converted when it is its turn
+    make      "model.embedding.weight" -> its values, read and converted on demand
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def outline(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, Tensor
 
 @dataclass
 class CheckpointWeights:
-    """The model's weights in a checkpoint, whatever layout saved it, a whole tensor at a time."""
+    """The model's weights in a checkpoint of any layout, one whole tensor at a time."""
 
     path: Path
     manifest: Manifest
@@ -76,15 +76,15 @@ class CheckpointWeights:
         return cls(path, read_manifest(path))
 
     def n_rows(self) -> int:
-        """Counts the rows of the embedding, padding included; 0 where there is none."""
+        """Counts the rows of the embedding, including padding; 0 if there is none."""
         stored = self.manifest.tensors.get("model.embedding.weight")
         return stored.shape[0] if stored and stored.shape else 0
 
     def require(self, name: str, shape: Shape) -> None:
-        """Makes sure that a parameter is there.
+        """Checks that a parameter exists.
 
         Raises:
-            CheckpointError: it is not, or has another shape.
+            CheckpointError: it does not, or has another shape.
         """
         stored = self.manifest.tensors.get(f"model.{name}")
         found = None if stored is None else list(stored.shape)
@@ -97,7 +97,7 @@ class CheckpointWeights:
             )
 
     def read(self, name: str) -> Tensor:
-        """Reads a parameter and compares it with its checksums.
+        """Reads a parameter and verifies its checksums.
 
         Raises:
             CheckpointError: it is damaged.
@@ -136,14 +136,14 @@ class CheckpointWeights:
 
 
 def write_tensors(path: Path, outlines: Mapping[str, Tensor], make: Make) -> dict[str, str]:
-    """Writes and flushes one safetensors file; gives the SHA-256 of the values of each tensor.
+    """Writes and flushes one safetensors file; returns the SHA-256 of each tensor's values.
 
     Args:
         path: the file.
         outlines: by name, in the order of the file.
-        make: gives the values, of any type, in the outline's shape.
+        make: returns the values, of any dtype, in the outline's shape.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
     for name, tensor in outlines.items():
         begin, end = end, end + tensor.nbytes
@@ -165,7 +165,7 @@ def write_tensors(path: Path, outlines: Mapping[str, Tensor], make: Make) -> dic
 
 
 def _write_values(file: IO[bytes], name: str, like: Tensor, make: Make) -> str:
-    """Writes one tensor, which is gone before the next one is made; gives its SHA-256."""
+    """Writes one tensor, freed before the next one; returns its SHA-256."""
     tensor = make(name).to(like.dtype).contiguous()
     assert tensor.shape == like.shape, (name, tensor.shape, like.shape)
     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -180,15 +180,15 @@ def write_weights(
     vocabulary: Vocabulary | None = None,
     limit_bytes: int = SHARD_LIMIT_BYTES,
 ) -> Path:
-    """Writes a checkpoint of weights alone into `folder`, file by file; returns its path.
+    """Writes a weights-only checkpoint to `folder`, file by file; returns its path.
 
     Args:
-        folder: that nobody looks into before it is renamed: the checkpoint is not made at once.
-        facts: of its manifest.
+        folder: a temporary folder to rename later, since the write is not atomic.
+        facts: for its manifest.
         outlines: by global name, those of the model.
-        make: gives the values.
+        make: returns the values.
         vocabulary: of the tokenizer.
-        limit_bytes: of a file, unless a single tensor is larger.
+        limit_bytes: per file, unless a single tensor is larger.
     """
     final = folder / step_folder_name(facts.step)
     final.mkdir(parents=True)

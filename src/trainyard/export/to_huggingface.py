@@ -1,7 +1,7 @@
-"""From a checkpoint to a GPT-2 folder that Hugging Face libraries open as it is.
+"""Converts a checkpoint to a GPT-2 folder for Hugging Face libraries.
 
-A tensor is read, converted and written when its turn comes, so that memory for the largest one
-suffices, whatever layout saved the checkpoint. Comparing logits afterwards needs both models whole.
+It reads, converts and writes one tensor at a time, so memory for the largest one suffices, for any
+saved layout. Comparing logits afterwards needs both whole models.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainyard.plan.size import parameter_shapes
 logger = logging.getLogger("trainyard")
 
 SHARD_LIMIT_BYTES = 4 * 2**30
-# The same sums in another order; 9e-7 was measured with 124M parameters.
+# Different summation order; measured 9e-7 with 124M parameters.
 LARGEST_DIFFERENCE_FP32 = 1e-5
 
 
@@ -51,9 +51,9 @@ def export_huggingface(
 
     Args:
         checkpoint: a checkpoint folder.
-        output: the folder to make; it appears complete or not at all.
+        output: the folder to create, atomically.
         dtype: of the weights; below fp32 they are rounded.
-        shard_limit_bytes: weights above this are spread over files with an index.
+        shard_limit_bytes: larger weights are split into files with an index.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or `output` exists.
@@ -84,12 +84,12 @@ def require_equal_logits(checkpoint: Path, folder: Path, dtype: torch.dtype) -> 
     """Compares an exported folder with its checkpoint; returns the largest relative difference.
 
     Raises:
-        RuntimeError: weights in fp32 do not give the same logits, which is a bug in the export.
+        RuntimeError: fp32 weights produce different logits, which is a bug in the export.
     """
     difference = compare_logits(checkpoint, folder)
     if dtype == torch.float32 and not difference <= LARGEST_DIFFERENCE_FP32:
         raise RuntimeError(
-            f"{folder} gives other logits than {checkpoint}: they differ by {difference:.1e}, "
+            f"the logits of {folder} and {checkpoint} differ by {difference:.1e}, "
             f"more than {LARGEST_DIFFERENCE_FP32:.1e} of the largest"
         )
     return difference
@@ -125,7 +125,7 @@ def _find_vocabulary(checkpoint: Path, manifest: Manifest) -> Vocabulary | None:
     source = manifest.build_run().tokenizer.path
     if manifest.tokenizer or source == GPT2 or (source and Path(source).exists()):
         return load_tokenizer_copy(checkpoint, manifest)
-    why = f"{source} is not here" if source else "the run names none"
+    why = f"{source} was not found" if source else "the run names none"
     logger.warning("exporting without a tokenizer: %s", why)
     return None
 
@@ -151,7 +151,7 @@ def _write_texts(
 
 
 def _outline(weights: CheckpointWeights, model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Describes what will be written, by our names in their shapes, once all of it is there."""
+    """Describes the output, by our names in their shapes, after checking that all of it exists."""
     n_rows = weights.n_rows()
     if model.n_layers > len(weights.manifest.tensors):
         raise CheckpointError(

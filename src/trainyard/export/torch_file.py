@@ -1,7 +1,7 @@
-"""Reads tensors from files of `torch.save`, which are pickles, without unpickling them.
+"""Reads tensors from `torch.save` files, which are pickles, without unpickling them.
 
-What a file holds and where is told by a process of its own (`describe.py`), which looks up no name
-that the file gives; from then on there are only counts, which are checked, and bytes.
+A separate process (`describe.py`) locates a file's contents and looks up no names from it; after
+that there are only bytes and validated counts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trainyard.checkpoint.shard import Values, read_values
 from trainyard.errors import CheckpointError
 
 _TIMEOUT_SECONDS = 600
-_NO_CHECKPOINT = "it is damaged, or was not written by Megatron; nothing of it was run"
+_NO_CHECKPOINT = "it is damaged, or was not written by Megatron; none of its code was run"
 
 
 class StoredTensor(BaseModel):
-    """Where a tensor's values lie in its file."""
+    """The location of a tensor's values in its file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -37,15 +37,15 @@ class StoredTensor(BaseModel):
 
 
 class Contents(BaseModel):
-    """What a file holds, by path: keys joined by dots."""
+    """A file's contents, by path: keys joined by dots."""
 
     values: dict[str, JsonValue]
-    """Numbers, truth values and texts; None for what is neither."""
+    """Numbers, booleans and text; None for others."""
     tensors: dict[str, StoredTensor]
 
 
 def describe_file(path: Path) -> Contents:
-    """Finds out what a file of `torch.save` holds.
+    """Describes the contents of a `torch.save` file.
 
     Raises:
         CheckpointError: it is missing or malformed, or names a class or function that no checkpoint
@@ -53,7 +53,7 @@ def describe_file(path: Path) -> Contents:
     """
     if not path.is_file():
         raise CheckpointError(
-            f"{path} is missing, or is no ordinary file", "copy the whole folder of the checkpoint"
+            f"{path} is missing or not a regular file", "copy the whole folder of the checkpoint"
         )
     package = Path(__file__).parents[2]
     try:
@@ -77,7 +77,7 @@ def describe_file(path: Path) -> Contents:
     except ValidationError as error:
         problem = first_problem(error)
     except (ValueError, TypeError, RecursionError):
-        problem = "its reader gave no answer"
+        problem = "its reader returned nothing"
     raise CheckpointError(f"{path} cannot be read: {problem}", _NO_CHECKPOINT)
 
 

@@ -1,6 +1,6 @@
-"""The only reader of the environment: which process this is, of how many, and where they meet.
+"""The only reader of environment variables: rank, number of ranks and rendezvous.
 
-Every launcher tells each process its place in variables of its own:
+Every launcher passes the rank to each process in its own variables:
 
     trainyard train --ranks 4    TRAINYARD_RANK, TRAINYARD_RANKS, and a file to meet in
     torchrun                     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, ..PORT
@@ -8,9 +8,9 @@ Every launcher tells each process its place in variables of its own:
     mpiexec of Open MPI          OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
     mpiexec of the others        PMI_RANK, PMI_SIZE, and one of several names for the local rank
 
-They are asked in this order, the innermost launcher first: below torchrun inside srun both sets are
-there and torchrun's is right, and mpiexec may use srun to reach the machines. A shell inside an
-allocation (salloc, sbatch) has variables of Slurm as well, but of no step: it is one process.
+They are checked in this order, the innermost launcher first: under torchrun inside srun both sets
+exist and torchrun's is right, and mpiexec may use srun to reach the machines. A shell inside an
+allocation (salloc, sbatch) also has Slurm variables, but none of a step: it is one process.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from trainyard.errors import LaunchError
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "gigatoken")
 LOOPBACK = "127.0.0.1"
-# Below the ports that Linux gives to outgoing connections.
+# Below the ephemeral ports of Linux.
 FIRST_PORT, N_PORTS = 12_000, 18_000
-# What tells jobs apart, so that two on one machine do not use the same port.
+# Variables that distinguish jobs, so that two on one machine use different ports.
 JOB_NAMES = ("PMIX_NAMESPACE", "PALS_APID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID")
 COMMAND = "TRAINYARD_COMMAND"
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 PROMISE = "TRAINYARD_DEVICES"
-"""Set by job scripts: how many GPUs each rank is to see."""
+"""Set by job scripts: number of GPUs that each rank must see."""
 END = "TRAINYARD_END"
 """Set by job scripts: when the scheduler ends the job, in seconds since 1970."""
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -51,40 +51,40 @@ ADDRESS_HINT = "export MASTER_ADDR, the name of the first machine, and MASTER_PO
 
 @dataclass(frozen=True)
 class Process:
-    """This process among those that train together, and where they meet."""
+    """This process among the ranks of a job, and their rendezvous."""
 
     rank: int = 0
     n_ranks: int = 1
     local_rank: int = 0
-    """Its number among the ranks of this machine."""
+    """Its rank on this machine."""
     n_local_ranks: int = 1
     """Ranks on this machine."""
     address: str = LOOPBACK
-    """The machine of rank 0, as the others reach it."""
+    """Address of rank 0's machine, reachable by the others."""
     port: int = 0
-    """Where rank 0 listens there."""
+    """Port on which rank 0 listens."""
     store_file: Path | None = None
-    """All ranks are on this machine and meet in this file; nothing listens."""
+    """File in which the ranks of one machine meet, without a listening port."""
     launcher_listens: bool = False
-    """The launcher listens at the address already, instead of rank 0."""
+    """Whether the launcher listens at the address instead of rank 0."""
     attempt: int = 0
-    """How often the launcher has started these ranks again."""
+    """Number of restarts by the launcher."""
     parent_pipe: int | None = None
-    """A file descriptor that comes to its end when the process that started this one does."""
+    """File descriptor that reaches its end when the parent process ends."""
     heartbeat: int | None = None
-    """A file descriptor of the memory in which it tells that process what it does."""
+    """File descriptor of the memory for heartbeats to the parent process."""
     launcher_restarts: bool = False
-    """The launcher starts all ranks again when this process does not end with 0."""
+    """Whether the launcher restarts all ranks if this process exits with a nonzero code."""
 
     @property
     def is_on_one_machine(self) -> bool:
-        """All ranks are on this machine."""
+        """Whether all ranks are on this machine."""
         return self.n_local_ranks == self.n_ranks
 
 
 @dataclass(frozen=True)
 class _Names:
-    """The variables of a launcher; where one value has several names, versions differ."""
+    """The variables of a launcher; several names for one value are from different versions."""
 
     rank: Sequence[str]
     n_ranks: Sequence[str]
@@ -92,11 +92,11 @@ class _Names:
     n_local_ranks: Sequence[str]
 
     def are_in(self, environment: Mapping[str, str]) -> bool:
-        """At least one of them is set."""
+        """Whether at least one is set."""
         return any(name in environment for names in self._all() for name in names)
 
     def are_complete_in(self, environment: Mapping[str, str]) -> bool:
-        """Each value is said."""
+        """Whether every value is set."""
         return all(any(name in environment for name in names) for names in self._all())
 
     def _all(self) -> tuple[Sequence[str], ...]:
@@ -120,7 +120,7 @@ PMI = _Names(
 
 
 def read_process(environment: Mapping[str, str] = os.environ) -> Process:
-    """Reads what the launcher of this process set; without one this is the only process.
+    """Reads the variables of the launcher; without one, this is the only process.
 
     Raises:
         LaunchError: variables are missing, broken, or contradict each other.
@@ -141,7 +141,7 @@ def _read_launcher(environment: Mapping[str, str]) -> Process:
         return _complete_torchrun(environment, _read_place(environment, TORCHRUN))
     if OPEN_MPI.are_in(environment):
         return _with_meeting_point(environment, _read_place(environment, OPEN_MPI))
-    # Plug-ins of Slurm set some of these without the rest: then the step knows it all.
+    # Slurm plug-ins set only some of these: then the step has all values.
     if PMI.are_in(environment) and (PMI.are_complete_in(environment) or not in_step):
         return _with_meeting_point(environment, _read_place(environment, PMI))
     if in_step:
@@ -152,7 +152,7 @@ def _read_launcher(environment: Mapping[str, str]) -> Process:
 def rank_environment(
     process: Process, n_threads: int, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Gives the environment of a process started on this machine: `read_process` reads it there.
+    """Returns the environment for a process on this machine, for its `read_process`.
 
     Args:
         process: with a `parent_pipe`; without a `store_file` its place is in the environment.
@@ -177,17 +177,17 @@ def rank_environment(
 
 
 def read_start(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Gives what a job script calls this start of it; None where there is no script."""
+    """Returns the job script's name of this start; None without a script."""
     return environment.get("TRAINYARD_JOB")
 
 
 def seconds_left(environment: Mapping[str, str] = os.environ) -> float | None:
-    """Gives the time until the scheduler's limit, or None where there is none."""
+    """Returns the time until the scheduler's limit, or None without a limit."""
     for name in (END, "SLURM_JOB_END_TIME"):
         if name in environment:
             return _read_one(environment, [name])[1] - time.time()
     if "PBS_WALLTIME" in environment:
-        # From the start of the job, of which its script is the oldest process here.
+        # From the start of the job; its script is its oldest process here.
         return _read_one(environment, ["PBS_WALLTIME"])[1] - _seconds_since_start(os.getsid(0))
     return None
 
@@ -202,7 +202,7 @@ def _seconds_since_start(pid: int) -> float:
 
 
 def refuse_missing_devices(n_seen: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuses to train on fewer GPUs than the cluster file promises, and so on the CPU instead.
+    """Rejects training on fewer GPUs than in the cluster file, or on the CPU instead.
 
     Args:
         n_seen: GPUs that this process sees.
@@ -212,14 +212,14 @@ def refuse_missing_devices(n_seen: int, environment: Mapping[str, str] = os.envi
         LaunchError: names the host, and both numbers.
     """
     promised = _read_optional(environment, PROMISE)
-    # A launcher may show each rank one alone, and says so.
+    # A launcher may show each rank only one GPU; its variables say so.
     is_own = n_seen == 1 and any(name in environment for name in VISIBLE)
     if promised is not None and n_seen < promised and not is_own:
         raise LaunchError(
-            f"{socket.gethostname()}: {promised} GPUs were promised, and torch sees {n_seen}",
-            "a driver or container without GPUs (--nv, --rocm), a torch built for others, an "
-            "option of the scheduler, or gpu and devices_per_node of the cluster file; "
-            "see with: trainyard doctor",
+            f"{socket.gethostname()}: expected {promised} GPUs, but torch sees {n_seen}",
+            "check the driver, the container's GPU option (--nv, --rocm), the torch build, the "
+            "scheduler options, and gpu and devices_per_node of the cluster file; "
+            "diagnose with: trainyard doctor",
         )
 
 
@@ -233,7 +233,7 @@ def let_idle_threads_sleep() -> None:
 
 
 def keep_off_the_network() -> None:
-    """Lets gloo and NCCL use this machine's loopback interface only; call it before they start."""
+    """Restricts gloo and NCCL to the loopback interface; call it before they start."""
     names = {name for _, name in socket.if_nameindex()}
     for loopback in names & {"lo", "lo0"}:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
@@ -241,20 +241,20 @@ def keep_off_the_network() -> None:
 
 
 def hide_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Takes out what must not be written down: variables named as secrets, and logins in URLs."""
+    """Hides the values of secret variables, and logins in URLs."""
     return hide(text, secret_values(environment))
 
 
 def read_variables(
     names: re.Pattern[str], environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Gives the variables whose whole names match, without what is secret in them."""
+    """Returns the variables whose whole names match, with secrets hidden."""
     found = sorted((name, text) for name, text in environment.items() if names.fullmatch(name))
     return {name: hide_secrets(text, environment) for name, text in found}
 
 
 def read_versions(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Names the versions of everything that can change a result, and the user's command."""
+    """Returns the versions of all software that can change a result, and the user's command."""
     versions = {
         "trainyard": __version__,
         "python": platform.python_version(),
@@ -292,7 +292,7 @@ def _read_place(environment: Mapping[str, str], names: _Names) -> Process:
         if not value < limit:
             raise LaunchError(
                 f"{below}={environment[below]} contradicts {above}={environment[above]}",
-                "ranks are numbered from 0, below their count: let the launcher set all of these",
+                "ranks count from 0 and are less than their number: let the launcher set these",
             )
     return Process(rank, n_ranks, local_rank, n_local_ranks)
 
@@ -336,7 +336,7 @@ def _complete_torchrun(environment: Mapping[str, str], process: Process) -> Proc
 
 
 def _with_meeting_point(environment: Mapping[str, str], process: Process) -> Process:
-    """Adds where rank 0 listens: all ranks must come to the same answer on their own."""
+    """Adds rank 0's address and port; all ranks must derive the same one independently."""
     if process.n_ranks == 1:
         return process
     nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST"))
@@ -353,7 +353,7 @@ def _with_meeting_point(environment: Mapping[str, str], process: Process) -> Pro
 
 
 def first_host(nodes: str) -> str:
-    """Gives the first host of a node list as Slurm writes it: of "n[03-05,9],login1" it is n03."""
+    """Returns the first host of a Slurm node list: n03 for "n[03-05,9],login1"."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
 
 
@@ -365,7 +365,7 @@ def _read_port(environment: Mapping[str, str]) -> int:
 
 
 def _read_one(environment: Mapping[str, str], names: Sequence[str]) -> tuple[str, int]:
-    """Reads a value that has several names: gives a name that is set, and the number."""
+    """Reads a value with several possible names; returns the name that is set, and the number."""
     found = [name for name in names if name in environment] or [names[0]]
     for name in found:
         if not re.fullmatch("[0-9]+", _text(environment, name)):
@@ -384,5 +384,5 @@ def _read_optional(environment: Mapping[str, str], name: str) -> int | None:
 def _text(environment: Mapping[str, str], name: str) -> str:
     if name not in environment:
         hint = ADDRESS_HINT if name.startswith("MASTER_") else MEANING
-        raise LaunchError(f"{name} is not set; the launcher of this process set others", hint)
+        raise LaunchError(f"{name} is not set, but other variables of the launcher are", hint)
     return environment[name]

@@ -1,14 +1,14 @@
-"""Who hangs: what all parents saw of their workers, put together until one rank is named.
+"""Hang reports: parents share the state of their workers to find the rank that hangs.
 
-A rank that hangs makes all others wait, so every parent sees its worker stand still. Each writes
-what it saw into a file of the run folder, and reads those of the others:
+A hung rank makes all others wait, so every parent sees a worker without progress. Each writes its
+report to a file in the run folder, and reads those of the others:
 
     runs/my-run/logs/attempt-0/rank-00002.json     {"rank": 2, "host": "n1", "step": 12,
         "phase": "forward and backward", "count": 41, "seconds": 1201.3, "state": "stopped", ..}
 
-Then all come to the same answer: the rank that is stopped; else the one whose heartbeat is farthest
-behind, since nobody can overtake a collective operation; and of several that stand at the same
-place the one that is not inside of communication.
+Then all parents name the same rank: the stopped one; else the one whose heartbeat is farthest
+behind, since no rank can overtake a collective operation; and if several are equally far behind,
+the one that is not inside communication.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POLL_SECONDS = 0.05
 N_LOOKS = 6
 MEANT_CODES = (0, 2, EXIT_REQUEUE, EXIT_HOLD)
 STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk or device", "T": "stopped"}
-# Where a thread is that waits for others: in a collective operation, behind one, or to meet them.
+# Code in which a thread waits for others: in a collective, behind one, or in the rendezvous.
 OF_THE_WAIT, OF_A_SAVE = "/checkpoint/background.py", "/checkpoint/save.py"
 OF_COMMUNICATION = re.compile(
     r"/torch/(distributed/|autograd/|_ops\.py)|/trainyard/parallel/start\.py"
@@ -41,34 +41,34 @@ OF_COMMUNICATION = re.compile(
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What was seen of one worker."""
+    """The observed state of one worker."""
 
     rank: int
     host: str
     step: int
     phase: str
     count: int
-    """Of its heartbeat."""
+    """Its heartbeat count."""
     seconds: float
-    """For how long that has not moved."""
+    """Time since its last heartbeat."""
     state: str
-    """Of the process; or how it ended."""
+    """State of the process, or how it ended."""
     has_ended: bool
     has_failed: bool
-    """It ended otherwise than it should."""
+    """It ended abnormally."""
     stack: str
-    """Of all its threads, innermost call first; empty where it could not be had."""
+    """Stacks of all its threads, innermost call first; empty if not available."""
 
     @property
     def is_waiting_for_others(self) -> bool:
-        """Its main thread, or that of a save it waits for, is inside of communication."""
+        """Whether its main thread, or the save it waits for, is inside communication."""
         *others, main = ["", *self.stack.split("hread 0x")]
         saving = [each for each in others if OF_A_SAVE in each] if OF_THE_WAIT in main else []
         lines = (saving or [main])[0].splitlines()
         return len(lines) > 1 and bool(OF_COMMUNICATION.search(lines[1]))
 
     def __str__(self) -> str:
-        """One line."""
+        """Returns one line of text."""
         stands = "" if self.has_ended else f" for {self.seconds:.0f} s"
         return (
             f"rank {self.rank} on {self.host}: step {self.step}, {self.phase}{stands}, {self.state}"
@@ -76,19 +76,19 @@ class RankStatus:
 
 
 class HangReports:
-    """The files in which the parents of one start of a run tell each other what they saw.
+    """The files in which the parents of one start of a run share their reports.
 
     Args:
-        folder: the same for all of them; made when there is something to tell.
+        folder: the same for all parents; created with the first report.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # An earlier job may have left some; ours come later than this.
+        # An earlier job may have left some; new reports come later.
         self._before = self._list()
 
     def write(self, statuses: Iterable[RankStatus]) -> None:
-        """Writes what this process saw; a disk that fails must not keep it from ending."""
+        """Writes this process's reports; a failing disk must not keep it from ending."""
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             for each in statuses:
@@ -98,7 +98,7 @@ class HangReports:
                 new.replace(path)
 
     def read(self) -> list[RankStatus]:
-        """Reads what all have told since this object was made, by rank."""
+        """Reads all reports written since this object was created, by rank."""
         told = []
         for path, identity in sorted(self._list().items()):
             if self._before.get(path) != identity:
@@ -116,17 +116,17 @@ class HangReports:
 
 
 def look_at(workers: Sequence[Worker], still_since: dict[int, float]) -> list[RankStatus]:
-    """Sees what workers do, with the stacks of all that are able to write them.
+    """Returns the state of workers, with the stacks of all that can write them.
 
     Args:
-        workers: with a heartbeat.
-        still_since: by rank, when its heartbeat moved last, on the monotonic clock.
+        workers: workers with a heartbeat.
+        still_since: time of the last heartbeat by rank, on the monotonic clock.
     """
     seen_often = []
     for _ in range(N_LOOKS):
         seen_often.append([_see(worker, still_since.get(worker.rank)) for worker in workers])
         time.sleep(POLL_SECONDS)
-    # One that waits runs for a moment now and then.
+    # A waiting process runs for a moment now and then.
     statuses = [
         next((seen for seen in each if seen.state != "running"), each[-1])
         for each in zip(*seen_often, strict=True)
@@ -134,7 +134,7 @@ def look_at(workers: Sequence[Worker], still_since: dict[int, float]) -> list[Ra
     asked = {
         worker.rank: worker
         for worker, seen in zip(workers, statuses, strict=True)
-        # Before its first beat the signal would end it.
+        # Before its first heartbeat the signal would kill it.
         if seen.count > 0 and not seen.has_ended and seen.state != "stopped"
     }
     for worker in asked.values():
@@ -144,7 +144,7 @@ def look_at(workers: Sequence[Worker], still_since: dict[int, float]) -> list[Ra
 
 
 def find_culprits(statuses: Sequence[RankStatus]) -> list[RankStatus]:
-    """Finds the ranks for which the others wait; all of them where none stands out."""
+    """Finds the ranks that the others wait for; all ranks if the cause is not isolated."""
     failed = [each for each in statuses if each.has_failed]
     stopped = [each for each in statuses if each.state == "stopped"]
     if failed or stopped:
@@ -157,7 +157,7 @@ def find_culprits(statuses: Sequence[RankStatus]) -> list[RankStatus]:
 
 
 def describe_hang(statuses: Sequence[RankStatus], n_ranks: int) -> str:
-    """Names the rank that hangs, then has a line for each rank."""
+    """Names the hung rank, followed by one line per rank."""
     culprits = find_culprits(statuses)
     missing = sorted(set(range(n_ranks)) - {each.rank for each in statuses})
     if len(culprits) == 1:
@@ -177,16 +177,16 @@ def describe_hang(statuses: Sequence[RankStatus], n_ranks: int) -> str:
 
 
 def describe_stack(seen: RankStatus) -> str:
-    """Shows where a worker is in its program, or why that cannot be said."""
+    """Shows the stacks of a worker, or why they are not available."""
     if seen.stack:
         lines = "".join(f"\n    {line}" for line in seen.stack.splitlines())
         return f"rank {seen.rank} is in (innermost call first):{lines}"
-    why = "is stopped and" if seen.state == "stopped" else "does not answer and"
-    return f"rank {seen.rank} {why} cannot say where it is"
+    why = "is stopped" if seen.state == "stopped" else "does not respond"
+    return f"rank {seen.rank} {why}: no stack available"
 
 
 def status_of_dead(worker: Worker) -> RankStatus:
-    """Gives what is known of a worker that has ended."""
+    """Returns the known state of a worker that has ended."""
     return _see(worker, None)
 
 
@@ -217,7 +217,7 @@ def _read_state(pid: int) -> str:
 
 
 def _wait_for_stacks(asked: dict[int, Worker]) -> dict[int, str]:
-    """Waits until every stack is written to its end: until nothing comes any more."""
+    """Waits until every stack is complete, that is until no more output arrives."""
     stacks = dict.fromkeys(asked, "")
     deadline = quiet_from = time.monotonic() + STACK_SECONDS
     while time.monotonic() < min(deadline, quiet_from):

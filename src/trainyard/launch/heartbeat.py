@@ -1,7 +1,7 @@
-"""How a worker shows that it lives: a few bytes of memory that its parent process sees too.
+"""The heartbeat of a worker: a few bytes of memory shared with its parent process.
 
-The parent makes the memory and hands down its file descriptor, `Process.heartbeat`. The worker
-writes what it does, and the parent reads it at any time. Neither ever waits for the other:
+The parent allocates the memory and passes its file descriptor, `Process.heartbeat`. The worker
+writes its phase, and the parent reads it at any time. Neither ever waits for the other:
 
     worker   heartbeat = Heartbeat(process.heartbeat, 1200.0)
              heartbeat.enter("data", 0)                     # count 1
@@ -9,12 +9,12 @@ writes what it does, and the parent reads it at any time. Neither ever waits for
     parent   reader = HeartbeatReader()
              reader.read()   HeartbeatState(count=2, step=0, phase="forward and backward", ..)
 
-A count that stands still for longer than the limit beside it is a worker that hangs. The bytes are
+A worker whose count does not change within its limit hangs. The bytes are
 
-    0 count   8 limit in seconds   16 step   20 phase   24 process id   28 who is to blame
+    0 count   8 limit in seconds   16 step   20 phase   24 process id   28 culprit
 
-and behind them come the stacks of the worker's threads, written by C code at each SIGUSR2: also
-while a thread holds Python's lock and nothing written in Python could run.
+followed by the stacks of the worker's threads, written by C code at each SIGUSR2, even while a
+thread holds Python's lock and no Python code can run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Phase = Literal[
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 PARTS_OF_A_STEP: Final = ("data", "forward and backward", "update")
 START_SECONDS: Final = 3600.0
-"""The limit before a worker has read its own."""
+"""The limit until a worker has read its own."""
 STACK_SIGNAL: Final = signal.SIGUSR2
 NOBODY, ANOTHER = -1, -2
 _BEAT = struct.Struct("QdIII")
@@ -45,28 +45,27 @@ N_BYTES: Final = _BEAT.size + _BLAME.size
 
 @dataclass(frozen=True)
 class HeartbeatState:
-    """What a worker does."""
+    """The current state of a worker."""
 
     count: int
-    """How many parts of its work it has begun; 0 before it said anything."""
+    """Number of phases started; 0 before the first."""
     step: int
     """Steps done."""
     phase: Phase
     limit_seconds: float
-    """Standing still for longer is a hang."""
+    """No progress for longer is a hang."""
     pid: int
     culprit: int
-    """The rank whose fault it is that this worker fails; `NOBODY`, or `ANOTHER` that it does not
-    know."""
+    """The rank that caused this worker to fail; `NOBODY`, or `ANOTHER` if unknown."""
 
     @property
     def is_victim(self) -> bool:
-        """It fails because another rank does."""
+        """Whether it fails because of another rank."""
         return self.culprit != NOBODY
 
 
 class Heartbeat:
-    """A worker's side: says what it does.
+    """The worker's side: reports its phase.
 
     Args:
         descriptor: `Process.heartbeat`; None says it to nobody.
@@ -89,7 +88,7 @@ class Heartbeat:
             self.blame(NOBODY)
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Says that a part of the work begins; `step` counts the steps done."""
+        """Reports the start of a phase; `step` counts completed steps."""
         self._count += 1
         limit = self._slow_seconds
         if phase in PARTS_OF_A_STEP:
@@ -101,12 +100,12 @@ class Heartbeat:
         _BEAT.pack_into(self._memory, 0, self._count, limit, step, place, self._pid)
 
     def blame(self, rank: int) -> None:
-        """Says whose fault it is that this worker fails: a rank, or `ANOTHER`."""
+        """Reports which rank caused this worker to fail: a rank, or `ANOTHER`."""
         _BLAME.pack_into(self._memory, _BEAT.size, rank)
 
 
 class HeartbeatReader:
-    """The parent's side; makes the memory.
+    """The parent's side; allocates the memory.
 
     Args:
         descriptor: of memory that is there already.
@@ -117,7 +116,7 @@ class HeartbeatReader:
         self._memory = mmap.mmap(self.descriptor, N_BYTES, access=mmap.ACCESS_READ)
 
     def read(self) -> HeartbeatState:
-        """Gives what the worker does now."""
+        """Returns the current state of the worker."""
         before, now = b"", self._memory[:]
         while before != now:  # the worker is writing
             before, now = now, self._memory[:]
@@ -128,19 +127,19 @@ class HeartbeatReader:
         return HeartbeatState(count, step, PHASES[phase], limit, pid, culprit)
 
     def read_stacks(self) -> str:
-        """Gives what the worker has written at each `STACK_SIGNAL`, or nothing."""
+        """Returns the worker's output at each `STACK_SIGNAL`; may be empty."""
         n_bytes = os.fstat(self.descriptor).st_size - N_BYTES
-        # Reading in the ordinary way would move the place where the worker writes.
+        # A plain read would move the worker's write position.
         return os.pread(self.descriptor, n_bytes, N_BYTES).decode("utf-8", errors="replace")
 
     def close(self) -> None:
-        """Gives the memory back; a worker keeps its own hold of it."""
+        """Releases the memory; the worker keeps its own handle."""
         self._memory.close()
         os.close(self.descriptor)
 
 
 def end_with_parent(pipe: int) -> None:
-    """Ends this process at once when the one that started it has ended, even while it waits.
+    """Ends this process as soon as its parent has ended, even while it waits.
 
     Args:
         pipe: `Process.parent_pipe`.
@@ -149,8 +148,8 @@ def end_with_parent(pipe: int) -> None:
     def wait_for_end() -> None:
         with suppress(OSError):
             os.read(pipe, 1)
-            # Not by the logger: the main thread may hold its lock for ever.
-            os.write(2, b"the process that started this rank has ended, and so does this one\n")
+            # Not by the logger: the main thread may hold its lock forever.
+            os.write(2, b"the parent process of this rank has ended, so this rank ends too\n")
         os._exit(1)
 
     threading.Thread(target=wait_for_end, name="end with parent", daemon=True).start()

@@ -1,8 +1,8 @@
-"""A job before it is a script: what is to run on how many nodes of which cluster, and its checks.
+"""A job before it becomes a script: command, nodes and cluster, with checks.
 
-There are two kinds. Training takes all nodes at once, a rank for each device, and comes back into
-the queue until the run is done. A stage of the data takes some nodes one by one, as an array of
-equal tasks that share the work among themselves.
+There are two kinds. Training takes all nodes at once, one rank per device, and is requeued until
+the run is done. A data stage takes nodes one by one, as an array of equal tasks that share the work
+among themselves.
 """
 
 from __future__ import annotations
@@ -29,63 +29,63 @@ IMAGE_ENDINGS = (".sif", ".sqsh", ".img")
 
 @dataclass(frozen=True)
 class Job:
-    """What a script is made of."""
+    """The inputs of a script."""
 
     name: str
-    """As the scheduler shows it."""
+    """Job name in the scheduler."""
     cluster: Cluster
     n_nodes: int
-    """For a stage of the data: how many nodes work at once, each in a task of its own."""
+    """For a data stage: number of nodes that work in parallel, each in its own task."""
     n_ranks_per_node: int
-    """1 for a stage of the data."""
+    """1 for a data stage."""
     arguments: Sequence[str]
-    """Of `trainyard`, for each rank or task."""
+    """Arguments of `trainyard`, for each rank or task."""
     folder: Path
-    """Of the run, absolute: PROJECT/runs/NAME; everything starts in PROJECT."""
+    """Absolute run folder: PROJECT/runs/NAME; jobs start in PROJECT."""
     made_by: str
     """The command that made the script."""
     is_stage: bool = False
-    """A stage of the data."""
+    """Whether it is a data stage."""
     needs: Sequence[str] = ()
-    """Files that must be there when it starts, because an earlier stage makes them."""
+    """Files from earlier stages that must exist when it starts."""
 
     @property
     def n_ranks(self) -> int:
-        """All of them."""
+        """Total number of ranks."""
         return self.n_nodes * self.n_ranks_per_node
 
     @property
     def project(self) -> Path:
-        """Where it starts: paths of the run file count from here."""
+        """Its working folder: paths of the run file are relative to it."""
         return self.folder.parents[1]
 
     @property
     def run_folder(self) -> str:
-        """The run folder as it is named from there."""
+        """The run folder relative to `project`."""
         return str(self.folder.relative_to(self.project))
 
     @property
     def image(self) -> str:
-        """Of its container; a file by its whole path, since pyxis takes `x.sqsh` for a name."""
+        """Container image; a file by its absolute path, since pyxis takes `x.sqsh` for a name."""
         image = self.cluster.launch.container.image
         is_file = image.startswith(("/", "./")) or image.endswith(IMAGE_ENDINGS)
         return str(self.project / image) if is_file else image
 
     @property
     def mounts(self) -> Sequence[str]:
-        """Of its container, beside the folder of the launch."""
+        """Mounts of its container, besides the launch folder."""
         launch = self.cluster.launch
         own = launch.prepare.mounts if self.is_stage else None
         return launch.container.mounts if own is None else own
 
     @property
     def script_path(self) -> Path:
-        """Where its script belongs."""
+        """Path of its script."""
         return self.folder / "jobs" / f"{self.name}.sh" if self.is_stage else self.folder / "job.sh"
 
 
 def check_job(job: Job, devices_per_node: int) -> None:
-    """Refuses a job that could not start, or would start as something else.
+    """Rejects a job that cannot start, or would start with other settings.
 
     Args:
         job: what is to run.
@@ -101,27 +101,27 @@ def check_job(job: Job, devices_per_node: int) -> None:
     launch, ranks = job.cluster.launch, job.n_ranks_per_node
     if ranks > devices_per_node:
         raise LaunchError(
-            f"{ranks} ranks a node, and a node has {devices_per_node} devices",
-            "one rank for each device at most; or is devices_per_node of the cluster file wrong?",
+            f"{ranks} ranks per node, but a node has {devices_per_node} devices",
+            "use at most one rank per device, or correct devices_per_node in the cluster file",
         )
     if launch.scheduler == "local" and job.n_nodes > 1:
         raise LaunchError(
-            f"{job.n_nodes} nodes, and the scheduler of this cluster is this machine alone",
-            "--nodes 1; or a cluster with a scheduler, or with hosts (trainyard show cluster ssh)",
+            f"{job.n_nodes} nodes, but this cluster is only this machine",
+            "--nodes 1, or a cluster with a scheduler or hosts (trainyard show cluster ssh)",
         )
     if launch.scheduler in ("mpi", "ssh"):
         _check_hosts(job)
     if launch.cpu_lists and len(launch.cpu_lists) < ranks:
         raise LaunchError(
-            f"cpu_lists has {len(launch.cpu_lists)} lists for {ranks} ranks of a node",
-            "one list for each rank of a node, or none at all",
+            f"cpu_lists has {len(launch.cpu_lists)} lists for {ranks} ranks per node",
+            "give one list per rank of a node, or none",
         )
     if launch.start == "torchrun":
         _check_torchrun(job)
 
 
 def check_programs(job: Job) -> None:
-    """Refuses to go on where the programs that start a job are not.
+    """Rejects a machine without the programs that start a job.
 
     Raises:
         LaunchError: names the program.
@@ -133,32 +133,32 @@ def check_programs(job: Job) -> None:
     if not any(shutil.which(each) for each in choices):
         raise LaunchError(
             f"there is no {choices[-1]} here, which the scheduler {launch.scheduler} needs",
-            "start this on a login node of the cluster; --dry-run writes the script anywhere",
+            "run this on a login node of the cluster; --dry-run prints the script anywhere",
         )
     is_file = job.image.startswith("/")
     if launch.container.runtime != "none" and is_file and not os.path.lexists(job.image):
         raise LaunchError(
             f"there is no image {job.image}",
-            "build or copy it there, or name another: --image, or image in [launch.container]",
+            "build or copy it there, or set another: --image, or image in [launch.container]",
         )
 
 
 def _check_names(job: Job) -> None:
     if not NAME.fullmatch(job.name):
         raise LaunchError(
-            f"{job.name!r} is no name for a job",
-            "letters, digits and . _ -, and it begins with a letter or digit",
+            f"{job.name!r} is not a job name",
+            "use letters, digits and . _ -, with a letter or digit first",
         )
     path = str(job.folder)
     if job.cluster.launch.scheduler == "slurm" and "\\" in path:
         raise LaunchError(
-            f"Slurm cannot write its log below {path}: there is a backslash in it",
+            f"Slurm cannot write its log below {path}: the path has a backslash",
             "start in a folder without one",
         )
     if job.cluster.launch.scheduler == "pbs" and not re.fullmatch(r"[\w./+@=-]+", path):
         raise LaunchError(
-            f"PBS cannot write its log below {path}: there is a space or a special character in it",
-            "start in a folder whose path has letters, digits and . _ - + @ = alone",
+            f"PBS cannot write its log below {path}: the path has a space or a special character",
+            "start in a folder whose path has only letters, digits and . _ - + @ =",
         )
 
 
@@ -169,8 +169,8 @@ def _check_hosts(job: Job) -> None:
         raise LaunchError(f"hosts names {twice} twice", "name each host once")
     if len(launch.hosts) < job.n_nodes:
         raise LaunchError(
-            f"hosts names {len(launch.hosts)}, and --nodes asks for {job.n_nodes}",
-            'name them in a cluster file: [launch] hosts = ["n1", "n2"]; or --hosts n1,n2',
+            f"hosts has {len(launch.hosts)}, but --nodes is {job.n_nodes}",
+            'list them in a cluster file: [launch] hosts = ["n1", "n2"]; or --hosts n1,n2',
         )
 
 
@@ -178,14 +178,14 @@ def _check_torchrun(job: Job) -> None:
     launch = job.cluster.launch
     if launch.scheduler != "slurm":
         raise LaunchError(
-            f'start = "torchrun" is for Slurm, and the scheduler is {launch.scheduler}',
-            'start = "tasks"',
+            f'start = "torchrun" needs Slurm, but the scheduler is {launch.scheduler}',
+            'set start = "tasks"',
         )
     if launch.cpu_lists or launch.device_variable:
         field = "cpu_lists" if launch.cpu_lists else "device_variable"
         raise LaunchError(
-            f'{field} is for one task a rank, and start = "torchrun" has one a node',
-            f'start = "tasks", or leave out {field}',
+            f'{field} needs one task per rank, but start = "torchrun" has one per node',
+            f'set start = "tasks", or omit {field}',
         )
 
 
@@ -195,22 +195,22 @@ def _check_container(job: Job) -> None:
     if container.runtime == "none":
         if container.image:
             raise LaunchError(
-                f"the image {container.image} needs a runtime, and the cluster file names none",
-                '[launch.container] runtime = "apptainer", "singularity" or "pyxis"',
+                f"the image {container.image} needs a runtime, but the cluster file sets none",
+                'set runtime in [launch.container] to "apptainer", "singularity" or "pyxis"',
             )
         return
     if not container.image:
         raise LaunchError(
-            f"{container.runtime} needs an image, and none is named",
-            "--image, or image in [launch.container]; it needs Trainyard and torch in it",
+            f"{container.runtime} needs an image, but none is set",
+            "set --image, or image in [launch.container], to one with Trainyard and torch",
         )
     if re.search("[,:]", str(job.project)):
         raise LaunchError(
-            f"{job.project} cannot be mounted: there is a comma or a colon in it",
+            f"{job.project} cannot be mounted: the path has a comma or a colon",
             "start in a folder without them",
         )
     if container.runtime == "pyxis" and launch.scheduler != "slurm":
         raise LaunchError(
-            f"pyxis is a part of Slurm, and the scheduler is {launch.scheduler}",
-            '[launch.container] runtime = "apptainer"',
+            f"pyxis needs Slurm, but the scheduler is {launch.scheduler}",
+            'set runtime = "apptainer" in [launch.container]',
         )

@@ -1,4 +1,4 @@
-"""Processes of this machine that train together: started, signalled and ended together.
+"""Processes of one job on this machine: starts, signals and ends them together.
 
     run_ranks(4, [sys.executable, "-m", "trainyard.train.layout_check", FOLDER, "fp64"], logs)
 
@@ -38,20 +38,20 @@ N_LINES, N_BYTES = 20, 8192
 
 @dataclass(frozen=True)
 class Worker:
-    """A process that this one has started, and what is known of it."""
+    """A process started by this one, with its known state."""
 
     process: Process
-    """Its place among the ranks."""
+    """Its rank and peers."""
     running: subprocess.Popen[bytes]
     log: Path | None
-    """Where its output goes; None: where that of this process goes."""
+    """File of its output; None: the output of this process."""
     log_start: int
     """Size of the log before."""
     heartbeat: HeartbeatReader | None
 
     @property
     def rank(self) -> int:
-        """Its number among the ranks."""
+        """Its rank."""
         return self.process.rank
 
     @property
@@ -62,7 +62,7 @@ class Worker:
 
     @property
     def is_victim(self) -> bool:
-        """It said that it fails because another rank does."""
+        """Whether it reported that it fails because of another rank."""
         return self.heartbeat is not None and self.heartbeat.read().is_victim
 
     def describe_end(self) -> str:
@@ -72,7 +72,7 @@ class Worker:
 
 
 def run_ranks(n_ranks: int, command: Sequence[str], logs: Path) -> None:
-    """Runs a command `n_ranks` times at once as ranks that find each other; waits for their end.
+    """Runs a command as `n_ranks` connected ranks, and waits until they end.
 
     Args:
         n_ranks: at least 2.
@@ -98,14 +98,14 @@ def run_ranks(n_ranks: int, command: Sequence[str], logs: Path) -> None:
         finally:
             end(workers)
         if dead is not None:
-            # Where all end for the same reason, rank 0 has shown it already.
+            # If all end for the same reason, rank 0 has already shown it.
             all_refuse = dead.running.returncode == workers[0].running.returncode == 2
             raise describe_death(workers[0] if all_refuse else dead)
 
 
 @contextmanager
 def open_places(n_ranks: int) -> Iterator[list[Process]]:
-    """Yields places of ranks on this machine: they meet in a file and end with this process."""
+    """Yields the ranks of this machine, which meet in a file and end with this process."""
     with tempfile.TemporaryDirectory(prefix="trainyard-") as folder, open_pipe() as pipe:
         store = Path(folder) / "store"
         yield [
@@ -127,7 +127,7 @@ def open_pipe() -> Iterator[int]:
 
 @contextmanager
 def note_signals(numbers: Sequence[signal.Signals]) -> Iterator[list[signal.Signals]]:
-    """Yields a list to which these signals are added as they come."""
+    """Yields a list that collects these signals as they arrive."""
     received: list[signal.Signals] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -189,29 +189,29 @@ def start_worker(
 
 
 def find_first_death(workers: Sequence[Worker]) -> Worker | None:
-    """Finds the worker that failed by itself, and not because of another; None if all are well."""
+    """Finds the worker that failed by itself, not because of another; None if none failed."""
     dead = [each for each in workers if each.running.poll() and not each.is_victim]
-    # Others, whom it left, can be as quick to end as our next look: the worst end was the first.
+    # Other workers may end before the next poll: the worst end was the first.
     return min(dead, key=lambda each: (_severity(each.running.returncode), each.rank), default=None)
 
 
 def end(workers: Sequence[Worker]) -> None:
-    """Ends what is left; what one rank began, the others cannot go on with or save."""
-    wait(workers, OWN_END_SECONDS)  # most notice it themselves, and say what they know
+    """Ends the remaining workers, which can neither continue nor save without the lost rank."""
+    wait(workers, OWN_END_SECONDS)  # most notice it themselves, and report what they know
     send(workers, signal.SIGTERM)
     wait(workers, TERM_SECONDS)
     kill(workers)
 
 
 def kill(workers: Sequence[Worker]) -> None:
-    """Ends all at once."""
+    """Kills all workers immediately."""
     send(workers, signal.SIGKILL)
     for worker in workers:
         worker.running.wait()
 
 
 def wait(workers: Sequence[Worker], seconds: float) -> None:
-    """Waits until all have ended, or the time is over."""
+    """Waits until all have ended, or until the timeout."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(each.running.poll() is None for each in workers):
         time.sleep(POLL_SECONDS)
@@ -224,16 +224,16 @@ def send(workers: Sequence[Worker], number: signal.Signals) -> None:
 
 
 def describe_death(worker: Worker) -> MachineError:
-    """Says how a worker ended, where it was, and what it said last."""
+    """Describes how a worker ended, its step and phase, and the end of its output."""
     code = worker.running.returncode
     problem = f"{worker.name} {worker.describe_end()}"
     if worker.heartbeat is not None:
         beat = worker.heartbeat.read()
         problem += f" at step {beat.step}, in {beat.phase}"
-    hint = "what it said is above"
+    hint = "see its output above"
     if worker.log:
         problem += f"; the end of {worker.log}:\n" + _read_end(worker.log, worker.log_start)
-        hint = "the message above is that rank's own"
+        hint = "the message above is from that rank"
     if code == -signal.SIGKILL:
         hint = "SIGKILL is most often this machine out of memory: train with fewer ranks, or a "
         hint += "smaller train.micro_batch_size"
@@ -248,7 +248,7 @@ def describe_death(worker: Worker) -> MachineError:
 
 
 def signal_name(number: int) -> str:
-    """Such as SIGKILL; also for the numbers without a name."""
+    """Returns a name such as SIGKILL, also for unnamed numbers."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,10 +1,10 @@
-"""One run folder, one job: whoever comes second is refused and told who holds it.
+"""One job per run folder: a second one is rejected with the name of the holder.
 
 The lock is the kernel's (flock) on the open file RUN_FOLDER/lock, and on the folder, in case that
-file is removed; NFS locks no folders. It lasts for as long as any process has them open: the one
-that took it, and its workers, which are handed it. So there is nothing to clean up after a kill or
-a crash, and no job starts while a worker of the last one lives. What is written in the file is for
-people and messages alone.
+file is removed; NFS does not lock folders. It lasts as long as any process has them open: the
+process that took it, and its workers, which inherit it. So a kill or a crash needs no cleanup, and
+no job starts while a worker of the last one lives. The content of the file is only for people and
+messages.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def hold(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[list[int]
     except OSError as error:
         raise MachineError(
             f"{path} cannot be written: {error.strerror}",
-            "start where the disk has room and you may write",
+            "start in a writable folder with free disk space",
         ) from error
     try:
         _lock(file, itself, folder, wait_seconds)
@@ -65,7 +65,7 @@ def hold(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[list[int]
 
 
 def find_holder(folder: Path) -> str | None:
-    """Says who trains in a run folder; empty when nobody does, None where it cannot be known."""
+    """Returns the holder of a run folder; empty if free, None if unknown."""
     for path in (folder / "lock", folder):
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -74,7 +74,7 @@ def find_holder(folder: Path) -> str | None:
         except OSError:
             return None
         try:
-            # Held for no longer than this; a run that is about to start waits ten seconds for it.
+            # Held only briefly; a starting run waits ten seconds for it.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return _read_holder(descriptor)
@@ -103,7 +103,7 @@ def _lock(file: int, itself: int, folder: Path, wait_seconds: float) -> None:
             if error.errno not in CANNOT_LOCK:
                 raise
             logger.warning(
-                "the file system of %s has no locks: see that no other job trains there", folder
+                "the file system of %s has no locks: make sure no other job trains there", folder
             )
             break
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,11 +1,11 @@
 """Job scripts for hosts with an mpiexec and no scheduler, and the mpiexec line that PBS shares.
 
-    Open MPI    tells ranks their place in OMPI_COMM_WORLD_*; passes no variables on by itself
+    Open MPI    sets ranks in OMPI_COMM_WORLD_*; does not forward variables by itself
     MPICH       PMI_* and MPI_LOCALRANKID; also Intel MPI and others with Hydra
-    PALS        PMI_* and PMI_LOCAL_RANK, on HPE Cray machines; the only one that binds as we say
+    PALS        PMI_* and PMI_LOCAL_RANK, on HPE Cray machines; the only one with our CPU binding
 
-All end a job when a rank is killed; Hydra lets the others run on when one just fails, until their
-own parents notice (`launch/hang_reports.py`). A host that falls silent is noticed by none of them.
+All end a job when a rank is killed; if a rank only fails, Hydra lets the others continue until
+their own parents notice (`launch/hang_reports.py`). None of them notices a silent host.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ def render(job: Job) -> str:
 
 
 TRAPS = (
-    "# Stopped by a person: the ranks save. A group of their own keeps Ctrl-C from them.",
+    "# Stopped by a person: the ranks save. Their own process group keeps Ctrl-C from them.",
     "set -m",
     "trap 'is_ended=yes; kill -USR1 \"$step\"' INT TERM USR1",
 )
 AGAIN = (
-    "# By a new start of this script, on hosts that are not bad.",
+    "# Start this script again, on hosts that are not bad.",
     "sleep 1",
     'TRAINYARD_START=$((start + 1)) exec bash "$0"',
 )
 
 
 def end(job: Job) -> list[str]:
-    """Tidies the nodes up, and comes again or says how it went."""
+    """Cleans up the nodes, and restarts or records the result."""
     caches = f'{quote(job.cluster.launch.scratch)}/trainyard-"$TRAINYARD_JOB"'
     return [
         f"(start_ranks {job.n_nodes} 1 rm -rf {caches}) 2> /dev/null",
@@ -80,10 +80,10 @@ def end(job: Job) -> list[str]:
 
 
 def choose_hosts(job: Job) -> list[str]:
-    """Sets $hosts to as many as the job has nodes, without those that failed twice."""
+    """Sets $hosts to one host per node, without hosts that failed twice."""
     return [
         "",
-        "# Those that failed twice are excluded; the last ones are spares.",
+        "# Hosts that failed twice are excluded; the last ones are spares.",
         "hosts=()",
         f"for host in {quote(*job.cluster.launch.hosts)}; do",
         "  name=${host#*@}",
@@ -98,23 +98,23 @@ def choose_hosts(job: Job) -> list[str]:
 
 
 def meeting_point() -> list[str]:
-    """Sets where the ranks meet, and what tells this start from others."""
+    """Sets the rendezvous of the ranks, and the id of this start."""
     return [
         "",
-        "# Where the ranks meet.",
+        "# Rendezvous of the ranks.",
         'export MASTER_ADDR="${hosts[0]#*@}" MASTER_PORT=$((12000 + RANDOM % 18000))',
         'export TRAINYARD_JOB="${job//[^A-Za-z0-9]/_}-$start"',
     ]
 
 
 def rank(job: Job) -> list[str]:
-    """Sets $rank, what mpiexec starts once for each rank."""
+    """Sets $rank, the program that mpiexec starts once per rank."""
     launch = job.cluster.launch
     local_rank = LOCAL_RANKS[launch.mpiexec]
     binds = launch.mpiexec != "pals" and taskset(job, local_rank)
     return [
         "",
-        "# What each rank runs.",
+        "# The program of each rank.",
         *heredoc(
             "rank",
             [
@@ -137,7 +137,7 @@ def mpiexec(job: Job) -> list[str]:
         words.insert(2, quote(*own))
     return [
         "",
-        "# How they are started: start_ranks N PER_NODE COMMAND ..",
+        "# Start the ranks: start_ranks N PER_NODE COMMAND ..",
         f"mpiexec=$({' || '.join(f'command -v {name}' for name in MPIEXECS[launch.mpiexec])})",
         "start_ranks() {",
         "  local n=$1 per_node=$2 host",

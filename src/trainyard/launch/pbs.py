@@ -1,13 +1,13 @@
-"""Job scripts for PBS: OpenPBS and PBS Professional, with whichever mpiexec is there.
+"""Job scripts for PBS: OpenPBS and PBS Professional, with any mpiexec.
 
-PBS differs from Slurm where it matters here:
+PBS differs from Slurm in these points:
 
-    it sends no signal before the time limit     the script tells training when it comes
-    what waits for an array starts               it looks for the files of the stage before it
-    even where a task has failed
-    a job comes back by -r y after a node has    after anything else the script does it: qrerun, or
-    failed                                       where that is not allowed a new job
-    it leaves out no nodes                       bad_nodes is for whoever reads it
+    no signal before the time limit              the script passes the end time to training
+    a job that waits for an array starts         it checks for the files of the earlier stage
+    even if a task has failed
+    -r y requeues a job only after a node        otherwise the script does: qrerun, or a new job if
+    failure                                      that is not allowed
+    it cannot exclude nodes                      bad_nodes is only for people to read
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _render_training(job: Job) -> list[str]:
         *mpi.mpiexec(job),
         *judgement(_again(job)),
         "",
-        "# qdel and preemption reach the ranks as well, which save.",
+        "# qdel and preemption also signal the ranks, which save.",
         "trap 'is_ended=yes' TERM",
         "trap 'is_warned=yes' USR1",
         *mpi.run(job),
@@ -59,11 +59,11 @@ def _render_training(job: Job) -> list[str]:
 
 def _again(job: Job) -> list[str]:
     return [
-        "# For operators alone on many machines.",
+        "# Only for operators on many machines.",
         'qrerun "$job" 2> /dev/null && return',
         "local next",
         f"next=$({quote('qsub', job.script_path)}) || return",
-        "# The scheduler is asked about the new number from now on.",
+        "# From now on, status queries the new job id.",
         """tell resubmitted "$job" "${next##*$'\\n'}\"""",
     ]
 
@@ -72,7 +72,7 @@ def _hosts(job: Job) -> list[str]:
     n_nodes = job.n_nodes
     return [
         "",
-        "# A line for each chunk, or for each rank, in the file of PBS.",
+        "# The node file of PBS has one line per chunk or per rank.",
         "mapfile -t hosts < <(awk '!seen[$0]++' \"$PBS_NODEFILE\")",
         f'if [ "${{#hosts[@]}}" != {n_nodes} ]; then',
         f'  echo "error: PBS gave ${{#hosts[@]}} nodes, not {n_nodes}: -l place=scatter?" >&2',
@@ -117,6 +117,6 @@ def _end(time: str) -> list[str]:
     limit = 3600 * hours + 60 * minutes + seconds
     return [
         "",
-        "# When PBS will end this job, of which training is to know; some say another limit here.",
+        "# When PBS will end this job, for training; some report another limit here.",
         f"export TRAINYARD_END=$(($(date +%s) + ${{PBS_WALLTIME:-{limit}}}))",
     ]

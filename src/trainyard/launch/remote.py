@@ -1,16 +1,16 @@
-"""Ranks on hosts that only ssh reaches: nothing stays behind, whoever dies first.
+"""Ranks on hosts reached only by ssh: no process is left behind, whichever dies first.
 
     on the first machine    python -m trainyard.launch.remote start .. -- n1 n2
     on each host            python -m trainyard.launch.remote on-host .. -- bash -c "$rank"
 
 The first one runs the program `ssh` for each host and keeps its standard input open. The other
-starts the ranks there, each with a place as torchrun tells it (RANK, WORLD_SIZE, ..), and reads:
+starts the ranks there, each with the variables of torchrun (RANK, WORLD_SIZE, ..), and reads:
 
-    USR1        a line with the name of a signal: to the ranks
-    (the end)   the first machine, or the way to it, is gone: the ranks save and end, or are ended
+    USR1        a line with the name of a signal: forwarded to the ranks
+    (the end)   the first machine, or the connection, is gone: the ranks save and end, or are killed
 
-ssh itself passes no signals on, and leaves its remote command running when it is killed. Where the
-process on a host is killed, the kernel tells its ranks to save and end.
+ssh itself does not forward signals, and leaves its remote command running when it is killed. If the
+process on a host is killed, the kernel signals its ranks to save and end.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2")
 POLL_SECONDS = 0.05
 SAVE_SECONDS = 60.0
-"""For ranks to save once nobody is there to wait for them."""
+"""For ranks to save once no process waits for them."""
 OTHERS_SECONDS = 20.0
-"""For the ranks of other hosts to notice by themselves that one host has ended."""
+"""For ranks on other hosts to notice that one host has ended."""
 PR_SET_PDEATHSIG = 1
-"""Of Linux (sys/prctl.h): the signal that a process gets when its parent has died."""
+"""Linux (sys/prctl.h): the signal sent to a process when its parent dies."""
 EXIT_LOST = 255
-"""Of ssh itself: the host cannot be reached, or not any more."""
+"""Exit code of ssh itself: the host is unreachable, or the connection broke."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What is to run where."""
+    """The commands to run, and their hosts."""
 
     hosts: Sequence[str]
     n_ranks_per_host: int
     script: Path
     """`bash SCRIPT on-host ..` starts the ranks of a host."""
     job: str
-    """Tells this start from others."""
+    """Identifies this start."""
     port: int
-    """Where rank 0 listens, on the first host."""
+    """Port of rank 0, on the first host."""
     ssh_options: Sequence[str] = ()
 
     def command(self, number: int) -> list[str]:
-        """Gives the command that starts the ranks of a host."""
+        """Returns the command that starts the ranks of a host."""
         words = ["env", f"TRAINYARD_JOB={self.job}", "bash", str(self.script), "on-host"]
         words += ["--first", str(number * self.n_ranks_per_host)]
         words += ["--ranks", str(self.n_ranks_per_host)]
         words += ["--of", str(len(self.hosts) * self.n_ranks_per_host)]
-        # The name by which this machine logs in is not one by which hosts know each other.
+        # Hosts may not know each other by the name this machine logs in with.
         words += ["--address", self.hosts[0].rpartition("@")[2]]
         words += ["--port", str(self.port)]
         return [*SSH, *self.ssh_options, self.hosts[number], shlex.join(words)]
@@ -131,7 +131,7 @@ def obey(command: Sequence[str], places: Sequence[dict[str, str]]) -> int:
 
 
 def worst(codes: Iterator[int] | Sequence[int]) -> int:
-    """Gives one exit code for many: what needs a person first, then a failure, then a stop."""
+    """Combines exit codes: first those that need attention, then a failure, then a stop."""
     order = {0: 0, EXIT_REQUEUE: 1, 2: 3, EXIT_HOLD: 4}
     return max(codes, key=lambda code: order.get(code, 2))
 
@@ -142,7 +142,7 @@ def _run_each(start: Start) -> Iterator[list[subprocess.Popen[bytes]]]:
         subprocess.Popen(
             start.command(number),
             stdin=subprocess.PIPE,
-            # Ctrl-C is for this process, which tells the ranks.
+            # Ctrl-C is for this process, which forwards it to the ranks.
             start_new_session=True,
         )
         for number in range(len(start.hosts))
@@ -209,7 +209,7 @@ def _read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does one of the two parts; gives the exit code."""
+    """Runs one of the two roles; returns the exit code."""
     given = _read_arguments(arguments)
     if given.role == "start":
         start = Start(

@@ -1,4 +1,4 @@
-"""From a job to its script: the one place that knows all schedulers."""
+"""Renders the script of a job: the only module that knows all schedulers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from trainyard.launch.script import beginning, caches, head, program, quote, var
 
 
 def render(job: Job) -> str:
-    """Writes the script of a job."""
+    """Renders the script of a job."""
     scheduler = job.cluster.launch.scheduler
     writers = {"slurm": slurm, "pbs": pbs, "mpi": mpi, "ssh": ssh}
     return writers[scheduler].render(job) if scheduler in writers else _render_local(job)
 
 
 def _render_local(job: Job) -> str:
-    """One process starts the others of this machine, and starts them again."""
+    """The script of one process, which starts and restarts the others of this machine."""
     lines = [
         *head(job, quote("bash", job.script_path)),
         *beginning(job),

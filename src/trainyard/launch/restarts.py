@@ -1,13 +1,13 @@
-"""How often a run is started again by itself: as long as its checkpoints get newer, else 3 times.
+"""Automatic restarts of a run: unlimited while checkpoints get newer, else at most 3.
 
     start      newest checkpoint   starts without a newer one
     0          none                                              fails
-    1          step-00000040       restart 1 of 3                fails: it is progress to come here
+    1          step-00000040       restart 1 of 3                fails: a new checkpoint is progress
     2          step-00000040       restart 2 of 3                fails
     3          step-00000040       restart 3 of 3                fails
-    4                              refused: exit code 93, somebody has to look
+    4                              refused: exit code 93, needs attention
 
-Below torchrun each start is a new process. So the count is in RUN_FOLDER/logs/restarts.json:
+Under torchrun each start is a new process. So the count is in RUN_FOLDER/logs/restarts.json:
 
     {"newest": 40, "without_progress": 2, "exit_code": null}
 """
@@ -29,7 +29,7 @@ logger = logging.getLogger("trainyard")
 
 LIMIT = 3
 FINAL_CODES = (2, EXIT_HOLD)
-"""Starting again would not help."""
+"""A restart would not help."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Record:
     """Step of the newest complete checkpoint at the last start."""
     without_progress: int = 0
     exit_code: int | None = None
-    """What the last start ended with, where that was for good."""
+    """Exit code of the last start, if final."""
 
 
 class Restarts:
@@ -53,7 +53,7 @@ class Restarts:
         self._checkpoints = folder / "checkpoints"
 
     def begin(self, attempt: int) -> None:
-        """Counts a start, for the process that supervises rank 0; says so from the second on.
+        """Counts a start, for the process that supervises rank 0; logs it from the second on.
 
         Args:
             attempt: 0 for the first start of a job.
@@ -67,7 +67,7 @@ class Restarts:
             return
         before, newest = self._read(), self._newest()
         if before.exit_code is not None:
-            problem = f"the run ended with code {before.exit_code}, and is not started again"
+            problem = f"the run ended with code {before.exit_code} and is not restarted"
             raise _refusal(problem, before.exit_code)
         has_progress = newest is not None and newest > (
             -1 if before.newest is None else before.newest
@@ -80,7 +80,7 @@ class Restarts:
         logger.warning("restart %d of %d: from %s", count, LIMIT, place)
 
     def end(self, exit_code: int) -> None:
-        """Remembers how a start ended, for a launcher that starts again whatever it was."""
+        """Records how a start ended, for a launcher that restarts on any exit code."""
         if exit_code in FINAL_CODES:
             self._write(replace(self._read(), exit_code=exit_code))
 
@@ -107,7 +107,7 @@ class Restarts:
 
 
 def note_refusal(folder: Path, start: str | None, exit_code: int) -> None:
-    """Leaves word in the run folder where a start ended for good, for the script that started it.
+    """Records in the run folder that a start ended for good, for the script that started it.
 
     A launcher ends the other ranks when one has ended, and may tell the script of those alone.
 
@@ -122,6 +122,6 @@ def note_refusal(folder: Path, start: str | None, exit_code: int) -> None:
 
 
 def _refusal(problem: str, exit_code: int) -> GuardError:
-    error = GuardError(problem, "what each of them ended with is above; then start it yourself")
+    error = GuardError(problem, "see how each attempt ended above, fix that, then start it again")
     error.exit_code = exit_code
     return error

@@ -1,17 +1,16 @@
-"""What all job scripts have in common: their head, what a rank runs, and what its end means.
+"""The common parts of all job scripts: header, the program of a rank, and the exit handling.
 
-A script is meant to be read, and to be started again by hand. From top to bottom it says
+Users read job scripts and start them again by hand. From top to bottom a script has
 
-    what it is, and the command that made it
+    its job, and the command that made it
     the options of the scheduler
-    where it starts, and the cluster's own lines (modules)
-    what each rank runs: a text that the launcher hands to bash on every node
-    how ranks are started
-    what became of it: done, or stay down, or once more
+    the working folder, and the cluster's setup lines (modules)
+    the program of each rank: a text that the launcher passes to bash on every node
+    the start of the ranks
+    the result: finish, hold or requeue
 
-Every value is quoted by shlex, so that a shell reads it as one word and nothing else, and none has
-a control character, so that it cannot end a heredoc; of the cluster file the lines of `setup` alone
-are shell.
+Every value is quoted by shlex, so that a shell reads it as one word, and has no control character,
+so that it cannot end a heredoc. Only the `setup` lines of the cluster file are shell code.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from trainyard.launch.job import Job
 
 
 def quote(*words: object) -> str:
-    """Writes words as a shell reads them back.
+    """Quotes words for a shell.
 
     Raises:
         LaunchError: a word has a control character.
@@ -36,19 +35,19 @@ def quote(*words: object) -> str:
     for text in texts:
         if re.search(CONTROL, text):
             raise LaunchError(
-                f"{text!r} has a control character in it, and is a word of a job script",
+                f"{text!r} has a control character, and would be a word of a job script",
                 "rename the file or folder, or start in another one",
             )
     return shlex.join(texts)
 
 
 def cpu_mask(cpus: str) -> str:
-    """Gives the mask of a list of CPUs, a bit for each: of "0-2,5" it is 0x27."""
+    """Returns the mask of a list of CPUs, one bit each: "0-2,5" is 0x27."""
     return hex(sum(1 << cpu for cpu in expand_cpus(cpus)))
 
 
 def expand_cpus(cpus: str) -> list[int]:
-    """Gives the CPUs of a list: of "0-2,5" they are 0, 1, 2 and 5."""
+    """Returns the CPUs of a list: "0-2,5" is 0, 1, 2 and 5."""
     found: list[int] = []
     for part in cpus.split(","):
         first, _, last = part.partition("-")
@@ -57,24 +56,24 @@ def expand_cpus(cpus: str) -> list[int]:
 
 
 def head(job: Job, by_hand: str) -> list[str]:
-    """Says what a script is."""
+    """Returns the header comment of a script."""
     what = f"{job.n_nodes} {'task' if job.is_stage else 'node'}{'s' if job.n_nodes > 1 else ''}"
     if not job.is_stage:
         what += f" of {job.n_ranks_per_node} rank{'s' if job.n_ranks_per_node > 1 else ''}"
     if job.cluster.launch.scheduler == "local":
         what = "on this machine"
     return [
-        # PBS starts scripts without what a login sets, such as modules.
+        # PBS starts scripts without the login environment, such as modules.
         "#!/bin/bash -l" if job.cluster.launch.scheduler == "pbs" else "#!/bin/bash",
         f"# {job.name}: {what}. Made by",
         f"#     {hide_secrets(re.sub(rf'({CONTROL}| )+', ' ', job.made_by))}",
-        "# Started again by hand it goes on where the run stopped:",
+        "# Started again by hand, it continues the run:",
         f"#     {by_hand}",
     ]
 
 
 def options(job: Job) -> list[str]:
-    """Gives the cluster's own options with the numbers of the job filled in."""
+    """Returns the cluster's scheduler options with the numbers of the job filled in."""
     launch = job.cluster.launch
     given = launch.prepare.options if job.is_stage else launch.options
     nodes = "1" if job.is_stage else str(job.n_nodes)
@@ -83,34 +82,34 @@ def options(job: Job) -> list[str]:
 
 
 def beginning(job: Job) -> list[str]:
-    """Goes where everything starts, and makes ready what the cluster wants."""
+    """Changes to the project folder, runs the cluster's setup, and checks required files."""
     lines = ["", f"cd {quote(job.project)} || exit 2"]
     if not job.is_stage and job.cluster.launch.scheduler != "local":
         lines.append(f"folder={quote(job.run_folder)}")
     if job.cluster.launch.setup:
-        lines += ["", "# Of the cluster.", *job.cluster.launch.setup]
+        lines += ["", "# Setup of the cluster.", *job.cluster.launch.setup]
     if job.needs:
         lines += [
             "",
-            "# Made by the stages before.",
+            "# Made by earlier stages.",
             "for file in \\",
             *(f"  {quote(each)} \\" for each in job.needs[:-1]),
             f"  {quote(job.needs[-1])}",
             "do",
-            '  [ -e "$file" ] || { echo "error: $file is not there: is its stage done?"; exit 2; }',
+            '  [ -e "$file" ] || { echo "error: $file is missing: is its stage done?"; exit 2; }',
             "done",
         ]
     return lines
 
 
 def heredoc(name: str, lines: Iterable[str]) -> list[str]:
-    """Puts lines into a variable as they are; bash gets them as a program of its own."""
+    """Stores lines verbatim in a variable, which a separate bash runs."""
     end = name.upper()
     return [f"IFS= read -r -d '' {name} <<'{end}'", *lines, end]
 
 
 def variables(job: Job) -> list[str]:
-    """Sets what the cluster file names for each rank, and promises of its devices."""
+    """Exports the environment of the cluster file and the promised number of devices."""
     launch = job.cluster.launch
     given: dict[str, str] = {}
     if not job.is_stage and job.cluster.gpu != "cpu":
@@ -120,14 +119,14 @@ def variables(job: Job) -> list[str]:
 
 
 def caches(job: Job) -> list[str]:
-    """Sets where compiled kernels go; TRAINYARD_JOB differs from start to start."""
+    """Sets the folders of compiled kernels; TRAINYARD_JOB differs between starts."""
     return [
-        "# Compiled kernels stay on the node's own disk, new with each start: no stale lock.",
+        "# Compiled kernels go to the node's local disk, in a new folder per start: no stale lock.",
         f'caches={quote(job.cluster.launch.scratch)}/trainyard-"$TRAINYARD_JOB"',
-        "# Code is loaded from there: the folder must be this user's own.",
+        "# Code is loaded from there: this user must own the folder.",
         'mkdir -p -m 700 "$caches"',
         'if [ ! -O "$caches" ] || [ -L "$caches" ]; then',
-        '  echo "error: $HOSTNAME: $caches belongs to another user, or cannot be made" >&2',
+        '  echo "error: $HOSTNAME: $caches belongs to another user, or cannot be created" >&2',
         "  exit 2",
         "fi",
         'mkdir -p "$caches/miopen"',
@@ -137,13 +136,13 @@ def caches(job: Job) -> list[str]:
 
 
 def device(job: Job, local_rank: str) -> list[str]:
-    """Shows each rank a device alone where the cluster file says how."""
+    """Restricts each rank to its own device if the cluster file names the variable."""
     variable = job.cluster.launch.device_variable
     return [f'export {variable}="${local_rank}"'] if variable else []
 
 
 def taskset(job: Job, local_rank: str) -> list[str]:
-    """Binds a rank to its CPUs where its launcher cannot."""
+    """Binds a rank to its CPUs if its launcher cannot."""
     lists = job.cluster.launch.cpu_lists
     if not lists:
         return []
@@ -151,10 +150,10 @@ def taskset(job: Job, local_rank: str) -> list[str]:
 
 
 def program(job: Job, launcher: Sequence[str] = ()) -> str:
-    """Gives what each rank or task becomes, in the container if there is one.
+    """Returns the command of each rank or task, in the container if there is one.
 
     Args:
-        job: what runs.
+        job: the job.
         launcher: a module that starts the ranks, and its options, as lines of shell.
     """
     python = quote(job.cluster.launch.python, "-P")
@@ -168,13 +167,13 @@ def program(job: Job, launcher: Sequence[str] = ()) -> str:
 
 
 def _container(container: Container, job: Job) -> list[str]:
-    """The command that enters a container, line by line; pyxis needs none."""
+    """Returns the command that enters a container, line by line; pyxis needs none."""
     if container.runtime in ("none", "pyxis"):
         return []
     own = [word for each in container.options for word in shlex.split(each)]
     scratch = job.cluster.launch.scratch
     mounts = [f"{job.project}:{job.project}", *job.mounts]
-    if scratch != "/tmp" and not job.is_stage:  # that is there without being named
+    if scratch != "/tmp" and not job.is_stage:  # containers always mount /tmp
         mounts.insert(1, f"{scratch}:{scratch}")
     return [
         quote(container.runtime, "exec", *own),
@@ -184,16 +183,16 @@ def _container(container: Container, job: Job) -> list[str]:
 
 
 def judgement(again: Sequence[str]) -> list[str]:
-    """Defines how the end of a run is told, blamed on a host, and followed by another start.
+    """Defines the functions that log the end of a run, blame a host, and requeue the job.
 
     Args:
-        again: the body of the function that brings the job back.
+        again: the body of the function that requeues the job.
     """
     return [*FUNCTIONS.splitlines(), "", "again() {", *(f"  {line}" for line in again), "}"]
 
 
 def verdict() -> list[str]:
-    """Decides on $code, which the launcher of the ranks ended with: sets $then."""
+    """Sets $then from $code, the exit code of the launcher of the ranks."""
     return VERDICT.splitlines()
 
 
@@ -201,14 +200,14 @@ FUNCTIONS = r"""
 # A line for `trainyard status`.
 tell() { echo "$(date -u +%Y-%m-%dT%H:%M:%SZ) $*" >> "$folder/starts.log"; }
 
-# What an earlier start left would be taken for this one's.
+# Files of an earlier start must not be taken for this one's.
 begin() {
   mkdir -p "$folder/logs" && touch "$folder/logs/started" && rm -f "$folder/outcome.json" && return
   echo "error: $(hostname) cannot write to $PWD/$folder" >&2
   exit 2
 }
 
-# Three starts in a row without a newer checkpoint are enough.
+# At most three starts in a row without a newer checkpoint.
 is_worth_it() {
   local count=0 before="" newest
   newest=$(find "$folder/checkpoints" -path '*/step-*/manifest.json' 2> /dev/null | sort)
@@ -219,7 +218,7 @@ is_worth_it() {
   [ "$count" -lt 3 ]
 }
 
-# Hosts on which a rank has died by itself in this start, as its parent process saw; lost ones.
+# Lost hosts, and hosts where a rank failed by itself in this start, as its parent recorded.
 failing_hosts() {
   local file
   cat "$folder/logs/lost_hosts" 2> /dev/null
@@ -229,7 +228,7 @@ failing_hosts() {
   done
 }
 
-# A host that fails twice is excluded from then on. Where several fail, it is not the host.
+# Exclude a host that fails twice. If several fail, the host is not the cause.
 blame() {
   local host
   host=$(failing_hosts | sort -u)
@@ -243,16 +242,16 @@ bad_hosts() { awk '$2 >= 2 { print $1 }' "$folder/bad_nodes" 2> /dev/null; }
 """
 
 VERDICT = r"""
-# What training itself said comes first: launchers end ranks, and have exit codes of their own.
+# Training's own exit code has priority: launchers end ranks, with exit codes of their own.
 said=$(sed -n 's/.*"exit_code": *\([0-9]*\).*/\1/p' "$folder/outcome.json" 2> /dev/null)
 said=${said:-$(cat "$folder/logs/refused-$TRAINYARD_JOB" 2> /dev/null)}
 rm -f "$folder/logs/refused-$TRAINYARD_JOB"
 code=${said:-$code}
-# Hydra may end with 0 once it has passed a signal on, however its ranks have ended.
+# Hydra may exit with 0 after it forwards a signal, however its ranks ended.
 if [ "$code" = 0 ] && [ -z "$said" ] && [ -n "$is_ended$is_warned" ]; then code=75; fi
 case $code in
   0) then=finish ;;
-  2 | 93 | 126 | 127) then=stay ;; # somebody has to look
+  2 | 93 | 126 | 127) then=stay ;; # needs attention
   *) then=requeue && blame ;;      # 75, or it was killed
 esac
 [ "$then" = requeue ] && [ -n "$is_ended" ] && then=cancelled

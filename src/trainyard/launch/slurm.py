@@ -1,11 +1,11 @@
 """Job scripts for Slurm: one task for each rank, or one torchrun on each node.
 
-before the time limit     Slurm sends SIGUSR1 to this script alone; it asks the ranks to save,
-                          and brings the job back into the queue
-a node fails              Slurm itself brings the job back (--requeue)
-a rank fails              the step ends, and the script brings the job back: three times, unless
+before the time limit     Slurm sends SIGUSR1 only to this script; it asks the ranks to save,
+                          and requeues the job
+a node fails              Slurm itself requeues the job (--requeue)
+a rank fails              the step ends, and the script requeues the job: three times, unless
                           checkpoints got newer
-scancel, preemption       SIGTERM to the script as well: it leaves the job to Slurm
+scancel, preemption       SIGTERM also reaches the script: it leaves the job to Slurm
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainyard.launch.script import (
 )
 
 WARNING_SECONDS = 180
-"""Before the time limit; Slurm looks every 30 s."""
+"""Before the time limit; Slurm checks every 30 s."""
 
 
 def render(job: Job) -> str:
@@ -42,7 +42,7 @@ def _render_training(job: Job) -> list[str]:
     return [
         *head(job, quote("sbatch", job.script_path)),
         *_directives(job),
-        "# Before the time limit: save. After a node has failed: start again.",
+        "# Save before the time limit; requeue after a node failure.",
         f"#SBATCH --signal=B:USR1@{WARNING_SECONDS}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
@@ -63,19 +63,19 @@ def _render_training(job: Job) -> list[str]:
 
 
 CPUS = (
-    "# srun takes these from sbatch no more since Slurm 22.05.",
+    "# Since Slurm 22.05, srun no longer inherits these from sbatch.",
     'if [ -n "$SLURM_CPUS_PER_TASK" ]; then step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi',
 )
 AGAIN = (
     "local bad",
     "bad=$(bad_hosts | paste -sd,)",
-    "# Only a job in the queue takes nodes to leave out; it ends with SIGTERM to what runs here.",
+    "# Only a queued job accepts excluded nodes; requeueing sends SIGTERM to this script.",
     "trap '' TERM",
     'scontrol requeue "$job" || return',
     '[ -z "$bad" ] || scontrol update JobId="$job" ExcNodeList="$bad"',
 )
 LOST = r"""
-# Nodes of the start before that are down now have failed under it.
+# Nodes of the previous start that are down now have failed during it.
 find_lost_nodes() {
   local last
   last=$(grep " start $job " "$folder/starts.log" 2> /dev/null | tail -n 1)
@@ -161,10 +161,10 @@ def _directives(job: Job) -> list[str]:
 
 
 def _tasks(job: Job) -> list[str]:
-    """What srun starts once for each rank."""
+    """The program that srun starts once per rank."""
     return [
         "",
-        "# What each rank runs.",
+        "# The program of each rank.",
         *heredoc(
             "rank",
             [
@@ -178,7 +178,7 @@ def _tasks(job: Job) -> list[str]:
 
 
 def _torchrun(job: Job) -> list[str]:
-    """What srun starts once on each node; torchrun starts the ranks there, three times at most."""
+    """The program that srun starts once per node; torchrun restarts its ranks at most 3 times."""
     words = [
         "-m torch.distributed.run",
         f"--nnodes={job.n_nodes} --nproc-per-node={job.n_ranks_per_node} --max-restarts=3",
@@ -189,17 +189,17 @@ def _torchrun(job: Job) -> list[str]:
     ]
     return [
         "",
-        "# Where the nodes meet: on the first one, at a port of this start.",
+        "# Rendezvous on the first node, at a port of this start.",
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "export MASTER_ADDR MASTER_PORT=$((12000 + (SLURM_JOB_ID + start) % 18000))",
         "",
-        "# What runs on each node.",
+        "# The program of each node.",
         *heredoc(
             "rank",
             [
                 *variables(job),
                 *caches(job),
-                "# Without it gloo's ranks look for those of the start before.",
+                "# Without it gloo's ranks look for those of the previous start.",
                 "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
                 f"exec {program(job, words)}",
             ],
@@ -213,7 +213,7 @@ def _step(job: Job) -> list[str]:
     nodes, each = f"--nodes={job.n_nodes}", f"--ntasks-per-node={n_tasks}"
     lines = [
         "",
-        "# How they are started: all end when one fails.",
+        "# Start the ranks: all end when one fails.",
         f"scratch={quote(launch.scratch)}",
         f"each_node=({nodes} --ntasks={job.n_nodes} --ntasks-per-node=1)",
         *_words(
@@ -235,7 +235,7 @@ def _step(job: Job) -> list[str]:
 
 
 def _words(name: str, *groups: list[str]) -> list[str]:
-    """Puts words into an array, a line for each group, and for each word of the last one."""
+    """Defines an array, with one line per group, and one per word of the last group."""
     rows = [quote(*group) for group in groups[:-1]] + [quote(word) for word in groups[-1]]
     return [f"{name}=(", *(f"  {row}" for row in rows), ")"]
 

@@ -1,7 +1,7 @@
-"""Job scripts for hosts that are reached by ssh alone, without a scheduler and without MPI.
+"""Job scripts for hosts reached only by ssh, without a scheduler or MPI.
 
-The script has two parts: on the first machine it starts itself on each host (`launch/remote.py`),
-and there, as `bash job.sh on-host`, it starts the ranks of that host.
+The script has two roles: on the first machine it starts itself on each host (`launch/remote.py`);
+there, as `bash job.sh on-host`, it starts the ranks of that host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def render(job: Job) -> str:
         *beginning(job),
         *variables(job),
         "",
-        "# What each rank runs.",
+        "# The program of each rank.",
         *heredoc(
             "rank",
             [
@@ -48,7 +48,7 @@ def render(job: Job) -> str:
             ],
         ),
         "",
-        "# On a host: its ranks, until the machine that started them is gone.",
+        "# On a host: run its ranks until the starting machine is gone.",
         'if [ "$1" = on-host ]; then',
         "  shift",
         f'  {remote} on-host "$@" -- bash -c "$rank"',

@@ -1,6 +1,6 @@
-"""What became of a job: its scheduler is asked, and its starts are read from the run folder.
+"""The status of a job, from its scheduler and from the starts recorded in the run folder.
 
-The job script notes each of its starts in runs/NAME/starts.log, and each end that it lives to see:
+The job script logs each start, and each end unless it is killed, in runs/NAME/starts.log:
 
     2026-11-22T02:30:00Z start 4711 0 n[1-2]
     2026-11-22T04:29:00Z end 4711 75 requeue
@@ -10,9 +10,9 @@ The job script notes each of its starts in runs/NAME/starts.log, and each end th
     2026-11-22T06:50:00Z end 4711 75 requeue
     2026-11-22T06:50:01Z resubmitted 4711 4712
 
-is a job that was stopped and started again, then lost a node, then went on as a job with another
-number (PBS). Nodes that failed are counted in
-runs/NAME/bad_nodes, one `NODE COUNT` a line; from the second failure on they are excluded.
+is a job that was stopped and restarted, then lost a node, then continued under another job id
+(PBS). runs/NAME/bad_nodes counts failed nodes, one `NODE COUNT` per line; a node is excluded from
+the second failure on.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ STARTS, BAD_NODES = "starts.log", "bad_nodes"
 ANSWER_SECONDS = 20.0
 LIMIT_BYTES = 2**20
 EXCLUDED_FROM = 2
-"""Failures of a node."""
-# Each is as wide as the longest answer and one blank.
+"""Failures after which a node is excluded."""
+# Each is as wide as the longest value plus one space.
 SQUEUE_FORMAT = "State:32,Reason:96,StartTime:32,NodeList:4000"
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "SIGNALING", "STAGE_OUT")
@@ -51,13 +51,13 @@ Phase = Literal["waiting", "running", "ended", "unknown"]
 
 @dataclass(frozen=True)
 class JobState:
-    """What the scheduler says of a job."""
+    """The state of a job in its scheduler."""
 
     phase: Phase
     text: str
-    """In its words."""
+    """In the scheduler's words."""
     nodes: str = ""
-    """Where it runs, as the scheduler writes lists."""
+    """Its nodes, in the scheduler's list format."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,17 @@ class Start:
     job: str
     nodes: str
     exit_code: int | None = None
-    """None: it runs, or was killed before it could say."""
+    """None: it is running, or was killed before it could record one."""
     then: str = ""
-    """What the script did: done, requeue, stay or cancelled."""
+    """The script's decision: finish, requeue, stay or cancelled."""
     ended: str = ""
     """When, in UTC."""
     lost: str = ""
-    """Nodes that failed under it, as the start after it found."""
+    """Nodes that failed during it, as found by the next start."""
 
 
 def read_current(folder: Path) -> Submission | None:
-    """Reads job.toml of a run folder with the number of the job that goes on in its place.
+    """Reads job.toml of a run folder, with the id of the job that currently continues it.
 
     Raises:
         LaunchError: the file is damaged.
@@ -95,7 +95,7 @@ def read_current(folder: Path) -> Submission | None:
 
 
 def refuse_second(folder: Path) -> None:
-    """Refuses to launch a run that trains, or that has a job in the queue or running.
+    """Rejects a launch if the run is training, or has a job queued or running.
 
     Where the scheduler does not answer, the lock alone is asked.
 
@@ -103,25 +103,25 @@ def refuse_second(folder: Path) -> None:
         LaunchError: says who or which job, and how to end it.
     """
     submission = job = None
-    with suppress(LaunchError):  # a damaged record is replaced by the one of this launch
+    with suppress(LaunchError):  # this launch replaces a damaged record
         submission = read_current(folder)
         job = ask_scheduler(submission) if submission else None
     if submission and job and job.phase in ("waiting", "running"):
         raise LaunchError(
-            f"{folder} has job {submission.job} on {submission.cluster} already: {job.text}",
-            f"wait for its end, end it ({end_command(submission)}), or launch under another name: "
-            "name=NAME",
+            f"{folder} already has job {submission.job} on {submission.cluster}: {job.text}",
+            f"wait until it ends, cancel it ({end_command(submission)}), or launch under another "
+            "name: name=NAME",
         )
     holder = find_holder(folder)
     if holder:
         raise LaunchError(
             f"{folder} is in use: {holder}",
-            "wait for its end, end it, or launch under another name: name=NAME",
+            "wait until it ends, cancel it, or launch under another name: name=NAME",
         )
 
 
 def ask_scheduler(submission: Submission) -> JobState:
-    """Asks squeue or qstat about a job; says why where they do not know."""
+    """Queries squeue or qstat for a job; returns the reason if they do not know it."""
     if not submission.job:
         return JobState("unknown", "it runs without a scheduler")
     ask = {"slurm": _ask_slurm, "pbs": _ask_pbs}.get(submission.scheduler)
@@ -131,7 +131,7 @@ def ask_scheduler(submission: Submission) -> JobState:
 
 
 def read_starts(folder: Path) -> list[Start]:
-    """Reads how often, where and when a job was started; lines that are none are passed over."""
+    """Reads the starts of a job with times and nodes; skips malformed lines."""
     starts: list[Start] = []
     for line in _lines(folder / STARTS):
         match line.split():
@@ -149,7 +149,7 @@ def read_starts(folder: Path) -> list[Start]:
 
 
 def read_bad_nodes(folder: Path) -> dict[str, int]:
-    """Reads which nodes failed, and how often."""
+    """Reads the number of failures per node."""
     found = (re.fullmatch(r"(\S+)\s+([0-9]+)\s*", line) for line in _lines(folder / BAD_NODES))
     return {match[1]: int(match[2]) for match in found if match}
 
@@ -159,10 +159,10 @@ def _ask_slurm(job: str) -> JobState:
     said, problem = _run(argv)
     row = said.splitlines()[0] if said.strip() else ""
     if not row:
-        # It forgets a job some minutes after its end.
+        # Slurm forgets a job some minutes after its end.
         is_gone = not problem or "Invalid job id" in problem
         return (
-            JobState("ended", "the scheduler does not know it any more")
+            JobState("ended", "the scheduler no longer knows it")
             if is_gone
             else (JobState("unknown", problem))
         )
@@ -176,8 +176,8 @@ def _ask_slurm(job: str) -> JobState:
         text = state if reason in ("", "None") else f"{state} ({reason})"
         text += "" if starts_at in ("", "N/A") else f", expected to start at {starts_at}"
         return JobState("waiting", text)
-    if reason == "JobLaunchFailure" and nodes:  # no line of the script was run, and no log is there
-        why = f"{first_host(nodes)} cannot start the script, or not write its log beside it"
+    if reason == "JobLaunchFailure" and nodes:  # no line of the script ran, and there is no log
+        why = f"{first_host(nodes)} cannot start the script, or cannot write its log beside it"
         return JobState("ended", f"{state} ({reason}: {why})", nodes)
     return JobState("running" if state in RUNNING else "ended", state, nodes)
 
@@ -189,8 +189,8 @@ def _ask_pbs(job: str) -> JobState:
         state, comment = str(facts["job_state"]), str(facts.get("comment", ""))
     except (ValueError, TypeError, KeyError, AttributeError):
         is_gone = "Unknown Job" in problem
-        gone = JobState("ended", "the scheduler does not know it any more")
-        return gone if is_gone else JobState("unknown", problem or "qstat answered no JSON")
+        gone = JobState("ended", "the scheduler no longer knows it")
+        return gone if is_gone else JobState("unknown", problem or "qstat did not return JSON")
     text = " ".join(f"{state} {comment}".split())
     hosts = str(facts.get("exec_host", ""))
     nodes = ",".join(dict.fromkeys(part.partition("/")[0] for part in hosts.split("+") if part))
@@ -198,7 +198,7 @@ def _ask_pbs(job: str) -> JobState:
 
 
 def _run(argv: Sequence[str]) -> tuple[str, str]:
-    """Gives what a program says, and what is wrong; a status must not fail for it."""
+    """Returns a program's output and its problem, if any; never raises."""
     try:
         done = subprocess.run(
             argv,

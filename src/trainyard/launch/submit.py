@@ -1,10 +1,10 @@
-"""Hands a job script to its scheduler, and remembers in the run folder that it did.
+"""Submits a job script to its scheduler, and records the job in the run folder.
 
-    slurm           sbatch --parsable JOB.SH       answers 4711, or 4711;cluster
-    pbs             qsub JOB.SH                    answers 4711.server
-    local mpi ssh   bash JOB.SH                    here and now: nobody else is asked
+    slurm           sbatch --parsable JOB.SH       returns 4711, or 4711;cluster
+    pbs             qsub JOB.SH                    returns 4711.server
+    local mpi ssh   bash JOB.SH                    runs immediately, without a scheduler
 
-What was submitted is in runs/NAME/job.toml, for `trainyard status` to ask the scheduler about:
+runs/NAME/job.toml records the job, so that `trainyard status` can query the scheduler:
 
     cluster = "lumi"
     scheduler = "slurm"
@@ -44,22 +44,22 @@ JOB_ID = re.compile(r"[A-Za-z0-9_.\[\]-]+")
 
 
 class Submission(Section):
-    """A job that was handed to a scheduler, or that runs without one."""
+    """A job submitted to a scheduler, or run without one."""
 
     cluster: str
     """Its name, or the path of its file."""
     scheduler: str
     n_nodes: int
     job: str = ""
-    """As the scheduler calls it; empty where there is none."""
+    """The scheduler's job id; empty without a scheduler."""
     submitted: str = ""
     """When, in UTC."""
     waits_for: dict[str, str] = Field(default={})
-    """Jobs that have to end well before, by stage."""
+    """Jobs that must succeed first, by stage."""
 
 
 def submit(script: Path, scheduler: str, after: Sequence[str] = ()) -> str:
-    """Hands a script to the scheduler; gives the job's id.
+    """Submits a script to the scheduler; returns the job id.
 
     Args:
         script: with the scheduler's options in its header.
@@ -78,14 +78,14 @@ def submit(script: Path, scheduler: str, after: Sequence[str] = ()) -> str:
     job = said[-1].partition(";")[0] if said else ""
     if not JOB_ID.fullmatch(job):
         raise LaunchError(
-            f"{program} {script} answered {job!r}, which is no job id",
-            f"see with {LISTERS[scheduler]} whether the job is there",
+            f"{program} {script} returned {job!r}, which is not a job id",
+            f"check with {LISTERS[scheduler]} whether the job exists",
         )
     return job
 
 
 def run_here(script: Path) -> NoReturn:
-    """Becomes the script: its output, exit code and signals are those of this process.
+    """Replaces this process with the script, including output, exit code and signals.
 
     Raises:
         LaunchError: there is no bash.
@@ -97,7 +97,7 @@ def run_here(script: Path) -> NoReturn:
 
 
 def write_submission(folder: Path, submission: Submission) -> None:
-    """Writes job.toml into a run folder; without a time, that of now.
+    """Writes job.toml to a run folder; the time defaults to now.
 
     Raises:
         MachineError: it cannot be written.
@@ -112,12 +112,12 @@ def write_submission(folder: Path, submission: Submission) -> None:
         new.replace(path)
     except OSError as error:
         raise MachineError(
-            f"{path} cannot be written: {error.strerror}", "launch where you may write"
+            f"{path} cannot be written: {error.strerror}", "launch in a writable folder"
         ) from None
 
 
 def read_submission(folder: Path) -> Submission | None:
-    """Reads job.toml of a run folder; None where the run was not launched.
+    """Reads job.toml of a run folder; None if the run was not launched.
 
     Raises:
         LaunchError: the file is damaged.
@@ -136,19 +136,19 @@ def read_submission(folder: Path) -> Submission | None:
 
 
 def end_command(submission: Submission) -> str:
-    """Gives the command that ends a job."""
+    """Returns the command that cancels a job."""
     return f"{ENDERS[submission.scheduler]} {submission.job}"
 
 
 def describe_submission(name: str, submission: Submission, log: Path) -> str:
-    """Says how to follow a job, and how to stop it."""
+    """Describes how to follow and stop a job."""
     nodes = format_number(submission.n_nodes, "node")
     lines = [f"job {submission.job} is submitted to {submission.cluster}, {nodes}"]
     lines += [f"    after {stage}: job {other}" for stage, other in submission.waits_for.items()]
     steps = {
-        f"trainyard status {name}": "how it does",
-        f"tail -F {log}": "what it says",
-        f"touch {log.parent / 'STOP'}": "save, stop, and do not come again",
+        f"trainyard status {name}": "show its status",
+        f"tail -F {log}": "follow its log",
+        f"touch {log.parent / 'STOP'}": "save, stop, and do not requeue",
         end_command(submission): "end it",
     }
     width = max(map(len, steps))
@@ -176,13 +176,13 @@ def _ask(argv: Sequence[str], script: Path) -> str:
     except subprocess.TimeoutExpired:
         raise LaunchError(
             f"{program} has not answered within {ANSWER_SECONDS:g} s",
-            "the scheduler may be down; see whether the job has come through before you try again",
+            "the scheduler may be down; check whether the job exists before you try again",
         ) from None
     if done.returncode != 0:
-        said = " ".join((done.stderr or done.stdout).split()) or "without saying why"
+        said = " ".join((done.stderr or done.stdout).split()) or "no reason given"
         raise LaunchError(
-            f"{program} refuses {script}: {said}",
-            "its options are the first lines of that script: they come from the cluster file, "
+            f"{program} rejected {script}: {said}",
+            "its options are at the top of that script: they come from the cluster file, "
             "--account, --partition, --time and --nodes",
         )
     return done.stdout

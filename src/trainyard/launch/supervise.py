@@ -1,6 +1,6 @@
-"""The parent of training processes: names the one that dies or hangs, and starts all again.
+"""The parent of training processes: names a rank that dies or hangs, and restarts all ranks.
 
-Every worker of a run of several ranks has a parent that watches it, whoever launched the run:
+Every worker of a run with several ranks has a parent that watches it, under any launcher:
 
     trainyard train --ranks 4      one parent, four workers
     torchrun, srun, mpiexec        each rank they start is a parent with one worker
@@ -8,15 +8,15 @@ Every worker of a run of several ranks has a parent that watches it, whoever lau
     a worker ..                                    the parent ..
     ends with 0, 2, 75 or 93                       ends with the same code once all have ended
     dies by a signal, or ends with another code    names it, with the end of its log
-    does not move for longer than its limit        shows all stacks, names who is to blame, kills
-    lost another rank                              leaves the naming to that one's parent
+    makes no progress within its limit             shows all stacks, names the culprit, kills
+    lost another rank                              leaves the report to that rank's parent
 
-After a death or a hang the parent of all ranks starts them again from the newest checkpoint; the
-parent of one ends with a code other than 0, for its launcher to do so. `Restarts` counts either.
+After a death or a hang, a parent of all ranks restarts them from the newest checkpoint; a parent of
+one rank ends with a nonzero code, so that its launcher restarts them. `Restarts` counts both.
 
-Parents of one rank each know of each other only by files (`HangReports`). They need them twice: to
-agree who hangs, and where a worker waits for a dead rank without noticing: it can neither train on
-nor save, and would sit there deaf to a launcher's SIGTERM until that kills it.
+Parents of one rank each communicate only through files (`HangReports`). They need them to agree
+which rank hangs, and to detect a worker that waits for a dead rank without noticing: it can neither
+train nor save, and would ignore a launcher's SIGTERM until it is killed.
 """
 
 from __future__ import annotations
@@ -61,41 +61,41 @@ logger = logging.getLogger("trainyard")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_SECONDS, LISTEN_SECONDS = 0.05, 1.0
 AT_ONCE_SECONDS = 1.0
-"""Between the second signal and the end of what is left."""
+"""From the second signal to the kill of the remaining workers."""
 STUCK_SECONDS = 8.0
-"""For a worker to notice that another has died or left, and to say so."""
+"""For a worker to notice and report that another has died or left."""
 TESTIMONY_SECONDS = 5.0
 INTENDED_CODES = (0, EXIT_REQUEUE, EXIT_HOLD)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to run."""
+    """The job to run."""
 
     process: Process
-    """This process, as its launcher knows it."""
+    """This process, as started by its launcher."""
     n_ranks: int
     folder: Path
-    """Of the run."""
+    """The run folder."""
     command: Callable[[int], Sequence[str]]
-    """Of each worker, which is `watched`; given how often they were started before."""
+    """Command of each `watched` worker, given the number of earlier attempts."""
     inherited: Sequence[int] = ()
     """File descriptors that workers keep open."""
 
     @property
     def is_launched(self) -> bool:
-        """Each rank has a parent of its own."""
+        """Whether each rank has its own parent."""
         return self.process.n_ranks > 1
 
 
 def supervise(job: Job) -> int:
-    """Runs a job to its end, over as many starts as are worth it.
+    """Runs a job to its end, with restarts while it makes progress.
 
     Returns:
         the exit code for this process.
 
     Raises:
-        GuardError: it was started again in vain.
+        GuardError: restarts made no progress.
         MachineError: a worker cannot be started.
     """
     restarts, attempt = Restarts(job.folder), job.process.attempt
@@ -114,7 +114,7 @@ def supervise(job: Job) -> int:
 
 
 def exit_code_below(process: Process, exit_code: int, is_failure: bool = False) -> int:
-    """Gives what this process tells its launcher, which may start again whatever is not 0."""
+    """Returns the exit code for the launcher, which may restart on any nonzero code."""
     is_stop = exit_code == EXIT_REQUEUE and not is_failure
     return 0 if is_stop and process.launcher_restarts else exit_code
 
@@ -123,7 +123,7 @@ def exit_code_below(process: Process, exit_code: int, is_failure: bool = False) 
 class _Outcome:
     exit_code: int
     is_failure: bool
-    """Of a machine or a program, so that another start may help."""
+    """A machine or program failed, so that another start may help."""
 
 
 @dataclass
@@ -133,26 +133,26 @@ class _Attempt:
     job: Job
     hang_reports: HangReports
     received: list[signal.Signals]
-    """Grows as signals come."""
+    """Signals received so far."""
     workers: list[Worker] = field(default_factory=list)
     told_at: list[float] = field(default_factory=list)
-    """When each of the signals was passed on."""
+    """When each signal was forwarded."""
     counts: dict[int, int] = field(default_factory=dict)
-    """Of the heartbeat of each rank."""
+    """Heartbeat count by rank."""
     still_since: dict[int, float] = field(default_factory=dict)
-    """When that moved last."""
+    """Time of the last heartbeat by rank."""
     heard: list[RankStatus] = field(default_factory=list)
-    """What other parents tell."""
+    """Reports of other parents."""
     listened_at: float = 0.0
     parted_since: float = 0.0
     """When the first worker ended on purpose."""
     failed_since: float = 0.0
-    """When it was first heard that a rank has died."""
+    """When the death of a rank was first reported."""
 
     @classmethod
     @contextmanager
     def start(cls, job: Job, attempt: int, received: list[signal.Signals]) -> Iterator[_Attempt]:
-        """Starts the workers; nothing is left of them after the block."""
+        """Starts the workers; kills all that remain at the end of the block."""
         new = cls(job, HangReports(job.folder / "logs" / f"attempt-{attempt}"), received)
         with _open_own_places(job) as places:
             logs = None if job.is_launched else job.folder / "logs"
@@ -170,7 +170,7 @@ class _Attempt:
                         worker.heartbeat.close()
 
     def watch(self) -> _Outcome:
-        """Waits until all workers have ended, for whatever reason."""
+        """Waits until all workers have ended, for any reason."""
         while any(worker.running.poll() is None for worker in self.workers):
             now = time.monotonic()
             self._pass_signals(now)
@@ -192,7 +192,7 @@ class _Attempt:
         return self._agree_on_code() if dead is None else self._report_failure(dead)
 
     def _find_dead(self) -> Worker | None:
-        """Finds the worker that failed first, unless all is as somebody wanted it."""
+        """Finds the worker that failed first, unless its end was intended."""
         dead = find_first_death(self.workers)
         if dead is None or dead.running.returncode in INTENDED_CODES:
             return None
@@ -200,7 +200,7 @@ class _Attempt:
         return None if was_told or len(self.told_at) > 1 else dead
 
     def _is_left_behind(self, now: float) -> bool:
-        """Some have ended as they should; the rest neither follows nor saves."""
+        """Whether some workers have ended as intended, and the rest neither end nor save."""
         if not any(worker.running.poll() for worker in self.workers):
             return False
         self.parted_since = self.parted_since or now
@@ -211,7 +211,7 @@ class _Attempt:
         return now - max(self.parted_since, *self.still_since.values()) > STUCK_SECONDS
 
     def _report_failure(self, dead: Worker) -> _Outcome:
-        """Names the dead, and ends those that it leaves."""
+        """Reports the dead worker, and ends the others."""
         code = dead.running.returncode
         if self.job.is_launched:
             self.hang_reports.write([status_of_dead(dead)])
@@ -222,7 +222,7 @@ class _Attempt:
         return _Outcome(EXIT_REQUEUE if code < 0 else code, is_failure=code != 2)
 
     def _name(self, dead: Worker) -> None:
-        """Says how a worker ended, unless it has said that where it can be seen."""
+        """Logs how a worker ended, unless its own output shows it."""
         code = dead.running.returncode
         is_on_screen = dead.log is None or self.workers[0].running.poll() == code
         if not (is_on_screen and code in (*INTENDED_CODES, 2)):
@@ -243,7 +243,7 @@ class _Attempt:
         return _Outcome(code, is_failure and code != EXIT_HOLD)
 
     def _let_the_culprit_speak(self) -> None:
-        """Waits for another parent to tell of its worker: a launcher ends all when one ends."""
+        """Waits for another parent's report: a launcher ends all ranks when one ends."""
         deadline = time.monotonic() + TESTIMONY_SECONDS
         while self.job.is_launched and not self.received and time.monotonic() < deadline:
             if any(seen.has_ended for seen in self.hang_reports.read()):
@@ -266,7 +266,7 @@ class _Attempt:
                 self.still_since[worker.rank] = now
 
     def _is_hang(self, now: float) -> bool:
-        """A worker stands still for too long, here or where another parent looks."""
+        """Whether a worker makes no progress within its limit, here or under another parent."""
         if self.failed_since:
             return False
         for worker in self.workers:
@@ -277,7 +277,7 @@ class _Attempt:
         return any(not seen.has_ended for seen in self.heard)
 
     def _is_stuck(self, now: float) -> bool:
-        """The worker waits for a rank that has died."""
+        """Whether the worker waits for a dead rank."""
         if not any(seen.has_ended for seen in self.heard):
             return False
         self.failed_since = self.failed_since or now
@@ -289,7 +289,7 @@ class _Attempt:
             self.heard = self.hang_reports.read()
 
     def _report_hang(self) -> None:
-        """Names who hangs, with all that is known."""
+        """Logs which rank hangs, with all known details."""
         own = look_at(self.workers, self.still_since)
         self.hang_reports.write(own)
         deadline = time.monotonic() + TESTIMONY_SECONDS

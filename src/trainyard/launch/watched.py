@@ -1,10 +1,10 @@
-"""A worker's first moments, before it imports anything slow: from here on its parent can watch it.
+"""The start of a worker, before slow imports: from here on its parent can watch it.
 
     python -m trainyard.launch.watched trainyard.train.worker runs/my-run --resume auto
 
-runs that module with those arguments as `python -m trainyard.train.worker ..` does. Importing torch
-takes seconds, and minutes where a thousand processes read it from one busy disk: a worker that
-hangs or crashes there is to be named as well.
+runs that module with those arguments like `python -m trainyard.train.worker ..`. Importing torch
+takes seconds, and minutes if a thousand processes read it from one busy disk: a worker that hangs
+or crashes there must be named as well.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from trainyard.launch.heartbeat import N_BYTES, STACK_SIGNAL, START_SECONDS, Hea
 
 
 def be_watched(process: Process) -> None:
-    """Lets the process that started this one see how it does."""
-    faulthandler.enable()  # a crash says where
+    """Lets the parent process watch this one."""
+    faulthandler.enable()  # a crash prints its stack
     if process.heartbeat is None:
         return
     os.lseek(process.heartbeat, N_BYTES, os.SEEK_SET)

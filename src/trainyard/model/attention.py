@@ -1,4 +1,4 @@
-"""Causal self-attention, and the keys and values that generation keeps."""
+"""Causal self-attention, and the KV cache for generation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class KeyValueCache:
     """Keys and values of the tokens seen so far in one block, for generation.
 
     Args:
-        shape: (B, H, T, K), room for T tokens.
+        shape: (B, H, T, K), for up to T tokens.
         dtype: the compute precision.
         device: where the model is.
     """
@@ -30,7 +30,7 @@ class KeyValueCache:
         self._values = torch.empty(shape, dtype=dtype, device=device)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds new tokens, (B, H, new, K) each; returns all kept so far."""
+        """Appends new tokens, (B, H, new, K) each; returns all so far."""
         end = self.n_tokens + keys.shape[2]
         self._keys[:, :, self.n_tokens : end] = keys
         self._values[:, :, self.n_tokens : end] = values
@@ -39,15 +39,15 @@ class KeyValueCache:
 
 
 class CausalAttention(nn.Module):
-    """Mixes the values of each token and those before it; has no weights.
+    """Attention core: mixes the values of each token and those before it; has no weights.
 
-    Dropout of the attention weights is computed by itself on a CPU. On a GPU it is that of
-    `scaled_dot_product_attention`, which draws from the device's generator: as likely, but other
-    elements.
+    On a CPU, dropout of the attention weights is computed here. On a GPU it is that of
+    `scaled_dot_product_attention`, which draws from the device's generator: the same rate, but
+    other elements.
 
     Attributes:
-        first_head: number in the whole model of the first head there is.
-        positions: of the tokens in the sequence, rising, int64, on the CPU.
+        first_head: number of the first head in the whole model.
+        positions: of the tokens in the sequence, ascending, int64, on the CPU.
     """
 
     def __init__(self, dropout: float, site: int, sequence_length: int) -> None:
@@ -55,19 +55,19 @@ class CausalAttention(nn.Module):
         self.dropout = dropout
         self.site = site
         self.first_head = 0
-        # No buffer: a model built on "meta" gets memory with nothing in it for its buffers.
+        # No buffer: a model built on "meta" gets uninitialised memory for its buffers.
         self.positions = torch.arange(sequence_length, device="cpu")
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, dropout_seeds: Tensor | None = None
     ) -> Tensor:
-        """Maps queries, keys and values, (B, H, T, K) each, to as many mixed values.
+        """Maps queries, keys and values, (B, H, T, K) each, to mixed values of the same shape.
 
         Args:
             q: queries.
             k: keys.
             v: values.
-            dropout_seeds: dropout seeds of the block, (B,); None for no dropout.
+            dropout_seeds: of the block, (B,); None for no dropout.
         """
         if dropout_seeds is not None and q.is_cpu:
             return self._mix_with_dropout(q, k, v, at_site(dropout_seeds, self.site))
@@ -93,7 +93,7 @@ class CausalAttention(nn.Module):
 class Attention(nn.Module):
     """Multi-head causal self-attention.
 
-    The rows of `qkv` are ordered (H, 3, K), so that cutting them in equal parts keeps heads whole.
+    The rows of `qkv` are ordered (H, 3, K), so that equal shards keep heads whole.
     """
 
     def __init__(self, model: Model) -> None:
@@ -114,7 +114,9 @@ class Attention(nn.Module):
             dropout_seeds: dropout seeds of the block, (B,); None for no dropout.
             cache: keys and values of the tokens before `x`, when generating.
         """
-        qkv = self.qkv(x)  # a cut may lend it more tokens than `x` has, and gives it fewer heads
+        qkv = self.qkv(
+            x
+        )  # tensor parallelism may gather more tokens than `x` has, and leaves fewer heads
         B, T, _ = qkv.shape
         qkv = qkv.view(B, T, -1, 3, self.d_head)  # (B, T, H, 3, K)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # (B, H, T, K)

@@ -1,7 +1,7 @@
-"""Dropout that is a function of the place it acts on, with no generator and no state.
+"""Dropout as a function of position, without generator or state.
 
-Beside the rate, four numbers alone say what is dropped, so a mask is the same for every micro
-batch size and every cut of the model, and a rank that holds a part computes just that part of it:
+Besides the rate, only four numbers decide what is dropped. A mask is thus the same for every micro
+batch size and layout, and a rank computes only its part of it:
 
     key of the sequence   from (seed, step, number of the sequence in the batch of the step)
     site                  0 after the embedding; 3i + 1, 3i + 2, 3i + 3 in block i: attention
@@ -10,15 +10,15 @@ batch size and every cut of the model, and a rank that holds a part computes jus
     column                feature; of attention weights: position of the token attended to
 
 A row takes 64 random bits, number (site, row) of the SplitMix64 stream of its key; they pick the
-numbers a and m, m odd, of a function of columns, in 32-bit arithmetic that wraps around:
+numbers a and m, m odd, of a function of columns, in wrapping 32-bit arithmetic:
 
-    x = a + m f(column)        f(column) are 32 random bits, the same for all rows
+    x = a + m f(column)        f(column): 32 random bits, the same for all rows
     h = x + C x x              C is even, so that every x gives another h
     dropped where h, from -2^31 to 2^31 - 1, is below (rate - 1/2) 2^32
 
-Two rows share nothing; two columns of a row are as good as independent, since m is random. That
-takes a few passes of 32-bit products and sums, which a backward pass repeats rather than keep the
-mask; both together take less than half the time of torch's own dropout on a CPU.
+Two rows share nothing; two columns of a row are practically independent, since m is random. This
+takes a few passes of 32-bit multiplications and additions, which the backward pass repeats instead
+of keeping the mask; both together take less than half the time of torch's dropout on a CPU.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ QUADRATIC_FACTOR = 0x2C1B3C6E  # any even number with mixed bits
 
 
 def sequence_seeds(seed: int, step: int, first: int, count: int) -> Tensor:
-    """Gives the dropout seeds, (count,), of sequences `first` and on of the batch of a step."""
+    """Returns the dropout seeds, (count,), of a step's sequences from `first` on."""
     digest = hashlib.sha256(f"dropout {seed} {step}".encode()).digest()
     start = int.from_bytes(digest[:8], "little", signed=True)
     return mix(torch.arange(first, first + count) * INCREMENT + start)
 
 
 def at_site(seeds: Tensor, site: int) -> Tensor:
-    """Moves seeds on by `site` sites, below 32,768; 3i moves those of the model to block i."""
+    """Advances seeds by `site` sites, below 32,768; 3i moves those of the model to block i."""
     wrapped = (site << 48) * INCREMENT % 2**64
     return seeds + (wrapped - 2**64 if wrapped >= 2**63 else wrapped)
 
@@ -66,7 +66,7 @@ def dropout(
 
     Args:
         x: (B, *R, N).
-        rate: from 0 up, below 1.
+        rate: at least 0, below 1.
         seeds: of the sequences at this site, (B,), int64.
         rows: what the middle dimensions are, (*R), int64; positions of tokens are below 2^32.
         columns: what the last dimension is, (N,), int64; 0 to N - 1 if not given.
@@ -96,7 +96,7 @@ class Dropout(nn.Module):
 
 
 class _Dropout(torch.autograd.Function):
-    """Keeps the random bits of rows and columns for the backward pass, and no mask."""
+    """Keeps the random bits of rows and columns for the backward pass, but no mask."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate: float, bits: Tensor, factors: Tensor) -> Tensor:
@@ -112,19 +112,19 @@ class _Dropout(torch.autograd.Function):
 def _apply(x: Tensor, rate: float, bits: Tensor, factors: Tensor) -> Tensor:
     kept = ((bits >> 32).to(torch.int32) | 1) * factors  # (B, *R, N)
     kept += bits.to(torch.int32)
-    # Not by addcmul_, which computes in float32 when it is compiled (torch 2.13).
+    # Not addcmul_, which computes in float32 when compiled (torch 2.13).
     kept.add_(kept * kept, alpha=QUADRATIC_FACTOR)
     kept.ge_(int(rate * 2**32) - 2**31)  # 1 or 0 in int32: in eager mode, bool is ten times slower
     return kept.to(x.dtype).mul_(x).mul_(1 / (1 - rate))
 
 
 def mix(x: Tensor) -> Tensor:
-    """Turns different int64 numbers into different ones that look random: SplitMix64's output."""
+    """Maps int64 numbers one-to-one to random-looking ones: SplitMix64's output."""
     x = (x ^ _shift_right(x, 30)) * _FIRST_FACTOR
     x = (x ^ _shift_right(x, 27)) * _SECOND_FACTOR
     return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: Tensor, n_bits: int) -> Tensor:
-    shifted: Tensor = (x >> n_bits) & (2 ** (64 - n_bits) - 1)  # without copies of the sign
+    shifted: Tensor = (x >> n_bits) & (2 ** (64 - n_bits) - 1)  # without sign extension
     return shifted

@@ -1,7 +1,7 @@
 """The GPT-3 decoder on a single device; names follow the paper (arXiv:2005.14165).
 
-Learned positions, LayerNorm before each sub-layer, GELU (tanh form, as in GPT-2), biases, one
-matrix for embedding and head. Parallelism is applied from outside; nothing here knows of ranks.
+Learned positions, LayerNorm before each sub-layer, GELU (tanh approximation, as in GPT-2), biases,
+one matrix for embedding and head. Parallelism is applied from outside; nothing here knows ranks.
 
 Shapes: B micro batch, T sequence, D d_model, H heads, K d_head, F d_ff, V padded vocabulary,
 L n_layers.
@@ -34,23 +34,23 @@ Recompute = Literal["none", "attention", "block"]
 
 
 class GPT(nn.Module):
-    """A stack of blocks between token embedding and final norm, or a part of it.
+    """Token embedding, a stack of blocks and final norm, or a part of them.
 
-    Weights are left uninitialised: `initialise` or a checkpoint fills them.
+    Weights are uninitialised: `initialise` or a checkpoint fills them.
 
     Args:
         model: the shape of the whole.
         padded_vocabulary_size: rows of the embedding, V.
-        compute_dtype: precision of activations and matrix products; parameters are always fp32.
-        recompute: what the backward pass computes again instead of storing.
-        part: what of the model is built; names of parameters are those of the whole.
+        compute_dtype: precision of activations and matmuls; parameters are always fp32.
+        recompute: what the backward pass recomputes instead of storing.
+        part: the part of the model to build; parameters have the names of the whole.
 
     Attributes:
-        embedding: (V, D); also the head of a part that ends with a tied one.
-        blocks: by their number in the whole model.
-        cross_entropy: of a part that gives the loss.
+        embedding: (V, D); also the tied head, if the part ends with one.
+        blocks: by number in the whole model.
+        cross_entropy: of a part with the loss.
         token_positions: of the tokens in a sequence, int64, on the CPU.
-        residual_positions: of those tokens that the residual stream has.
+        residual_positions: of the tokens in the residual stream.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GPT(nn.Module):
         self.vocabulary_size = model.vocabulary_size
         self.d_model, self.n_heads = model.d_model, model.n_heads
         self.takes_tokens = part.takes_tokens
-        # No buffers: a model built on "meta" gets memory with nothing in it for its buffers.
+        # No buffers: a model built on "meta" gets uninitialised memory for its buffers.
         self.token_positions = torch.arange(model.sequence_length, device="cpu")
         self.residual_positions = self.token_positions
         is_tied = model.tied_embeddings
@@ -100,8 +100,8 @@ class GPT(nn.Module):
         Args:
             x: token ids below the vocabulary size, (B, T), int64; or the hidden states before this
                 part, if it does not take tokens.
-            dropout_seeds: one for each sequence, (B,), int64, from `sequence_seeds`; there is no
-                dropout without them or in evaluation mode.
+            dropout_seeds: one for each sequence, (B,), int64, from `sequence_seeds`; no dropout
+                without them or in evaluation mode.
             caches: one per block when generating; `x` then continues what they hold.
         """
         if not self.training or self.dropout.rate == 0:
@@ -114,7 +114,7 @@ class GPT(nn.Module):
             x = (x + self.positions(positions)).to(self.compute_dtype)  # (B, T, D)
             x = self.dropout(x, dropout_seeds, positions)
         for index, (number, block) in enumerate(self.blocks.items()):
-            # Keys that already count the site leave blocks alike, so that one compiled serves all.
+            # Seeds that include the site keep blocks alike, so that one compiled block serves all.
             block_seeds = (
                 None
                 if dropout_seeds is None
@@ -124,11 +124,11 @@ class GPT(nn.Module):
         return x if self.final_norm is None else self.final_norm(x)
 
     def summed_loss(self, hidden: Tensor, labels: Tensor, scale: float | Tensor = 1.0) -> Tensor:
-        """Sums the cross entropy of every labelled token, as `summed_cross_entropy` does.
+        """Sums the cross entropy of every labelled token, by `summed_cross_entropy`.
 
         Args:
-            hidden: what `forward` gave, (B, T, D).
-            labels: next token ids, (B, T), int64; -100 where there is nothing to learn.
+            hidden: from `forward`, (B, T, D).
+            labels: next token ids, (B, T), int64; -100 for no label.
             scale: multiplies the sum.
         """
         assert self.cross_entropy is not None, "this part of the model gives no loss"
@@ -143,7 +143,7 @@ class GPT(nn.Module):
         return F.linear(hidden, weight).float()
 
     def build_caches(self, batch_size: int, n_tokens: int) -> list[KeyValueCache]:
-        """Makes empty key-value caches with room for `n_tokens`, one per block."""
+        """Makes empty KV caches for `n_tokens`, one per block."""
         shape = (batch_size, self.n_heads, n_tokens, self.d_model // self.n_heads)
         device = self.head_weight.device
         return [KeyValueCache(shape, self.compute_dtype, device) for _ in self.blocks]
@@ -177,7 +177,7 @@ class Block(nn.Module):
 
         Args:
             x: the residual stream.
-            dropout_seeds: dropout seeds of this block, (B,); None for no dropout.
+            dropout_seeds: of this block, (B,); None for no dropout.
             positions: of the tokens of `x`, (T,).
             cache: keys and values of the tokens before, when generating.
         """
@@ -204,14 +204,14 @@ class Block(nn.Module):
 def _recompute(
     function: Callable[..., Tensor], dropout_seeds: Tensor | None, *arguments: Tensor | None
 ) -> Tensor:
-    # Only attention with dropout on a GPU draws from a generator.
+    # Only attention dropout on a GPU draws from a generator.
     draws = dropout_seeds is not None and not dropout_seeds.is_cpu
     out: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=draws)
     return out
 
 
 class MLP(nn.Module):
-    """Two matrix products with a GELU between."""
+    """Two linear layers with a GELU between them."""
 
     def __init__(self, d_model: int, d_ff: int) -> None:
         super().__init__()
@@ -225,6 +225,6 @@ class MLP(nn.Module):
 
 
 def compile_blocks(model: GPT) -> None:
-    """Compiles each block in place; parameter names stay."""
+    """Compiles each block in place; keeps parameter names."""
     for block in model.blocks.values():
         block.compile()

@@ -1,4 +1,4 @@
-"""Initial weights, each drawn from a generator of its own, so that a cut model starts equal."""
+"""Initial weights, each from its own generator, so that every layout starts equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESIDUAL_OUTPUTS = ("attention.out.weight", "mlp.down.weight")
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Which of the equal parts of every layer that is cut."""
+    """Which of the equal shards of every sharded layer."""
 
     rank: int
     n_ranks: int
@@ -30,16 +30,16 @@ def initialise(
     seed: int,
     tensor: TensorShard = TensorShard(0, 1),
 ) -> None:
-    """Fills every parameter as GPT-2 and Megatron-LM do.
+    """Initialises every parameter like GPT-2 and Megatron-LM.
 
     Weights and embeddings are normal with `init_std`, residual outputs with init_std / sqrt(2 L);
     biases are zero, norms one.
 
     Args:
-        module: the model or a part of it, its parameters named as in the whole.
+        module: the model or a part of it, with the parameter names of the whole.
         model: the shape of the whole.
-        seed: the same seed gives the same weights, however the model is cut.
-        tensor: which part of every layer `module` has.
+        seed: the same seed gives the same weights in every layout.
+        tensor: which shard of every layer `module` has.
     """
 
     @torch.no_grad()
@@ -53,14 +53,14 @@ def initialise(
         whole = initial_value(name, torch.Size(shape), model, seed)
         parameter.copy_(whole.chunk(tensor.n_ranks, dimension)[tensor.rank])
 
-    # One core draws 85 million numbers a second: a minute and more for a model of 7 billion.
+    # One core draws 85 million numbers a second: over a minute for a model of 7 billion.
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for done in [pool.submit(fill, *named) for named in module.named_parameters()]:
             done.result()
 
 
 def initial_value(name: str, shape: torch.Size, model: Model, seed: int) -> Tensor:
-    """Draws one whole parameter, fp32 on the CPU, from (seed, name) alone."""
+    """Draws one whole parameter, fp32 on the CPU, from (seed, name) only."""
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if "norm.weight" in name:
@@ -70,8 +70,8 @@ def initial_value(name: str, shape: torch.Size, model: Model, seed: int) -> Tens
     std = model.init_std
     if name.endswith(RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * model.n_layers)
-    # torch draws in sixteens, a last few otherwise: whole ones, so that rows of padding, of which
-    # there are more where more ranks share the vocabulary, change nothing before them.
+    # torch draws in groups of sixteen, and a remainder differently: whole groups, so that padding
+    # rows, whose number depends on the tensor ranks, do not change the rows before them.
     n_elements = math.prod(shape)
     drawn = torch.empty(math.ceil(n_elements / 16) * 16).normal_(0.0, std, generator=generator)
     return drawn[:n_elements].view(shape)

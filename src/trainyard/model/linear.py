@@ -1,8 +1,8 @@
-"""Layers whose weights are kept in one precision and used in that of their input.
+"""Layers that keep weights in one precision and compute in that of their input.
 
-Master weights stay fp32; the cast to the compute precision is part of the graph, so their gradients
-arrive and accumulate in fp32. Casts are explicit, not autocast's: what runs in which precision can
-be read in the forward pass.
+Master weights stay fp32. The cast to the compute precision is part of the graph, so their gradients
+accumulate in fp32. Casts are explicit, without autocast: the forward pass shows what runs in which
+precision.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 
 class Product(Protocol):
-    """A matrix product of (..., in) with a weight (out, in), and a bias: as `F.linear`."""
+    """A matmul of (..., in) with a weight (out, in), plus a bias, like `F.linear`."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
-        """Gives (..., out), in the precision of `x`, which the weight has too."""
+        """Returns (..., out), in the precision of `x` and of the weight."""
 
     def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Gives the gradients of `x` and of the weight, from that of the output."""
+        """Returns the gradients of `x` and of the weight, given that of the output."""
 
 
 class PlainProduct:
@@ -34,15 +34,15 @@ class PlainProduct:
         return F.linear(x, weight, bias)
 
     def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Multiplies twice."""
+        """Computes both matmuls."""
         return gradient @ weight, gradient.flatten(0, -2).T @ x.flatten(0, -2)
 
 
 class Layer(nn.Module):
-    """Weight and bias that are kept in one precision and used in another.
+    """Weight and bias, kept in one precision and used in another.
 
     Attributes:
-        casts: of both, while several passes share them (`cast_once`).
+        casts: of both, while passes share them (`cast_once`).
     """
 
     weight: nn.Parameter
@@ -50,7 +50,7 @@ class Layer(nn.Module):
     casts: tuple[Tensor, Tensor] | None = None
 
     def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Gives weight and bias in a precision, as part of the graph."""
+        """Returns weight and bias in a precision, as part of the graph."""
         if self.casts is None:
             return self.weight.to(dtype), self.bias.to(dtype)
         weight, bias = self.casts
@@ -58,10 +58,10 @@ class Layer(nn.Module):
 
 
 class Linear(Layer):
-    """A matrix product and a bias, in the precision of the input.
+    """A matmul and a bias, in the precision of the input.
 
     Attributes:
-        product: what multiplies; another may take its place.
+        product: computes the matmul; replaceable.
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
@@ -93,12 +93,12 @@ class LayerNorm(Layer):
 
 @contextmanager
 def cast_once(layers: Iterable[Layer], dtype: torch.dtype) -> Iterator[None]:
-    """Lets all passes inside its block share the memory of one cast of each parameter.
+    """Shares one cast of each parameter among all passes inside its block.
 
-    Where several are under way at once, each would keep its own until its backward pass.
+    Otherwise each micro batch in flight would keep its own until its backward pass.
 
     Args:
-        layers: whose parameters do not change inside the block.
+        layers: their parameters must not change inside the block.
         dtype: of their inputs.
     """
     cast = [each for each in layers if each.weight.dtype != dtype]
@@ -112,7 +112,7 @@ def cast_once(layers: Iterable[Layer], dtype: torch.dtype) -> Iterator[None]:
 
 
 class _KnownCast(torch.autograd.Function):
-    """A cast of a parameter whose values are there: only the way back of gradients is new."""
+    """A cast whose values already exist: only adds the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, cast: Tensor) -> Tensor:

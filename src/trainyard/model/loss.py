@@ -1,30 +1,30 @@
-"""Output head and cross entropy in one, without ever holding all logits.
+"""Fused output head and cross entropy, without materialising all logits.
 
-At vocabulary 50,304 the logits of a micro batch are the largest tensor of a training step: those of
-16 sequences of 256 tokens take 824 MB, their log-probabilities as much, their gradient as much.
+At vocabulary 50,304 the logits of a micro batch are the largest tensor of a training step: for 16
+sequences of 256 tokens, 824 MB each for logits, log-probabilities and gradient.
 
     hidden (4,096, 384) -> 4 chunks of 1,024 rows
       for each chunk:  logits = hidden weight^T          (1,024, 50,304)
                        loss  -= log softmax(logits)[label]
-                       logits = softmax(logits) - one-hot(label), the gradient, in the same memory
+                       logits = softmax(logits) - one-hot(label), the gradient, in place
                        gradient of hidden  = logits weight
                        gradient of weight += logits^T hidden
 
-The gradient of a sum of cross entropies is known as soon as the logits are, so both backward
-products are taken at once and the logits are dropped. What comes from above in the backward pass is
-one number; `scale` brings it in beforehand, so that the large gradient need not be read again. In
-fp16 it comes after the products, of which the largest factor is 1: it cannot overflow them.
+The gradient of a sum of cross entropies follows from the logits, so the forward pass computes both
+backward matmuls and drops the logits. The upstream gradient is one number; `scale` applies it in
+advance, so that the large gradient need not be read again. In fp16 it is applied after the matmuls,
+whose largest factor is 1, so it cannot overflow them.
 
-Where several ranks share the rows of the weight, each has the logits of its own. Two small sums go
-round, and no logits:
+If tensor ranks shard the rows of the weight, each has the logits of its rows. Ranks reduce small
+tensors, but no logits:
 
     rank           0            1
     logits         2.0  1.0     3.0  0.5
-    largest        2.0          3.0               of all: 3.0
+    largest        2.0          3.0               overall: 3.0
     sum of exp(logit - 3.0)
-                   0.50         1.08              of all: 1.59
+                   0.50         1.08              overall: 1.59
     logit of the label, in row 1, less 3.0
-                   -2.0         0                 of all: -2.0; its log probability: -2.0 - ln 1.59
+                   -2.0         0                 overall: -2.0; its log probability: -2.0 - ln 1.59
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
-# A smaller chunk takes less memory, a larger one adds to the gradient of the weight less often.
+# A smaller chunk takes less memory; a larger one updates the weight gradient less often.
 CPU_CHUNK_BYTES = 256 * 2**20
 GPU_CHUNK_BYTES = 512 * 2**20
 
 
 class VocabularyShard(Protocol):
-    """The rows of the weight that a rank holds, and how it hears of the others."""
+    """This rank's rows of the weight, and reductions over the others."""
 
     first_row: int
-    """Number of its first row in the whole weight."""
+    """Its first row in the whole weight."""
 
     def maximum(self, x: Tensor) -> Tensor:
-        """Takes the largest of every rank, element by element."""
+        """Elementwise maximum over ranks."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """Adds up what every rank has, element by element."""
+        """Elementwise sum over ranks."""
 
 
 class CrossEntropy(nn.Module):
-    """The last step of the model, where a cut of the vocabulary can take its place."""
+    """The model's loss; tensor parallelism replaces it."""
 
     def forward(
         self,
@@ -67,7 +67,7 @@ class CrossEntropy(nn.Module):
         vocabulary_size: int,
         scale: float | Tensor,
     ) -> Tensor:
-        """Sums over the labels, as `summed_cross_entropy`."""
+        """Sums over the labels, like `summed_cross_entropy`."""
         return summed_cross_entropy(hidden, weight, labels, vocabulary_size, scale)
 
 
@@ -84,13 +84,12 @@ def summed_cross_entropy(
     Args:
         hidden: final hidden states, (B, T, D), in the compute precision.
         weight: output matrix, (V, D), fp32.
-        labels: next token ids, (B, T), int64; -100 where there is nothing to learn.
-        vocabulary_size: rows of the whole matrix that are real; the padding above gets no
-            probability.
-        scale: multiplies the sum; one over the tokens of a step makes it a share of their mean. A
+        labels: next token ids, (B, T), int64; -100 for no label.
+        vocabulary_size: real rows of the whole matrix; the padding above gets no probability.
+        scale: multiplies the sum; one over the tokens of a step makes it a part of their mean. A
             scalar tensor stays on its device.
-        shard: which rows `weight` has, where ranks share them, (V/tp, D) each. The sum is then the
-            same on all; the gradient of `hidden` is a part, which the caller adds up.
+        shard: which rows `weight` has, if ranks shard them, (V/tp, D) each. The sum is then the
+            same on all; the gradient of `hidden` is partial, for the caller to sum.
 
     Returns:
         a scalar in fp32, in nats; it can be differentiated once.
@@ -104,7 +103,7 @@ def summed_cross_entropy(
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """Takes the gradients in the forward pass, chunk by chunk."""
+    """Computes the gradients in the forward pass, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -142,12 +141,12 @@ class _SummedCrossEntropy(torch.autograd.Function):
             loss -= target.masked_fill(nothing, 0.0).sum()
             if scale is not None:
                 error = torch.exp(log_probabilities, out=logits)
-                del logits, log_probabilities  # two of them at once are enough
+                del logits, log_probabilities  # two at once are enough
                 less_one = torch.expm1(target).to(error.dtype)
                 if is_here is not None:
                     less_one = torch.where(is_here, less_one, error.gather(1, targets))
                 error.scatter_(1, targets, less_one)
-                # Rows without a label are left out here, where they are D wide instead of V.
+                # Rows without a label are zeroed here, where they are D wide instead of V.
                 product = (error @ matrix).masked_fill_(nothing, 0.0)
                 hidden_gradient[start:end] = _scaled(product, scale)
                 rows = rows.masked_fill(nothing, 0.0)
@@ -160,8 +159,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        if not (upstream.is_cpu and upstream.item() == 1.0):  # a GPU would have to be waited for
-            # Not in place: a pipeline may ask for one of the two now and for the other later.
+        if not (upstream.is_cpu and upstream.item() == 1.0):  # on a GPU it would synchronise
+            # Not in place: a pipeline may need one of the two now and the other later.
             hidden_gradient = hidden_gradient * upstream
             weight_gradient = weight_gradient * upstream
         return hidden_gradient, weight_gradient, None, None, None, None
@@ -178,21 +177,21 @@ def _shared_log_softmax(
 
     Args:
         logits: of the shard, (n, V/tp); padding is overwritten.
-        targets: columns of the labels, (n, 1), where they are in the shard; else any.
-        is_here: whether they are.
-        vocabulary_size: of all shares.
-        shard: hears of the others.
+        targets: columns of the labels, (n, 1), if in the shard; else any.
+        is_here: whether they are in the shard.
+        vocabulary_size: of all shards.
+        shard: reduces over ranks.
     """
     precise = torch.promote_types(torch.float32, logits.dtype)
     n_real = vocabulary_size - shard.first_row
     if n_real > 0:
         logits[:, n_real:] = -torch.inf
         largest = logits.amax(1, keepdim=True).to(precise)  # (n, 1)
-    else:  # nothing but padding: any numbers, that weigh nothing beside those of other shares
+    else:  # only padding: any numbers that are negligible beside other shards'
         logits.zero_()
         largest = torch.full_like(logits[:, :1], -torch.inf, dtype=precise)
     among_these = F.log_softmax(logits, -1, dtype=precise)
-    # The logarithm of the sum of exp(logit - largest) is minus the largest log probability.
+    # log of the sum of exp(logit - largest) is minus the largest log probability.
     log_sum = largest - shard.maximum(largest) - among_these.amax(1, keepdim=True)
     target = (among_these.gather(1, targets) + log_sum).masked_fill(~is_here, 0.0)
     total, target = shard.sum(torch.stack((log_sum.exp(), target))).unbind()
@@ -201,7 +200,7 @@ def _shared_log_softmax(
 
 
 def _chunks(hidden: Tensor, n_columns: int) -> list[tuple[int, int]]:
-    """Cuts rows into the fewest, nearly equal chunks whose logits fit in memory set aside."""
+    """Splits rows into the fewest, nearly equal chunks whose logits fit in the memory budget."""
     n_rows = hidden.shape[0]
     chunk_bytes = CPU_CHUNK_BYTES if hidden.is_cpu else GPU_CHUNK_BYTES
     bytes_per_row = n_columns * max(4, hidden.element_size())
@@ -221,7 +220,7 @@ def _scaled(x: Tensor, scale: float | Tensor) -> Tensor:
 def _add_product(
     total: Tensor | None, a: Tensor, b: Tensor, scale: float | Tensor, like: Tensor
 ) -> Tensor:
-    """Adds scale x a @ b to `total`, where there is one, in the precision of `like`."""
+    """Adds scale x a @ b to `total`, if given, in the precision of `like`."""
     if a.dtype != like.dtype or isinstance(scale, Tensor):
         total = torch.zeros_like(like) if total is None else total
         if isinstance(scale, Tensor):

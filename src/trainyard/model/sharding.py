@@ -1,6 +1,6 @@
-"""The table of cuts: which layers ranks may share, and along what; and parts of the stack.
+"""Sharding table: how tensor parallelism shards each layer; and parts of the stack.
 
-    kind of cut    layer                  parameter              a rank holds
+    kind           layer                  parameter              a rank holds
     vocabulary     embedding, head        weight (V, D)          (V/tp, D)
     columns        attention.qkv, mlp.up  weight (3D or F, D)    (3D/tp or F/tp, D)
                                           bias (3D or F)         (3D/tp or F/tp)
@@ -8,8 +8,8 @@
                    mlp.down               bias (D)               all of it
     none           positions, norms       all                    all of it
 
-Outputs of a layer cut by columns are inputs of the next, which is cut by rows: between the two each
-rank computes with what it has.
+Outputs of a column-parallel layer are inputs of the next, row-parallel one: between the two, ranks
+need no communication.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ CUTS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of the model is built: a stage of a pipeline, or all of it."""
+    """The part of the model to build: a pipeline stage, or all of it."""
 
     blocks: range
-    """Those of the model's blocks whose number is in this range."""
+    """The range of block numbers."""
     takes_tokens: bool
-    """Begins with the embedding; other parts take hidden states."""
+    """Starts with the embedding; other parts take hidden states."""
     gives_loss: bool
     """Ends with the final norm and the head."""
 
@@ -47,12 +47,12 @@ WHOLE = Part(range(sys.maxsize), takes_tokens=True, gives_loss=True)
 
 
 def kind_of_cut(module_name: str) -> Kind | None:
-    """Says how a layer, by its global name, is cut; None where every rank has all of it."""
+    """Returns how a layer, by global name, is sharded; None if replicated."""
     return next((kind for name, kind in CUTS.items() if fnmatchcase(module_name, name)), None)
 
 
 def sharded_dimension(parameter_name: str) -> int | None:
-    """Says along which dimension a parameter, by its global name, is cut; None where it is not."""
+    """Returns the sharded dimension of a parameter, by global name; None if replicated."""
     module_name, _, name = parameter_name.rpartition(".")
     kind = kind_of_cut(module_name)
     if kind == "rows":

@@ -1,4 +1,4 @@
-"""AdamW with weight decay on matrices alone, with the state that the precision asks for."""
+"""AdamW with weight decay on matrices only, and state in the run's precision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainyard.parallel.placement import place
 
 
 def build_optimizer(parallel_model: ParallelModel, run: Run) -> torch.optim.Optimizer:
-    """Builds the optimizer of this rank's share of a model."""
+    """Builds the optimizer of this rank's part of a model."""
     parameters, settings = parallel_model.local_parameters, run.optimizer
     if not any(each.is_low_bit for each in parameters):
         return build_adamw([each.parameter for each in parameters], settings)
@@ -36,7 +36,7 @@ def build_optimizer(parallel_model: ParallelModel, run: Run) -> torch.optim.Opti
 
 
 def build_adamw(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> torch.optim.AdamW:
-    """Builds AdamW; biases and norms, which have one dimension, are not decayed."""
+    """Builds AdamW; one-dimensional parameters (biases and norms) are not decayed."""
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optimizer.weight_decay},
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
@@ -51,7 +51,7 @@ def build_adamw(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> tor
 
 
 def state_of(optimizer: torch.optim.Optimizer, local: LocalParameter) -> dict[str, Tensor]:
-    """Gives what a checkpoint keeps of a parameter beside itself, this rank's part of it."""
+    """Returns this rank's optimizer state of a parameter, for a checkpoint."""
     if isinstance(optimizer, LowBitAdamW):
         return optimizer.state_of(local)
     assert isinstance(optimizer, torch.optim.AdamW)
@@ -59,9 +59,9 @@ def state_of(optimizer: torch.optim.Optimizer, local: LocalParameter) -> dict[st
 
 
 def prepare_state(optimizer: torch.optim.Optimizer, n_updates: int | None) -> None:
-    """Makes a state of `n_updates` updates, for a checkpoint to fill; None: the first is to come.
+    """Prepares the state after `n_updates` updates, for a checkpoint to fill; None: no update yet.
 
-    Without updates there are no moments, and weights are what the model was filled with last.
+    Without updates there are no moments, and the weights are those last loaded into the model.
     """
     if isinstance(optimizer, LowBitAdamW):
         optimizer.begin_at(n_updates)
@@ -71,7 +71,7 @@ def prepare_state(optimizer: torch.optim.Optimizer, n_updates: int | None) -> No
 
 
 def _compiles_codes(device: torch.device) -> bool:
-    """Whether kernels are compiled that read and write e4m3: on NVIDIA's GPUs from Ada on."""
+    """Whether kernels that read and write e4m3 can be compiled: on NVIDIA GPUs since Ada."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,4 +1,4 @@
-"""The global gradient norm, and clipping by it without waiting for the device."""
+"""The global gradient norm, and clipping by it without a device sync."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from trainyard.precision.block_scaled import BlockScaledTensor
 
 @dataclass(frozen=True)
 class StepStats:
-    """What a step found over all ranks, on the device."""
+    """Totals of a step over all ranks, on the device."""
 
     loss: Tensor
     """Mean over the labelled tokens of the batch."""
     norm: Tensor
     """Euclidean norm of the gradients of that mean, each counted once."""
     multiplier: Tensor
-    """What the gradients that are stored must be multiplied by to be those of the mean."""
+    """Factor from the stored gradients to those of the mean."""
 
 
 def reduce_step_stats(
     parallel_model: ParallelModel, loss: Tensor, n_labelled: int, divisor: float | Tensor
 ) -> StepStats:
-    """Adds up loss, labelled tokens and the squares of all gradients of all ranks in one message.
+    """Reduces loss, labelled tokens and squared gradients of all ranks in one message.
 
     Args:
-        parallel_model: its gradients are complete.
+        parallel_model: with complete gradients.
         loss: this rank's part, divided by `divisor`.
         n_labelled: tokens with a label in this rank's sequences.
-        divisor: of the sum of all losses; totals are those of their mean whatever it is.
+        divisor: of the sum of all losses; totals are for their mean, whatever the divisor.
     """
     norms = norms_of([each.gradient for each in parallel_model.local_parameters])
     square = norms.square() @ parallel_model.norm_weights
@@ -54,9 +54,9 @@ def reduce_step_stats(
 
 
 def norms_of(gradients: Sequence[Tensor | BlockScaledTensor]) -> Tensor:
-    """Gives the norm of each gradient, in fp64; of codes, that of what they stand for."""
-    # On a CPU a sum of squares in fp32 over a whole matrix is wrong by 3e-3 for an embedding of
-    # 50,257 rows, and so differs from the sum of its parts. A row is short enough, and as fast.
+    """Returns the norm of each gradient, in fp64; for block-scaled ones, of the decoded values."""
+    # On a CPU an fp32 sum of squares over a whole matrix is off by 3e-3 for an embedding of
+    # 50,257 rows, and so differs from the sum of its shards. Rows are short enough, and as fast.
     parts = [each if isinstance(each, Tensor) else each.block_norms() for each in gradients]
     if parts[0].is_cpu:
         parts = [torch.linalg.vector_norm(g, dim=-1) if g.ndim > 1 else g for g in parts]
@@ -70,18 +70,17 @@ def set_clipping(
     clip_norm: float,
     leave_out: Tensor | None = None,
 ) -> Tensor:
-    """Makes the next `optimizer.step()` clip gradients, and skip them when a total is not finite.
+    """Makes the next `optimizer.step()` clip gradients, and skip when a total is not finite.
 
     The fused AdamW kernel divides gradients by `grad_scale` and skips when `found_inf` is 1, which
-    torch.amp.GradScaler uses for loss scaling; here they carry that and the clipping, so that
-    gradients are read once and nobody asks the device whether they are finite. Low-bit AdamW does
-    the same with them.
+    torch.amp.GradScaler uses for loss scaling. Here they also carry the clipping, so gradients are
+    read once without a device sync. Low-precision AdamW handles them alike.
 
     Args:
-        optimizer: built by `build_optimizer`; weights, moments and step count stay if it is
-            skipped.
+        optimizer: built by `build_optimizer`; a skipped update keeps weights, moments and step
+            count.
         totals: of its gradients.
-        clip_norm: the largest norm gradients keep; inf for any.
+        clip_norm: the largest norm after clipping; inf for no clipping.
         leave_out: 1 on the device to skip the step for another reason, else 0.
 
     Returns:
@@ -91,7 +90,7 @@ def set_clipping(
     skipped = (~is_finite).float()
     if leave_out is not None:
         skipped = torch.maximum(skipped, leave_out)
-    # The small number is the one torch.nn.utils.clip_grad_norm_ adds: both give the same weights.
+    # The same epsilon as torch.nn.utils.clip_grad_norm_, so that weights are equal.
     divisor = torch.clamp((totals.norm + 1e-6) / clip_norm, min=1.0) / totals.multiplier
     optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
     optimizer.found_inf = skipped  # type: ignore[attr-defined]

@@ -1,24 +1,22 @@
-"""AdamW whose state of the blocks' matrices takes 6 bytes a parameter instead of 16.
+"""AdamW with 6 bytes per parameter for matrices of blocks instead of 16.
 
-    of each parameter     elsewhere          of a matrix of a block
-    weight in use                            bf16, what the forward pass takes and ranks gather
-    gradient              fp32     4         e4m3     1     from when it is complete to the update
+    per parameter         elsewhere          matrices of blocks
+    weight in use                            bf16, for the forward pass and gathers
+    gradient              fp32     4         e4m3     1     from completion to the update
     master weight         fp32     4         fp16     2     rounded stochastically
     first moment          fp32     4         e4m3     1     rounded stochastically
     second moment         fp32     4         fp16     2     rounded stochastically
                           16 bytes           6 bytes, and 4/32 for the scales
 
-An update computes in fp32 with what the codes stand for, and then makes codes again. Its steps are
-often too small for the digits of a code: rounded to the nearest, such weights would never move, and
-a moment would stay where it is until something a quarter away from it comes. Rounded stochastically
-all are right on average. The noise follows from (seed, updates done, name, place in the whole
-matrix): the same in every layout and after a resume.
+An update decodes to fp32, computes, and encodes again. Its steps are often below the resolution of
+a code: with rounding to nearest, such weights would never move, and a moment would stay put until a
+value a quarter away arrives. Stochastic rounding is right on average. The noise follows from (seed,
+updates done, name, position in the whole matrix): the same in every layout and after a resume.
 
-Vectors of the blocks are bf16 where they are used, since ranks gather them together with the
-matrices, and otherwise fp32. They and all that is outside of the blocks have fused AdamW.
+Vectors of blocks are bf16 in use, since ranks gather them together with the matrices, and otherwise
+fp32. They and everything outside the blocks use fused AdamW.
 
-Source: the recipe of FP8-LM (arXiv:2310.18313), which scales whole tensors and rounds to the
-nearest.
+Source: the recipe of FP8-LM (arXiv:2310.18313), which scales whole tensors and rounds to nearest.
 """
 
 from __future__ import annotations
@@ -38,19 +36,19 @@ from trainyard.parallel.placement import Placement, local_part
 from trainyard.precision.block_scaled import E4M3, FP16, BlockScaledTensor, decode, encode, noise
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# Purposes of noise.
+# Uses of noise.
 _MASTER, _FIRST, _SECOND = 1, 2, 3
 _BITS = {1: torch.uint8, 2: torch.int16}
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of a block, or this rank's part of it, and its state."""
+    """A matrix of a block, or this rank's shard, with its state."""
 
     local: LocalParameter
     place: Placement
     key: Tensor
-    """Of its noise, int64."""
+    """Key of its noise, int64."""
     master: BlockScaledTensor
     exp_avg: BlockScaledTensor
     exp_avg_sq: BlockScaledTensor
@@ -72,11 +70,11 @@ class Matrix:
 
     @property
     def codes(self) -> dict[str, BlockScaledTensor]:
-        """The state by its names in a checkpoint."""
+        """The state by checkpoint name."""
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
     def numbers(self, here: slice) -> Tensor:
-        """Numbers 32 values at a time as in the whole matrix, (n, 1), int64."""
+        """Numbers blocks of 32 values as in the whole matrix, (n, 1), int64."""
         n_blocks = self.place.local_shape[1] // SCALED_COLUMNS
         index = torch.arange(here.start, here.stop, device=self.key.device)
         rows = self.place.offsets[0] + index // n_blocks
@@ -85,18 +83,18 @@ class Matrix:
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW of a model whose blocks are in bf16; clipped and skipped as the fused one is.
+    """AdamW for a model with bf16 blocks; clips and skips like fused AdamW.
 
     Args:
-        parameters: all parameters of this rank, with their places in the whole.
-        build_plain: builds the AdamW of the parameters that have fp32 state.
-        settings: of AdamW's `lr`, `betas`, `eps` and `weight_decay`.
+        parameters: all parameters of this rank, with their positions in the whole.
+        build_plain: builds the AdamW of parameters with fp32 state.
+        settings: AdamW's `lr`, `betas`, `eps` and `weight_decay`.
         seed: of the noise.
-        compiled: compile the update, which is one pass over the state then.
+        compiled: compile the update to one pass over the state.
 
     Attributes:
-        grad_scale: what gradients are to be divided by, on the device.
-        found_inf: 1 on the device to leave everything as it is, else 0.
+        grad_scale: divisor of gradients, on the device.
+        found_inf: 1 on the device to skip the update, else 0.
     """
 
     def __init__(
@@ -122,10 +120,10 @@ class LowBitAdamW(torch.optim.Optimizer):
         super().__init__([each.local.parameter for each in self.matrices.values()], settings)
         precise = [each.parameter for each, _ in parameters if not each.is_low_bit]
         self.plain = build_plain(precise)
-        # In a group of their own: the fused kernel takes no tensors beside distributed ones.
+        # In a separate group: the fused kernel does not mix plain and distributed tensors.
         masters = [master for _, master in self.vectors.values()]
         self.plain.add_param_group({"params": masters, "weight_decay": 0.0})
-        self.param_groups += self.plain.param_groups  # the same: who sets a rate sets theirs
+        self.param_groups += self.plain.param_groups  # shared, so that setting a rate sets theirs
         device = next(iter(self.matrices.values())).key.device
         self._n_updates = torch.zeros((), dtype=torch.int64, device=device)
         self._update = torch.compile(_update, dynamic=True) if compiled else _update
@@ -134,7 +132,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates all weights, with the gradients that `LocalParameter` has."""
+        """Updates all weights with the gradients in `LocalParameter`."""
         self.plain.grad_scale, self.plain.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
         for each, master in self.vectors.values():
             assert isinstance(each.quantized_gradient, Tensor), each.name
@@ -149,7 +147,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         settings = self.param_groups[0]
         n, (beta1, beta2) = self._n_updates.double(), settings["betas"]
         step = (
-            torch.full((), settings["lr"], device=n.device),  # a tensor made without a copy to it
+            torch.full((), settings["lr"], device=n.device),  # a tensor created without a copy
             self.grad_scale,
             self.found_inf != 0,
             (1 - beta1**n).float(),
@@ -171,7 +169,7 @@ class LowBitAdamW(torch.optim.Optimizer):
                 self._update(weight[here], tensors, key, numbers, step, constants)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients."""
+        """Clears all gradients."""
         super().zero_grad(set_to_none)
         for each in (
             *(m.local for m in self.matrices.values()),
@@ -180,7 +178,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             each.quantized_gradient = None
 
     def state_of(self, local: LocalParameter) -> dict[str, Tensor]:
-        """Gives the state of a parameter by its names in a checkpoint, this rank's part of it."""
+        """Returns this rank's state of a parameter by checkpoint name."""
         matrix = self.matrices.get(local.name)
         if matrix is not None:
             return {
@@ -193,10 +191,10 @@ class LowBitAdamW(torch.optim.Optimizer):
         return moments if master is None else {"master": master.detach(), **moments}
 
     def begin_at(self, n_updates: int | None) -> None:
-        """Prepares the state for what a checkpoint has of it, or takes on new weights.
+        """Prepares the state for a checkpoint's, or adopts new weights.
 
         Args:
-            n_updates: done so far; None where there is none yet, and the weights were just filled.
+            n_updates: done so far; None before the first, with freshly filled weights.
         """
         self._n_updates.fill_(n_updates or 0)
         begin_at(self.plain, n_updates)
@@ -210,13 +208,13 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 
 def moments_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Gives the moments of a parameter, this rank's part; none before the first update."""
+    """Returns this rank's moments of a parameter; none before the first update."""
     state = optimizer.state.get(parameter, {})
     return {moment: local_part(state[moment]) for moment in MOMENTS if moment in state}
 
 
 def begin_at(optimizer: torch.optim.AdamW, n_updates: int | None) -> None:
-    """Makes moments that are zero, to be filled from a checkpoint; None for none, as at first."""
+    """Makes zero moments for a checkpoint to fill; None for none, as at the start."""
     optimizer.state.clear()
     parameters: Iterable[nn.Parameter] = (
         parameter for group in optimizer.param_groups for parameter in group["params"]
@@ -243,8 +241,8 @@ def _update(
             moment and gradient.
         key: of the noise of this matrix and update.
         numbers: of the blocks in the whole matrix, (n, 1).
-        step: learning rate, what gradients are divided by, whether to leave all as it is, and
-            what corrects either moment for its beginning at zero.
+        step: learning rate, divisor of gradients, whether to skip, and the bias corrections of
+            both moments.
         constants: both betas, epsilon and weight decay.
     """
     rate, grad_scale, is_skipped, correction1, correction2 = step

@@ -12,9 +12,9 @@ from trainyard.plan.resolve import Plan
 
 
 def learning_rate(run: Run, plan: Plan, consumed_sequences: int) -> float:
-    """Gives the rate of the step that ends with `consumed_sequences` consumed in all.
+    """Returns the rate of the step that ends at `consumed_sequences` in total.
 
-    Counting the step's own batch makes the first rate of a warmup more than zero.
+    Counting the step's own batch makes the first rate of a warmup positive.
     """
     peak, lowest = run.optimizer.learning_rate, run.schedule.minimum_learning_rate
     if consumed_sequences <= plan.warmup_sequences and plan.warmup_sequences > 0:

@@ -1,13 +1,13 @@
-"""Collective operations as steps of a forward pass, each with the operation its backward needs.
+"""Collectives as differentiable functions, each with the collective of its backward pass.
 
     forward           backward          where
-    identity          all-reduce        into a column cut: every rank reads the whole input
-    all-reduce        identity          out of a row cut: every rank holds a part of the sum
-    all-gather        reduce-scatter    into a column cut, when the residual stream is cut by tokens
-    reduce-scatter    all-gather        out of a row cut, when the residual stream is cut by tokens
-    all-to-all        all-to-all        heads for tokens, in attention over a shared sequence
+    identity          all-reduce        into a column-parallel layer: all ranks read the whole input
+    all-reduce        identity          out of a row-parallel layer: every rank holds a partial sum
+    all-gather        reduce-scatter    into a column-parallel layer, with sequence parallelism
+    reduce-scatter    all-gather        out of a row-parallel layer, with sequence parallelism
+    all-to-all        all-to-all        heads for tokens, in attention over a sharded sequence
 
-Tokens are dimension 1, in equal parts. All are asynchronous on a GPU until their result is used.
+Tokens are dimension 1, in equal parts. On a GPU all run asynchronously until their result is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainyard.model.linear import Product
 
 TOKENS = 1
 
-# torch 2.13 has new names for them, and warns of the old ones.
+# torch 2.13 renamed them, and warns about the old names.
 _gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 _reduce_scatter = (
     getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
@@ -31,17 +31,17 @@ _reduce_scatter = (
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
-    """Combines a tensor of every rank; a new tensor, not differentiable."""
+    """Reduces a tensor over all ranks into a new tensor; not differentiable."""
     return _wait(collectives.all_reduce(x.contiguous(), operation, group))
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
-    """Joins the tensors of every rank along a dimension, in the order of ranks."""
+    """Concatenates the tensors of all ranks along a dimension, in rank order."""
     return _wait(_gather(x.contiguous(), dimension, group))
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
-    """Adds up a tensor of every rank and keeps this rank's part along a dimension."""
+    """Sums a tensor over ranks and keeps this rank's part along a dimension."""
     return _wait(_reduce_scatter(x.contiguous(), "sum", dimension, group))
 
 
@@ -105,7 +105,7 @@ class _GatheredProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         if torch.compiler.is_compiling():
-            # Else it is the same as in the forward pass to the compiler, which then keeps it.
+            # Else the compiler sees the forward pass's gather again, and keeps its result.
             x = x + 0 * gradient.flatten()[0]
         gathered = all_gather(x, ctx.group, TOKENS)
         of_gathered, of_weight = ctx.product.backward(gradient, gathered, weight)
@@ -136,19 +136,19 @@ class _ExchangeParts(torch.autograd.Function):
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gives `x` to a computation that each rank does a part of; gradients of the parts add up."""
+    """Passes `x` to a computation split over ranks; sums their gradients in the backward pass."""
     out: Tensor = _CopyToGroup.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Adds up what each rank computed a part of."""
+    """Sums the partial results of all ranks."""
     out: Tensor = _ReduceFromGroup.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Joins (B, T/tp, ...) of every rank to (B, T, ...); gradients of the parts add up."""
+    """Gathers (B, T/tp, ...) of all ranks to (B, T, ...); sums gradients in the backward pass."""
     out: Tensor = _GatherTokens.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
@@ -156,13 +156,13 @@ def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def product_of_gathered(
     x: Tensor, weight: Tensor, bias: Tensor, product: Product, group: dist.ProcessGroup
 ) -> Tensor:
-    """Multiplies what `gather_tokens` gives: gathered again in the backward pass, not kept."""
+    """Multiplies gathered tokens; the backward pass gathers them again."""
     out: Tensor = _GatheredProduct.apply(x, weight, bias, product, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Adds up (B, T, ...) of every rank and keeps this rank's (B, T/tp, ...)."""
+    """Sums (B, T, ...) over ranks and keeps this rank's (B, T/tp, ...)."""
     out: Tensor = _ScatterTokens.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 

@@ -1,12 +1,12 @@
-"""Context parallelism: the tokens of a sequence shared by ranks, which meet only in attention.
+"""Context parallelism: shards each sequence's tokens; ranks communicate only in attention.
 
     method     rank r of p holds         in attention
-    ulysses    r-th of p parts           all-to-all: all tokens of some heads, computed as ever
-    ring       r-th of 2p chunks from    own queries, with keys and values that travel round
+    ulysses    r-th of p parts           all-to-all: all tokens of some heads, computed as usual
+    ring       r-th of 2p chunks from    own queries, with circulating keys and values
                either end                (see ring.py)
 
-Ulysses sends less and computes dropout; the ring has no limit by the number of heads, and no rank
-holds a whole sequence. Everything else in the model sees each token alone: it gets this rank's.
+Ulysses sends less and supports dropout; the ring is not limited by the number of heads, and no rank
+holds a whole sequence. The rest of the model works per token, on this rank's tokens.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Method = Literal["ulysses", "ring"]
 
 
 class UlyssesAttention(nn.Module):
-    """Attention over a shared sequence: each rank computes some heads, over all tokens.
+    """Attention over a sharded sequence: each rank computes some heads, over all tokens.
 
     Args:
-        core: what computes them.
-        group: the ranks, each with the tokens that `take_shard` gives it.
+        core: computes attention.
+        group: the ranks, each with its tokens from `take_shard`.
     """
 
     def __init__(self, core: CausalAttention, group: dist.ProcessGroup) -> None:
@@ -44,13 +44,13 @@ class UlyssesAttention(nn.Module):
     ) -> Tensor:
         """Attends from this rank's tokens, (B, H, T/p, K), to themselves and all before them.
 
-        `dropout_seeds` are those of the block, which `core` computes.
+        `dropout_seeds` are those of the block, for `core`.
         """
         n_ranks = self._group.size()
         B, H, n_tokens, K = q.shape
-        heads = H // n_ranks  # of which there are fewer if a tensor cut came after
+        heads = H // n_ranks  # fewer if tensor parallelism was applied later
         self.core.first_head = self.first_head + self._group.rank() * heads
-        # Ranks and tokens first, for heads and tokens to join without a copy on arrival.
+        # Ranks and tokens first, so that heads and tokens merge without a copy on arrival.
         parts = [
             x.view(B, n_ranks, heads, n_tokens, K).permute(1, 3, 0, 2, 4) for x in (q, k, v)
         ]  # (p, T/p, B, H/p, K) each
@@ -67,9 +67,9 @@ def take_shard(x: Tensor, rank: int, n_ranks: int, method: Method, dimension: in
 
     Args:
         x: tokens along `dimension`, a multiple of twice `n_ranks` for the ring.
-        rank: among those that share the sequence.
-        n_ranks: how many they are.
-        method: which cut.
+        rank: in the context-parallel group.
+        n_ranks: size of that group.
+        method: how to shard.
         dimension: that of tokens.
     """
     n_chunks = n_ranks if method == "ulysses" else 2 * n_ranks
@@ -81,9 +81,9 @@ def take_shard(x: Tensor, rank: int, n_ranks: int, method: Method, dimension: in
 
 
 def apply_context_parallel(model: GPT, group: dist.ProcessGroup, method: Method) -> None:
-    """Leaves `model` to compute with this rank's tokens of each sequence, cut as by `take_shard`.
+    """Makes `model` compute on this rank's tokens of each sequence, sharded as by `take_shard`.
 
-    Call it before `apply_tensor_parallel`, which may cut the residual stream further.
+    Call it before `apply_tensor_parallel`, which may shard the residual stream further.
     """
     positions = take_shard(model.token_positions, group.rank(), group.size(), method, 0)
     model.token_positions = model.residual_positions = positions

@@ -1,13 +1,13 @@
-"""Compares what several ranks have a copy of, as a device that computes wrong makes them differ.
+"""Compares copies of weights across ranks, to detect silent data corruption.
 
-So does memory that flips a bit, and nothing else would ever tell. Copies are the replicas of data
-parallelism (ZeRO 0, hybrid sharding), layers that are whole on every tensor rank, and the embedding
-that is tied to the head on the last stage of a pipeline. They begin equal, get equal gradients, and
-stay equal to the last bit. What one rank alone holds cannot be compared with anything.
+A faulty device or a flipped bit in memory makes copies differ, and nothing else reveals it. Copies
+are replicas of data parallelism (ZeRO 0, hybrid sharding), layers that tensor ranks replicate, and
+the embedding tied to the head on the last pipeline stage. They start equal, get equal gradients,
+and stay bitwise equal. Weights on one rank only cannot be compared.
 
-Every part becomes one number, a sum of its values' bits, each times an odd factor that depends on
-where it is. Modulo 2**64, an odd factor makes 0 of nothing but 0: whatever happens to one value,
-the number is another. Changes of several values cancel by a rare coincidence alone.
+Each part is hashed to one number: the sum of its values' bits, each times an odd factor that
+depends on the position. Modulo 2**64, an odd factor maps only 0 to 0, so any change of one value
+changes the hash. Changes of several values cancel only by rare coincidence.
 
     weight       1.5          -2.0                     as bits      0x3fc00000   0xc0000000
     number       0x3fc00000 * factor(0) + 0xc0000000 * factor(1)    mod 2**64
@@ -30,15 +30,15 @@ from trainyard.parallel.placement import local_part, place
 MOST_NAMED = 16
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR = -7046029254386353131  # 2**64 / golden ratio, odd: neighbours get factors far apart
-_CHUNK = 2**18  # values, whose temporaries fit a processor's cache: twice as fast as 2**20
+_CHUNK = 2**18  # values; temporaries fit the CPU cache: twice as fast as 2**20
 
 
 def differing_copies(parallel_model: ParallelModel) -> list[str]:
-    """Compares the weights that several ranks hold; every rank must call it, between two steps.
+    """Compares weights that several ranks hold; all ranks must call it, between two steps.
 
     Returns:
-        a line for each part of which copies differ, with the ranks of the rarest copy first, such
-        as "blocks.3.mlp.up.weight: rank 3 differs from ranks 0-2"; the same on every rank.
+        a line for each part whose copies differ, ranks of the rarest copy first, such as
+        "blocks.3.mlp.up.weight: rank 3 differs from ranks 0-2"; the same on every rank.
     """
     mesh = parallel_model.mesh
     if mesh.topology.n_ranks == 1:
@@ -59,14 +59,14 @@ def differing_copies(parallel_model: ParallelModel) -> list[str]:
     in_order = [key for key in dict.fromkeys(table[:, :, 0].flatten().tolist()) if key in suspects]
     lines = []
     for key in in_order[:MOST_NAMED]:
-        name = mesh.agree(names.get(key))  # a stage does not know the names of another
+        name = mesh.agree(names.get(key))  # a stage knows only its own names
         lines.append(f"{name}: {_describe(table, key)}")
     n_more = len(in_order) - MOST_NAMED
     return [*lines, f"and {n_more} more"] if n_more > 0 else lines
 
 
 def fingerprint(values: Tensor) -> Tensor:
-    """Makes one number of all bits of a tensor, int64, on its device, without waiting for it."""
+    """Hashes all bits of a tensor to one int64 on its device, without waiting for it."""
     bits = values.flatten().view(_INTEGERS[values.element_size()])
     factors = torch.arange(min(_CHUNK, len(bits)), device=values.device) * _FACTOR
     factors = (factors ^ (factors >> 31)) | 1
@@ -84,7 +84,7 @@ def _others_may_hold(local: LocalParameter, parallel_model: ParallelModel) -> bo
 
 
 def _key(local: LocalParameter, parallel_model: ParallelModel) -> int:
-    """Gives a number to a part of a parameter, the same on all ranks that hold this part."""
+    """Hashes a part of a parameter's name and place; equal on all ranks that hold this part."""
     placed = place(local.parameter, local.dimension, parallel_model.tensor_shard)
     text = f"{local.name} {placed.offsets} {placed.local_shape}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -92,7 +92,7 @@ def _key(local: LocalParameter, parallel_model: ParallelModel) -> int:
 
 
 def _gather(keys: list[int], numbers: list[Tensor]) -> NDArray[np.int64]:
-    """Gives all ranks the keys and numbers of all, (ranks, parts, 2); 0 where one has fewer."""
+    """Gathers the keys and numbers of all ranks, (ranks, parts, 2); 0 where a rank has fewer."""
     n_parts = torch.tensor(len(keys))
     dist.all_reduce(n_parts, dist.ReduceOp.MAX)
     mine = torch.zeros(int(n_parts), 2, dtype=torch.int64)
@@ -106,7 +106,7 @@ def _gather(keys: list[int], numbers: list[Tensor]) -> NDArray[np.int64]:
 
 
 def _describe(table: NDArray[np.int64], key: int) -> str:
-    """Says which ranks hold another copy of a part than which others."""
+    """Describes which ranks' copies of a part differ from which others'."""
     ranks_of: dict[int, list[int]] = {}
     for rank, part in zip(*np.nonzero(table[:, :, 0] == key), strict=True):
         ranks_of.setdefault(int(table[rank, part, 1]), []).append(int(rank))

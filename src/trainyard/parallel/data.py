@@ -1,14 +1,14 @@
-"""Data parallelism: replicas of the model that share its weights, moments or gradients (ZeRO).
+"""Data parallelism: replicas of the model, with sharded weights, moments or gradients (ZeRO).
 
     stage    each rank holds                               collectives of a step
     0        everything                                    all-reduce gradients once
-    1        its share of weights and moments              gather once, reduce-scatter once
+    1        its shard of weights and moments              gather once, reduce-scatter once
     2        ... and of gradients between micro batches    gather once, reduce-scatter each
     3        ... and of weights between uses               gather each use, reduce-scatter each
 
-FSDP2 does the work; gradients are summed, not averaged, because the loss of each micro batch is
-divided by the labelled tokens of the whole batch already. Where the sequence is shared too, those
-ranks count as data-parallel ones: each has gradients of all weights, of its own tokens.
+FSDP2 does the work. Gradients are summed, not averaged, because each micro batch's loss is already
+divided by the labelled tokens of the whole batch. Context-parallel ranks count as data-parallel
+ones: each has gradients of all weights, from its own tokens.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trainyard.model.gpt import GPT
 
 
 def apply_fsdp(model: GPT, mesh: DeviceMesh, zero_stage: int) -> None:
-    """Shares the weights of `model` over the ranks of a mesh.
+    """Shards the weights of `model` over the ranks of a mesh.
 
-    Blocks are gathered in the precision they are used in, everything else in fp32, which is what
-    the single-device model computes; gradients are added up in fp32.
+    Blocks are gathered in the compute precision, everything else in fp32, to match the
+    single-device model; gradients are reduced in fp32.
 
     Args:
-        model: on any device; it is moved to that of the mesh, block by block.
-        mesh: one dimension, or two of which the first replicates (hybrid sharding).
+        model: on any device; moved to that of the mesh, block by block.
+        mesh: one dimension, or two where the first replicates (hybrid sharding).
         zero_stage: 0 to 3.
     """
     precise = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -41,19 +41,19 @@ def apply_fsdp(model: GPT, mesh: DeviceMesh, zero_stage: int) -> None:
         )
     for block in model.blocks.values():
         _share(block, mesh, in_blocks, zero_stage)
-    # Embedding, final norm and head are needed again right after the forward pass, by the loss.
+    # The loss needs embedding, final norm and head right after the forward pass.
     _share(model, mesh, precise, min(zero_stage, 2))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
 def _share(
     module: torch.nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, zero_stage: int
 ) -> None:
     if zero_stage == 0:
-        # Private until torch 2.13 at least, and the same in 2.11: FSDP2's machinery, all-reducing.
+        # FSDP2's internals, all-reducing; private up to torch 2.13 at least, the same in 2.11.
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
         replicate(module, mesh=mesh, mp_policy=policy)
@@ -62,7 +62,7 @@ def _share(
 
 
 def prepare_micro_batch(model: GPT, zero_stage: int, *, is_last: bool) -> None:
-    """Tells a shared model, before a backward pass, whether more of the same step follow."""
+    """Sets, before a backward pass, whether it is the last micro batch of the step."""
     if not isinstance(model, FSDPModule):
         return
     model.set_is_last_backward(is_last)

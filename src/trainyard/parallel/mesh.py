@@ -1,4 +1,4 @@
-"""The device of a rank, and its process groups: which ranks talk to which, axis by axis."""
+"""The device of a rank, and its process groups, axis by axis."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def choose_device(process: Process) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     n_devices = torch.cuda.device_count()
-    # A launcher may show each process a GPU of its own; ours shows all to each.
+    # Some launchers expose one GPU per process; ours exposes all.
     has_own = n_devices == 1 and process.store_file is None
     index = 0 if has_own else process.local_rank
     if index >= n_devices:
         raise MachineError(
             f"rank {process.rank} is number {index} on its machine, which has {n_devices} GPU"
             f"{'s' if n_devices > 1 else ''}",
-            "start as many ranks on a machine as it has GPUs",
+            "start one rank per GPU on each machine",
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
@@ -42,13 +42,13 @@ def choose_device(process: Process) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Gives the name of a GPU; of other devices their kind."""
+    """Returns the name of a GPU, or the type of another device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The groups this rank belongs to; None where it is alone on an axis."""
+    """The groups of this rank; None if it is alone on an axis."""
 
     topology: Topology
     rank: int
@@ -57,37 +57,37 @@ class Mesh:
     tensor: dist.ProcessGroup | None = None
     context: dist.ProcessGroup | None = None
     first_and_last_stage: dist.ProcessGroup | None = None
-    """The two ends of this rank's pipeline, for the ranks at its ends."""
+    """First and last rank of this pipeline, on those two ranks."""
     saving: dist.ProcessGroup | None = None
-    """All ranks again, for a thread that saves while the others compute."""
+    """All ranks again, for the save thread."""
     data: DeviceMesh | None = None
-    """Ranks that hold the same part of the model: the last dimension shares it, a first one before
-    it replicates it (hybrid sharding)."""
+    """Ranks with the same part of the model: the last dimension shards it, a first one before it
+    replicates it (hybrid sharding)."""
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this rank is."""
+        """This rank's position."""
         return self.topology.coordinates(self.rank)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Waits until every rank has called it."""
         if self.topology.n_ranks > 1:
             self.agree(None)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Gives the numbers of every rank, by rank; as many from each."""
+        """Gathers equally many numbers from every rank, by rank."""
         rows = torch.zeros(self.topology.n_ranks, len(numbers), dtype=torch.int64)
         rows[self.rank] = torch.tensor(numbers)
         self.all_reduce(rows)
         return cast(list[list[int]], rows.tolist())
 
     def all_reduce(self, values: torch.Tensor) -> None:
-        """Adds up a tensor over all ranks, in place."""
+        """Sums a tensor over all ranks, in place."""
         if self.topology.n_ranks > 1:
             dist.all_reduce(values)
 
     def saving_barrier(self) -> None:
-        """Returns when every rank has called it, from a thread that saves."""
+        """Waits until every rank has called it, from its save thread."""
         if self.saving is not None:
             dist.all_reduce(torch.zeros(1), group=self.saving)
 
@@ -109,16 +109,16 @@ class Mesh:
 
     @property
     def data_rank_and_size(self) -> tuple[int, int]:
-        """Which of how many equal shares of a batch this rank works on."""
+        """Rank and size in data parallelism, which splits batches equally."""
         here = self.coordinates
         return here.replicate * self.topology.shard + here.shard, self.topology.data
 
 
 def build_mesh(topology: Topology, rank: int, device: torch.device) -> Mesh:
-    """Makes the groups of every axis longer than 1; every rank must call this."""
+    """Creates the groups of every axis longer than 1; every rank must call this."""
     if topology.n_ranks == 1:
         return Mesh(topology, rank, device)
-    # Ranks that share a sequence are data-parallel ones too, and their neighbours.
+    # Context-parallel ranks are data-parallel ones too, and adjacent.
     share = topology.shard * topology.context
     sizes = (topology.pipeline, topology.replicate, share, topology.tensor)
     names = ("pipeline", "replicate", "shard", "tensor")
@@ -148,7 +148,7 @@ def _ends(topology: Topology) -> list[list[int]]:
 
 
 def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
-    """Makes all groups, as every rank must, and keeps the one this rank is in."""
+    """Creates all groups, as every rank must, and keeps the one of this rank."""
     own = None
     for ranks in groups:
         group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)

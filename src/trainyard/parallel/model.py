@@ -1,9 +1,10 @@
-"""What one rank holds of a model, and the passes of a step through it: the layout from outside.
+"""One rank's part of a model, and the passes of a step through it.
 
-    GPT, this rank's stages  ->  tokens cut  ->  layers cut  ->  initial weights  ->  shared by data
-         parallel/pipeline       context         tensor          model/init           parallel/data
+    GPT, this rank's stages  ->  shard tokens  ->  shard layers  ->  initial weights  ->  FSDP
+         parallel/pipeline       context           tensor            model/init           data
 
-Step, loop and optimizer see parameters with gradients and one loss; what is below sees one axis.
+Step, loop and optimizer see parameters with gradients and one loss; each module below handles one
+axis.
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ class MissingGradientError(Exception):
 
 @dataclass(eq=False)
 class LocalParameter:
-    """A parameter of this rank, and who else holds it."""
+    """A parameter of this rank, and how it is sharded or replicated."""
 
     name: str
     """Its name in the whole model."""
     parameter: nn.Parameter
     dimension: int | None
-    """Along which tensor ranks cut it."""
+    """The dimension along which tensor ranks shard it."""
     is_copy: bool
-    """The second copy of a tied embedding, on the last stage of a pipeline."""
+    """Whether it is the second copy of a tied embedding, on the last pipeline stage."""
     quantized_gradient: Tensor | BlockScaledTensor | None = None
-    """The complete gradient of a parameter in low-precision state, until it is used."""
+    """The complete gradient of a parameter with low-precision state, until used."""
 
     @property
     def is_low_bit(self) -> bool:
-        """Whether its gradient and optimizer state are low-precision; its weight is bf16 then."""
+        """Whether its gradient and optimizer state are low-precision, with a bf16 weight."""
         return self.parameter.dtype == torch.bfloat16
 
     def norm_weight(self, n_tensor_ranks: int) -> float:
-        """One over the ranks that hold just this part; 0 for a copy."""
+        """One over the number of ranks that hold this part; 0 for a copy."""
         n_holders = n_tensor_ranks if self.dimension is None else 1
         if isinstance(self.parameter, DTensor):
             mesh = self.parameter.device_mesh
@@ -70,10 +71,10 @@ class LocalParameter:
 
     @property
     def gradient(self) -> Tensor | BlockScaledTensor:
-        """This rank's part of what the backward passes left.
+        """This rank's part of the gradient.
 
         Raises:
-            MissingGradientError: they left nothing.
+            MissingGradientError: there is none.
         """
         if self.quantized_gradient is not None:
             return self.quantized_gradient
@@ -83,14 +84,14 @@ class LocalParameter:
         return local_part(gradient)
 
     def quantize_gradient(self) -> None:
-        """Replaces the complete bf16 gradient of a parameter in low-precision state.
+        """Replaces the complete bf16 gradient of a parameter with low-precision state.
 
-        A matrix becomes codes. A vector becomes fp32, in memory of its own: what it had is a view
-        into the gradients of the whole block, which would stay as long as it does.
+        A matrix becomes block-scaled. A vector is copied to fp32, since its bf16 gradient is a view
+        that would keep the gradients of the whole block alive.
         """
         gradient = self.gradient
         assert isinstance(gradient, Tensor) and self.quantized_gradient is None, (
-            f"{self.name} is kept already"
+            f"{self.name} is already quantized"
         )
         self.quantized_gradient = (
             BlockScaledTensor.of(gradient) if gradient.ndim > 1 else gradient.float()
@@ -99,18 +100,18 @@ class LocalParameter:
 
 
 class ParallelModel:
-    """This rank's share of the model.
+    """This rank's part of the model.
 
     Args:
         run: the run.
-        plan: what follows from it for the ranks there are.
+        plan: of the run, on these ranks.
         mesh: the groups of this rank.
-        compute_dtype: precision of activations and matrix products.
+        compute_dtype: precision of activations and matmuls.
 
     Attributes:
-        stages: its parts of the model, by number of the pipeline stage.
+        stages: its parts of the model, by pipeline stage.
         local_parameters: its parameters, stage by stage.
-        norm_weights: what the square of the norm of each counts in that of all ranks, fp64.
+        norm_weights: weight of each parameter's squared norm in the global one, fp64.
     """
 
     def __init__(self, run: Run, plan: Plan, mesh: Mesh, compute_dtype: torch.dtype) -> None:
@@ -121,7 +122,7 @@ class ParallelModel:
         self._micro_batch_size = run.train.micro_batch_size
         numbers = range(mesh.coordinates.pipeline, len(plan.stages), mesh.topology.pipeline)
         self.stages = {number: self._build_stage(run, plan, number) for number in numbers}
-        # Now, since FSDP shows other parameters between a forward and a backward pass.
+        # Now, because FSDP swaps parameters between a forward and a backward pass.
         self.local_parameters = [
             LocalParameter(
                 name,
@@ -167,7 +168,7 @@ class ParallelModel:
         if run.precision.multiplies_in_fp8:
             convert_to_float8(model, run)
         initialise(model, run.model, run.train.seed, self.tensor_shard)
-        # In fp64, which shows that a layout is right, nothing is kept in low precision.
+        # In fp64, which verifies a layout, nothing is kept in low precision.
         is_low_bit = run.precision.kind == "fp8_lowbit" and self._compute_dtype == torch.bfloat16
         if is_low_bit:
             model.blocks.to(torch.bfloat16)
@@ -183,12 +184,12 @@ class ParallelModel:
 
     @property
     def tensor_shard(self) -> TensorShard:
-        """Which part of every layer that is cut this rank has."""
+        """This rank's shard of every tensor-parallel layer."""
         return TensorShard(self.mesh.coordinates.tensor, self.mesh.topology.tensor)
 
     @property
     def whole_model(self) -> GPT | None:
-        """The model, where this rank computes all of it; its weights may be shared (ZeRO)."""
+        """The model, if this rank computes all of it; its weights may be sharded (ZeRO)."""
         topology = self.mesh.topology
         alone = topology.pipeline == topology.context == topology.tensor == 1
         return self.stages[0] if alone else None
@@ -196,16 +197,16 @@ class ParallelModel:
     def forward_backward(
         self, tokens: Tensor, labels: Tensor, dropout_seeds: Tensor | None, scale: float | Tensor
     ) -> Tensor:
-        """Computes gradients of the summed loss of this rank's sequences, complete on every rank.
+        """Computes the gradients of the batch from this rank's sequences, reduced over ranks.
 
         Args:
-            tokens: ids of the sequences of this rank, (sequences, T).
-            labels: the ids that follow.
-            dropout_seeds: dropout seeds of the sequences; None without dropout.
-            scale: multiplies the loss; a scalar tensor on the device of the mesh, or a number.
+            tokens: ids of this rank's sequences, (sequences, T).
+            labels: the next ids.
+            dropout_seeds: of the sequences; None without dropout.
+            scale: multiplies the loss; a scalar tensor on the mesh's device, or a number.
 
         Returns:
-            this rank's part of the scaled loss of the whole batch; to be added up over all ranks.
+            this rank's part of the scaled loss of the whole batch; sum it over all ranks.
         """
         n_micro_batches = len(tokens) // self._micro_batch_size
         tokens, labels = self._take(tokens), self._take(labels)
@@ -226,7 +227,7 @@ class ParallelModel:
         return loss / self.mesh.topology.tensor  # each tensor rank has the whole of it
 
     def _keep(self, local: LocalParameter, _parameter: Tensor) -> None:
-        """Keeps a gradient as soon as it is complete; the bf16 form of few exists at a time."""
+        """Quantizes a gradient once it is complete, so that few exist in bf16 at a time."""
         if self._is_last_backward:
             local.quantize_gradient()
 
@@ -281,9 +282,9 @@ class ParallelModel:
         return total
 
     def _add_up_gradients(self) -> None:
-        """Adds what several ranks, or both ends of a pipeline, found for the same parameter."""
+        """Sums a parameter's gradients over tensor ranks, or over both pipeline ends."""
         if self.mesh.tensor is not None and self._parallel.sequence:
-            # Layers that are whole saw this rank's tokens alone.
+            # Replicated layers saw only this rank's tokens.
             gradients = _tensors(each for each in self.local_parameters if each.dimension is None)
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat, group=self.mesh.tensor)
@@ -298,6 +299,6 @@ class ParallelModel:
 
 
 def _tensors(parameters: Iterable[LocalParameter]) -> list[Tensor]:
-    """Gives gradients of which none is a matrix of a block, which alone become codes."""
+    """Returns the gradients; none may be a matrix of a block, the only block-scaled kind."""
     gradients = [each.gradient for each in parameters]
     return [gradient for gradient in gradients if isinstance(gradient, Tensor)]

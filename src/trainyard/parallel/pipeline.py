@@ -1,9 +1,9 @@
-"""Pipeline parallelism: the stack of blocks cut into stages, micro batches flowing through them.
+"""Pipeline parallelism: the blocks split into stages, with micro batches flowing through them.
 
     2 ranks, 2 chunks each:    rank 0: stages 0 and 2     rank 1: stages 1 and 3
 
-PyTorch's schedules do the work; here a schedule is built for each number of micro batches that the
-run has (a batch ramp has several), over the same stages.
+PyTorch's schedules do the work. This module builds one for each number of micro batches of the run
+(a batch ramp has several), over the same stages.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from trainyard.model.gpt import GPT
 from trainyard.model.linear import Layer, cast_once
 
 META = torch.device("meta")
-# Logs a whole schedule on every rank when one of its actions fails.
+# Logs the whole schedule on every rank when an action fails.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
 class _Stage(pipelining.PipelineStage):
-    """A stage that has memory for a message only from its receiving until its use.
+    """A stage that allocates memory for a message only from its receive until its use.
 
-    PyTorch's has a buffer for every micro batch of a step, in both directions, all the time. Here
-    those stand on the meta device, where they are shapes, and take memory in turn:
+    PyTorch's stage always holds a buffer for every micro batch of a step, in both directions. Here
+    buffers live on the meta device, as shapes, and take memory in turn:
 
         before     get_..._recv_ops     _retrieve_recv_...             end of the backward pass
         shape      buffer               shape; the stage has it        the stage drops it
 
-    Neither does a stage connect to itself, as gloo cannot (torch 2.11).
+    A stage also does not connect to itself, which gloo cannot (torch 2.11).
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -74,7 +74,7 @@ class _Stage(pipelining.PipelineStage):
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
         received = super()._retrieve_recv_activations(fwd_chunk_id)
         for each in received:
-            each.requires_grad_(self.has_backward)  # torch 2.11 asks it of buffers in advance
+            each.requires_grad_(self.has_backward)  # torch 2.11 requires it of buffers in advance
         _move_buffers(self.args_recv_info[fwd_chunk_id], META)
         return received
 
@@ -91,18 +91,18 @@ class _Stage(pipelining.PipelineStage):
         last_backward: bool = False,
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if not self.has_backward:  # PyTorch would keep what an evaluation received and gave
+        if not self.has_backward:  # PyTorch would keep an evaluation's inputs and outputs
             del self.fwd_cache[bwd_chunk_id]
         elif loss is not None and full_backward:
-            loss.detach_()  # the schedule keeps losses, whose graphs would keep what was received
+            loss.detach_()  # the schedule keeps losses, whose graphs would keep received tensors
 
 
 class _SendingStage(_Stage):
-    """A stage that sends by itself, and keeps a message only until it sends the next.
+    """A stage that sends by itself, and keeps a message only until the next send.
 
-    Schedules that can have several stages on a rank keep all that a step sends until its end. To
-    wait for one message before sending the next cannot hang: such a schedule puts a sending and its
-    receiving into the lists of both ranks at once, so that each waits for earlier ones alone.
+    Schedules for several stages per rank keep all sent messages until the end of the step. Waiting
+    for one message before sending the next cannot deadlock: such a schedule adds a send and its
+    receive to both ranks' lists at the same time, so each waits only for earlier ones.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -116,7 +116,7 @@ class _SendingStage(_Stage):
         return self._send(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _send(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Sends as the schedule would, and leaves nothing for it to send."""
+        """Sends in place of the schedule, and leaves it nothing to send."""
         for work in self._sent:
             work.wait()
         self._sent = schedules._batch_p2p(operations)
@@ -128,18 +128,18 @@ class _SendingStage(_Stage):
 
 
 def _move_buffers(inputs: Iterable[Any], device: torch.device) -> None:
-    """Exchanges the buffers of a micro batch for empty ones elsewhere."""
+    """Replaces the buffers of a micro batch with empty ones on another device."""
     for each in inputs:
         if getattr(each, "buffer", None) is not None:  # token ids are not received
             each.buffer = torch.empty_like(each.buffer, device=device)
 
 
 class Pipeline:
-    """The stages of this rank, and the order in which they take micro batches.
+    """The stages of this rank, and their schedule.
 
     Args:
-        stages: the parts of the model this rank has, by number of stage.
-        n_stages: how many there are on all ranks.
+        stages: this rank's parts of the model, by stage number.
+        n_stages: their number on all ranks.
         group: the ranks of the pipeline.
         schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".
         example: token ids of one micro batch, for shapes.
@@ -182,13 +182,13 @@ class Pipeline:
         n_micro_batches: int,
         scale: float | Tensor,
     ) -> Tensor | None:
-        """Runs all micro batches of a step; gives the sum of their losses on the last stage.
+        """Runs all micro batches of a step; returns the sum of their losses on the last stage.
 
         Args:
             tokens: ids of all micro batches, (n_micro_batches x B, T), read by the first stage.
-            labels: the ids that follow, read by the last stage.
-            dropout_seeds: dropout seeds of the sequences.
-            n_micro_batches: how many equal parts they are cut into.
+            labels: the next ids, read by the last stage.
+            dropout_seeds: of the sequences.
+            n_micro_batches: the number of equal parts to split them into.
             scale: multiplies the loss.
         """
         self._scale = scale
@@ -197,7 +197,7 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_last else None
 
     def evaluate(self, tokens: Tensor, labels: Tensor, n_micro_batches: int) -> Tensor | None:
-        """Gives the summed loss on the last stage, without gradients."""
+        """Returns the summed loss on the last stage, without gradients."""
         self._scale = 1.0
         losses: list[Tensor] = []
         self._run("eval", (tokens, labels, None), n_micro_batches, losses)
@@ -234,9 +234,9 @@ class Pipeline:
 
 
 def _layers_in_flight(model: GPT) -> Iterator[Layer]:
-    """Gives the layers whose casts would be there once for each micro batch in flight.
+    """Returns the layers whose casts each micro batch in flight would hold.
 
-    FSDP has one of each weight already; and what is computed again keeps none.
+    FSDP already holds one of each weight, and recomputed blocks hold none.
     """
     for block in model.blocks.values():
         if not isinstance(block, FSDPModule) and block.recompute != "block":

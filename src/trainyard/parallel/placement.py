@@ -1,9 +1,9 @@
-"""Which part of a whole parameter this rank holds, and whether it is the one that writes it.
+"""Which part of a whole parameter this rank holds, and whether this rank writes it.
 
-A parameter is cut over tensor ranks in equal parts first, and each of these over data ranks, by the
-rule of `torch.chunk`: parts of ceil(n / ranks) rows, the last ones shorter or empty.
+A parameter is first split equally over tensor ranks, and each part over data ranks by the rule of
+`torch.chunk`: parts of ceil(n / ranks) rows, the last ones shorter or empty.
 
-    attention.out.weight, (10, 8); dimension 1 cut over 2 tensor ranks, rows over 4 data ranks
+    attention.out.weight, (10, 8); dimension 1 over 2 tensor ranks, rows over 4 data ranks
 
                          columns 0:4         columns 4:8
     data rank 0          rows 0:3            rows 0:3
@@ -28,17 +28,17 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a part lies in a whole tensor."""
+    """The position of a part in a whole tensor."""
 
     shape: Shape
     """Of the whole tensor."""
     offsets: Shape
     """Of the part's first value."""
     local_shape: Shape
-    """Of the part; a zero in it means that this rank holds nothing."""
+    """Of the part; a zero means that this rank holds nothing."""
 
     def cut(self, dimension: int, rank: int, n_ranks: int) -> Placement:
-        """Gives what `rank` of `n_ranks` holds of this part, by the rule of `torch.chunk`."""
+        """Splits this part by the rule of `torch.chunk`; returns that of `rank` of `n_ranks`."""
         length = self.local_shape[dimension]
         longest = -(-length // n_ranks)
         start = min(rank * longest, length)
@@ -49,16 +49,16 @@ class Placement:
 
 
 def whole(shape: Shape) -> Placement:
-    """Places a tensor that is not cut."""
+    """Returns the placement of an unsharded tensor."""
     return Placement(tuple(shape), (0,) * len(shape), tuple(shape))
 
 
 def place(parameter: Tensor, dimension: int | None, tensor: TensorShard) -> Placement:
-    """Says which part of the whole parameter this rank holds.
+    """Returns which part of the whole parameter this rank holds.
 
     Args:
         parameter: plain, or as FSDP2 made it: a DTensor over a mesh of one or two dimensions.
-        dimension: along which it is cut over tensor ranks; None where each has all of it.
+        dimension: along which tensor ranks shard it; None if they replicate it.
         tensor: this rank among the tensor ranks.
     """
     shape = list(parameter.shape)
@@ -76,15 +76,15 @@ def place(parameter: Tensor, dimension: int | None, tensor: TensorShard) -> Plac
 def is_writer(parameter: Tensor, dimension: int | None, tensor: TensorShard) -> bool:
     """Whether this rank is the first of those that hold the same part of a parameter.
 
-    Takes the arguments of `place`. That a parameter is the copy of a tied embedding on the last
-    stage of a pipeline cannot be seen here: nobody writes it.
+    Takes the arguments of `place`. It cannot detect the copy of a tied embedding on the last
+    pipeline stage, which no rank writes.
     """
     is_first = dimension is not None or tensor.rank == 0
     return is_first and all(rank == 0 for cut, rank, _ in _cuts(parameter) if cut is None)
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """Gives the values that this rank holds, sharing their memory, outside of any graph."""
+    """Returns this rank's values, detached, sharing their memory."""
     from torch.distributed.tensor import DTensor
 
     part = parameter.detach()
@@ -92,8 +92,8 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 def _cuts(parameter: Tensor) -> Iterator[tuple[int | None, int, int]]:
-    """Yields for each axis of a mesh: the dimension it cuts (None: replicates), rank, ranks."""
-    # A second of imports that whoever reads a checkpoint into one process is spared.
+    """Yields for each axis of a mesh: the dimension it shards (None: replicates), rank, ranks."""
+    # Imported here: it takes a second, which single-process readers of checkpoints avoid.
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if isinstance(parameter, DTensor):

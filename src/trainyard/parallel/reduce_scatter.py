@@ -1,14 +1,14 @@
-"""Adds up gradients over data-parallel ranks as codes of 8 bits, a quarter of the bytes of fp32.
+"""Reduce-scatters gradients over data-parallel ranks in 8 bits, a quarter of the bytes of fp32.
 
-    rank 0    a0 a1 a2    fp32, what it found          encode        b0 c0  for rank 0
+    rank 0    a0 a1 a2    fp32 gradients               encode        b0 c0  for rank 0
     rank 1    b0 b1 b2    for the parts of all         ------->      b1, .. all-to-all, bytes
     rank 2    c0 c1 c2    three ranks                  decode
 
-    rank 0 ends with a0 + b0 + c0, added up in fp32
+    rank 0 ends with a0 + b0 + c0, summed in fp32
 
-A ring that adds up codes would round at every hop, and needs room above the largest sum. Here each
-contribution is rounded once, with scales of its own, by `precision/block_scaled.py`; the rank's
-own is not rounded. What is not finite arrives as infinite or NaN.
+A ring reduction in 8 bits would round at every hop, and needs headroom for the largest sum. Here
+`precision/block_scaled.py` rounds each contribution once, with its own scales; a rank's own is not
+rounded. Non-finite values arrive as infinite or NaN.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CodedReduceScatter(ReduceScatter):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Gives room for what goes in or comes out."""
+        """Allocates an input or output buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -44,14 +44,14 @@ class CodedReduceScatter(ReduceScatter):
         op: object,
         async_op: bool = False,
     ) -> None:
-        """Adds up this rank's part of what all ranks found.
+        """Sums this rank's part over all ranks.
 
         Args:
             output_tensor: filled with the sum, (n,), fp32.
             input_tensor: this rank's contribution to every rank's part, (ranks x n,), fp32.
             group: the ranks.
-            op: must be the sum, to which FSDP is set.
-            async_op: never asked for by FSDP.
+            op: must be the sum, as set in FSDP.
+            async_op: never set by FSDP.
         """
         assert op == dist.ReduceOp.SUM and not async_op, (op, async_op)
         n_ranks, rank = group.size(), group.rank()
@@ -72,7 +72,7 @@ class CodedReduceScatter(ReduceScatter):
 
 
 def reduce_in_fp8(model: GPT) -> None:
-    """Has the blocks of a shared model add up their gradients so; the rest stays fp32."""
+    """Makes the sharded blocks of a model reduce gradients in fp8; the rest stays fp32."""
     for block in model.blocks.values():
         assert isinstance(block, FSDPModule), "without ZeRO, gradients are all-reduced"
         block.set_custom_reduce_scatter(CodedReduceScatter())

@@ -1,6 +1,6 @@
-"""Ring attention: queries stay where they are, keys and values travel round the ranks.
+"""Ring attention: queries stay in place, keys and values circulate among the ranks.
 
-The tokens of a sequence are cut into 2p chunks; rank r holds the r-th from the start and the r-th
+Tokens of a sequence are split into 2p chunks; rank r holds the r-th from the start and the r-th
 from the end. With 3 ranks, after each shift of keys to the next rank:
 
               holds       own keys    1 shift            2 shifts
@@ -8,10 +8,10 @@ from the end. With 3 ranks, after each shift of keys to the next rank:
     rank 1    1 and 4     causal      both see 0         4 sees 2 and 3
     rank 2    2 and 3     causal      both see 1         both see 0
 
-Whichever rank keys come from, a whole half of the pairs is seen: no mask is needed, and all ranks
-have the same work at every step. What queries got from two sets of keys is merged by the logarithm
-of their summed exponentials ("lse"), so that no row of scores is ever whole anywhere. Of the other
-ranks' keys, one share is computed on while the next arrives; no more are held.
+For keys of any other rank, exactly half of the pairs is visible: no mask is needed, and all ranks
+do equal work at every step. Partial outputs are merged by the log of their summed exponentials
+("lse"), so no rank ever holds a whole row of scores. A rank holds at most two shards of other
+ranks' keys: it computes on one while it receives the next.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch.distributed import _functional_collectives as collectives
 
 
 class RingAttention(nn.Module):
-    """Causal attention, without dropout, over a sequence whose tokens a group of ranks shares.
+    """Causal attention, without dropout, over a sequence sharded across a group of ranks.
 
-    On a GPU its kernels (flash attention) take bf16 and fp16, and heads of a multiple of 8.
+    On a GPU its kernels (flash attention) take bf16 and fp16, and head sizes in multiples of 8.
 
     Args:
         group: two ranks or more, each with the tokens that `take_shard` gives it.
@@ -56,7 +56,7 @@ class _Ring(torch.autograd.Function):
         kv = torch.stack((k, v))
         arriving = _start_shift(kv, group)
         out, lse, random = _attend(q, kv, causal=True)
-        # Merged in fp32 at least: rounding each merge to half precision would add up.
+        # Merge in fp32 at least: rounding errors of half-precision merges would accumulate.
         out = out.to(torch.promote_types(q.dtype, torch.float32))
         for step in range(1, group.size()):
             kv = _finish_shift(arriving, kv)
@@ -78,12 +78,12 @@ class _Ring(torch.autograd.Function):
         group: dist.ProcessGroup = ctx.group
         kv = torch.stack((k, v))
         arriving = _start_shift(kv, group)
-        # Given the lse over all keys, each share of them yields its part of the whole gradient.
+        # Given the lse over all keys, each shard of keys yields its part of the whole gradient.
         parts = _attend_backward((gradient, q, out, lse), kv, random, causal=True)
         q_gradient, kv_gradient = (
             part.to(torch.promote_types(q.dtype, torch.float32)) for part in parts
         )
-        # Follows the keys round, and is home when every other rank has added its part.
+        # Circulates with the keys, and is back once every other rank has added its part.
         following = torch.zeros_like(kv_gradient)
         for step in range(1, group.size()):
             kv = _finish_shift(arriving, kv)
@@ -93,7 +93,7 @@ class _Ring(torch.autograd.Function):
             rows = tuple(x[:, :, queries] for x in (gradient, q, out, lse))
             q_part, kv_part = _attend_backward(rows, kv[:, :, :, seen], random, causal=False)
             q_gradient[:, :, queries] += q_part
-            # Waited for only now: it was on its way during the computation above.
+            # Wait only now: the transfer overlapped the computation above.
             following = _finish_shift(following, kv_gradient)
             following[:, :, :, seen] += kv_part
             following = _start_shift(following, group)
@@ -103,18 +103,18 @@ class _Ring(torch.autograd.Function):
 
 
 def _visible(rank: int, step: int, n_tokens: int) -> tuple[slice, slice]:
-    """Which of this rank's queries see which of the keys that came `step` ranks far."""
+    """Returns which of this rank's queries see which keys from `step` ranks back."""
     whole, half = slice(None), n_tokens // 2
     came_from_before = step <= rank
     return (whole, slice(0, half)) if came_from_before else (slice(half, None), whole)
 
 
 def _start_shift(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Starts to send `x` to the next rank; the result is what the rank before sends."""
+    """Starts sending `x` to the next rank; returns what the previous rank sends."""
     to_next, from_last = [0] * group.size(), [0] * group.size()
     to_next[(group.rank() + 1) % group.size()] = x.numel()
     from_last[group.rank() - 1] = x.numel()
-    # One dimension, as gloo counts the parts along the first.
+    # One dimension, because gloo splits along the first.
     out: Tensor = collectives.all_to_all_single(x.flatten(), from_last, to_next, group)
     return out
 
@@ -125,28 +125,28 @@ def _finish_shift(arriving: Tensor, like: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, kv: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Gives (B, H, queries, K), the lse (B, H, queries), and what the backward asks for besides."""
+    """Returns (B, H, queries, K), the lse (B, H, queries), and more state for the backward."""
     k, v = kv.unbind()
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
         return out, lse, []
     results = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-    # The state of the random numbers of dropout, of which there is none.
+    # Dropout's random state, unused.
     return results[0], results[1], list(results[6:8])
 
 
 def _attend_backward(
     rows: tuple[Tensor, ...], kv: Tensor, random: list[Tensor], *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gives the parts of the gradients of queries and of keys and values.
+    """Returns the parts of the gradients of queries and of keys and values.
 
     Args:
         rows: gradient of the output, queries, output and lse, of some queries.
         kv: the keys and values they saw.
         random: from the forward pass.
-        causal: whether they saw only those before them.
+        causal: whether they saw only earlier keys.
     """
-    # Kernels read some of these as if they had no gaps.
+    # Kernels read some of these as contiguous.
     gradient, q, out, lse = (x.contiguous() for x in rows)
     k, v = (x.contiguous() for x in kv.unbind())
     if q.device.type == "cpu":

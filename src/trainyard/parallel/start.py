@@ -1,16 +1,16 @@
-"""From single processes to ranks that know of each other, or one message that says why not.
+"""Starts the process group, or reports one error on all ranks.
 
-Ranks that differ in a version, a run or their data would train nonsense, and a rank that is missing
-leaves the others waiting. So before the process group there is a roll call, in the store in which
-all ranks meet (a file on one machine, else a small server of rank 0):
+Ranks with different versions, runs or data would train nonsense, and a missing rank keeps the
+others waiting. So a roll call precedes the process group, in a store that all ranks reach (a file
+on one machine, else a small server of rank 0):
 
     every rank    rank/3   = {"host": "n2", "facts": {"torch": "2.13.0", "run": "5e1c..", ..}}
-    rank 0        verdict  = {} once all have come and agree, else what is wrong, for all to raise
-    a failing one failure  = what went wrong there, so that nobody waits for it
+    rank 0        verdict  = {} once all have joined and agree, else the problem, for all to raise
+    a failing one failure  = its error, so that no rank waits for it
 
-Keys stay in the store, so a rank that fails later tells the others why in the same way: they see a
-broken connection, look there, and raise the true reason. One that dies without a word leaves them
-with `LostRankError`; its name is known to its parent process (`launch/supervise.py`).
+Keys stay in the store, so a rank that fails later reports why in the same way: the others see a
+broken connection, look there, and raise the true reason. If a rank dies without a report, they
+raise `LostRankError`; its parent process names it (`launch/supervise.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trainyard.launch.environment import Process, keep_off_the_network
 from trainyard.launch.heartbeat import ANOTHER, Heartbeat, HeartbeatReader, end_with_parent
 from trainyard.topology import name_ranks
 
-COLLECTIVE_TIMEOUT = timedelta(days=1)  # who hangs is for the parents to notice, and to name
+COLLECTIVE_TIMEOUT = timedelta(days=1)  # parent processes detect and name hung ranks
 FAREWELL_SECONDS = 10.0
 FAILURE_SECONDS = 2.0
 POLL_SECONDS = 0.1
@@ -50,30 +50,30 @@ Facts = Callable[[], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among those that have started together."""
+    """This rank among all ranks."""
 
     process: Process
     device: torch.device
     store: Store | None
-    """Keys and values that all ranks see; None with one rank, which has no process group."""
+    """A key-value store for all ranks; None with one rank, which has no process group."""
 
 
 @contextmanager
 def start_ranks(
     process: Process, device: torch.device, facts: Facts, timeout_seconds: float = 60.0
 ) -> Iterator[Ranks]:
-    """Initialises the process group of all ranks inside its block; nothing at all for one rank.
+    """Initialises the process group of all ranks inside its block; does nothing for one rank.
 
     Args:
-        process: as `read_process` gives it.
-        device: of this rank, chosen already.
-        facts: gives what must be equal on all ranks, by name; if it raises, all ranks stop.
-        timeout_seconds: for all ranks to come.
+        process: from `read_process`.
+        device: of this rank.
+        facts: returns what must be equal on all ranks, by name; if it raises, all ranks stop.
+        timeout_seconds: for all ranks to join.
 
     Raises:
-        LaunchError: a rank is missing, or cannot be reached, or facts differ; names the ranks.
-        MachineError: another rank failed before this one, for the reason it names.
-        LostRankError: another rank died before it could say why.
+        LaunchError: a rank is missing or unreachable, or facts differ; names the ranks.
+        MachineError: another rank failed first; gives its reason.
+        LostRankError: another rank died without a report.
     """
     if process.n_ranks == 1:
         yield Ranks(process, device, None)
@@ -87,7 +87,7 @@ def start_ranks(
         yield Ranks(process, device, meeting.store)
     except BaseException as error:
         reason = meeting.tell_failure(error)
-        # Communication that was cut short can keep this from returning.
+        # Interrupted communication can keep this from returning.
         _call_within(FAILURE_SECONDS, dist.destroy_process_group)
         meeting.keep_store_until_all("heard", FAILURE_SECONDS)
         if reason is not None:
@@ -99,7 +99,7 @@ def start_ranks(
 
 
 def gather_facts(run_text: str, data_fingerprint: str) -> dict[str, str]:
-    """Gives what must be equal on all ranks of a training run."""
+    """Returns what must be equal on all ranks of a training run."""
     return {
         "trainyard": __version__,
         "torch": torch.__version__,
@@ -110,7 +110,7 @@ def gather_facts(run_text: str, data_fingerprint: str) -> dict[str, str]:
 
 
 class _Rendezvous:
-    """The store in which the ranks meet, and what they say to each other in it."""
+    """The store for the rendezvous, and the messages of ranks in it."""
 
     def __init__(self, process: Process, timeout_seconds: float) -> None:
         self._process = process
@@ -123,17 +123,17 @@ class _Rendezvous:
 
     @property
     def me(self) -> str:
-        """This rank, as messages name it."""
+        """This rank's name in messages."""
         return f"rank {self._process.rank} on {self._host}"
 
     @property
     def place(self) -> str:
-        """Where the ranks meet, as messages name it."""
+        """The rendezvous's name in messages."""
         process = self._process
         return str(process.store_file or f"{process.address}:{process.port}")
 
     def call_roll(self, facts: Facts) -> None:
-        """Returns on all ranks once all have come with equal facts, or raises on all."""
+        """Returns on all ranks once all have joined with equal facts, or raises on all."""
         try:
             record = json.dumps({"host": self._host, "facts": dict(facts())})
         except BaseException as error:
@@ -148,17 +148,17 @@ class _Rendezvous:
         except RuntimeError as error:
             raise LaunchError(
                 f"{self.me}: rank 0 at {self.place} ended while the ranks were starting",
-                "see what rank 0 said",
+                "see the output of rank 0",
             ) from error
         if problem is not None:
             self.keep_store_until_all("heard", FAILURE_SECONDS)
             raise problem
 
     def tell_failure(self, error: BaseException) -> MachineError | None:
-        """Tells all ranks that this one fails, unless it does because another has.
+        """Reports this rank's failure to all ranks, unless another rank caused it.
 
         Returns:
-            then the true reason, or that it is not known.
+            if another did, the true reason, or that it is unknown.
         """
         own = self._describe(error)
         has_lost_another = _is_lost_connection(error)
@@ -168,12 +168,12 @@ class _Rendezvous:
                 first = json.loads(self.store.compare_set("failure", "", json.dumps(own)))
             elif self.store.check(["failure"]):
                 first = json.loads(self.store.get("failure"))
-        except RuntimeError:  # the store has ended with rank 0
+        except RuntimeError:  # the store died with rank 0
             pass
         follows = first not in (None, own) and isinstance(error.__cause__ or error, RuntimeError)
         if not follows and not has_lost_another:
             return None
-        # Its parent process must not take this rank for the one that failed.
+        # The parent process must not blame this rank.
         Heartbeat(self._process.heartbeat).blame(ANOTHER if first is None else first["rank"])
         return _describe_lost_rank(self._process) if first is None else _describe_failure(first)
 
@@ -183,21 +183,21 @@ class _Rendezvous:
             said = {"problem": error.problem, "hint": error.hint, "exit_code": error.exit_code}
             return place | said
         problem = f"{type(error).__name__}: {error}"
-        return place | {"problem": problem, "hint": "see what that rank said", "exit_code": 1}
+        return place | {"problem": problem, "hint": "see the output of that rank", "exit_code": 1}
 
     def wait_for_all(self, key: str, seconds: float) -> None:
-        """Waits until all ranks are here, or gone, or the time is over."""
+        """Waits until all ranks arrive or end, or the time runs out."""
         deadline = time.monotonic() + seconds
         try:
             n_here = self.store.add(key, 1)
             while n_here < self._process.n_ranks and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
                 n_here = self.store.add(key, 0)
-        except RuntimeError:  # rank 0 has left, and the store with it
+        except RuntimeError:  # rank 0 has exited, and the store with it
             return
 
     def keep_store_until_all(self, key: str, seconds: float) -> None:
-        """Waits on rank 0, with which the store ends, until all ranks are here too."""
+        """On rank 0, which hosts the store, waits until all ranks arrive."""
         self.wait_for_all(key, seconds if self._process.rank == 0 else 0.0)
 
     def _say_present(self, record: str) -> None:
@@ -205,15 +205,15 @@ class _Rendezvous:
         key = f"rank/{self._process.rank}"
         if self.store.compare_set(f"{key}/token", "", token).decode() != token:
             raise LaunchError(
-                f"{self.me} meets the ranks of another run at {self.place}",
-                "runs on one machine at the same time need ports of their own: set MASTER_PORT",
+                f"{self.me} reached another run's ranks at {self.place}",
+                "concurrent runs on one machine need different ports: set MASTER_PORT",
             )
         self.store.set(key, record)
 
     def _judge(self) -> dict[str, str]:
-        """On rank 0: waits for all ranks; gives what is wrong with them."""
+        """On rank 0: waits for all ranks; returns their problem."""
         keys = [f"rank/{rank}" for rank in range(self._process.n_ranks)]
-        # The others wait as long as this rank does, and must still hear of it.
+        # The others wait as long as this rank, and must still get the verdict.
         deadline = self._deadline - 0.1 * self.timeout_seconds
         while time.monotonic() < deadline and not self.store.check(["failure"]):
             if self.store.check(keys):
@@ -231,12 +231,12 @@ class _Rendezvous:
         hosts = {rank: record["host"] for rank, record in records.items()}
         missing = [rank for rank in range(n_ranks) if rank not in records]
         if missing:
-            hint = "see what the missing ranks said; all need the same address and port"
+            hint = "see the output of the missing ranks; all need the same address and port"
             if self._listens_at.startswith("127.") and not self._process.is_on_one_machine:
                 hint = (
-                    f"rank 0 listens at {self._listens_at}, as it is told that "
-                    f"{self._process.address} is; if the others are on other machines, set "
-                    "MASTER_ADDR to an address they can reach"
+                    f"rank 0 listens at {self._listens_at}, the address that "
+                    f"{self._process.address} resolves to; if other ranks are on other machines, "
+                    "set MASTER_ADDR to an address they can reach"
                 )
             return {
                 "problem": f"{name_ranks(missing)} of {n_ranks} did not join the rendezvous at "
@@ -255,7 +255,7 @@ class _Rendezvous:
         }
 
     def _await_verdict(self) -> UserError | None:
-        # A file gives no sign of rank 0 before it says something; a server of its own does.
+        # Unlike a server, a file does not show that rank 0 is there before it writes.
         while time.monotonic() < self._deadline:
             if self.store.check(["failure"]):
                 return _describe_failure(json.loads(self.store.get("failure")))
@@ -263,7 +263,7 @@ class _Rendezvous:
                 verdict = json.loads(self.store.get("verdict"))
                 return LaunchError(**verdict) if verdict else None
             time.sleep(POLL_SECONDS)
-        silent = {"problem": f"rank 0 at {self.place} is silent", "hint": "see what it said"}
+        silent = {"problem": f"rank 0 at {self.place} does not respond", "hint": "see its output"}
         return LaunchError(**(self._find_problem() or silent))
 
     def _open_store(self) -> Store:
@@ -281,7 +281,7 @@ class _Rendezvous:
             is_master=listener is not None,
             wait_for_workers=False,
             timeout=timedelta(seconds=self.timeout_seconds),
-            # Its own socket would listen on every interface.
+            # TCPStore's own socket would listen on every interface.
             master_listen_fd=None if listener is None else listener.detach(),
         )
 
@@ -299,7 +299,7 @@ class _Rendezvous:
             ) from error
 
     def _reach(self) -> None:
-        """Waits until rank 0 listens; torch would wait too, and print pages of stack frames."""
+        """Waits until rank 0 listens; torch would too, but print pages of stack frames."""
         deadline = time.monotonic() + self.timeout_seconds
         while True:
             left = deadline - time.monotonic()
@@ -312,8 +312,8 @@ class _Rendezvous:
                     raise LaunchError(
                         f"{self.me} cannot reach rank 0 at {self.place} "
                         f"within {self.timeout_seconds:g} s: {error.strerror or error}",
-                        "see what rank 0 said; MASTER_ADDR must be its machine for every rank, and "
-                        "no firewall between them",
+                        "see the output of rank 0; on every rank MASTER_ADDR must name its "
+                        "machine, and no firewall may block it",
                     ) from error
             time.sleep(POLL_SECONDS)
 
@@ -321,7 +321,7 @@ class _Rendezvous:
 def _init_group(process: Process, device: torch.device, meeting: _Rendezvous) -> None:
     if process.is_on_one_machine:
         keep_off_the_network()
-    # Groups of some ranks use it later, when ranks can be minutes apart.
+    # Subgroups use it later, when ranks can be minutes apart.
     meeting.store.set_timeout(COLLECTIVE_TIMEOUT)
     try:
         dist.init_process_group(
@@ -334,12 +334,12 @@ def _init_group(process: Process, device: torch.device, meeting: _Rendezvous) ->
     except RuntimeError as error:
         Heartbeat(process.heartbeat).blame(ANOTHER)  # it may have died since
         raise LaunchError(
-            f"{meeting.me} has met the others, but cannot connect to them: "
+            f"{meeting.me} joined the rendezvous, but cannot connect to the others: "
             f"{str(error).splitlines()[0]}",
-            "the address of the host's name is used, unless GLOO_SOCKET_IFNAME and "
+            "ranks use the address of the host name, unless GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME name a network interface",
         ) from error
-    # Private, yet the same in torch 2.11 and 2.13: a short time to connect, a long one to compute.
+    # Private, but equal in torch 2.11 and 2.13: a short timeout to connect, a long one to compute.
     dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT)
 
 
@@ -350,7 +350,7 @@ def _call_within(seconds: float, function: Callable[[], None]) -> None:
 
 
 def _is_lost_connection(error: BaseException | None) -> bool:
-    """Communication failed: not by a mistake of this rank, which other errors tell of."""
+    """Returns whether communication failed; a bug in this rank raises other errors."""
     if error is None or isinstance(error, LaunchError):
         return False
     if isinstance(error, dist.DistError):
@@ -364,7 +364,7 @@ def _describe_lost_rank(process: Process) -> LostRankError:
     step = f" at step {HeartbeatReader(process.heartbeat).read().step}" if process.heartbeat else ""
     return LostRankError(
         f"rank {process.rank} lost the connection to another rank{step}",
-        "that rank died or its machine did: see what its own output, or its launcher, says",
+        "that rank or its machine died: see its output or its launcher's",
     )
 
 
@@ -379,7 +379,7 @@ def _describe_failure(record: Mapping[str, Any]) -> MachineError:
 def _describe_difference(
     name: str, facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]
 ) -> str:
-    """Such as `torch: 2.13.0 on ranks 0-2 (n1); 2.11.0 on rank 3 (n2)`; empty if all agree."""
+    """Returns `torch: 2.13.0 on ranks 0-2 (n1); 2.11.0 on rank 3 (n2)`; empty if all agree."""
     holders: dict[str, list[int]] = {}
     for rank, each in facts.items():
         holders.setdefault(each.get(name, "nothing"), []).append(rank)

@@ -1,14 +1,14 @@
-"""Tensor and sequence parallelism: modules of the single-device model swapped by its table of cuts.
+"""Tensor and sequence parallelism: replaces modules of the single-device model.
 
-    residual stream (B, T, D)          the same on every rank, or cut by tokens ("sequence")
+    residual stream (B, T, D)          replicated, or sharded by tokens ("sequence")
         |  every rank reads it whole
-    qkv, up     columns cut            this rank's heads, or features of the MLP
+    qkv, up     column-parallel        this rank's heads, or features of the MLP
         |
-    out, down   rows cut               a part of every output
-        |  parts are added up, then the bias
+    out, down   row-parallel           a partial sum of every output
+        |  sum over ranks, then the bias
     residual stream
 
-Parameters are plain tensors of this rank's part; the names stay those of the whole model.
+Parameters are plain tensors, this rank's shards, with the names of the whole model.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from trainyard.parallel.collectives import (
 
 
 class ColumnLinear(Linear):
-    """A linear layer of which this rank holds some outputs.
+    """A linear layer sharded by outputs.
 
     Attributes:
-        gathers_again: its input for the backward pass, instead of keeping it whole.
+        gathers_again: whether the backward pass gathers the input again instead of keeping it.
     """
 
     def __init__(self, whole: Linear, group: dist.ProcessGroup, *, sequence: bool) -> None:
@@ -55,7 +55,7 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """A linear layer of which this rank holds some inputs, and the whole bias."""
+    """A linear layer sharded by inputs, with the whole bias on every rank."""
 
     def __init__(self, whole: Linear, group: dist.ProcessGroup, *, sequence: bool) -> None:
         n_outputs, n_inputs = whole.weight.shape
@@ -70,7 +70,7 @@ class RowLinear(Linear):
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """An embedding of which this rank holds some rows."""
+    """An embedding sharded by rows."""
 
     def __init__(self, whole: nn.Embedding, group: dist.ProcessGroup, *, sequence: bool) -> None:
         rows = whole.num_embeddings // group.size()
@@ -88,23 +88,23 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class VocabularyShard:
-    """Which rows of the vocabulary this rank holds, and how it hears of the others."""
+    """This rank's rows of the vocabulary, and reductions over the others."""
 
     def __init__(self, group: dist.ProcessGroup, first_row: int) -> None:
         self.first_row = first_row
         self._group = group
 
     def maximum(self, x: Tensor) -> Tensor:
-        """The largest of every rank, element by element."""
+        """Elementwise maximum over ranks."""
         return all_reduce(x, self._group, "max")
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, element by element."""
+        """Elementwise sum over ranks."""
         return all_reduce(x, self._group)
 
 
 class VocabularyCrossEntropy(nn.Module):
-    """Cross entropy with logits that stay where their rows are."""
+    """Cross entropy over logits sharded by vocabulary."""
 
     def __init__(self, group: dist.ProcessGroup, *, sequence: bool) -> None:
         super().__init__()
@@ -128,13 +128,13 @@ class VocabularyCrossEntropy(nn.Module):
 def apply_tensor_parallel(
     model: GPT, group: dist.ProcessGroup, *, sequence: bool, gathers_again: bool
 ) -> None:
-    """Leaves `model` with this rank's part of every layer, its weights not yet filled.
+    """Reduces `model` to this rank's part of every layer, with uninitialised weights.
 
     Args:
         model: the single-device model, or a pipeline stage of it.
-        group: the ranks that share it.
-        sequence: cut the residual stream by tokens between the layers that are cut.
-        gathers_again: those tokens for the backward pass, instead of keeping them.
+        group: the tensor ranks.
+        sequence: shard the residual stream by tokens between sharded layers.
+        gathers_again: gather those tokens again in the backward pass instead of keeping them.
     """
     kinds = {"columns": ColumnLinear, "rows": RowLinear, "vocabulary": VocabularyEmbedding}
     for name, module in list(model.named_modules()):

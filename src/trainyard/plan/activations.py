@@ -1,15 +1,15 @@
-"""What a micro batch leaves in memory on one rank, layer by layer; of blocks not compiled.
+"""Activation memory of a micro batch on one rank, layer by layer, without compilation.
 
-Of N tokens, a block keeps for its backward pass, in values of the compute precision, with D, F and
-the tensor ranks t as in the model:
+For each token, a block keeps these values for its backward pass, in the compute precision, with D
+and F as in the model and t tensor ranks:
 
-    recompute none         residual stream 2 D, inputs of both products 2 D,
-                           queries, keys, values and their mix 4 D / t, MLP 2 F / t
+    recompute none         residual stream 2 D, inputs of attention and MLP 2 D,
+                           queries, keys, values and attention output 4 D / t, MLP 2 F / t
     recompute attention    the same without the 4 D / t
     recompute block        residual stream D
 
-With the sequence cut, the residual stream is D / t, and so are the inputs of both products, which
-the backward pass gathers again. A zero bubble, and a block that is recomputed, keep them gathered.
+With sequence parallelism, the residual stream and the inputs of both are D / t; the backward pass
+gathers the inputs again. Zero bubble and recomputed blocks keep them gathered.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ FP32_BYTES = 4
 ID_BYTES = 8
 CPU_CHUNK_BYTES = 256 * 2**20
 GPU_CHUNK_BYTES = 512 * 2**20
-"""Logits are made in chunks of so many bytes (model/loss.py)."""
+"""Bytes per chunk of logits (model/loss.py)."""
 NUMBERS_OF_A_TOKEN = 64
-"""Bytes of its label, largest logit, loss and the like."""
+"""Bytes of a row's label, largest logit, loss and similar values."""
 
 
 class MicroBatch:
@@ -34,10 +34,10 @@ class MicroBatch:
     Attributes:
         value: of a number in the compute precision.
         n_tokens: on a rank.
-        n_residual: of those, how many the residual stream has.
+        n_residual: of those, tokens in the residual stream.
         vocabulary: rows of the head on a rank.
         stream: the residual stream between two blocks.
-        hidden: what the head multiplies.
+        hidden: the head's input.
         head_gradient: of the head's weight.
     """
 
@@ -53,7 +53,7 @@ class MicroBatch:
         self.head_gradient = FP32_BYTES * self.vocabulary * model.d_model
 
     def block(self, recompute: str) -> float:
-        """What a block keeps of a micro batch."""
+        """Bytes a block keeps of a micro batch."""
         F = self.run.model.d_ff
         statistics = 2 * FP32_BYTES * self.n_residual
         if recompute == "block":
@@ -74,19 +74,19 @@ class MicroBatch:
         lse = FP32_BYTES * self.n_tokens * model.n_heads / t
         if self.on_gpu or not model.dropout:
             return n_parts * part + lse
-        # On a CPU the weights of attention are kept, before and after dropout, all in fp32.
+        # On a CPU attention weights are kept in fp32, before and after dropout.
         heads = model.n_heads / t / self.topology.context
         weights = FP32_BYTES * heads * model.sequence_length**2 * self.run.train.micro_batch_size
         precise = 3 * FP32_BYTES * self.n_tokens * model.d_model / t
         return (n_parts - 3) * part + 2 * weights + precise
 
     def embedding(self) -> float:
-        """What the embedding keeps."""
+        """Bytes the embedding keeps."""
         masks = self.n_tokens if self.topology.tensor > 1 else 0
         return masks + self._dropout_keys()
 
     def _dropout_keys(self) -> float:
-        """Random bits of rows and columns, of which masks are made again."""
+        """Random bits of rows and columns, to recompute masks from."""
         if not self.run.model.dropout:
             return 0
         return ID_BYTES * self.n_residual + FP32_BYTES * self.run.model.d_model
@@ -116,7 +116,7 @@ class MicroBatch:
         is_cast = value < FP32_BYTES
         matrix = value * V * self.run.model.d_model if is_cast else 0
         hidden, weight = self.hidden, self.head_gradient
-        # Only a GPU's kernel for fp16 makes log probabilities in fp32 without a copy in it first.
+        # Only the GPU kernel for fp16 computes fp32 log probabilities without an fp32 copy first.
         has_copy = is_cast and not (self.on_gpu and self.run.precision.kind == "fp16")
         logits = n_rows * V * (value + (2 if has_copy else 1) * FP32_BYTES)
         rows = value * n_rows * self.run.model.d_model

@@ -1,4 +1,4 @@
-"""How many sequences each step takes, and how many came before it: pure arithmetic.
+"""Batch size and consumed sequences of each step: pure arithmetic.
 
 With a ramp from 16 by 16 to 64 over 120 sequences there are three increments of 40 sequences each:
 
@@ -25,7 +25,7 @@ from trainyard.units import Length
 
 
 def batch_sizes(train: Train) -> list[int]:
-    """Lists the sizes a batch grows through, in sequences; a short ramp skips some."""
+    """Lists the batch sizes of a ramp, in sequences; a short ramp skips some."""
     ramp, full = train.batch_ramp, train.global_batch_size
     return [full] if ramp is None else [*range(ramp.start, full, ramp.increment), full]
 
@@ -51,7 +51,7 @@ class BatchSchedule:
         return self._stage(step).batch_size
 
     def consumed(self, step: int) -> int:
-        """Sequences consumed before step `step` begins."""
+        """Sequences consumed before step `step`."""
         stage = self._stage(step)
         return stage.consumed_before + (step - stage.first_step) * stage.batch_size
 

@@ -1,21 +1,21 @@
-"""Machines by name: the shipped clusters, a user's own, or one kind of GPU in its usual node.
+"""Machines by name: a shipped cluster, a user's own, or a GPU in its usual node.
 
 The figures at the top of a cluster file (`config/cluster.py`) are for plans:
 
     description = "Twelve nodes in the basement"
     gpu = "a100-80g"                      # a name of NODES
     devices_per_node = 4
-    network_gigabytes_per_second = 2.5    # for each device, one direction
+    network_gigabytes_per_second = 2.5    # per device, one direction
 
-What it leaves out is that of the GPU's usual node. A GPU that is not in NODES has figures of its
-own, best under the name torch gives it:
+Missing figures default to the GPU's usual node. For a GPU that is not in NODES, give its figures,
+preferably under torch's name for it:
 
     gpu = "NVIDIA GeForce RTX 3090"
     memory_gigabytes = 24
     memory_gigabytes_per_second = 936
     peaks_teraflops = { fp32 = 35.6, fp16 = 71, bf16 = 71 }
 
-A profile measured on the machine goes into its [efficiencies], whose fields are those of
+A profile measured on the machine goes into [efficiencies], with the fields of
 `plan.hardware.Efficiencies`.
 """
 
@@ -44,19 +44,19 @@ MICRO = 1e-6
 
 @dataclass(frozen=True)
 class Node:
-    """How a GPU is usually built in."""
+    """The usual node of a GPU."""
 
     device: str
     """Its name in `plan.hardware.DEVICES`."""
     devices: int
     network_gigabytes_per_second: float
-    """For each device, one direction."""
+    """Per device, one direction."""
 
 
 # DGX and HGX nodes with InfiniBand: EDR for V100, HDR for A100, NDR for the later ones, a network
-# device for each GPU (of V100, for each two). MI250X: as in LUMI and Frontier. T4, L4, L40S, A10G:
-# as in the largest nodes of AWS (g4dn, g6, g6e, g5). RTX, and what a user describes: assumed, 100
-# Gbit/s for a node.
+# device per GPU (V100: per two). MI250X: as in LUMI and Frontier. T4, L4, L40S, A10G: as in the
+# largest nodes of AWS (g4dn, g6, g6e, g5). RTX and user-described GPUs: assumed, 100 Gbit/s per
+# node.
 NODES = {
     "v100-16g": Node("V100 16GB", 8, 6.25),
     "v100-32g": Node("V100 32GB", 8, 6.25),
@@ -78,13 +78,13 @@ NODES = {
     "cpu": Node("CPU", 4, 0.1),
 }
 OWN_FIGURES = ("memory_gigabytes", "memory_gigabytes_per_second", "peaks_teraflops")
-"""What a cluster file says of a GPU that is not in NODES."""
+"""Fields of a cluster file for a GPU that is not in NODES."""
 
 
 def find_machine(cluster: str | None = None, gpu: str | None = None) -> Machine:
-    """Finds a machine by the name of a cluster or the path of its file, or by a kind of GPU.
+    """Finds a machine by cluster name or file, or by GPU.
 
-    Without either it is this computer's processor; with both, the cluster with other GPUs.
+    Without either it is this computer's CPU; with both, the cluster with other GPUs.
 
     Raises:
         UserError: there is no such cluster or GPU, or the file is wrong.
@@ -102,7 +102,7 @@ def find_machine(cluster: str | None = None, gpu: str | None = None) -> Machine:
 
 
 def _with_other_gpus(cluster: Cluster, gpu: str) -> Cluster:
-    """Puts other GPUs into the nodes; only nodes and network are as they were."""
+    """Replaces the GPUs; keeps nodes and network."""
     if gpu == cluster.gpu:
         return cluster
     return Cluster(
@@ -115,7 +115,7 @@ def _with_other_gpus(cluster: Cluster, gpu: str) -> Cluster:
 
 
 def build_machine(name: str, cluster: Cluster) -> Machine:
-    """Completes the figures of a cluster by those of its GPU's usual node."""
+    """Fills in missing figures of a cluster from its GPU's usual node."""
     node = NODES.get(cluster.gpu, Node(cluster.gpu, 8, 1.5625))
     device = _device(cluster, node)
     link = cluster.link_gigabytes_per_second
@@ -156,5 +156,5 @@ def _efficiencies(name: str, cluster: Cluster, device: Device) -> Efficiencies:
 
 def _check_gpu(name: str, place: str) -> None:
     if name not in NODES:
-        own = f"{', '.join(OWN_FIGURES)} in a cluster file describe another"
+        own = f"{', '.join(OWN_FIGURES)} in a cluster file describe a new one"
         raise UserError(f"{place}: no GPU named {name!r}", f"{suggest(name, list(NODES))}; {own}")

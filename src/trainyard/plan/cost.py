@@ -1,11 +1,11 @@
-"""What a run comes to: days, device-hours and money, its checkpoints, the passes over its data.
+"""Cost of a run: days, device-hours and money, checkpoints, epochs over its data.
 
-A run of 1,500 steps of 20 s that saves every 100 steps, standing still for 5 s each time, on 128
-nodes that fail once in 28.8 hours together:
+A run of 1,500 steps of 20 s saves every 100 steps, which stalls it for 5 s, on 128 nodes with one
+failure every 28.8 hours:
 
     steps                      1,500 x 20 s            8.3 h
     useful share of the time   (1 - (15 + 16.7 min) / 28.8 h) / (1 + 5 s / 2,000 s) = 97.9 %
-    in all                     8.3 h / 0.979           8.5 h = 8,720 device-hours on 1,024 devices
+    total                      8.3 h / 0.979           8.5 h = 8,720 device-hours on 1,024 devices
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from trainyard.plan.resolve import Plan, resolve
 from trainyard.plan.time import StepTime, step_time
 
 HOST_COPY_BYTES_PER_SECOND = 20e9
-"""From a device to host memory: what PCIe 4.0 with 16 lanes reaches, of 32e9."""
+"""From a device to host memory: achieved by PCIe 4.0 x16, of 32e9."""
 STORAGE_BYTES_PER_SECOND = (5e9, 20e9, 100e9)
-"""File systems for which writing is told where none is named: a small, a usual and a large one."""
+"""Default file systems to report writing for: a small, a usual and a large one."""
 
 
 @dataclass(frozen=True)
@@ -36,33 +36,33 @@ class Saving:
     write_seconds: float
     """Of the whole checkpoint."""
     stall_seconds: float
-    """How long training stands still for it."""
+    """How long it stalls training."""
     best_interval_seconds: float
-    """Between saves, if the least time is to be lost."""
+    """Between saves, to lose the least time."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A whole run, failures counted."""
+    """A whole run, including failures."""
 
     step_seconds: float
     """All steps, each once."""
     evaluation_seconds: float
     interval_seconds: float
-    """Between saves, as the run sets it."""
+    """Between saves, as configured."""
     savings: tuple[Saving, ...]
-    """By file system; the first is the one the rest is counted with."""
+    """By file system; the other figures use the first."""
     seconds_between_failures: float
     useful_share: float
-    """Of the time, in steps that need not be repeated; 0 where none would ever be done."""
+    """Share of time in steps that need no repetition; 0 if the run would never finish."""
     useful_shares: tuple[float, float]
-    """The same with the most and the fewest failures that published runs had."""
+    """The same with the highest and the lowest failure rates of published runs."""
     seconds: float
-    """Everything; infinite where nothing would ever be done."""
+    """Total time; infinite if the run would never finish."""
     n_failures: float
     device_hours: float
     price: float | None
-    """In the currency of the price of a device-hour."""
+    """In the currency of the device-hour price."""
 
 
 def run_cost(
@@ -73,14 +73,14 @@ def run_cost(
     storage: tuple[float, ...] = STORAGE_BYTES_PER_SECOND,
     price_per_device_hour: float | None = None,
 ) -> Cost:
-    """Adds a run up.
+    """Computes the cost of a run.
 
     Args:
         run: the run.
-        plan: its plan, for the devices it will have.
-        machine: what they are.
-        time: of a step of the full batch.
-        storage: bytes a second that file systems take, the one to count with first.
+        plan: its plan, for its devices.
+        machine: the devices.
+        time: of a step with the full batch.
+        storage: write speeds of file systems in bytes per second, the one to use first.
         price_per_device_hour: in any currency.
     """
     steps = all_steps_seconds(run, plan, machine, time)
@@ -128,9 +128,9 @@ def run_cost(
 
 
 def all_steps_seconds(run: Run, plan: Plan, machine: Machine, time: StepTime) -> float:
-    """Gives the time of all steps, the smaller ones of a batch ramp among them.
+    """Returns the time of all steps, including the smaller ones of a batch ramp.
 
-    A step takes a fixed time and one for each micro batch, so two sizes of batch tell all.
+    A step takes a fixed time plus one per micro batch, so two batch sizes determine all.
     """
     ramp, full = run.train.batch_ramp, run.train.global_batch_size
     if ramp is None or ramp.start == full:
@@ -143,7 +143,7 @@ def all_steps_seconds(run: Run, plan: Plan, machine: Machine, time: StepTime) ->
 
 
 def _evaluation_seconds(run: Run, plan: Plan, time: StepTime) -> float:
-    """Gives the time of forward passes over held-out data."""
+    """Returns the time of forward passes over held-out data."""
     interval = run.evaluate.interval or plan.n_steps
     n_batches = (plan.n_steps // interval + 1) * run.evaluate.batches
     forward = sum(forward for forward, _ in time.stage_seconds)
@@ -159,11 +159,11 @@ def _saving(
     between_failures: float,
     bytes_per_second: float,
 ) -> Saving:
-    """Weighs one file system; `copy` is the stall of a save in the background, None without."""
+    """Evaluates one file system; `copy` is the stall of a background save, or None."""
     if copy is None:
         best = saving.suggest_interval(write, between_failures)
         return Saving(bytes_per_second, write, write, best)
-    # One save at a time: the next waits until the one before is written.
+    # One save at a time: the next waits until the previous one is written.
     stall = copy + max(0.0, write - interval)
     best = max(write, saving.suggest_interval(copy, between_failures))
     return Saving(bytes_per_second, write, stall, best)
@@ -175,19 +175,19 @@ class CorpusUse:
 
     prefix: str
     tokens: int | None
-    """In its token files; None where they are not there."""
+    """In its token files; None if they are missing."""
     share: float | None
-    """Of all training tokens; None where it follows from sizes that are not known."""
+    """Of all training tokens; None if it depends on unknown sizes."""
     epochs: float | None
 
 
 def corpora_use(run: Run, plan: Plan, sizes: Mapping[str, int]) -> list[CorpusUse]:
-    """Says how often each corpus of the training blend is read.
+    """Returns how often each corpus of the training blend is read.
 
     Args:
         run: the run.
         plan: its plan.
-        sizes: tokens by prefix, of the token files that are there.
+        sizes: tokens by prefix, of existing token files.
     """
     blend, train_share = training_blend(run)
     weights: list[float] | None = list(blend.weights)
@@ -206,7 +206,7 @@ def corpora_use(run: Run, plan: Plan, sizes: Mapping[str, int]) -> list[CorpusUs
 
 
 def training_blend(run: Run) -> tuple[Blend, float]:
-    """Gives the blend a run trains on, and the share of its documents that training gets."""
+    """Returns the blend a run trains on, and the share of its documents that training gets."""
     if run.data.train.prefixes:
         return run.data.train, 1.0
     shares = units.parse_shares(run.data.split)

@@ -1,7 +1,7 @@
-"""What trains by a deadline: the largest model on given devices, or a run on the fewest.
+"""Plans for a deadline: the largest model on given devices, or the fewest devices for a run.
 
-Models have the shapes of GPT-3 and of Megatron-LM's papers. Each counts in the fastest layout that
-fits, with its whole run: evaluation, saves and failures too. On 64 H100:
+Models have the shapes of GPT-3 and of Megatron-LM's papers. Each is timed in the fastest layout
+that fits, for the whole run with evaluation, saves and failures. On 64 H100:
 
     8.3B on 165B tokens     2d 22h
     12.9B on 257B tokens    7d 2h     the largest within 10 days
@@ -27,21 +27,21 @@ from trainyard.plan.size import padded_vocabulary_size, parameter_count
 from trainyard.units import Length
 
 TOKENS_PER_PARAMETER = 20
-"""What makes most of compute (arXiv:2203.15556)."""
+"""Compute-optimal tokens per parameter (arXiv:2203.15556)."""
 MOST_TIMES_AS_MANY = 16
-"""How many times the devices are tried that would make it at their peak."""
+"""Highest multiple to try of the devices that would suffice at peak speed."""
 SHAPES = (
     *((12, 768), (24, 1024), (24, 1536), (24, 2048), (32, 2560), (30, 3072), (32, 4096)),
     *((40, 4096), (40, 5120), (40, 6144), (48, 6144), (48, 7168), (48, 8192), (64, 8192)),
     *((60, 10240), (80, 10240), (80, 12288), (96, 12288), (96, 16384), (105, 20480)),
     *((128, 20480), (128, 25600)),
 )
-"""Blocks and features, smallest first."""
+"""n_layers and d_model, smallest first."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A run on a number of devices, in its fastest layout; without one where none fits."""
+    """A run on a number of devices, in its fastest layout, if any fits."""
 
     run: Run
     n_devices: int
@@ -50,30 +50,30 @@ class Trained:
 
     @property
     def seconds(self) -> float:
-        """Of the whole run; infinite where it does not fit or never ends."""
+        """Of the whole run; infinite if it does not fit or never ends."""
         return self.cost.seconds if self.cost else math.inf
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains runs on paper."""
+    """Predicts training times."""
 
     machine: Machine
     storage: tuple[float, ...]
-    """Bytes a second that file systems take; the first counts."""
+    """Write speeds of file systems in bytes per second; the first is used."""
     price: float | None = None
-    """Of a device-hour."""
+    """Price of a device-hour."""
 
     @classmethod
     def at_its_slowest(
         cls, machine: Machine, storage: tuple[float, ...], price: float | None = None
     ) -> Self:
-        """Takes devices that nobody measured for as slow as they may be."""
+        """Assumes the slowest speed for unmeasured devices."""
         extremes = find_extremes(machine)
         return cls(extremes[1] if extremes else machine, storage, price)
 
     def train(self, run: Run, n_devices: int) -> Trained:
-        """Finds the fastest layout of a run, and what all of it takes."""
+        """Finds the fastest layout of a run, and its total cost."""
         for found in search(run, self.machine, n_devices, most=1):
             cost = run_cost(
                 found.run, found.plan, self.machine, found.time, self.storage, self.price
@@ -88,14 +88,14 @@ def largest_model(
     """Finds the largest model that trains in time.
 
     Args:
-        run: whose batch, sequence length, vocabulary and precision each model gets.
-        trainer: on what.
-        n_devices: all of them.
+        run: gives each model its batch, sequence length, vocabulary and precision.
+        trainer: predicts times.
+        n_devices: total number of devices.
         seconds: the deadline.
-        keeps_length: trains each model as long as the run, not on 20 tokens a parameter.
+        keeps_length: train each model for the run's length, not on 20 tokens per parameter.
 
     Returns:
-        it and the next size, which does not; where none does, the smallest alone.
+        it and the next size, which does not; if none does, only the smallest.
     """
     tried: dict[int, Trained] = {}
     low, high = -1, len(SHAPES)
@@ -109,7 +109,7 @@ def largest_model(
 
 
 def shape_run(run: Run, n_layers: int, d_model: int, *, keeps_length: bool) -> Run:
-    """Gives a run another model: heads of 64 features, of 128 from a width of 2048; an MLP of 4."""
+    """Returns a run with another model: head size 64, 128 from d_model 2048; d_ff 4 d_model."""
     size: rules.Changes = {
         "model.n_layers": n_layers,
         "model.d_model": d_model,
@@ -121,7 +121,7 @@ def shape_run(run: Run, n_layers: int, d_model: int, *, keeps_length: bool) -> R
         return shaped
     count = parameter_count(shaped.model, padded_vocabulary_size(shaped.model)).total
     n_tokens = TOKENS_PER_PARAMETER * count
-    n_tokens = round(n_tokens, 3 - len(str(n_tokens)))  # three digits, as people would write it
+    n_tokens = round(n_tokens, 3 - len(str(n_tokens)))  # three significant digits
     length = Length(n_tokens, "tokens")
     return rules.change(
         shaped,
@@ -138,7 +138,7 @@ def fewest_devices(run: Run, trainer: Trainer, seconds: float) -> list[Trained]:
     """Finds the fewest devices on which a run trains in time.
 
     Returns:
-        the last that were too few, and those; where none does, the most that were tried alone.
+        the last number that was too few, and this one; if none does, only the highest one tried.
     """
     found: list[Trained] = []
     for n_devices in _counts(run, trainer.machine, seconds):

@@ -1,7 +1,7 @@
-"""Floating-point operations of a training step, by the formulas in use, each under its name.
+"""FLOP of a training step, by the named formulas in use.
 
-A multiplication with an addition is 2 FLOP. Per token, one forward pass through the matrix products
-of a GPT with width D, MLP width F, sequence T, L blocks and padded vocabulary V takes
+A multiply-add is 2 FLOP. Per token, one forward pass through the matmuls of a GPT with width D, MLP
+width F, sequence T, L blocks and padded vocabulary V takes
 
     L (8 D^2 + 4 D F)     projections and MLP
     L 4 T D               attention scores and values, if every token sees all T
@@ -16,9 +16,9 @@ and the backward pass twice that. The formulas differ in how many such passes th
 | megatron_deepspeed | 3; recomputing: 4      | the same  | 3/4 of it | the fork of 2023, MS-AMP   |
 | deepspeed_2024     | 3; recomputing: 4      | 3 or 4    | as blocks | ALCF's fork, as [DS]       |
 
-Only `megatron_causal` counts just what the mathematics of a causal model needs, whatever the
-kernels do, so model FLOPs and MFU are defined by it. Figures that count recomputed work are
-hardware utilisation, and cannot be compared with MFU.
+Only `megatron_causal` counts exactly the mathematics of a causal model, whatever the kernels do, so
+it defines model FLOPs and MFU. Figures with recomputed work are hardware utilisation, not
+comparable with MFU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Recompute = Literal["none", "attention", "block"]
 
 
 def model_flops_per_token(model: Model, padded_vocabulary_size: int) -> float:
-    """Counts the FLOP that training on one token needs: the definition behind MFU."""
+    """Counts the model FLOP of training on one token, which define MFU."""
     return flops_per_token(model, padded_vocabulary_size, "megatron_causal")
 
 
@@ -42,13 +42,13 @@ def flops_per_token(
     formula: FormulaName,
     recompute: Recompute = "none",
 ) -> float:
-    """Counts the FLOP of training on one token as `formula` does.
+    """Counts the FLOP of training on one token by `formula`.
 
     Args:
         model: the shape; a token's share of attention depends on its sequence length.
         padded_vocabulary_size: rows of the output head.
         formula: see the table at the top of this file.
-        recompute: changes the figure of the two DeepSpeed formulas alone.
+        recompute: only affects the two DeepSpeed formulas.
     """
     D = model.d_model
     projections = model.n_layers * (8.0 * D * D + 4.0 * D * model.d_ff)
@@ -69,7 +69,7 @@ def flops_per_token(
 def tflops_per_second_per_gpu(
     flops_per_token: float, tokens_per_second: float, n_gpus: int
 ) -> float:
-    """Turns the speed of a whole job into TFLOP/s of one device."""
+    """Converts a job's speed to TFLOP/s per device."""
     return flops_per_token * tokens_per_second / n_gpus / 1e12
 
 
@@ -78,9 +78,9 @@ def model_flops_utilization(
     tokens_per_second_per_gpu: float,
     peak_flops_per_second: float | None,
 ) -> float | None:
-    """Gives MFU, the share of the peak that the model's own mathematics took (arXiv:2204.02311).
+    """Returns MFU, the share of the peak that the model's own mathematics took (arXiv:2204.02311).
 
-    None where the peak is unknown.
+    None if the peak is unknown.
     """
     if peak_flops_per_second is None:
         return None

@@ -1,4 +1,4 @@
-"""Devices as data: what their datasheets promise, found by the name torch gives them."""
+"""Datasheet figures of devices, by torch's name for them."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator as one process sees it; None where a figure is not known."""
+    """One accelerator as one process sees it; None for unknown figures."""
 
     name: str
     pattern: str
-    """Regular expression that finds the device in the name torch gives it."""
+    """Regular expression for torch's name of the device."""
     peaks: dict[str, float]
-    """FLOP/s of dense matrix products, by format; formats it does not have are absent."""
+    """FLOP/s of dense matmuls, by format; unsupported formats are absent."""
     memory_bytes: int | None = None
-    """As sold; drivers keep up to 2 per cent of it."""
+    """Nominal; drivers reserve up to 2 per cent."""
     memory_bytes_per_second: float | None = None
     link_bytes_per_second: float | None = None
-    """To the other devices of its node together, one direction."""
+    """Total to the other devices of its node, one direction."""
     product_share: float | None = None
-    """Of its peak, by the best matrix products that were measured."""
+    """Share of its peak reached by the best measured matmuls."""
     sustained_share: float = 1.0
-    """Of that, by those of a whole step, which heats the device."""
+    """Share of that reached in a whole step, which heats the device."""
     attention_share: float | None = None
     """Of its peak, by fused attention."""
     product_source: str = "best matrix product measured on the device"
-    """Where `product_share` is from."""
+    """Source of `product_share`."""
 
     def peak_flops_per_second(self, kind: str) -> float | None:
-        """Gives the peak at a run's `precision.kind`; None where it is unknown or not supported."""
+        """Returns the peak at a run's `precision.kind`; None if unknown or unsupported."""
         return self.peaks.get(kind.removesuffix("_lowbit"))
 
 
@@ -46,10 +46,10 @@ def _peaks(**tflops: float) -> dict[str, float]:
     return {kind: peak * TERA for kind, peak in tflops.items()}
 
 
-# fp32 is the plain format, not TF32, which torch leaves off unless asked. All products add up in
-# fp32, as training does: GeForce cards are twice as fast where they add up in fp16.
-# PCIe and NVL cards are slower than the SXM modules listed; they match no pattern, so that none is
-# measured against a peak it cannot reach.
+# fp32 is not TF32, which torch disables by default. All matmuls accumulate in fp32, as training
+# does: GeForce cards are twice as fast with fp16 accumulation.
+# PCIe and NVL cards are slower than the SXM modules listed; they match no pattern, so none is
+# compared with a peak it cannot reach.
 VOLTA = _peaks(fp32=15.7, fp16=125)
 AMPERE = _peaks(fp32=19.5, fp16=312, bf16=312)
 HOPPER = _peaks(fp32=67, fp16=989, bf16=989, fp8=1979)
@@ -57,7 +57,7 @@ HOPPER = _peaks(fp32=67, fp16=989, bf16=989, fp8=1979)
 # on an H100 (arXiv:2407.08608).
 HOPPER_SHARES = (0.80, 0.90, 0.35)
 PCIE_3, PCIE_4, PCIE_5 = 16 * GIGA, 32 * GIGA, 64 * GIGA
-"""Bytes per second of a slot with 16 lanes, one direction."""
+"""Bytes per second of a x16 slot, one direction."""
 # Shares of the peak: matrix products measured for stas00/ml-engineering (August 2026).
 DEVICES = (
     # NVIDIA V100 datasheet (2018), SXM2.
@@ -163,38 +163,38 @@ DEVICES = (
         448 * GIGA,
         0.51,
     ),
-    # A processor's peak depends on its cores, clock and extensions.
+    # A CPU's peak depends on its cores, clock and extensions.
     Device("CPU", r"^cpu$", {}),
 )
 
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """What programs reach of what datasheets promise.
+    """Achieved shares of datasheet figures.
 
     A profile measured on a machine replaces them, by `dataclasses.replace`.
     """
 
     product_share: float
-    """Of the peak, by matrix products so large that their operands do not matter."""
+    """Of the peak, by matmuls so large that memory traffic does not matter."""
     sustained_share: float
-    """Of what lone products and attention reach, by those of a whole step."""
+    """Of the speed of isolated matmuls and attention, in a whole step."""
     attention_share: float
     """Of the peak, by fused attention."""
     memory_share: float
-    """Of the memory's bandwidth, by kernels that wait for it."""
+    """Of the memory bandwidth, by memory-bound kernels."""
     link_share: float
     """Of the bandwidth inside a node, by collectives."""
     network_share: float
     """Of the bandwidth between nodes, by collectives."""
     launch_seconds: float
-    """Of the host, to start a kernel."""
+    """Host time to launch a kernel."""
     sources: Mapping[str, str]
-    """Where each of them is from, by its name."""
+    """Source of each figure, by name."""
 
 
 ATTENTION_SHARE = 0.6
-"""Of what matrix products reach, by fused attention."""
+"""Of the speed of matmuls, by fused attention."""
 FIT = "fitted on measured steps of A100s (docs/planning-accuracy.md)"
 BOUND = "upper bound of that fit, which it reached"
 A100_EFFICIENCIES = Efficiencies(
@@ -216,14 +216,14 @@ A100_EFFICIENCIES = Efficiencies(
     },
 )
 UNMEASURED_PRODUCT_SHARE = 0.51
-"""Of devices whose products nobody has measured for us: the least of those that were."""
+"""For devices without measured matmuls: the lowest measured share."""
 UNMEASURED = "assumed: as an MI300X"
 UNMEASURED_SHARES = (0.87, 0.41)
-"""Between which they may be: the best measured, an A100's, and what steps on an MI250X come to."""
+"""Their bounds: the best measured, an A100's, and that of steps on an MI250X."""
 
 
 def transfer_efficiencies(device: Device) -> Efficiencies:
-    """Guesses what programs reach on a device from what they reach on an A100."""
+    """Estimates a device's efficiencies from those of an A100."""
     share, source = device.product_share, device.product_source
     attention = device.attention_share
     if share is None:
@@ -257,19 +257,19 @@ class Machine:
     network_bytes_per_second: float
     """To other nodes."""
     link_latency_seconds: float
-    """Of a hop inside a node; n ranks make a ring of n - 1 hops."""
+    """Per hop inside a node; n ranks form a ring of n - 1 hops."""
     network_latency_seconds: float
-    """Of a hop between nodes; n nodes make a tree of log2 n hops."""
+    """Per hop between nodes; n nodes form a tree of log2 n hops."""
     efficiencies: Efficiencies
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of a device, as sold; None where it is unknown."""
+        """Of a device, nominal; None if unknown."""
         return self.device.memory_bytes
 
 
 def find_extremes(machine: Machine) -> tuple[Machine, Machine] | None:
-    """Gives a machine as fast and as slow as it may be; None where its products were measured."""
+    """Returns upper and lower bounds of a machine; None if its matmuls were measured."""
     shares = machine.efficiencies
     if shares.sources["product_share"] != UNMEASURED:
         return None
@@ -286,10 +286,10 @@ class LocalMachine:
 
     name: str
     count: int
-    """Devices; all CPU cores are one."""
+    """Devices; all CPU cores count as one."""
     is_gpu: bool
     flops_per_second: float
-    """Of all devices, estimated for a small model."""
+    """Total of all devices, estimated for a small model."""
     precision: str
 
 
@@ -301,7 +301,7 @@ _UNKNOWN_GPU_PEAK = 50e12
 
 
 def find_local_machine(system: Path = Path("/")) -> LocalMachine:
-    """Finds the GPUs that the drivers list, or else counts the CPU cores.
+    """Finds the GPUs listed by drivers, else counts the CPU cores.
 
     Args:
         system: the root of the file system.
@@ -321,7 +321,7 @@ def find_local_machine(system: Path = Path("/")) -> LocalMachine:
 
 
 def list_gpus(system: Path = Path("/")) -> list[str]:
-    """Names NVIDIA's and AMD's GPUs; none if torch is built for CPUs only."""
+    """Names NVIDIA and AMD GPUs; none if torch is a CPU-only build."""
     try:
         if version("torch").endswith("+cpu"):
             return []
@@ -338,12 +338,12 @@ def list_gpus(system: Path = Path("/")) -> list[str]:
 
 
 def find_device(name: str) -> Device | None:
-    """Finds a device by the name torch gives it, such as "NVIDIA H200" or "cpu"."""
+    """Finds a device by torch's name, such as "NVIDIA H200" or "cpu"."""
     return next((device for device in DEVICES if re.search(device.pattern, name)), None)
 
 
 def cpu_multiplies_bf16_natively(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
-    """Says whether this processor has bf16 matrix products; False where it cannot be known.
+    """Returns whether this CPU has bf16 matmuls; False if unknown.
 
     Without them bf16 is emulated, and slower than fp32.
     """

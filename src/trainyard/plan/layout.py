@@ -1,8 +1,8 @@
-"""How ranks and blocks are dealt out: what a number of ranks allows, and the stages of a pipeline.
+"""Assigns ranks to axes and blocks to pipeline stages.
 
-Of 64 ranks with tensor 8 and pipeline 2, 64 / 16 = 4 are left for data. A step of 24 sequences in
-micro batches of 2 then is 24 / (2 x 4) = 3 micro batches for each of the 4, and the schedule of the
-pipeline must be able to take 3.
+With 64 ranks, tensor 8 and pipeline 2, the data parallel size is 64 / 16 = 4. A step of 24
+sequences in micro batches of 2 then has 24 / (2 x 4) = 3 micro batches for each of the 4, and the
+pipeline's schedule must support 3.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from trainyard.units import format_number
 
 Stages = tuple[tuple[int, int], ...]
 FARTHEST = 8
-"""How many times the ranks there are, or a part of them, are named in their place."""
+"""Suggest rank counts up to this multiple, or down to this fraction, of the given one."""
 MOST_TENSOR = 8
-"""Ranks that are proposed to share a layer: those of a usual node."""
+"""Tensor parallel sizes to propose: within a usual node."""
 
 
 def find_topology(run: Run, n_ranks: int | None) -> Topology:
-    """Deals ranks out to the axes.
+    """Assigns ranks to the axes.
 
     Args:
-        run: which axes but the data parallel ones it fixes.
-        n_ranks: all processes; absent: the fewest with which the run can be.
+        run: fixes all axes except the data parallel ones.
+        n_ranks: all processes; absent: the fewest that the run allows.
 
     Raises:
         ConfigError: the ranks, or the batch on them, cannot be divided as asked.
@@ -53,12 +53,12 @@ def find_topology(run: Run, n_ranks: int | None) -> Topology:
 
 
 def ranks_per_replica(run: Run) -> int:
-    """Counts the ranks that share the same sequences."""
+    """Counts the ranks that work on the same sequences."""
     return run.parallel.tensor * run.parallel.pipeline * run.parallel.context
 
 
 def takes_micro_batches(run: Run, n_micro_batches: int) -> bool:
-    """Says whether the pipeline's schedule can order so many micro batches.
+    """Returns whether the pipeline's schedule supports this number of micro batches.
 
     The conditions are those of `torch.distributed.pipelining` 2.11 to 2.13.
     """
@@ -72,7 +72,7 @@ def takes_micro_batches(run: Run, n_micro_batches: int) -> bool:
 
 
 def find_stages(run: Run, padded_vocabulary_size: int) -> Stages:
-    """Cuts the stack of blocks for the pipeline, by the FLOP of training on one token.
+    """Splits the blocks into pipeline stages, by the FLOP of training on one token.
 
     Returns:
         the first block of each stage and the one after its last; stage s is on pipeline rank
@@ -94,7 +94,7 @@ def find_stages(run: Run, padded_vocabulary_size: int) -> Stages:
 
 @dataclass(frozen=True)
 class Costs:
-    """What stages do for one token, in any unit."""
+    """Cost of stages per token, in any unit."""
 
     first: int
     """The first stage besides its blocks: the embedding."""
@@ -104,18 +104,18 @@ class Costs:
 
 
 def balanced_stages(costs: Costs, n_layers: int, n_stages: int, n_ranks: int) -> Stages:
-    """Cuts the stack of blocks so that the slowest stage is as fast as it can be.
+    """Splits the blocks to minimise the time of the slowest stage.
 
-    Blocks cost the same, so giving each in turn to the stage that has least is exact. Of stages
-    that have the same, the one on the rank with less to do gets it, then the later one, whose rank
-    holds fewer micro batches in flight. With costs of 0, 2 and 3:
+    Blocks cost the same, so greedily adding each to the cheapest stage is optimal. Ties go to the
+    stage on the less loaded rank, then to the later stage, whose rank holds fewer micro batches in
+    flight. With costs of 0, 2 and 3:
 
         8 blocks on 4 stages    [0, 2) [2, 4) [4, 7) [7, 8)    costs 4 4 6 5
 
     Args:
-        costs: of blocks, and of what the ends do besides.
-        n_layers: blocks, one for each stage at least.
-        n_stages: of all ranks of a pipeline.
+        costs: of blocks, and extra costs of the ends.
+        n_layers: blocks, at least one per stage.
+        n_stages: on all ranks of a pipeline.
         n_ranks: of a pipeline; stage s is on rank s % n_ranks.
     """
     assert n_layers >= n_stages >= n_ranks
@@ -164,7 +164,7 @@ def _schedule_problem(run: Run, n_ranks: int, batch_size: int, n_micro_batches: 
     pipeline, schedule = run.parallel.pipeline, run.parallel.schedule
     condition = f"needs {pipeline} micro batches or more"
     if schedule != "1f1b":
-        condition = f"takes micro batches in {n_micro_batches // pipeline} equal rounds"
+        condition = f"needs micro batches in {n_micro_batches // pipeline} equal rounds"
     return (
         f"parallel.schedule={schedule!r} on parallel.pipeline={pipeline} {condition}, "
         f"but a batch of {batch_size} on {n_ranks} ranks is {n_micro_batches}"
@@ -172,7 +172,7 @@ def _schedule_problem(run: Run, n_ranks: int, batch_size: int, n_micro_batches: 
 
 
 def _data_sizes(run: Run) -> Iterator[int]:
-    """Lists every data parallel size with which the run can be, smallest first."""
+    """Lists every data parallel size that the run allows, smallest first."""
     micro, sizes = run.train.micro_batch_size, batch_sizes(run.train)
     most, rest = divmod(math.gcd(*rules.batch_fields(run).values()), micro)
     for data in rules.divisors(most) if not rest else []:
@@ -183,9 +183,9 @@ def _data_sizes(run: Run) -> Iterator[int]:
 
 
 def _remedies(run: Run, n_ranks: int) -> str:
-    """Names the nearest number of ranks and the nearest values that work with those there are.
+    """Suggests the nearest number of ranks, and the nearest values for the given ranks.
 
-    A number of ranks that is far off is named only where nothing else works.
+    Suggests a distant number of ranks only if nothing else works.
     """
     unit = ranks_per_replica(run)
     numbers = rules.nearest((data * unit for data in _data_sizes(run)), n_ranks)[:1]
@@ -230,9 +230,9 @@ def _ways(run: Run, data: int) -> list[Iterable[rules.Changes]]:
 
 
 def _cuts(run: Run, data: int) -> Iterator[rules.Changes]:
-    """Lists ways to share the model among more ranks, the fewest first: fewer share the data.
+    """Lists ways to shard the model over more ranks, the fewest first, with less data parallelism.
 
-    Those that need no batch ramp are last.
+    Those without a batch ramp are last.
     """
     model, parallel = run.model, run.parallel
     tensors = [n for n in rules.divisors(data * parallel.tensor) if n <= MOST_TENSOR]

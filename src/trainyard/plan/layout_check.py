@@ -1,16 +1,16 @@
-"""A run made small enough to try its layout on any machine, in a minute and before the real job.
+"""Shrinks a run to try its layout on any machine, in a minute, before the real job.
 
-Everything that a layout is made of stays: which axes are cut, the schedule, chunks, ZeRO, sequence
-and context parallelism, recomputation, accumulation, tied weights, dropout, the optimizer. Every
-degree becomes 2, blocks become few and narrow. 1,024 ranks as pipeline 16 x shard 8 x tensor 8 are
-tried with 8 processes, pipeline 2 x shard 2 x tensor 2. Four or five axes would take 16 or 32; then
-there are several layouts of 8 processes which together have every pair of axes:
+The layout keeps its axes, schedule, chunks, ZeRO, sequence and context parallelism, recomputation,
+accumulation, tied weights, dropout and optimizer. Every degree becomes 2; blocks become few and
+narrow. 1,024 ranks as pipeline 16 x shard 8 x tensor 8 become 8 processes, pipeline 2 x shard 2 x
+tensor 2. Four or five axes would take 16 or 32 processes; instead several layouts of 8 processes
+together cover every pair of axes:
 
     pipeline, replicate, shard, tensor  pipeline x replicate x shard
                                         pipeline x replicate x tensor
                                         pipeline x shard x tensor
 
-A ring of 2 ranks shifts keys once. A fault of later shifts shows in rings of 3 and 4.
+A ring of 2 ranks shifts keys once. Rings of 3 and 4 reveal faults of later shifts.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ MOST_MICRO_BATCHES, MOST_SEQUENCES = 4, 2
 
 @dataclass(frozen=True)
 class LayoutCheck:
-    """A small run, and the layouts in which it is compared with the single device."""
+    """A small run, and the layouts to compare with the single device."""
 
     topology: Topology
     """Of the run itself."""
     alone: Run
     """The small run on a single device."""
     layouts: tuple[Run, ...]
-    """The same, cut."""
+    """The same, sharded."""
     topologies: tuple[Topology, ...]
     """Ranks along each axis of each layout."""
     changes: dict[str, str]
-    """What was made smaller, in words, by section of the run file."""
+    """The reductions, in words, by section of the run file."""
 
     @property
     def n_ranks(self) -> int:
-        """Processes of each layout but the last rings."""
+        """Processes of each layout except the final rings."""
         return self.topologies[0].n_ranks
 
     @property
@@ -71,15 +71,15 @@ class LayoutCheck:
 
 
 def plan_layout_check(run: Run, n_ranks: int | None = None) -> LayoutCheck:
-    """Shrinks a run to 8 processes at most, and its model to what they train in seconds.
+    """Shrinks a run to at most 8 processes, and its model to train in seconds.
 
     Args:
         run: the run.
-        n_ranks: whose layout is tried; absent: the fewest with which the run can be, and one more
-            to share with where it shards.
+        n_ranks: the layout's ranks; absent: the fewest that the run allows, plus one more to
+            shard over if it shards.
 
     Raises:
-        ConfigError: the run cannot be on so many ranks.
+        ConfigError: the run does not allow this number of ranks.
     """
     plan = resolve(run, n_ranks)
     axes = [axis for axis in AXES if getattr(plan.topology, axis) > 1]
@@ -114,7 +114,7 @@ def plan_layout_check(run: Run, n_ranks: int | None = None) -> LayoutCheck:
 
 
 def cover_pairs(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Gives the fewest sets of three axes that together have every pair; few axes are one set."""
+    """Returns the fewest sets of three axes that cover every pair; few axes are one set."""
     if len(axes) <= MOST_AXES:
         return [tuple(axes)]
     wanted = set(itertools.combinations(axes, 2))
@@ -131,7 +131,7 @@ def _pairs(sets: Iterable[tuple[str, ...]]) -> Iterable[tuple[str, ...]]:
 
 
 def describe_layout(run: Run, topology: Topology) -> str:
-    """Says how ranks are cut: "pipeline 2 (1f1b) x data 2 (ZeRO 1) x tensor 2"."""
+    """Describes a layout: "pipeline 2 (1f1b) x data 2 (ZeRO 1) x tensor 2"."""
     parallel = run.parallel
     chunks = f", {parallel.chunks} chunks" if parallel.chunks > 1 else ""
     details = {
@@ -151,7 +151,7 @@ def _has_ring(run: Run) -> bool:
 
 
 def _cut(run: Run, axes: tuple[str, ...], degree: int) -> Parallel:
-    """Cuts along some axes; what belongs to the others is left out."""
+    """Keeps some axes, and removes settings of the others."""
     parallel = run.parallel
     chosen: dict[str, Any] = {"zero_stage": parallel.zero_stage, "recompute": parallel.recompute}
     if "pipeline" in axes:
@@ -178,10 +178,10 @@ def _shrink_model(run: Run, plan: Plan) -> Model:
 
 
 def _few_layers(run: Run, plan: Plan) -> int:
-    """Counts one block for each stage or more, as uneven as the run's; 5 blocks at most.
+    """Counts at least one block per stage, as uneven as the run's; 5 blocks at most.
 
-    More would take bf16 further from the single device than the bound of decision 013 allows for,
-    and so would some seeds: it is always the same.
+    With more, bf16 would exceed the bound of decision 013; so would some seeds, so the seed is
+    fixed.
     """
     parallel, n_layers = run.parallel, run.model.n_layers
     n_stages = min(parallel.pipeline, DEGREE) * min(parallel.chunks, DEGREE)
@@ -212,8 +212,8 @@ def _shrink_train(run: Run, plan: Plan, n_data: int) -> Train:
 
 
 def _shrink_optimizer(run: Run) -> Optimizer:
-    # The gradient of the bias of keys is zero but for rounding; with a usual epsilon AdamW would
-    # make a full step in the direction of that noise.
+    # The gradient of the key bias is zero except for rounding; with a usual epsilon AdamW would
+    # take a full step in the direction of that noise.
     clip_norm = run.optimizer.clip_norm
     clip_norm = min(clip_norm, 0.5) if math.isfinite(clip_norm) else clip_norm
     return run.optimizer.model_copy(

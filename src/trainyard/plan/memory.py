@@ -1,19 +1,19 @@
-"""What a rank keeps in the memory of its device while it trains, item by item, as formulas.
+"""Formulas for the device memory of a rank in training, item by item.
 
-Weights and moments stay; everything else comes and goes, so the peak is the largest of a few
+Weights and moments are constant; everything else varies, so the peak is the largest of a few
 moments, each with its own items:
 
-    moment                   what there is at once
+    moment                   memory in use
     loss                     activations of all micro batches in flight, logits of a chunk
-    backward of a block      the same, a block computed again, its gradients
+    backward of a block      the same, a recomputed block, its gradients
     end of a backward pass   activations of one micro batch less, gradients of the embedding
-    reduction                whole gradients, and the buffers in which they are added up
+    reduction                whole gradients, and the buffers to reduce them
 
-In a pipeline so many micro batches are in flight as the schedule has begun and not ended; what each
-of them keeps is in `activations.py`.
+In a pipeline, micro batches are in flight between their forward and backward passes;
+`activations.py` has the memory of each.
 
-The figures are those of blocks that are not compiled. The simulation (simulate/simulation.py) runs
-the real step and finds the same within 10 per cent, never more than these.
+The figures are for blocks without compilation. The simulation (simulate/simulation.py) runs the
+real step and agrees within 10 per cent, never above these.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from trainyard.plan.size import Shape, stage_shapes
 
 LOWBIT_WEIGHT_SAVING = FP32_BYTES - 2
 LOWBIT_STATE_SAVING = 2 * FP32_BYTES - (2 + 1 + 2 + 3 / 32)
-"""Of each value of a matrix in the blocks: fp8_lowbit keeps the weight in bf16, and codes of the
-master weight (fp16) and the moments (fp8, fp16) with a byte of scale for 32 codes."""
+"""Per value of a matrix in a block: fp8_lowbit keeps the weight in bf16, and codes of the master
+weight (fp16) and the moments (fp8, fp16) with one byte of scale per 32 codes."""
 SMALL_BYTES = 128 * 2**10
 """Norms of gradients, statistics and other small tensors."""
 ITEMS = (
@@ -47,10 +47,10 @@ ITEMS = (
     "context and libraries",
 )
 CONTEXT_BYTES = 512 * 2**20
-"""CUDA's own memory and its kernels: 300 MB and more once a tensor is there (PyTorch issue 107667),
-and the workspace of matrix products."""
+"""CUDA context and kernels: 300 MB and more after the first tensor (PyTorch issue 107667), and the
+workspace of matmuls."""
 PAIR_BYTES, GROUP_BYTES = 544 * 10**6, 688 * 10**6
-"""Buffers of NCCL for a group of two ranks, and of more: measured on four A100 (NCCL issue 964)."""
+"""NCCL buffers for a group of two ranks, and of more: measured on four A100 (NCCL issue 964)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RankMemory:
     items: dict[str, int]
     """Bytes by name, in the order of `ITEMS`."""
     host_bytes: int
-    """Of host memory, for saving in the background."""
+    """Host memory, for background saves."""
 
     @property
     def peak_bytes(self) -> int:
@@ -72,7 +72,7 @@ class RankMemory:
 
 
 def rank_memory(run: Run, plan: Plan, pipeline_rank: int, on_gpu: bool = True) -> RankMemory:
-    """Gives the memory of the rank that needs most at one place of the pipeline."""
+    """Returns the memory of the largest rank at one pipeline rank."""
     rank = _Rank(run, plan, pipeline_rank, on_gpu)
     moments = {
         "loss": rank.at_loss(),
@@ -88,7 +88,7 @@ def rank_memory(run: Run, plan: Plan, pipeline_rank: int, on_gpu: bool = True) -
 
 
 def busiest_memory(run: Run, plan: Plan, on_gpu: bool = True) -> RankMemory:
-    """Gives the memory of the rank that needs most of all."""
+    """Returns the memory of the rank that needs most."""
     ranks = [rank_memory(run, plan, rank, on_gpu) for rank in range(plan.topology.pipeline)]
     return max(ranks, key=lambda memory: memory.peak_bytes)
 
@@ -126,7 +126,7 @@ class _Rank:
         self.low_values = sum(map(self._share, low)) if is_low else 0
         self.n_blocks = sum(end - first for first, end in self.stages)
         self.one_block = self.block_values // self.n_blocks
-        # Where FSDP does not, one cast of each weight serves all micro batches of a pipeline.
+        # Without FSDP, all micro batches of a pipeline share one cast of each weight.
         is_cast = self.value < FP32_BYTES and not is_low
         self.shares_casts = is_cast and self.is_piped and not self.is_shared
         self.shares_casts &= run.parallel.recompute != "block"
@@ -140,7 +140,7 @@ class _Rank:
         return math.ceil(shape[0] / self.n_shards) * math.prod(shape[1:])
 
     def always(self) -> Items:
-        """What does not change within a step."""
+        """Constant memory within a step."""
         return {
             "weights": FP32_BYTES * self.held_values - LOWBIT_WEIGHT_SAVING * self.low_values,
             "optimizer": 2 * FP32_BYTES * self.held_values - LOWBIT_STATE_SAVING * self.low_values,
@@ -175,7 +175,7 @@ class _Rank:
         }
 
     def at_end_of_backward(self) -> Items:
-        """The embedding, of which there are no activations, or of those of other micro batches."""
+        """The backward pass of the embedding, with activations only of other micro batches."""
         head = self.micro.head_gradient
         both = self.has_first and self.has_last and self.run.model.tied_embeddings
         first, *others = self._in_flight()
@@ -192,7 +192,7 @@ class _Rank:
         }
 
     def at_reduction(self) -> Items:
-        """The end of a step, when gradients are added up."""
+        """The end of a step, when gradients are reduced."""
         largest = max(self.one_block, self.rest_values // len(self.stages))
         buffers = 2 * largest * FP32_BYTES if self.is_shared else 0
         return {
@@ -208,7 +208,7 @@ class _Rank:
         return self.block_values + self.rest_values
 
     def _gradients(self, *, at_end: bool = False) -> float:
-        """Gradients that micro batches before left, or, at the end of the first, this one."""
+        """Gradients of earlier micro batches, or, at the end of the first, of this one."""
         is_whole = self.zero <= 1 or self.is_piped
         if self.n_micro_batches == 1 and not self.is_piped:
             if not at_end:
@@ -217,7 +217,7 @@ class _Rank:
         return FP32_BYTES * (self._whole() if is_whole else self.held_values)
 
     def _gradients_of_a_block(self) -> float:
-        """Of the largest matrix, before it is added to what there is; of all when shared."""
+        """Of the largest matrix, before accumulation; of all when sharded."""
         model = self.run.model
         largest = model.d_model * model.d_ff // self.topology.tensor
         if not self.is_shared:
@@ -227,17 +227,17 @@ class _Rank:
         return self.one_block * (self.value + FP32_BYTES)
 
     def _gathered(self, n_at_once: int) -> float:
-        """Weights in the precision they are used in, besides those that are kept.
+        """Weights in the compute precision, besides the stored ones.
 
         Args:
-            n_at_once: blocks gathered at the same time under ZeRO 3; below it, all stay.
+            n_at_once: blocks gathered at the same time with ZeRO 3; below it, all stay.
         """
         if not self.is_shared:
             if self.value == FP32_BYTES or self.low_values:
                 return 0
             if self.shares_casts:
                 return self.value * self.block_values
-            # What is computed again keeps no cast.
+            # Recomputed blocks keep no cast.
             D, F = self.run.model.d_model, self.run.model.d_ff
             kept = {"none": 1.0, "attention": F / (2 * D + F), "block": 0.0}
             share = kept[self.run.parallel.recompute]
@@ -247,7 +247,7 @@ class _Rank:
         return rest + self.value * self.one_block * n_blocks
 
     def _in_flight(self) -> list[int]:
-        """Micro batches whose activations there are, for each stage of this rank."""
+        """Micro batches in flight, for each stage of this rank."""
         parallel, n = self.run.parallel, self.n_micro_batches
         p, rank = self.topology.pipeline, self.pipeline_rank
         if p == 1:
@@ -273,10 +273,10 @@ class _Rank:
         for n, (first, end) in zip(in_flight, self.stages, strict=True):
             total += n * (end - first) * self.micro.block(self.run.parallel.recompute)
             total += n * (self.micro.embedding() if first == 0 else 0)
-            total += n * self.micro.stream  # what the stage gives
+            total += n * self.micro.stream  # the stage's output
             is_split = self.is_piped and self.run.parallel.schedule == "zero_bubble"
             if is_split and self.pipeline_rank > 0:
-                # Kept for the gradients of weights, which come that many micro batches later.
+                # Kept for the gradients of weights, computed that many micro batches later.
                 n_blocks = (self.pipeline_rank + 1) * (end - first) / len(self.stages)
                 total += n_blocks * self.micro.between_layers()
             if end == self.run.model.n_layers:
@@ -285,7 +285,7 @@ class _Rank:
         return total
 
     def _other_losses(self) -> float:
-        """What the loss of micro batches keeps whose backward pass comes later, or half of it."""
+        """Memory of losses whose backward pass, or half of it, comes later."""
         if not (self.has_last and self.is_piped):
             return 0
         schedule, weight = self.run.parallel.schedule, self.micro.head_gradient
@@ -299,9 +299,9 @@ class _Rank:
         return self.micro.head_gradient if both else 0
 
     def _exchanged(self) -> float:
-        """Messages in a pipeline: two that come, one that goes, and the last of each stage.
+        """Messages in a pipeline: two received, one sent, and the last of each stage.
 
-        Only stages of gpipe and 1f1b leave the sending to their schedule, which waits for each.
+        Only gpipe and 1f1b stages let their schedule send, which waits for each message.
         """
         if not self.is_piped:
             return 0
@@ -315,7 +315,7 @@ class _Rank:
         return 2 * ID_BYTES * n_tokens
 
     def _last_message(self) -> float:
-        """The gradients that were sent last, by ZeRO 2 and 3, which FSDP2 keeps for a while."""
+        """The last gradients sent with ZeRO 2 and 3, which FSDP2 keeps for a while."""
         sends_each = self.zero >= 2 and self.is_shared and not self.is_piped
         return FP32_BYTES * self.rest_values if sends_each and self.n_micro_batches > 1 else 0
 

@@ -1,8 +1,8 @@
-"""The smallest changes with which a run fits into the memory of its devices.
+"""The smallest changes that make a run fit in memory.
 
-Each way to save memory is tried alone, its smallest step first; then, where none is enough, after
-`parallel.recompute="block"` with the smallest micro batch; and last of all the search, on as many
-devices as it takes. What works is listed by its cost: the device-seconds of a step.
+It tries each way to save memory alone, its smallest step first; if none is enough, again after
+`parallel.recompute="block"` with the smallest micro batch; finally the search, on as many devices
+as needed. It lists solutions by cost: the device-seconds of a step.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from trainyard.plan.search import (
 )
 
 MOST_TIMES_AS_MANY = 64
-"""How many times the devices are tried, before giving up."""
+"""Largest multiple of the device count to try."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something that makes a run fit."""
+    """A change that makes a run fit."""
 
     change: str
-    """As it would stand on the command line."""
+    """As command-line arguments."""
     candidate: Candidate
 
     @property
     def device_seconds(self) -> float:
-        """What a step costs."""
+        """Cost of a step."""
         return self.candidate.time.seconds * self.candidate.plan.n_ranks
 
 
 def smallest_changes(run: Run, machine: Machine, n_devices: int) -> list[Remedy]:
-    """Lists what makes a run fit, cheapest first; empty where nothing that is tried does."""
+    """Lists changes that make a run fit, cheapest first; empty if none was found."""
     found = list(_from(run, run, machine, n_devices))
     if not found:
         saved: rules.Changes = {"parallel.recompute": "block", "train.micro_batch_size": 1}
@@ -60,12 +60,12 @@ def smallest_changes(run: Run, machine: Machine, n_devices: int) -> list[Remedy]
 
 
 def is_legal_with(run: Run, name: str, value: object) -> bool:
-    """Says whether a run may have another value in one field, whatever the number of devices."""
+    """Returns whether a run allows another value in one field, on any number of devices."""
     return not rules.broken_rules(rules.change(run, {name: value}))
 
 
 def _from(run: Run, start: Run, machine: Machine, n_devices: int) -> Iterator[Remedy]:
-    """Tries `start`, and each way from there; says what differs from `run`."""
+    """Tries `start`, and each way from there; describes the changes from `run`."""
     ways = [iter([(n_devices, {})]), *_ways(start, machine, n_devices)]
     for way in ways:
         for n, changes in way:
@@ -81,7 +81,7 @@ def _from(run: Run, start: Run, machine: Machine, n_devices: int) -> Iterator[Re
 def _ways(
     run: Run, machine: Machine, n_devices: int
 ) -> Iterator[Iterator[tuple[int, rules.Changes]]]:
-    """Lists the ways to save memory, each as devices and changes to try, smallest first."""
+    """Lists ways to save memory, each as devices and changes to try, smallest first."""
     parallel, micro = run.parallel, run.train.micro_batch_size
 
     def of(name: str, values: list[int] | list[str]) -> Iterator[tuple[int, rules.Changes]]:
@@ -97,7 +97,7 @@ def _ways(
         if parallel.tensor < tensor <= machine.devices_per_node
         for sequence in (parallel.sequence, True)
     )
-    stage = 1 if parallel.zero_stage == 2 else parallel.zero_stage  # which no pipeline has
+    stage = 1 if parallel.zero_stage == 2 else parallel.zero_stage  # pipelines lack ZeRO 2
     yield (
         (n_devices, {"parallel.pipeline": n, "parallel.zero_stage": stage})
         for n in divisors
@@ -108,7 +108,7 @@ def _ways(
 
 
 def _smaller_precisions(run: Run, machine: Machine) -> list[str]:
-    """Lists precisions that keep less, of those the devices multiply in."""
+    """Lists precisions with less memory that the devices support."""
     sizes = ["fp32", "bf16", "fp8_lowbit"]
     kind = run.precision.kind
     place = 0 if kind == "fp32" else sizes.index(kind) if kind in sizes else 1
@@ -117,7 +117,7 @@ def _smaller_precisions(run: Run, machine: Machine) -> list[str]:
 
 
 def _searched(run: Run, machine: Machine, n_devices: int) -> Iterator[Remedy]:
-    """Finds the fastest layout that fits, on as few times the devices as possible."""
+    """Finds the fastest layout that fits, on the smallest multiple of the devices."""
     usable = usable_bytes(machine)
     if usable is None:
         return
@@ -133,7 +133,7 @@ def _searched(run: Run, machine: Machine, n_devices: int) -> Iterator[Remedy]:
 
 
 def _more_devices(machine: Machine, n_devices: int, least_factor: int) -> Iterator[int]:
-    """Lists numbers of devices that fill nodes, or equal parts of one; the same where none does."""
+    """Lists numbers of devices that fill nodes, or equal parts of one; else the same number."""
     node = machine.devices_per_node
     for factor in range(least_factor, MOST_TIMES_AS_MANY + 1):
         n = factor * n_devices
@@ -142,10 +142,10 @@ def _more_devices(machine: Machine, n_devices: int, least_factor: int) -> Iterat
 
 
 def fewest_devices(run: Run, machine: Machine, n_devices: int) -> str:
-    """Says on how many devices a layout of a run fits, as a hint."""
+    """Returns a hint with the number of devices on which a layout of a run fits."""
     without_ramp = rules.change(run, {"train.batch_ramp": None})
     if run.train.batch_ramp and search(without_ramp, machine, n_devices, most=1):
-        return "train.batch_ramp=none: too few ranks can share its first batches"
+        return "train.batch_ramp=none: its first batches are too small for these ranks"
     remedy = next(_searched(run, machine, n_devices), None)
     if remedy is None:
         return "a smaller model, or devices with more memory"

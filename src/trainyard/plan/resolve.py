@@ -1,4 +1,4 @@
-"""What follows from a run: every derived value, computed once and never configured."""
+"""Every derived value of a run, computed once and never configured."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from trainyard.topology import Topology
 
 @dataclass(frozen=True)
 class Plan:
-    """The consequences of a run on a number of ranks."""
+    """The derived values of a run on a number of ranks."""
 
     n_ranks: int
     """All processes: tensor x pipeline x context x data."""
     data_parallel_size: int
     """Replicas that see different sequences."""
     topology: Topology
-    """How many ranks there are along each axis."""
+    """Ranks along each axis."""
     stages: layout.Stages
-    """First block of each pipeline stage and the one after its last; stage s is on pipeline rank
+    """First block of each pipeline stage and one past its last; stage s is on pipeline rank
     s % parallel.pipeline."""
     padded_vocabulary_size: int
     """Rows of the embedding."""
     n_parameters: int
-    """Weights that are trained, padding included."""
+    """Trained weights, including padding."""
     n_steps: int
     """Optimizer steps of the whole run."""
     n_sequences: int
@@ -35,18 +35,18 @@ class Plan:
     n_tokens: int
     """Tokens those steps consume."""
     order_sequences: tuple[int, int, int]
-    """Sequences the train, valid and test orders are built for, by Megatron-LM's rule."""
+    """Sizes of the train, valid and test orders, in sequences, by Megatron-LM's rule."""
     model_flops_per_token: float
     """FLOP of forward and backward; recomputation is not counted."""
     warmup_sequences: float
-    """Where the learning rate reaches its peak."""
+    """Position where the learning rate peaks."""
     decay_sequences: float
-    """Where it reaches its minimum."""
+    """Position where it reaches its minimum."""
     cooldown_sequences: float
-    """The final fall of warmup_stable_decay."""
+    """The final decay of warmup_stable_decay."""
 
     def as_json(self) -> dict[str, Any]:
-        """Gives the values as JSON can hold them."""
+        """Returns the values as JSON can hold them."""
         lists = {
             "order_sequences": list(self.order_sequences),
             "stages": [list(stage) for stage in self.stages],
@@ -58,8 +58,8 @@ def resolve(run: Run, n_ranks: int | None = None) -> Plan:
     """Computes the plan of a run.
 
     Args:
-        run: what was asked for.
-        n_ranks: all processes; absent: the fewest with which the run can be.
+        run: the run.
+        n_ranks: all processes; absent: the fewest that the run allows.
 
     Raises:
         ConfigError: the ranks or the batch cannot be divided as asked.
@@ -89,7 +89,7 @@ def resolve(run: Run, n_ranks: int | None = None) -> Plan:
 
 
 def _order_sequences(run: Run, asked: int, n_steps: int) -> tuple[int, int, int]:
-    """Megatron-LM's sizes: they decide how often the data is repeated, and so its order."""
+    """Computes Megatron-LM's sizes, which decide the repetitions of the data, and so its order."""
     one_evaluation = run.evaluate.batches * run.train.global_batch_size
     interval = run.evaluate.interval or n_steps
     return asked, (n_steps // interval + 1) * one_evaluation, one_evaluation

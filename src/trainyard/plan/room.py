@@ -1,6 +1,6 @@
-"""Whether a run has room on this machine: memory for its ranks, disk for its checkpoints.
+"""Checks that a run fits on this machine: memory for its ranks, disk for its checkpoints.
 
-Asked before training starts, so that a run does not end hours later, or with the whole machine.
+It runs before training, so that a run does not fail hours later, or take the machine down.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from trainyard.plan.saving import checkpoint_bytes
 from trainyard.plan.search import RECOMPUTE, USABLE_SHARE, is_legal
 from trainyard.units import format_bytes
 
-FORCE = "--force trains it all the same"
+FORCE = "--force trains anyway"
 
 
 def refuse_without_room(run: Run, plan: Plan, n_local_ranks: int, folder: Path) -> None:
-    """Refuses a run that this machine has no room for; where that is unknown, it passes.
+    """Rejects a run that does not fit on this machine; passes if unknown.
 
     Args:
-        run: that is to be trained.
+        run: the run to train.
         plan: of all its ranks.
         n_local_ranks: on this machine.
         folder: of the run; it need not exist.
 
     Raises:
-        MachineError: says what is needed, what there is, and the smallest change that fits.
+        MachineError: with the need, the available amount, and the smallest change that fits.
     """
     _refuse_without_memory(run, plan, n_local_ranks)
     _refuse_without_disk(run, plan, folder)
@@ -67,7 +67,7 @@ def _refuse_without_memory(run: Run, plan: Plan, n_local_ranks: int) -> None:
 def _refuse_without_disk(run: Run, plan: Plan, folder: Path) -> None:
     interval, size = run.checkpoint.interval, checkpoint_bytes(run, plan.n_parameters)
     n_saves = 1 + ((plan.n_steps - 1) // interval if interval else 0)
-    # The oldest goes once the newest is complete.
+    # The oldest is removed once the newest is complete.
     n_most = min(n_saves, run.checkpoint.keep_last + 1)
     n_more = n_most - len(list((folder / "checkpoints").glob("step-*")))
     place = next(each for each in (folder / "checkpoints", *folder.parents) if each.exists())
@@ -82,7 +82,7 @@ def _refuse_without_disk(run: Run, plan: Plan, folder: Path) -> None:
 
 
 def _smaller(run: Run) -> Iterator[rules.Changes]:
-    """Lists what saves memory on the same ranks, the smallest change first."""
+    """Lists changes that save memory on the same ranks, the smallest first."""
     micro = run.train.micro_batch_size
     sizes = [n for n in reversed(rules.divisors(micro)) if n < micro]
     more = RECOMPUTE[RECOMPUTE.index(run.parallel.recompute) + 1 :]
@@ -107,13 +107,13 @@ def _describe(run: Run, changed: Run) -> str:
 
 
 def gpu_bytes(name: str) -> int | None:
-    """Gives what a GPU's driver leaves of its memory; None where the GPU is unknown."""
+    """Returns a GPU's memory without the driver's share; None if the GPU is unknown."""
     device = find_device(name)
     return int(USABLE_SHARE * device.memory_bytes) if device and device.memory_bytes else None
 
 
 def free_memory_bytes(system: Path = Path("/")) -> int | None:
-    """Gives the memory that this machine has available, or this job if that is less.
+    """Returns the available memory of this machine, or this job's limit if lower.
 
     Args:
         system: the root of the file system.

@@ -1,17 +1,17 @@
-"""Checkpoints before there are any: their size, the memory they need, and how often to save.
+"""Predicts checkpoints: their size, host memory, and the best interval.
 
-A checkpoint holds each weight and both moments in fp32, once: 12 bytes a parameter, 1.9 TiB for
-175B. In low-precision state a matrix of a block has a weight of 16 bits, a master weight of 16,
-moments of 8 and 16, and their scales: 7.1 bytes. While one is written in the background, each rank
-keeps a copy of its part in host memory.
+A checkpoint holds each weight and both moments in fp32, once: 12 bytes per parameter, 1.9 TiB for
+175B. With low-precision state a matrix of a block has a weight of 16 bits, a master weight of 16,
+moments of 8 and 16, and their scales: 7.1 bytes. During a background save, each rank keeps a copy
+of its part in host memory.
 
-How often to save is a matter of balance. With w seconds of training lost to each save, and one
-failure every M seconds, a run that saves every t seconds loses
+If each save costs w seconds of training, and a failure happens every M seconds, a run that saves
+every t seconds loses
 
     w / t          to saving
-    t / 2 M        to repeating: half an interval on average, for each failure
+    t / 2 M        to repetition: half an interval on average, per failure
 
-which together are least at t = sqrt(2 w M) (Young 1974). For 128 nodes and w = 60 s:
+The sum is minimal at t = sqrt(2 w M) (Young 1974). For 128 nodes and w = 60 s:
 
     M = 86,400 s / (128 x 0.0065) = 28.8 h          t = sqrt(2 x 60 s x 28.8 h) = 59 min
 """
@@ -28,7 +28,7 @@ from trainyard.plan.size import Shape, block_shapes, is_cut, rest_shapes
 BYTES_PER_PARAMETER = 12
 """A weight and two moments of it, fp32 each."""
 LOW_BIT_BYTES_PER_PARAMETER = 2 + 2 + 1 + 2
-"""Weight in use, master weight, first and second moment; and so many that have scales:"""
+"""Weight in use, master weight, first and second moment; `SCALED` of them have scales."""
 SCALED = 3
 LOW_BIT_VECTOR_BYTES_PER_PARAMETER = 2 + BYTES_PER_PARAMETER
 """Of a bias or a norm of a block; its weight in use is bf16."""
@@ -39,16 +39,16 @@ FEWEST_FAILURES_PER_NODE_DAY = 2.3e-3
 MOST_FAILURES_PER_NODE_DAY = 1.6e-2
 """Of OPT-175B (arXiv:2205.01068)."""
 RESTART_SECONDS = 15 * 60.0
-"""From a failure to the next step, with nobody at the keyboard."""
+"""From a failure to the next step, unattended."""
 SECONDS_PER_DAY = 86_400.0
 
 
 def checkpoint_bytes(run: Run, n_parameters: int) -> int:
-    """Gives the size of a checkpoint without its headers and manifest.
+    """Returns the size of a checkpoint without its headers and manifest.
 
     Args:
         run: its precision says what is kept.
-        n_parameters: of the model, with the rows of padding that it was saved with.
+        n_parameters: of the model, including the padding rows when saved.
     """
     blocks = {f"blocks.{name}": shape for name, shape in block_shapes(run.model).items()}
     n_in_block = sum(math.prod(shape) for shape in blocks.values())
@@ -59,7 +59,7 @@ def checkpoint_bytes(run: Run, n_parameters: int) -> int:
 
 
 def _bytes_of(run: Run, name: str, shape: Shape) -> int:
-    """Gives what a checkpoint has of a parameter, or of a part of it."""
+    """Returns the checkpoint bytes of a parameter, or of a part of it."""
     n_values = math.prod(shape)
     if run.precision.kind != "fp8_lowbit" or not name.startswith("blocks."):
         return BYTES_PER_PARAMETER * n_values
@@ -69,7 +69,7 @@ def _bytes_of(run: Run, name: str, shape: Shape) -> int:
 
 
 def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
-    """Gives what one rank writes of a checkpoint: of ranks that hold the same, the first does."""
+    """Returns the bytes one rank writes; of ranks with the same part, the first writes."""
     topology = plan.topology
     place = topology.coordinates(rank)
     if place.replicate:
@@ -103,10 +103,10 @@ def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
 
 
 def host_bytes(run: Run, plan: Plan) -> int:
-    """Gives the host memory that a background save takes on the rank that writes most."""
+    """Returns the host memory of a background save, on the rank that writes most."""
     if not run.checkpoint.background:
         return 0
-    # The first of the tensor ranks, of the replicas and of the shares writes most at its place.
+    # The first of the tensor ranks, replicas and shards writes most in its stage.
     step = plan.n_ranks // plan.topology.pipeline
     return max(rank_bytes(run, plan, rank) for rank in range(0, plan.n_ranks, step))
 
@@ -114,15 +114,15 @@ def host_bytes(run: Run, plan: Plan) -> int:
 def mean_seconds_between_failures(
     n_nodes: int, failures_per_node_day: float = FAILURES_PER_NODE_DAY
 ) -> float:
-    """Gives the time from one failure of any node to the next."""
+    """Returns the time from one failure of any node to the next."""
     return SECONDS_PER_DAY / (n_nodes * failures_per_node_day)
 
 
 def suggest_interval(save_seconds: float, mean_seconds_between_failures: float) -> float:
-    """Gives the seconds between saves that lose least.
+    """Returns the optimal seconds between saves.
 
     Args:
-        save_seconds: how long training stands still for one.
+        save_seconds: training stall per save.
         mean_seconds_between_failures: of the whole job.
     """
     return math.sqrt(2 * save_seconds * mean_seconds_between_failures)
@@ -134,7 +134,7 @@ def useful_share(
     mean_seconds_between_failures: float,
     restart_seconds: float = RESTART_SECONDS,
 ) -> float:
-    """Gives the share of the time that goes into steps that need not be repeated, 0 to 1.
+    """Returns the share of time in steps that need no repetition, 0 to 1.
 
     Source: E[ETTR] of arXiv:2410.21680.
     """

@@ -1,15 +1,15 @@
-"""The fastest layouts of a run on a number of devices, and why the others lose to the first.
+"""Finds the fastest layouts of a run on a number of devices, and compares them.
 
-A *shape* is what decides how the work is cut: tensor, context, pipeline with its schedule, and the
-micro batch. A *variant* of a shape says what is kept in memory: ZeRO stage, replicas, recompute.
-All wait in one queue, the fastest in front, and only what comes to the front is looked at closer:
+A *shape* decides how work is split: tensor, context, pipeline with its schedule, and micro batch.
+A *variant* of a shape decides memory: ZeRO stage, replicas, recompute. All are in one priority
+queue, fastest first; only the front entry is examined:
 
-    a shape, at a time it hardly beats      its variants come in, at their predicted times
-    a variant that fits                     is found
-    a variant that does not                 the next ones come in: those that compute more again,
-                                            or shard more, and take more time for it
+    a shape, at a lower bound of its time   add its variants, at their predicted times
+    a variant that fits                     a result
+    a variant that does not                 add the next ones: those with more recomputation or
+                                            sharding, which take longer
 
-so most shapes are never priced, most variants never weighed, and the first to be found is fastest:
+so most shapes and variants are never evaluated, and the first result is the fastest:
 
     A 8.0 (bound)  B 9.1 (bound)  ->  A, ZeRO 1 8.8  B 9.1 (bound)  A, ZeRO 3 9.3
     A, ZeRO 1 does not fit        ->  B 9.1 (bound)  A, ZeRO 3 9.3  A, ZeRO 1, attention 9.4  ...
@@ -39,12 +39,12 @@ from trainyard.plan.time import StepTime, step_time
 from trainyard.topology import Topology
 
 USABLE_SHARE = 0.98
-"""Of the memory as sold: drivers keep up to 2 per cent."""
+"""Share of the nominal memory: drivers reserve up to 2 per cent."""
 SURE_SHARE = 0.9
-"""Of a time without exchange between data ranks: pipelines of one kind differ by less."""
+"""Share of a time without data parallel communication: pipelines of one kind differ by less."""
 RECOMPUTE = ("none", "attention", "block")
 SPARING: rules.Changes = {"zero_stage": 3, "data_replicate": 1, "recompute": "block"}
-"""The variant of a shape that takes least memory."""
+"""The variant of a shape with least memory."""
 FIELDS = (
     "parallel.tensor",
     "parallel.sequence",
@@ -58,25 +58,25 @@ FIELDS = (
     "parallel.recompute",
     "train.micro_batch_size",
 )
-"""What a search sets."""
+"""Fields that a search sets."""
 FAMILY_FIELDS = tuple(
     name for name in FIELDS if name not in ("parallel.sequence", "parallel.chunks")
 )
-"""Of candidates that are equal in these, only the fastest is listed."""
+"""Of candidates equal in these, only the fastest is listed."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run with another layout, and what it would take."""
+    """A run with another layout, and its cost."""
 
     run: Run
     plan: Plan
     memory: RankMemory
-    """Of the rank that needs most."""
+    """Of the largest rank."""
     time: StepTime
 
     def changes_from(self, run: Run) -> rules.Changes:
-        """Gives the fields of a layout that differ from another run's."""
+        """Returns the fields of a layout that differ from another run's."""
         return rules.differences(run, {name: field_value(self.run, name) for name in FIELDS})
 
 
@@ -84,7 +84,7 @@ def predict(run: Run, machine: Machine, n_devices: int) -> Candidate:
     """Plans a run on a machine.
 
     Raises:
-        ConfigError: it cannot be on so many devices.
+        ConfigError: it does not allow this number of devices.
     """
     plan = resolve(run, n_devices)
     memory = busiest_memory(run, plan, on_gpu=is_gpu(machine))
@@ -92,29 +92,29 @@ def predict(run: Run, machine: Machine, n_devices: int) -> Candidate:
 
 
 def is_gpu(machine: Machine) -> bool:
-    """Says whether the devices are accelerators with memory of their own."""
+    """Returns whether the devices are accelerators with memory of their own."""
     return machine.device.name != "CPU"
 
 
 def usable_bytes(machine: Machine) -> int | None:
-    """Gives the memory of a device that its driver leaves; None where it is unknown."""
+    """Returns a device's memory without the driver's share; None if unknown."""
     return None if machine.memory_bytes is None else int(USABLE_SHARE * machine.memory_bytes)
 
 
 def fits(memory: RankMemory, machine: Machine) -> bool:
-    """Says whether a rank has the memory it needs; yes where it is unknown."""
+    """Returns whether a rank fits in memory; True if unknown."""
     usable = usable_bytes(machine)
     return usable is None or memory.peak_bytes <= usable
 
 
 def search(run: Run, machine: Machine, n_devices: int, most: int = 10) -> list[Candidate]:
-    """Finds the layouts that fit and take least time for a step, fastest first.
+    """Finds the layouts that fit with the shortest steps, fastest first.
 
     Args:
-        run: whose batch, model and precision stay as they are.
+        run: keeps its batch, model and precision.
         machine: the devices.
-        n_devices: all of them; each candidate uses all.
-        most: how many to find; those that differ in chunks or sequence alone count once.
+        n_devices: used by each candidate.
+        most: how many to find; those that only differ in chunks or sequence count once.
     """
     usable = usable_bytes(machine)
     if usable is not None and least_state_bytes(run) > n_devices * usable:
@@ -134,16 +134,16 @@ def search(run: Run, machine: Machine, n_devices: int, most: int = 10) -> list[C
 
 
 def least_state_bytes(run: Run) -> int:
-    """Gives what weights and optimizer take at least, on all devices together."""
+    """Returns the least memory of weights and optimizer, over all devices."""
     of_parameter = 6 if run.precision.kind == "fp8_lowbit" else saving.BYTES_PER_PARAMETER
     padded = padded_vocabulary_size(run.model)
     return of_parameter * parameter_count(run.model, padded).total
 
 
 def explain_loss(first: Candidate, other: Candidate, most: int = 2) -> str:
-    """Says which parts of a step take longer than in the first, in per cent of its whole step.
+    """Describes which parts of a step take longer than in the first, in per cent of its step.
 
-    Names as well what most of that is won back with, if any is: else it would not add up.
+    Also names the largest gain, if any, so that the figures add up.
     """
     more = {
         part: (seconds - first.time.parts.get(part, 0.0)) / first.time.seconds
@@ -158,7 +158,7 @@ def explain_loss(first: Candidate, other: Candidate, most: int = 2) -> str:
 
 
 def is_legal(run: Run, n_devices: int) -> bool:
-    """Says whether a run can be on so many devices."""
+    """Returns whether a run allows this number of devices."""
     data, rest = divmod(n_devices, ranks_per_replica(run))
     if rest or data == 0 or data % run.parallel.data_replicate:
         return False
@@ -175,21 +175,21 @@ class _Entry:
     """A shape or a variant in the queue."""
 
     seconds: float
-    """Predicted; of a shape hardly more than any of its variants takes."""
+    """Predicted; for a shape, a lower bound with a small margin."""
     number: int
-    """Which was put in first, where times are equal."""
+    """Insertion order, to break ties."""
     run: Run = field(compare=False)
     plan: Plan | None = field(compare=False, default=None)
-    """None of a shape."""
+    """None for a shape."""
     time: StepTime | None = field(compare=False, default=None)
 
 
 class _Queue:
-    """Variants that may fit, the fastest in front.
+    """Priority queue of variants that may fit, fastest first.
 
     Args:
         machine: the devices.
-        plan: of any variant; lengths, batches and devices are those of all.
+        plan: of any variant; lengths, batches and devices are common to all.
     """
 
     def __init__(self, machine: Machine, plan: Plan) -> None:
@@ -204,10 +204,10 @@ class _Queue:
         return len(self._entries)
 
     def add(self, shapes: Iterable[Run]) -> None:
-        """Puts shapes in, each at a time that its variants hardly beat.
+        """Adds shapes, each at an approximate lower bound of its variants' times.
 
-        Shapes that differ in the pipeline alone take about as long for a micro batch, so one of
-        them is priced to bound all.
+        Shapes that only differ in the pipeline take about as long for a micro batch, so pricing one
+        bounds all.
         """
         kinds: dict[object, list[Run]] = {}
         for shape in shapes:
@@ -226,7 +226,7 @@ class _Queue:
                 heapq.heappush(self._entries, entry)
 
     def pop(self) -> Candidate | None:
-        """Takes the first out; None where it is not a variant that fits."""
+        """Pops the first; returns None unless it is a variant that fits."""
         entry = heapq.heappop(self._entries)
         if entry.plan is None or entry.time is None:
             self._add_first_variants(entry.run)
@@ -240,7 +240,7 @@ class _Queue:
         return None
 
     def _add_first_variants(self, shape: Run) -> None:
-        """Puts in the variants of a shape that compute nothing twice."""
+        """Adds the variants of a shape without recomputation."""
         data = self._any_plan.n_ranks // ranks_per_replica(shape)
         inside = self._shards_inside_a_node(shape, data)
         stages = (1, 3) if shape.parallel.pipeline > 1 and data > 1 else (1,)
@@ -252,7 +252,7 @@ class _Queue:
                 self._add_changed(shape, changes)
 
     def _least_seconds(self, shape: Run) -> float:
-        """Gives the time of a shape's products and its bubble alone."""
+        """Returns the time of only a shape's matmuls and its bubble."""
         model, parallel, train = shape.model, shape.parallel, shape.train
         machine, n_ranks = self._machine, self._any_plan.n_ranks
         peak = machine.device.peak_flops_per_second(shape.precision.kind) or math.inf
@@ -267,8 +267,8 @@ class _Queue:
         return seconds * (1 + bubble / (3 if parallel.schedule == "zero_bubble" else 1))
 
     def _fits(self, run: Run, plan: Plan) -> bool:
-        """Says whether every rank has the memory it needs; most that do not fail at the first."""
-        # What saving takes of host memory is no matter here, and takes long to add up.
+        """Returns whether every rank has enough memory; most misfits fail at the first."""
+        # Host memory for saving does not matter here, and is slow to compute.
         run = rules.change(run, {"checkpoint.background": False})
         on_gpu = is_gpu(self._machine)
         return all(
@@ -277,13 +277,13 @@ class _Queue:
         )
 
     def _can_ever_fit(self, run: Run) -> bool:
-        """Says whether the variant of a shape that needs least fits."""
+        """Returns whether the smallest variant of a shape fits."""
         shape = (run.train.micro_batch_size, run.parallel.model_copy(update=FASTEST))
         if shape not in self._can_fit:
             sparing = rules.change(
                 run, {f"parallel.{name}": value for name, value in SPARING.items()}
             )
-            if rules.broken_rules(sparing):  # zero bubble allows only some of it
+            if rules.broken_rules(sparing):  # zero bubble does not allow all of it
                 return True
             self._can_fit[shape] = self._fits(sparing, self._plan(sparing))
         return self._can_fit[shape]
@@ -296,7 +296,7 @@ class _Queue:
             self._add(changed, self._plan(changed))
 
     def _plan(self, run: Run) -> Plan:
-        """Plans a variant, as `resolve` does; what all have in common is not computed again."""
+        """Plans a variant like `resolve`, but reuses common values."""
         parallel, n_ranks = run.parallel, self._any_plan.n_ranks
         padded = padded_vocabulary_size(run.model, parallel.tensor)
         key = (parallel.pipeline, parallel.chunks, parallel.recompute, padded)
@@ -324,14 +324,14 @@ class _Queue:
         heapq.heappush(self._entries, _Entry(time.seconds, next(self._numbers), run, plan, time))
 
     def _shards_inside_a_node(self, shape: Run, data: int) -> int:
-        """Gives how many data parallel ranks a node has, if there are more than one and nodes."""
+        """Returns the data-parallel ranks per node, if there are several and nodes."""
         of_rank = shape.parallel.tensor * shape.parallel.context
         inside = self._machine.devices_per_node // of_rank
         return inside if 1 < inside < data and data % inside == 0 else 0
 
 
 def _less_memory(run: Run) -> Iterable[rules.Changes]:
-    """Lists the next steps down in memory, which take more time."""
+    """Lists the next variants with less memory, which take longer."""
     parallel = run.parallel
     place = RECOMPUTE.index(parallel.recompute)
     if place + 1 < len(RECOMPUTE):
@@ -343,14 +343,14 @@ def _less_memory(run: Run) -> Iterable[rules.Changes]:
 def rescale(
     candidates: list[Candidate], seconds: dict[int, float]
 ) -> tuple[float, list[Candidate]]:
-    """Fits predictions to what was measured, and ranks again.
+    """Calibrates predictions with measured times, and ranks again.
 
     Args:
         candidates: as predicted.
-        seconds: what a step took, by place in that list; one at least.
+        seconds: measured step times by index in that list; at least one.
 
     Returns:
-        what to multiply predictions by, and all candidates with new times, fastest first.
+        the factor for predictions, and all candidates with new times, fastest first.
     """
     ratios = [measured / candidates[place].time.seconds for place, measured in seconds.items()]
     scale = math.exp(sum(map(math.log, ratios)) / len(ratios))
@@ -362,7 +362,7 @@ def rescale(
 
 
 def with_seconds(candidate: Candidate, seconds: float) -> Candidate:
-    """Gives a candidate another time, all parts of it alike."""
+    """Scales all parts of a candidate's time alike."""
     ratio = seconds / candidate.time.seconds
     time = replace(
         candidate.time,

@@ -1,7 +1,7 @@
-"""Every way to cut the work of a run over devices, before anything is said of memory or time.
+"""Lists every way to split the work of a run over devices, before memory and time.
 
-A shape is a run in which tensor, context, pipeline, schedule, chunks and micro batch are set, and
-all that is about memory alone is as fast as it can be. 8 devices in nodes of 4 have, among others:
+A shape is a run with tensor, context, pipeline, schedule, chunks and micro batch set, and the
+fastest settings for memory. 8 devices in nodes of 4 have, among others:
 
     tensor 4 x pipeline 2 (1f1b), micro batch 1        tensor 1 x pipeline 4 (interleaved, 2 chunks)
     tensor 2 x context 2 x data 2, micro batch 4       data 8, micro batch 2
@@ -22,16 +22,16 @@ from trainyard.plan.layout import ranks_per_replica, takes_micro_batches
 CHUNKS = (2, 3, 4, 6, 8)
 LARGEST_MICRO_BATCH = 16
 FEWEST_TOKENS_OF_A_CONTEXT_RANK = 1024
-"""Sequences are not cut finer, where a run does not do so itself."""
+"""Smallest shard of a sequence to propose, unless the run itself uses smaller ones."""
 FASTEST: rules.Changes = {"zero_stage": 1, "data_replicate": 1, "recompute": "none"}
-"""The variant of a shape that takes least time."""
+"""The fastest variant of a shape."""
 
 
 def list_shapes(run: Run, machine: Machine, n_devices: int) -> Iterator[Run]:
-    """Lists every way to cut the work, each as a run that may be; see above for what is left out.
+    """Lists every way to split the work, each as a valid run.
 
-    Tensor ranks stay inside a node, and sequences are not cut into small pieces, unless the run
-    does so itself.
+    Tensor ranks stay inside a node, and sequences are not split finely, unless the run itself
+    does so.
     """
     model, parallel = run.model, run.parallel
     tensors = rules.divisors(math.gcd(model.n_heads, model.d_ff, n_devices))
@@ -60,14 +60,14 @@ def _contexts(run: Run, n_ranks: int) -> list[tuple[int, str]]:
 
 
 def _shapes_of_cut(cut: Run, n_devices: int) -> Iterator[Run]:
-    """Lists sequence, schedules, chunks and micro batches of one cut."""
+    """Lists sequence, schedules, chunks and micro batches of one split."""
     parallel = cut.parallel
     data = n_devices // ranks_per_replica(cut)
     rest, odd = divmod(math.gcd(*rules.batch_fields(cut).values()), data)
     if odd:
         return
     micro_batches = [size for size in rules.divisors(rest) if size <= LARGEST_MICRO_BATCH]
-    # With sequence the same bytes are sent and less is kept, so it is left out only if it must be.
+    # Sequence parallelism sends the same bytes and keeps less, so it is used wherever allowed.
     divides = cut.model.sequence_length // parallel.context % parallel.tensor == 0
     sequences = {parallel.tensor > 1 and divides}
     for sequence, (schedule, chunks) in itertools.product(sequences, _schedules(cut)):
@@ -87,7 +87,7 @@ def _shapes_of_cut(cut: Run, n_devices: int) -> Iterator[Run]:
 
 
 def _schedules(cut: Run) -> list[tuple[str, int]]:
-    """Lists schedules with numbers of chunks; gpipe is 1f1b with more memory, so it is left out."""
+    """Lists schedules with numbers of chunks, without gpipe, which is 1f1b with more memory."""
     parallel = cut.parallel
     if parallel.pipeline == 1:
         return [(parallel.schedule, 1)]

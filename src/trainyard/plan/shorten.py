@@ -55,7 +55,7 @@ def shorten(run: Run, n_steps: int) -> Run:
 
 
 def with_lengths_of(other: Run, run: Run) -> Run:
-    """Gives a run every length and interval of another, which `shorten` may have changed."""
+    """Copies every length and interval that `shorten` may have changed from another run."""
     tables, others = run.model_dump(), other.model_dump()
     lengths = [("train", "length"), ("train", "batch_ramp")]
     lengths += [("schedule", name) for name in ("warmup", "decay", "cooldown")]

@@ -1,4 +1,4 @@
-"""Parameters of a model, counted from its shape alone: no torch, no weights."""
+"""Counts a model's parameters from its shape, without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 
 def padded_vocabulary_size(model: Model, tensor: int = 1) -> int:
-    """Rounds the vocabulary up so that `tensor` ranks get equal, aligned parts of it.
+    """Rounds the vocabulary up so that `tensor` ranks get equal, aligned shards.
 
     50257 becomes 50304, 50432, 50688 and 51200 for 1, 2, 4 and 8 ranks, as in Megatron-LM.
     """
@@ -27,13 +27,13 @@ def parameter_shapes(model: Model, padded_vocabulary_size: int) -> dict[str, Sha
 def stage_shapes(
     model: Model, padded_vocabulary_size: int, blocks: tuple[int, int], tensor: int = 1
 ) -> dict[str, Shape]:
-    """Maps the parameters of a pipeline stage to their shapes on one of the ranks that share it.
+    """Maps the parameters of a pipeline stage to their shapes on one of its tensor ranks.
 
     Args:
         model: the shape.
         padded_vocabulary_size: rows of the embedding.
-        blocks: the first of the stage and the one after its last.
-        tensor: ranks that share each layer.
+        blocks: the first of the stage and one past its last.
+        tensor: ranks that shard each layer.
     """
     before, after = _ends(model, padded_vocabulary_size, blocks, tensor)
     block = block_shapes(model, tensor).items()
@@ -44,7 +44,7 @@ def stage_shapes(
 def rest_shapes(
     model: Model, padded_vocabulary_size: int, blocks: tuple[int, int], tensor: int = 1
 ) -> dict[str, Shape]:
-    """Maps the parameters that a stage has besides those of its blocks, as `stage_shapes`."""
+    """Maps a stage's parameters outside its blocks, like `stage_shapes`."""
     before, after = _ends(model, padded_vocabulary_size, blocks, tensor)
     return before | after
 
@@ -52,7 +52,7 @@ def rest_shapes(
 def _ends(
     model: Model, padded_vocabulary_size: int, blocks: tuple[int, int], tensor: int
 ) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """Maps what stands before the first and after the last block of a stage."""
+    """Maps the parameters before the first and after the last block of a stage."""
     V, D = padded_vocabulary_size, model.d_model
     before: dict[str, Shape] = {}
     after: dict[str, Shape] = {}
@@ -65,7 +65,7 @@ def _ends(
 
 
 def is_cut(name: str) -> bool:
-    """Says whether each tensor rank has a part of a parameter rather than all of it."""
+    """Returns whether tensor ranks shard a parameter."""
     return name.endswith((*_ROWS_ARE_CUT, *_COLUMNS_ARE_CUT))
 
 
@@ -109,12 +109,12 @@ def block_shapes(model: Model, tensor: int = 1) -> dict[str, Shape]:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """How many parameters each part of a model has."""
+    """Parameter counts by part of the model."""
 
     embedding: int
     positions: int
     blocks: int
-    """Of all blocks together, with their norms."""
+    """Of all blocks, with their norms."""
     final_norm: int
     head: int
     """Zero when the embedding serves as head."""
@@ -126,7 +126,7 @@ class ParameterCount:
 
 
 def parameter_count(model: Model, padded_vocabulary_size: int) -> ParameterCount:
-    """Counts a model's parameters, those of the padding rows included.
+    """Counts a model's parameters, including padding rows.
 
     For GPT-3 shapes the total is L(12 D^2 + 13 D) + V D + T D + 2 D.
     """
@@ -142,5 +142,5 @@ def parameter_count(model: Model, padded_vocabulary_size: int) -> ParameterCount
 
 
 def _layer(name: str, weight: Shape) -> dict[str, Shape]:
-    """A weight and its bias, which has one entry for each row of the weight."""
+    """A weight and its bias, with one entry per row of the weight."""
     return {f"{name}.weight": weight, f"{name}.bias": weight[:1]}

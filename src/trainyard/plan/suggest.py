@@ -1,4 +1,4 @@
-"""A first run for a user's own text: a model, batch and length that suit the text and the machine.
+"""Suggests a first run for a user's text: model, batch and length for the text and the machine.
 
     values = suggest_run(74_000, 1024, find_local_machine())
 
@@ -20,7 +20,7 @@ from trainyard.plan.size import padded_vocabulary_size, parameter_count
 FIRST_RUN_SECONDS = 600.0
 SPLIT = "90,5,5"
 TRAIN_SHARE = 0.9
-# Blocks and features, from 0.1M to 300M parameters in the blocks.
+# n_layers and d_model, from 0.1M to 300M parameters in the blocks.
 _SHAPES = (
     *((2, 64), (2, 96), (3, 128), (4, 128), (4, 192), (4, 256), (6, 320)),
     *((8, 512), (12, 768), (24, 1024)),
@@ -46,9 +46,9 @@ def suggest_run(n_tokens: int, vocabulary_size: int, machine: LocalMachine) -> S
     """Chooses model, batch, length and schedule.
 
     Args:
-        n_tokens: of the token files; `TRAIN_SHARE` of them are trained on.
-        vocabulary_size: of the tokenizer that made them.
-        machine: where it is to run.
+        n_tokens: of the token files; the train split is `TRAIN_SHARE`.
+        vocabulary_size: of their tokenizer.
+        machine: where the run will train.
     """
     train_tokens = max(1, int(TRAIN_SHARE * n_tokens))
     n_layers, d_model = _choose_shape(train_tokens, machine)
@@ -97,7 +97,7 @@ def suggest_run(n_tokens: int, vocabulary_size: int, machine: LocalMachine) -> S
 
 
 def _choose_shape(train_tokens: int, machine: LocalMachine) -> tuple[int, int]:
-    """Takes the largest shape that both text and machine allow."""
+    """Returns the largest shape that both text and machine allow."""
     flops = machine.flops_per_second * FIRST_RUN_SECONDS
     most = min(_PARAMETERS_PER_TOKEN * train_tokens, math.sqrt(flops / (6 * _TOKENS_PER_PARAMETER)))
     fitting = [shape for shape in _SHAPES if 12 * shape[0] * shape[1] ** 2 <= most]
@@ -105,7 +105,7 @@ def _choose_shape(train_tokens: int, machine: LocalMachine) -> tuple[int, int]:
 
 
 def _micro_batch(train_tokens: int, length: int, machine: LocalMachine) -> int:
-    """Takes a power of two of sequences, small enough that a small text gives enough steps."""
+    """Returns a power of two, small enough that a small text gives enough steps."""
     most = 32768 if machine.is_gpu else 2048
     sequences = max(4, min(most, train_tokens // 32) // length)
     return 1 << int(math.log2(max(1, sequences // machine.count)))

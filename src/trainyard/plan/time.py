@@ -1,24 +1,24 @@
-"""Seconds of an optimizer step on a machine, from the work that `plan/work.py` counts.
+"""Predicts the time of an optimizer step on a machine, from the work that `plan/work.py` counts.
 
-A stage of the pipeline spends on each pass of a micro batch
+A pipeline stage spends on each pass of a micro batch
 
-    products        FLOP / (peak x share), and their operands as what is memory-bound
+    products        FLOP of matmuls / (peak x share), and their operands as memory-bound
     attention       FLOP of fused attention / (peak x share)
     memory-bound    bytes / (bandwidth of the memory x share)
     tensor, context, pipeline
-                    bytes on the wire / (bandwidth of link or network x share), and a latency a hop
-    overhead        what the host needs longer than all that to start the kernels
+                    bytes sent / (bandwidth of link or network x share), and a latency per hop
+    overhead        the host's extra time to launch the kernels
 
 With m micro batches of the slowest of p ranks, which have v stages each, a step takes
 
     m passes forward and backward through all stages of that rank
     bubble          one through the stages of all other ranks / v; zero bubble: a third of it
-    data            what data ranks exchange and computation does not hide
-    optimizer       bytes of states and gradients, as what is memory-bound
+    data            data parallel communication that computation does not hide
+    optimizer       bytes of states and gradients, as memory-bound
 
-So products are slow where matrices are small: on an A100, at half of their best speed where rows,
-columns and inner size are all about 500. Shares and latencies belong to the machine;
-docs/planning-accuracy.md says how far they carry.
+So matmuls of small matrices are slow: on an A100, at half of their best speed where rows, columns
+and inner size are all about 500. Shares and latencies belong to the machine;
+docs/planning-accuracy.md shows their accuracy.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ PARTS = (
     "optimizer",
 )
 
-# Each parameter's gradient is read to clip it; then gradient, weight and two moments are read, the
-# last three written, and the weight once more in 2 bytes to compute with. Low-bit states are codes
-# of 1 or 2 bytes.
+# Clipping reads each gradient; the update reads gradient, weight and two moments, and writes the
+# last three, plus the weight in 2 bytes for compute. Low-precision states are codes of 1 or 2
+# bytes.
 UPDATE_BYTES = {"fp32": 32, "fp16": 34, "bf16": 34, "fp8": 34, "fp8_lowbit": 14}
 UNPACK_BYTES = 21
-"""Moved for each weight that arrives as fp8: put in order, made fp32, divided, written as bf16."""
+"""Moved per weight that arrives as fp8: reordered, cast to fp32, divided, written as bf16."""
 FORWARD_SHARE = {"none": 1 / 2, "attention": 2 / 5, "block": 1 / 3}
-"""Of the communication inside layers; the backward pass has that of what it computes again."""
-# Work of the host and of the device hide each other, but kernels are unequal: now one waits, now
-# the other. A sum of high powers is a little more than the longer, most where both are alike.
+"""Of the communication inside layers; the backward pass includes that of recomputation."""
+# Host and device work overlap, but kernels are unequal: each waits for the other at times. A sum
+# of high powers is a little more than the longer, most where both are alike.
 HIDING = 3
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Where the time of an optimizer step goes."""
+    """The time of an optimizer step by part."""
 
     seconds: float
-    """All of it."""
+    """Total."""
     parts: Parts
-    """Seconds of the slowest rank that nothing hides, by PARTS; they add up to `seconds`."""
+    """Exposed seconds of the slowest rank, by PARTS; they sum to `seconds`."""
     stage_seconds: tuple[tuple[float, float], ...]
     """Forward and backward pass of one micro batch, by stage."""
 
@@ -81,19 +81,19 @@ def step_time(run: Run, plan: Plan, machine: Machine, program: Program | None = 
     """Predicts a step of train.global_batch_size.
 
     Args:
-        run: what is trained.
-        plan: its consequences.
-        machine: where.
-        program: what trains it; absent: this one.
+        run: the run.
+        plan: of the run.
+        machine: the devices.
+        program: the training program; absent: this one.
 
     Raises:
-        MachineError: the device cannot multiply in the run's precision, or its figures are unknown.
+        MachineError: the device lacks the run's precision, or its figures are unknown.
     """
     return price(count_work(run, plan, program), plan.topology, machine)
 
 
 def price(work: Work, topology: Topology, machine: Machine) -> StepTime:
-    """Predicts a step whose work is known, as `step_time`."""
+    """Predicts a step from its work, like `step_time`."""
     prices = _Prices(work, topology, machine)
     stages = prices.stages()
     n_ranks, m = topology.pipeline, work.n_micro_batches
@@ -115,7 +115,7 @@ def price(work: Work, topology: Topology, machine: Machine) -> StepTime:
 
 
 def _total(stages: Iterable[PassSeconds]) -> Parts:
-    """Adds up the passes through the stages of a rank."""
+    """Sums the passes through the stages of a rank."""
     totals: Parts = {}
     for parts in (parts for passes in stages for parts in passes):
         for name, seconds in parts.items():
@@ -124,7 +124,7 @@ def _total(stages: Iterable[PassSeconds]) -> Parts:
 
 
 class _Prices:
-    """What work costs in one layout on one machine."""
+    """The cost of work in one layout on one machine."""
 
     def __init__(self, work: Work, topology: Topology, machine: Machine) -> None:
         self.work, self.topology, self.machine = work, topology, machine
@@ -147,7 +147,7 @@ class _Prices:
         self.memory_bandwidth = bandwidth * self.shares.memory_share
 
     def stages(self) -> list[PassSeconds]:
-        """Prices the passes of one micro batch through each stage."""
+        """Times the passes of one micro batch through each stage."""
         n_ranks = self.topology.pipeline
         pairs = [
             (stage, self.work.traffic[number % n_ranks])
@@ -157,13 +157,13 @@ class _Prices:
         return [priced[pair] for pair in pairs]
 
     def _passes(self, stage: Stage, traffic: tuple[Traffic, ...]) -> PassSeconds:
-        """Prices a stage, with its share of what its rank sends."""
+        """Times a stage, with its share of its rank's messages."""
         n = self.work.n_micro_batches * len(self.work.stages) // self.topology.pipeline
         talk = dict.fromkeys(("tensor", "context", "pipeline"), 0.0)
         for kind in traffic:
             if kind.axis in talk and not _is_of_data(kind):
                 talk[kind.axis] += self.talk_seconds(kind) / n
-        if self.program.hides_tensor:  # all but the first part
+        if self.program.hides_tensor:  # all except the first part
             talk["tensor"] /= self.topology.tensor
         first = FORWARD_SHARE[self.parallel.recompute]
         shares = {"tensor": first, "context": first, "pipeline": 1 / 2}
@@ -172,7 +172,7 @@ class _Prices:
         return self._pass(stage.forward, forward), self._pass(stage.backward, backward)
 
     def _pass(self, work: Pass, talk: Parts) -> Parts:
-        """Prices one pass of a micro batch through a stage."""
+        """Times one pass of a micro batch through a stage."""
         parts = {
             "products": sum(map(self._product_seconds, work.products)),
             "attention": work.attention_flops / (self.other_peak * self.attention_share),
@@ -194,11 +194,11 @@ class _Prices:
         return product.count * (flops_seconds + self.memory_seconds(n_bytes))
 
     def memory_seconds(self, n_bytes: float) -> float:
-        """Prices bytes that are read and written."""
+        """Times memory traffic."""
         return n_bytes / self.memory_bandwidth
 
     def talk_seconds(self, kind: Traffic) -> float:
-        """Prices calls: rings send each part of a buffer past all ranks but one."""
+        """Times calls: rings send each part of a buffer past all ranks except one."""
         size, bandwidth, latency = self._link(kind.axis)
         if kind.collective == "send":
             return kind.n_bytes / bandwidth + kind.calls * latency
@@ -207,9 +207,9 @@ class _Prices:
         return n_rounds * ((size - 1) * part_bytes / bandwidth + kind.calls * latency)
 
     def _link(self, axis: str) -> tuple[int, float, float]:
-        """Gives ranks, bytes per second of each, and latency of a call, of a group along an axis.
+        """Returns ranks, bandwidth per rank and latency per call, of a group along an axis.
 
-        Where it lies follows from the order of ranks, `topology.py`. Latency is that of rings
+        Its position follows from the order of ranks in `topology.py`. Latency is that of rings
         inside a node and of trees between nodes.
         """
         topology, machine, shares = self.topology, self.machine, self.shares
@@ -228,16 +228,16 @@ class _Prices:
         latency += machine.network_latency_seconds * math.log2(n_nodes)
         if n_nodes == 1:
             return size, link, latency
-        # Rings use the network devices of all their ranks in a node, a send that of one.
+        # Rings use the network devices of all their ranks in a node; a send uses one.
         return size, min(link, network * (1 if axis == "pipeline" else n_inside)), latency
 
     def data_seconds(self, traffic: Iterable[Traffic], unpacked: int, rank_seconds: float) -> float:
-        """Prices what data ranks and the ends of a pipeline exchange and nothing hides.
+        """Times exposed communication of data ranks and of the pipeline's ends.
 
         Args:
             traffic: of a rank.
-            unpacked: weights that it makes 16 bits again.
-            rank_seconds: it computes for one micro batch.
+            unpacked: weights that it casts back to 16 bits.
+            rank_seconds: its compute time for one micro batch.
         """
         parallel, program = self.parallel, self.program
         seconds = self.memory_seconds(UNPACK_BYTES * unpacked)
@@ -247,7 +247,7 @@ class _Prices:
             seconds += share * self.talk_seconds(kind)
         if parallel.pipeline > 1 and parallel.zero_stage < 3 and not program.hides_in_pipeline:
             return seconds
-        # The first weights and the last gradients come when there is nothing to hide behind.
+        # The first weights and the last gradients have no computation to hide behind.
         n_groups = self.work.run.model.n_layers // parallel.pipeline + 1
         n_hiding = self.work.n_micro_batches if parallel.zero_stage > 1 else 1
         shown = max(program.shown_data, 1 / n_groups)
@@ -255,7 +255,7 @@ class _Prices:
 
 
 def _is_of_data(kind: Traffic) -> bool:
-    """Says whether it belongs to a step as a whole; of a pipeline, the sum of tied embeddings."""
+    """Returns whether it belongs to the whole step; in a pipeline, the sum of tied embeddings."""
     is_sum = (kind.axis, kind.collective) == ("pipeline", "all-reduce")
     return is_sum or kind.axis in ("shard", "replicate")
 
@@ -265,7 +265,7 @@ def _peak(machine: Machine, kind: str) -> float:
     if peak is None:
         known = ", ".join(machine.device.peaks) or "none"
         raise MachineError(
-            f"{machine.name}: no peak is known for products of {machine.device.name} in {kind}",
-            f"precision.kind may be one whose peak is known: {known}",
+            f"{machine.name}: {machine.device.name} has no known peak for {kind} matmuls",
+            f"set precision.kind to one with a known peak: {known}",
         )
     return peak

@@ -1,15 +1,15 @@
-"""When each pass of a micro batch begins and ends on each rank of a pipeline.
+"""Start and end of each pass of a micro batch on each rank of a pipeline.
 
-Passes are ordered as `torch.distributed.pipelining` orders them; each begins when its rank is free
-and the pass it needs is done: the stage before, or the one after on the way back. Two ranks, three
-micro batches, 1f1b, forward 1 s and backward 2 s:
+Passes follow the order of `torch.distributed.pipelining`; each starts once its rank is free and the
+pass it depends on is done: of the previous stage, or of the next one in the backward pass. Two
+ranks, three micro batches, 1f1b, forward 1 s and backward 2 s:
 
     second   0  1  2  3  4  5  6  7  8  9  10 11
     rank 0   F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
     rank 1   .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
 
-`zero_bubble` splits the backward pass in two equal ones: what the stage before waits for (B), and
-the gradients of weights (W), which fill the gaps.
+`zero_bubble` splits the backward pass into two equal ones: the input gradients that the previous
+stage waits for (B), and the gradients of weights (W), which fill the gaps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Pass:
     """One pass of a micro batch through a stage."""
 
     kind: Kind
-    """Forward, backward, or the gradients of weights where they are a pass of their own."""
+    """Forward, backward, or the gradients of weights if they are a separate pass."""
     stage: int
     micro_batch: int
     start: float
@@ -38,12 +38,12 @@ class Pass:
 def lay_out(
     schedule: str, n_ranks: int, n_micro_batches: int, stage_seconds: StageSeconds
 ) -> list[list[Pass]]:
-    """Gives the passes of a step by rank, in the order of time.
+    """Returns the passes of a step by rank, in time order.
 
     Args:
-        schedule: as parallel.schedule.
+        schedule: as in parallel.schedule.
         n_ranks: of the pipeline.
-        n_micro_batches: of the step; the schedule can take so many.
+        n_micro_batches: of the step; the schedule must support it.
         stage_seconds: of a forward and a backward pass, by stage.
     """
     splits = schedule == "zero_bubble" and n_ranks > 1
@@ -81,7 +81,7 @@ def lay_out(
 
 
 class _Rank:
-    """What one rank has done so far."""
+    """One rank's passes so far."""
 
     def __init__(self) -> None:
         self.passes: list[Pass] = []
@@ -89,7 +89,7 @@ class _Rank:
         self.free_at = 0.0
 
     def do(self, kind: Kind, stage: int, micro_batch: int, needs: float, seconds: float) -> None:
-        """Does a pass as soon as it can, and before it what fits in between."""
+        """Schedules a pass as early as possible, after those that fit before it."""
         while self.weights and self.free_at + self.weights[0][2] <= needs:
             self._do_weights()
         start = max(self.free_at, needs)
@@ -97,7 +97,7 @@ class _Rank:
         self.passes.append(Pass(kind, stage, micro_batch, start, self.free_at))
 
     def finish(self) -> None:
-        """Does what is left."""
+        """Schedules the remaining passes."""
         while self.weights:
             self._do_weights()
 
@@ -111,7 +111,7 @@ class _Rank:
 def _order(
     schedule: str, rank: int, n_ranks: int, n_chunks: int, n_micro_batches: int
 ) -> list[tuple[Kind, int, int]]:
-    """Lists the passes of a rank in their order: kind, stage, micro batch."""
+    """Lists the passes of a rank in order: kind, stage, micro batch."""
     n_passes = n_chunks * n_micro_batches
     n_rounds = max(1, n_micro_batches // n_ranks)
     in_round = n_micro_batches // n_rounds

@@ -1,6 +1,6 @@
-"""What a rank sends in one optimizer step, axis by axis, as formulas.
+"""Formulas for a rank's communication in one optimizer step, axis by axis.
 
-With A = B x T/context x D values, the residual stream of a micro batch, a block makes of each one:
+With A = B x T/context x D values, the residual stream of a micro batch, a block communicates:
 
     tensor            forward: all-reduce A twice; backward: the same
     tensor, sequence  forward: all-gather A and reduce-scatter A, twice each; backward: the same,
@@ -9,7 +9,7 @@ With A = B x T/context x D values, the residual stream of a micro batch, a block
     ring of p         forward: send 2 A/tensor p - 1 times; backward: the same, and again in fp32
 
 Per stage and micro batch a pipeline sends A (A/tensor with sequence) on, and its gradient back.
-Data ranks gather weights and add up gradients for each block and for the rest; of n micro batches:
+Data ranks gather weights and reduce gradients for each block and for the rest; for n micro batches:
 
     ZeRO stage    all-gather              reduce-scatter    all-reduce
     0                                                       once
@@ -18,11 +18,11 @@ Data ranks gather weights and add up gradients for each block and for the rest; 
     3             2 n times               n times           once, over replicas
     3, pipeline   n + 1 times             once              once, over replicas
 
-At stage 3 the rest is gathered n times only, and once in a pipeline. Bytes are those of the larger
-buffer of a call. Each gather of a block that sends fp8 follows an all-reduce of four numbers, its
-scales; fp8_lowbit adds up the gradients of blocks by an all-to-all of codes in place of the
-reduce-scatter. Left out are single numbers (loss, gradient norm), evaluation, and weights that are
-gathered again for more than 3 chunks on a rank.
+At stage 3 the rest is gathered only n times, and once in a pipeline. Bytes are those of the larger
+buffer of a call. An all-reduce of four numbers, the scales, precedes each fp8 gather of a block;
+fp8_lowbit reduces the gradients of blocks by an all-to-all of codes instead of a reduce-scatter.
+Not included: single numbers (loss, gradient norm), evaluation, and weights gathered again for more
+than 3 chunks on a rank.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all",
 
 FP32_BYTES = 4
 SCALES_BYTES = 4 * FP32_BYTES
-"""Of the four matrices of a block, before they are sent as fp8."""
-# Logits are made in chunks of so many bytes on a GPU (model/loss.py); a small all-reduce for each.
+"""Of the four matrices of a block, before their fp8 gather."""
+# Bytes per chunk of logits on a GPU (model/loss.py); each has a small all-reduce.
 CHUNK_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """All calls of one kind that a rank makes in an optimizer step."""
+    """All calls of one kind by a rank in an optimizer step."""
 
     axis: Axis
-    """The ranks it talks to; `shard` stands for shard x context, over which ZeRO cuts."""
+    """The axis of the group; `shard` means shard x context, over which ZeRO shards."""
     collective: Collective
     calls: int
     n_bytes: int
-    """Sum over calls of the larger of what goes in and what comes out."""
+    """Sum over calls of the larger of input and output."""
 
 
 def busiest_rank(run: Run, plan: Plan) -> list[Traffic]:
-    """Gives what the ranks at the place of the pipeline that has most send, as `rank_traffic`."""
+    """Returns the traffic of the pipeline rank that sends most, like `rank_traffic`."""
     ranks = [rank_traffic(run, plan, rank) for rank in range(plan.topology.pipeline)]
     return max(ranks, key=lambda traffic: sum(kind.n_bytes for kind in traffic))
 
 
 def rank_traffic(run: Run, plan: Plan, pipeline_rank: int) -> list[Traffic]:
-    """Gives what each rank at one place of the pipeline sends in a step of train.global_batch_size.
+    """Returns the traffic of each rank at a pipeline rank in a step of train.global_batch_size.
 
-    Kinds of calls that are not made are left out.
+    Kinds without calls are omitted.
     """
     counter = _Counter(run, plan, pipeline_rank)
     counter.count_tensor()
@@ -83,7 +83,7 @@ def rank_traffic(run: Run, plan: Plan, pipeline_rank: int) -> list[Traffic]:
 
 
 def count_fp8_blocks(run: Run, blocks: tuple[int, int]) -> int:
-    """Counts those of the blocks of a stage that multiply in fp8."""
+    """Counts a stage's blocks with fp8 matmuls."""
     if not run.precision.multiplies_in_fp8:
         return 0
     n_precise = run.precision.fp8.precise_blocks
@@ -92,7 +92,7 @@ def count_fp8_blocks(run: Run, blocks: tuple[int, int]) -> int:
 
 
 def block_gathers(run: Run, topology: Topology) -> int:
-    """Gives how often the weights of a block are gathered in a step."""
+    """Returns how often the weights of a block are gathered in a step."""
     if run.parallel.zero_stage == 0 or topology.shard * topology.context == 1:
         return 0
     if run.parallel.zero_stage < 3:
@@ -102,7 +102,7 @@ def block_gathers(run: Run, topology: Topology) -> int:
 
 
 class _Counter:
-    """Adds up the calls of one rank."""
+    """Counts the calls of one rank."""
 
     def __init__(self, run: Run, plan: Plan, pipeline_rank: int) -> None:
         self.totals: dict[tuple[Axis, Collective], tuple[int, int]] = {}
@@ -126,16 +126,16 @@ class _Counter:
         self.has_last = self.stages[-1][1] == model.n_layers
 
     def add(self, axis: Axis, collective: Collective, calls: int, n_bytes: int) -> None:
-        """Counts calls that have `n_bytes` together."""
+        """Counts calls with `n_bytes` in total."""
         old_calls, old_bytes = self.totals.get((axis, collective), (0, 0))
         self.totals[axis, collective] = old_calls + calls, old_bytes + n_bytes
 
     def count_tensor(self) -> None:
-        """Layers that ranks share: spread before columns are cut, collect after rows are."""
+        """Tensor parallelism: gather before column-parallel layers, reduce after row-parallel."""
         if self.topology.tensor == 1:
             return
-        # Recomputing stops at the last value that the backward pass needs: the sum after the MLP
-        # is made again for dropout alone, that after attention for the MLP.
+        # Recomputation stops at the last value that the backward pass needs: the sum after the MLP
+        # is recomputed only for dropout, that after attention for the MLP.
         once_more = {"none": (0, 0), "attention": (1, 0), "block": (2, 1)}
         spread_again, collect_again = once_more[self.run.parallel.recompute]
         if self.run.parallel.recompute == "block" and self.run.model.dropout:
@@ -174,7 +174,7 @@ class _Counter:
         self.add("tensor", "all-reduce", n * 2 * n_chunks, n * 3 * self.n_tokens * FP32_BYTES)
 
     def count_context(self) -> None:
-        """Attention over a shared sequence."""
+        """Attention over a sharded sequence."""
         n_ranks, parallel = self.topology.context, self.run.parallel
         if n_ranks == 1:
             return
@@ -191,7 +191,7 @@ class _Counter:
             self.add("context", "send", shifts * (forwards + 2), n_bytes)
 
     def count_pipeline(self) -> None:
-        """Hidden states to the next stage, gradients to the one before, and tied embeddings."""
+        """Hidden states to the next stage, gradients to the previous one, and tied embeddings."""
         if self.topology.pipeline == 1:
             return
         n_borders = 2 * len(self.stages) - self.has_first - self.has_last
@@ -217,7 +217,7 @@ class _Counter:
                 self.add("shard", "all-reduce", n_groups, n_groups * n_bytes)
 
     def _count_group(self, shapes: list[Shape], n_groups: int, *, in_block: bool) -> None:
-        """Counts parameters that travel together, of a number of groups that are alike."""
+        """Counts parameters sent together, for a number of equal groups."""
         n, stage, n_ranks = self.n_micro_batches, self.run.parallel.zero_stage, self.n_shards
         is_piped = self.topology.pipeline > 1
         n_padded = sum(map(self._padded_share_of, shapes))
@@ -229,7 +229,7 @@ class _Counter:
                 self.add("shard", "all-gather", gathers, gathers * n_padded * n_ranks * FP32_BYTES)
             sums = n_groups * (n if stage >= 2 and not is_piped else 1)
             if in_block and self.run.precision.kind == "fp8_lowbit":
-                n_scaled = math.ceil(n_padded / SCALED_COLUMNS)  # a scale, a byte, for so many
+                n_scaled = math.ceil(n_padded / SCALED_COLUMNS)  # one byte of scale each
                 n_bytes = n_ranks * n_scaled * (SCALED_COLUMNS + 1)
                 self.add("shard", "all-to-all", sums, sums * n_bytes)
             else:
@@ -239,7 +239,7 @@ class _Counter:
             self.add("replicate", "all-reduce", n_groups, n_groups * n_padded * FP32_BYTES)
 
     def _count_gathers_of_blocks(self, n_padded: int) -> None:
-        """Weights in the precision they are used in; matrices as fp8, if the run says so."""
+        """Weights in the compute precision; matrices in fp8, if configured."""
         gathers, n_bytes = block_gathers(self.run, self.topology), n_padded * self.value_bytes
         n_fp8 = 0
         if self.run.precision.fp8.all_gather:
@@ -252,15 +252,15 @@ class _Counter:
             self.add("shard", "all-reduce", gathers * n_fp8, gathers * n_fp8 * SCALES_BYTES)
 
     def _whole_values(self, shapes: dict[str, Shape]) -> int:
-        """Counts values of layers that every tensor rank has all of."""
+        """Counts values of layers that tensor ranks replicate."""
         return sum(self._share_of(shape) for name, shape in shapes.items() if not is_cut(name))
 
     def _share_of(self, shape: Shape) -> int:
-        """Values of a parameter that the first of its data ranks keeps."""
+        """Values of a parameter on the first of its data ranks."""
         if self.run.parallel.zero_stage == 0:
             return math.prod(shape)
         return self._padded_share_of(shape)
 
     def _padded_share_of(self, shape: Shape) -> int:
-        """Values of a parameter's equal parts by rows, the last ones filled up."""
+        """Values of a parameter's equal shards by rows, with the last ones padded."""
         return math.ceil(shape[0] / self.n_shards) * math.prod(shape[1:])

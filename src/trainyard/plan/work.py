@@ -1,15 +1,14 @@
-"""What an optimizer step has to do on each rank, counted and not yet priced: `plan/time.py` does.
+"""Counts the work of an optimizer step on each rank; `plan/time.py` converts it to time.
 
-For one micro batch of n tokens, a block of width D and MLP width F, shared by t tensor ranks, has
+For one micro batch of n tokens, a block of width D and MLP width F on t tensor ranks has
 
     products    n x D x 3D/t, n x D/t x D, n x D x F/t, n x F/t x D; twice that in the backward pass
-    attention   2 n T D/t FLOP if it looks at what a causal model needs, 2.5 times that backward
+    attention   2 n T D/t FLOP if causal, 2.5 times that in the backward pass
     bytes       norms, dropout and sums read and write the residual stream, n x D values, a number
-                of times; GELU and the heads' order what is inside the layers, n x (F + 3D)/t
+                of times; GELU and head transposes those inside the layers, n x (F + 3D)/t
 
-How often values are read and written, how many kernels do it, and whether attention keeps its
-scores to itself depends on the program that trains. `OURS` describes this one; peers whose speed
-was measured are described where they are compared (benchmarks/planning_tables.py).
+The number of reads, writes and kernels, and whether attention is fused, depend on the training
+program. `OURS` describes this one; benchmarks/planning_tables.py describes measured baselines.
 """
 
 from __future__ import annotations
@@ -23,44 +22,43 @@ from trainyard.plan.size import Shape, block_shapes, rest_shapes
 from trainyard.plan.traffic import Traffic, block_gathers, count_fp8_blocks, rank_traffic
 
 Kind = tuple[int, int, bool, bool]
-"""How many blocks a stage has, how many multiply in fp8, and whether it is the first and the last.
-"""
+"""A stage's blocks, its fp8 blocks, and whether it is the first and the last."""
 BACKWARD = 2
-"""Products, bytes and kernels of a backward pass, in those of a forward pass."""
+"""Matmuls, bytes and kernels of a backward pass, relative to a forward pass."""
 ATTENTION_BACKWARD = 2.5
-"""Products of fused attention there: five for two, since it makes the scores again."""
+"""Matmuls of fused attention there: five for two, since it recomputes the scores."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a program does for the same mathematics; in a forward pass, unless it says otherwise."""
+    """How a program does the same mathematics; per forward pass, unless stated otherwise."""
 
     name: str
     stream_bytes: float
-    """Moved by each block for each value of the residual stream."""
+    """Moved by each block per value of the residual stream."""
     inner_bytes: float
-    """Moved by each block for each value between its layers: queries, keys, values, MLP."""
+    """Moved by each block per value between its layers: queries, keys, values, MLP."""
     score_bytes: float
-    """Moved for each attention score; 0 where attention is fused."""
+    """Moved per attention score; 0 if attention is fused."""
     logit_bytes: float
-    """Moved for each logit, forward and backward together."""
+    """Moved per logit, forward and backward together."""
     gradient_bytes: float
-    """Moved for each parameter and micro batch to add a gradient to the sum."""
+    """Moved per parameter and micro batch to accumulate gradients."""
     block_kernels: int
-    """Started by each block."""
+    """Launched by each block."""
     reduced_bytes: int
-    """Of a gradient that data ranks add up."""
+    """Of a gradient in data parallel reductions."""
     cast_bytes: float
-    """Moved for each operand of an fp8 product to bring it into the format."""
+    """Moved per operand of an fp8 matmul to convert it."""
     shown_data: float
-    """Share of what data ranks exchange that takes time although they compute meanwhile: 1 where
-    they do not, else what the exchange takes from computing."""
+    """Share of data parallel communication that is exposed despite overlap: 1 without overlap, else
+    its slowdown of computation."""
     hides_in_pipeline: bool
-    """Whether data ranks below ZeRO 3 compute meanwhile in a pipeline too."""
+    """Whether data ranks below ZeRO 3 overlap in a pipeline too."""
     hides_tensor: bool
-    """Whether tensor ranks exchange parts while they multiply others."""
+    """Whether tensor ranks overlap communication with matmuls."""
     attention_share: float = 1.0
-    """Speed of its fused attention beside that of ours."""
+    """Speed of its fused attention relative to ours."""
 
 
 # Compiled: dropout, residual sum and norm are one kernel (reads two values, writes two, at 2 bytes,
@@ -82,13 +80,13 @@ OURS = Program(
     hides_in_pipeline=False,
     hides_tensor=False,
 )
-# Every operation of a block is a kernel of its own; estimates.
+# Every operation of a block is a separate kernel; estimates.
 UNCOMPILED = replace(OURS, stream_bytes=24, inner_bytes=6, logit_bytes=24, block_kernels=40)
 
 
 @dataclass(frozen=True)
 class Product:
-    """Equal matrix products: `rows x inner` times `inner x columns`."""
+    """Equal matmuls: `rows x inner` times `inner x columns`."""
 
     rows: int
     inner: int
@@ -105,7 +103,7 @@ class Pass:
     attention_flops: float = 0
     """Of fused attention."""
     memory_bytes: float = 0
-    """Read and written by all else."""
+    """Read and written by everything else."""
     kernels: float = 0
 
     def __add__(self, other: Pass) -> Pass:
@@ -117,7 +115,7 @@ class Pass:
         )
 
     def times(self, n: float, attention: float | None = None) -> Pass:
-        """Repeats it; attention as often as the rest, unless told."""
+        """Repeats it; attention as often as the rest by default."""
         return Pass(
             tuple(replace(each, count=each.count * n) for each in self.products),
             self.attention_flops * (n if attention is None else attention),
@@ -128,18 +126,18 @@ class Pass:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one micro batch costs at one stage of the pipeline."""
+    """Work of one micro batch at one pipeline stage."""
 
     forward: Pass
     backward: Pass
     n_blocks: int
     n_parameters: int
-    """On one of the ranks that share it."""
+    """On one of its tensor ranks."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step has to do."""
+    """Work of a step."""
 
     run: Run
     program: Program
@@ -148,9 +146,9 @@ class Work:
     traffic: tuple[tuple[Traffic, ...], ...]
     """Of a whole step, by pipeline rank."""
     updated: tuple[int, ...]
-    """Parameters that a rank's optimizer has, by pipeline rank."""
+    """Parameters of a rank's optimizer, by pipeline rank."""
     unpacked: tuple[int, ...]
-    """Weights that arrive as fp8 in a step and are made 16 bits again, by pipeline rank."""
+    """Weights that arrive as fp8 in a step and are cast back to 16 bits, by pipeline rank."""
     n_micro_batches: int
 
 
@@ -158,9 +156,9 @@ def count_work(run: Run, plan: Plan, program: Program | None = None) -> Work:
     """Counts the work of a step of train.global_batch_size.
 
     Args:
-        run: what is trained.
-        plan: its consequences.
-        program: what trains it; absent: this one, compiled unless train.compile is "never".
+        run: the run.
+        plan: of the run.
+        program: the training program; absent: this one, compiled unless train.compile is "never".
     """
     if program is None:
         program = UNCOMPILED if run.train.compile == "never" else OURS
@@ -196,7 +194,7 @@ def count_work(run: Run, plan: Plan, program: Program | None = None) -> Work:
 
 
 class _Counter:
-    """Counts what stages do for one micro batch."""
+    """Counts the work of stages for one micro batch."""
 
     def __init__(self, run: Run, plan: Plan, program: Program) -> None:
         self.run, self.model, self.program = run, run.model, program
@@ -209,10 +207,10 @@ class _Counter:
         self.wide = 2 if run.precision.kind == "fp32" else 1  # bytes of values, in those of 16 bits
 
     def stage(self, blocks: tuple[int, int]) -> Stage:
-        """Counts a stage, with embedding and head where it has them.
+        """Counts a stage, with embedding and head if it has them.
 
         Args:
-            blocks: its first and the one after its last.
+            blocks: its first and one past its last.
         """
         n_blocks, n_fp8 = blocks[1] - blocks[0], count_fp8_blocks(self.run, blocks)
         forward, backward = self._blocks(n_blocks - n_fp8, in_fp8=False)
@@ -230,7 +228,7 @@ class _Counter:
         )
 
     def _blocks(self, n: int, *, in_fp8: bool) -> tuple[Pass, Pass]:
-        """Counts the forward and the backward pass of a number of blocks that are alike."""
+        """Counts the forward and the backward pass of a number of equal blocks."""
         attention, rest = self._attention(in_fp8), self._rest_of_block(in_fp8)
         block = attention + rest
         again = {"none": Pass(), "attention": attention, "block": block}
@@ -243,12 +241,12 @@ class _Counter:
         return (blocks[1] - blocks[0]) * _count(self.block) + _count(rest)
 
     def unpacked_values(self, n_fp8_blocks: int, gathers: int) -> int:
-        """Counts weights that arrive as fp8 in a step and are made 16 bits again."""
+        """Counts weights that arrive as fp8 in a step and are cast back to 16 bits."""
         matrices = {name: shape for name, shape in self.block.items() if len(shape) > 1}
         return gathers * n_fp8_blocks * _count(matrices) * self.run.precision.fp8.all_gather
 
     def _attention(self, in_fp8: bool) -> Pass:
-        """The half of a block that looks at other tokens."""
+        """The attention half of a block."""
         model, n, D = self.model, self.n_tokens, self.model.d_model
         T, part = model.sequence_length, model.d_model // self.tensor
         products = [
@@ -269,7 +267,7 @@ class _Counter:
         )
 
     def _rest_of_block(self, in_fp8: bool) -> Pass:
-        """The MLP with its norm and sum."""
+        """The MLP half of a block, with norm and sum."""
         n, D, part = self.n_tokens, self.model.d_model, self.model.d_ff // self.tensor
         products = (Product(n, D, part, in_fp8=in_fp8), Product(n, part, D, in_fp8=in_fp8))
         memory_bytes = self._stream_bytes() / 2 + self.program.inner_bytes * n * part

@@ -1,22 +1,22 @@
-"""Values as low-precision codes, with a scale that is a power of two for every 32 columns of a row.
+"""Low-precision values ("codes") with a power-of-two scale for every 32 columns of a row.
 
     values         0.75     -0.02      3.0  ...      32 columns of one row
     scale 2^-7                                       the largest, 3.0, becomes 384, below 448
-    codes          96       -2.5     384.0  ...      e4m3: 8 bits of which 3 are of the mantissa
+    codes          96       -2.5     384.0  ...      e4m3: 8 bits, with 3 bits of mantissa
     exponent       120                               of the scale, plus 127, in a byte
 
-Multiplying by a power of two changes no digit, so all that is lost is what a code has no digits
-for. Scales belong to places in the whole matrix: wherever ranks cut it between two columns that
-are multiples of 32, or between any two rows, codes and exponents are cut with it, unchanged.
+Multiplying by a power of two is exact, so only rounding to a code loses precision. Scales belong to
+positions in the whole matrix: if ranks shard it at multiples of 32 columns, or at any row, codes
+and exponents are sharded alike, unchanged.
 
-What is not finite stays visible: the exponent of such 32 values is 255, as infinity has in fp32,
-and all of them come back as infinite or NaN.
+Non-finite values stay visible: the exponent of such a block is 255, as for infinity in fp32, and
+all its values decode as infinite or NaN.
 
-State that changes a little at every step is rounded stochastically: to the number above or below
-at random, with chances that make the mean right. The random bits follow from a key and the place
-in the whole matrix alone, by the hash of model/dropout.py; nothing depends on the layout.
+State that changes little per step is rounded stochastically: up or down at random, with
+probabilities that keep the mean. The random bits follow only from a key and the position in the
+whole matrix, by the hash of model/dropout.py, independent of the layout.
 
-    0.1 of the way to the next code, ten times      rounded to the nearest: 0    here: 1 on average
+    0.1 of the way to the next code, ten times      rounded to nearest: 0    here: 1 on average
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ from trainyard.model.dropout import INCREMENT, QUADRATIC_FACTOR, mix
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
 
 _FP32_MANTISSA_BITS, _FP32_INFINITY, _BIAS = 23, 0x7F800000, 127
-# The scaled largest value is above half of what follows, and at most this: 448 is the largest of
-# e4m3; fp16 would go to 65,504, and what stochastic rounding makes of this is still in it.
+# The scaled largest value is above half of this, and at most this: 448 is the largest e4m3; fp16
+# would reach 65,504, and stochastic rounding still stays in range.
 _TOP_EXPONENT = {E4M3: 8, FP16: 14}
-# Added to a mantissa of fp32, it carries where e4m3 ends: above 1.75 x 2^8.
+# Added to an fp32 mantissa, it carries where e4m3 ends: above 1.75 x 2^8.
 _CARRY = {E4M3: 0x7FFFFF - 0x600000, FP16: 0}
 _MANTISSA_BITS, _LEAST_EXPONENT = {E4M3: 3, FP16: 10}, {E4M3: -6, FP16: -14}
-_NOISE_BITS = 13  # beyond the 11 of fp16 there are so many in fp32
+_NOISE_BITS = 13  # fp32 has this many beyond fp16's 11
 _CHUNK_BLOCKS = {"cpu": 2**13, "cuda": 2**19}
-"""Of 32 values: what is computed at a time, so that temporaries stay small."""
+"""Blocks of 32 values to compute at a time, so that temporaries stay small."""
 
 
 @dataclass(frozen=True)
 class BlockScaledTensor:
-    """A matrix, or this rank's part of one, as codes."""
+    """A block-scaled matrix, or this rank's shard of one."""
 
     values: Tensor
-    """(rows, columns), of `E4M3` or `FP16`."""
+    """(rows, columns), `E4M3` or `FP16`."""
     exponents: Tensor
-    """Of the scales, plus 127; 255 where values are not finite. (rows, columns / 32), uint8."""
+    """Exponents of the scales, plus 127; 255 if not finite. (rows, columns / 32), uint8."""
 
     @classmethod
     def zeros(
         cls, shape: torch.Size, dtype: torch.dtype, device: torch.device
     ) -> BlockScaledTensor:
-        """Makes codes that are all zero."""
+        """Makes a matrix of zeros."""
         rows, columns = shape
         exponents = torch.ones(rows, columns // COLUMNS, dtype=torch.uint8, device=device)
         return cls(torch.zeros(shape, dtype=dtype, device=device), exponents)
 
     @classmethod
     def of(cls, values: Tensor, dtype: torch.dtype = E4M3) -> BlockScaledTensor:
-        """Gives the codes nearest to the values of a contiguous matrix, in bf16 or fp32."""
+        """Returns the codes nearest to the values of a contiguous matrix, in bf16 or fp32."""
         codes = cls.zeros(values.shape, dtype, values.device)
         blocks = values.view(-1, COLUMNS)
         for chunk, part in codes.chunks():
@@ -74,7 +74,7 @@ class BlockScaledTensor:
         return codes
 
     def chunks(self) -> Iterator[tuple[BlockScaledTensor, slice]]:
-        """Yields parts that share memory with this, in blocks: (n, 32) and (n, 1); and where."""
+        """Yields chunks as views, in blocks: (n, 32) and (n, 1); with their positions."""
         values, exponents = self.values.view(-1, COLUMNS), self.exponents.view(-1, 1)
         size = _CHUNK_BLOCKS.get(values.device.type, len(values) or 1)
         for start in range(0, len(values), size):
@@ -82,14 +82,14 @@ class BlockScaledTensor:
             yield BlockScaledTensor(values[here], exponents[here]), here
 
     def decode(self) -> Tensor:
-        """Gives the values, exactly, in fp32."""
+        """Returns the values, exactly, in fp32."""
         blocks = decode(self.values.view(-1, COLUMNS), self.exponents.view(-1, 1))
         return blocks.view(self.values.shape)
 
     def block_norms(self) -> Tensor:
-        """Gives the norm of every 32 values, fp32, as many as there are exponents."""
+        """Returns the norm of every block of 32 values, fp32."""
         found = [
-            # Of codes, since squares of what they stand for may be beyond fp32.
+            # Of codes, since squares of decoded values may overflow fp32.
             torch.linalg.vector_norm(chunk.values.float(), dim=-1) * _scales(chunk.exponents)[:, 0]
             for chunk, _ in self.chunks()
         ]
@@ -99,17 +99,17 @@ class BlockScaledTensor:
 def encode(
     blocks: Tensor, dtype: torch.dtype, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gives codes and exponents of blocks of values, (n, 32): (n, 32) and (n, 1).
+    """Returns codes and exponents of blocks of values, (n, 32): (n, 32) and (n, 1).
 
     Args:
         blocks: fp32, or bf16 without noise.
         dtype: of the codes, `E4M3` or `FP16`.
-        noise: of `noise`, to round stochastically; without it, to the nearest.
+        noise: from `noise`, to round stochastically; without it, to nearest.
     """
     largest = blocks.abs().amax(dim=-1, keepdim=True).float()
     bits = largest.view(torch.int32)
     exponents = ((bits + _CARRY[dtype]) >> _FP32_MANTISSA_BITS) - _TOP_EXPONENT[dtype]
-    # From 1 on, so that the scale and its inverse are normal numbers, of which no device makes 0.
+    # At least 1: the scale and its inverse are then normal numbers, which no device flushes to 0.
     exponents = torch.where(torch.isfinite(largest), exponents.clamp(min=1), 255)
     inverse = ((2 * _BIAS - exponents) << _FP32_MANTISSA_BITS).view(torch.float32)
     scaled = blocks * inverse.to(blocks.dtype)
@@ -119,7 +119,7 @@ def encode(
 
 
 def decode(values: Tensor, exponents: Tensor) -> Tensor:
-    """Gives what codes stand for, fp32, exactly.
+    """Decodes codes exactly, to fp32.
 
     Args:
         values: (n, 32).
@@ -134,7 +134,7 @@ def _scales(exponents: Tensor) -> Tensor:
 
 
 def noise(key: Tensor, numbers: Tensor) -> Tensor:
-    """Gives random numbers from 0 up, below 1, for blocks: (n, 32), fp32.
+    """Returns random numbers in [0, 1) for blocks: (n, 32), fp32.
 
     Args:
         key: of the matrix, the step and the purpose; a scalar, int64.
@@ -149,7 +149,7 @@ def noise(key: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _round(scaled: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
-    """Rounds to a number that `dtype` has: up where the noise is above what is missing."""
+    """Rounds to `dtype`: up where the noise is above the missing part."""
     exponents = (scaled.view(torch.int32) >> _FP32_MANTISSA_BITS) & 0xFF
     exponents = exponents.clamp(min=_LEAST_EXPONENT[dtype] + _BIAS) - _MANTISSA_BITS[dtype]
     spacing = (exponents << _FP32_MANTISSA_BITS).view(torch.float32)

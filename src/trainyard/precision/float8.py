@@ -1,20 +1,20 @@
-"""Matrix products in fp8: the four large ones of a block, forward and backward.
+"""Fp8 matmuls: the four large ones of a block, forward and backward.
 
-A layer's product becomes three products of fp8 numbers, each summed in fp32; all else stays bf16:
+A linear layer becomes three fp8 matmuls with fp32 accumulation; everything else stays bf16:
 
     output                 input (e4m3)      times  weight (e4m3)
     gradient of input      gradient (e5m2)   times  weight (e4m3)
     gradient of weight     gradient (e5m2)   times  input (e4m3)
 
-e4m3 has 4 significant bits and reaches 448, e5m2 has 3 and reaches 57,344. What is multiplied is
-brought into that range by the largest power of two that keeps its largest magnitude in it, found
-anew each time; with "rowwise" each row has its own, and gradients are e4m3 too. A power of two
-changes no digits: one number becomes the same in fp8 whatever stands beside it, and so in every
-layout, unless it is 2**14 times smaller than the largest (e4m3; those lose digits).
+e4m3 has 4 significant bits and a maximum of 448, e5m2 has 3 and 57,344. Inputs are scaled by the
+largest power of two that keeps their largest magnitude in range, computed anew each time; with
+"rowwise" each row has its own scale, and gradients are e4m3 too. Scaling by a power of two is
+exact: a value becomes the same in fp8 whatever its neighbours, and so in every layout, unless it is
+2**14 times smaller than the largest (e4m3; those lose digits).
 
     largest 3.0    scale 128    0.3 * 128 = 38.4 -> 40 (steps of 4) -> 40 / 128 = 0.3125
 
-torchao's float8 computes it, by torch._scaled_mm, or in fp32 where it is emulated.
+torchao's float8 computes it with torch._scaled_mm, or in fp32 if emulated.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from trainyard.model.gpt import GPT, Block
 from trainyard.model.linear import Linear, Product
 
 FIRST_CAPABILITY = (8, 9)
-"""Of NVIDIA's GPUs that multiply in fp8: Ada, then Hopper."""
+"""Compute capabilities of NVIDIA GPUs with fp8: Ada, then Hopper."""
 _AMD_WITH_FP8 = ("gfx94", "gfx95")
 
 
 def convert_to_float8(model: GPT, run: Run) -> None:
-    """Lets the blocks of a model, or of a stage or a rank's part of it, multiply in fp8."""
+    """Switches the blocks of a model, or of a part of it, to fp8 matmuls."""
     product = build_product(run.precision.fp8)
     for block in blocks_in_fp8(model, run).values():
         for module in block.modules():
@@ -49,7 +49,7 @@ def convert_to_float8(model: GPT, run: Run) -> None:
 
 
 def blocks_in_fp8(model: GPT, run: Run) -> dict[str, Block]:
-    """Maps numbers to those blocks of `model` that multiply in fp8; none in other precisions."""
+    """Maps numbers to the blocks of `model` with fp8 matmuls; empty in other precisions."""
     if not run.precision.multiplies_in_fp8:
         return {}
     n_precise = run.precision.fp8.precise_blocks
@@ -62,7 +62,7 @@ def blocks_in_fp8(model: GPT, run: Run) -> dict[str, Block]:
 
 
 def build_product(fp8: Fp8) -> Product:
-    """Builds what multiplies as `F.linear` does, in fp8, for inputs of any precision."""
+    """Builds an fp8 replacement of `F.linear`, for inputs of any precision."""
     with quiet_import():
         from torchao.float8.config import Float8LinearConfig
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
@@ -98,7 +98,7 @@ def build_product(fp8: Fp8) -> Product:
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Keeps torchao from telling which of its kernels, none of ours, this machine cannot load."""
+    """Silences torchao's warnings about kernels that we do not use and this machine cannot load."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -108,7 +108,7 @@ def quiet_import() -> Iterator[None]:
 
 
 def refuse_missing_products(run: Run) -> None:
-    """Refuses a run in fp8 where torchao is missing, or no device that could multiply so.
+    """Rejects an fp8 run without torchao or a GPU.
 
     Raises:
         ConfigError: torchao is not installed.
@@ -122,7 +122,7 @@ def refuse_missing_products(run: Run) -> None:
 
 
 def refuse_missing_torchao(run: Run) -> None:
-    """Refuses a run in fp8 where torchao is missing.
+    """Rejects an fp8 run without torchao.
 
     Raises:
         ConfigError: it is not installed.
@@ -135,7 +135,7 @@ def refuse_missing_torchao(run: Run) -> None:
 
 
 def refuse_device(run: Run, device: torch.device) -> None:
-    """Refuses a run in fp8 on a device that does not multiply in fp8.
+    """Rejects an fp8 run on a device without fp8 matmuls.
 
     Raises:
         MachineError: names the device, and its compute capability.
@@ -159,7 +159,7 @@ def refuse_device(run: Run, device: torch.device) -> None:
 
 def _no_products(kind: str, found: str) -> MachineError:
     return MachineError(
-        f"precision.kind={kind!r} needs matrix products in fp8: an NVIDIA GPU of compute "
-        f"capability 8.9 or more, or an AMD MI300; {found}",
+        f"precision.kind={kind!r} needs fp8 matmuls: an NVIDIA GPU of compute "
+        f"capability 8.9 or higher, or an AMD MI300; {found}",
         "precision.kind=bf16; or precision.fp8.emulate=true, which computes the same, slowly",
     )

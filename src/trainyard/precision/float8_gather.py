@@ -1,17 +1,16 @@
-"""Weights of a block that travel as fp8 when FSDP gathers them: half the bytes of bf16.
+"""FSDP all-gathers of block weights in fp8: half the bytes of bf16.
 
-FSDP copies this rank's part of every parameter of a block, in bf16, one after another into one
-message, and gives it to a function that gathers those of all ranks. This is that function. The
-weights that will be multiplied in fp8 anyway are made fp8 before, and bf16 again behind; biases and
-norms travel as they are:
+FSDP copies this rank's shards of a block's parameters, in bf16, into one message, and passes it to
+an all-gather function, which this module replaces. It casts the weights of fp8 matmuls to fp8
+before the gather and back to bf16 after it; biases and norms stay bf16:
 
     bf16    qkv.weight  qkv.bias  out.weight  ...       2 bytes each
     sent    e4m3        bf16      e4m3        ...       1 byte, 2 bytes, 1 byte
 
-The largest magnitude of each whole weight, which decides its scale, is agreed on before, in one
-message of four numbers. The product then finds the same scale and makes the same fp8 of it as it
-would have of the weight itself, so that nothing else changes: not the mathematics, and not what
-optimizer, checkpoints and comparisons see, which is the plain parameter.
+First, ranks reduce the largest magnitude of each whole weight, which decides its scale, in one
+message of four numbers. The matmul then finds the same scale and the same fp8 values as from the
+weight itself. So nothing else changes: neither the mathematics, nor the plain parameter that
+optimizer, checkpoints and comparisons see.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-# Private until torch 2.13 at least: its public names for one collective differ with the version.
+# Private up to torch 2.13 at least: the public names of one collective depend on the version.
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from trainyard.config.run import Run
@@ -33,11 +32,11 @@ from trainyard.precision.float8 import blocks_in_fp8, quiet_import
 
 
 def gather_weights_in_fp8(model: GPT, run: Run) -> None:
-    """Lets FSDP gather the weights of those blocks as fp8 that multiply in it, if the run says so.
+    """Makes FSDP gather weights of fp8 blocks in fp8, if so configured.
 
     Args:
-        model: shared by `apply_fsdp` already.
-        run: the run; without effect unless it shards weights (ZeRO 1 to 3).
+        model: sharded by `apply_fsdp`.
+        run: the run; no effect unless it shards weights (ZeRO 1 to 3).
     """
     if not run.precision.fp8.all_gather or run.parallel.zero_stage == 0:
         return
@@ -47,10 +46,10 @@ def gather_weights_in_fp8(model: GPT, run: Run) -> None:
 
 
 class Float8AllGather(DefaultAllGather):
-    """Gathers the parameters of one block, as `torch.distributed.fsdp` asks for it.
+    """Gathers the parameters of one block, for `torch.distributed.fsdp`.
 
     Args:
-        block: shared already.
+        block: already sharded.
     """
 
     def __init__(self, block: nn.Module) -> None:

@@ -1,20 +1,20 @@
-"""Dynamic loss scaling: keeps the gradients of fp16 between what underflows and what overflows.
+"""Dynamic loss scaling: keeps fp16 gradients from underflow and overflow.
 
-fp16 ends at 65,504, and what is below 6e-8 is zero. The loss is multiplied by a scale before the
-backward pass, and the gradients divided by it in the update. A step whose gradients overflowed is
-left out. With a window of 4 good steps and a hysteresis of 2:
+fp16's maximum is 65,504, and values below 6e-8 become zero. The loss is multiplied by a scale
+before the backward pass, and the gradients divided by it in the update. A step with overflowed
+gradients is skipped. With a window of 4 good steps and a hysteresis of 2:
 
     step         1     2     3     4     5     6     7     8     9
     gradients    good  inf   inf   inf   good  good  good  good  inf
     scale        2^16  2^16  2^16  2^15  2^14  2^14  2^14  2^14  2^15
     patience     2     2     1     0     0     0     0     0     2
 
-The first `hysteresis` - 1 overflows are let pass, perhaps for odd documents; the next halves the
-scale, and so does each after it. So many good steps in a row as the window is long double the
-scale, and restore the patience. A lone good step does neither.
+The first `hysteresis` - 1 overflows, perhaps from odd documents, do not change the scale; each
+later one halves it. A full window of consecutive good steps doubles the scale and restores the
+patience. A single good step does neither.
 
-Source: the rule of Megatron-LM's DynamicGradScaler. It differs in that the scale has a largest
-value, 2^64: where all gradients are zero it would otherwise grow until it is infinite.
+Source: Megatron-LM's DynamicGradScaler. Unlike there, the scale has a maximum, 2^64: with all-zero
+gradients it would otherwise grow to infinity.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ LARGEST = 2.0**64
 
 
 class SavedScale(BaseModel):
-    """A loss scale as a checkpoint keeps it."""
+    """A loss scale in a checkpoint."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     scale: float = Field(gt=0, le=LARGEST)
     good_steps: NonNegativeInt
-    """In a row, since the scale last changed or a step overflowed."""
+    """Consecutive good steps since the last scale change or overflow."""
     patience: NonNegativeInt
-    """Overflows until the scale halves, the halving one counted; 0: each does."""
+    """Overflows until the scale halves, including that one; 0: each halves it."""
 
 
 class LossScaler:
-    """Finds the loss scale while training; on the device, so that no step waits for it.
+    """Adjusts the loss scale during training; on the device, so that no step waits.
 
-    All ranks judge by the same norm, that of all gradients, and so come to the same scale.
+    All ranks use the same global gradient norm, and so get the same scale.
 
     Args:
         settings: of the run.
         device: where the gradient norm is.
-        saved: what a checkpoint kept; None starts from `settings.initial`.
+        saved: from a checkpoint; None starts from `settings.initial`.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class LossScaler:
 
     @property
     def scale(self) -> Tensor:
-        """What the loss of the next step is multiplied by; a scalar that nobody changes."""
+        """Factor for the loss of the next step; a scalar never changed in place."""
         return self._scale
 
     def update(self, norm: Tensor) -> Tensor:
-        """Takes in the gradient norm of a step.
+        """Adds the gradient norm of a step.
 
         Returns:
-            1 where it overflowed and a smaller scale may help, 0 where it did not or the scale
-            is at its minimum, on the device.
+            1 if it overflowed and a smaller scale may help, 0 if not or the scale is at its
+            minimum, on the device.
         """
         settings, scale = self._settings, self._scale
         overflowed = ~torch.isfinite(norm)
@@ -88,7 +88,7 @@ class LossScaler:
         return (overflowed & (scale > settings.minimum)).float()
 
     def as_saved(self) -> SavedScale:
-        """Gives what a checkpoint keeps, exactly, so that a resumed run scales alike."""
+        """Returns the exact state for a checkpoint, so that a resumed run scales alike."""
         return SavedScale(
             scale=self._scale.item(),
             good_steps=int(self._good_steps.item()),

@@ -1,15 +1,15 @@
-"""What a run said of itself: the lines that count, those that were done again, and what happened.
+"""The history of a run from its metrics: valid lines, repeated lines and events.
 
-A resumed run does again what its checkpoint did not hold, and so does one that goes back after a
-spike. Everything after the step it goes on from is abandoned:
+A resumed run repeats the steps after its checkpoint, and so does a run that rolls back after a
+spike. All lines after the step it continues from are abandoned:
 
-    row   line                       goes on from, later   is kept
+    row   line                       later resumed from    is kept
     0     train step 10, loss 9.1    10                    yes
-    1     train step 20, loss 8.0    10                    no: an abandoned way
+    1     train step 20, loss 8.0    10                    no: abandoned
           start step 10, resumed
     2     train step 20, loss 7.9    -                     yes
 
-A run of a million lines is held as columns of numbers, not as a million objects.
+Lines are stored as columns of numbers, not as a million objects.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLUMNS = (
     *("memory_bytes", "skipped_steps", "seconds_left"),
 )
 GREATEST = 1e100
-"""No quantity comes near; greater ones only break the arithmetic of drawing."""
+"""Far above any real quantity; larger ones only break the arithmetic of drawing."""
 
 Line = dict[str, Any]
 Curve = NDArray[np.float64]
@@ -51,23 +51,23 @@ class Table:
         return self.columns[key]
 
     def pick(self, rows: NDArray[Any]) -> Table:
-        """Gives the rows that a mask, or a list of row numbers, names."""
+        """Returns the rows of a mask or of a list of row numbers."""
         return Table({key: values[rows] for key, values in self.columns.items()})
 
     def last(self, key: str) -> float | None:
-        """Gives the newest number of a column; None where there is none."""
+        """Returns the newest number of a column; None if there is none."""
         values = self[key][np.isfinite(self[key])]
         return float(values[-1]) if len(values) else None
 
     def median(self, key: str) -> float | None:
-        """Gives the median of the numbers of a column; None where there are none."""
+        """Returns the median of the numbers of a column; None if there are none."""
         values = self[key][np.isfinite(self[key])]
         return float(np.median(values)) if len(values) else None
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that did not go straight on.
+    """An interruption of the run.
 
     Attributes:
         step: where the curve goes on, or where the steps in question end.
@@ -82,7 +82,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a run said of itself, in the order of its steps.
+    """The metrics of a run, in step order.
 
     Attributes:
         train: one row each few steps.
@@ -109,30 +109,30 @@ class Metrics:
     damage: str = ""
 
     def tokens_at(self, steps: list[int]) -> Curve:
-        """Gives the tokens consumed at steps, between the logged ones in proportion."""
+        """Returns the tokens consumed at steps, interpolated between logged ones."""
         known = np.isfinite(self.train["tokens"])
         x = np.concatenate([[0.0], self.train["step"][known]])
         y = np.concatenate([[0.0], self.train["tokens"][known]])
         return np.array(np.interp(steps, x, y), float)
 
     def count(self, kind: EventKind) -> int:
-        """Says how often something happened; of skipped steps, how many there are."""
+        """Returns how often an event happened; for skipped steps, their number."""
         return sum(event.count for event in self.events if event.kind == kind)
 
     @property
     def held_out_losses(self) -> list[Line]:
-        """Those of the evaluations that found a number."""
+        """The evaluations with a finite loss."""
         return [line for line in self.evaluations if is_finite(line.get("loss"))]
 
 
 def is_finite(value: object) -> bool:
-    """Whether a value from JSON is a number to reckon with."""
+    """Whether a JSON value is a usable number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and abs(value) < GREATEST  # type: ignore[arg-type]  # False for NaN
 
 
 class History:
-    """Takes in the lines of a run one after another; those that were abandoned are told apart.
+    """Consumes the lines of a run one by one, and separates abandoned ones.
 
     Args:
         forgotten_steps: of a run that was in the same folder, and is not this one.
@@ -157,7 +157,7 @@ class History:
         self._last_time: float | None = None
 
     def add(self, line: Line) -> None:
-        """Takes in one line, whose numbers are numbers."""
+        """Consumes one line, whose numbers are valid."""
         kind, step = line["kind"], int(line["step"])
         time = float(line["time"]) if is_finite(line.get("time")) else None
         if kind == "start":
@@ -185,7 +185,7 @@ class History:
         if kind == "save":
             self._last_save = line
         elif kind == "save failed":
-            problem = line.get("problem", "it did not say why")
+            problem = line.get("problem", "unknown reason")
             self._note("save failed", step, f"a checkpoint was not saved: {problem}")
         elif kind == "rollback":
             self._roll_back(line, step)
@@ -210,7 +210,7 @@ class History:
         self._device = str(line.get("device") or self._device)
 
     def _roll_back(self, line: Line, step: int) -> None:
-        text = f"went back to step {step:,}"
+        text = f"rolled back to step {step:,}"
         if is_finite(line.get("from_step")):
             text += f" from step {int(line['from_step']):,}"
         if is_finite(line.get("skipped_sequences")):
@@ -224,8 +224,8 @@ class History:
         self._samples = {key: line for key, line in self._samples.items() if key[0] <= step}
 
     def metrics(self, damage: str) -> Metrics:
-        """Gives everything so far."""
-        # A copy: an array that numpy looks into cannot grow.
+        """Returns the metrics so far."""
+        # A copy: an array with a numpy view cannot grow.
         rows = Table({key: np.array(column, float) for key, column in self._train.items()})
         kept, abandoned = _tell_apart(rows, self._cuts)
         events = [*self._events, *_skipped(kept)]
@@ -256,7 +256,7 @@ def _tell_apart(rows: Table, cuts: list[tuple[int, int]]) -> tuple[Table, list[T
     went_on_from[:end] = least
     is_kept = steps <= went_on_from
     kept = np.flatnonzero(is_kept)
-    # Of two lines of one step the later counts; unique finds the first, so it looks backwards.
+    # The later of two lines of one step counts; unique finds the first, so it searches backwards.
     _, first = np.unique(steps[kept][::-1], return_index=True)
     train = rows.pick(kept[::-1][first])
     borders = [0, *(position for position, _ in cuts), len(rows)]
@@ -267,7 +267,7 @@ def _tell_apart(rows: Table, cuts: list[tuple[int, int]]) -> tuple[Table, list[T
 
 
 def _skipped(train: Table) -> list[Event]:
-    """Finds where the count of skipped steps grew."""
+    """Finds the steps where the skipped count grew."""
     known = np.isfinite(train["skipped_steps"])
     steps, counts = train["step"][known], train["skipped_steps"][known]
     grown = np.diff(counts, prepend=0.0)

@@ -1,10 +1,10 @@
-"""Whether a run is alive, without asking its processes: its lock and outcome.json tell.
+"""Whether a run is alive, from its lock and outcome.json, without its processes.
 
 lock is held    outcome.json             the run
 yes             (of an earlier start)    is training
-no              there                    has ended, as it says
-no              not there                was killed, or lost its machine
-cannot tell     not there                is training if its metrics are young
+no              exists                   has ended, for the reason there
+no              missing                  was killed, or lost its machine
+unknown         missing                  is training if its metrics are recent
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from trainyard.report.summary import load_facts
 YOUNG_SECONDS = 600.0
 MEANINGS: dict[object, str] = {
     EXIT_REQUEUE: "; the same command continues",
-    EXIT_HOLD: "; somebody has to look before it is started again",
+    EXIT_HOLD: "; needs attention before it is started again",
 }
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """Whether a run is training, and a line that says so."""
+    """Whether a run is training, with one line of text."""
 
     is_training: bool
     text: str
 
 
 def find_liveness(folder: Path) -> Liveness:
-    """Looks whether somebody trains in a run folder.
+    """Finds out whether a process trains in a run folder.
 
     Raises:
         DataError: its outcome.json is damaged.
@@ -43,11 +43,11 @@ def find_liveness(folder: Path) -> Liveness:
         return Liveness(True, f"training: {holder}")
     outcome = load_facts(folder / "outcome.json")
     if outcome:
-        reason = str(outcome.get("reason", "without saying why")).split("\n")[0]
+        reason = str(outcome.get("reason", "unknown reason")).split("\n")[0]
         return Liveness(False, f"ended: {reason}{MEANINGS.get(outcome.get('exit_code'), '')}")
     if holder is None and (age := _metrics_age(folder)) is not None and age < YOUNG_SECONDS:
-        return Liveness(True, "training, it seems: its file system has no locks to tell by")
-    return Liveness(False, "not running, and it did not say why: killed, or its machine failed")
+        return Liveness(True, "probably training: its file system has no locks to check")
+    return Liveness(False, "not running, reason unknown: killed, or its machine failed")
 
 
 def _metrics_age(folder: Path) -> float | None:

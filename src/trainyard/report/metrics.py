@@ -1,12 +1,12 @@
-"""Reads metrics.jsonl of a run folder, also while it is being written.
+"""Reads metrics.jsonl of a run folder, even while it is being written.
 
     {"kind": "start", "time": 0.0, "step": 0, "resumed": false}
     {"kind": "train", "time": 9.0, "step": 10, "tokens": 5120, "loss": 9.1, ...}
     {"kind": "train", "time": 18.0, "step": 20, "tokens": 10240, "loss": 8.0, ...}
     {"kind": "tra
 
-The last line may be cut short, as a killed process leaves it, or as it is half written. Any other
-line that cannot be read is counted and skipped: a report of the rest is better than none.
+The last line may be incomplete, after a kill or during a write. Any other unreadable line is
+counted and skipped, so that the rest can be reported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LINE_LIMIT_BYTES = 16 * 2**20
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Reads metrics.jsonl as it is now.
+    """Reads the current metrics.jsonl.
 
     Raises:
         DataError: it is missing, or nothing in it can be read.
@@ -52,14 +52,14 @@ class MetricsFile:
         self._history = History()
 
     def new_lines(self) -> Iterator[Line]:
-        """Yields the whole lines since the last call, each one after it is taken in.
+        """Yields the complete lines since the last call, each after processing it.
 
         Raises:
             DataError: the file is missing.
         """
         try:
             with open_file(self._path) as file:
-                if file.seek(0, 2) < self._offset:  # another file took its place
+                if file.seek(0, 2) < self._offset:  # the file was replaced
                     self._begin()
                 file.seek(self._offset)
                 while (raw := file.readline(LINE_LIMIT_BYTES)).endswith(b"\n") or (
@@ -73,18 +73,18 @@ class MetricsFile:
         except OSError as error:
             raise DataError(
                 f"cannot read {self._path}: {error.strerror}",
-                "a run folder has its metrics.jsonl as soon as training has started",
+                "a run folder has a metrics.jsonl once training has started",
             ) from None
 
     def metrics(self) -> Metrics:
-        """Gives what the lines so far come to.
+        """Returns the metrics of the lines so far.
 
         Raises:
             DataError: there are lines, and none of them can be read.
         """
         if self._n_damaged and self._n_damaged == self._n_lines:
             raise DataError(
-                f"{self._path} has no line that can be read; {self._first_damage}",
+                f"{self._path} has no readable line; {self._first_damage}",
                 "restore the file from a copy, or remove it",
             )
         damage = ""
@@ -108,7 +108,7 @@ class MetricsFile:
 
 
 def _checked(line: Any) -> Line:
-    """Gives a line whose values have the types that they are used with.
+    """Returns a line with checked value types.
 
     Raises:
         ValueError: it is none.

@@ -1,4 +1,4 @@
-"""The report: one HTML file that shows how runs went, without scripts and without a network."""
+"""The report: one HTML file on one or more runs, without scripts or network access."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def write_report(run_folders: list[Path], output: Path, png_folder: Path | None = None) -> None:
-    """Writes the report of one or several runs.
+    """Writes the report of one or more runs.
 
     Args:
         run_folders: of the runs, in the order in which they are shown.
@@ -94,7 +94,7 @@ def render_page(runs: list[ReportedRun]) -> str:
 
 
 def _distinguish(runs: list[ReportedRun]) -> list[ReportedRun]:
-    """Adds the folder to names that several runs share."""
+    """Appends the folder to names shared by several runs."""
     names = [reported.name for reported in runs]
     return [
         replace(reported, name=f"{reported.name} ({reported.folder})")
@@ -105,7 +105,7 @@ def _distinguish(runs: list[ReportedRun]) -> list[ReportedRun]:
 
 
 def build_curves(reported: ReportedRun) -> RunCurves:
-    """Picks what is drawn of a run."""
+    """Selects the curves of a run to draw."""
     return RunCurves(reported.name, reported.metrics, reported.evaluation.get("unigram_loss"))
 
 
@@ -116,8 +116,8 @@ def _save_plots(folder: Path, runs: list[RunCurves]) -> None:
             save_png(plot, folder)
     except OSError as error:
         raise MachineError(
-            f"cannot write plots into {folder}: {error.strerror}",
-            "give --png a folder that you may write to",
+            f"cannot write plots to {folder}: {error.strerror}",
+            "pass a writable folder to --png",
         ) from None
 
 
@@ -130,7 +130,7 @@ def _render_heading(reported: ReportedRun, *, alone: bool) -> str:
         *([f"on {metrics.device}"] if metrics.device else []),
         f"ended: {reported.reason}"
         if reported.reason
-        else "not ended, or ended without saying why",
+        else "still running, or ended for an unknown reason",
     ]
     facts = escape("; ".join(parts))
     damage = f'<p class="alert">{escape(metrics.damage)}.</p>\n' if metrics.damage else ""
@@ -158,7 +158,7 @@ def _render_comparison(runs: list[ReportedRun]) -> str:
 
 
 def _render_curves(runs: list[ReportedRun]) -> str:
-    """Draws the loss twice: as large as a screen allows, and as small as a phone needs."""
+    """Draws the loss twice: large for a screen, and small for a phone."""
     curves = [build_curves(reported) for reported in runs]
     large = render_svg(build_plot(LOSS, curves, scale=2), "large-")
     loss, *others = (render_svg(plot) for plot in build_plots(curves))
@@ -171,15 +171,15 @@ def _render_curves(runs: list[ReportedRun]) -> str:
     notes = []
     if any(len(run.metrics.train) > n_points for run in curves):
         notes.append(
-            f"Curves of more than {n_points} points are cut into so many stretches: the line is "
-            "the mean of each, the band goes from its least to its greatest."
+            f"Curves of more than {n_points} points are divided into {n_points} intervals: the "
+            "line is the mean of each, the band spans its minimum to maximum."
         )
     if any(n > MARKS_LIMIT for run in curves for n in _count_by_kind(run)):
-        notes.append(f"Of more than {MARKS_LIMIT} marks of a kind, {MARKS_LIMIT} are drawn.")
+        notes.append(f"At most {MARKS_LIMIT} marks of each kind are drawn.")
     if any(run.metrics.abandoned for run in curves):
         notes.append(
-            "Faint lines are steps that were done again after a restart or on going back; only "
-            "what was done last counts."
+            "Faint lines are steps that were repeated after a restart or rollback; only the last "
+            "repetition counts."
         )
     note = f'\n<p class="muted">{" ".join(notes)}</p>' if notes else ""
     return f'<div class="plots">\n{chr(10).join(figures)}\n</div>{note}'
@@ -216,7 +216,7 @@ def _render_samples(reported: ReportedRun, *, alone: bool) -> str:
 
 
 def _spread(lines: list[Line]) -> list[Line]:
-    """Picks lines at equal distances, the first and the last among them."""
+    """Picks evenly spaced lines, including the first and the last."""
     n_shown = min(SAMPLES_SHOWN, len(lines))
     return [lines[round(i * (len(lines) - 1) / max(1, n_shown - 1))] for i in range(n_shown)]
 

@@ -1,7 +1,7 @@
 """Finished drawings, as SVG for the page and as PNG for papers.
 
-One figure serves both: it is drawn in the colours of the light page. In the SVG each of these
-colours is replaced by a CSS variable of the page, so that the drawing turns with the dark mode.
+Both use one figure, drawn in the colours of the light page. The SVG replaces each of these colours
+with a CSS variable of the page, so that the drawing follows dark mode.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CSS_OF_COLOUR = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A finished drawing and the sentence that stands for it where it cannot be seen."""
+    """A finished drawing with its alternative text."""
 
     name: str
     title: str
@@ -45,7 +45,7 @@ class Plot:
 
 
 def render_svg(plot: Plot, id_prefix: str = "") -> str:
-    """Renders a plot to stand inside a page: text as text, colours from the page's CSS.
+    """Renders a plot for a page: text as text, colours from the page's CSS.
 
     Args:
         plot: to render.
@@ -60,7 +60,7 @@ def render_svg(plot: Plot, id_prefix: str = "") -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
-    # A hundredth of a point is enough, and half as many bytes.
+    # A hundredth of a point is enough, and halves the size.
     svg = re.sub(r'(?<= d=")[^"]*', lambda d: re.sub(r"(\.\d\d)\d+", r"\1", d.group()), svg)
     # Several drawings share one page: their ids must differ.
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{id_prefix}{plot.name}-", svg)
@@ -86,7 +86,7 @@ def save_png(plot: Plot, folder: Path) -> Path:
 
 @contextmanager
 def drawing_style() -> Iterator[None]:
-    """Sets the fonts and colours that a figure is made and written with."""
+    """Sets the fonts and colours of a figure."""
     settings = {
         "svg.fonttype": "none",
         "svg.hashsalt": "trainyard",

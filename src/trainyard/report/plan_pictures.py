@@ -1,4 +1,4 @@
-"""Pictures of a plan: memory of each rank against what there is, and one step as ranks see it."""
+"""Pictures of a plan: memory of each rank against its capacity, and the timeline of one step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def draw_plan(
     usable_bytes: int | None,
     time: StepTime | None,
 ) -> Figure:
-    """Draws memory by pipeline rank, and below it a step's time line by pipeline rank.
+    """Draws memory by pipeline rank, and below it the timeline of a step.
 
     Args:
         run: the run.
@@ -81,7 +81,7 @@ def draw_plan(
 
 
 def save_picture(figure: Figure, path: Path) -> None:
-    """Writes a drawing as the ending of its name says, .png or .svg.
+    """Writes a drawing in the format of its extension, .png or .svg.
 
     Raises:
         MachineError: the file cannot be written.
@@ -96,7 +96,7 @@ def save_picture(figure: Figure, path: Path) -> None:
             )
     except OSError as error:
         raise MachineError(
-            f"cannot write {path}: {error.strerror}", "name another file: --picture"
+            f"cannot write {path}: {error.strerror}", "use another file: --picture"
         ) from error
 
 
@@ -169,7 +169,7 @@ def _draw_step(axes: Any, run: Run, plan: Plan, time: StepTime) -> None:
 
 
 def _label(axes: Any, rank: int, each: Pass, end: float) -> None:
-    """Writes the number of a micro batch where there is room for it."""
+    """Writes the number of a micro batch if there is room for it."""
     if each.end - each.start > 0.012 * end:
         middle = (each.start + each.end) / 2
         axes.text(

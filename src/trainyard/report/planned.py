@@ -1,4 +1,4 @@
-"""What was planned of a run beside what came of it."""
+"""Planned and measured figures of a run, side by side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOW_BIT_STATE_BYTES = 1 + 2 + 1 + 2 + 4 / SCALED_COLUMNS
 
 
 def compare_with_plan(reported: ReportedRun) -> dict[str, tuple[str, str]]:
-    """Gives, by the name of a quantity, what was planned and what was measured."""
+    """Returns the planned and the measured value by quantity."""
     plan, train, run = reported.plan, reported.metrics.train, reported.run
     n_parameters, n_tokens = _number(plan, "n_parameters"), _number(plan, "n_tokens")
     per_token, tokens = _number(plan, "model_flops_per_token"), train.last("tokens")
@@ -51,7 +51,7 @@ def compare_with_plan(reported: ReportedRun) -> dict[str, tuple[str, str]]:
         ),
         "Devices": (show(n_ranks, whole[0]), reported.metrics.device or UNKNOWN),
         "TFLOP/s per device": (
-            UNKNOWN if peak is None else f"{peak:,.4g}, its peak",
+            UNKNOWN if peak is None else f"{peak:,.4g} peak",
             UNKNOWN if tflops is None else f"{tflops:,.4g}, median",
         ),
         "Tokens/s per device": (UNKNOWN, "" if rate is None else f"{large(rate)}, median"),
@@ -67,7 +67,7 @@ def compare_with_plan(reported: ReportedRun) -> dict[str, tuple[str, str]]:
 
 
 def least_state_bytes(run: Run, plan: dict[str, Any]) -> float | None:
-    """Gives what weights, gradients and both moments take on each device.
+    """Returns the bytes of weights, gradients and both moments on each device.
 
     The bytes of activations, of copies in other formats and of buffers come on top. None where the
     plan does not say enough.
@@ -80,7 +80,7 @@ def least_state_bytes(run: Run, plan: dict[str, Any]) -> float | None:
         return None
     tensor, pipeline, shard, context = sizes
     n_shards, stage = shard * context, run.parallel.zero_stage
-    # Stage 1 cuts the moments, stage 2 the gradients too, stage 3 the weights as well.
+    # Stage 1 shards the moments, stage 2 also the gradients, stage 3 also the weights.
     copies = sum(1 / n_shards if stage >= least else 1.0 for least in (1, 1, 2, 3))
     in_few_bits = 0.0
     if run.precision.kind == "fp8_lowbit":
@@ -94,7 +94,7 @@ def least_state_bytes(run: Run, plan: dict[str, Any]) -> float | None:
 
 
 def _in_checkpoint(reported: ReportedRun) -> str:
-    """Counts the weights in the newest checkpoint that says what it holds."""
+    """Counts the weights in the newest checkpoint with a readable manifest."""
     for path in sorted(reported.folder.glob("checkpoints/step-*/manifest.json"), reverse=True):
         n_weights = sum(_weights(path))
         if n_weights:
@@ -109,7 +109,7 @@ def _weights(manifest: Path) -> Iterator[int]:
             if name.startswith("model."):
                 yield math.prod(int(size) for size in tensor["shape"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return  # `trainyard check checkpoint` says what is wrong with it
+        return  # `trainyard check checkpoint` reports the problem
 
 
 def _number(plan: dict[str, Any], key: str) -> float | None:

@@ -1,7 +1,7 @@
 """Curves of one or several runs over the tokens consumed, with restarts and rollbacks marked.
 
-A curve of more points than a drawing can show is cut into stretches of equally many: the line is
-the mean of each, the band around it goes from the least to the greatest, so no spike is lost.
+A curve with too many points to draw is divided into intervals with equal numbers of points: the
+line is the mean of each, the band spans its minimum to maximum, so no spike is lost.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HELD_OUT, UNIGRAM, ABANDONED = "held out", "token frequencies alone", "done agai
 HELD_OUT_STYLE: Any = {"marker": "o", "markersize": 3.5, "linestyle": ""}
 MARKS: dict[EventKind, tuple[str, str]] = {
     "restart": ("restart", ":"),
-    "rollback": ("went back", "--"),
+    "rollback": ("rollback", "--"),
     "save failed": ("save failed", "-."),
 }
 LINE_STYLES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1.5, 1)))
@@ -85,7 +85,7 @@ QUANTITIES = (
 
 @dataclass(frozen=True)
 class RunCurves:
-    """What is drawn of one run."""
+    """The curves of one run."""
 
     name: str
     metrics: Metrics
@@ -207,7 +207,7 @@ def _thin(table: Table, key: str, n_points: int) -> Thin:
 
 
 def _some(rows: Any) -> Any:
-    """Picks as many as can be told apart, at equal distances."""
+    """Picks as many evenly spaced marks as can be distinguished."""
     n_shown = min(MARKS_LIMIT, len(rows))
     return rows[np.linspace(0, len(rows) - 1, n_shown).astype(int)]
 
@@ -246,7 +246,7 @@ def _scale(axes: Any, quantity: Quantity, runs: list[RunCurves]) -> None:
 
 
 def _add_legend(figure: Figure, axes: Any, runs: list[RunCurves], scale: float) -> None:
-    """Names each kind of line once, below the axes, where it hides nothing."""
+    """Draws a legend of line kinds below the axes, where it hides no data."""
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     lines = {run.name: handles.pop(run.name) for run in runs}
     if len(runs) == 1:
@@ -274,11 +274,11 @@ def _add_legend(figure: Figure, axes: Any, runs: list[RunCurves], scale: float) 
         columnspacing=1.2,
     )
     for text in legend.get_texts():
-        text.set_parse_math(False)  # names are text, never formulas
+        text.set_parse_math(False)  # names are text, not formulas
 
 
 def _legend_columns(labels: list[str], width: float) -> int:
-    """Finds into how many columns labels fit, which are filled one after another."""
+    """Finds how many columns of labels fit, filled column by column."""
     room = width * LEGEND_CHARACTERS_PER_INCH
     for n_columns in range(len(labels), 1, -1):
         columns = np.array_split(labels, n_columns)
@@ -288,7 +288,7 @@ def _legend_columns(labels: list[str], width: float) -> int:
 
 
 def _shorten(name: str) -> str:
-    """Leaves the end of a long name, where a path says most."""
+    """Keeps the end of a long name, the most specific part of a path."""
     return name if len(name) <= NAME_CHARACTERS else f"…{name[1 - NAME_CHARACTERS :]}"
 
 

@@ -1,4 +1,4 @@
-"""A run on a terminal: what it is doing, how far it is, and its loss drawn in characters."""
+"""A run on a terminal: state, progress, and the loss curve in characters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 @dataclass(frozen=True)
 class Screen:
-    """What is shown of a run.
+    """The displayed state of a run.
 
     Attributes:
         name: of the run.
@@ -47,7 +47,7 @@ class Screen:
 def render_screen(
     screen: Screen, width: int, height: int, *, in_unicode: bool = True
 ) -> RenderableType:
-    """Renders everything; what there is no room for gets smaller: last lines, then the curve.
+    """Renders the screen; without room, first shortens the last lines, then the curve.
 
     Args:
         screen: what to show.
@@ -63,7 +63,7 @@ def render_screen(
     if metrics.damage:
         parts.append(Text(printable(metrics.damage), style="yellow"))
     if not len(metrics.train):
-        parts.append(Text("no step is logged yet", style="dim"))
+        parts.append(Text("no steps logged yet", style="dim"))
         n_free = height
     else:
         facts = _facts(metrics)
@@ -82,7 +82,7 @@ def render_screen(
 
 
 def describe_line(line: Line, n_steps: int | None) -> str:
-    """Gives a line of metrics.jsonl as a line of text; empty for kinds that are not known."""
+    """Formats a line of metrics.jsonl as text; empty for unknown kinds."""
     step = f"step {int(line['step']):,}"
     if line["kind"] == "train":
         columns = [
@@ -102,7 +102,7 @@ def describe_line(line: Line, n_steps: int | None) -> str:
         "sample": f"sample: {line.get('prompt')}{line.get('text')}",
         "save": f"saved {memory(line.get('bytes'))} in {_seconds(line.get('seconds'))}",
         "save failed": f"a checkpoint was not saved: {line.get('problem')}",
-        "rollback": f"went back here from step {line.get('from_step')}; "
+        "rollback": f"rolled back here from step {line.get('from_step')}; "
         f"{line.get('skipped_sequences')} sequences are skipped",
         "end": f"ended: {line.get('reason')}",
     }
@@ -113,7 +113,7 @@ def describe_line(line: Line, n_steps: int | None) -> str:
 def draw_curve(
     x: Curve, y: Curve, width: int, n_rows: int, *, in_unicode: bool = True
 ) -> list[str]:
-    """Draws a curve in characters, from its least to its greatest; nothing where there is no room.
+    """Draws a curve in characters, from minimum to maximum; empty if there is no room.
 
     Of more lines than dots, each dot shows the mean of equally many.
     """
@@ -146,7 +146,7 @@ def draw_curve(
 
 
 def printable(text: str) -> str:
-    """Takes out of a text what a terminal would obey."""
+    """Replaces the control characters of a text."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
@@ -187,7 +187,7 @@ def _facts(metrics: Metrics) -> Grid:
         "memory": memory(train.last("memory_bytes")),
         "consumed": f"{large(train.last('tokens'))} tokens in {format_seconds(metrics.seconds)}",
         "checkpoint": saved + (f"; {n_failed} failed" if n_failed else ""),
-        "mishaps": f"{show(train.last('skipped_steps'), '{:.0f}')} skipped steps, "
+        "incidents": f"{show(train.last('skipped_steps'), '{:.0f}')} skipped steps, "
         f"{metrics.count('restart')} restarts, {metrics.count('rollback')} rollbacks",
     }
     grid = Grid.grid(padding=(0, 2, 0, 0))

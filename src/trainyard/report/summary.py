@@ -1,4 +1,4 @@
-"""Reads a run folder for the report, and picks the numbers that sum it up."""
+"""Reads a run folder for the report, and selects its key figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN = "–"  # noqa: RUF001  (the dash that tables use)
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """Everything a run folder says about its run.
+    """The contents of a run folder.
 
     Attributes:
         name: of the run; of the folder too, where several runs have the same.
@@ -40,7 +40,7 @@ class ReportedRun:
 
     @property
     def reason(self) -> str:
-        """Why it ended; empty while it runs, or when it was killed."""
+        """The reason why it ended; empty while it runs, or if it was killed."""
         return self.metrics.reason or str(self.outcome.get("reason", "")).split("\n")[0]
 
 
@@ -88,7 +88,7 @@ def load_run_of(folder: Path) -> Run:
 
 
 def load_facts(path: Path) -> dict[str, Any]:
-    """Reads an object; one that is not there is empty.
+    """Reads a JSON object; empty if the file does not exist.
 
     Raises:
         DataError: it cannot be read, or is none.
@@ -100,12 +100,12 @@ def load_facts(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}", "remove it, or restore it") from None
     if not isinstance(content, dict):
-        raise DataError(f"{path} holds no JSON object", "remove it, or restore it")
+        raise DataError(f"{path} is not a JSON object", "remove it, or restore it")
     return content
 
 
 def summarise(reported: ReportedRun) -> list[Figure]:
-    """Lists the numbers of a run, the most telling first."""
+    """Lists the key figures of a run, most important first."""
     metrics, evaluation, train = reported.metrics, reported.evaluation, reported.metrics.train
     step, n_steps = train.last("step"), reported.plan.get("n_steps")
     of_steps = f"of {n_steps:,}" if is_finite(n_steps) else ""
@@ -128,7 +128,7 @@ def summarise(reported: ReportedRun) -> list[Figure]:
         Figure(
             "Frequency loss",
             show(evaluation.get("unigram_loss"), "{:.4f}"),
-            "what token frequencies alone reach",
+            "from token frequencies alone",
         ),
         Figure("Tokens/s", large(train.median("tokens_per_second_per_device")), "per device"),
         Figure("TFLOP/s", tflops, f"per device{of_peak}"),
@@ -137,21 +137,21 @@ def summarise(reported: ReportedRun) -> list[Figure]:
         Figure("Tokens", large(train.last("tokens")), "consumed"),
         Figure("Parameters", large(reported.plan.get("n_parameters"))),
         Figure("Peak memory", memory(train.last("memory_bytes")), metrics.device),
-        Figure("Restarts", f"{n_restarts:,}", f"went back: {n_back:,}" if n_back else ""),
+        Figure("Restarts", f"{n_restarts:,}", f"rollbacks: {n_back:,}" if n_back else ""),
         Figure("Skipped steps", show(train.last("skipped_steps"), "{:,.0f}"), "no update"),
     ]
 
 
 def show(value: Any, style: str) -> str:
-    """Formats a number; what is none is a dash."""
+    """Formats a number; a dash if it is missing."""
     return style.format(value) if is_finite(value) else UNKNOWN
 
 
 def large(value: Any) -> str:
-    """Formats a number to three digits and a prefix; what is none is a dash."""
+    """Formats a number to three digits and a prefix; a dash if it is missing."""
     return format_large(value) if is_finite(value) else UNKNOWN
 
 
 def memory(value: Any) -> str:
-    """Formats a number of bytes; what is none is a dash."""
+    """Formats a number of bytes; a dash if it is missing."""
     return format_bytes(value) if is_finite(value) else UNKNOWN

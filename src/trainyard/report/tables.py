@@ -52,12 +52,12 @@ def render_table(
 
 
 def in_a_box(table: str) -> str:
-    """Puts a table where it scrolls by itself, by touch and by the keyboard."""
+    """Wraps a table in its own scroll area, for touch and keyboard."""
     return f'<div class="card scroll" tabindex="0">{table}</div>'
 
 
 def render_events(runs: list[ReportedRun]) -> str:
-    """Lists what did not go straight on; of very many, the first and the last."""
+    """Lists the events of a run; if there are very many, only the first and the last."""
     found = [(run.name, event) for run in runs for event in run.metrics.events]
     if not found:
         return '<p class="muted">No restart, rollback, skipped step, failed save or stop.</p>\n'
@@ -85,18 +85,18 @@ def render_events(runs: list[ReportedRun]) -> str:
 
 
 def render_settings(runs: list[ReportedRun]) -> str:
-    """Shows what differs from the defaults or the nearest preset; the rest can be unfolded."""
+    """Shows differences from the defaults or the nearest preset; the rest is collapsed."""
     defaults = _flatten(Run())
     columns = [_flatten(reported.run) for reported in runs]
     headings = [reported.name for reported in runs]
     if len(runs) == 1:
         preset, compared = find_nearest_preset(columns[0])
-        note = f"Marked: what differs from the nearest preset, {escape(preset)}."
+        note = f"Marked: differences from the nearest preset, {escape(preset)}."
         others = [defaults, compared]
         headings = ["this run", "default", f"preset {preset}"]
         marked = {(0, key) for key in columns[0] if columns[0][key] != compared.get(key)}
     else:
-        note = "Marked: what differs between the runs."
+        note = "Marked: differences between the runs."
         others, headings = [defaults], [*headings, "default"]
         differing = {key for fields in columns for key in fields if _differs(key, columns)}
         marked = {(number, key) for number in range(len(columns)) for key in differing}
@@ -132,7 +132,7 @@ def find_nearest_preset(fields: Fields) -> tuple[str, Fields]:
 
 
 def as_text(value: Any) -> str:
-    """Writes a value as the page shows it."""
+    """Formats a value for the page."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -146,12 +146,12 @@ def _cell(value: str, is_marked: bool) -> str:
 
 
 def _breakable(key: str) -> str:
-    """Lets a narrow screen break a field's name where its words end."""
+    """Lets a narrow screen break a field name between its words."""
     return escape(key).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def _flatten(run: Run) -> Fields:
-    """Names values by their dotted fields, as a run file on the command line does."""
+    """Maps dotted field names to values, as on the command line."""
     fields: Fields = {}
 
     def add(values: dict[str, Any], prefix: str) -> None:

@@ -1,6 +1,6 @@
-"""Curves of any length as few points, without hiding what lies between them.
+"""Reduces curves of any length to few points, without hiding spikes.
 
-Six points as three stretches of two:
+Six points as three intervals of two:
 
     x      1  2  3  4  5  6        x     1.5  3.5  5.5
     y      4  6  5  9  3  3        mean  5    7    3
@@ -19,18 +19,18 @@ from trainyard.report.history import Curve
 
 @dataclass(frozen=True)
 class Thin:
-    """Mean, least and greatest of each stretch of a curve; NaN where it has no number at all."""
+    """Mean, minimum and maximum of each interval of a curve; NaN if it has no number."""
 
     x: Curve
     mean: Curve
     low: Curve
     high: Curve
     n_in_each: int
-    """Points in the longest stretch; 1: all of them are there."""
+    """Points in the longest interval; 1: no point is dropped."""
 
 
 def thin_out(x: Curve, y: Curve, n_points: int) -> Thin:
-    """Cuts a curve into at most so many stretches of equally many points."""
+    """Divides a curve into at most this many intervals with equal numbers of points."""
     if len(x) <= n_points:
         return Thin(x, y, y, y, 1)
     starts = np.linspace(0, len(x), n_points, endpoint=False).astype(int)

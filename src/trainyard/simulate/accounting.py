@@ -1,15 +1,15 @@
-"""Counts what a training step does to a device, below PyTorch's dispatcher: memory, FLOP, messages.
+"""Counts memory, FLOP and messages of a training step, below PyTorch's dispatcher.
 
-Tensors may be real or fake. Every operation is seen; each memory ("storage") that it gives is
-entered when it is first met, and leaves when the last tensor on it is gone:
+Tensors may be real or fake. Every operation is observed; each storage that it creates is recorded
+when first seen, and released with its last tensor:
 
     operation              change                live
     mm            +        1,024  "mm"           1,024
     gelu          +        2,048  "gelu"         3,072    <- peak
-    (dropped)     -        1,024                 2,048
+    (freed)       -        1,024                 2,048
 
-The entries are kept, so that what was live at the peak can be told afterwards, by name and moment.
-Not seen is memory that a kernel takes for itself, and what an allocator adds by rounding.
+The records show afterwards what was live at the peak, by name and moment. They do not include
+kernels' workspaces or an allocator's rounding.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ COLLECTIVES = {
     "alltoall_base_": "all-to-all",
     "send": "send",
 }
-# The other end of a send; and what only waits or marks, without a message.
+# The other end of a send; and operations that only wait or mark, without a message.
 NO_MESSAGE = {"recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier"}
 _INHERITED = object()
-# torch's table of FLOP has no attention on a CPU.
+# torch's FLOP table lacks CPU attention.
 _CPU_ATTENTION: dict[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop_count,
     "_scaled_dot_product_flash_attention_for_cpu_backward": flop_counter.sdpa_backward_flop_count,
@@ -52,16 +52,16 @@ _CPU_ATTENTION: dict[str, Callable[..., int]] = {
 
 
 class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Books of one rank; active as a context, which may be entered again.
+    """Accounts of one rank; active as a context manager, which may be re-entered.
 
     Attributes:
-        moment: what is being done now, in words; whoever knows sets it.
-        counts_messages: whether they are; not where single numbers travel.
-        live_bytes: all memory there is.
-        peak_bytes: the most there was since `start_over`.
-        flops: of matrix products and attention, by operation.
-        calls: messages by name of the group and kind.
-        message_bytes: the larger of what goes in and comes out of them, added up.
+        moment: the current phase, in words, set by callers.
+        counts_messages: whether to count messages; off for single numbers.
+        live_bytes: current memory.
+        peak_bytes: peak memory since `start_over`.
+        flops: of matmuls and attention, by operation.
+        calls: messages by group name and kind.
+        message_bytes: sum of the larger of input and output of each.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak_moment = ""
 
     def start_over(self) -> None:
-        """Forgets what was counted and the peak, but not what is there."""
+        """Resets counts and peak, but keeps live memory."""
         self.flops.clear()
         self.calls.clear()
         self.message_bytes.clear()
@@ -93,18 +93,18 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak_moment = self.moment
 
     def name(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Names memory that is there, for `largest_at_peak`."""
+        """Names live memory, for `largest_at_peak`."""
         for name, tensor in tensors:
             self._enter_tensor(tensor, name)
             self._labels[_local(tensor).untyped_storage()._cdata] = name
 
     @property
     def peak_moment(self) -> str:
-        """The moment at which there was most."""
+        """The moment of peak memory."""
         return self._peak_moment
 
     def live_at_peak(self) -> Counter[str]:
-        """Adds up, by name, what there was at the peak; a name is that of an operation else."""
+        """Sums live memory at the peak by name; unnamed memory is under its operation."""
         live = dict(self._initial)
         for key, size, label in self._changes[: self._peak_change]:
             if size:
@@ -130,7 +130,7 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if any(map(_is_shell, types)):
-            return NotImplemented  # it comes back with what is inside
+            return NotImplemented  # called again with the inner tensors
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         if self._paused:
@@ -180,13 +180,13 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._peak_moment = self.moment
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Enters the new size of a memory that is known."""
+        """Records the new size of a known storage."""
         if storage._cdata in self._sizes:
             self._resize(storage._cdata, storage.size())
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves out what happens inside its block."""
+        """Ignores everything inside its block."""
         self._paused += 1
         try:
             yield
@@ -195,12 +195,12 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_shell(kind: type) -> bool:
-    """Whether such tensors compute with others inside: distributed ones, and torchao's of fp8."""
+    """Whether tensors of this type wrap others: distributed ones, and torchao's fp8."""
     return issubclass(kind, DTensor) or kind.__name__ == "Float8TrainingTensor"
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, and what an asynchronous one will be."""
+    """This rank's part of a tensor, or the result of an asynchronous one."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     inner: Tensor = getattr(tensor, "elem", tensor)
@@ -208,7 +208,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _group_of(leaves: list[Any]) -> str:
-    """Finds the group among the arguments: as an object, or, in functional calls, as a name."""
+    """Finds the group among the arguments: an object, or a name in functional calls."""
     for leaf in leaves:
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
             name: str = dist.ProcessGroup.unbox(leaf).group_name
@@ -218,10 +218,10 @@ def _group_of(leaves: list[Any]) -> str:
 
 @contextmanager
 def _watch(accounting: Accounting) -> Iterator[None]:
-    """Shows the accounts what goes past the dispatcher, and hides what is no memory.
+    """Shows the accounts what bypasses the dispatcher, and hides operations without memory.
 
-    FSDP2 frees weights by resizing their storage, which is no operation; and DTensor finds out
-    shapes by operations on tensors of the size of all ranks, which nobody has.
+    FSDP2 frees weights by resizing their storage, which is not an operation; and DTensor infers
+    shapes with operations on global-size tensors, which no rank has.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -249,7 +249,7 @@ def _watch(accounting: Accounting) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives an attribute of a class or module another value inside its block."""
+    """Sets an attribute of a class or module inside its block."""
     before = vars(owner).get(name, _INHERITED)
     setattr(owner, name, value)
     try:

@@ -1,20 +1,19 @@
-"""A world that is not there: fake tensors, a fake process group, and a CPU that acts as a GPU.
+"""A fake world: fake tensors, a fake process group, and a CPU that acts like a GPU.
 
-The real code runs in it. Tensors have shapes and no values, so that a rank of 175B parameters fits
-in a laptop; messages go nowhere, so that one process is any rank of 1,024.
+The real code runs in it. Tensors have shapes but no values, so a rank of 175B parameters fits in a
+laptop; messages go nowhere, so one process can be any rank of 1,024.
 
-Fake tensors could say that they are on a GPU, but without one their backward passes cannot run, and
-attention falls back to its slowest form. So they say "cpu", and what GPUs do otherwise is asked for
-where it is decided:
+Fake tensors could claim to be on a GPU, but without one their backward passes cannot run, and
+attention falls back to its slowest form. So they are on "cpu", and GPU behaviour is patched in:
 
-    x.is_cpu                        says no: chunks of the loss, norms of gradients, as on a GPU
-    scaled_dot_product_attention    keeps what the flash kernel keeps, with and without dropout
-    BlockScaledTensor.chunks        gives pieces as large as on a GPU
+    x.is_cpu                        False: chunks of the loss, norms of gradients, as on a GPU
+    scaled_dot_product_attention    saves what the flash kernel saves, with and without dropout
+    BlockScaledTensor.chunks        yields pieces as large as on a GPU
 
-Products in fp8 need nothing: of `torch._scaled_mm` a CPU knows the shapes too. Only its workspace
-on a GPU is not seen.
+Fp8 matmuls need no patch: `torch._scaled_mm` has shapes on a CPU too. Only its GPU workspace is
+missing.
 
-All that is private to PyTorch, and differs between 2.11 and 2.13, is in this file and in
+Everything private to PyTorch, which differs between 2.11 and 2.13, is in this file and
 `accounting.py`.
 """
 
@@ -39,7 +38,7 @@ from trainyard.parallel import model as parallel_model
 from trainyard.precision import block_scaled
 from trainyard.simulate.accounting import replaced
 
-# Of meshes, what computes with real numbers even among fake ones.
+# Mesh functions that compute with real numbers even in fake mode.
 _METHODS_OF_MESHES = (
     "_concatenate",
     "__init__",
@@ -63,10 +62,10 @@ def fake_world(rank: int, n_ranks: int) -> Iterator[None]:
 
 @contextmanager
 def fake_tensors(*, on_gpu: bool) -> Iterator[None]:
-    """Makes all tensors fake that are made inside its block; `on_gpu` acts as a GPU does."""
+    """Makes all tensors created inside its block fake; `on_gpu` acts like a GPU."""
     with ExitStack() as stack:
         stack.enter_context(replaced(nn.Module, "to", _to))
-        # Its threads do not know that tensors are fake, and would draw billions of numbers.
+        # Its threads are not in fake mode, and would draw billions of numbers.
         stack.enter_context(replaced(parallel_model, "initialise", lambda *_: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Values())  # type: ignore[no-untyped-call]
@@ -98,7 +97,7 @@ def _fake_group(rank: int, n_ranks: int) -> Iterator[None]:
 
 
 def _forget_layouts() -> None:
-    """Clears what DTensor remembers; a later world would be given meshes of this one."""
+    """Clears DTensor's cache; a later world would get this one's meshes."""
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _redistribute._gen_transform_infos.cache_clear()
 
@@ -128,7 +127,7 @@ def _real_meshes() -> Iterator[None]:
 
 @contextmanager
 def _no_handshake() -> Iterator[None]:
-    """Leaves out the messages with which stages of a pipeline introduce themselves."""
+    """Skips the messages with which pipeline stages set up connections."""
     schedule = schedules._PipelineSchedule
     if not hasattr(schedule, "_warmup_p2p"):  # torch 2.11: the ranks of a stage's neighbours
         from torch.distributed.pipelining.stage import PipelineStage
@@ -147,9 +146,9 @@ def _no_handshake() -> Iterator[None]:
 
 
 def _to(module: nn.Module, target: torch.device | torch.dtype) -> nn.Module:
-    """Moves nothing, as all is on one device; another precision takes new parameters.
+    """Moves nothing, as all is on one device; a new precision creates new parameters.
 
-    `nn.Module.to` would put new memory into the old ones, which fake ones refuse.
+    `nn.Module.to` would replace the memory of old ones, which fake tensors refuse.
     """
     if isinstance(target, torch.dtype):
         for each in module.modules():
@@ -159,7 +158,7 @@ def _to(module: nn.Module, target: torch.device | torch.dtype) -> nn.Module:
 
 
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers 1 where a program asks a tensor for its value."""
+    """Returns 1 when a program reads a tensor's value."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -171,7 +170,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _acts_as_gpu() -> Iterator[None]:
-    # No mode for functions, as none is active while a backward pass computes a block again.
+    # Not a function mode, as none is active while a backward pass recomputes a block.
     log_softmax = F.log_softmax
 
     def attention(
@@ -182,7 +181,7 @@ def _acts_as_gpu() -> Iterator[None]:
         return cast(Tensor, out)
 
     def log_probabilities(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        if x.dtype == torch.float16:  # of which alone a kernel needs no copy in fp32
+        if x.dtype == torch.float16:  # the only one whose kernel needs no fp32 copy
             return cast(Tensor, torch.ops.aten._log_softmax(x, dim, True))
         return log_softmax(x, dim, dtype=dtype)
 

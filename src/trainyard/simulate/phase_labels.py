@@ -1,4 +1,4 @@
-"""Tells the accounts of a step what is being done: which part of it, which block, whose tokens."""
+"""Labels a step's accounts with the current phase: which part, which block, whose tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trainyard.simulate.accounting import Accounting
 
 
 class PhaseLabels(Heartbeat):
-    """Hears of the phases of a step as the parent process does, and of blocks by hooks on them.
+    """Receives phases of a step like the parent process, and blocks by hooks on them.
 
     Args:
-        books: are told.
-        parallel_model: whose blocks are watched.
+        books: the accounts to label.
+        parallel_model: whose blocks to watch.
     """
 
     def __init__(self, books: Accounting, parallel_model: ParallelModel) -> None:
@@ -37,7 +37,7 @@ class PhaseLabels(Heartbeat):
                 self._watch(model.cross_entropy, "the loss")
 
     def begin_step(self, n_micro_batches: int, optimizer: torch.optim.Optimizer) -> None:
-        """Starts new accounts, with names for what is there between steps."""
+        """Starts new accounts, and names the memory that persists between steps."""
         self._n_micro_batches = n_micro_batches
         self._n_forwards.clear()
         for local in self._parallel_model.local_parameters:
@@ -48,15 +48,15 @@ class PhaseLabels(Heartbeat):
         self._books.start_over()
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Takes note of a phase."""
+        """Records a phase."""
         super().enter(phase, step)
         self._books.moment = phase
-        # Of the update there is but the norm of all gradients.
+        # The update's only message is the norm of all gradients.
         self._books.counts_messages = phase != "update"
 
     def _watch(self, module: nn.Module, name: str) -> None:
         def before(_module: nn.Module, _arguments: Any) -> None:
-            if _is_in_backward():  # computed again
+            if _is_in_backward():  # recomputed
                 return
             self._n_forwards[name] = self._n_forwards.get(name, 0) + 1
             self._say("forward of", name, self._n_forwards[name])

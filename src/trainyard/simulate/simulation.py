@@ -1,17 +1,17 @@
-"""The real training step of any rank of any layout, run without its device, and what it takes.
+"""Simulates the real training step of any rank of any layout, without its device.
 
-The model, its cuts, the optimizer and the step are those that train; only tensors, messages and
-the other ranks are not there. So the memory of a rank is found to the byte, with the moment at
-which there is most, and all its messages: what the formulas of `plan` are checked against.
+Model, sharding, optimizer and step are those of training; only tensors, messages and other ranks
+are fake. So it finds a rank's memory to the byte, the moment of its peak, and all its messages,
+to verify the formulas of `plan`.
 
-In fp8 the products are those of a GPU that has them, whatever this machine has:
+Fp8 matmuls are those of a GPU with fp8, whatever this machine has:
 
-    counted as there    fp8 copies and scales of what is multiplied, and of the transposes that the
-                        kernel wants; FLOP of `_scaled_mm`; codes that travel and are kept
-    more than there     nothing is compiled: fp32 copies from which fp8 is made, and the temporaries
-                        of the update of low-precision state, are memory here for a moment
+    counted as there    fp8 copies and scales of inputs, and of the transposes that the kernel
+                        needs; FLOP of `_scaled_mm`; codes that are sent and kept
+    more than there     nothing is compiled: fp32 sources of fp8 copies, and temporaries of the
+                        update of low-precision state, briefly take memory here
     less than there     workspace of kernels
-    as the run says     with precision.fp8.emulate = true, the products in fp32 that emulate it
+    as configured       with precision.fp8.emulate = true, the fp32 matmuls that emulate it
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from trainyard.train.worker import COMPUTE_DTYPES
 
 N_LARGEST = 12
 FEWEST_MICRO_BATCHES = 3
-"""The first, the last and one between can differ in what they hold and send."""
+"""The first, the last and a middle one can differ in memory and messages."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """All calls of one kind that a rank makes in a step; as `plan.traffic.Traffic`."""
+    """All calls of one kind by a rank in a step; like `plan.traffic.Traffic`."""
 
     axis: str
     collective: str
@@ -60,34 +60,34 @@ class Message:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What one optimizer step of a rank takes."""
+    """Resources of one optimizer step of a rank."""
 
     rank: int
     n_ranks: int
     peak_bytes: int
-    """Of all tensors there are at once; without what kernels and libraries take for themselves."""
+    """Of all live tensors; without memory of kernels and libraries."""
     moment: str
-    """When that is."""
+    """The moment of the peak."""
     largest: tuple[tuple[str, int], ...]
     """The largest tensors then: parameters by name, others by the operation that made them."""
     held_bytes: int
     """Between two steps: weights and optimizer state."""
     flops: dict[str, int]
-    """Of matrix products and attention, by operation; recomputed ones count again, and attention
-    as if every token saw all others."""
+    """Of matmuls and attention, by operation, including recomputation; attention counts as if every
+    token saw all others."""
     messages: tuple[Message, ...]
     n_micro_batches: int
-    """Of a step; more than `n_simulated` of them are counted, not run."""
+    """Of a step; those beyond `n_simulated` are extrapolated."""
     n_simulated: int
     seconds: float
     """How long the simulation took."""
     differences: tuple[str, ...] = ()
-    """What of the step is not as it would be on the device, in words."""
+    """Differences from the step on the device, in words."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a step did."""
+    """Counts of a step."""
 
     n_micro_batches: int
     peak_bytes: int
@@ -101,13 +101,13 @@ class Counts:
     message_bytes: Counter[tuple[str, str]]
 
     def extrapolate(self, fewer: Counts, n_micro_batches: int) -> Counts:
-        """Goes on along the line through this step and one of fewer micro batches."""
+        """Extrapolates linearly from this step and one of fewer micro batches."""
         n_apart = self.n_micro_batches - fewer.n_micro_batches
         n_beyond = n_micro_batches - self.n_micro_batches
         if n_beyond == 0:
             return self
 
-        # Of the peak itself the line may begin later: at first there are no gradients yet.
+        # The peak may become linear later: at first there are no gradients yet.
         n_more_held = self.held_bytes - fewer.held_bytes
         n_more_tokens = self.batch_bytes - fewer.batch_bytes
 
@@ -140,14 +140,14 @@ def simulate(run: Run, n_ranks: int, rank: int, *, on_gpu: bool = True) -> Simul
     Args:
         run: the run.
         n_ranks: all processes.
-        rank: which of them.
-        on_gpu: do what is done on a GPU, where that differs.
+        rank: the rank to simulate.
+        on_gpu: simulate GPU behaviour.
 
     Raises:
-        ConfigError: the run cannot be on so many ranks, or not be trained.
+        ConfigError: the run does not fit `n_ranks`, or cannot be trained.
     """
     started = time.monotonic()
-    # No device has to compute in fp8 here, as none has to where it is emulated.
+    # As with emulation, no device needs fp8 here.
     refuse_what_is_not_built(change(run, {"precision.fp8.emulate": True}))
     if run.precision.multiplies_in_fp8:
         build_product(run.precision.fp8)  # loads torchao, whose own tensors must not be fake
@@ -181,9 +181,9 @@ def _differences(run: Run) -> Iterator[str]:
     if is_compiled:
         yield "blocks are not compiled here; compiled ones keep less"
     if run.precision.multiplies_in_fp8 and run.precision.fp8.emulate:
-        yield "products in fp8 are emulated, as precision.fp8.emulate=true says: fp32 copies"
+        yield "precision.fp8.emulate=true: fp8 matmuls are emulated with fp32 copies"
     elif run.precision.multiplies_in_fp8:
-        yield "workspace of fp8 products is not counted"
+        yield "workspace of fp8 matmuls is not counted"
     if run.precision.kind == "fp8_lowbit" and is_compiled:
         yield "nor is the update of low-precision state compiled, which needs temporaries then"
 
@@ -197,14 +197,14 @@ def micro_batches_per_step(run: Run, plan: Plan) -> int:
 def count_steps(
     run: Run, plan: Plan, mesh: Mesh, books: Accounting, numbers: Sequence[int]
 ) -> list[Counts]:
-    """Trains from the beginning, on real or fake tensors, and counts each step.
+    """Trains from the start, on real or fake tensors, and counts each step.
 
     Args:
         run: the run.
-        plan: its consequences.
+        plan: of the run.
         mesh: of this rank.
-        books: are active; they end with the peak of the last step.
-        numbers: of micro batches of each step.
+        books: active accounts; at the end they hold the last step's peak.
+        numbers: micro batches of each step.
     """
     run = run.model_copy(update={"train": run.train.model_copy(update={"compile": "never"})})
     batches = _Batches(run)
@@ -242,7 +242,7 @@ def count_steps(
 
 
 def _make_moments(context: TrainContext) -> None:
-    """Lets the optimizer make its state, as there is in all steps but the first."""
+    """Creates the optimizer state, which every step but the first has."""
     optimizer = context.optimizer
     for local in context.model.local_parameters:
         local.parameter.grad = torch.zeros_like(local.parameter)
@@ -253,11 +253,11 @@ def _make_moments(context: TrainContext) -> None:
 
 
 def _shorten(run: Run, n_micro_batches: int) -> tuple[int, int]:
-    """Gives two numbers of micro batches, from which on all that is counted is on a line."""
+    """Returns two numbers of micro batches from which on all counts are linear."""
     pipeline, schedule = run.parallel.pipeline, run.parallel.schedule
     if pipeline == 1:
         fewer, more = FEWEST_MICRO_BATCHES - 1, FEWEST_MICRO_BATCHES
-    elif schedule == "gpipe":  # which has all of them in flight
+    elif schedule == "gpipe":  # all are in flight
         return n_micro_batches, n_micro_batches
     elif schedule == "1f1b":
         fewer, more = pipeline, pipeline + 2  # rank 0 has `pipeline` of them in flight
@@ -270,7 +270,7 @@ def _shorten(run: Run, n_micro_batches: int) -> tuple[int, int]:
 
 
 def _axis_and_kind(group: str, kind: str, mesh: Mesh, run: Run) -> tuple[str, str] | None:
-    """Finds the axis of a group; None for that of all ranks, on which single numbers travel."""
+    """Finds the axis of a group; None for that of all ranks, which carries single numbers."""
     axes: dict[str, list[Any]] = {
         "tensor": [mesh.tensor],
         "context": [mesh.context],
@@ -282,13 +282,13 @@ def _axis_and_kind(group: str, kind: str, mesh: Mesh, run: Run) -> tuple[str, st
     axis = names.get(group)
     if axis is None:
         return None
-    # Shares travel round a ring by calls that could send to all, but send to one neighbour.
+    # Shards circulate in a ring by all-to-all calls that send to one neighbour only.
     is_ring = axis == "context" and run.parallel.context_method == "ring"
     return axis, "send" if is_ring else kind
 
 
 class _Batches:
-    """Stands in for the loader."""
+    """Replaces the loader."""
 
     def __init__(self, run: Run) -> None:
         self.n_sequences = 0
@@ -296,10 +296,10 @@ class _Batches:
 
     @property
     def n_bytes(self) -> int:
-        """Of tokens and labels of a step."""
+        """Of a step's tokens and labels."""
         return 2 * self.n_sequences * self._length * torch.int64.itemsize
 
     def batch(self, _step: int, _offset: int) -> tuple[Tensor, Tensor]:
-        """Gives tokens and labels, all the same."""
+        """Returns constant tokens and labels."""
         tokens = torch.zeros(self.n_sequences, self._length, dtype=torch.int64)
         return tokens, torch.zeros_like(tokens)

@@ -1,8 +1,8 @@
-"""Memory of the process on a CPU: kept when it is freed, for the next step to use.
+"""Keeps freed CPU memory in the process for the next step.
 
-glibc maps a large tensor anew each time it is made and unmaps it when it is dropped, and every step
-pays for the kernel's zeroing of the same gigabytes. Kept, they are used again. The price: glibc's
-aligned allocations leave gaps, so that the process grows by up to a third before it settles.
+glibc maps each large tensor anew and unmaps it when freed, so the kernel zeroes the same gigabytes
+every step. Kept memory is reused instead. The price: glibc's aligned allocations leave gaps, so the
+process grows by up to a third before it settles.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ M_MMAP_MAX = -4
 def keep_freed_memory() -> bool:
     """Tells glibc to keep freed memory in the process; call it before the large tensors are made.
 
-    The process stays as large as it ever was. Where the C library is another than glibc, nothing
-    happens.
+    The process never shrinks. Without glibc, this does nothing.
 
     Returns:
-        whether it was done.
+        whether it took effect.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -1,4 +1,4 @@
-"""Between training and its checkpoints: what is saved, and how it is filled in again."""
+"""Saves and restores the training state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EXPONENTS = "_exponents"
 
 
 def build_saver(context: TrainContext) -> AsyncCheckpointer:
-    """Makes what saves the checkpoints of a run."""
+    """Builds the checkpointer of a run."""
     mesh, settings = context.model.mesh, context.run.checkpoint
     ranks = ALONE
     if mesh.topology.n_ranks > 1:
@@ -59,13 +59,13 @@ def build_saver(context: TrainContext) -> AsyncCheckpointer:
 def save_state(
     context: TrainContext, state: State, saver: AsyncCheckpointer, held_out_loss: float | None
 ) -> None:
-    """Saves weights, optimizer and progress; in the background, from a copy, if the run says so.
+    """Saves weights, optimizer and progress; from a copy in the background, if so configured.
 
     Args:
         context: of the run.
-        state: how far it is.
-        saver: knows what became of it; see there.
-        held_out_loss: found at this very step; checkpoints are compared by it.
+        state: its progress.
+        saver: writes it, and reports failures.
+        held_out_loss: of this step; checkpoints are ranked by it.
     """
     consumed = context.batches.consumed(state.step)
     training = state.as_json()
@@ -86,22 +86,22 @@ def save_state(
 
 
 def checkpoint_folder(run_folder: Path) -> Path:
-    """Where a run keeps its checkpoints."""
+    """Returns the folder of a run's checkpoints."""
     return run_folder / "checkpoints"
 
 
 def find_checkpoint(run_folder: Path, resume: Resume) -> Path | None:
-    """Finds the checkpoint to continue from; None where none was ever saved.
+    """Finds the checkpoint to resume from; None if none was ever saved.
 
     Raises:
-        CheckpointError: there is none and there must be; or there are some, and there must be none,
-            or none of them is intact.
+        CheckpointError: `resume` requires one and there is none, or forbids one and there is; or
+            none is intact.
     """
     folder = checkpoint_folder(run_folder)
     there = list_checkpoints(folder)
     if not there and resume == "must":
         raise CheckpointError(
-            f"no checkpoint in {folder}, and --resume must asks for one",
+            f"no checkpoint in {folder}; --resume must requires one",
             "--resume auto starts from the beginning",
         )
     if there and resume == "never":
@@ -112,11 +112,10 @@ def find_checkpoint(run_folder: Path, resume: Resume) -> Path | None:
     path = newest_checkpoint(folder)
     if there and path is None:
         raise CheckpointError(
-            f"none of the {len(there)} checkpoints in {folder} is intact, so training does not "
-            "start; nothing was changed:\n"
+            f"none of the {len(there)} checkpoints in {folder} is intact; training did not "
+            "start and changed nothing:\n"
             + "\n".join(f"  {path.name}: {problem_of(path)}" for path in there),
-            "restore the files named here from a copy; or train under another name, or with "
-            "--overwrite, from the beginning",
+            "restore these files from a copy, or start over under another name or with --overwrite",
         )
     return path
 
@@ -125,7 +124,7 @@ def load_state(context: TrainContext, resume: Resume) -> State:
     """Loads the newest checkpoint of the run folder; without one, starts at step 0.
 
     Raises:
-        CheckpointError: all are damaged, or it is of another run or other data, or `resume`
+        CheckpointError: all are damaged, or it belongs to another run or other data, or `resume`
             forbids it.
     """
     if find_checkpoint(context.folder, resume) is None:
@@ -134,13 +133,13 @@ def load_state(context: TrainContext, resume: Resume) -> State:
 
 
 def load_newest(context: TrainContext, is_wanted: Callable[[int], bool]) -> State:
-    """Loads the newest checkpoint whose step is wanted and whose bytes are intact.
+    """Loads the newest intact checkpoint whose step is wanted.
 
     The first rank chooses, since others may see an older state of the folder. Every rank reads what
-    it needs; where one finds damage, all go on to the checkpoint before.
+    it needs; if one finds damage, all try the checkpoint before.
 
     Raises:
-        CheckpointError: none is left, or it is of another run or other data.
+        CheckpointError: none is left, or it belongs to another run or other data.
     """
     mesh, folder = context.model.mesh, checkpoint_folder(context.folder)
     candidates = (path for path in complete_checkpoints(folder) if is_wanted(step_of(path) or 0))
@@ -154,16 +153,15 @@ def load_newest(context: TrainContext, is_wanted: Callable[[int], bool]) -> Stat
         problem = mesh.agree(problem)
         if problem is None and state is not None:
             return state
-        logger.warning("%s cannot be used, so the one before it is: %s", name, problem)
+        logger.warning("skipping %s, trying the checkpoint before it: %s", name, problem)
     raise CheckpointError(
-        f"no checkpoint in {folder} can be used; the last that was tried: "
-        f"{problem or 'none was old enough'}",
-        "trainyard check checkpoint says what is wrong with each; restore them from a copy",
+        f"no checkpoint in {folder} can be used; last problem: {problem or 'none is old enough'}",
+        "find the damage with trainyard check checkpoint, then restore the files from a copy",
     )
 
 
 def _try(context: TrainContext, path: Path) -> tuple[str | None, State | None]:
-    """Loads a checkpoint; gives what is wrong with it, or the state."""
+    """Loads a checkpoint; returns its problem, or the state."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -180,7 +178,7 @@ def _try(context: TrainContext, path: Path) -> tuple[str | None, State | None]:
 
 
 def _fill(context: TrainContext, path: Path, manifest: Manifest, n_updates: int) -> None:
-    """Copies a checkpoint's tensors into model and optimizer; at step 0 there is only a model."""
+    """Copies a checkpoint's tensors into model and optimizer; at step 0 into the model only."""
     has_state = manifest.step > 0
     if has_state:
         prepare_state(context.optimizer, n_updates)
@@ -194,11 +192,11 @@ def _fill(context: TrainContext, path: Path, manifest: Manifest, n_updates: int)
 def _named_parts(
     context: TrainContext, *, to_write: bool
 ) -> tuple[dict[str, Tensor], dict[str, Placement]]:
-    """Names what this rank holds of weights and moments, and says where it lies in the whole.
+    """Names this rank's shards of weights and moments, with their places in the whole.
 
     Args:
         context: of the run.
-        to_write: leave out what another rank writes.
+        to_write: skip what another rank writes.
     """
     share = context.model.tensor_shard
     tensors: dict[str, Tensor] = {}
@@ -218,6 +216,6 @@ def _named_parts(
 
 
 def _of_scales(of_matrix: Placement) -> Placement:
-    """Says where exponents lie, of which one stands for many columns of a matrix."""
+    """Returns the place of a matrix's exponents, each shared by a block of columns."""
     shapes = (of_matrix.shape, of_matrix.offsets, of_matrix.local_shape)
     return Placement(*((rows, columns // SCALED_COLUMNS) for rows, columns in shapes))

@@ -1,4 +1,4 @@
-"""What to look at when training gives up: the last step once more, block by block.
+"""Diagnosis when training aborts: the last step again, block by block.
 
     step 42, sequences 328 to 335: loss nan, gradient norm nan
       loss not finite on: rank 3
@@ -12,8 +12,8 @@
         blocks.2     0.0412
         final_norm   0.00731
 
-Gradients flow from the last block to the first: here everything up to block 1 was spoilt by what
-went wrong in block 1.
+Gradients flow from the last block to the first: here a fault in block 1 spoiled everything up to
+block 1.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ MOST_NAMED = 8
 
 
 def diagnose(context: TrainContext, state: State) -> str:
-    """Computes the last step again, without an update, and says what its gradients were.
+    """Computes the last step again, without an update, and describes its gradients.
 
-    Every rank must call it, and gets the same text. The numbers are those of that step where its
-    update was skipped: then the weights are still the same.
+    Every rank must call it, and gets the same text. If the step's update was skipped, the weights
+    are unchanged and the numbers are those of that step.
     """
     step = state.step - 1
     loss_scale = None if state.scaler is None else state.scaler.scale
@@ -86,20 +86,20 @@ def diagnose(context: TrainContext, state: State) -> str:
 
 
 def _parameter_names(context: TrainContext) -> list[str]:
-    """Lists those of the whole model, of which this rank may have a part."""
+    """Lists all parameter names, including those of other ranks."""
     with torch.device("meta"):
         model = GPT(context.run.model, context.plan.padded_vocabulary_size)
     return [name for name, _ in model.named_parameters()]
 
 
 def _count_bad(tensors: Sequence[Tensor | BlockScaledTensor]) -> Tensor:
-    """Counts the numbers of each that are not finite; of codes, blocks of them."""
+    """Counts the values of each that are not finite; for block-scaled tensors, blocks."""
     found = (each if isinstance(each, Tensor) else each.block_norms() for each in tensors)
     return torch.stack([(~tensor.isfinite()).sum() for tensor in found]).double()
 
 
 def _norms_of_blocks(names: list[str], squares: Tensor, multiplier: float) -> dict[str, str]:
-    """Renders the norm of the gradients of each block, and of each layer outside of them."""
+    """Renders the gradient norm of each block, and of each layer outside the blocks."""
     sums: dict[str, float] = {}
     for name, square in zip(names, squares.tolist(), strict=True):
         words = name.split(".")
@@ -117,7 +117,7 @@ def _where(names: list[str], counts: Tensor) -> list[str]:
 
 
 def _some(texts: list[str]) -> str:
-    """Lists a few, and says how many more there are."""
+    """Lists a few, and counts the rest."""
     n_more = len(texts) - MOST_NAMED
     more = f" and {n_more} more" if n_more > 0 else ""
     return (", ".join(texts[:MOST_NAMED]) or "none") + more

@@ -1,9 +1,9 @@
-"""A layout tried on this machine before the real job: the small run, cut and on a single device.
+"""Tries a layout on this machine before the real job: a small run, sharded and on one device.
 
     python -m trainyard.train.layout_check FOLDER
 
-is one rank of the sharded run, started by `check_layouts`. It trains FOLDER/00-fp64.toml and so on,
-each in the precision of its name, and writes outcomes beside them. Everything runs on the CPU.
+is one rank of the sharded run, started by `check_layouts`. It trains each FOLDER/00-fp64.toml in
+the precision of its name, and writes outcomes beside them. Everything runs on the CPU.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ logger = logging.getLogger("trainyard")
 
 @dataclass(frozen=True)
 class Result:
-    """How far one layout of a check is from the single device in one precision."""
+    """Difference between one layout and the single device in one precision."""
 
     layout: Run
     precision: str
     difference: Difference | str
-    """A text where there is nothing to compare: what a rank found wrong."""
+    """A text if there is nothing to compare: a rank's problem."""
 
     @property
     def bound(self) -> float:
@@ -66,7 +66,7 @@ class Result:
 
 @dataclass(frozen=True)
 class _Case:
-    """One layout in one precision, and the file that says so to its ranks."""
+    """One layout in one precision, and the file its ranks read."""
 
     layout: Run
     n_ranks: int
@@ -75,7 +75,7 @@ class _Case:
 
 
 def precisions_of(run: Run) -> list[str]:
-    """Lists the precisions to try a run in: fp64, and its own.
+    """Lists the precisions to try a run in: fp64 and its own.
 
     Raises:
         ConfigError: the run needs a package that is not installed.
@@ -86,14 +86,14 @@ def precisions_of(run: Run) -> list[str]:
 
 
 def check_layouts(check: LayoutCheck, precisions: Sequence[str]) -> list[Result]:
-    """Trains the layouts of a check in processes of this machine, and compares them.
+    """Trains the layouts of a check in local processes, and compares them.
 
     Args:
         check: what to train.
-        precisions: names in `DTYPES`; layouts of degrees above 2 are trained in the first alone.
+        precisions: names in `DTYPES`; layouts of degrees above 2 train in the first only.
 
     Raises:
-        MachineError: a process ended before its time; tells which, and what it said.
+        MachineError: a process ended early; names it, with its output.
     """
     with tempfile.TemporaryDirectory(prefix="trainyard-") as name:
         cases = list(_write_cases(check, precisions, Path(name)))
@@ -107,11 +107,11 @@ def check_layouts(check: LayoutCheck, precisions: Sequence[str]) -> list[Result]
 
 
 def _write_cases(check: LayoutCheck, precisions: Sequence[str], folder: Path) -> Iterator[_Case]:
-    """Writes what is to be trained, into a folder for each number of ranks."""
+    """Writes the cases to train, in one folder per number of ranks."""
     layouts = list(zip(check.layouts, check.topologies, strict=True))
     every = itertools.product(precisions, layouts)
     for number, (precision, (layout, topology)) in enumerate(every):
-        # How numbers of few digits are rounded shows at a degree of 2.
+        # A degree of 2 shows how low precision rounds.
         if layout.parallel.context > DEGREE and precision != precisions[0]:
             continue
         path = folder / str(topology.n_ranks) / f"{number:02}-{precision}.toml"
@@ -129,10 +129,10 @@ def _train_ranks(folder: Path, n_ranks: int) -> None:
 
 
 def train_cases(folder: Path, process: Process) -> None:
-    """Trains every case in a folder, as one rank of it, and writes the outcomes there.
+    """Trains every case in a folder as one rank, and writes the outcomes there.
 
     Raises:
-        MissingGradientError: a parameter has none; a file beside the case says so too.
+        MissingGradientError: a parameter has none; also written to a file beside the case.
     """
     for path in sorted(folder.glob("*.toml")):
         precision = path.stem.partition("-")[2]
@@ -146,7 +146,7 @@ def train_cases(folder: Path, process: Process) -> None:
 
 
 def _compare_all(alone: Run, cases: list[_Case]) -> Iterator[Result]:
-    """Compares the cases that were trained; ranks that find something wrong end with that case."""
+    """Compares the trained cases; ranks that find a problem stop at that case."""
     references: dict[str, Outcome] = {}
     for case in cases:
         findings = sorted(case.path.parent.glob(f"{case.path.stem}.*.finding"))
@@ -169,7 +169,7 @@ def _outcome_path(path: Path, rank: int) -> Path:
 
 
 def main() -> None:
-    """Runs one rank from the command line, as `check_layouts` does."""
+    """Runs one rank from the command line, for `check_layouts`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder

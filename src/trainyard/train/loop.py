@@ -1,4 +1,4 @@
-"""The training loop: step, log, evaluate, save, stop cleanly; top to bottom."""
+"""The training loop: step, log, evaluate, save, stop."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def train(
     saver: AsyncCheckpointer,
     show: Show,
 ) -> tuple[StopReason, State]:
-    """Trains from `state.step` to the end of the plan, or until there is a reason to stop.
+    """Trains from `state.step` to the end of the plan, or until asked to stop.
 
     Args:
-        context: what training is made of.
-        state: how far it is; moved on here.
-        metrics: where results go.
-        stop: knows what was asked for.
-        saver: of checkpoints.
+        context: model, optimizer and data.
+        state: the progress; updated here.
+        metrics: receives results.
+        stop: collects stop requests.
+        saver: writes checkpoints.
         show: called with (step, text) for every log line, and with (step, "") after every step.
 
     Returns:
-        why it ended, and how far it is, which is saved.
+        why it ended, and the final, saved state.
 
     Raises:
-        GuardError: it gave up; nothing more is saved.
+        GuardError: training aborted; nothing more is saved.
         MachineError: the last checkpoint could not be written.
     """
     run, plan = context.run, context.plan
@@ -91,15 +91,15 @@ def train(
 
 
 def every(step: int, interval: int) -> bool:
-    """Whether something that happens every `interval` steps happens after this one; 0 is never."""
+    """Returns whether an event of every `interval` steps is due after this one; 0 is never."""
     return interval > 0 and step % interval == 0
 
 
 def stop_if_stuck(context: TrainContext, state: State) -> None:
-    """Gives up when the guard's number of steps in a row had to be skipped.
+    """Aborts when `guard.skipped_steps_limit` steps in a row were skipped.
 
     Raises:
-        GuardError: says since when, and what the gradients are; nothing is saved.
+        GuardError: with the step and its gradients; nothing is saved.
     """
     in_a_row, limit = state.skipped.in_a_row, context.run.guard.skipped_steps_limit
     if in_a_row >= limit:
@@ -111,7 +111,7 @@ def stop_if_stuck(context: TrainContext, state: State) -> None:
 
 
 def require_equal_copies(context: TrainContext, state: State) -> None:
-    """Compares what several ranks have a copy of.
+    """Compares weights that several ranks hold copies of.
 
     Raises:
         GuardError: names ranks and parameters; nothing is saved.
@@ -120,18 +120,18 @@ def require_equal_copies(context: TrainContext, state: State) -> None:
     if problems:
         interval = context.run.guard.compare_interval
         raise GuardError(
-            f"after step {state.step} ranks have different copies of the same weights, as a faulty "
-            "device or memory makes them:\n" + "\n".join(f"  {each}" for each in problems),
-            "leave out that machine, and remove the checkpoints after step "
-            f"{max(0, state.step - interval)}, when they were last compared and equal",
+            f"after step {state.step} copies of the same weights differ between ranks; suspect a "
+            "faulty device or memory:\n" + "\n".join(f"  {each}" for each in problems),
+            "exclude that machine, and remove the checkpoints after step "
+            f"{max(0, state.step - interval)}, the last comparison that passed",
         )
 
 
 def describe_spikes(context: TrainContext, spikes: list[int]) -> str:
-    """Says where loss or gradient norm jumped, and what is done about it."""
+    """Describes which steps spiked, and the action taken."""
     guard = context.run.guard
     steps = ", ".join(str(step + 1) for step in spikes[:10]) + (", ..." if spikes[10:] else "")
-    done = {"skip": "skipped", "rollback": "going back"}.get(guard.spikes, "nothing is changed")
+    done = {"skip": "skipped", "rollback": "rolling back"}.get(guard.spikes, "no action")
     return (
         f"warning: loss or gradient norm of step {steps} is more than {guard.spike_deviations:g} "
         f"standard deviations above the {guard.spike_window} steps before: {done} "
@@ -142,18 +142,18 @@ def describe_spikes(context: TrainContext, spikes: list[int]) -> str:
 def roll_back(
     context: TrainContext, state: State, spike: int, metrics: Metrics, show: Show
 ) -> State:
-    """Goes back to the newest checkpoint before a spike, and skips the data since.
+    """Rolls back to the newest checkpoint before a spike, and skips the data since.
 
     Args:
-        context: of the run; weights and optimizer are loaded again.
-        state: how far it is.
-        spike: the step, counted from 0, that had it.
-        metrics: get a record of it.
-        show: gets a line.
+        context: of the run; weights and optimizer are reloaded.
+        state: the current progress.
+        spike: the step of the spike, counted from 0.
+        metrics: receives an event.
+        show: receives a line.
 
     Raises:
         CheckpointError: there is no checkpoint before it.
-        GuardError: it was gone back to too often.
+        GuardError: too many rollbacks to this checkpoint.
     """
     context.heartbeat.enter("load", state.step)
     before = load_newest(context, lambda step: step <= spike)
@@ -161,12 +161,12 @@ def roll_back(
     before.skip_data(state, n_skipped, f"spike at step {spike + 1}")
     if before.n_rollbacks_here > ROLLBACKS_LIMIT:
         raise GuardError(
-            f"the spike at step {spike + 1} would be the {before.n_rollbacks_here}th way back to "
+            f"the spike at step {spike + 1} needs a {before.n_rollbacks_here}th rollback to "
             f"step {before.step}",
             "lower optimizer.learning_rate, or set guard.spikes=warn",
         )
     metrics.write(
         "rollback", {"step": before.step, "from_step": state.step, "skipped_sequences": n_skipped}
     )
-    show(before.step, f"back at step {before.step}; {n_skipped} sequences are skipped")
+    show(before.step, f"rolled back to step {before.step}; skipping {n_skipped} sequences")
     return before

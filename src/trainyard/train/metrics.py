@@ -1,6 +1,6 @@
-"""What training says: a log line, metrics.jsonl, TensorBoard, and Weights & Biases when asked.
+"""Training's output: a log line, metrics.jsonl, TensorBoard, and Weights & Biases if configured.
 
-Throughput counts the time of the steps alone; evaluation and saving stand still in it.
+Throughput counts only the time of steps, not evaluation or saving.
 TFLOP/s is model FLOP per token x tokens per second (`plan.flops.model_flops_per_token`;
 recomputation is not counted); MFU is that over the device's peak for the precision in use.
 """
@@ -39,10 +39,10 @@ LogLines = Literal["short", "full"]
 
 
 class Metrics:
-    """Collects the results of steps and writes them every `log.interval` steps.
+    """Collects step results and writes them every `log.interval` steps.
 
-    Losses stay on the device between two lines, so that logging does not slow the steps. Every rank
-    collects, the first one writes.
+    Losses stay on the device between log lines, so logging does not slow the steps. Every rank
+    collects; the first writes.
     """
 
     def __init__(self, context: TrainContext, log: LogLines = "short") -> None:
@@ -57,7 +57,7 @@ class Metrics:
         self._tokens = 0
 
     def add(self, result: StepResult, n_sequences: int, seconds: float) -> None:
-        """Takes in one step."""
+        """Adds one step."""
         finite = result.skipped == 0
         self._loss_sum += torch.where(finite, result.loss, torch.zeros_like(result.loss))
         self._skipped += result.skipped
@@ -156,14 +156,14 @@ class Outputs:
         try:
             yield
         except OSError as error:
-            logger.warning("TensorBoard's files cannot be written, and end here: %s", error)
+            logger.warning("cannot write TensorBoard files, and stopped: %s", error)
             self._tensorboard = None
 
 
 class _Lines:
-    """A file that whole lines are added to; training does not end for want of room for them.
+    """A file of appended lines; a full disk does not stop training.
 
-    Half a line that a killed run has left is removed.
+    Removes a partial line left by a killed run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -175,7 +175,7 @@ class _Lines:
         self._is_failing = False
 
     def add(self, line: str) -> None:
-        """Adds a line, or leaves it out and says so, once until one can be written again."""
+        """Appends a line, or drops it with one warning until a write succeeds again."""
         encoded = line.encode()
         try:
             if self._file.write(encoded) < len(encoded):
@@ -184,7 +184,7 @@ class _Lines:
             with suppress(OSError):
                 self._file.truncate(self._end)
             if not self._is_failing:
-                logger.warning("%s is not written any further: %s", self._path, error.strerror)
+                logger.warning("stopped writing %s: %s", self._path, error.strerror)
             self._is_failing = True
         else:
             self._end += len(encoded)
@@ -237,7 +237,7 @@ def _peak_flops_per_second(run: Run, device: torch.device) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Gives the most memory that tensors took on a GPU, or this process on a CPU."""
+    """Returns the peak memory of tensors on a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts in KiB, macOS in bytes.

@@ -1,4 +1,4 @@
-"""Looks at the model while it trains: loss on held-out sequences, and text samples."""
+"""Evaluation during training: held-out loss and text samples."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SAMPLING = Sampling(temperature=0.6, top_k=50, top_p=1.0, seed=0)
 def evaluate(
     context: TrainContext, state: State, metrics: Metrics, show: Callable[[int, str], None]
 ) -> float | None:
-    """Measures and shows the loss on the same held-out sequences each time, if there are any."""
+    """Measures and shows the loss on a fixed set of held-out sequences, if there are any."""
     context.heartbeat.enter("evaluate", state.step)
     train, vocabulary_size = context.run.train, context.run.model.vocabulary_size
     order = context.valid_order
     if order is None:
         show(state.step, "no evaluation: the valid split is empty, or evaluate.batches is 0")
         return None
-    # As many as the order was built for: whole batches, which every rank has an equal share of.
+    # As many as the order was built for: whole batches, split equally over ranks.
     n_sequences = context.run.evaluate.batches * train.global_batch_size
     batches = held_out_batches(order, n_sequences, train.global_batch_size, vocabulary_size)
     loss_of = context.model.held_out_loss
@@ -46,7 +46,7 @@ def sample(context: TrainContext, state: State, metrics: Metrics) -> str:
     if context.tokenizer is None:
         return "no samples: tokenizer.path is empty"
     if model is None:
-        return "no samples while ranks share a model; trainyard generate takes a checkpoint of it"
+        return "no samples: the model is sharded; run trainyard generate on a checkpoint"
     texts = []
     sampling = replace(SAMPLING, vocabulary_size=context.tokenizer.vocabulary_size)
     for prompt in context.run.evaluate.sample_prompts:

@@ -1,9 +1,8 @@
-"""A small run trained for three steps in any layout, and how far it ends from the single device.
+"""Trains a small run for three steps in any layout, and compares it with the single device.
 
-Every number of the run is compared: the loss and the gradient norm of each step, every gradient of
-each step, every weight at the end. What a rank holds of a tensor is put where it belongs in the
-whole; parts that several ranks hold must be equal on all of them. With a weight of 4 rows cut over
-two ranks, of whose halves each is held twice:
+It compares every number: the loss, the gradient norm and all gradients of each step, and all final
+weights. Shards are assembled into whole tensors; shards that several ranks hold must be equal on
+all. A weight of 4 rows, split in two halves, each held by two ranks:
 
     rank 0, rank 2    Piece(shape=(4, 8), offsets=(0, 0), value of (2, 8))
     rank 1, rank 3    Piece(shape=(4, 8), offsets=(2, 0), value of (2, 8))
@@ -53,14 +52,14 @@ BOUNDS = {
     "fp8": 0.6,
     "fp8_lowbit": 0.9,
 }
-"""Largest relative difference that another order of sums explains (decisions 013, 017, 018)."""
+"""Largest relative difference that another summation order explains (decisions 013, 017, 018)."""
 LOSS_SCALE = 2.0**10
-"""Of fp16 here: nothing overflows in a small model, and next to nothing underflows."""
+"""For fp16 here: nothing overflows in a small model, and almost nothing underflows."""
 
 
 @dataclass
 class Piece:
-    """What one rank holds of a tensor of the whole model."""
+    """One rank's shard of a tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,12 +69,12 @@ class Piece:
 
 @dataclass
 class Outcome:
-    """What three steps left on one rank."""
+    """One rank's results of three steps."""
 
     losses: list[float]
     norms: list[float]
     gradients: list[list[Piece]]
-    """Of each step, before clipping."""
+    """Per step, before clipping."""
     weights: list[Piece]
 
 
@@ -84,10 +83,10 @@ class IncompleteError(Exception):
 
 
 class PartlyLabelled(Loader):
-    """Training's loader, without a fifth of the labels: so ranks have unequal work."""
+    """Training's loader without a fifth of the labels, so that ranks have unequal work."""
 
     def batch(self, step: int, offset: int = 0) -> tuple[Tensor, Tensor]:
-        """Gives this rank's sequences of a step."""
+        """Returns this rank's sequences of a step."""
         tokens, labels = super().batch(step, offset)
         return tokens, labels.masked_fill(labels % 5 == 0, IGNORE_INDEX)
 
@@ -96,9 +95,9 @@ def build_loader(run: Run, plan: Plan, share: tuple[int, int]) -> Loader:
     """Writes token files of random ids, the same in every layout, and opens them as training does.
 
     Args:
-        run: what the ids are for.
-        plan: what follows from it.
-        share: which of how many consecutive shares of a batch.
+        run: the run.
+        plan: its plan.
+        share: data-parallel rank and size.
     """
     chance = np.random.default_rng(1000)
     n_sequences, n_tokens = plan.order_sequences[0], run.model.sequence_length
@@ -115,14 +114,14 @@ def build_loader(run: Run, plan: Plan, share: tuple[int, int]) -> Loader:
 
 
 def train_three_steps(run: Run, rank: int, n_ranks: int, precision: str) -> Outcome:
-    """Trains on the CPU in this process, which is one rank of `n_ranks`.
+    """Trains on the CPU as one rank of `n_ranks`.
 
     Args:
-        run: small, and of three steps.
+        run: a small run of three steps.
         rank: of this process.
-        n_ranks: with more than one, the process group is there.
-        precision: the `precision.kind` to train in; or fp64, for weights and for all that is
-            computed, but for what the run's own kind may say of a loss scale and products in fp8.
+        n_ranks: if above one, the process group must exist.
+        precision: the `precision.kind` to train in; or fp64 for weights and computation, except
+            for the loss scale and fp8 matmuls of the run's own kind.
     """
     if precision != "fp64":
         run = _in_precision(run, precision)
@@ -163,7 +162,7 @@ def train_three_steps(run: Run, rank: int, n_ranks: int, precision: str) -> Outc
 
 
 def _in_precision(run: Run, kind: str) -> Run:
-    """Gives a run of another kind, which computes in fp8 in every block where it does so at all."""
+    """Returns a run of another kind; if it computes in fp8, it does so in every block."""
     fp8 = run.precision.fp8.model_copy(update={"emulate": True, "precise_blocks": 0})
     scale = LossScale(initial=LOSS_SCALE)
     changes = {"kind": kind, "fp8": fp8, "loss_scale": scale}
@@ -181,7 +180,7 @@ def _weights_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _copy(parallel_model: ParallelModel, what: str) -> list[Piece]:
-    """Copies what this rank holds of every parameter, or of its gradient."""
+    """Copies this rank's shard of every parameter or gradient."""
     found = []
     for local in parallel_model.local_parameters:
         placement = place(local.parameter, local.dimension, parallel_model.tensor_shard)
@@ -225,22 +224,22 @@ def load_outcome(path: Path) -> Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a layout is from the single device; relative, the worst over steps and tensors."""
+    """Worst relative difference between a layout and the single device, over steps and tensors."""
 
     loss: float
     norm: float
     gradient: float
     weight: float
     between_ranks: float
-    """The largest difference, not relative, between two ranks' copies of the same number."""
+    """The largest absolute difference between two ranks' copies of the same number."""
 
     @property
     def worst(self) -> float:
-        """The largest of all, NaN if one is."""
+        """The largest of all, NaN if any is."""
         return float(np.max([self.loss, self.norm, self.gradient, self.weight]))
 
     def is_within(self, bound: float) -> bool:
-        """Says whether a layout computes the same; what is not a number never does."""
+        """Returns whether a layout computes the same; NaN never does."""
         return self.worst <= bound and self.between_ranks == 0.0
 
     def __str__(self) -> str:
@@ -253,7 +252,7 @@ def compare(reference: Outcome, ranks: list[Outcome]) -> Difference:
     """Compares all ranks of a layout with the single device.
 
     Raises:
-        IncompleteError: a tensor, or a part of one, is on no rank.
+        IncompleteError: no rank holds a tensor, or part of one.
     """
     lists = [lambda outcome, n=n: outcome.gradients[n] for n in range(len(reference.gradients))]
     gradients = [_compare_tensors(reference, ranks, get) for get in lists]
@@ -273,18 +272,18 @@ def _compare_tensors(
     expected, _ = assemble([get(reference)])
     found, apart = assemble([get(outcome) for outcome in ranks])
     if odd := expected.keys() ^ found.keys():
-        raise IncompleteError(f"nobody holds {', '.join(sorted(odd))}")
+        raise IncompleteError(f"no rank holds {', '.join(sorted(odd))}")
     return _worst(_distance(found[name], expected[name]) for name in expected), apart
 
 
 def assemble(ranks: list[list[Piece]]) -> tuple[dict[str, Array], float]:
-    """Puts the pieces of all ranks together.
+    """Assembles the pieces of all ranks.
 
     Returns:
         the whole tensors, and the largest difference between two ranks' copies of the same number.
 
     Raises:
-        IncompleteError: a part of a tensor is on no rank.
+        IncompleteError: no rank holds part of a tensor.
     """
     whole: dict[str, Array] = {}
     is_known: dict[str, Array] = {}
@@ -302,12 +301,12 @@ def assemble(ranks: list[list[Piece]]) -> tuple[dict[str, Array], float]:
         target[window], known[window] = piece.value, True
     for name, known in is_known.items():
         if not known.all():
-            raise IncompleteError(f"nobody holds some of {name}")
+            raise IncompleteError(f"no rank holds part of {name}")
     return whole, float(np.max(differences))
 
 
 def _worst(numbers: Iterable[float]) -> float:
-    """The largest, NaN if one is, which Python's own `max` may not see."""
+    """The largest, NaN if any is, which Python's `max` may miss."""
     return float(np.max(list(numbers)))
 
 
@@ -317,7 +316,7 @@ def _distance_of_numbers(found: list[float], expected: list[float]) -> float:
 
 
 def _distance(found: Array, expected: Array) -> float:
-    """The norm of the difference over the norm; rows of padding, which are zero, may be missing."""
+    """The norm of the difference over the norm; zero padding rows may be missing."""
     n_rows = max(len(found), len(expected))
     found, expected = (_with_rows(each, n_rows) for each in (found, expected))
     size = float(np.linalg.norm(expected))

@@ -1,7 +1,6 @@
-"""The run folder before training: what can be checked without torch, which takes seconds to import.
+"""Writes and checks the run folder without torch, which takes seconds to import.
 
-The parent of several ranks does no more than this before it starts them, and they import torch
-all at once.
+The parent of several ranks does only this before it starts them; they import torch in parallel.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ FIRST_WITH_ZERO_BUBBLE = (2, 13)
 
 
 def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite"]) -> None:
-    """Writes run.toml and the tokenizer for the workers, after all checks that can run here.
+    """Writes run.toml and the tokenizer for the workers, after all checks that need no torch.
 
     Args:
         folder: of the run.
-        run: that is to be trained.
-        resume: as for `find_checkpoint`; "overwrite" removes what training has left here.
+        run: the run to train.
+        resume: as for `find_checkpoint`; "overwrite" removes earlier training output.
 
     Raises:
         UserError: the run cannot be trained here, or differs from the one already in the folder.
@@ -39,7 +38,7 @@ def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite
     refuse_what_is_not_built(run)
     refuse_stopped(folder)
     describe_data(run)  # refuses data that is missing
-    # What nobody knows yet the ranks read together, and then refuse it if it is other data.
+    # The ranks read unknown files together, and reject data that differs.
     fingerprint = "" if find_unread(run) else data_fingerprint(run)
     vocabulary = load_vocabulary(run.tokenizer.path) if run.tokenizer.path else None
     if resume == "overwrite":
@@ -59,11 +58,11 @@ def write_tokenizer_folder(folder: Path, vocabulary: Vocabulary) -> None:
 
 
 def refuse_what_is_not_built(run: Run) -> None:
-    """Refuses runs that what is installed here can describe but not train.
+    """Rejects runs that this installation can describe but not train.
 
     Raises:
         ConfigError: names the field.
-        MachineError: there is no GPU, which the run needs.
+        MachineError: the run needs a GPU and there is none.
     """
     if run.precision.multiplies_in_fp8:
         from trainyard.precision.float8 import refuse_missing_products
@@ -72,7 +71,7 @@ def refuse_what_is_not_built(run: Run) -> None:
     is_zero_bubble = run.parallel.pipeline > 1 and run.parallel.schedule == "zero_bubble"
     found = version("torch")
     major, minor = (int(number) for number in found.split(".")[:2])
-    # Older ones fail to split the backward pass of our own functions.
+    # Older versions fail to split the backward pass of our autograd functions.
     if is_zero_bubble and (major, minor) < FIRST_WITH_ZERO_BUBBLE:
         raise ConfigError(
             f"parallel.schedule='zero_bubble' needs torch 2.13; this is {found}",

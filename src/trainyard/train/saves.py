@@ -1,4 +1,4 @@
-"""What became of the checkpoints that are saved while training goes on."""
+"""Reports checkpoints saved during training."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FAILURES_LIMIT = 3
 
 
 class Saves:
-    """Reports finished saves, and stops training when they fail again and again.
+    """Reports finished saves, and stops training after repeated failures.
 
     Args:
-        saver: does the work.
-        metrics: get an event for each save.
+        saver: writes checkpoints.
+        metrics: receives an event for each save.
         show: called with (step, text).
     """
 
@@ -33,7 +33,7 @@ class Saves:
         self._n_failures = 0
 
     def stop_request(self, step: int) -> str | None:
-        """Reports what finished since the last step; gives a request as `Stop` does."""
+        """Reports saves finished since the last step; returns a request as `Stop` does."""
         times = self._saver.last
         if times is not None and times is not self._shown:
             self._shown = times
@@ -49,15 +49,15 @@ class Saves:
             )
             self._show(
                 step,
-                f"step {times.step} is saved: {format_bytes(times.n_bytes)} in "
-                f"{times.seconds:.1f} s, {times.stall_seconds:.2f} s of them without training",
+                f"saved step {times.step}: {format_bytes(times.n_bytes)} in "
+                f"{times.seconds:.1f} s, training stalled for {times.stall_seconds:.2f} s",
             )
         failure = self._saver.take_failure()
         if failure is None:
             return None
         self._n_failures += 1
         self._metrics.write("save failed", {"step": step, "problem": failure.problem})
-        self._show(step, f"warning: {failure.problem}; training goes on, and will save again")
+        self._show(step, f"warning: {failure.problem}; training continues, and will save again")
         if self._n_failures < FAILURES_LIMIT:
             return None
         return str(
@@ -65,7 +65,7 @@ class Saves:
         )
 
     def pause(self, step: int) -> None:
-        """Waits until nothing is in flight, and reports it."""
+        """Waits for any save in flight, and reports it."""
         with suppress(MachineError):
             self._saver.wait()
         self.stop_request(step)

@@ -6,18 +6,18 @@ more than `guard.spike_deviations` standard deviations. With a window of 8 steps
     losses in the window   3.10 3.14 3.08 3.12 3.09 3.11 3.13 3.07    mean 3.105, deviation 0.023
     deviation that counts  at least a fiftieth of the mean: 0.062
     limit                  3.105 + 6 * 0.062 = 3.478
-    the next losses        3.30 is taken in; 3.90 is a spike and stays out, so that the step after
-                           it is compared with what was before
+    the next losses        3.30 is taken in; 3.90 is a spike and stays out, so the step after it is
+                           compared with the same window
 
-Standard deviations say little about rare values where many are much alike. A loss that hardly
-moves would make a spike of noise: 12 % above the mean is the least that is one. Gradient norms have
+Standard deviations predict rare values poorly when most are alike. Noise on a loss that hardly
+moves would count as a spike, so a loss spikes at 12 % above the mean at least. Gradient norms have
 a long tail: an odd document in a small batch trebled them in healthy runs on novels (512 tokens a
 step), 14 standard deviations above their mean. Their deviation counts as at least half of the mean,
-so that only what is beyond four times the mean is a spike.
+so a gradient norm spikes only beyond four times the mean.
 
-Until the window is half full there are no spikes. Steps that are not finite are none either: their
-update is skipped in any case. A rise that has lasted for as many steps as the window is long is
-the new level: the window starts over.
+There are no spikes until the window is half full. Steps that are not finite are not spikes: their
+update is skipped anyway. A rise that lasts as long as the window is the new level: the window
+starts over.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from trainyard.config.run import Guard
 from trainyard.optim.clip import StepStats
 
 LEAST_DEVIATIONS = (0.02, 0.5)
-"""Standard deviations of losses and of gradient norms below this share of their mean count as so
-much."""
+"""Smallest standard deviation of losses and of gradient norms, as a share of their mean."""
 
 
 class SavedWindow(BaseModel):
-    """A window as a checkpoint keeps it; the oldest step comes first."""
+    """A window in a checkpoint, oldest step first."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -53,15 +52,15 @@ class SavedWindow(BaseModel):
 
 
 class SpikeWindow:
-    """Losses and gradient norms of the last steps that were finite and no spikes.
+    """Losses and gradient norms of the last finite steps that were not spikes.
 
-    Nothing waits for the device, and every rank judges the same, since the totals of a step are the
-    same on all.
+    Nothing waits for the device, and all ranks judge alike, since a step's totals are the same on
+    all.
 
     Args:
-        guard: how long the window is, and what a spike is.
+        guard: the window's length, and the spike threshold.
         device: where totals are.
-        saved: what a checkpoint kept; only the newest steps count where the window is shorter now.
+        saved: from a checkpoint; if the window is shorter now, only the newest steps count.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class SpikeWindow:
         length = guard.spike_window
         known = torch.tensor([saved.losses, saved.gradient_norms], dtype=torch.float64)
         known = known[:, -length:]
-        # Always the newest step last, so that a resumed run adds up in the same order; NaN: none.
+        # Newest step last, so that a resumed run sums in the same order; NaN: empty.
         self._values = torch.full((2, length), torch.nan, dtype=torch.float64)
         self._values[:, length - known.shape[1] :] = known
         self._values = self._values.to(device)
@@ -81,15 +80,15 @@ class SpikeWindow:
         self._least_deviations = least.to(device)
 
     def judge(self, totals: StepStats) -> Tensor:
-        """Says whether a step is a spike, and takes it into the window if it is not.
+        """Returns whether a step is a spike; if not, adds it to the window.
 
         Returns:
-            1 for a spike, else 0, on the device; 0 for what is not finite.
+            1 for a spike, else 0, on the device; 0 if not finite.
         """
         values, length = self._values, self._values.shape[1]
         new = torch.stack([totals.loss, totals.norm]).double()
         n_known = (~values.isnan()).sum(dim=1)
-        mean = values.nansum(dim=1) / n_known  # NaN without any, and nothing is above NaN
+        mean = values.nansum(dim=1) / n_known  # NaN if empty, and nothing is above NaN
         variance = (values - mean[:, None]).square().nansum(dim=1) / n_known
         deviation = torch.maximum(variance.sqrt(), self._least_deviations * mean.abs())
         is_above = (new > mean + self._deviations * deviation) & (2 * n_known >= length)
@@ -106,7 +105,7 @@ class SpikeWindow:
         return is_spike.float()
 
     def as_saved(self) -> SavedWindow:
-        """Gives what a checkpoint keeps, every number exact, so that a resumed run judges alike."""
+        """Returns the exact state for a checkpoint, so that a resumed run judges alike."""
         losses, norms = (tuple(row[~row.isnan()].tolist()) for row in self._values.cpu())
         return SavedWindow(
             losses=losses, gradient_norms=norms, spikes_in_a_row=int(self._in_a_row.item())

@@ -1,4 +1,4 @@
-"""What changes while training, beside weights and optimizer; and the context a step needs."""
+"""Training state besides weights and optimizer, and the context a step needs."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ ROLLBACK = "rollback: "
 
 
 class SkippedRange(TypedDict):
-    """Sequences that the weights did not learn from, or no longer do."""
+    """Sequences that the weights did not learn from, or no longer reflect."""
 
     from_sequence: int
-    """The first one, counted as `Loader.batch` does: past the end of the order it starts over."""
+    """The first, counted as `Loader.batch` does: past the end, the order starts over."""
     to_sequence: int
-    """The one after the last."""
+    """One past the last."""
     step: int
     """Steps done before them."""
     why: str
-    """"not finite", "spike", or "rollback: " and its reason."""
+    """"not finite", "spike", or "rollback: " with its reason."""
 
 
 class SkippedSteps:
-    """Counts steps that left the weights alone: a gradient was not finite, or it was a spike.
+    """Counts steps that did not update the weights: a gradient was not finite, or it was a spike.
 
-    The counts stay on the device until somebody reads them, so that counting waits for no step.
+    The counts stay on the device until read, so counting waits for no step.
     """
 
     def __init__(self, total: int, device: torch.device) -> None:
@@ -52,23 +52,23 @@ class SkippedSteps:
         self._in_a_row = torch.zeros((), device=device)
 
     def add(self, skipped: Tensor, handled_by_loss_scale: Tensor) -> None:
-        """Takes in one step: 1 if it was skipped, and if the loss scale answers to that, else 0."""
+        """Adds one step; each flag is 1 or 0: it was skipped; the loss scale handled it."""
         self._total += skipped
         self._in_a_row = (self._in_a_row + skipped * (1 - handled_by_loss_scale)) * skipped
 
     @property
     def total(self) -> int:
-        """Skipped steps since the beginning of the run."""
+        """Skipped steps since the start of the run."""
         return int(self._total.item())
 
     @property
     def in_a_row(self) -> int:
-        """How many of the newest steps were skipped, but for those the loss scale answers to."""
+        """Consecutive newest steps that were skipped, except those the loss scale handled."""
         return int(self._in_a_row.item())
 
 
 class _Saved(BaseModel):
-    """The state in a checkpoint, among facts that others keep there."""
+    """The state in a checkpoint, among other facts."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -81,39 +81,39 @@ class _Saved(BaseModel):
 
 @dataclass
 class State:
-    """How far the run is; consumed data, learning rate and dropout all follow from the step."""
+    """A run's progress; consumed data, learning rate and dropout all follow from the step."""
 
     step: int
     """Steps done."""
     batches: BatchSchedule
     skipped: SkippedSteps
     spikes: SpikeWindow
-    """What loss and gradient norm of the next step are compared with."""
+    """Recent losses and gradient norms, to judge the next step."""
     scaler: LossScaler | None = None
-    """Of fp16."""
+    """For fp16."""
     data_offset: int = 0
-    """Sequences that rollbacks skipped: every step reads so much further on."""
+    """Sequences skipped by rollbacks: every step's data offset."""
     ranges: list[SkippedRange] = field(default_factory=list)
-    """All data skipped so far, up to the last `flush`."""
+    """All data skipped, up to the last `flush`."""
     _pending: list[tuple[int, Tensor]] = field(default_factory=list, repr=False)
-    """Steps since then, and on the device whether each was skipped and a spike."""
+    """Steps since then, with skipped and spike flags on the device."""
 
     @classmethod
     def at_start(cls, context: TrainContext) -> State:
-        """Gives the state before the first step."""
+        """Returns the state before the first step."""
         return cls.from_json(context, 0, {})
 
     @classmethod
     def from_json(cls, context: TrainContext, step: int, saved: Mapping[str, JsonValue]) -> State:
-        """Gives the state of a checkpoint.
+        """Returns the state of a checkpoint.
 
         Args:
             context: of the run.
             step: steps done.
-            saved: what `as_json` gave, perhaps with other facts.
+            saved: from `as_json`, perhaps with other facts.
 
         Raises:
-            CheckpointError: it is nothing that `as_json` gives.
+            CheckpointError: `saved` is not valid.
         """
         hint = "it was written by another version of Trainyard, or changed by hand"
         try:
@@ -126,7 +126,7 @@ class State:
             ) from None
         if known.skipped_steps > step:
             raise CheckpointError(
-                f"the checkpoint of step {step} says {known.skipped_steps} steps were skipped", hint
+                f"the checkpoint of step {step} records {known.skipped_steps} skipped steps", hint
             )
         precision = context.run.precision
         scaler = None
@@ -143,7 +143,7 @@ class State:
         )
 
     def as_json(self) -> dict[str, JsonValue]:
-        """Gives what a checkpoint keeps beside the step, exactly, after a flush."""
+        """Returns the exact state for a checkpoint, except the step, after a flush."""
         self.flush()
         known = _Saved(
             skipped_steps=self.skipped.total,
@@ -155,21 +155,21 @@ class State:
         return known.model_dump(mode="json")
 
     def add(self, skipped: Tensor, spike: Tensor, handled_by_loss_scale: Tensor) -> None:
-        """Takes in what became of the next step, without waiting for it; all are 1 or 0.
+        """Adds the outcome of the next step, without waiting for it; all flags are 1 or 0.
 
         Args:
             skipped: whether its update was skipped.
-            spike: whether it was one.
+            spike: whether it was a spike.
             handled_by_loss_scale: whether gradients overflowed and the loss scale can still fall.
         """
         self.skipped.add(skipped, handled_by_loss_scale)
         self._pending.append((self.step, torch.stack([skipped, spike])))
 
     def flush(self) -> list[int]:
-        """Reads from the device what became of the steps since the last time.
+        """Reads from the device the outcomes of steps since the last flush.
 
         Returns:
-            those that were spikes, counted from 0, whether or not their update was skipped.
+            the spikes, counted from 0, whether or not their update was skipped.
         """
         if not self._pending:
             return []
@@ -183,19 +183,19 @@ class State:
         return [step for step, (_, spike) in zip(steps, found, strict=True) if spike]
 
     def first_sequence(self, step: int) -> int:
-        """Says where a step begins to read."""
+        """Returns the first sequence a step reads."""
         return self.batches.consumed(step) + self.data_offset
 
     def skip_data(self, abandoned: State, n_sequences: int, why: str) -> None:
-        """Leaves out the data that an abandoned way on from here has read.
+        """Skips the data that an abandoned attempt from here has read.
 
         Args:
-            abandoned: how far it was.
-            n_sequences: that it consumed from this step on.
-            why: it was abandoned.
+            abandoned: its state.
+            n_sequences: how many it consumed from this step on.
+            why: the reason it was abandoned.
         """
         assert not self._pending and self.step <= abandoned.step
-        # Former ways on from this very step have skipped what lies before.
+        # Earlier rollbacks to this step have already skipped what lies before.
         before = [r for r in abandoned.ranges if r["step"] == self.step and is_rollback(r)]
         self.ranges = [r for r in abandoned.ranges if r["step"] < self.step] + before
         first = max([self.first_sequence(self.step), *(r["to_sequence"] for r in before)])
@@ -204,7 +204,7 @@ class State:
 
     @property
     def n_rollbacks_here(self) -> int:
-        """How often training came back to this step."""
+        """How often training was rolled back to this step."""
         return sum(r["step"] == self.step and is_rollback(r) for r in self.ranges)
 
     def _record(self, first: int, end: int, step: int, why: str) -> None:
@@ -218,7 +218,7 @@ def is_rollback(skipped: SkippedRange) -> bool:
 
 @dataclass(frozen=True)
 class TrainContext:
-    """What training is made of; built once by the worker, passed to whoever needs it."""
+    """Everything a training step needs; built once by the worker."""
 
     folder: Path
     """The run folder."""
@@ -226,16 +226,16 @@ class TrainContext:
     plan: Plan
     batches: BatchSchedule
     model: ParallelModel
-    """This rank's share of the model."""
+    """This rank's part of the model."""
     optimizer: torch.optim.Optimizer
     train_data: Loader
     valid_order: SequenceOrder | None
-    """LocalParameter-out sequences; None where there are none."""
+    """Held-out sequences; None if there are none."""
     tokenizer: Tokenizer | None
     data_fingerprint: str
     """Identifies the contents of the token files."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    """Tells the parent process what this one is doing."""
+    """Reports this process's phase to its parent."""
 
     @property
     def device(self) -> torch.device:
@@ -244,5 +244,5 @@ class TrainContext:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this rank speaks for all."""
+        """Whether this rank reports for all."""
         return self.model.mesh.rank == 0

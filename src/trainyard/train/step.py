@@ -18,23 +18,23 @@ from trainyard.train.state import State, TrainContext
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step found; scalars that stay on the device until somebody logs them."""
+    """A step's results; scalars stay on the device until logged."""
 
     loss: Tensor
     """Mean over the labelled tokens of the whole batch, in nats."""
     gradient_norm: Tensor
     """Global norm before clipping."""
     skipped: Tensor
-    """1 where something was not finite, or a spike is to be skipped: nothing was changed; or 0."""
+    """1 if the update was skipped (not finite, or a spike to skip), else 0."""
     spike: Tensor
-    """1 where loss or gradient norm were far above those before, else 0."""
+    """1 if loss or gradient norm spiked, else 0."""
     learning_rate: float
 
 
 def train_step(context: TrainContext, state: State) -> StepResult:
-    """Does step `state.step`, counted from 0: it follows from the state and the weights alone.
+    """Runs step `state.step`, counted from 0; it depends on the state and the weights only.
 
-    The state learns what became of the step; whoever calls this counts it.
+    Records the outcome in the state; the caller increments the step.
     """
     run, step = context.run, state.step
     scaler = state.scaler
@@ -50,7 +50,7 @@ def train_step(context: TrainContext, state: State) -> StepResult:
     skipped = set_clipping(context.optimizer, totals, run.optimizer.clip_norm, leave_out)
     context.optimizer.step()
     context.optimizer.zero_grad(set_to_none=True)
-    # A smaller scale helps gradients alone: a loss that is not finite was so before it was scaled.
+    # A smaller scale only helps gradients: a non-finite loss was so before scaling.
     handled_by_loss_scale = (
         no if scaler is None else scaler.update(totals.norm) * totals.loss.isfinite()
     )
@@ -61,16 +61,16 @@ def train_step(context: TrainContext, state: State) -> StepResult:
 def compute_gradients(
     context: TrainContext, step: int, data_offset: int, loss_scale: Tensor | None = None
 ) -> tuple[Tensor, StepStats]:
-    """Does the forward and backward passes of a step.
+    """Runs the forward and backward passes of a step.
 
     Args:
         context: holds the weights.
         step: counted from 0.
-        data_offset: sequences skipped before.
+        data_offset: sequences skipped earlier.
         loss_scale: multiplies the loss in the backward pass; None for 1.
 
     Returns:
-        this rank's part of the loss, scaled, and what all ranks found, which is not.
+        this rank's part of the loss, scaled, and the totals of all ranks, unscaled.
     """
     run, parallel_model = context.run, context.model
     context.heartbeat.enter("data", step)
@@ -80,7 +80,7 @@ def compute_gradients(
     if run.model.dropout:
         _seed_attention_dropout(run.train.seed, step, parallel_model.mesh)
         seeds = sequence_seeds(run.train.seed, step, dp_rank * len(tokens), len(tokens))
-    # Tokens of the whole batch, some of which may have no label.
+    # Tokens of the whole batch; some may have no label.
     n_expected = dp_size * labels.numel()
     divisor = n_expected if loss_scale is None else n_expected / loss_scale
     context.heartbeat.enter("forward and backward", step)
@@ -91,7 +91,7 @@ def compute_gradients(
 
 
 def _seed_attention_dropout(seed: int, step: int, mesh: Mesh) -> None:
-    """Seeds what kernels of attention on a GPU draw from; all other dropout follows from seeds."""
+    """Seeds the generator of GPU attention kernels; all other dropout uses `dropout_seeds`."""
     if mesh.device.type == "cuda":
         digest = hashlib.sha256(f"attention {seed} {step} {mesh.rank}".encode()).digest()
         torch.cuda.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

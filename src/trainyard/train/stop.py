@@ -1,13 +1,13 @@
-"""What asks training to save or to stop, and what that tells a scheduler.
+"""Requests to save or stop training, and the exit code for the scheduler.
 
-    asked by                                     then             exit code
+    request                                      action           exit code
     SIGTERM, SIGUSR1                             save and stop    75: start the same command again
     train.stop_after_minutes, the job's limit    save and stop    75
     Ctrl-C (SIGINT), a file STOP in the folder   save and stop    93: held; needs attention
-    a file SAVE in the folder                    save and go on
+    a file SAVE in the folder                    save, continue
 
-One rank that is asked is enough: all agree on it at the end of every step. A second signal ends the
-process at once; what is saved by then stays whole.
+One rank's request is enough: all ranks agree at the end of every step. A second signal ends the
+process at once; finished checkpoints stay intact.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ STOP, SAVE = "STOP", "SAVE"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 LEAST_MARGIN_SECONDS = 60.0
 TWICE_SECONDS = 1.0
-"""Slurm signals a rank and its parent at once, and that passes it on: both are the same request."""
+"""Slurm signals a rank and its parent, which forwards the signal: both are one request."""
 
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why training ended, and the exit code that says so."""
+    """Why training ended, and its exit code."""
 
     reason: str
     exit_code: int = 0
@@ -44,7 +44,7 @@ class StopReason:
 
     @classmethod
     def of(cls, request: str | None) -> StopReason | None:
-        """Makes it again from its text; None where the request is another, or there is none."""
+        """Parses its text; None for other requests or none."""
         if request is None or request == SAVE:
             return None
         code, _, reason = request.partition(" ")
@@ -55,17 +55,17 @@ DONE = StopReason("done")
 
 
 def out_of_time(minutes: float) -> str:
-    """Gives the reason when train.stop_after_minutes ends a run."""
-    return f"train.stop_after_minutes={minutes:g} is over"
+    """Returns the reason when train.stop_after_minutes ends a run."""
+    return f"train.stop_after_minutes={minutes:g} has elapsed"
 
 
 class Stop:
-    """Remembers who asked for what.
+    """Collects stop and save requests.
 
     Args:
-        folder: the run folder; the first rank looks there for files, None for the others.
+        folder: the run folder, where the first rank looks for files; None on other ranks.
         stop_after_minutes: wall-clock limit from now on.
-        scheduler_seconds: until the scheduler ends the job; None where it does not say.
+        scheduler_seconds: until the scheduler ends the job; None if unknown.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Stop:
         self._longest = 0.0
 
     def stop_request(self) -> str | None:
-        """Says at the end of a step what is asked for: an `StopReason` as text, SAVE, or None."""
+        """Returns the request at the end of a step: a `StopReason` as text, SAVE, or None."""
         now = time.monotonic()
         self._longest = max(self._longest, now - self._last_look)
         self._last_look = now
@@ -98,7 +98,7 @@ class Stop:
         margin = max(LEAST_MARGIN_SECONDS, 3 * self._longest)
         if self._scheduler_seconds is not None and seconds + margin >= self._scheduler_seconds:
             left = self._scheduler_seconds - seconds
-            return str(StopReason(f"the job's time limit is {left:.0f} s away", EXIT_REQUEUE))
+            return str(StopReason(f"the job's time limit is in {left:.0f} s", EXIT_REQUEUE))
         return self._request_of_files()
 
     def _request_of_files(self) -> str | None:
@@ -114,7 +114,7 @@ class Stop:
 
     @contextmanager
     def catch_signals(self) -> Iterator[None]:
-        """Turns the first of the signals into a request to stop; a second one ends at once."""
+        """Turns the first signal into a stop request; a second one ends the process at once."""
         before = {number: signal.signal(number, self._note) for number in SIGNALS}
         try:
             yield
@@ -133,10 +133,10 @@ class Stop:
 
 @contextmanager
 def leave_when_told() -> Iterator[None]:
-    """Ends the process on SIGTERM or SIGUSR1 as long as nobody else catches them: to start again.
+    """Exits for requeue on SIGTERM or SIGUSR1 until training catches them.
 
     Raises:
-        SystemExit: 75, where a signal comes before training catches it; there is nothing to save.
+        SystemExit: 75, if a signal arrives before training catches it; there is nothing to save.
     """
 
     def leave(number: int, _frame: FrameType | None) -> None:
@@ -152,7 +152,7 @@ def leave_when_told() -> Iterator[None]:
 
 
 def refuse_stopped(folder: Path) -> None:
-    """Keeps a run from starting while its folder has a file STOP, so that a chain of jobs ends.
+    """Refuses to start a run while its folder has a file STOP, so that a chain of jobs ends.
 
     Raises:
         GuardError: it has one.

@@ -1,8 +1,8 @@
-"""One training process: reads the run folder, builds the context, trains, and says how it ended.
+"""One training process: reads the run folder, builds the context, trains, reports the outcome.
 
     python -m trainyard.train.worker runs/my-run --resume auto
 
-Everything comes from `run.toml` in the folder; there is nothing else to keep equal on many ranks.
+Everything comes from `run.toml` in the folder, so nothing else must match across ranks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ logger = logging.getLogger("trainyard")
 Show = Callable[[int, str], None]
 OUTCOME = "outcome.json"
 BLOCKS_A_ROUND = 64
-"""Of 16 MiB, read by a rank before it meets the others again."""
+"""Blocks of 16 MiB that a rank reads between synchronisations."""
 COMPUTE_DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -85,22 +85,22 @@ COMPUTE_DTYPES = {
     "fp8": torch.bfloat16,
     "fp8_lowbit": torch.bfloat16,
 }
-"""Of activations, and of all products but those in fp8."""
+"""For activations, and for all matmuls except fp8 ones."""
 
 
 def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -> StopReason:
     """Trains the run of a folder from its newest checkpoint, or from the beginning.
 
     Args:
-        folder: holds run.toml; everything else is written here.
-        resume: "auto" continues if there is a checkpoint, "must" insists on one, "never" on none.
-        log: whether log lines have the essential metrics or all of them.
+        folder: holds run.toml; all output goes here.
+        resume: "auto" resumes if there is a checkpoint; "must" requires one, "never" forbids one.
+        log: "short" log lines have the essential metrics, "full" ones all.
 
     Returns:
         why training ended, `DONE` at the end of the plan; the first rank writes it to outcome.json.
 
     Raises:
-        UserError: the run, its data or its checkpoint is not usable.
+        UserError: the run, its data or its checkpoint is unusable.
         GuardError: training aborted.
     """
     run_text = (folder / "run.toml").read_text(encoding="utf-8")
@@ -111,7 +111,7 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
     )
     heartbeat.enter("start", 0)
     if process.rank > 0:
-        logger.setLevel(logging.ERROR)  # rank 0 speaks for all
+        logger.setLevel(logging.ERROR)  # rank 0 logs for all
     plan = resolve(run, process.n_ranks)
     refuse_what_is_not_built(run)
     refuse_missing_devices(torch.cuda.device_count())
@@ -136,16 +136,16 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
 
 
 def read_unread(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> None:
-    """Reads token files whose contents no record and no cache knows: each block once, by one rank.
+    """Reads token files missing from records and caches: each block once, by one rank.
 
-    Ranks that see the same files share them. They go from round to round together, so that nobody
-    waits long, and all show that they live.
+    Ranks that see the same files share the work. They synchronise every round, so that no rank
+    waits long and all send heartbeats.
 
     Args:
         run: names the files.
         mesh: all ranks call this.
         heartbeat: of this rank.
-        keeps: whether this rank writes what was found into the cache folder.
+        keeps: whether this rank writes the results to the cache folder.
 
     Raises:
         LaunchError: ranks see different contents.
@@ -161,7 +161,7 @@ def read_unread(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> N
     n_seeing = Counter(other for other, _ in views)
     n_rounds = max(-(-n // (n_seeing[other] * BLOCKS_A_ROUND)) for other, n in views)
     digests = torch.zeros(len(blocks), 32, dtype=torch.uint8)
-    title = "reading token files once, to know them again"
+    title = "fingerprinting the token files"
     with show_progress(title) if mesh.rank == 0 else nullcontext(lambda *_: None) as update:
         for number in range(n_rounds):
             heartbeat.enter("load", 0)
@@ -181,7 +181,7 @@ def read_unread(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> N
     if others := [rank for rank, each in enumerate(contents) if each != contents[0]]:
         raise LaunchError(
             f"{name_ranks(others)} of {len(contents)}: the token files differ from those of rank 0",
-            "copy them again where they differ, or put them where all machines see them",
+            "copy them again where they differ, or put them on shared storage",
         )
 
 
@@ -216,11 +216,11 @@ def _train_on(context: TrainContext, resume: Resume, log: LogLines) -> StopReaso
             metrics.write("end", {"step": state.step, "reason": ending.reason})
             show(
                 state.step,
-                f"{ending.reason}: step {state.step} is saved in {checkpoint_folder(folder)}",
+                f"{ending.reason}: saved step {state.step} in {checkpoint_folder(folder)}",
             )
     except GuardError as error:
         with suppress(MachineError):
-            saver.wait()  # for the checkpoint before
+            saver.wait()  # for the previous checkpoint
         _write_outcome(context, StopReason(error.problem, error.exit_code), state.step)
         raise
     finally:
@@ -239,7 +239,7 @@ def build_context(
         tokenizer = Tokenizer(vocabulary, tokenizer_name(run.tokenizer.path))
     _check_vocabularies(run, tokenizer)
     batches = BatchSchedule(run)
-    # The first rank fills the cache of orders, the others find it there.
+    # The first rank fills the cache of orders; the others read it.
     if mesh.rank > 0:
         mesh.barrier()
     orders = build_orders(run, plan, ("train", "valid"))
@@ -248,7 +248,7 @@ def build_context(
     if orders["train"] is None:
         raise ConfigError(
             f"data.split={run.data.split!r} leaves no sequences for training",
-            "give the first share more than 0",
+            "set its first share above 0",
         )
     if mesh.device.type == "cpu":
         keep_freed_memory()
@@ -278,7 +278,7 @@ def build_context(
 def show_training(context: TrainContext, first_step: int) -> Iterator[Show]:
     """Yields a function that logs a line of training, and moves a progress bar on a terminal.
 
-    Only the first rank has something to show.
+    Only the first rank shows anything.
     """
     if not context.is_first_rank:
         yield lambda _step, _text: None
@@ -298,21 +298,21 @@ def show_training(context: TrainContext, first_step: int) -> Iterator[Show]:
 def _warn_of_slow_precision(run: Run, device: torch.device) -> None:
     if run.precision.multiplies_in_fp8 and run.precision.fp8.emulate:
         logger.warning(
-            "precision.fp8.emulate=true: products in fp8 are computed in fp32, which takes longer "
-            "than precision.kind=bf16"
+            "precision.fp8.emulate=true computes fp8 matmuls in fp32, slower than "
+            "precision.kind=bf16"
         )
     if run.precision.kind == "bf16" and device.type == "cpu" and not cpu_multiplies_bf16_natively():
         logger.warning(
-            "this processor has no bf16 products: precision.kind=fp32 is several times as fast here"
+            "this CPU has no bf16 matmuls: precision.kind=fp32 is several times as fast here"
         )
     if run.precision.kind == "fp16" and device.type == "cpu":
         logger.warning(
-            "few processors have fp16 products: precision.kind=fp32 may be 100 times as fast here"
+            "few CPUs have fp16 matmuls: precision.kind=fp32 may be 100 times as fast here"
         )
 
 
 def _check_vocabularies(run: Run, tokenizer: Tokenizer | None) -> None:
-    """The tokenizer must fit the model, and be the one that made every token file."""
+    """Checks that the tokenizer fits the model and made every token file."""
     if tokenizer is not None and tokenizer.vocabulary_size > run.model.vocabulary_size:
         raise ConfigError(
             f"tokenizer.path={run.tokenizer.path!r} has {tokenizer.vocabulary_size} tokens, "
@@ -320,7 +320,7 @@ def _check_vocabularies(run: Run, tokenizer: Tokenizer | None) -> None:
             f"model.vocabulary_size={tokenizer.vocabulary_size}",
         )
     for prefix in data_prefixes(run):
-        if not Path(f"{prefix}.json").exists():  # made by Megatron-LM: nothing is known of it
+        if not Path(f"{prefix}.json").exists():  # made by Megatron-LM: tokenizer unknown
             continue
         sidecar = load_sidecar(prefix)
         sidecar.check_sizes(prefix)
@@ -341,7 +341,7 @@ def _write_facts(folder: Path, plan: Plan) -> None:
 
 
 def _write_outcome(context: TrainContext, ending: StopReason, step: int) -> None:
-    """Leaves word of how training ended where the launcher's own exit code would not tell."""
+    """Records how training ended, for launchers whose exit code does not show it."""
     if context.is_first_rank:
         facts = {"reason": ending.reason, "exit_code": ending.exit_code, "step": step}
         publish_text(context.folder / OUTCOME, json.dumps(facts, indent=2) + "\n")
@@ -374,7 +374,7 @@ def main() -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python's own way out would abort where the thread of a save waits for a rank that is dead.
+    # A normal exit would abort if a save thread is waiting for a dead rank.
     os._exit(code)
 
 

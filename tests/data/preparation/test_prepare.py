@@ -408,7 +408,7 @@ def test_the_output_is_checked_before_the_work(corpus: Corpus, tmp_path: Path) -
         run(change(corpus, output="/proc/no/out"))
     run(change(corpus, output=str(tmp_path / "no/out")))  # which is made
     (tmp_path / "out_text_document.idx").touch()
-    with pytest.raises(DataError, match=r"t.idx is there, but not finished: .*json is") as caught:
+    with pytest.raises(DataError, match=r"t.idx exists but is incomplete: .*json is") as caught:
         run(corpus)
     assert "--overwrite" in caught.value.hint
     with (tmp_path / "in/huge.txt").open("wb") as file:

@@ -111,7 +111,7 @@ FAULTS = [
     (b'{"text": null}', "not a string", 'the value of "text" is null, not a string', "fix"),
     (b'{"text": 12}', "not a string", 'the value of "text" is 12, not a string', "fix"),
     (b'{"text": "a"', "malformed JSON", "not valid JSON: Expecting ',' delimiter", "one JSON"),
-    (b'{"text": "a"} {"text": "b"}', "malformed JSON", "Extra data", "one JSON object a line"),
+    (b'{"text": "a"} {"text": "b"}', "malformed JSON", "Extra data", "one JSON object per line"),
     (b'["a"]', "malformed JSON", 'expected a JSON object, found ["a"]', '{"text": "..."}'),
     (b'{"text": "a\xff"}', "invalid UTF-8", "byte 45 (0xff) is not valid UTF-8", "UTF-8"),
     (
@@ -221,7 +221,7 @@ def test_a_file_named_after_another_format_is_explained(tmp_path: Path, suffix: 
     assert read(plain)[1][0].hint == f"add {suffix} to its name"
     packed.write_bytes(jsonl(TEXTS))
     (fault,) = read(packed)[1]
-    assert f"the file is not {suffix} data, as its name says: it begins with b'{{" in fault.detail
+    assert f"the file is not {suffix} data, despite its name: it begins with b'{{" in fault.detail
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
@@ -238,7 +238,7 @@ def test_no_line_behind_a_garbled_one_is_good_in_a_damaged_file(
     found, faults = read(path)
     assert found == texts * n_sound + texts[:120]
     assert [fault.kind for fault in faults] == ["malformed JSON"] * n_sound + ["damaged file"]
-    assert "those before may hold wrong characters" in faults[-1].detail
+    assert "earlier ones may have wrong characters" in faults[-1].detail
     # Cut short, all that is there is right.
     path.write_bytes(sound + frame[:-3])
     assert read(path)[0] == texts * n_sound + texts[:120] + texts[121:]

@@ -41,7 +41,7 @@ def test_files_are_sorted_and_folders_searched(tmp_path: Path) -> None:
         ("a.pdf", "a.pdf is not plain text", "pdftotext for .pdf"),
         ("*.docx", "a.docx is not plain text", "pandoc -t plain for .docx"),
         ("a.parquet.gz", "a.parquet.gz is Parquet inside .gz", "unpack the .gz"),
-        ("empty", "empty holds no file that can be read: it is empty", ".jsonl .ndjson .json"),
+        ("empty", "empty has no readable file: it is empty", ".jsonl .ndjson .json"),
         ("other", "can be read: only 2 .md, 1 .tar.gz, 1 hidden", "such as 'notes/**/*.md'"),
     ],
 )

@@ -1,7 +1,7 @@
 #!/bin/bash -l
 # download-openwebtext: 1 task. Made by
 #     trainyard launch recipes/benchmark64/full.toml --cluster polaris --nodes 16 --account MyProject --stages all
-# Started again by hand it goes on where the run stopped:
+# Started again by hand, it continues the run:
 #     qsub /project/me/runs/benchmark64-full/jobs/download-openwebtext.sh
 #PBS -N download-openwebtext
 #PBS -l select=1:system=polaris
@@ -16,7 +16,7 @@
 
 cd /project/me || exit 2
 
-# Of the cluster.
+# Setup of the cluster.
 module use /soft/modulefiles
 module load conda
 conda activate

@@ -1,7 +1,7 @@
 #!/bin/bash
 # download-wikipedia: 1 task. Made by
 #     trainyard launch recipes/msamp/345m-bf16.toml --cluster azure-ndv5 --nodes 1 --image /project/me/trainyard.sqsh --stages all
-# Started again by hand it goes on where the run stopped:
+# Started again by hand, it continues the run:
 #     sbatch /project/me/runs/msamp-345m-bf16/jobs/download-wikipedia.sh
 #SBATCH --job-name=download-wikipedia
 #SBATCH --nodes=1
@@ -40,6 +40,6 @@ step=(
   --no-container-mount-home
   --container-writable
 )
-# srun takes these from sbatch no more since Slurm 22.05.
+# Since Slurm 22.05, srun no longer inherits these from sbatch.
 if [ -n "$SLURM_CPUS_PER_TASK" ]; then step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi
 exec srun "${step[@]}" bash -c "$task"

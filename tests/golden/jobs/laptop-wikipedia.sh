@@ -1,18 +1,18 @@
 #!/bin/bash
 # wikipedia: on this machine. Made by
 #     trainyard launch recipes/laptop/wikipedia.toml --cluster local --nodes 1
-# Started again by hand it goes on where the run stopped:
+# Started again by hand, it continues the run:
 #     bash /project/me/runs/wikipedia/job.sh
 
 cd /project/me || exit 2
 
 TRAINYARD_JOB=$(hostname)-$$
-# Compiled kernels stay on the node's own disk, new with each start: no stale lock.
+# Compiled kernels go to the node's local disk, in a new folder per start: no stale lock.
 caches=/tmp/trainyard-"$TRAINYARD_JOB"
-# Code is loaded from there: the folder must be this user's own.
+# Code is loaded from there: this user must own the folder.
 mkdir -p -m 700 "$caches"
 if [ ! -O "$caches" ] || [ -L "$caches" ]; then
-  echo "error: $HOSTNAME: $caches belongs to another user, or cannot be made" >&2
+  echo "error: $HOSTNAME: $caches belongs to another user, or cannot be created" >&2
   exit 2
 fi
 mkdir -p "$caches/miopen"

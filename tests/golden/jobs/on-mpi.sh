@@ -1,7 +1,7 @@
 #!/bin/bash
 # lumi-125m: 2 nodes of 8 ranks. Made by
 #     trainyard launch recipes/lumi/125m.toml --cluster mpi --nodes 2 --hosts n1,n2
-# Started again by hand it goes on where the run stopped:
+# Started again by hand, it continues the run:
 #     bash /project/me/runs/lumi-125m/job.sh
 
 cd /project/me || exit 2
@@ -12,14 +12,14 @@ job=$(hostname)-$$ start=${TRAINYARD_START:-0} is_warned='' is_ended=''
 # A line for `trainyard status`.
 tell() { echo "$(date -u +%Y-%m-%dT%H:%M:%SZ) $*" >> "$folder/starts.log"; }
 
-# What an earlier start left would be taken for this one's.
+# Files of an earlier start must not be taken for this one's.
 begin() {
   mkdir -p "$folder/logs" && touch "$folder/logs/started" && rm -f "$folder/outcome.json" && return
   echo "error: $(hostname) cannot write to $PWD/$folder" >&2
   exit 2
 }
 
-# Three starts in a row without a newer checkpoint are enough.
+# At most three starts in a row without a newer checkpoint.
 is_worth_it() {
   local count=0 before="" newest
   newest=$(find "$folder/checkpoints" -path '*/step-*/manifest.json' 2> /dev/null | sort)
@@ -30,7 +30,7 @@ is_worth_it() {
   [ "$count" -lt 3 ]
 }
 
-# Hosts on which a rank has died by itself in this start, as its parent process saw; lost ones.
+# Lost hosts, and hosts where a rank failed by itself in this start, as its parent recorded.
 failing_hosts() {
   local file
   cat "$folder/logs/lost_hosts" 2> /dev/null
@@ -40,7 +40,7 @@ failing_hosts() {
   done
 }
 
-# A host that fails twice is excluded from then on. Where several fail, it is not the host.
+# Exclude a host that fails twice. If several fail, the host is not the cause.
 blame() {
   local host
   host=$(failing_hosts | sort -u)
@@ -53,12 +53,12 @@ blame() {
 bad_hosts() { awk '$2 >= 2 { print $1 }' "$folder/bad_nodes" 2> /dev/null; }
 
 again() {
-  # By a new start of this script, on hosts that are not bad.
+  # Start this script again, on hosts that are not bad.
   sleep 1
   TRAINYARD_START=$((start + 1)) exec bash "$0"
 }
 
-# Those that failed twice are excluded; the last ones are spares.
+# Hosts that failed twice are excluded; the last ones are spares.
 hosts=()
 for host in n1 n2; do
   name=${host#*@}
@@ -70,19 +70,19 @@ if [ "${#hosts[@]}" -lt 2 ]; then
   exit 93
 fi
 
-# Where the ranks meet.
+# Rendezvous of the ranks.
 export MASTER_ADDR="${hosts[0]#*@}" MASTER_PORT=$((12000 + RANDOM % 18000))
 export TRAINYARD_JOB="${job//[^A-Za-z0-9]/_}-$start"
 
-# What each rank runs.
+# The program of each rank.
 IFS= read -r -d '' rank <<'RANK'
 export TRAINYARD_DEVICES=8
-# Compiled kernels stay on the node's own disk, new with each start: no stale lock.
+# Compiled kernels go to the node's local disk, in a new folder per start: no stale lock.
 caches=/tmp/trainyard-"$TRAINYARD_JOB"
-# Code is loaded from there: the folder must be this user's own.
+# Code is loaded from there: this user must own the folder.
 mkdir -p -m 700 "$caches"
 if [ ! -O "$caches" ] || [ -L "$caches" ]; then
-  echo "error: $HOSTNAME: $caches belongs to another user, or cannot be made" >&2
+  echo "error: $HOSTNAME: $caches belongs to another user, or cannot be created" >&2
   exit 2
 fi
 mkdir -p "$caches/miopen"
@@ -91,7 +91,7 @@ export MIOPEN_USER_DB_PATH="$caches/miopen" MIOPEN_CUSTOM_CACHE_DIR="$caches/mio
 exec python3 -P -m trainyard.cli train runs/lumi-125m/run.toml
 RANK
 
-# How they are started: start_ranks N PER_NODE COMMAND ..
+# Start the ranks: start_ranks N PER_NODE COMMAND ..
 mpiexec=$(command -v mpiexec.hydra || command -v mpiexec)
 start_ranks() {
   local n=$1 per_node=$2 host
@@ -104,7 +104,7 @@ start_ranks() {
     "$@"
 }
 
-# Stopped by a person: the ranks save. A group of their own keeps Ctrl-C from them.
+# Stopped by a person: the ranks save. Their own process group keeps Ctrl-C from them.
 set -m
 trap 'is_ended=yes; kill -USR1 "$step"' INT TERM USR1
 begin
@@ -115,16 +115,16 @@ while kill -0 "$step" 2> /dev/null; do wait "$step"; done
 wait "$step"
 code=$?
 
-# What training itself said comes first: launchers end ranks, and have exit codes of their own.
+# Training's own exit code has priority: launchers end ranks, with exit codes of their own.
 said=$(sed -n 's/.*"exit_code": *\([0-9]*\).*/\1/p' "$folder/outcome.json" 2> /dev/null)
 said=${said:-$(cat "$folder/logs/refused-$TRAINYARD_JOB" 2> /dev/null)}
 rm -f "$folder/logs/refused-$TRAINYARD_JOB"
 code=${said:-$code}
-# Hydra may end with 0 once it has passed a signal on, however its ranks have ended.
+# Hydra may exit with 0 after it forwards a signal, however its ranks ended.
 if [ "$code" = 0 ] && [ -z "$said" ] && [ -n "$is_ended$is_warned" ]; then code=75; fi
 case $code in
   0) then=finish ;;
-  2 | 93 | 126 | 127) then=stay ;; # somebody has to look
+  2 | 93 | 126 | 127) then=stay ;; # needs attention
   *) then=requeue && blame ;;      # 75, or it was killed
 esac
 [ "$then" = requeue ] && [ -n "$is_ended" ] && then=cancelled

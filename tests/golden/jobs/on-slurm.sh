@@ -1,7 +1,7 @@
 #!/bin/bash
 # lumi-125m: 2 nodes of 8 ranks. Made by
 #     trainyard launch recipes/lumi/125m.toml --cluster slurm --nodes 2
-# Started again by hand it goes on where the run stopped:
+# Started again by hand, it continues the run:
 #     sbatch /project/me/runs/lumi-125m/job.sh
 #SBATCH --job-name=lumi-125m
 #SBATCH --nodes=2
@@ -9,7 +9,7 @@
 #SBATCH --output=/project/me/runs/lumi-125m/job-%j.log
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
-# Before the time limit: save. After a node has failed: start again.
+# Save before the time limit; requeue after a node failure.
 #SBATCH --signal=B:USR1@180
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -20,15 +20,15 @@ folder=runs/lumi-125m
 job=$SLURM_JOB_ID start=${SLURM_RESTART_COUNT:-0} is_warned='' is_ended=''
 export TRAINYARD_JOB="$job-$start"
 
-# What each rank runs.
+# The program of each rank.
 IFS= read -r -d '' rank <<'RANK'
 export TRAINYARD_DEVICES=8
-# Compiled kernels stay on the node's own disk, new with each start: no stale lock.
+# Compiled kernels go to the node's local disk, in a new folder per start: no stale lock.
 caches=/tmp/trainyard-"$TRAINYARD_JOB"
-# Code is loaded from there: the folder must be this user's own.
+# Code is loaded from there: this user must own the folder.
 mkdir -p -m 700 "$caches"
 if [ ! -O "$caches" ] || [ -L "$caches" ]; then
-  echo "error: $HOSTNAME: $caches belongs to another user, or cannot be made" >&2
+  echo "error: $HOSTNAME: $caches belongs to another user, or cannot be created" >&2
   exit 2
 fi
 mkdir -p "$caches/miopen"
@@ -37,27 +37,27 @@ export MIOPEN_USER_DB_PATH="$caches/miopen" MIOPEN_CUSTOM_CACHE_DIR="$caches/mio
 exec python3 -P -m trainyard.cli train runs/lumi-125m/run.toml
 RANK
 
-# How they are started: all end when one fails.
+# Start the ranks: all end when one fails.
 scratch=/tmp
 each_node=(--nodes=2 --ntasks=2 --ntasks-per-node=1)
 step=(
   --nodes=2 --ntasks=16 --ntasks-per-node=8
   --export=ALL --kill-on-bad-exit=1
 )
-# srun takes these from sbatch no more since Slurm 22.05.
+# Since Slurm 22.05, srun no longer inherits these from sbatch.
 if [ -n "$SLURM_CPUS_PER_TASK" ]; then step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi
 
 # A line for `trainyard status`.
 tell() { echo "$(date -u +%Y-%m-%dT%H:%M:%SZ) $*" >> "$folder/starts.log"; }
 
-# What an earlier start left would be taken for this one's.
+# Files of an earlier start must not be taken for this one's.
 begin() {
   mkdir -p "$folder/logs" && touch "$folder/logs/started" && rm -f "$folder/outcome.json" && return
   echo "error: $(hostname) cannot write to $PWD/$folder" >&2
   exit 2
 }
 
-# Three starts in a row without a newer checkpoint are enough.
+# At most three starts in a row without a newer checkpoint.
 is_worth_it() {
   local count=0 before="" newest
   newest=$(find "$folder/checkpoints" -path '*/step-*/manifest.json' 2> /dev/null | sort)
@@ -68,7 +68,7 @@ is_worth_it() {
   [ "$count" -lt 3 ]
 }
 
-# Hosts on which a rank has died by itself in this start, as its parent process saw; lost ones.
+# Lost hosts, and hosts where a rank failed by itself in this start, as its parent recorded.
 failing_hosts() {
   local file
   cat "$folder/logs/lost_hosts" 2> /dev/null
@@ -78,7 +78,7 @@ failing_hosts() {
   done
 }
 
-# A host that fails twice is excluded from then on. Where several fail, it is not the host.
+# Exclude a host that fails twice. If several fail, the host is not the cause.
 blame() {
   local host
   host=$(failing_hosts | sort -u)
@@ -93,13 +93,13 @@ bad_hosts() { awk '$2 >= 2 { print $1 }' "$folder/bad_nodes" 2> /dev/null; }
 again() {
   local bad
   bad=$(bad_hosts | paste -sd,)
-  # Only a job in the queue takes nodes to leave out; it ends with SIGTERM to what runs here.
+  # Only a queued job accepts excluded nodes; requeueing sends SIGTERM to this script.
   trap '' TERM
   scontrol requeue "$job" || return
   [ -z "$bad" ] || scontrol update JobId="$job" ExcNodeList="$bad"
 }
 
-# Nodes of the start before that are down now have failed under it.
+# Nodes of the previous start that are down now have failed during it.
 find_lost_nodes() {
   local last
   last=$(grep " start $job " "$folder/starts.log" 2> /dev/null | tail -n 1)
@@ -132,16 +132,16 @@ while kill -0 "$step_process" 2> /dev/null; do wait "$step_process"; done
 wait "$step_process"
 code=$?
 
-# What training itself said comes first: launchers end ranks, and have exit codes of their own.
+# Training's own exit code has priority: launchers end ranks, with exit codes of their own.
 said=$(sed -n 's/.*"exit_code": *\([0-9]*\).*/\1/p' "$folder/outcome.json" 2> /dev/null)
 said=${said:-$(cat "$folder/logs/refused-$TRAINYARD_JOB" 2> /dev/null)}
 rm -f "$folder/logs/refused-$TRAINYARD_JOB"
 code=${said:-$code}
-# Hydra may end with 0 once it has passed a signal on, however its ranks have ended.
+# Hydra may exit with 0 after it forwards a signal, however its ranks ended.
 if [ "$code" = 0 ] && [ -z "$said" ] && [ -n "$is_ended$is_warned" ]; then code=75; fi
 case $code in
   0) then=finish ;;
-  2 | 93 | 126 | 127) then=stay ;; # somebody has to look
+  2 | 93 | 126 | 127) then=stay ;; # needs attention
   *) then=requeue && blame ;;      # 75, or it was killed
 esac
 [ "$then" = requeue ] && [ -n "$is_ended" ] && then=cancelled

@@ -1,14 +1,14 @@
-"""Which corpora can be fetched, and which files a corpus consists of on the day it is asked.
+"""Lists the corpora to fetch, and the current files of a corpus.
 
-A corpus is described by one small TOML file (`config/corpora/*.toml`, or one of your own). Asking
-its server for the files gives a `Listing`, pinned to one immutable revision, although a corpus
-names a floating one:
+A small TOML file describes a corpus (`config/corpora/*.toml`, or one of your own). Its server's
+list of files becomes a `Listing`, pinned to one immutable revision, even if the corpus names a
+floating one:
 
     wikipedia    "latest"  ->  the date of the dump         20261101
     slimpajama   "main"    ->  the commit of the repository 2d0accdd58c5...
 
-A listing has the size and the checksum of every file before the first byte is fetched. Servers of
-two kinds are known, by the documents they publish:
+A listing has the size and the checksum of every file before the first byte is fetched. Two kinds of
+servers are supported:
 
 - `wikimedia`: `<wiki>-<date>-sha1sums.txt` has the names and the SHA-1 sums; HEAD gives the sizes.
 - `huggingface`: `/api/datasets/<repository>/tree/<commit>?recursive=true` has paths, sizes and
@@ -85,10 +85,10 @@ class Reader(Protocol):
     """Asks a server, again when it must, until there is an answer."""
 
     def read(self, url: str) -> tuple[bytes, Mapping[str, str]]:
-        """Gives the body and the headers."""
+        """Returns the body and the headers."""
 
     def size_of(self, url: str) -> int:
-        """Gives the size of a file in bytes."""
+        """Returns the size of a file in bytes."""
 
 
 def corpus_names() -> list[str]:
@@ -115,7 +115,7 @@ def find_corpus(name: str) -> Corpus:
         entry = resources.files("trainyard.config") / "corpora" / f"{stem}.toml"
         text = entry.read_text(encoding="utf-8")
     else:
-        hint = f"shipped are {', '.join(corpus_names())}; the file of another ends in .toml"
+        hint = f"shipped: {', '.join(corpus_names())}; a corpus file of your own ends in .toml"
         raise ConfigError(f"no corpus named {stem!r}", hint)
     try:
         corpus = Corpus.model_validate(parse_toml(text, stem))
@@ -133,7 +133,7 @@ def find_corpus(name: str) -> Corpus:
 
 
 def describe(name: str) -> str:
-    """Says in a few lines what a corpus is, how large, and under which licence."""
+    """Describes a corpus in a few lines: contents, size, licence."""
     corpus = find_corpus(name)
     lines = [corpus.title, f"from {corpus.host}/{corpus.repository} at {corpus.revision}"]
     lines += [f"size: {corpus.size}", f"licence: {corpus.licence}", corpus.note]

@@ -2,17 +2,17 @@
 
     result = fetch("openwebtext", Path("corpora/openwebtext"), network=Network(connections=8))
 
-The folder tells the whole state, so the same call goes on after a power cut:
+The folder holds the whole state, so the same call resumes after a power failure:
 
     fetch.listing                       the pinned list of files, made by the first call
-    plain_text/a.parquet                whole and verified; it is never asked for again
-    plain_text/b.parquet.partial        its first bytes; the next call asks for the rest alone
-    plain_text/b.parquet.partial.etag   which version of the file these bytes belong to
+    plain_text/a.parquet                complete and verified; never requested again
+    plain_text/b.parquet.partial        its first bytes; the next call requests only the rest
+    plain_text/b.parquet.partial.etag   the file version of these bytes
 
-A file gets its name only when its size and checksum are right and its bytes are on the disk. What
-passes by itself (429, 5xx, a lost connection, a cut body) is waited for and tried again; bytes
-that arrive count as success, so only a server that gives nothing ends the call. A file that is
-wrong is fetched again from its start, at most three times.
+A file gets its final name only once its size and checksum are correct and its bytes are on disk.
+Transient errors (429, 5xx, a lost connection, a truncated body) are retried after a wait; received
+bytes count as success, so only a server that sends nothing ends the call. A wrong file is fetched
+again from its start, at most three times.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from trainyard.units import format_bytes
 LISTING_NAME = "fetch.listing"
 _CHUNK_BYTES = 2**20
 _MAX_WRONG_FILES = 3
-_AGAIN = "run the same command again: it goes on where it stopped"
+_AGAIN = "run the same command again: it resumes where it stopped"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _pin_listing(corpus: Corpus, revision_given: bool, folder: Path, client: Cli
         wanted = f"{asked} at {corpus.revision}"
         raise DataError(
             f"{folder} holds {listing.source} at {listing.revision}, not {wanted}",
-            "choose another folder: one holds one corpus at one revision",
+            "choose another folder: each holds one corpus at one revision",
         )
     return listing
 
@@ -262,7 +262,7 @@ class _Downloads:
         except OSError as error:
             raise _unwritable(target, error) from error
         raise DataError(
-            f"{file.path} is wrong {_MAX_WRONG_FILES} times over: {problem}",
+            f"{file.path} was wrong {_MAX_WRONG_FILES} times: {problem}",
             "the file has changed on the server, or a mirror is damaged: try another mirror, or "
             f"fetch a newer revision into a new folder ({file.url})",
         )
@@ -332,7 +332,7 @@ def _check_range(headers: Mapping[str, str], offset: int, size_bytes: int, tag: 
     match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", given)
     if not match or int(match[1]) != offset or match[2] not in ("*", str(size_bytes)):
         raise _WrongFileError(
-            f"asked for bytes {offset} to {size_bytes}, the server gives {given!r}"
+            f"asked for bytes {offset} to {size_bytes}, the server sent {given!r}"
         )
 
 

@@ -1,13 +1,13 @@
-"""Requests to servers that throttle, fail and break off: asked politely, again and again.
+"""HTTP requests with retries and backoff, for servers that throttle and fail.
 
-`Client.keep_trying` is the one place that repeats anything. An action raises `PassingError` for
-what may be over by the next time, and `DataError` for what will not:
+Only `Client.keep_trying` retries. An action raises `PassingError` for transient errors, and
+`DataError` for permanent ones:
 
     429 5xx 408 425, no connection, a body that ends early     wait, then again
     401 403 404 410, a bad certificate, endless redirects       give up, say why
 
-The wait doubles from one second to two minutes; where the server names one (`Retry-After`, or
-Hugging Face's `RateLimit`) that is kept instead. Bytes received start the count of failures anew.
+The wait doubles from one second to two minutes, unless the server specifies one (`Retry-After`, or
+Hugging Face's `RateLimit`). Received bytes reset the count of failures.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Client:
 
     def __init__(self, network: Network, stop: threading.Event, say: Callable[[str], None]) -> None:
         if network.mirror and not network.mirror.startswith(("http://", "https://")):
-            hint = "write it whole, such as https://mirror.example.org/wikimedia"
+            hint = "give the full address, such as https://mirror.example.org/wikimedia"
             raise DataError(f"the mirror {network.mirror!r} is not an http(s) address", hint)
         if not (network.contact.isascii() and network.contact.isprintable()):
             hint = "give an e-mail address or a web page"
-            raise DataError(f"the contact {network.contact!r} has odd characters", hint)
+            raise DataError(f"the contact {network.contact!r} has invalid characters", hint)
         self._network, self._stop, self._say = network, stop, say
         about = f"trainyard/{__version__}" + (f" ({network.contact})" if network.contact else "")
         self._pool = urllib3.PoolManager(
@@ -86,7 +86,7 @@ class Client:
         self._pool.clear()
 
     def read(self, url: str) -> tuple[bytes, Mapping[str, str]]:
-        """Gives the body and the headers of a small document."""
+        """Returns the body and the headers of a small document."""
 
         def ask() -> tuple[bytes, Mapping[str, str]]:
             with closing(self.open("GET", url)) as response:
@@ -98,13 +98,13 @@ class Client:
         return self.keep_trying(url, ask)
 
     def size_of(self, url: str) -> int:
-        """Gives the size of a file in bytes without fetching it."""
+        """Returns the size of a file in bytes without fetching it."""
 
         def ask() -> int:
             with closing(self.open("HEAD", url)) as response:
                 length = response.headers.get("Content-Length", "")
             if not length.isdecimal():
-                raise DataError(f"{url} does not say its size", "try a mirror")
+                raise DataError(f"{url} reports no size", "try a mirror")
             return int(length)
 
         return self.keep_trying(url, ask)
@@ -134,13 +134,13 @@ class Client:
             for_ever = "CERTIFICATE_VERIFY_FAILED" in str(cause) or "redirects" in str(cause)
             if for_ever or isinstance(cause, LocationValueError):
                 hint = "check the mirror, or the certificates and the clock of this machine"
-                raise DataError(f"{url} cannot be asked: {cause}", hint) from error
+                raise DataError(f"{url} cannot be reached: {cause}", hint) from error
             raise PassingError(str(cause)) from error
         hops = response.retries.history if response.retries else ()
         lands_on = [(hop.redirect_location or "").lower() for hop in hops]
         if url.startswith("https:") and any(place.startswith("http:") for place in lands_on):
             response.close()
-            raise DataError(f"{url} leads to an unencrypted address", "try a mirror")
+            raise DataError(f"{url} redirects to an unencrypted address", "try a mirror")
         if response.status not in (200, 206, 416):
             response.close()
             raise _refusal(url, response.status, response.headers)
@@ -176,10 +176,10 @@ class Client:
 def _refusal(url: str, status: int, headers: Mapping[str, str]) -> Exception:
     if status in (408, 425, 429) or status >= 500:
         return PassingError(f"HTTP {status}", _wait_seconds(headers))
-    hint = "the file or revision is not there any more: name another revision, or try a mirror"
+    hint = "the file or revision no longer exists: name another revision, or try a mirror"
     if status in (401, 403):
         hint = (
-            "the server wants to know who asks (give a contact), or the data set is gated: accept "
+            "the server wants a contact (give one), or the data set is gated: accept "
             "its terms on its page, fetch it with the tool named there, and prepare that folder"
         )
     return DataError(f"{url} is refused: HTTP {status}", hint)

@@ -1,10 +1,10 @@
-"""What kind of character each one is, for whole texts at once: letter, part of a word, space.
+"""Classifies the characters of whole texts: letter, part of a word, space.
 
     kinds = kinds_of(code_points("Hé 9!"))    # LETTER | WORD, LETTER | WORD, SPACE, WORD, 0
     np.count_nonzero(kinds & LETTER)          # 2
 
-A table with a byte for each character of Unicode, asked with numpy, is some ten times as fast as
-asking Python about one character after another, and knows every script.
+A numpy lookup in a table with one byte per Unicode character is about ten times as fast as Python
+per character, and covers every script.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ LETTER = 1
 WORD = 2
 """A letter, a mark or a digit; words are runs of these."""
 SPACE = 4
-"""What str.isspace says."""
+"""Whitespace by str.isspace."""
 ALONE = 8
-"""Of a script written without spaces; stands for a word of its own."""
+"""Of a script without spaces; counts as a word."""
 
 # Nothing above is a letter but rare variation selectors.
 _TABLE_SIZE = 0x32400
@@ -39,12 +39,12 @@ _WITHOUT_SPACES = (
 
 
 def code_points(text: str) -> npt.NDArray[np.int32]:
-    """Gives the number Unicode has for each character."""
+    """Returns the number Unicode has for each character."""
     return np.frombuffer(text.encode("utf-32-le"), "<i4").astype(np.int32, copy=False)
 
 
 def kinds_of(codes: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-    """Gives LETTER, WORD, SPACE and ALONE, or'ed, for each character."""
+    """Returns LETTER, WORD, SPACE and ALONE, or'ed, for each character."""
     kinds: npt.NDArray[np.uint8] = _table().take(codes, mode="clip")
     return kinds
 

@@ -1,8 +1,7 @@
-"""Which documents repeat an earlier one, exactly or nearly, however large the corpus is.
+"""Finds exact and near duplicates of earlier documents, in corpora of any size.
 
-Any number of processes tokenise the units of a corpus, and each stores a few 64-bit keys for every
-document. Afterwards any number of them look at the keys of all units, in the order of the corpus,
-each at those of another band:
+Any number of processes tokenise the units of a corpus, and store a few 64-bit keys per document.
+Afterwards any number of them compare the keys of all units, in corpus order, one band each:
 
     np.save("unit-7.keys.npy", document_keys(step, texts))               # while tokenising
     for band, columns in enumerate(compared_columns(step)):              # afterwards
@@ -16,7 +15,7 @@ A document is dropped if it shares a key with any earlier document, dropped or n
     keys of its bands   a b      a c      d c      e f
     dropped                      (a)      (c)
 
-So the answer depends on the order of the corpus alone. (Keys are of one band: an `a` in the first
+So the result depends only on the order of the corpus. (Keys belong to one band: an `a` in the first
 band never equals one in the second.)
 
 Near duplicates share a band of a MinHash signature over runs of words: "to be or not" has, as runs
@@ -139,7 +138,7 @@ def _hash_words(texts: Sequence[str]) -> tuple[Hashes, Counts]:
 
 
 def _cut(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
-    """Gives documents, in lower case, a few at a time; a long one in several pieces."""
+    """Returns documents, in lower case, a few at a time; a long one in several pieces."""
     numbers, pieces, n_characters = list[int](), list[str](), 0
     for number, text in enumerate(texts):
         lower = text.lower()
@@ -155,7 +154,7 @@ def _cut(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
 
 
 def _hash_words_of_pieces(pieces: list[str]) -> tuple[Hashes, Counts]:
-    """Hashes every word, and says which piece it is in; a word is a polynomial of its letters."""
+    """Hashes every word, and returns its piece; the hash is a polynomial of its letters."""
     codes = code_points("\n".join(pieces))
     kinds = kinds_of(codes)
     in_word = (kinds & WORD) != 0
@@ -184,7 +183,7 @@ def _hash_runs(words: Hashes, n_words: Counts, length: int) -> tuple[Hashes, Cou
     for place in range(length):
         hashes *= _MULTIPLIER
         hashes += words[place : place + n_starts]
-    inside = np.ones(n_starts, np.bool_)  # not where a run goes on into the next document
+    inside = np.ones(n_starts, np.bool_)  # not where a run continues into the next document
     for place in range(1, length):
         inside[np.cumsum(n_words)[:-1] - place] = False
     return _mix(hashes[inside]), n_words - length + 1

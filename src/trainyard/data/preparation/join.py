@@ -1,4 +1,4 @@
-"""One output of a corpus: its units' parts merged, their counts added up, its record written."""
+"""Joins one output of a corpus: merges its units' parts, sums their counts, writes its record."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EmptyCorpusError(DataError):
 
 
 def check_not_empty(plan: CorpusPlan, units: list[FinishedUnit]) -> None:
-    """Refuses a corpus without text, and says what became of its documents.
+    """Rejects a corpus without text, with the fates of its documents.
 
     Raises:
         EmptyCorpusError: no unit has a document with text.
@@ -148,7 +148,7 @@ def check_unchanged(sources: Sequence[SourceRecord]) -> None:
             status = Path(source.path).stat()
         except OSError as error:
             raise DataError(
-                f"{printable(source.path)} cannot be read any more: {error.strerror}",
+                f"{printable(source.path)} can no longer be read: {error.strerror}",
                 "put it back; then run the same command again",
             ) from error
         if (status.st_size, status.st_mtime_ns) != (source.size_bytes, source.modified_ns):
@@ -172,7 +172,7 @@ class _Totals:
         self._kept: dict[str, int] = {}
 
     def add(self, unit: FinishedUnit) -> Part:
-        """Adds a unit and gives its part."""
+        """Adds a unit and returns its part."""
         result, total = unit.result, self.result
         total.documents += result.documents
         total.empty_documents += result.empty_documents

@@ -1,10 +1,10 @@
-"""One process lists the inputs of a corpus; those that start beside it read its list.
+"""One process lists the inputs of a corpus for all that start with it.
 
-To list 59,166 files and ask for the size of each costs a shared file system as much as a minute's
-work; a thousand processes need not all do it. The first one leads: it says so in a folder beside
-the work folder, lists, and makes the work folder, whose plan has the list. The others wait for that
-and take it over, if they were given the same inputs. A leader that is silent is not waited for, and
-where nobody leads each process lists for itself.
+Listing 59,166 files with their sizes takes a shared file system up to a minute, and a thousand
+processes need not all do it. The first one leads: it registers in a folder next to the work
+folder, lists, and creates the work folder with the list in its plan. The others wait for that list
+and use it, if they have the same inputs. They do not wait for a silent leader; without a leader
+each process lists for itself.
 
     web_text_document.work.lead/n1-77-12     "41 ready": the leader is process 77 of machine n1, has
                                              said so 41 times, and its plan can be read
@@ -68,7 +68,7 @@ class Lead:
                 self._remove()
 
     def say_ready(self) -> None:
-        """Tells those who wait for this process, if it leads, that the work folder has the list."""
+        """Reports to waiting processes, if this one leads, that the work folder has the list."""
         self._told = "ready"
         if self._own.exists():
             self._say()
@@ -112,7 +112,7 @@ class Lead:
         return state
 
     def _look(self) -> str:
-        """Gives the same, or "" while the leader lists or is not yet seen to live."""
+        """Returns the same, or "" while the leader lists or is not yet seen to live."""
         try:
             (leader,) = (name for name in os.listdir(self._path) if name[0] != ".")  # noqa: PTH208
             said = (self._path / leader).read_bytes()

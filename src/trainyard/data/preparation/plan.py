@@ -1,13 +1,12 @@
-"""How a corpus is cut into pieces of work: a pure function of its files and its data file.
+"""Splits a corpus into pieces of work: a pure function of its files and its data file.
 
     plan = plan_corpus(corpus, tokenizer)
     plan.outputs[0].prefix       # "data/web_text_document", or "data/web_00_text_document"
     plan.outputs[0].units        # range(0, 12): which units make it, in order
     plan.units[3]                # the segments of files that unit 3 reads
-    plan.recipe                  # a checksum of all that decides the bytes of the token files
+    plan.recipe                  # a checksum of everything that decides the token files' bytes
 
-Every process that works on a corpus makes the plan for itself, of one list of files (`lead.py`),
-and gets the same one.
+Every process of a corpus computes the same plan, from one list of files (`lead.py`).
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
             raise DataError(f"{place} with the inputs in another order", hint)
 
     def differs_in_contents(self, other: Identity) -> bool:
-        """Tells whether the same work is on the same files, some of which changed."""
+        """Returns whether the same work is on the same files, some of which changed."""
         paths = [[source.path for source in each.sources] for each in (self, other)]
         rest = msgspec.structs.replace(other, sources=self.sources)
         return self != other and paths[0] == paths[1] and rest == self
@@ -194,7 +193,7 @@ def plan_corpus(
         span = range(len(units), len(units) + len(made))
         outputs.append(Output(prefixes[number], span, range(first, first + len(members))))
         units += made
-    # Where the files are written and where the tokenizer lies decide no byte.
+    # The paths of output and tokenizer affect no byte.
     options = corpus.model_dump(mode="json", exclude={"inputs", "output", "tokenizer"})
     identity = Identity(
         version=_version(corpus),

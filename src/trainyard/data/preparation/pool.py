@@ -1,7 +1,7 @@
-"""Several processes that work on a corpus on this machine, and a parent that replaces the dead.
+"""Worker processes for a corpus on this machine, and a parent that replaces dead ones.
 
-The processes know nothing of each other: each takes pieces from the work folder, as a process on
-another machine would.
+The processes are independent: each takes pieces from the work folder, like a process on another
+machine.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Deaths:
         self._n_done = n_done
         if self._deaths > self._most:
             raise MachineError(
-                f"{self._deaths} workers died, one after the other, and nothing was finished",
+                f"{self._deaths} workers died in a row without finishing any work",
                 "out of memory is the usual reason: use fewer workers; then run the same command "
                 "again",
             )
@@ -143,13 +143,13 @@ def _was_killed(child: _Child) -> bool:
     code = child.process.exitcode or 0
     if code > 0:
         raise MachineError(
-            f"a worker ended with exit code {code} before it began",
-            "its own messages stand above; a program that calls prepare() with several workers "
-            'does so below `if __name__ == "__main__":`',
+            f"a worker ended with exit code {code} before it started",
+            "see its messages above; a program must call prepare() with several workers "
+            'under `if __name__ == "__main__":`',
         )
     if code < 0:
         name = signal.Signals(-code).name
-        build_logger().warning("a worker was killed by %s; another takes its place", name)
+        build_logger().warning("a worker was killed by %s; starting another", name)
     return code < 0
 
 

@@ -1,20 +1,20 @@
-r"""Raw text to Megatron-LM token files, with the same bytes for any number of workers.
+r"""Converts raw text to Megatron-LM token files, with the same bytes for any number of workers.
 
     corpus = Corpus(inputs=("corpus/",), output="data/web", tokenizer="gpt2")
     sidecars = prepare(corpus, workers=8)
 
-writes `data/web_text_document.bin`, `.idx` and `.json`. The corpus is cut into units of about
-128 MiB that depend on the files alone. Their tokens are kept in a work folder, `data/web.work`,
-until all are done:
+writes `data/web_text_document.bin`, `.idx` and `.json`. The corpus is split into units of about
+128 MiB that depend only on the files. Their tokens stay in a work folder, `data/web.work`, until
+all are done:
 
     any process, any machine      unit 0 -> parts/unit-000000.{bin,idx}   \
     any process, any machine      unit 1 -> parts/unit-000001.{bin,idx}    > joined in order
     any process, any machine      unit 2 -> parts/unit-000002.{bin,idx}   /
 
-The same command may run many times at once, as a job array for instance: each takes what nobody
-else has taken. Killed at any moment and started again it goes on where it was. A bad document is
-dealt with in the order of the input, so the first error and the counts do not depend on the workers
-either. The `.json` is written last: files without it are not finished.
+The same command may run many times at once, for instance as a job array: each process takes free
+units. Killed at any time and restarted, it resumes. Bad documents are handled in input order, so
+the first error and the counts do not depend on the workers either. The `.json` is written last:
+files without it are incomplete.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def prepare(
         on_error: whether a bad document ends the run, or is set aside and counted.
         overwrite: replace token files, and unfinished work, that were made otherwise.
         unit_bytes: how much input a worker takes at a time.
-        on_progress: is told how far all workers together are, every few seconds.
-        on_skipped: is told which files among the inputs are not read, if this process lists them.
+        on_progress: called every few seconds with the progress of all workers.
+        on_skipped: called with the input files that are not read, if this process lists them.
 
     Raises:
         DataError: an input, a document or the tokenizer is wrong, or the output exists.
@@ -140,13 +140,13 @@ def _load_results(plan: CorpusPlan, on_error: OnError) -> list[Sidecar]:
     if places and on_error == "stop":
         raise DataError(
             f"{places[0]}; an earlier run set it aside",
-            "pass --on-error quarantine to agree, or --overwrite to begin again",
+            "pass --on-error quarantine to accept it, or --overwrite to start over",
         )
     return sidecars
 
 
 def read_status(corpus: Corpus) -> Progress | None:
-    """Tells how far work on a corpus is that other processes do; None where there is none.
+    """Returns how far work on a corpus is that other processes do; None where there is none.
 
     Raises:
         DataError: an input is missing, or the work is on another corpus.
@@ -156,7 +156,7 @@ def read_status(corpus: Corpus) -> Progress | None:
     if begun is None:
         return None
     plan = plan_corpus(corpus, _record_tokenizer(corpus), begun.unit_bytes)
-    hint = "ask with the command that began it"
+    hint = "use the command that started it"
     plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
     return read_progress(folder, plan.unit_bytes)
 
@@ -274,7 +274,7 @@ def _enter(folder: WorkFolder, plan: CorpusPlan, overwrite: bool) -> None:
             folder.renew(text, piece_names(plan), partial(_find_unchanged, plan))
             _enter(folder, plan, overwrite)
             return
-        hint = "pass --overwrite to begin again; what is done of the other work is lost"
+        hint = "pass --overwrite to start over and discard the other work"
         plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
     except DataError:
         if not overwrite:
@@ -296,7 +296,7 @@ def _find_unchanged(plan: CorpusPlan, done: Path) -> dict[str, str]:
         inputs = msgspec.json.decode(path.read_bytes(), type=UnitResult).inputs
         if inputs in numbers:
             kept[path.name] = unit_name(numbers[inputs])
-    message = "inputs changed since the work began: %d of %d units are kept"
+    message = "inputs changed since the work started: keeping %d of %d units"
     build_logger().warning(message, len(kept), len(plan.units))
     return kept
 
@@ -309,7 +309,7 @@ def _read_identity(folder: WorkFolder) -> Identity | None:
     except msgspec.MsgspecError as error:
         raise DataError(
             f"{folder.path}/plan.json is not a plan of this version of Trainyard: {error}",
-            "pass --overwrite to begin again",
+            "pass --overwrite to start over",
         ) from error
 
 
@@ -319,8 +319,8 @@ def _check_output(plan: CorpusPlan, overwrite: bool) -> None:
     for item in map(Path, plan.corpus.inputs):
         if item.is_dir() and folder.resolve().is_relative_to(item.resolve()):
             raise DataError(
-                f"the output folder {folder} lies in the input folder {item}",
-                "write outside of it, or the next run would read what this one writes",
+                f"the output folder {folder} is inside the input folder {item}",
+                "write outside it, or the next run would read this one's output",
             )
     make_output_folder(plan.corpus)
     if not overwrite and not work_path(plan.corpus).exists() and not is_prepared(plan):
@@ -363,7 +363,7 @@ def _check_space(folder: Path, plan: CorpusPlan) -> None:
 
 
 def _check_absent(plan: CorpusPlan, output: Output) -> None:
-    """Refuses to replace token files, and says what differs."""
+    """Refuses to replace token files, and names the difference."""
     paths = [Path(f"{output.prefix}{suffix}") for suffix in (".bin", ".idx", ".json")]
     existing = next((path for path in paths if path.exists()), None)
     if existing is None:
@@ -373,7 +373,7 @@ def _check_absent(plan: CorpusPlan, output: Output) -> None:
         made = load_sidecar(output.prefix)
         made.check_sizes(output.prefix)
     except DataError as error:
-        raise DataError(f"{existing} is there, but not finished: {error.problem}", hint) from error
+        raise DataError(f"{existing} exists but is incomplete: {error.problem}", hint) from error
     mine = plan.identity
     files = mine.sources[output.files.start : output.files.stop]
     told = {"append_eod": made.append_eod, "special_tokens": made.tokenizer.special_tokens}

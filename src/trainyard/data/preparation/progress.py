@@ -1,4 +1,4 @@
-"""How far the preparation of a corpus is, as any process on any machine can see it."""
+"""Progress of the preparation of a corpus, visible to any process on any machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ProgressReader:
         self._next_states = float("-inf")
 
     def read(self) -> Progress | None:
-        """Gives the progress; what each worker says may be older than the rest."""
+        """Returns the progress; each worker's part may be older than the rest."""
         try:
             if time.monotonic() >= self._next_states:
                 self._states = self._folder.read_states()

@@ -1,11 +1,10 @@
-"""The run file that `prepare` writes beside its token files, ready for `trainyard train`.
+"""The run file that `prepare` writes next to its token files, ready for `trainyard train`.
 
     written = write_run_file(corpus, sidecars)
     written.command              # "trainyard train web.toml --minutes 5"
 
-Its first line has a checksum of the rest, to recognize and keep a file that was edited, and a
-fingerprint of the data, to keep a file for the same data: the same command on another machine, or
-many at once, changes nothing.
+Its first line has a checksum of the rest, to detect and keep an edited file, and a fingerprint of
+the data, to keep a file for the same data: repeating the command, on any machine, changes nothing.
 """
 
 from __future__ import annotations

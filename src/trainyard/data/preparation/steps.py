@@ -1,12 +1,12 @@
-"""The steps of a corpus that look at one document at a time: keep, normalize, length, quality.
+"""The per-document steps of a corpus: keep, normalize, length, quality.
 
     counts = [StepCount(kind=step.kind) for step in corpus.document_steps]
     for batch in read_documents(segment, "text", corpus.metadata_fields):
         texts, fields = apply_steps(corpus.document_steps, batch.texts, batch.fields, counts)
     counts[1].dropped    # {"too few words": 12, "too few letters": 3}
 
-A document is dropped for the first reason that holds. The reasons are few and fixed, so that counts
-of the whole corpus stay small.
+A document is dropped for the first reason that applies. The reasons are few and fixed, so that the
+counts of a corpus stay small.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def apply_steps(
     fields: dict[str, list[str]],
     counts: Sequence[StepCount],
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Passes documents through steps, in order, and gives those that are left.
+    """Applies steps to documents, in order, and returns the remaining ones.
 
     Args:
         steps: what to do.
@@ -119,7 +119,7 @@ def quality_fault(text: str, step: Quality) -> str:
 def _judge(
     step: Keep | LengthLimits | Quality, texts: list[str], fields: dict[str, list[str]]
 ) -> list[str]:
-    """Gives for each document the reason to drop it, or KEPT."""
+    """Returns the reason to drop each document, or KEPT."""
     if isinstance(step, Keep):
         verdicts = dict.fromkeys(step.values, KEPT)
         reason = f"not kept: {step.field}"

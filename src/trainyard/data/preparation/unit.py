@@ -1,4 +1,4 @@
-"""One piece of a corpus: read, passed through the steps, tokenised, written as a part."""
+"""Processes one unit of a corpus: reads it, applies the steps, tokenises, writes a part."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class QuarantinedDocument(msgspec.Struct):
     kind: str
     detail: str
     raw: str
-    """What stands there: text, or `base64:` and the bytes where they are no text."""
+    """Its content: text, or `base64:` and the bytes if they are not text."""
 
 
 class UnitWorker:

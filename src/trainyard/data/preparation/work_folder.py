@@ -1,23 +1,22 @@
-"""Pieces of work shared by any number of processes on any number of machines, through a folder.
+"""A work queue in a folder, for any number of processes on any number of machines.
 
-Nothing but `rename` is asked of the file system: a process takes a piece by renaming its file, and
-only one of several can.
+It only needs `rename` from the file system: a process claims a piece by renaming its file, and only
+one process can succeed.
 
     web_text_document.work/
-        plan.json                        what the work is; refused if it is not what was asked for
-        todo/unit-000003.0               nobody has it; it was begun 0 times before
+        plan.json                        the work; rejected if it does not match the request
+        todo/unit-000003.0               unclaimed; started 0 times before
         claimed/unit-000002.0@n1-77-12   process 77 of machine n1 works on it
         done/unit-000001                 its result: counts and checksums; written last
-        parts/unit-000001.bin            what it wrote
+        parts/unit-000001.bin            its output
         stopped/unit-000000              a document in it cannot be read; the reason
         scratch/n1-77-12/                what that process is writing
-        workers/n1-77-12                 how far it is; rewritten every few seconds
+        workers/n1-77-12                 its progress; rewritten every few seconds
 
-A process that dies leaves a claim behind. Whoever has nothing else to do looks for claims whose
-owner is not alive (on this machine: its process is gone; elsewhere: what it says under `workers`
-has not changed for a minute, by the clock of who is looking) and takes them over. If the owner was
-only slow, the piece is done twice: both write the same bytes, each in a folder of its own, and a
-rename replaces equal by equal.
+A process that dies leaves a claim behind. Idle processes take over claims of dead owners (on this
+machine: the process is gone; elsewhere: its file in `workers` has not changed for a minute, by the
+observer's clock). If the owner was only slow, the piece is done twice: both write the same bytes,
+each in its own folder, and a rename replaces equal by equal.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _FOLDERS = ("todo", "claimed", "done", "parts", "stopped", "scratch", "workers")
 
 
 class WorkerState(msgspec.Struct, kw_only=True):
-    """What a process says about itself; `beat` changes every time, so that a change is seen."""
+    """A process's status; `beat` changes with every write, to show that it is alive."""
 
     piece: str = ""
     finished_bytes: int = 0
@@ -104,7 +103,7 @@ def _start_of(pid: int) -> str:
 
 
 def is_running(worker: str) -> bool | None:
-    """Tells whether a process of this machine lives; None if it is of another machine."""
+    """Returns whether a process of this machine is alive; None if it is on another machine."""
     machine, pid, start = worker.rsplit("-", 2)
     if machine != _machine():
         return None
@@ -125,7 +124,7 @@ class WorkFolder:
 
     @staticmethod
     def create(path: Path, plan: str, pieces: list[str], worker: str) -> None:
-        """Makes the folder with all its pieces appear at once, unless another process was first.
+        """Creates the folder with all its pieces atomically, unless another process was first.
 
         Raises:
             MachineError: the disk is full or the folder cannot be written.
@@ -151,7 +150,7 @@ class WorkFolder:
         pieces: list[str],
         find_kept: Callable[[Path], dict[str, str]],
     ) -> None:
-        """Makes the folder one of another plan, and keeps finished pieces.
+        """Switches the folder to another plan, and keeps finished pieces.
 
         Meanwhile it has another name, so that processes of the old plan lose it and those of the
         new one wait for it.
@@ -159,7 +158,7 @@ class WorkFolder:
         Args:
             plan: the text to create it with; if it has it already, another process was faster.
             pieces: all pieces of the new plan.
-            find_kept: is given the folder of results; maps the pieces to keep to their new names.
+            find_kept: takes the folder of results; maps the pieces to keep to their new names.
 
         Raises:
             MachineError: the disk is full or the folder cannot be written.
@@ -198,7 +197,7 @@ class WorkFolder:
             time.sleep(_RENEWAL_SECONDS)
 
     def read_plan(self) -> bytes:
-        """Gives the text that the folder was created with; FileNotFoundError without a folder."""
+        """Returns the text that the folder was created with; FileNotFoundError without a folder."""
         return (self.path / "plan.json").read_bytes()
 
     def join(self) -> None:
@@ -207,11 +206,11 @@ class WorkFolder:
         self.beat(WorkerState(started=time.time()))
 
     def is_joined(self) -> bool:
-        """Tells whether this is still the folder that this process joined."""
+        """Returns whether this is still the folder that this process joined."""
         return (self.path / "workers" / self.worker).exists()
 
     def leave(self) -> None:
-        """Takes this process's scratch away; a folder that is gone already is fine."""
+        """Removes this process's scratch folder, if it still exists."""
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def names(self, folder: str) -> list[str]:
@@ -219,7 +218,7 @@ class WorkFolder:
         return sorted(name for name in os.listdir(self.path / folder) if name[0] != ".")  # noqa: PTH208 (59,000 names)
 
     def claim(self, name: str) -> Claim | None:
-        """Takes an entry of `todo`; None if another process was faster."""
+        """Claims an entry of `todo`; None if another process was faster."""
         piece, _, attempt = name.rpartition(".")
         mine = self.path / "claimed" / f"{name}@{self.worker}"
         with suppress(FileNotFoundError):
@@ -245,7 +244,7 @@ class WorkFolder:
         return self.scratch / f"{folder}-{piece}"
 
     def release(self, claim: Claim) -> None:
-        """Gives a piece back that was not finished through no fault of its own."""
+        """Returns a piece that was not finished through no fault of its own."""
         with suppress(OSError):
             claim.path.rename(self.path / "todo" / f"{claim.piece}.{claim.attempt}")
 
@@ -307,7 +306,7 @@ class WorkFolder:
         return sorted(claims, key=place)[: n_own + _WATCHED]
 
     def _is_alive(self, worker: str, beat: bytes | None = None) -> bool:
-        """Tells whether a process lives; `beat` is what it says, if that was read just now."""
+        """Returns whether a process is alive; `beat` is its heartbeat, if read just now."""
         runs = is_running(worker)
         if runs is not None:
             return runs
@@ -325,7 +324,7 @@ class WorkFolder:
         return beat != last or now - since < self._stale_seconds
 
     def beat(self, state: WorkerState) -> None:
-        """Says how far this process is."""
+        """Writes this process's progress."""
         state.beat += 1
         state.heard = time.time()
         draft = self.scratch / "beat"
@@ -345,14 +344,14 @@ class WorkFolder:
         return states
 
     def remove(self) -> None:
-        """Takes the folder away, at once for everybody else."""
+        """Removes the folder, atomically for other processes."""
         away = self.path.with_name(f"{self.path.name}.done-{self.worker}")
         with suppress(FileNotFoundError):
             self.path.rename(away)
         shutil.rmtree(away, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Takes away what processes left that were killed while they made or removed the folder."""
+        """Removes leftovers of processes killed while creating or removing the folder."""
         for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.*-*-*-*"):
             kind, _, worker = left.name.removeprefix(f"{self.path.name}.").partition("-")
             is_draft = kind in ("draft", "renew")

@@ -1,12 +1,11 @@
-"""What one process does for a corpus: takes pieces of work until there are none.
+"""One worker process of a corpus: takes pieces of work until none is left.
 
     units     read -> filter -> clean -> tokenise -> a part         any number at a time
-    compares  which documents repeat an earlier one, band by band   when all units are done
+    compares  find repeated documents, band by band                 when all units are done
     joins     parts -> token files and their record                 when all of these are done
 
-A process that finds nothing to take waits for the others, so that it can step in for one that dies,
-and leaves when all is done. So every process of a job that ends with exit code 0 has seen the
-finished token files.
+An idle process waits for the others, to replace one that dies, and exits once all is done. So every
+process of a job that exits with code 0 has seen the finished token files.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def piece_names(plan: CorpusPlan) -> list[str]:
 
 
 def is_prepared(plan: CorpusPlan) -> bool:
-    """Tells whether every output is there and was made from just this plan."""
+    """Returns whether every output exists and was made from this plan."""
     try:
         for output in plan.outputs:
             sidecar = load_sidecar(output.prefix)
@@ -139,13 +138,13 @@ class CorpusWorker:
                     return
                 raise MachineError(
                     f"another process removed or replaced the work folder {self._folder.path}",
-                    "see what that process says; then run the same command again",
+                    "see that process's output; then run the same command again",
                 ) from error
             if isinstance(error, MachineError):
                 raise
             raise MachineError(
                 f"{error.filename or self._folder.path}: {error.strerror or error}",
-                "free space or repair the disk; then run the same command again: it goes on",
+                "free space or repair the disk; then run the same command again: it resumes",
             ) from error
 
     def _beat(self, ended: threading.Event, on_beat: Callable[[], None]) -> None:
@@ -158,7 +157,7 @@ class CorpusWorker:
                 os._exit(1)
 
     def take(self) -> Claim | float | None:
-        """Takes a piece; else gives the seconds to wait before the next try, None when all is done.
+        """Claims a piece; else returns the seconds until the next try, None once all is done.
 
         Raises:
             DataError: a document cannot be read.
@@ -261,7 +260,7 @@ class CorpusWorker:
             path.replace(self._folder.parts / path.name)
 
     def _read_repeats(self, number: int) -> npt.NDArray[np.uint8] | None:
-        """Gives, for each document of a unit, the first step that it falls in, from 1; 0: none."""
+        """Returns for each document of a unit the first step that drops it, from 1; 0: none."""
         if not self._compares:
             return None
         start, end = np.load(self._folder.parts / ENDS)[number : number + 2]
@@ -281,7 +280,7 @@ class CorpusWorker:
                 raise DataError(
                     f"{unit.result.places[0].render(unit.lines_before)}; "
                     "an earlier attempt set it aside",
-                    "pass --on-error quarantine to agree, or --overwrite to begin again",
+                    "pass --on-error quarantine to accept it, or --overwrite to start over",
                 )
         # An output may be empty, a corpus may not.
         if all(unit.result.documents == unit.result.empty_documents for unit in units):

@@ -7,11 +7,10 @@ A corpus goes through three steps, each one call:
     for segment in units[0]:                                # a file, or whole lines of one
         for batch in read_documents(segment, key="text"):
             batch.texts                                     # a few MiB of documents, in order
-            batch.faults                                    # what could not be read, and where
+            batch.faults                                    # unreadable documents, with places
 
-Joined in order, the units give every document of every file once, however many processes share
-them. A reader never decides what a bad document means: it hands over a `Fault`, and the caller
-stops or sets it aside.
+Joined in order, the units contain every document of every file once, for any number of processes. A
+reader does not handle bad documents: it returns a `Fault`, and the caller stops or quarantines it.
 """
 
 from trainyard.data.sources.batch import Batch, Fault

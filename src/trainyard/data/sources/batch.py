@@ -1,4 +1,4 @@
-"""What readers hand over: consecutive documents, and what became of the others."""
+"""Readers' output: consecutive documents, with faults and drops."""
 
 from __future__ import annotations
 

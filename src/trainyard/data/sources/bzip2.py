@@ -1,14 +1,14 @@
-"""Unpacks a `.bz2` file from any byte on, so that many processes can share one file.
+"""Decompresses a `.bz2` file from any byte on, so that processes can split a file.
 
-A bzip2 file is one or more streams of blocks. A block begins at any bit with a magic number, holds
-up to 900 kB of text and needs nothing of the blocks before it:
+A bzip2 file is one or more streams of blocks. A block starts at any bit with a magic number, holds
+up to 900 kB of text and is independent of earlier blocks:
 
     BZh9 | magic, checksum, data | magic, checksum, data | end magic, checksum | BZh9 | magic ...
 
-Put between a header and an end of its own, a block is a complete stream that the standard library
-unpacks and checks. A range of the file owns the blocks whose first bit stands in it, so any cutting
-of a file gives every block once. A magic number also comes up by chance, once in about 2**47 bits
-of data (900 dumps of the English Wikipedia); then the block is reported as damaged.
+Between a header and an end marker, a block is a complete stream that the standard library
+decompresses and checks. A range of the file owns the blocks whose first bit is in it, so any split
+of a file yields every block once. A magic number also occurs by chance, once in about 2**47 bits of
+data (900 dumps of the English Wikipedia); then the block is reported as damaged.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _find_magics(buffer: bytes, base: int, searched: int) -> list[_Magic]:
 
 
 def _bits(buffer: bytes, start: int, n_bits: int) -> int:
-    """Gives bits [start, start + n_bits) as a number; -1 where the buffer ends before."""
+    """Returns bits [start, start + n_bits) as a number; -1 if the buffer ends earlier."""
     end = start + n_bits
     last = -(-end // 8)
     if last > len(buffer):

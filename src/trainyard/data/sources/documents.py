@@ -1,4 +1,4 @@
-"""Documents of text out of a segment of any known file, with every fault and its place."""
+"""Reads documents from a segment of any supported file, and locates every fault."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def _explain_damage(error: DamagedFileError, path: Path, n_lines: int) -> Fault:
     with path.open("rb") as file:
         head = file.read(8)
     if compression and not n_lines and _compression_of(head) != compression:
-        detail = f"the file is not {compression} data, as its name says: it begins with {head!r}"
+        detail = f"the file is not {compression} data, despite its name: it begins with {head!r}"
         return Fault("damaged file", 0, detail, "name it after what it holds")
     detail = f"the file is damaged after document {n_lines}: {error}"
     if error.suspect_from is not None:
-        detail += "; those before may hold wrong characters, because the checksum is wrong too"
+        detail += "; earlier ones may have wrong characters: the checksum fails too"
     return Fault("damaged file", 0, detail, "fetch or make the file again")
 
 

@@ -1,4 +1,4 @@
-"""Which files a corpus is made of, and how they are cut into pieces of work."""
+"""Finds the files of a corpus, and splits them into pieces of work."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Segment:
 
 
 def format_of(path: Path) -> tuple[str, str]:
-    """Gives the format and the compression suffix ("" for none).
+    """Returns the format and the compression suffix ("" for none).
 
     A suffix that is not in `FORMATS` means plain text.
     """
@@ -65,7 +65,7 @@ def format_of(path: Path) -> tuple[str, str]:
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
-    """Gives the suffixes of format and compression, in lower case; "" for none."""
+    """Returns the suffixes of format and compression, in lower case; "" for none."""
     name = path.name.lower()
     compression = next((suffix for suffix in COMPRESSIONS if name.endswith(suffix)), "")
     name = name.removesuffix(compression)
@@ -116,7 +116,7 @@ def scan_inputs(inputs: Sequence[str]) -> tuple[list[Path], Counter[str]]:
         if real in seen:
             raise DataError(
                 f"{printable(path)} is given twice; every document in it would be tokenised twice",
-                "name each input once, or make the folders and globs not overlap",
+                "name each input once, or use folders and globs that do not overlap",
             )
         seen.add(real)
     if not files:
@@ -137,7 +137,7 @@ def _expand(item: str, skipped: Counter[str]) -> list[Path]:
         found = _search(path, others)
         if not found:
             there = f"only {describe_skipped(others)}" if others else "it is empty"
-            problem = f"the folder {shown} holds no file that can be read: {there}"
+            problem = f"the folder {shown} has no readable file: {there}"
             raise DataError(problem, f"{_KNOWN}; {OTHER_TEXT}")
         skipped += others
     elif path.exists():
@@ -275,7 +275,7 @@ def _cut_between_lines(path: Path, size: int, unit_bytes: int) -> list[Segment]:
 
 
 def _next_line_start(file: BinaryIO, position: int, size: int) -> int:
-    """Gives the first byte after `position` that begins a line, or `size`."""
+    """Returns the first byte after `position` that begins a line, or `size`."""
     file.seek(position)
     while block := file.read(2**16):
         newline = block.find(b"\n")

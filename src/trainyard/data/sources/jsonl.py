@@ -1,7 +1,7 @@
-"""Documents out of JSON lines: one object a line, the text under a key, metadata under others.
+"""Reads documents from JSON Lines: one object per line, with text and metadata under keys.
 
-Ordinary lines go through a typed decoder that makes Python objects only of what is asked for. It is
-strict and says little, so a batch in which it meets a fault is decoded again line by line.
+Ordinary lines go through a typed decoder that only creates requested Python objects. It is strict
+with terse errors, so a batch with a fault is decoded again line by line.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _join_line(pending: list[bytes], n_bytes: int, end: bytes) -> bytes:
 
 
 def start_of(pieces: list[bytes]) -> bytes:
-    """Gives what is kept of a document too long for memory."""
+    """Returns the kept part of a document too long for memory."""
     return b"".join(piece[:_KEPT_BYTES] for piece in pieces)[:_KEPT_BYTES]
 
 
@@ -152,7 +152,7 @@ class _LineDecoder:
         self.decode: Callable[[bytes], Any] = msgspec.json.Decoder(self._kind).decode
 
     def columns(self, documents: list[Any]) -> dict[str, list[str]]:
-        """Gives a column of metadata for each field; what is of another shape is missing."""
+        """Returns a column of metadata for each field; what is of another shape is missing."""
         columns: dict[str, list[str]] = {}
         for field, (top, *inside) in self._paths.items():
             name = self._names.get(top, "text")
@@ -163,7 +163,7 @@ class _LineDecoder:
         return columns
 
     def decode_with_care(self, line: bytes, number: int, offset: int) -> Any | Fault | None:
-        """Gives the document of one line, what is wrong with it, or None for a blank line."""
+        """Returns the document of one line, what is wrong with it, or None for a blank line."""
         if not line.strip(b" \t\r"):
             return None
         if isinstance(line, _LongLine):
@@ -181,7 +181,7 @@ class _LineDecoder:
             return invalid_utf8(error, number, offset)
         except (ValueError, RecursionError) as error:
             detail = f"the line is not valid JSON: {error}"
-            hint = "write one JSON object a line"
+            hint = "write one JSON object per line"
             return Fault("malformed JSON", number, detail, hint, line)
 
     def _read_value(self, value: object, number: int, line: bytes) -> Any | Fault:

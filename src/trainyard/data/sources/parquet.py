@@ -1,4 +1,4 @@
-"""Documents out of Parquet: the text in one column, metadata in others."""
+"""Reads documents from Parquet: text in one column, metadata in others."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read_parquet(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[
 
 
 def _check_columns(names: list[str], columns: list[str]) -> Fault | None:
-    """Gives what is wrong with a file whose columns cannot be told apart or lack the text."""
+    """Returns the problem of a file with ambiguous columns or without the text."""
     if columns[0] not in names:
         return missing_key(columns[0], names, 0)
     for column in columns:
@@ -109,7 +109,7 @@ def _render_field(column: Any, index: int) -> str:
 
 
 def _read_texts(column: Any, key: str, row: int) -> tuple[list[int], list[str], list[Fault]]:
-    """Gives the indices of good rows, their texts, and what is wrong with the others."""
+    """Returns the indices of good rows, their texts, and the faults of the others."""
     good: list[int] = []
     texts: list[str] = []
     faults: list[Fault] = []

@@ -1,15 +1,15 @@
-r"""Articles of a Wikipedia dump (`pages-articles.xml`, plain or compressed), in any cutting.
+r"""Reads articles of a Wikipedia dump (`pages-articles.xml`, plain or compressed), split anywhere.
 
     for batch in read_wikipedia(Segment(Path("enwiki-pages-articles.xml.bz2"), start, end)):
         batch.texts      # "Albedo\n\nAlbedo is the measure of ..."
         batch.dropped    # {"redirect": 100, "other namespace": 1}
 
-A segment may begin and end at any byte. A page belongs to the segment in whose own data the `<` of
-its `<page>` stands: a reader skips to its first own `<page>`, and reads past its end to finish the
-last one. For `.bz2` "own data" is what the blocks that begin in the segment unpack to.
+A segment may start and end at any byte. A page belongs to the segment whose own data contains the
+`<` of its `<page>`: a reader skips to its first own `<page>`, and reads past its end to finish the
+last one. For `.bz2` "own data" is the content of blocks that start in the segment.
 
-Pages are found by searching, not by an XML parser: in a dump `<` and `&` stand in markup alone, and
-a document type with hostile entities is never looked at. Memory holds one page and a few blocks.
+It finds pages by string search, without an XML parser: in a dump `<` and `&` only occur in markup,
+and a DTD with hostile entities is never parsed. Memory holds one page and a few blocks.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ _TOO_LONG = f"is longer than {MAX_PAGE_BYTES // 2**20} MiB"
 
 
 def _split(page: _Page) -> tuple[bytes, bytes, str]:
-    """Gives what stands before a page's wikitext, the wikitext, and what is wrong with them."""
+    """Returns the text before a page's wikitext, the wikitext, and their problem."""
     if page.problem:
         return b"", b"", page.problem
     tag = None

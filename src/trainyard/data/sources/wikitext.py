@@ -1,4 +1,4 @@
-r"""One page of wikitext in, readable plain text out.
+r"""Converts a page of wikitext to readable plain text.
 
     clean_wikitext("'''Ada''' ({{IPAc-en|x}}) is a [[town|small town]].<ref>y</ref>\n== Notes ==")
     == "Ada is a small town."
@@ -111,7 +111,7 @@ _RULE = re.compile(r"-{4,}")
 
 
 def clean_wikitext(wikitext: str, lost: Counter[str] | None = None) -> str:
-    """Gives the readable text of a page: paragraphs, headings and "- item" lines, no markup.
+    """Returns the readable text of a page: paragraphs, headings and "- item" lines, no markup.
 
     Adds to `lost` the sentences left out, by the template that could not be rendered.
     """
@@ -299,7 +299,7 @@ def _goes_on(out: list[str], kind: str) -> bool:
 
 
 def _read_line(raw: str) -> tuple[str, int, str]:
-    """Gives the kind of a line (blank, heading, item, line or text), its level and its text."""
+    """Returns the kind of a line (blank, heading, item, line or text), its level and its text."""
     line = raw.strip()
     if not line or line[0] == "|" or line == NEWLINE * len(line):
         return "blank", 0, ""

@@ -51,7 +51,7 @@ _GAUGE = re.compile(r"(?:(\d[\d.,/]*)\s*(mm|cm|m|ft|in)\s*)+")
 
 
 def render_template(content: str) -> str:
-    """Gives the words of a template; `content` is what stands between its braces, already clean.
+    """Returns the words of a template; `content` is what stands between its braces, already clean.
 
     A template that cannot be rendered gives its name between two `LOST`.
     """
@@ -209,7 +209,7 @@ def _value(text: str) -> str:
 
 
 def _unit(code: str) -> tuple[str, str]:
-    """Gives a unit after one and after several; "" where the code is not known."""
+    """Returns a unit after one and after several; "" where the code is not known."""
     if code in _TABLE["units"]:
         singular, _, plural = _TABLE["units"][code].partition(" / ")
         return singular, plural or singular
@@ -251,7 +251,7 @@ _OF_ALL: dict[str, Callable[[_Arguments], str]] = {
 
 
 def _read_table() -> tuple[dict[str, _Render], list[tuple[re.Pattern[str], _Render]]]:
-    """Gives the templates by name, and those whose name stands for several."""
+    """Returns the templates by name, and those whose name stands for several."""
     elements = _TABLE["elements"].split()
     rows = [(names, forms) for names, *forms in _TABLE["words"]]
     rows += [(name, [symbol]) for name, symbol in zip(elements[::2], elements[1::2], strict=True)]
