@@ -87,7 +87,7 @@ def test_what_a_model_or_user_wrote_is_shown_as_text(html: str) -> None:
 def test_the_numbers_of_the_run_are_there(html: str) -> None:
     text = " ".join(Page(html).text.split())
     for number in (
-        "LocalParameter-out loss4.5000nats per token, the last",
+        "Held-out loss4.5000nats per token, the last",
         "Best held-out loss4.5000nats per token, at step 20",
         "Perplexity90.02",
         "Training loss4.0000",

@@ -117,7 +117,7 @@ def summarise(reported: ReportedRun) -> list[Figure]:
     n_restarts, n_back = metrics.count("restart"), metrics.count("rollback")
     return [
         Figure(
-            "LocalParameter-out loss",
+            "Held-out loss",
             show(evaluation.get("loss"), "{:.4f}"),
             "nats per token, the last",
         ),
