@@ -131,11 +131,16 @@ HOSTILE = {
     "backwards": (entry(shape=[0], offsets=[4, 0]), 8, None, "at 4:0, beyond its end"),
     "too few bytes": (entry(offsets=[0, 4]), 8, None, r"has 4 bytes for \[2\]"),
     "product wraps": (entry(shape=[2**62, 4], offsets=[0, 0]), 8, None, "has 0 bytes for"),
-    "bytes in front": (entry(shape=[1], offsets=[4, 8]), 8, None, "'a' begins at 4, where 0 is"),
+    "bytes in front": (
+        entry(shape=[1], offsets=[4, 8]),
+        8,
+        None,
+        "'a' begins at 4, not at the next byte, 0",
+    ),
     "bytes behind": (entry(shape=[1], offsets=[0, 4]), 8, None, "4 bytes belong to no tensor"),
     "bytes of two": (
         *(b'{"b": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]}, ' + entry()[1:], 8, None),
-        "'a' begins at 0, where 5 is|'b' begins at 0, where 8 is",
+        "'a' begins at 0, not at the next byte, 5|'b' begins at 0, not at the next byte, 8",
     ),
     "no offsets": (b'{"a": {"dtype": "F32", "shape": [2]}}', 8, None, r"has 0 bytes for \[2\]"),
 }

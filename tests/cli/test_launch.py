@@ -158,7 +158,7 @@ def test_some_stages(project: Path) -> None:
         (["--cluster", "own.toml", "--partition", "a\nb"], ConfigError,
          "--partition: 'a\\nb' is not a name", ""),
         (["--cluster", "own.toml", "--hosts", "n1,-x"], ConfigError, "--hosts: '-x' is no", ""),
-        (["--cluster", "own.toml", "--image", "a\tb"], ConfigError, "--image: a line break", ""),
+        (["--cluster", "own.toml", "--image", "a\tb"], ConfigError, "contains a line break", ""),
         (["--cluster", "own.toml", "--time", "1 hour"], ConfigError,
          "--time: '1 hour' is not a time: write HOURS:MINUTES:SECONDS, as in 12:00:00", ""),
         (["--cluster", "own.toml", "--image", "x.sif"], LaunchError,

@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
         (["--cluster", "lumy"], "no cluster named 'lumy'", "did you mean lumi?"),
         (["--gpu", "h100-80"], "h100-80", "h100-80g"),
         (["--gpu", "h10", *LUMI], "no GPU named 'h10'", "h100"),
-        ([*LUMI, "--gpus", "15"], "--nodes 2 of lumi are 16 devices, not --gpus 15", "leave out"),
+        ([*LUMI, "--gpus", "15"], "--nodes 2 of lumi are 16 devices, not --gpus 15", "omit one"),
         ([*LUMI, "--measure", "3"], "--measure 3 needs --search", "--search --measure 3"),
         ([*LUMI, "--rank", "3"], "--rank 3 needs --simulate", "--simulate --rank 3"),
         (["--all-stages"], "--all-stages needs --simulate", ""),
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
         (["--gpu", "t4", "--deadline", "1 day"], "T4 has no known peak for", "fp16"),
         (["--search"], "--search needs devices", "--cluster"),
         ([*LUMI, "--storage", "fast"], "--storage 'fast' is not a list of GB/s", "5,20,100"),
-        ([*LUMI, "--picture", "nowhere/plan.png"], "there is no folder nowhere", "make it"),
+        ([*LUMI, "--picture", "nowhere/plan.png"], "there is no folder nowhere", "create it"),
         (
             [*LUMI, "--search", "--picture", "plan.png"],
             "draws a plan, not the results",

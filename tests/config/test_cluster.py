@@ -136,7 +136,7 @@ def test_no_such_cluster(name: str, problem: str, hint: str) -> None:
         ({"options": ["exclusive"]}, "is not a scheduler option: those begin with -"),
         ({"options": ["--a\nrm -rf x"]}, "a line break"),
         ({"options": ["--nodes={n}"]}, "{n} in '--nodes={n}' is unknown: use {nodes} or {ranks}"),
-        ({"options": ["--comment='x"]}, "the quotes of"),
+        ({"options": ["--comment='x"]}, "unbalanced quotes in"),
         ({"setup": ["module load a\nmodule load b"]}, "a line break"),
         ({"environment": {"A B": "1"}}, "'A B' is not the name of an environment variable"),
         ({"environment": {"A": "1\n2"}}, "a line break"),

@@ -58,7 +58,7 @@ def test_files_save_and_stop_a_run(tiny_run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [(None, None), (3600.0, None), (59.0, "75 the job's time limit is 59 s")],
+    [(None, None), (3600.0, None), (59.0, "75 the job's time limit is in ")],
 )
 def test_the_time_limit_of_a_job(seconds: float | None, expected: str | None) -> None:
     found = Stop(None, scheduler_seconds=seconds).stop_request()

@@ -42,7 +42,7 @@ def test_files_are_sorted_and_folders_searched(tmp_path: Path) -> None:
         ("*.docx", "a.docx is not plain text", "pandoc -t plain for .docx"),
         ("a.parquet.gz", "a.parquet.gz is Parquet inside .gz", "unpack the .gz"),
         ("empty", "empty has no readable file: it is empty", ".jsonl .ndjson .json"),
-        ("other", "can be read: only 2 .md, 1 .tar.gz, 1 hidden", "such as 'notes/**/*.md'"),
+        ("other", "no readable file: only 2 .md, 1 .tar.gz, 1 hidden", "such as 'notes/**/*.md'"),
     ],
 )
 def test_a_wrong_input_is_named(tmp_path: Path, item: str, problem: str, hint: str) -> None:
