@@ -113,7 +113,7 @@ def make_ready(data_file: Path) -> None:
         MachineError: the folder cannot be created.
     """
     from trainyard.config.corpus import load_corpus
-    from trainyard.data.preparation.prepare import make_output_folder
+    from trainyard.corpus.preparation.prepare import make_output_folder
     from trainyard.data.vocabulary import load_vocabulary
 
     corpus = load_corpus(data_file, {})
