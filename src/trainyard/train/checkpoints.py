@@ -12,15 +12,12 @@ from trainyard.checkpoint.background import AsyncCheckpointer, Retention
 from trainyard.checkpoint.format import (
     Facts,
     Manifest,
-    list_checkpoints,
     read_manifest,
     step_of,
 )
 from trainyard.checkpoint.load import (
     complete_checkpoints,
     load_into,
-    newest_checkpoint,
-    problem_of,
 )
 from trainyard.checkpoint.resume import check_resumable
 from trainyard.checkpoint.save import ALONE, Ranks
@@ -30,7 +27,7 @@ from trainyard.launch.environment import read_versions
 from trainyard.optim.adamw import prepare_state, state_of
 from trainyard.parallel.placement import Placement, is_writer, local_part, place
 from trainyard.plan.saving import checkpoint_bytes, rank_bytes
-from trainyard.train.run_folder import Resume
+from trainyard.train.run_folder import Resume, checkpoint_folder, find_checkpoint
 from trainyard.train.state import State, TrainContext
 
 logger = logging.getLogger("trainyard")
@@ -83,41 +80,6 @@ def save_state(
     )
     tensors, placements = _named_parts(context, to_write=True)
     saver.save(facts, tensors, placements, checkpoint_bytes(context.run, context.plan.n_parameters))
-
-
-def checkpoint_folder(run_folder: Path) -> Path:
-    """Returns the folder of a run's checkpoints."""
-    return run_folder / "checkpoints"
-
-
-def find_checkpoint(run_folder: Path, resume: Resume) -> Path | None:
-    """Finds the checkpoint to resume from; None if none was ever saved.
-
-    Raises:
-        CheckpointError: `resume` requires one and there is none, or forbids one and there is; or
-            none is intact.
-    """
-    folder = checkpoint_folder(run_folder)
-    there = list_checkpoints(folder)
-    if not there and resume == "must":
-        raise CheckpointError(
-            f"no checkpoint in {folder}; --resume must requires one",
-            "--resume auto starts from the beginning",
-        )
-    if there and resume == "never":
-        raise CheckpointError(
-            f"{there[0]} exists, and --resume never would mix two runs in one folder",
-            "give the run another name, or pass --overwrite to remove its checkpoints and metrics",
-        )
-    path = newest_checkpoint(folder)
-    if there and path is None:
-        raise CheckpointError(
-            f"none of the {len(there)} checkpoints in {folder} is intact; training did not "
-            "start and changed nothing:\n"
-            + "\n".join(f"  {path.name}: {problem_of(path)}" for path in there),
-            "restore these files from a copy, or start over under another name or with --overwrite",
-        )
-    return path
 
 
 def load_state(context: TrainContext, resume: Resume) -> State:

@@ -59,15 +59,16 @@ from trainyard.plan.saving import checkpoint_bytes
 from trainyard.precision.float8 import refuse_device
 from trainyard.topology import name_ranks
 from trainyard.train.allocator import keep_freed_memory
-from trainyard.train.checkpoints import (
-    build_saver,
-    checkpoint_folder,
-    find_checkpoint,
-    load_state,
-)
+from trainyard.train.checkpoints import build_saver, load_state
 from trainyard.train.loop import train
 from trainyard.train.metrics import LogLines, Metrics
-from trainyard.train.run_folder import TOKENIZER_FOLDER, Resume, refuse_what_is_not_built
+from trainyard.train.run_folder import (
+    TOKENIZER_FOLDER,
+    Resume,
+    checkpoint_folder,
+    find_checkpoint,
+    refuse_what_is_not_built,
+)
 from trainyard.train.state import State, TrainContext
 from trainyard.train.stop import Stop, StopReason
 from trainyard.units import format_large
