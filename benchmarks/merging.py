@@ -28,8 +28,8 @@ import numpy as np
 from measuring import Figures, describe_machine, measure, publish
 
 from trainyard.corpus.merge import Part, merge_parts
-from trainyard.data.file_record import Block
 from trainyard.data.indexed import IndexedWriter, token_paths
+from trainyard.files import Block
 
 DTYPE = np.dtype(np.uint16)
 

@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainyard.corpus.merge import Part, merge_parts, publish_files
-from trainyard.data.file_record import FileRecord
 from trainyard.data.indexed import IndexedDataset, IndexedWriter, token_paths
 from trainyard.errors import DataError, MachineError
+from trainyard.files import FileRecord
 
 UINT16 = np.dtype(np.uint16)
 Document = list[list[int]]  # of sequences of tokens; usually of one

@@ -14,11 +14,11 @@ from tests.data.records import EOD, VOCABULARY_SIZE, record_file, write_record
 
 from trainyard.corpus.block_checker import BlockChecker, Finding, Span
 from trainyard.corpus.verify import DataReport, check_data
-from trainyard.data.file_record import Block, FileRecord
 from trainyard.data.indexed import IndexedDataset, IndexedWriter
 from trainyard.data.sidecar import TokenizerRecord
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from trainyard.errors import DataError
+from trainyard.files import Block, FileRecord
 
 SUFFIXES = (".bin", ".idx", ".json")
 DOCUMENTS = [[5, 6, EOD], [], [7, 8, 9, 10, EOD], [11, EOD], []]

@@ -134,7 +134,7 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
         UserError: the run cannot be trained, is already launched, or cannot be written.
     """
     from trainyard.config.load import render_run
-    from trainyard.data.publish import publish_text
+    from trainyard.files import publish_text
     from trainyard.launch.status import refuse_second
     from trainyard.train.run_folder import write_run_folder
     from trainyard.train.stop import refuse_stopped

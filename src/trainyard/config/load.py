@@ -17,10 +17,10 @@ import tomli_w
 from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from trainyard.config.reading import SETTINGS_LIMIT_BYTES, read_file
 from trainyard.config.rules import disagreements
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
+from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 
 COMMAND_LINE = "command line"
 _DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]+[ \t]*\.[ \t]*){100}""")

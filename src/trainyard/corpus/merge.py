@@ -17,7 +17,6 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.data.file_record import Block, BlockWriter, FileRecord
 from trainyard.data.indexed import (
     Array,
     IndexedDataset,
@@ -26,6 +25,7 @@ from trainyard.data.indexed import (
     write_index,
 )
 from trainyard.errors import DataError, MachineError
+from trainyard.files import Block, BlockWriter, FileRecord
 
 _COPY_BYTES = 16 * 2**20
 _NOT_BY_THE_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}

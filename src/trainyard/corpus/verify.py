@@ -26,7 +26,6 @@ from pathlib import Path
 
 import numpy as np
 
-from trainyard.config.reading import open_file
 from trainyard.corpus.block_checker import (
     BlockChecker,
     Finding,
@@ -34,11 +33,11 @@ from trainyard.corpus.block_checker import (
     document_of,
     sequence_of,
 )
-from trainyard.data.file_record import BLOCK_BYTES, Block
 from trainyard.data.indexed import IndexedDataset, token_paths
 from trainyard.data.sidecar import Sidecar, load_sidecar
 from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import DataError
+from trainyard.files import BLOCK_BYTES, Block, open_file
 
 # Takes bytes done and bytes in all.
 Progress = Callable[[int, int], None]

@@ -13,9 +13,9 @@ from typing import Literal
 from trainyard.config.load import render_run
 from trainyard.config.run import Run
 from trainyard.data.loader import data_fingerprint, describe_data, find_unread
-from trainyard.data.publish import publish_text
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary, save_vocabulary
 from trainyard.errors import CheckpointError, ConfigError
+from trainyard.files import publish_text
 from trainyard.train.stop import refuse_stopped
 
 Resume = Literal["auto", "must", "never"]

@@ -29,8 +29,8 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainyard.config.load import parse_toml
-from trainyard.config.reading import SETTINGS_LIMIT_BYTES, read_file
 from trainyard.errors import ConfigError, DataError
+from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 
 LISTING_HINT = "try again later; or describe the corpus in a .toml file of your own"
 

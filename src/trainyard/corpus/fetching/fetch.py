@@ -42,8 +42,8 @@ from trainyard.corpus.fetching.catalogue import (
     list_files,
 )
 from trainyard.corpus.fetching.web import Client, Network, PassingError, StoppedError
-from trainyard.data.publish import publish_text
 from trainyard.errors import DataError, MachineError
+from trainyard.files import publish_text
 from trainyard.log import ProgressUpdate
 from trainyard.units import format_bytes
 

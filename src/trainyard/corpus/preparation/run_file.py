@@ -22,9 +22,9 @@ import tomli_w
 from trainyard.config.corpus import Corpus
 from trainyard.corpus.preparation.plan import output_prefixes
 from trainyard.corpus.preparation.work_folder import name_process
-from trainyard.data.publish import publish_text
 from trainyard.data.sidecar import Sidecar
 from trainyard.errors import printable
+from trainyard.files import publish_text
 from trainyard.plan.hardware import find_local_machine
 from trainyard.plan.suggest import SPLIT, suggest_run
 

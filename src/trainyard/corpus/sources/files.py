@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
-from trainyard.config.reading import open_file
 from trainyard.errors import DataError, printable
+from trainyard.files import open_file
 
 FORMATS = {
     ".jsonl": "jsonl",

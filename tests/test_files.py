@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.config.reading import open_file, parse_json, read_file
+from trainyard.files import open_file, parse_json, read_file
 
 
 def test_an_ordinary_file_and_a_link_to_one_are_read(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.train.small import build_small_context
 
-from trainyard.parallel.copies import differing_copies, fingerprint
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
+from trainyard.train.guard import differing_copies, fingerprint
 from trainyard.train.state import State
 from trainyard.train.step import train_step
 
