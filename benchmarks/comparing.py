@@ -20,7 +20,7 @@ import numpy as np
 from measuring import Figures, describe_machine, publish
 
 from trainyard.config.corpus import Deduplicate, NearDeduplicate
-from trainyard.data.preparation.duplicates import compared_columns, find_repeats
+from trainyard.corpus.preparation.duplicates import compared_columns, find_repeats
 
 SLIMPAJAMA = 590_000_000
 N_UNITS = 16

@@ -113,7 +113,7 @@ def build_ours(cell: Cell, compiled: bool) -> Step:
     from trainyard.model.loss import summed_cross_entropy
     from trainyard.optim.adamw import build_adamw
     from trainyard.optim.clip import StepStats, norms_of, set_clipping
-    from trainyard.train.allocator import keep_freed_memory
+    from trainyard.parallel.mesh import keep_freed_memory
 
     keep_freed_memory()
     model = build_our_model(cell)

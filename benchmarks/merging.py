@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 from measuring import Figures, describe_machine, measure, publish
 
-from trainyard.data.file_record import Block
+from trainyard.corpus.merge import Part, merge_parts
 from trainyard.data.indexed import IndexedWriter, token_paths
-from trainyard.data.merge import Part, merge_parts
+from trainyard.files import Block
 
 DTYPE = np.dtype(np.uint16)
 

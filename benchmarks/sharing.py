@@ -28,12 +28,12 @@ from typing import Any, cast
 from measuring import describe_machine, publish
 
 from trainyard.config.corpus import Corpus
-from trainyard.data.preparation import progress, work_folder
-from trainyard.data.preparation.plan import CorpusPlan, Output
-from trainyard.data.preparation.progress import ProgressReader
-from trainyard.data.preparation.work_folder import Claim, WorkerState, WorkFolder
-from trainyard.data.preparation.worker import BEAT_SECONDS, CorpusWorker, piece_names
-from trainyard.data.sources import Segment
+from trainyard.corpus.preparation import progress, work_folder
+from trainyard.corpus.preparation.plan import CorpusPlan, Output
+from trainyard.corpus.preparation.progress import ProgressReader
+from trainyard.corpus.preparation.work_folder import Claim, WorkerState, WorkFolder
+from trainyard.corpus.preparation.worker import BEAT_SECONDS, CorpusWorker, piece_names
+from trainyard.corpus.sources import Segment
 
 OLD_SECONDS = 1.0
 BEAT_INTERVAL = 20.0

@@ -106,7 +106,7 @@ def run_fast_tool(corpus: Path) -> Figures:
 
 def read_texts(corpus: Path) -> Iterator[list[str]]:
     """Yields the batches of documents that `prepare` works with."""
-    from trainyard.data.sources import find_files, read_documents, split_into_units
+    from trainyard.corpus.sources import find_files, read_documents, split_into_units
 
     for unit in split_into_units(
         [(file, file.stat().st_size) for file in find_files([str(corpus)])]

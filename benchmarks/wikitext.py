@@ -28,8 +28,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from trainyard.data.sources.files import Segment
-from trainyard.data.sources.wikipedia import read_wikipedia
+from trainyard.corpus.sources.files import Segment
+from trainyard.corpus.sources.wikipedia import read_wikipedia
 
 TRACES = {
     "[[ or ]]": r"\[\[|\]\]",

@@ -41,10 +41,9 @@ from trainyard.model.gpt import GPT
 from trainyard.model.init import initialise
 from trainyard.optim.adamw import build_adamw
 from trainyard.optim.clip import StepStats, reduce_step_stats, set_clipping
-from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.mesh import Mesh, keep_freed_memory
 from trainyard.parallel.model import ParallelModel
 from trainyard.plan.resolve import resolve
-from trainyard.train.allocator import keep_freed_memory
 
 Step = Callable[[], float]
 Seconds = tuple[float, float]  # by the clock, and of processor time

@@ -8,7 +8,7 @@ import pytest
 from tests.command import trainyard
 
 from trainyard.config.corpus import load_corpus
-from trainyard.data.preparation.prepare import prepare
+from trainyard.corpus.preparation.prepare import prepare
 from trainyard.data.tokenizer import train_tokenizer
 
 

@@ -18,8 +18,8 @@ from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.cli.prepare import prepare as prepare_verb
 from trainyard.config.corpus import load_corpus
-from trainyard.data.preparation.prepare import choose_tokenizer, prepare
-from trainyard.data.preparation.unit import UnitWorker
+from trainyard.corpus.preparation.prepare import choose_tokenizer, prepare
+from trainyard.corpus.preparation.unit import UnitWorker
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
 from trainyard.errors import ConfigError, DataError
@@ -294,12 +294,12 @@ def test_training_passes_over_what_is_quarantined(folder: Path) -> None:
 def test_what_a_step_dropped_is_told_beside_a_fault_of_the_same_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainyard.data.sources import jsonl
+    from trainyard.corpus.sources import jsonl
 
     monkeypatch.setattr(jsonl, "MAX_DOCUMENT_BYTES", 1000)
     with Path("in/a.jsonl").open("a") as file:
         file.write(json.dumps({"text": "y" * 2000}) + "\n" * 2)
-    monkeypatch.setattr("trainyard.data.sources.blocks.BLOCK_BYTES", 500)
+    monkeypatch.setattr("trainyard.corpus.sources.blocks.BLOCK_BYTES", 500)
     done = trainyard("prepare", "web.toml", "--on-error", "quarantine", folder=folder)
     assert "quarantined, too long: 1" in done.stderr
     assert "  length dropped 1: too long" in done.stdout

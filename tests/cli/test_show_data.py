@@ -15,8 +15,8 @@ from rich.console import Console
 from trainyard.cli.show import without_ending
 from trainyard.cli.show_data import count_lengths, printable, show_data
 from trainyard.config.corpus import load_corpus
+from trainyard.corpus.preparation.prepare import prepare
 from trainyard.data.indexed import IndexedDataset, IndexedWriter
-from trainyard.data.preparation.prepare import prepare
 from trainyard.data.sidecar import (
     GroupCount,
     SourceRecord,

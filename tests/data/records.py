@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from trainyard.data.file_record import Block, FileRecord
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.sidecar import Sidecar, TokenizerRecord, save_sidecar
+from trainyard.files import Block, FileRecord
 
 VOCABULARY_SIZE, EOD = 300, 299
 

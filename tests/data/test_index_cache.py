@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from trainyard.data.file_record import FileRecord
 from trainyard.data.index_cache import IndexCache
 from trainyard.data.indexed import IndexedWriter, token_paths
 from trainyard.errors import MachineError
+from trainyard.files import FileRecord
 
 INT32 = np.dtype(np.int32)
 

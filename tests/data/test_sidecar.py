@@ -11,9 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trainyard.data.file_record import BLOCK_BYTES, Block, BlockWriter, FileRecord
 from trainyard.data.indexed import IndexedWriter
-from trainyard.data.publish import publish_text
 from trainyard.data.sidecar import (
     GroupCount,
     Sidecar,
@@ -23,6 +21,7 @@ from trainyard.data.sidecar import (
     save_sidecar,
 )
 from trainyard.errors import DataError, MachineError
+from trainyard.files import BLOCK_BYTES, Block, BlockWriter, FileRecord, publish_text
 
 from .records import write_record
 

@@ -27,7 +27,7 @@ from trainyard.cli.generate import generate
 from trainyard.config.corpus import load_corpus
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.data.preparation.prepare import prepare
+from trainyard.corpus.preparation.prepare import prepare
 from trainyard.data.tokenizer import train_tokenizer
 from trainyard.launch.environment import Process, rank_environment
 from trainyard.train import worker

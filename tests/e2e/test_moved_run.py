@@ -20,7 +20,7 @@ from trainyard.cli.show import show
 from trainyard.config.corpus import Corpus
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.data.preparation.prepare import prepare
+from trainyard.corpus.preparation.prepare import prepare
 from trainyard.data.tokenizer import train_tokenizer
 from trainyard.data.vocabulary import load_vocabulary
 from trainyard.errors import CheckpointError

@@ -24,8 +24,8 @@ import pytest
 from tests.cluster.slimpajama import WORDS, write_slimpajama
 from tests.cluster.stand_in import Queue
 from tests.command import trainyard
-from tests.data.fetching.test_fetch import Server, serving
-from tests.data.sources.test_wikipedia import page, write
+from tests.corpus.fetching.test_fetch import Server, serving
+from tests.corpus.sources.test_wikipedia import page, write
 from tests.e2e.test_recipes_data import SMALL
 from tests.e2e.test_recipes_planned import commands
 from tests.golden.render_jobs import RECIPES

@@ -8,7 +8,7 @@ from trainyard.cli.show_run import render_run_summary
 from trainyard.config.corpus import load_corpus
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.data.preparation.plan import output_prefixes
+from trainyard.corpus.preparation.plan import output_prefixes
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import resolve
 from trainyard.plan.size import parameter_count

@@ -37,7 +37,7 @@ from trainyard.checkpoint.save import save_checkpoint
 from trainyard.cli.main import main
 from trainyard.config.corpus import load_corpus
 from trainyard.config.load import load_run, render_run
-from trainyard.data.preparation.prepare import prepare
+from trainyard.corpus.preparation.prepare import prepare
 from trainyard.data.tokenizer import train_tokenizer
 from trainyard.export.to_huggingface import export_huggingface
 from trainyard.model.gpt import GPT
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.exhaustive
 # Loaded once, so that each fork has them.
 HEAVY_MODULES = (
     *("trainyard.report.page", "trainyard.train.worker", "trainyard.evaluate.generate"),
-    *("trainyard.export.from_huggingface", "trainyard.data.verify", "trainyard.cli.show_order"),
+    *("trainyard.export.from_huggingface", "trainyard.corpus.verify", "trainyard.cli.show_order"),
 )
 MEMORY_BYTES = 2 * 2**30
 """What a command may add to the address space of the test process."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.data.preparation.prepare import prepare
+from trainyard.corpus.preparation.prepare import prepare
 from trainyard.errors import MachineError
 
 from .conftest import describe_corpus, read_all, write_corpus

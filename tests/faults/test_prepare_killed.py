@@ -21,7 +21,7 @@ from tests.command import Fork
 from tests.launch.processes import is_running
 from tests.waiting import wait_until
 
-from trainyard.data.preparation.prepare import prepare
+from trainyard.corpus.preparation.prepare import prepare
 
 from .conftest import describe_corpus, read_all, write_corpus
 
@@ -31,7 +31,7 @@ UNIT_BYTES = 60_000
 PROGRAM = f"""
 import sys
 from trainyard.config.corpus import Corpus
-from trainyard.data.preparation.prepare import prepare
+from trainyard.corpus.preparation.prepare import prepare
 
 corpus = Corpus.model_validate_json(sys.argv[1])
 prepare(corpus, workers=int(sys.argv[2]), unit_bytes={UNIT_BYTES})

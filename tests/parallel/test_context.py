@@ -14,9 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainyard.model.attention import CausalAttention
-from trainyard.parallel import ring
-from trainyard.parallel.context import Method, UlyssesAttention, take_shard
-from trainyard.parallel.ring import RingAttention
+from trainyard.parallel import context
+from trainyard.parallel.context import Method, RingAttention, UlyssesAttention, take_shard
 
 RunRanks = Callable[..., list[Any]]
 METHODS: tuple[Method, ...] = ("ulysses", "ring")
@@ -150,9 +149,9 @@ def test_kernels_of_a_gpu_take_what_the_ring_gives_them() -> None:
     q = torch.empty((B, 4, 16, K), dtype=torch.bfloat16, device="meta")
     for queries, is_causal in ((q, True), (q[:, :, 8:], False)):
         kv = torch.stack((q, q))
-        out, lse, random = ring._attend(queries, kv, causal=is_causal)
+        out, lse, random = context._attend(queries, kv, causal=is_causal)
         rows = (out, queries, out, lse)
-        q_part, kv_part = ring._attend_backward(rows, kv, random, causal=is_causal)
+        q_part, kv_part = context._attend_backward(rows, kv, random, causal=is_causal)
         assert out.shape == q_part.shape == queries.shape
         assert lse.shape == queries.shape[:3]
         assert kv_part.shape == kv.shape

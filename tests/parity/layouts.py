@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from trainyard.config.load import build_run
 from trainyard.config.run import Run
 from trainyard.plan.layout_check import N_STEPS
 from trainyard.train.parity import Outcome, train_three_steps
@@ -44,7 +45,7 @@ class Row:
     def build_run(self, *, cut: bool = True) -> Run:
         """Builds the run of this row, or the same run on a single device."""
         parallel = {"zero_stage": 0, **self.parallel} if cut else {"zero_stage": 0}
-        return Run.model_validate(
+        return build_run(
             {
                 "model": {
                     "n_layers": 4,

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from torch.distributed import pipelining
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from trainyard.config import load
 from trainyard.config.load import load_run
 from trainyard.config.run import BatchRamp, Model, Parallel, Run, Train
 from trainyard.errors import ConfigError
@@ -217,7 +218,7 @@ def build_run(values: dict[str, Any]) -> Run:
     )
     model = section(Model, d_model=4 * values["n_heads"])
     train = section(Train, batch_ramp=ramp, length=Length(9, "sequences"))
-    return Run(model=model, train=train, parallel=section(Parallel))
+    return load.build_run({"model": model, "train": train, "parallel": section(Parallel)})
 
 
 def is_allowed(values: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from trainyard.config.load import load_run
+from trainyard.config.load import build_run, load_run
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
 from trainyard.plan.batches import BatchSchedule
@@ -185,7 +185,7 @@ def test_every_run_that_can_be_can_be_tried() -> None:
         }
         n_ranks = chance.choice([None, 16, 32, 48])
         try:
-            run = Run.model_validate(whole | values)
+            run = build_run(whole | values)
             plan = resolve(run, n_ranks)
         except (ValidationError, ConfigError):
             continue

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainyard.config import rules
-from trainyard.config.load import field_value, load_run
+from trainyard.config.load import build_run, field_value, load_run
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
 from trainyard.plan.clusters import find_machine
@@ -64,7 +64,7 @@ def test_the_first_is_the_fastest_of_all_that_fit(gibibytes: float) -> None:
     seconds = [each.time.seconds for each in found]
     assert seconds == sorted(seconds)
     for each in found:
-        assert each == predict(Run.model_validate(each.run.model_dump()), machine, 4)
+        assert each == predict(build_run(each.run.model_dump()), machine, 4)
         assert each.memory.peak_bytes <= (usable_bytes(machine) or 0)
         assert each.plan.n_ranks == 4
 

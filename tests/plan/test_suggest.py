@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainyard.config.run import Run
+from trainyard.config.load import build_run
 from trainyard.plan.hardware import LocalMachine
 from trainyard.plan.resolve import resolve
 from trainyard.plan.suggest import FIRST_RUN_SECONDS, suggest_run
@@ -20,7 +20,7 @@ TEXTS = {20: 257, 5_000: 512, 75_000: 1024, 400_000: 2048, 10**7: 4096, 25 * 10*
 @pytest.mark.parametrize("n_tokens", TEXTS)
 def test_every_suggestion_is_a_run(machine: LocalMachine, n_tokens: int) -> None:
     suggestion = suggest_run(n_tokens, TEXTS[n_tokens], machine)
-    run = Run.model_validate(suggestion.values)
+    run = build_run(suggestion.values)
     plan = resolve(run, machine.count)
     assert plan.n_parameters == suggestion.parameters
     assert plan.data_parallel_size == machine.count

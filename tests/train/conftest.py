@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.faults.small_run import write_tokens
 
-from trainyard.config.load import load_run
+from trainyard.config.load import build_run, load_run
 from trainyard.config.run import Run
 from trainyard.train.run_folder import write_run_folder
 from trainyard.train.stop import StopReason
@@ -46,7 +46,7 @@ def with_fields(run: Run, **sections: dict[str, object]) -> Run:
     values = run.model_dump(mode="json", exclude_none=True)
     for name, fields in sections.items():
         values[name] |= fields
-    return Run.model_validate(values)
+    return build_run(values)
 
 
 def start(folder: Path, run: Run, resume: str = "auto") -> StopReason:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainyard.config.run import Run
+from trainyard.config.load import build_run
 from trainyard.optim.adamw import build_optimizer
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
@@ -50,7 +50,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 def build_small_context(n_ranks: int = 1, **sections: dict[str, Any]) -> TrainContext:
     """Builds the context of this rank; what is given of a section changes its fields."""
     names = SECTIONS | sections
-    run = Run.model_validate({n: SECTIONS.get(n, {}) | sections.get(n, {}) for n in names})
+    run = build_run({n: SECTIONS.get(n, {}) | sections.get(n, {}) for n in names})
     plan = resolve(run, n_ranks)
     rank = dist.get_rank() if n_ranks > 1 else 0
     mesh = build_mesh(plan.topology, rank, torch.device("cpu"))

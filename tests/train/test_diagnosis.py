@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trainyard.parallel.placement import local_part
-from trainyard.train.diagnosis import diagnose
+from trainyard.train.guard import diagnose
 from trainyard.train.state import State
 from trainyard.train.step import compute_gradients
 

@@ -23,11 +23,10 @@ from trainyard.cli.check_checkpoint import describe_report
 from trainyard.data.loader import Loader
 from trainyard.export.to_huggingface import compare_logits, export_huggingface
 from trainyard.launch.environment import read_versions
-from trainyard.parallel.copies import differing_copies
 from trainyard.parallel.model import ParallelModel
 from trainyard.plan.saving import checkpoint_bytes
 from trainyard.train.checkpoints import build_saver, load_newest, save_state
-from trainyard.train.diagnosis import diagnose
+from trainyard.train.guard import diagnose, differing_copies
 from trainyard.train.state import State, TrainContext
 from trainyard.train.step import compute_gradients
 

@@ -63,6 +63,7 @@ from pydantic import (
 )
 from torch import Tensor
 
+from trainyard.config.load import build_run
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
 from trainyard.units import format_bytes
@@ -163,7 +164,7 @@ class Facts(_Part):
             CheckpointError: this version cannot parse it.
         """
         try:
-            return Run.model_validate(self.run)
+            return build_run(self.run)
         except ValidationError as error:
             raise CheckpointError(
                 f"the run in the checkpoint of step {self.step} is not valid: "

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from trainyard.checkpoint.format import DTYPES, HEADER_LIMIT_BYTES, StoredFile
-from trainyard.config.reading import open_file
 from trainyard.errors import CheckpointError
+from trainyard.files import open_file
 
 # More than two cores hash at the rate of most disks; one more thread waits for I/O.
 THREADS: Final = 4

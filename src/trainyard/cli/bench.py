@@ -116,7 +116,8 @@ def _list_candidates(
 
     from trainyard.bench.baselines import peer_run, refuse_peer
     from trainyard.bench.rounds import Candidate
-    from trainyard.config.run import Precision, Run
+    from trainyard.config.load import build_run
+    from trainyard.config.run import Precision
     from trainyard.errors import ConfigError
     from trainyard.train.run_folder import refuse_what_is_not_built
 
@@ -130,7 +131,7 @@ def _list_candidates(
                 f"--compare {compare}: {kind!r} {problem}", f"each at most once: {', '.join(known)}"
             )
         precision = run.precision.model_copy(update={"kind": kind})
-        ours = Run.model_validate(run.model_copy(update={"precision": precision}).model_dump())
+        ours = build_run(run.model_copy(update={"precision": precision}).model_dump())
         refuse_what_is_not_built(ours)
         candidates.append(Candidate(kind, ours))
     if against is not None:

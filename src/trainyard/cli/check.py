@@ -11,7 +11,7 @@ from trainyard.cli.check_layout import layout
 from trainyard.errors import DataError
 
 if TYPE_CHECKING:
-    from trainyard.data.verify import DataReport
+    from trainyard.corpus.verify import DataReport
 
 check = typer.Typer(
     no_args_is_help=True,
@@ -43,8 +43,8 @@ def data(
 
     from trainyard.cli.show import without_ending
     from trainyard.cli.show_data import facts_table
+    from trainyard.corpus.verify import check_data
     from trainyard.data.tokenizer import load_tokenizer
-    from trainyard.data.verify import check_data
     from trainyard.log import show_progress
 
     made_by = load_tokenizer(tokenizer) if tokenizer else None

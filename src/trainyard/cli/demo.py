@@ -151,7 +151,7 @@ def _standard_library_sources() -> Iterator[str]:
 def _prepare_tokens() -> None:
     from trainyard.cli.prepare import tokenise
     from trainyard.config.corpus import Corpus
-    from trainyard.data.preparation.prepare import train_on_inputs
+    from trainyard.corpus.preparation.prepare import train_on_inputs
 
     tokenizer = FOLDER / "data" / "train_tokenizer"
     (FOLDER / "data").mkdir(exist_ok=True)

@@ -40,10 +40,10 @@ def evaluate(
 
     For a run folder, writes the result to its evaluation.json, for the report.
     """
-    from trainyard.data.publish import publish_text
     from trainyard.errors import CheckpointError
     from trainyard.evaluate.inputs import count_training_tokens, load_trained
     from trainyard.evaluate.loss import unigram_loss
+    from trainyard.files import publish_text
 
     trained = load_trained(source)
     orders = _build_orders(trained, needed=not data)

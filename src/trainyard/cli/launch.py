@@ -113,7 +113,7 @@ def make_ready(data_file: Path) -> None:
         MachineError: the folder cannot be created.
     """
     from trainyard.config.corpus import load_corpus
-    from trainyard.data.preparation.prepare import make_output_folder
+    from trainyard.corpus.preparation.prepare import make_output_folder
     from trainyard.data.vocabulary import load_vocabulary
 
     corpus = load_corpus(data_file, {})
@@ -134,7 +134,7 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
         UserError: the run cannot be trained, is already launched, or cannot be written.
     """
     from trainyard.config.load import render_run
-    from trainyard.data.publish import publish_text
+    from trainyard.files import publish_text
     from trainyard.launch.status import refuse_second
     from trainyard.train.run_folder import write_run_folder
     from trainyard.train.stop import refuse_stopped

@@ -26,7 +26,7 @@ from trainyard.config.cluster import Launch, read_cluster
 from trainyard.config.corpus import Corpus, load_corpus
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.data.fetching.catalogue import corpus_names
+from trainyard.corpus.fetching.catalogue import corpus_names
 from trainyard.errors import ConfigError, LaunchError
 from trainyard.launch.job import Job, check_job
 from trainyard.plan.clusters import find_machine

@@ -15,8 +15,8 @@ from trainyard.config import rules
 from trainyard.config.edit import set_fields
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.data.publish import publish_text
 from trainyard.errors import ConfigError, MachineError
+from trainyard.files import publish_text
 from trainyard.plan.hardware import Machine
 from trainyard.plan.layout_check import describe_layout
 from trainyard.plan.remedies import fewest_devices

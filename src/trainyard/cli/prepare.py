@@ -14,8 +14,8 @@ from trainyard.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from trainyard.config.corpus import Corpus
-    from trainyard.data.preparation.prepare import OnError
-    from trainyard.data.preparation.progress import Progress
+    from trainyard.corpus.preparation.prepare import OnError
+    from trainyard.corpus.preparation.progress import Progress
     from trainyard.data.sidecar import Sidecar
 
 
@@ -102,9 +102,9 @@ def prepare(
     again after an interruption to continue.
     """
     from trainyard.config.corpus import check_complete, load_corpus
-    from trainyard.data.preparation.prepare import choose_tokenizer, train_on_inputs
-    from trainyard.data.preparation.run_file import write_run_file
-    from trainyard.data.sources import scan_inputs
+    from trainyard.corpus.preparation.prepare import choose_tokenizer, train_on_inputs
+    from trainyard.corpus.preparation.run_file import write_run_file
+    from trainyard.corpus.sources import scan_inputs
 
     if fetch:
         _fetch(fetch, output, only, (mirror, contact))
@@ -149,7 +149,7 @@ def tokenise(
     overwrite: bool,
 ) -> list[Sidecar]:
     """Writes the token files of a corpus, shows progress, and prints their counts."""
-    from trainyard.data.preparation.prepare import prepare as prepare_tokens
+    from trainyard.corpus.preparation.prepare import prepare as prepare_tokens
     from trainyard.log import show_progress
 
     with show_progress("tokenising") as update:
@@ -184,14 +184,14 @@ def _split(inputs: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def _print_skipped(skipped: Counter[str]) -> None:
-    from trainyard.data.sources.files import OTHER_TEXT, describe_skipped
+    from trainyard.corpus.sources.files import OTHER_TEXT, describe_skipped
 
     if skipped:
         typer.echo(f"skipped {describe_skipped(skipped)}; {OTHER_TEXT}", err=True)
 
 
 def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
-    from trainyard.data.preparation.plan import output_prefixes
+    from trainyard.corpus.preparation.plan import output_prefixes
 
     prefixes = output_prefixes(corpus, len(sidecars))
     for prefix, sidecar in zip(prefixes, sidecars, strict=True):
@@ -212,7 +212,7 @@ def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
 
 
 def _print_status(corpus: Corpus) -> None:
-    from trainyard.data.preparation.prepare import read_status
+    from trainyard.corpus.preparation.prepare import read_status
 
     progress = read_status(corpus)
     if progress is None:
@@ -236,9 +236,9 @@ def _print_status(corpus: Corpus) -> None:
 
 
 def _fetch(name: str, folder: str, only: str, network: tuple[str, str]) -> None:
-    from trainyard.data.fetching.catalogue import describe
-    from trainyard.data.fetching.fetch import fetch
-    from trainyard.data.fetching.web import Network
+    from trainyard.corpus.fetching.catalogue import describe
+    from trainyard.corpus.fetching.fetch import fetch
+    from trainyard.corpus.fetching.web import Network
     from trainyard.log import show_progress
 
     if not folder:

@@ -29,9 +29,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from trainyard.config.load import explain_problems, parse_toml
-from trainyard.config.reading import SETTINGS_LIMIT_BYTES, read_file
 from trainyard.config.run import Section
 from trainyard.errors import ConfigError, MachineError
+from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 
 LINK_LATENCY_MICROSECONDS = 5.0
 """Fitted, like the efficiencies; at the upper bound of the fit."""

@@ -26,9 +26,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from trainyard.config.load import explain_problems, parse_toml
-from trainyard.config.reading import SETTINGS_LIMIT_BYTES, read_file
 from trainyard.config.run import Section
 from trainyard.errors import ConfigError
+from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
 

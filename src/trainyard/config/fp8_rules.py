@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from trainyard.config.run import Run
+from trainyard.config.run import Run
 
 FP8_MULTIPLE = 16
 """GPUs need matmul sides that are a multiple of this in fp8; emulation follows the same rule."""

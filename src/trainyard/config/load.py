@@ -11,15 +11,16 @@ import tomllib
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from trainyard.config.reading import SETTINGS_LIMIT_BYTES, read_file
+from trainyard.config.rules import disagreements
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
+from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 
 COMMAND_LINE = "command line"
 _DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]+[ \t]*\.[ \t]*){100}""")
@@ -58,9 +59,27 @@ def load_run(source: str, overrides: list[str] | None = None) -> LoadedRun:
         field, value = _parse_override(text)
         _merge(merged, _nest(field, value), COMMAND_LINE, origins)
     try:
-        return LoadedRun(Run.model_validate(merged), origins)
+        return LoadedRun(build_run(merged), origins)
     except ValidationError as error:
         raise explain_problems(error, Run, origins, source) from None
+
+
+def build_run(tables: dict[str, Any]) -> Run:
+    """Builds a run from the tables of a run file: checks every field, then the rules across them.
+
+    Raises:
+        ValidationError: of pydantic, with the wrong fields or, if there are none, broken rules.
+    """
+    return _CHECKED_RUN.validate_python(tables)
+
+
+def _refuse_broken_rules(run: Run) -> Run:
+    if problems := disagreements(run):
+        raise ValueError("\n".join(problems))
+    return run
+
+
+_CHECKED_RUN: TypeAdapter[Run] = TypeAdapter(Annotated[Run, AfterValidator(_refuse_broken_rules)])
 
 
 def render_run(run: Run) -> str:

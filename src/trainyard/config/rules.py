@@ -14,21 +14,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from trainyard.config.fp8_rules import FP8_MULTIPLE, fp8_multiple, fp8_problems
+from trainyard.config.run import Run, default_zero_stage
 from trainyard.config.secrets import secret_problems
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from trainyard.config.run import Run
 
 Changes = dict[str, Any]
 """New values by dotted field, applied together."""
 
 MOST_TRIALS = 1000
-_Section = TypeVar("_Section", bound="BaseModel")
+_Section = TypeVar("_Section", bound=BaseModel)
 
 
 def disagreements(run: Run) -> list[str]:
@@ -58,11 +56,6 @@ def batch_fields(run: Run) -> dict[str, int]:
         names = ("start", "increment")
         fields |= {f"train.batch_ramp.{name}": getattr(ramp, name) for name in names}
     return fields
-
-
-def default_zero_stage(pipeline: int) -> int:
-    """Returns the default ZeRO stage: the highest that costs no time."""
-    return 2 if pipeline == 1 else 1
 
 
 def change(section: _Section, changes: Changes) -> _Section:

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+from math import isqrt
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -21,7 +22,6 @@ from pydantic import (
 )
 
 from trainyard import units
-from trainyard.config import rules
 
 Length = Annotated[units.Length, BeforeValidator(units.parse_length), PlainSerializer(str)]
 Prefixes = Annotated[tuple[str, ...], Field(strict=False)]
@@ -38,6 +38,11 @@ def _as_text(value: object) -> object:
 def _checked_split(text: str) -> str:
     units.parse_shares(text)
     return text
+
+
+def default_zero_stage(pipeline: int) -> int:
+    """Returns the default ZeRO stage: the highest that costs no time."""
+    return 2 if pipeline == 1 else 1
 
 
 class Section(BaseModel):
@@ -83,7 +88,9 @@ class Model(Section):
     @model_validator(mode="after")
     def _heads_divide_the_width(self) -> Self:
         if self.d_model % self.n_heads:
-            working = rules.nearest(rules.divisors(self.d_model), self.n_heads)
+            small = [n for n in range(1, isqrt(self.d_model) + 1) if self.d_model % n == 0]
+            divisors = {*small, *(self.d_model // n for n in small)}
+            working = sorted(divisors, key=lambda n: (abs(n - self.n_heads), n))
             raise ValueError(
                 f"d_model={self.d_model} must be divisible by n_heads={self.n_heads}; "
                 f"nearest n_heads that divides: {working[0]}"
@@ -230,7 +237,7 @@ class Parallel(Section):
     context_method: Literal["ulysses", "ring"] = "ulysses"
     """Attention over a sharded sequence; the ring has no dropout."""
     zero_stage: int = Field(
-        default_factory=lambda parallel: rules.default_zero_stage(parallel.get("pipeline", 1)),
+        default_factory=lambda parallel: default_zero_stage(parallel.get("pipeline", 1)),
         ge=0,
         le=3,
     )
@@ -387,10 +394,3 @@ class Run(Section):
     """Log lines, metrics, TensorBoard."""
     guard: Guard = Guard()
     """Machine and numerical errors."""
-
-    @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
-        problems = rules.disagreements(self)
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self

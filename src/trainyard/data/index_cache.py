@@ -29,10 +29,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.config.reading import open_file, parse_json, read_file
-from trainyard.data.file_record import BLOCK_BYTES, Block, FileRecord
 from trainyard.data.indexed import token_paths
 from trainyard.errors import MachineError
+from trainyard.files import BLOCK_BYTES, Block, FileRecord, open_file, parse_json, read_file
 
 FORMAT_VERSION = 1
 

@@ -33,9 +33,8 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.config.reading import open_file
-from trainyard.data.file_record import Block, BlockWriter
 from trainyard.errors import DataError, MachineError
+from trainyard.files import Block, BlockWriter, open_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -18,11 +18,9 @@ from typing import Literal
 
 import msgspec
 
-from trainyard.config.reading import read_file
-from trainyard.data.file_record import FileRecord
-from trainyard.data.publish import publish_text
 from trainyard.data.tokenizer import SpecialTokens, Tokenizer
 from trainyard.errors import DataError
+from trainyard.files import FileRecord, publish_text, read_file
 
 
 class SourceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -25,9 +25,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from trainyard.config.reading import parse_json, read_file
-from trainyard.data.publish import publish_text
 from trainyard.errors import DataError
+from trainyard.files import parse_json, publish_text, read_file
 
 END_OF_DOCUMENT = "<|endoftext|>"
 GPT2 = "gpt2"

@@ -16,7 +16,6 @@ from trainyard.checkpoint.load import (
     find_checkpoint,
     load_tokenizer_copy,
 )
-from trainyard.config.reading import FILE_LIMIT_BYTES, read_file
 from trainyard.config.run import Run
 from trainyard.data.indexed import IndexedDataset, token_paths
 from trainyard.data.order import SequenceOrder
@@ -24,6 +23,7 @@ from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import Tokenizer, tokenizer_name
 from trainyard.errors import ConfigError, DataError
 from trainyard.evaluate.loss import Ids
+from trainyard.files import FILE_LIMIT_BYTES, read_file
 from trainyard.model.gpt import GPT
 
 FREQUENCY_TOKENS = 20_000_000  # of the training data: enough for its frequencies

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainyard.config.reading import open_file
 from trainyard.errors import CheckpointError
+from trainyard.files import open_file
 
 _NAME_LIMIT_BYTES = 200
 _WHOLE = "copy the whole folder of one checkpoint"

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from trainyard.config.reading import parse_json
 from trainyard.errors import LaunchError, MachineError
+from trainyard.files import parse_json
 
 logger = logging.getLogger("trainyard")
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from trainyard.config.reading import parse_json, read_file
 from trainyard.errors import LaunchError
+from trainyard.files import parse_json, read_file
 from trainyard.launch.environment import first_host
 from trainyard.launch.lock import find_holder
 from trainyard.launch.submit import Submission, end_command, read_submission

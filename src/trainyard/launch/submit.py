@@ -30,9 +30,9 @@ import tomli_w
 from pydantic import Field
 
 from trainyard.config.load import parse_toml
-from trainyard.config.reading import read_file
 from trainyard.config.run import Section
 from trainyard.errors import ConfigError, LaunchError, MachineError
+from trainyard.files import read_file
 from trainyard.units import format_number
 
 RECORD = "job.toml"

@@ -3,24 +3,37 @@
     method     rank r of p holds         in attention
     ulysses    r-th of p parts           all-to-all: all tokens of some heads, computed as usual
     ring       r-th of 2p chunks from    own queries, with circulating keys and values
-               either end                (see ring.py)
+               either end
 
 Ulysses sends less and supports dropout; the ring is not limited by the number of heads, and no rank
 holds a whole sequence. The rest of the model works per token, on this rank's tokens.
+
+Ring attention keeps queries in place and circulates keys and values. With 3 ranks, after each shift
+of keys to the next rank:
+
+              holds       own keys    1 shift            2 shifts
+    rank 0    0 and 5     causal      5 sees 2 and 3     5 sees 1 and 4
+    rank 1    1 and 4     causal      both see 0         4 sees 2 and 3
+    rank 2    2 and 3     causal      both see 1         both see 0
+
+For keys of any other rank, exactly half of the pairs is visible: no mask is needed, and all ranks
+do equal work at every step. Partial outputs are merged by the log of their summed exponentials
+("lse"), so no rank ever holds a whole row of scores. A rank holds at most two shards of other
+ranks' keys: it computes on one while it receives the next.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
 
 from trainyard.model.attention import Attention, CausalAttention
 from trainyard.model.gpt import GPT
 from trainyard.parallel.collectives import exchange_parts
-from trainyard.parallel.ring import RingAttention
 
 Method = Literal["ulysses", "ring"]
 
@@ -60,6 +73,143 @@ class UlyssesAttention(nn.Module):
         parts_of_tokens = mixed.view(B, heads, n_ranks, n_tokens, K).permute(2, 1, 0, 3, 4)
         received = exchange_parts(parts_of_tokens, self._group)  # (p, H/p, B, T/p, K)
         return received.flatten(0, 1).transpose(0, 1)
+
+
+class RingAttention(nn.Module):
+    """Causal attention, without dropout, over a sequence sharded across a group of ranks.
+
+    On a GPU its kernels (flash attention) take bf16 and fp16, and head sizes in multiples of 8.
+
+    Args:
+        group: two ranks or more, each with the tokens that `take_shard` gives it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        assert group.size() > 1, "one rank has no neighbour"
+        self._group = group
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout_seeds: Tensor | None = None
+    ) -> Tensor:
+        """Attends from this rank's tokens, (B, H, T/p, K), to themselves and all before them.
+
+        There is no dropout: `dropout_seeds` is None.
+        """
+        assert dropout_seeds is None, "rules.py refuses dropout with the ring"
+        out: Tensor = _Ring.apply(q, k, v, self._group)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+        kv = torch.stack((k, v))
+        arriving = _start_shift(kv, group)
+        out, lse, random = _attend(q, kv, causal=True)
+        # Merge in fp32 at least: rounding errors of half-precision merges would accumulate.
+        out = out.to(torch.promote_types(q.dtype, torch.float32))
+        for step in range(1, group.size()):
+            kv = _finish_shift(arriving, kv)
+            if step < group.size() - 1:
+                arriving = _start_shift(kv, group)
+            queries, seen = _visible(group.rank(), step, q.shape[2])
+            more, more_lse, _ = _attend(q[:, :, queries], kv[:, :, :, seen], causal=False)
+            part, part_lse = out[:, :, queries], lse[:, :, queries]
+            part.lerp_(more.to(out.dtype), torch.sigmoid(more_lse - part_lse)[..., None])
+            part_lse.copy_(torch.logaddexp(part_lse, more_lse))
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, *random)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse, *random = ctx.saved_tensors
+        group: dist.ProcessGroup = ctx.group
+        kv = torch.stack((k, v))
+        arriving = _start_shift(kv, group)
+        # Given the lse over all keys, each shard of keys yields its part of the whole gradient.
+        parts = _attend_backward((gradient, q, out, lse), kv, random, causal=True)
+        q_gradient, kv_gradient = (
+            part.to(torch.promote_types(q.dtype, torch.float32)) for part in parts
+        )
+        # Circulates with the keys, and is back once every other rank has added its part.
+        following = torch.zeros_like(kv_gradient)
+        for step in range(1, group.size()):
+            kv = _finish_shift(arriving, kv)
+            if step < group.size() - 1:
+                arriving = _start_shift(kv, group)
+            queries, seen = _visible(group.rank(), step, q.shape[2])
+            rows = tuple(x[:, :, queries] for x in (gradient, q, out, lse))
+            q_part, kv_part = _attend_backward(rows, kv[:, :, :, seen], random, causal=False)
+            q_gradient[:, :, queries] += q_part
+            # Wait only now: the transfer overlapped the computation above.
+            following = _finish_shift(following, kv_gradient)
+            following[:, :, :, seen] += kv_part
+            following = _start_shift(following, group)
+        kv_gradient += _finish_shift(following, kv_gradient)
+        k_gradient, v_gradient = kv_gradient.to(q.dtype).unbind()
+        return q_gradient.to(q.dtype), k_gradient, v_gradient, None
+
+
+def _visible(rank: int, step: int, n_tokens: int) -> tuple[slice, slice]:
+    """Returns which of this rank's queries see which keys from `step` ranks back."""
+    whole, half = slice(None), n_tokens // 2
+    came_from_before = step <= rank
+    return (whole, slice(0, half)) if came_from_before else (slice(half, None), whole)
+
+
+def _start_shift(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Starts sending `x` to the next rank; returns what the previous rank sends."""
+    to_next, from_last = [0] * group.size(), [0] * group.size()
+    to_next[(group.rank() + 1) % group.size()] = x.numel()
+    from_last[group.rank() - 1] = x.numel()
+    # One dimension, because gloo splits along the first.
+    out: Tensor = collectives.all_to_all_single(x.flatten(), from_last, to_next, group)
+    return out
+
+
+def _finish_shift(arriving: Tensor, like: Tensor) -> Tensor:
+    arrived: Tensor = collectives.wait_tensor(arriving)  # type: ignore[no-untyped-call]
+    return arrived.view_as(like)
+
+
+def _attend(q: Tensor, kv: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Returns (B, H, queries, K), the lse (B, H, queries), and more state for the backward."""
+    k, v = kv.unbind()
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return out, lse, []
+    results = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    # Dropout's random state, unused.
+    return results[0], results[1], list(results[6:8])
+
+
+def _attend_backward(
+    rows: tuple[Tensor, ...], kv: Tensor, random: list[Tensor], *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns the parts of the gradients of queries and of keys and values.
+
+    Args:
+        rows: gradient of the output, queries, output and lse, of some queries.
+        kv: the keys and values they saw.
+        random: from the forward pass.
+        causal: whether they saw only earlier keys.
+    """
+    # Kernels read some of these as contiguous.
+    gradient, q, out, lse = (x.contiguous() for x in rows)
+    k, v = (x.contiguous() for x in kv.unbind())
+    if q.device.type == "cpu":
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, out, lse, 0.0, causal
+        )
+    else:
+        lengths = (None, None, q.shape[2], k.shape[2])
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient, q, k, v, out, lse, *lengths, 0.0, causal, *random
+        )
+    return parts[0], torch.stack((parts[1], parts[2]))
 
 
 def take_shard(x: Tensor, rank: int, n_ranks: int, method: Method, dimension: int) -> Tensor:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainyard.config.fp8_rules import SCALED_COLUMNS
-from trainyard.config.load import all_fields, field_value
+from trainyard.config.load import all_fields, build_run, field_value
 from trainyard.config.run import (
     BatchRamp,
     Model,
@@ -100,7 +100,7 @@ def plan_layout_check(run: Run, n_ranks: int | None = None) -> LayoutCheck:
         cuts += [(("context",), degree) for degree in RING_DEGREES]
     layouts = [alone.model_copy(update={"parallel": _cut(run, *cut)}) for cut in cuts]
     # Validated, as a copy is not.
-    layouts = [Run.model_validate(layout.model_dump()) for layout in layouts]
+    layouts = [build_run(layout.model_dump()) for layout in layouts]
     return LayoutCheck(
         topology=plan.topology,
         alone=alone,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from trainyard.config import rules
 from trainyard.config.load import field_value
-from trainyard.config.run import Run
+from trainyard.config.run import Run, default_zero_stage
 from trainyard.plan import saving
 from trainyard.plan.batches import batch_sizes
 from trainyard.plan.flops import model_flops_per_token
@@ -245,7 +245,7 @@ class _Queue:
         inside = self._shards_inside_a_node(shape, data)
         stages = (1, 3) if shape.parallel.pipeline > 1 and data > 1 else (1,)
         if data * shape.parallel.context == 1:  # nothing to shard
-            stages = (rules.default_zero_stage(shape.parallel.pipeline),)
+            stages = (default_zero_stage(shape.parallel.pipeline),)
         for stage in stages:
             for n_replicas in {1, data // inside} if inside else {1}:
                 changes = {"parallel.zero_stage": stage, "parallel.data_replicate": n_replicas}

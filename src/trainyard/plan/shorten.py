@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from trainyard.config.load import build_run
 from trainyard.config.run import Run
 from trainyard.plan.resolve import resolve
 from trainyard.units import Length, parse_length
@@ -51,7 +52,7 @@ def shorten(run: Run, n_steps: int) -> Run:
         shrink(tables["train"]["batch_ramp"], "length", 1)
     for (section, name), least in LEAST_PER_RUN.items():
         tables[section][name] = min(tables[section][name], math.ceil(n_steps / least))
-    return Run.model_validate(tables)
+    return build_run(tables)
 
 
 def with_lengths_of(other: Run, run: Run) -> Run:
@@ -61,4 +62,4 @@ def with_lengths_of(other: Run, run: Run) -> Run:
     lengths += [("schedule", name) for name in ("warmup", "decay", "cooldown")]
     for section, name in [*lengths, *LEAST_PER_RUN]:
         tables[section][name] = others[section][name]
-    return Run.model_validate(tables)
+    return build_run(tables)

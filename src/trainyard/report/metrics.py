@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainyard.config.reading import open_file, parse_json
 from trainyard.errors import DataError
+from trainyard.files import open_file, parse_json
 from trainyard.report.history import COLUMNS, History, Line, Metrics, is_finite
 
 EVALUATED = ("tokens", "loss", "perplexity", "bits_per_byte")

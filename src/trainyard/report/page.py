@@ -8,8 +8,8 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from trainyard.data.publish import publish_text
 from trainyard.errors import MachineError
+from trainyard.files import publish_text
 from trainyard.report.history import Line
 from trainyard.report.pictures import render_svg, save_png
 from trainyard.report.planned import compare_with_plan

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.config.fp8_rules import SCALED_COLUMNS
-from trainyard.config.reading import SETTINGS_LIMIT_BYTES, parse_json, read_file
 from trainyard.config.run import Run
+from trainyard.files import SETTINGS_LIMIT_BYTES, parse_json, read_file
 from trainyard.plan.saving import checkpoint_bytes
 from trainyard.plan.size import block_shapes
 from trainyard.report.history import is_finite

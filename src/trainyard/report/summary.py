@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.config.load import load_run
-from trainyard.config.reading import parse_json, read_file
 from trainyard.config.run import Run
 from trainyard.errors import DataError
+from trainyard.files import parse_json, read_file
 from trainyard.report.history import Metrics, is_finite
 from trainyard.report.metrics import read_metrics
 from trainyard.units import format_bytes, format_large, format_seconds

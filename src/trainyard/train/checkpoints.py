@@ -1,43 +1,45 @@
-"""Saves and restores the training state."""
+"""Saves and restores the training state, and reports saves that finish during training."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
 
-from trainyard.checkpoint.background import AsyncCheckpointer, Retention
+from trainyard.checkpoint.background import AsyncCheckpointer, Retention, SaveTimes
 from trainyard.checkpoint.format import (
     Facts,
     Manifest,
-    list_checkpoints,
     read_manifest,
     step_of,
 )
 from trainyard.checkpoint.load import (
     complete_checkpoints,
     load_into,
-    newest_checkpoint,
-    problem_of,
 )
 from trainyard.checkpoint.resume import check_resumable
 from trainyard.checkpoint.save import ALONE, Ranks
 from trainyard.config.fp8_rules import SCALED_COLUMNS
-from trainyard.errors import CheckpointError
+from trainyard.errors import EXIT_HOLD, CheckpointError, MachineError
 from trainyard.launch.environment import read_versions
 from trainyard.optim.adamw import prepare_state, state_of
 from trainyard.parallel.placement import Placement, is_writer, local_part, place
 from trainyard.plan.saving import checkpoint_bytes, rank_bytes
-from trainyard.train.run_folder import Resume
+from trainyard.train.metrics import Metrics
+from trainyard.train.run_folder import Resume, checkpoint_folder, find_checkpoint
 from trainyard.train.state import State, TrainContext
+from trainyard.train.stop import StopReason
+from trainyard.units import format_bytes
 
 logger = logging.getLogger("trainyard")
 
 WEIGHTS = "model."
 OPTIMIZER = "optimizer."
 EXPONENTS = "_exponents"
+FAILURES_LIMIT = 3
 
 
 def build_saver(context: TrainContext) -> AsyncCheckpointer:
@@ -83,41 +85,6 @@ def save_state(
     )
     tensors, placements = _named_parts(context, to_write=True)
     saver.save(facts, tensors, placements, checkpoint_bytes(context.run, context.plan.n_parameters))
-
-
-def checkpoint_folder(run_folder: Path) -> Path:
-    """Returns the folder of a run's checkpoints."""
-    return run_folder / "checkpoints"
-
-
-def find_checkpoint(run_folder: Path, resume: Resume) -> Path | None:
-    """Finds the checkpoint to resume from; None if none was ever saved.
-
-    Raises:
-        CheckpointError: `resume` requires one and there is none, or forbids one and there is; or
-            none is intact.
-    """
-    folder = checkpoint_folder(run_folder)
-    there = list_checkpoints(folder)
-    if not there and resume == "must":
-        raise CheckpointError(
-            f"no checkpoint in {folder}; --resume must requires one",
-            "--resume auto starts from the beginning",
-        )
-    if there and resume == "never":
-        raise CheckpointError(
-            f"{there[0]} exists, and --resume never would mix two runs in one folder",
-            "give the run another name, or pass --overwrite to remove its checkpoints and metrics",
-        )
-    path = newest_checkpoint(folder)
-    if there and path is None:
-        raise CheckpointError(
-            f"none of the {len(there)} checkpoints in {folder} is intact; training did not "
-            "start and changed nothing:\n"
-            + "\n".join(f"  {path.name}: {problem_of(path)}" for path in there),
-            "restore these files from a copy, or start over under another name or with --overwrite",
-        )
-    return path
 
 
 def load_state(context: TrainContext, resume: Resume) -> State:
@@ -219,3 +186,69 @@ def _of_scales(of_matrix: Placement) -> Placement:
     """Returns the place of a matrix's exponents, each shared by a block of columns."""
     shapes = (of_matrix.shape, of_matrix.offsets, of_matrix.local_shape)
     return Placement(*((rows, columns // SCALED_COLUMNS) for rows, columns in shapes))
+
+
+class Saves:
+    """Reports finished saves, and stops training after repeated failures.
+
+    Args:
+        saver: writes checkpoints.
+        metrics: receives an event for each save.
+        show: called with (step, text).
+    """
+
+    def __init__(
+        self, saver: AsyncCheckpointer, metrics: Metrics, show: Callable[[int, str], None]
+    ) -> None:
+        self._saver = saver
+        self._metrics = metrics
+        self._show = show
+        self._shown: SaveTimes | None = None
+        self._n_failures = 0
+
+    def stop_request(self, step: int) -> str | None:
+        """Reports saves finished since the last step; returns a request as `Stop` does."""
+        times = self._saver.last
+        if times is not None and times is not self._shown:
+            self._shown = times
+            self._n_failures = 0
+            self._metrics.write(
+                "save",
+                {
+                    "step": times.step,
+                    "stall_seconds": times.stall_seconds,
+                    "seconds": times.seconds,
+                    "bytes": times.n_bytes,
+                },
+            )
+            self._show(
+                step,
+                f"saved step {times.step}: {format_bytes(times.n_bytes)} in "
+                f"{times.seconds:.1f} s, training stalled for {times.stall_seconds:.2f} s",
+            )
+        failure = self._saver.take_failure()
+        if failure is None:
+            return None
+        self._n_failures += 1
+        self._metrics.write("save failed", {"step": step, "problem": failure.problem})
+        self._show(step, f"warning: {failure.problem}; training continues, and will save again")
+        if self._n_failures < FAILURES_LIMIT:
+            return None
+        return str(
+            StopReason(f"{self._n_failures} checkpoints in a row could not be saved", EXIT_HOLD)
+        )
+
+    def pause(self, step: int) -> None:
+        """Waits for any save in flight, and reports it."""
+        with suppress(MachineError):
+            self._saver.wait()
+        self.stop_request(step)
+
+    def finish(self, step: int) -> None:
+        """Waits for the last save and reports it.
+
+        Raises:
+            MachineError: it failed.
+        """
+        self._saver.wait()
+        self.stop_request(step)

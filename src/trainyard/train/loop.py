@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from trainyard.checkpoint.background import AsyncCheckpointer
-from trainyard.errors import GuardError
-from trainyard.parallel.copies import differing_copies
-from trainyard.train.checkpoints import load_newest, save_state
-from trainyard.train.diagnosis import diagnose
+from trainyard.data.loader import held_out_batches
+from trainyard.evaluate.generate import Sampling, generate
+from trainyard.evaluate.loss import evaluate_sequences
+from trainyard.train.checkpoints import Saves, save_state
+from trainyard.train.guard import describe_spikes, require_equal_copies, roll_back, stop_if_stuck
 from trainyard.train.metrics import Metrics
-from trainyard.train.observe import evaluate, sample
-from trainyard.train.saves import Saves
 from trainyard.train.state import State, TrainContext
 from trainyard.train.step import train_step
 from trainyard.train.stop import DONE, Stop, StopReason
 
-ROLLBACKS_LIMIT = 3
+SAMPLING = Sampling(temperature=0.6, top_k=50, top_p=1.0, seed=0)
 
 Show = Callable[[int, str], None]
 
@@ -95,78 +95,44 @@ def every(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def stop_if_stuck(context: TrainContext, state: State) -> None:
-    """Aborts when `guard.skipped_steps_limit` steps in a row were skipped.
-
-    Raises:
-        GuardError: with the step and its gradients; nothing is saved.
-    """
-    in_a_row, limit = state.skipped.in_a_row, context.run.guard.skipped_steps_limit
-    if in_a_row >= limit:
-        raise GuardError(
-            f"{in_a_row} steps in a row up to step {state.step} were skipped "
-            f"(guard.skipped_steps_limit={limit})\n{diagnose(context, state)}",
-            "these steps changed no weights; lower optimizer.learning_rate or check the data",
-        )
-
-
-def require_equal_copies(context: TrainContext, state: State) -> None:
-    """Compares weights that several ranks hold copies of.
-
-    Raises:
-        GuardError: names ranks and parameters; nothing is saved.
-    """
-    problems = differing_copies(context.model)
-    if problems:
-        interval = context.run.guard.compare_interval
-        raise GuardError(
-            f"after step {state.step} copies of the same weights differ between ranks; suspect a "
-            "faulty device or memory:\n" + "\n".join(f"  {each}" for each in problems),
-            "exclude that machine, and remove the checkpoints after step "
-            f"{max(0, state.step - interval)}, the last comparison that passed",
-        )
+def evaluate(context: TrainContext, state: State, metrics: Metrics, show: Show) -> float | None:
+    """Measures and shows the loss on a fixed set of held-out sequences, if there are any."""
+    context.heartbeat.enter("evaluate", state.step)
+    train, vocabulary_size = context.run.train, context.run.model.vocabulary_size
+    order = context.valid_order
+    if order is None:
+        show(state.step, "no evaluation: the valid split is empty, or evaluate.batches is 0")
+        return None
+    # As many as the order was built for: whole batches, split equally over ranks.
+    n_sequences = context.run.evaluate.batches * train.global_batch_size
+    batches = held_out_batches(order, n_sequences, train.global_batch_size, vocabulary_size)
+    loss_of = context.model.held_out_loss
+    found = evaluate_sequences(loss_of, batches, vocabulary_size, context.tokenizer)
+    consumed = context.batches.consumed(state.step) * context.run.model.sequence_length
+    values = {"step": state.step, "tokens": consumed, "split": "valid", **found.as_dict()}
+    metrics.write("evaluate", values)
+    line = f"step {state.step}: held-out loss {found.mean_loss:.4f}"
+    line += f" | perplexity {found.perplexity:.2f}"
+    bits = found.bits_per_byte
+    show(state.step, line if bits is None else f"{line} | {bits:.3f} bits per byte")
+    return found.mean_loss
 
 
-def describe_spikes(context: TrainContext, spikes: list[int]) -> str:
-    """Describes which steps spiked, and the action taken."""
-    guard = context.run.guard
-    steps = ", ".join(str(step + 1) for step in spikes[:10]) + (", ..." if spikes[10:] else "")
-    done = {"skip": "skipped", "rollback": "rolling back"}.get(guard.spikes, "no action")
-    return (
-        f"warning: loss or gradient norm of step {steps} is more than {guard.spike_deviations:g} "
-        f"standard deviations above the {guard.spike_window} steps before: {done} "
-        f"(guard.spikes={guard.spikes})"
-    )
-
-
-def roll_back(
-    context: TrainContext, state: State, spike: int, metrics: Metrics, show: Show
-) -> State:
-    """Rolls back to the newest checkpoint before a spike, and skips the data since.
-
-    Args:
-        context: of the run; weights and optimizer are reloaded.
-        state: the current progress.
-        spike: the step of the spike, counted from 0.
-        metrics: receives an event.
-        show: receives a line.
-
-    Raises:
-        CheckpointError: there is no checkpoint before it.
-        GuardError: too many rollbacks to this checkpoint.
-    """
-    context.heartbeat.enter("load", state.step)
-    before = load_newest(context, lambda step: step <= spike)
-    n_skipped = context.batches.consumed(state.step) - context.batches.consumed(before.step)
-    before.skip_data(state, n_skipped, f"spike at step {spike + 1}")
-    if before.n_rollbacks_here > ROLLBACKS_LIMIT:
-        raise GuardError(
-            f"the spike at step {spike + 1} needs a {before.n_rollbacks_here}th rollback to "
-            f"step {before.step}",
-            "lower optimizer.learning_rate, or set guard.spikes=warn",
-        )
-    metrics.write(
-        "rollback", {"step": before.step, "from_step": state.step, "skipped_sequences": n_skipped}
-    )
-    show(before.step, f"rolled back to step {before.step}; skipping {n_skipped} sequences")
-    return before
+def sample(context: TrainContext, state: State, metrics: Metrics) -> str:
+    """Continues each prompt; returns the texts."""
+    context.heartbeat.enter("evaluate", state.step)
+    model = context.model.whole_model
+    if context.tokenizer is None:
+        return "no samples: tokenizer.path is empty"
+    if model is None:
+        return "no samples: the model is sharded; run trainyard generate on a checkpoint"
+    texts = []
+    sampling = replace(SAMPLING, vocabulary_size=context.tokenizer.vocabulary_size)
+    for prompt in context.run.evaluate.sample_prompts:
+        ids = context.tokenizer.encode(prompt)
+        n_tokens, end = context.run.evaluate.sample_tokens, context.tokenizer.eod_id
+        (new,) = generate(model, ids, n_tokens, sampling, end)
+        text = context.tokenizer.decode(new)
+        metrics.write("sample", {"step": state.step, "prompt": prompt, "text": text})
+        texts.append(f"sample: {prompt}{text}")
+    return "\n".join(texts)

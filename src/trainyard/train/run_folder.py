@@ -13,9 +13,9 @@ from typing import Literal
 from trainyard.config.load import render_run
 from trainyard.config.run import Run
 from trainyard.data.loader import data_fingerprint, describe_data, find_unread
-from trainyard.data.publish import publish_text
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary, save_vocabulary
-from trainyard.errors import ConfigError
+from trainyard.errors import CheckpointError, ConfigError
+from trainyard.files import publish_text
 from trainyard.train.stop import refuse_stopped
 
 Resume = Literal["auto", "must", "never"]
@@ -79,10 +79,47 @@ def refuse_what_is_not_built(run: Run) -> None:
         )
 
 
+def checkpoint_folder(run_folder: Path) -> Path:
+    """Returns the folder of a run's checkpoints."""
+    return run_folder / "checkpoints"
+
+
+def find_checkpoint(run_folder: Path, resume: Resume) -> Path | None:
+    """Finds the checkpoint to resume from; None if none was ever saved.
+
+    Raises:
+        CheckpointError: `resume` requires one and there is none, or forbids one and there is; or
+            none is intact.
+    """
+    from trainyard.checkpoint.format import list_checkpoints
+    from trainyard.checkpoint.load import newest_checkpoint, problem_of
+
+    folder = checkpoint_folder(run_folder)
+    there = list_checkpoints(folder)
+    if not there and resume == "must":
+        raise CheckpointError(
+            f"no checkpoint in {folder}; --resume must requires one",
+            "--resume auto starts from the beginning",
+        )
+    if there and resume == "never":
+        raise CheckpointError(
+            f"{there[0]} exists, and --resume never would mix two runs in one folder",
+            "give the run another name, or pass --overwrite to remove its checkpoints and metrics",
+        )
+    path = newest_checkpoint(folder)
+    if there and path is None:
+        raise CheckpointError(
+            f"none of the {len(there)} checkpoints in {folder} is intact; training did not "
+            "start and changed nothing:\n"
+            + "\n".join(f"  {path.name}: {problem_of(path)}" for path in there),
+            "restore these files from a copy, or start over under another name or with --overwrite",
+        )
+    return path
+
+
 def _remove_what_was_trained(folder: Path) -> None:
     from trainyard.checkpoint.format import list_checkpoints
     from trainyard.checkpoint.save import remove_checkpoint, remove_partials
-    from trainyard.train.checkpoints import checkpoint_folder
 
     for path in list_checkpoints(checkpoint_folder(folder)):
         remove_checkpoint(path)
@@ -97,7 +134,6 @@ def _refuse_another_run(
 ) -> None:
     from trainyard.checkpoint.format import read_manifest
     from trainyard.checkpoint.resume import check_resumable
-    from trainyard.train.checkpoints import find_checkpoint
 
     checkpoint = find_checkpoint(folder, resume)
     if checkpoint is not None:

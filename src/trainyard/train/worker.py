@@ -34,11 +34,11 @@ from trainyard.data.loader import (
     describe_data,
     find_unread,
 )
-from trainyard.data.publish import publish_text
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import Tokenizer, tokenizer_name
 from trainyard.data.vocabulary import load_vocabulary
 from trainyard.errors import ConfigError, GuardError, LaunchError, MachineError, UserError
+from trainyard.files import publish_text
 from trainyard.launch.environment import (
     hide_secrets,
     read_process,
@@ -49,7 +49,7 @@ from trainyard.launch.environment import (
 from trainyard.launch.heartbeat import Heartbeat
 from trainyard.log import build_logger, show_progress
 from trainyard.optim.adamw import build_optimizer
-from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name
+from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name, keep_freed_memory
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.plan.batches import BatchSchedule
@@ -58,16 +58,16 @@ from trainyard.plan.resolve import Plan, resolve
 from trainyard.plan.saving import checkpoint_bytes
 from trainyard.precision.float8 import refuse_device
 from trainyard.topology import name_ranks
-from trainyard.train.allocator import keep_freed_memory
-from trainyard.train.checkpoints import (
-    build_saver,
-    checkpoint_folder,
-    find_checkpoint,
-    load_state,
-)
+from trainyard.train.checkpoints import build_saver, load_state
 from trainyard.train.loop import train
 from trainyard.train.metrics import LogLines, Metrics
-from trainyard.train.run_folder import TOKENIZER_FOLDER, Resume, refuse_what_is_not_built
+from trainyard.train.run_folder import (
+    TOKENIZER_FOLDER,
+    Resume,
+    checkpoint_folder,
+    find_checkpoint,
+    refuse_what_is_not_built,
+)
 from trainyard.train.state import State, TrainContext
 from trainyard.train.stop import Stop, StopReason
 from trainyard.units import format_large

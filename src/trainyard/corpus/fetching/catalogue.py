@@ -1,0 +1,271 @@
+"""Lists the corpora to fetch, and the current files of a corpus.
+
+A small TOML file describes a corpus (`config/corpora/*.toml`, or one of your own). Its server's
+list of files becomes a `Listing`, pinned to one immutable revision, even if the corpus names a
+floating one:
+
+    wikipedia    "latest"  ->  the date of the dump         20261101
+    slimpajama   "main"    ->  the commit of the repository 2d0accdd58c5...
+
+A listing has the size and the checksum of every file before the first byte is fetched. Two kinds of
+servers are supported:
+
+- `wikimedia`: `<wiki>-<date>-sha1sums.txt` has the names and the SHA-1 sums; HEAD gives the sizes.
+- `huggingface`: `/api/datasets/<repository>/tree/<commit>?recursive=true` has paths, sizes and
+  SHA-256 sums, 1,000 files a page; the header `Link: <...>; rel="next"` leads to the next page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Protocol
+from urllib.parse import quote, urlsplit
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainyard.config.load import parse_toml
+from trainyard.errors import ConfigError, DataError
+from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
+
+LISTING_HINT = "try again later; or describe the corpus in a .toml file of your own"
+
+
+class Corpus(BaseModel):
+    """Where a corpus comes from, and what a person must know before fetching it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    title: str
+    kind: Literal["wikimedia", "huggingface"]
+    host: str = Field(pattern=r"^https?://[^/]+$")
+    repository: str
+    """The wiki (`enwiki`), or the owner and name of the data set."""
+    revision: str
+    """The date of a dump, or a commit, tag or branch."""
+    files: str
+    """Regular expression; the files whose whole path it matches belong to the corpus."""
+    size: str
+    licence: str
+    note: str = ""
+    max_connections: int = Field(ge=1)
+    """The most that the server puts up with from one client."""
+
+
+Algorithm = Literal["", "md5", "sha1", "sha256"]
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file on a server; `checksum` is its algorithm and digest, both "" where none is known."""
+
+    url: str
+    path: str
+    size_bytes: int
+    checksum: tuple[Algorithm, str]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a corpus at one revision."""
+
+    title: str
+    source: str
+    asked_revision: str
+    revision: str
+    licence: str
+    files: list[RemoteFile]
+
+
+class Reader(Protocol):
+    """Asks a server, again when it must, until there is an answer."""
+
+    def read(self, url: str) -> tuple[bytes, Mapping[str, str]]:
+        """Returns the body and the headers."""
+
+    def size_of(self, url: str) -> int:
+        """Returns the size of a file in bytes."""
+
+
+def corpus_names() -> list[str]:
+    """Lists the corpora that are shipped."""
+    folder = resources.files("trainyard.config") / "corpora"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir())
+
+
+def find_corpus(name: str) -> Corpus:
+    """Reads `wikipedia`, `wikipedia@20261101` (at a revision) or `my-corpus.toml`.
+
+    Raises:
+        ConfigError: there is no such corpus, or its file is wrong.
+    """
+    stem, _, revision = name.partition("@")
+    if stem.endswith(".toml"):
+        if not Path(stem).exists():
+            raise ConfigError(f"{stem} does not exist", "check the path of the corpus file")
+        try:
+            text = read_file(Path(stem), SETTINGS_LIMIT_BYTES).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{stem} cannot be read: {error}", "restore the file") from None
+    elif stem in corpus_names():
+        entry = resources.files("trainyard.config") / "corpora" / f"{stem}.toml"
+        text = entry.read_text(encoding="utf-8")
+    else:
+        hint = f"shipped: {', '.join(corpus_names())}; a corpus file of your own ends in .toml"
+        raise ConfigError(f"no corpus named {stem!r}", hint)
+    try:
+        corpus = Corpus.model_validate(parse_toml(text, stem))
+        re.compile(corpus.files)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"{stem}: {place}: {first['msg']}", "compare it with a shipped one"
+        ) from None
+    except re.error as error:
+        hint = "write a regular expression in single quotes"
+        raise ConfigError(f"{stem}: files: {error}", hint) from None
+    return corpus.model_copy(update={"revision": revision}) if revision else corpus
+
+
+def describe(name: str) -> str:
+    """Describes a corpus in a few lines: contents, size, licence."""
+    corpus = find_corpus(name)
+    lines = [corpus.title, f"from {corpus.host}/{corpus.repository} at {corpus.revision}"]
+    lines += [f"size: {corpus.size}", f"licence: {corpus.licence}", corpus.note]
+    return "\n".join(line for line in lines if line)
+
+
+def list_files(corpus: Corpus, reader: Reader) -> Listing:
+    """Asks the server for the files of a corpus and pins its revision.
+
+    Raises:
+        DataError: the server has no such revision or no file of the corpus, or an answer makes
+            no sense, or names a file outside the folder.
+    """
+    ask = {"wikimedia": _list_wikimedia, "huggingface": _list_huggingface}[corpus.kind]
+    revision, candidates = ask(corpus, reader)
+    files = [file for file in candidates if re.fullmatch(corpus.files, file.path)]
+    if not files:
+        seen = ", ".join(file.path for file in candidates[:5]) or "nothing"
+        raise DataError(
+            f"no file of {corpus.repository} at {revision} matches {corpus.files!r}; "
+            f"there are: {seen}",
+            "a dump that is still being made lacks files: name an older revision (NAME@REVISION); "
+            "otherwise the corpus has moved: correct `files` in a .toml file of your own",
+        )
+    if corpus.kind == "wikimedia":
+        files = [_with_size(file, reader) for file in files]
+    source = f"{corpus.host}/{corpus.repository}"
+    return Listing(corpus.title, source, corpus.revision, revision, corpus.licence, files)
+
+
+def check_paths(listing: Listing) -> None:
+    """Refuses a listing that would write outside the folder, or one file over another.
+
+    Raises:
+        DataError: a path is absolute, has `..`, a drive or control characters, or comes twice.
+    """
+    seen: set[str] = set()
+    for file in listing.files:
+        parts = file.path.split("/")
+        odd = {"", ".", ".."} & set(parts) or re.search(r"[\\:\x00-\x1f\x7f]", file.path)
+        if odd or file.path.endswith((".partial", ".partial.etag", ".listing")):
+            raise DataError(
+                f"{listing.source} lists a file with the unsafe path {file.path!r}",
+                "nothing was fetched; do not trust this server or this corpus file",
+            )
+        if file.path in seen:
+            raise DataError(f"{listing.source} lists {file.path} twice", LISTING_HINT)
+        seen.add(file.path)
+
+
+def _list_wikimedia(corpus: Corpus, reader: Reader) -> tuple[str, list[RemoteFile]]:
+    wiki = corpus.repository
+    url = f"{corpus.host}/{wiki}/{corpus.revision}/{wiki}-{corpus.revision}-sha1sums.txt"
+    text = reader.read(url)[0].decode(errors="replace")
+    files = []
+    for line in text.splitlines():
+        # Names have the date of the dump also in the list of `latest`.
+        match = re.fullmatch(r"([0-9a-f]{40}) [ *]([^ ]*-(\d{8})-[^ ]*)", line.strip())
+        if match:
+            digest, name, date = match.groups()
+            dated = f"{corpus.host}/{wiki}/{date}/{name}"
+            files.append(RemoteFile(dated, name, 0, ("sha1", digest)))
+    dates = {file.url.split("/")[-2] for file in files}
+    if not files:
+        raise _senseless(url, f"it begins with {text[:60]!r}")
+    if len(dates) > 1:
+        raise _senseless(url, f"it has files of {len(dates)} dumps: {', '.join(sorted(dates))}")
+    return dates.pop(), files
+
+
+def _with_size(file: RemoteFile, reader: Reader) -> RemoteFile:
+    return RemoteFile(file.url, file.path, reader.size_of(file.url), file.checksum)
+
+
+class _Commit(msgspec.Struct):
+    sha: str
+
+
+class _LargeFile(msgspec.Struct):
+    oid: str
+    size: int
+
+
+class _Entry(msgspec.Struct):
+    type: str
+    path: str
+    size: int = 0
+    lfs: _LargeFile | None = None
+
+
+def _list_huggingface(corpus: Corpus, reader: Reader) -> tuple[str, list[RemoteFile]]:
+    api = f"{corpus.host}/api/datasets/{corpus.repository}"
+    url = f"{api}/revision/{quote(corpus.revision, safe='')}"
+    revision = quote(_decode(url, reader.read(url)[0], _Commit).sha, safe="")
+    files: list[RemoteFile] = []
+    page = f"{api}/tree/{revision}?recursive=true"
+    pages: set[str] = set()
+    while page:
+        if page in pages:
+            raise _senseless(page, "its next page is an earlier one")
+        pages.add(page)
+        body, headers = reader.read(page)
+        for entry in _decode(page, body, list[_Entry]):
+            if entry.type == "file":
+                files.append(_huggingface_file(corpus, revision, entry))
+        page = _next_page(corpus.host, headers.get("Link", ""))
+    return revision, files
+
+
+def _huggingface_file(corpus: Corpus, revision: str, entry: _Entry) -> RemoteFile:
+    url = f"{corpus.host}/datasets/{corpus.repository}/resolve/{revision}/{quote(entry.path)}"
+    if entry.lfs is None:
+        return RemoteFile(url, entry.path, entry.size, ("", ""))
+    digest = entry.lfs.oid.removeprefix("sha256:")
+    return RemoteFile(url, entry.path, entry.lfs.size, ("sha256", digest))
+
+
+def _next_page(host: str, link: str) -> str:
+    match = re.search(r'<([^>]*)>\s*;[^,]*\brel="?next\b', link)
+    if not match:
+        return ""
+    # The host of the link is ignored: a listing never leads to another server.
+    parts = urlsplit(match[1])
+    return f"{host}{parts.path}?{parts.query}"
+
+
+def _decode(url: str, body: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _senseless(url, str(error)) from None
+
+
+def _senseless(url: str, why: str) -> DataError:
+    return DataError(f"the answer of {url} is not a list of files: {why}", LISTING_HINT)

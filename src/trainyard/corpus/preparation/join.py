@@ -1,0 +1,247 @@
+"""Joins one output of a corpus: merges its units' parts, sums their counts, writes its record."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from trainyard.corpus.merge import Part, merge_parts, publish_files
+from trainyard.corpus.preparation.plan import CorpusPlan, Output
+from trainyard.corpus.preparation.unit import (
+    PLACES_PER_KIND,
+    Place,
+    QuarantinedDocument,
+    UnitResult,
+)
+from trainyard.data.indexed import explain_disk_errors, optimal_dtype
+from trainyard.data.sidecar import (
+    GroupCount,
+    Sidecar,
+    SourceRecord,
+    StepCount,
+    load_sidecar,
+    save_sidecar,
+)
+from trainyard.errors import DataError, printable
+
+
+@dataclass(frozen=True)
+class FinishedUnit:
+    """A unit's result and its part."""
+
+    result: UnitResult
+    prefix: Path
+    lines_before: int
+    """Of the same file, in units before."""
+    repeats: npt.NDArray[np.uint8] | None = None
+    """Of each document: the comparing step, from 1, that it falls in; 0: none."""
+
+
+class EmptyCorpusError(DataError):
+    """No document with text in it came through, so there is nothing to publish."""
+
+
+def check_not_empty(plan: CorpusPlan, units: list[FinishedUnit]) -> None:
+    """Rejects a corpus without text, with the fates of its documents.
+
+    Raises:
+        EmptyCorpusError: no unit has a document with text.
+    """
+    totals = _Totals(plan)
+    for unit in units:
+        totals.add(unit)
+    result = totals.result
+    if result.documents == result.empty_documents:
+        raise empty_corpus(result.documents, result.steps, totals.places)
+
+
+def empty_corpus(documents: int, steps: list[StepCount], places: list[str]) -> EmptyCorpusError:
+    """Builds the error of a corpus whose `documents`, after all steps, have no text."""
+    fates = [f"{documents:,} without text"] if documents else []
+    for step in steps:
+        fates += [f"{step.kind} dropped {n:,}: {why}" for why, n in step.dropped.items()]
+    problem = f"the corpus is empty: {'; '.join(fates) or 'the inputs hold no document'}"
+    return EmptyCorpusError(
+        "\n  ".join([problem, *places]),
+        "check the inputs, json_key and the steps; nothing was written",
+    )
+
+
+def join_output(
+    plan: CorpusPlan, output: Output, units: list[FinishedUnit], scratch: Path
+) -> Sidecar:
+    """Merges the parts of an output into its token files and writes its record.
+
+    Raises:
+        DataError: an input changed.
+        MachineError: the disk is full or the folder cannot be written.
+    """
+    check_unchanged(plan.identity.sources[output.files.start : output.files.stop])
+    made = scratch / "joined"
+    dtype = optimal_dtype(plan.tokenizer.vocabulary_size)
+    totals = _Totals(plan)
+    parts = [totals.add(unit) for unit in units]
+    result = totals.result
+    bin_record, idx_record = merge_parts(parts, made, dtype)
+    if result.quarantined:
+        _join_quarantine(units, Path(f"{made}.quarantine.jsonl"))
+    sidecar = Sidecar(
+        recipe=plan.recipe,
+        tokenizer=plan.tokenizer,
+        json_key=plan.corpus.json_key,
+        append_eod=plan.corpus.append_eod,
+        dtype=dtype.name,
+        documents=result.documents,
+        empty_documents=result.empty_documents,
+        sequences=result.documents - result.empty_documents,
+        tokens=result.tokens,
+        text_bytes=result.text_bytes,
+        steps=result.steps,
+        groups=dict(sorted(result.groups.items())),
+        quarantined=dict(sorted(result.quarantined.items())),
+        quarantined_places=totals.places,
+        bin=bin_record,
+        idx=idx_record,
+        sources=plan.identity.sources[output.files.start : output.files.stop],
+    )
+    save_sidecar(sidecar, made)
+    publish_files(made, Path(output.prefix), replaces_other=_is_of_another(plan, output))
+    return sidecar
+
+
+def _is_of_another(plan: CorpusPlan, output: Output) -> bool:
+    try:
+        return load_sidecar(output.prefix).recipe != plan.recipe
+    except DataError:
+        return True
+
+
+def find_stale(plan: CorpusPlan) -> list[Path]:
+    """Lists outputs of the corpus that is being replaced which nothing will replace."""
+    kept = {output.prefix for output in plan.outputs}
+    try:
+        replaced = load_sidecar(plan.outputs[0].prefix).recipe
+    except DataError:
+        return []
+    stale = []
+    name = Path(plan.corpus.output).name
+    for path in Path(plan.outputs[0].prefix).parent.glob(f"{glob.escape(name)}_*_document.json"):
+        prefix = str(path.with_suffix(""))
+        with suppress(DataError):
+            if prefix not in kept and load_sidecar(prefix).recipe == replaced != plan.recipe:
+                suffixes = (".json", ".idx", ".bin", ".quarantine.jsonl")
+                stale += [Path(f"{prefix}{suffix}") for suffix in suffixes]
+    return stale
+
+
+def check_unchanged(sources: Sequence[SourceRecord]) -> None:
+    """Refuses inputs that changed since the plan was made.
+
+    Raises:
+        DataError: names the first one.
+    """
+    for source in sources:
+        try:
+            status = Path(source.path).stat()
+        except OSError as error:
+            raise DataError(
+                f"{printable(source.path)} can no longer be read: {error.strerror}",
+                "put it back; then run the same command again",
+            ) from error
+        if (status.st_size, status.st_mtime_ns) != (source.size_bytes, source.modified_ns):
+            raise DataError(
+                f"{printable(source.path)} changed while it was read: {source.size_bytes} bytes "
+                f"before, {status.st_size} now",
+                "run the same command again: it reads changed files again, and keeps the rest",
+            )
+
+
+class _Totals:
+    """Adds up units, less the documents that repeat an earlier one."""
+
+    def __init__(self, plan: CorpusPlan) -> None:
+        self._comparing = [step.kind for step in plan.corpus.comparing_steps]
+        self.result = UnitResult(
+            steps=[StepCount(kind="read")]
+            + [StepCount(kind=step.kind) for step in plan.corpus.steps]
+        )
+        self.places: list[str] = []
+        self._kept: dict[str, int] = {}
+
+    def add(self, unit: FinishedUnit) -> Part:
+        """Adds a unit and returns its part."""
+        result, total = unit.result, self.result
+        total.documents += result.documents
+        total.empty_documents += result.empty_documents
+        total.tokens += result.tokens
+        total.text_bytes += result.text_bytes
+        for kind, count in result.quarantined.items():
+            total.quarantined[kind] = total.quarantined.get(kind, 0) + count
+        for value, group in result.groups.items():
+            total.groups.setdefault(value, GroupCount()).add(group)
+        for place in result.places:
+            self._keep_place(place, unit.lines_before)
+        for mine, theirs in zip(total.steps, result.steps, strict=False):
+            mine.add(theirs)
+        if unit.repeats is None:
+            return Part(unit.prefix, result.blocks)
+        rows = np.load(f"{unit.prefix}.documents.npy")
+        self._leave_out(rows, unit.repeats, list(result.groups))
+        return Part(unit.prefix, result.blocks, unit.repeats == 0)
+
+    def _keep_place(self, place: Place, lines_before: int) -> None:
+        if self._kept.get(place.kind, 0) < PLACES_PER_KIND:
+            self._kept[place.kind] = self._kept.get(place.kind, 0) + 1
+            self.places.append(place.render(lines_before))
+
+    def _leave_out(
+        self, rows: npt.NDArray[np.void], repeats: npt.NDArray[np.uint8], groups: list[str]
+    ) -> None:
+        total = self.result
+        counts = total.steps[len(total.steps) - len(self._comparing) :]
+        for number, count in enumerate(counts, 1):
+            came = rows[(repeats == 0) | (repeats >= number)]
+            left = rows[(repeats == 0) | (repeats > number)]
+            count.documents_in += len(came)
+            count.documents_out += len(left)
+            count.bytes_in += int(came["text_bytes"].sum())
+            count.bytes_out += int(left["text_bytes"].sum())
+            if len(came) > len(left):
+                reason = "repeats an earlier document"
+                count.dropped[reason] = count.dropped.get(reason, 0) + len(came) - len(left)
+        gone = rows[repeats > 0]
+        total.documents -= len(gone)
+        total.empty_documents -= int(np.count_nonzero(gone["tokens"] == 0))
+        total.tokens -= int(gone["tokens"].sum())
+        total.text_bytes -= int(gone["text_bytes"].sum())
+        for number, value in enumerate(groups):
+            mine = gone[gone["group"] == number]
+            group = total.groups[value]
+            group.documents -= len(mine)
+            group.text_bytes -= int(mine["text_bytes"].sum())
+            group.tokens -= int(mine["tokens"].sum())
+
+
+def _join_quarantine(units: list[FinishedUnit], path: Path) -> None:
+    """Joins the quarantined documents, with positions counted from the start of each file."""
+    with explain_disk_errors(path), path.open("wb") as file:
+        for unit in units:
+            for line in _read_lines(Path(f"{unit.prefix}.quarantine")):
+                document: Any = msgspec.json.decode(line, type=QuarantinedDocument)
+                if document.position:
+                    document.position += unit.lines_before
+                file.write(msgspec.json.encode(document) + b"\n")
+
+
+def _read_lines(path: Path) -> Iterator[bytes]:
+    if path.exists():
+        with path.open("rb") as file:
+            yield from file

@@ -1,0 +1,215 @@
+"""Splits a corpus into pieces of work: a pure function of its files and its data file.
+
+    plan = plan_corpus(corpus, tokenizer)
+    plan.outputs[0].prefix       # "data/web_text_document", or "data/web_00_text_document"
+    plan.outputs[0].units        # range(0, 12): which units make it, in order
+    plan.units[3]                # the segments of files that unit 3 reads
+    plan.recipe                  # a checksum of everything that decides the token files' bytes
+
+Every process of a corpus computes the same plan, from one list of files (`lead.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainyard import __version__
+from trainyard.config.corpus import Corpus
+from trainyard.corpus.sources import Segment, scan_inputs, split_into_units
+from trainyard.data.sidecar import SourceRecord, TokenizerRecord
+from trainyard.errors import DataError, printable
+
+
+@dataclass(frozen=True)
+class Output:
+    """One pair of token files and what goes into it."""
+
+    prefix: str
+    units: range
+    files: range
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """All that decides the bytes of the token files."""
+
+    version: str
+    options: dict[str, Any]
+    unit_bytes: int
+    tokenizer: str
+    """The fingerprint; neither its name nor its place decides a byte."""
+    sources: list[SourceRecord]
+
+    def check_equal(self, other: Identity, place: str, hint: str) -> None:
+        """Refuses work that was begun with other options, another tokenizer or other inputs.
+
+        Args:
+            other: what was found at `place`.
+            place: where, and what happened there: "data/web.work was begun".
+            hint: what to do about it.
+
+        Raises:
+            DataError: names the first difference.
+        """
+        self._check_sources(other, place, hint)
+        for name, value in self.options.items():
+            if other.options.get(name) != value:
+                raise DataError(
+                    f"{place} with {name}={other.options.get(name)!r}, not {name}={value!r}",
+                    hint,
+                )
+        if other.tokenizer != self.tokenizer:
+            raise DataError(
+                f"{place} with another tokenizer, of the fingerprint "
+                f"{other.tokenizer[:16]}, not {self.tokenizer[:16]}",
+                hint,
+            )
+        if other.unit_bytes != self.unit_bytes:
+            raise DataError(
+                f"{place} in units of {other.unit_bytes} bytes, not {self.unit_bytes}",
+                hint,
+            )
+        if other.version != self.version:
+            raise DataError(f"{place} by {other.version}, this is {self.version}", hint)
+        if other != self:
+            raise DataError(f"{place} with the inputs in another order", hint)
+
+    def differs_in_contents(self, other: Identity) -> bool:
+        """Returns whether the same work is on the same files, some of which changed."""
+        paths = [[source.path for source in each.sources] for each in (self, other)]
+        rest = msgspec.structs.replace(other, sources=self.sources)
+        return self != other and paths[0] == paths[1] and rest == self
+
+    def _check_sources(self, other: Identity, place: str, hint: str) -> None:
+        mine = {source.path: source for source in self.sources}
+        for theirs in other.sources:
+            ours = mine.pop(theirs.path, None)
+            if ours is None:
+                raise DataError(f"{place} with {printable(theirs.path)}, which is gone", hint)
+            if ours != theirs:
+                how = (
+                    f"it has {ours.size_bytes} bytes now, {theirs.size_bytes} then"
+                    if ours.size_bytes != theirs.size_bytes
+                    else "its size is the same, its time of change is not"
+                )
+                changed = printable(theirs.path)
+                raise DataError(f"{changed} changed since {place}: {how}", hint)
+        if mine:
+            raise DataError(f"{place} without {printable(next(iter(mine)))}", hint)
+
+
+@dataclass(frozen=True)
+class CorpusPlan:
+    """The pieces of work of a corpus, in order."""
+
+    corpus: Corpus
+    tokenizer: TokenizerRecord
+    identity: Identity
+    units: list[list[Segment]]
+    outputs: list[Output]
+
+    @property
+    def recipe(self) -> str:
+        """A checksum of the identity, to be compared by."""
+        return hashlib.sha256(msgspec.json.encode(self.identity)).hexdigest()
+
+    @property
+    def unit_bytes(self) -> list[int]:
+        """Bytes of input of each unit."""
+        return [sum(part.end - part.start for part in unit) for unit in self.units]
+
+    @cached_property
+    def _sources(self) -> dict[str, SourceRecord]:
+        return {source.path: source for source in self.identity.sources}
+
+    def unit_sources(self, number: int) -> list[SourceRecord]:
+        """Lists the files that a unit reads."""
+        paths = dict.fromkeys(part.path.as_posix() for part in self.units[number])
+        return [self._sources[path] for path in paths]
+
+    def unit_inputs(self, number: int) -> str:
+        """A checksum of what a unit reads: parts of files, with their sizes and times of change."""
+        spans = [(part.start, part.end) for part in self.units[number]]
+        return hashlib.sha256(msgspec.json.encode((spans, self.unit_sources(number)))).hexdigest()
+
+
+def output_prefixes(corpus: Corpus, n_outputs: int) -> list[str]:
+    """Names the token files as Megatron-LM does, without `.bin` or `.idx`."""
+    names = [corpus.output]
+    if corpus.files_per_output:
+        digits = max(2, len(str(n_outputs - 1)))
+        names = [f"{corpus.output}_{number:0{digits}d}" for number in range(n_outputs)]
+    return [f"{name}_{corpus.json_key}_document" for name in names]
+
+
+def list_sources(corpus: Corpus) -> tuple[list[SourceRecord], Counter[str]]:
+    """Lists the inputs with their sizes and times of change, and counts what is skipped.
+
+    Raises:
+        DataError: an input is missing, unknown, or given twice.
+    """
+    files, skipped = scan_inputs(corpus.inputs)
+    sources = []
+    for path in files:
+        status = path.stat()
+        sources.append(SourceRecord(path.as_posix(), status.st_size, status.st_mtime_ns))
+    return sources, skipped
+
+
+def plan_corpus(
+    corpus: Corpus,
+    tokenizer: TokenizerRecord,
+    unit_bytes: int,
+    sources: list[SourceRecord] | None = None,
+) -> CorpusPlan:
+    """Cuts a corpus into units of about `unit_bytes` of input, and units into outputs.
+
+    Args:
+        corpus: what is prepared.
+        tokenizer: that encodes it.
+        unit_bytes: of input in a unit.
+        sources: its inputs, if they have been listed.
+
+    Raises:
+        DataError: an input is missing, unknown, or given twice.
+    """
+    sources = sources or list_sources(corpus)[0]
+    files = [(Path(source.path), source.size_bytes) for source in sources]
+    per_output = corpus.files_per_output or len(files)
+    prefixes = output_prefixes(corpus, -(-len(files) // per_output))
+    units: list[list[Segment]] = []
+    outputs = []
+    for number, first in enumerate(range(0, len(files), per_output)):
+        members = files[first : first + per_output]
+        made = split_into_units(members, unit_bytes)
+        span = range(len(units), len(units) + len(made))
+        outputs.append(Output(prefixes[number], span, range(first, first + len(members))))
+        units += made
+    # The paths of output and tokenizer affect no byte.
+    options = corpus.model_dump(mode="json", exclude={"inputs", "output", "tokenizer"})
+    identity = Identity(
+        version=_version(corpus),
+        options=options,
+        unit_bytes=unit_bytes,
+        tokenizer=tokenizer.fingerprint,
+        sources=sources,
+    )
+    return CorpusPlan(corpus, tokenizer, identity, units, outputs)
+
+
+def _version(corpus: Corpus) -> str:
+    """Names what, beside the options, decides what the steps do to a text."""
+    versions = [f"trainyard {__version__}"]
+    if corpus.steps:
+        versions.append(f"Unicode {unicodedata.unidata_version}")
+    if any(step.kind == "near_deduplicate" for step in corpus.steps):
+        versions.append(f"rensa {version('rensa')}")
+    return ", ".join(versions)

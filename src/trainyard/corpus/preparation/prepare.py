@@ -1,0 +1,389 @@
+r"""Converts raw text to Megatron-LM token files, with the same bytes for any number of workers.
+
+    corpus = Corpus(inputs=("corpus/",), output="data/web", tokenizer="gpt2")
+    sidecars = prepare(corpus, workers=8)
+
+writes `data/web_text_document.bin`, `.idx` and `.json`. The corpus is split into units of about
+128 MiB that depend only on the files. Their tokens stay in a work folder, `data/web.work`, until
+all are done:
+
+    any process, any machine      unit 0 -> parts/unit-000000.{bin,idx}   \
+    any process, any machine      unit 1 -> parts/unit-000001.{bin,idx}    > joined in order
+    any process, any machine      unit 2 -> parts/unit-000002.{bin,idx}   /
+
+The same command may run many times at once, for instance as a job array: each process takes free
+units. Killed at any time and restarted, it resumes. Bad documents are handled in input order, so
+the first error and the counts do not depend on the workers either. The `.json` is written last:
+files without it are incomplete.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from trainyard.config.corpus import Corpus
+from trainyard.corpus.preparation.join import EmptyCorpusError, empty_corpus, find_stale
+from trainyard.corpus.preparation.lead import Lead, name_inputs
+from trainyard.corpus.preparation.plan import (
+    CorpusPlan,
+    Identity,
+    Output,
+    list_sources,
+    plan_corpus,
+)
+from trainyard.corpus.preparation.pool import work_in_processes
+from trainyard.corpus.preparation.progress import Progress, ProgressReader, read_progress
+from trainyard.corpus.preparation.steps import apply_steps
+from trainyard.corpus.preparation.unit import PLACES_PER_KIND, Place, UnitResult, count_reading
+from trainyard.corpus.preparation.work_folder import WorkFolder, name_process
+from trainyard.corpus.preparation.worker import CorpusWorker, is_prepared, piece_names, unit_name
+from trainyard.corpus.sources import Segment, find_files, read_documents
+from trainyard.corpus.sources.files import UNIT_BYTES, format_of
+from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
+from trainyard.data.tokenizer import load_tokenizer, tokenizer_name, train_tokenizer
+from trainyard.data.vocabulary import END_OF_DOCUMENT, GPT2, load_vocabulary
+from trainyard.errors import DataError, MachineError
+from trainyard.log import build_logger
+from trainyard.units import format_bytes
+
+OnError = Literal["stop", "quarantine"]
+_MOST_BYTES_TO_TRAIN_ON = 1 << 30
+_LEAST_VOCABULARY = 320
+
+
+def prepare(
+    corpus: Corpus,
+    *,
+    workers: int = 1,
+    on_error: OnError = "stop",
+    overwrite: bool = False,
+    unit_bytes: int = UNIT_BYTES,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_skipped: Callable[[Counter[str]], None] | None = None,
+) -> list[Sidecar]:
+    """Tokenises a corpus; what an earlier call left unfinished is taken up, what is done is kept.
+
+    Args:
+        corpus: what decides the bytes of the token files.
+        workers: processes on this machine; each takes one core.
+        on_error: whether a bad document ends the run, or is set aside and counted.
+        overwrite: replace token files, and unfinished work, that were made otherwise.
+        unit_bytes: how much input a worker takes at a time.
+        on_progress: called every few seconds with the progress of all workers.
+        on_skipped: called with the input files that are not read, if this process lists them.
+
+    Raises:
+        DataError: an input, a document or the tokenizer is wrong, or the output exists.
+        MachineError: the disk is full or cannot be written, or workers keep dying.
+    """
+    tokenizer = _record_tokenizer(corpus)
+    folder = WorkFolder(work_path(corpus), name_process(os.getpid()))
+    folder.sweep()
+    lead = Lead(folder)
+    with lead.share_list(corpus.inputs) as sources:
+        if sources is None:
+            sources, skipped = list_sources(corpus)
+            if on_skipped is not None:
+                on_skipped(skipped)
+        plan = plan_corpus(corpus, tokenizer, unit_bytes, sources)
+        if not overwrite and not folder.path.exists() and is_prepared(plan):
+            return _load_results(plan, on_error)
+        _check_output(plan, overwrite)
+        stale = find_stale(plan)
+        _enter(folder, plan, overwrite)
+        lead.say_ready()
+        _work(plan, folder, workers, on_progress, quarantine=on_error == "quarantine")
+    for path in stale:
+        path.unlink(missing_ok=True)
+    return _load_results(plan, on_error)
+
+
+def _work(
+    plan: CorpusPlan,
+    folder: WorkFolder,
+    workers: int,
+    on_progress: Callable[[Progress], None] | None,
+    *,
+    quarantine: bool,
+) -> None:
+    corpus, reader = plan.corpus, ProgressReader(folder, plan.unit_bytes)
+
+    def on_beat() -> None:
+        if on_progress is not None and (progress := reader.read()):
+            on_progress(progress)
+
+    n_workers = min(workers, max(len(plan.units), 1))
+    try:
+        if n_workers == 1:
+            tokenizer = load_tokenizer(corpus.tokenizer, corpus.special_tokens)
+            CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(on_beat)
+        else:
+            work_in_processes(plan, folder, n_workers, on_beat, quarantine=quarantine)
+    except EmptyCorpusError:
+        folder.remove()  # nothing in it is worth going on with
+        raise
+
+
+def _load_results(plan: CorpusPlan, on_error: OnError) -> list[Sidecar]:
+    sidecars = [load_sidecar(output.prefix) for output in plan.outputs]
+    places = [place for sidecar in sidecars for place in sidecar.quarantined_places]
+    if places and on_error == "stop":
+        raise DataError(
+            f"{places[0]}; an earlier run set it aside",
+            "pass --on-error quarantine to accept it, or --overwrite to start over",
+        )
+    return sidecars
+
+
+def read_status(corpus: Corpus) -> Progress | None:
+    """Returns how far work on a corpus is that other processes do; None where there is none.
+
+    Raises:
+        DataError: an input is missing, or the work is on another corpus.
+    """
+    folder = WorkFolder(work_path(corpus), name_process(os.getpid()))
+    begun = _read_identity(folder)
+    if begun is None:
+        return None
+    plan = plan_corpus(corpus, _record_tokenizer(corpus), begun.unit_bytes)
+    hint = "use the command that started it"
+    plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
+    return read_progress(folder, plan.unit_bytes)
+
+
+def work_path(corpus: Corpus) -> Path:
+    """Names the folder of unfinished work of a corpus."""
+    return Path(f"{corpus.output}.work")
+
+
+def choose_tokenizer(corpus: Corpus, vocabulary_size: int = 0) -> tuple[Corpus, int]:
+    """Chooses the tokenizer of a corpus that names none.
+
+    Args:
+        corpus: to be tokenised.
+        vocabulary_size: of the tokenizer to train; 0: chosen from the size of the inputs.
+
+    Returns:
+        The corpus with its tokenizer, and the vocabulary size to train: a power of two that grows
+        with the cube root of the inputs, such as 2048 for 1 MB and 4096 for 10 MB. Above 1 GiB:
+        GPT-2's tokenizer, and 0.
+
+    Raises:
+        DataError: an input is wrong.
+    """
+    trained = corpus.model_copy(update={"tokenizer": f"{corpus.output}_tokenizer"})
+    if vocabulary_size:
+        return trained, vocabulary_size
+    n_bytes = sum(path.stat().st_size for path in find_files(corpus.inputs))
+    if n_bytes > _MOST_BYTES_TO_TRAIN_ON:
+        return corpus.model_copy(update={"tokenizer": GPT2}), 0
+    suitable = 1 << int(math.log2(max(1.0, 24 * n_bytes ** (1 / 3))))
+    return trained, max(_LEAST_VOCABULARY, suitable)
+
+
+def train_on_inputs(
+    corpus: Corpus, vocabulary_size: int, *, overwrite: bool, on_error: OnError = "stop"
+) -> None:
+    """Trains a tokenizer on the documents of a corpus and saves it as `corpus.tokenizer`.
+
+    An existing one is kept if the work on this corpus began with it, or if training gives the same
+    one: many processes may start at once, and any of them may be killed here.
+
+    Raises:
+        DataError: an input or a document is wrong, there is too little text, or the tokenizer is
+            the included `gpt2`.
+    """
+    if corpus.tokenizer == GPT2:
+        hint = f"name a folder to train one into, such as ./{GPT2}, or leave out --train-tokenizer"
+        raise DataError(f"the tokenizer {GPT2} ships with Trainyard and cannot be trained", hint)
+    folder = Path(corpus.tokenizer)
+    path = folder / "tokenizer.json"
+    is_there = path.exists() and not overwrite
+    if is_there:
+        plan = plan_corpus(corpus, _record_tokenizer(corpus), UNIT_BYTES)
+        if work_path(corpus).exists() or is_prepared(plan):
+            return
+    own = folder.with_name(f"{folder.name}.{name_process(os.getpid())}")
+    try:
+        trained = train_tokenizer(_read_texts(corpus, on_error), vocabulary_size, own)
+        if is_there and trained.read_bytes() != path.read_bytes():
+            hint = "data may depend on it: use it with --tokenizer, or pass --overwrite"
+            raise DataError(f"a different tokenizer exists already: {path}", hint)
+        folder.mkdir(parents=True, exist_ok=True)
+        trained.replace(path)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def _read_texts(corpus: Corpus, on_error: OnError) -> Iterator[str]:
+    result = UnitResult(steps=[StepCount(kind="read")])
+    counts = [StepCount(kind=step.kind) for step in corpus.document_steps]
+    places: list[str] = []
+    has_text = False
+    for path in find_files(corpus.inputs):
+        segment = Segment(path, 0, path.stat().st_size)
+        for batch in read_documents(segment, corpus.json_key, corpus.metadata_fields):
+            for fault in batch.faults:
+                place = Place(str(path), fault.position, fault.kind, fault.detail, fault.hint)
+                if on_error == "stop":
+                    raise place.to_error()
+                if len(places) < PLACES_PER_KIND:
+                    places.append(place.render(0))
+            count_reading(batch, 0, result)
+            texts = apply_steps(corpus.document_steps, batch.texts, batch.fields, counts)[0]
+            result.documents += len(texts)
+            has_text = has_text or any(texts)
+            yield from texts
+    if not has_text:
+        raise empty_corpus(result.documents, [*result.steps, *counts], places)
+
+
+def _record_tokenizer(corpus: Corpus) -> TokenizerRecord:
+    vocabulary = load_vocabulary(corpus.tokenizer)
+    return TokenizerRecord(
+        name=tokenizer_name(corpus.tokenizer),
+        fingerprint=vocabulary.fingerprint,
+        vocabulary_size=len(vocabulary.tokens),
+        eod_id=vocabulary.special_tokens[END_OF_DOCUMENT],
+        special_tokens=corpus.special_tokens,
+    )
+
+
+def _enter(folder: WorkFolder, plan: CorpusPlan, overwrite: bool) -> None:
+    """Makes the work folder, or takes up the one that is there if it is of the same work."""
+    inputs = {"inputs": name_inputs(plan.corpus.inputs)}
+    text = msgspec.json.encode(msgspec.structs.asdict(plan.identity) | inputs).decode()
+    folder.wait_for_renewal()
+    if not folder.path.exists():
+        folder.create(folder.path, text, piece_names(plan), folder.worker)
+    try:
+        begun = _read_identity(folder)
+        if begun is None:
+            return  # finished by somebody else just now
+        if not overwrite and plan.identity.differs_in_contents(begun):
+            folder.renew(text, piece_names(plan), partial(_find_unchanged, plan))
+            _enter(folder, plan, overwrite)
+            return
+        hint = "pass --overwrite to start over and discard the other work"
+        plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
+    except DataError:
+        if not overwrite:
+            raise
+        folder.remove()
+        _enter(folder, plan, overwrite)
+        return
+    with suppress(FileNotFoundError):
+        folder.retry_stopped()
+        folder.take_back(count=False)
+        folder.forgive()
+
+
+def _find_unchanged(plan: CorpusPlan, done: Path) -> dict[str, str]:
+    """Maps the names of finished units whose files did not change to those of the plan."""
+    numbers = {plan.unit_inputs(number): number for number in range(len(plan.units))}
+    kept = {}
+    for path in done.iterdir():
+        inputs = msgspec.json.decode(path.read_bytes(), type=UnitResult).inputs
+        if inputs in numbers:
+            kept[path.name] = unit_name(numbers[inputs])
+    message = "inputs changed since the work started: keeping %d of %d units"
+    build_logger().warning(message, len(kept), len(plan.units))
+    return kept
+
+
+def _read_identity(folder: WorkFolder) -> Identity | None:
+    try:
+        return msgspec.json.decode(folder.read_plan(), type=Identity)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise DataError(
+            f"{folder.path}/plan.json is not a plan of this version of Trainyard: {error}",
+            "pass --overwrite to start over",
+        ) from error
+
+
+def _check_output(plan: CorpusPlan, overwrite: bool) -> None:
+    """Finds out before the work what would spoil its end."""
+    folder = Path(plan.outputs[0].prefix).parent
+    for item in map(Path, plan.corpus.inputs):
+        if item.is_dir() and folder.resolve().is_relative_to(item.resolve()):
+            raise DataError(
+                f"the output folder {folder} is inside the input folder {item}",
+                "write outside it, or the next run would read this one's output",
+            )
+    make_output_folder(plan.corpus)
+    if not overwrite and not work_path(plan.corpus).exists() and not is_prepared(plan):
+        for output in plan.outputs:
+            _check_absent(plan, output)
+    if not plan.corpus.steps and not work_path(plan.corpus).exists():
+        _check_space(folder, plan)
+
+
+def make_output_folder(corpus: Corpus) -> None:
+    """Makes the folder that the token files of a corpus go into.
+
+    Raises:
+        MachineError: it cannot be made or written.
+    """
+    folder = Path(corpus.output).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"the output folder {folder} cannot be made: {error.strerror}"
+        raise MachineError(problem, "choose another") from error
+    if not os.access(folder, os.W_OK):
+        raise MachineError(f"the output folder {folder} cannot be written", "choose another")
+
+
+def _check_space(folder: Path, plan: CorpusPlan) -> None:
+    # Half of what English text takes with GPT-2's vocabulary: below it no run can succeed. Parts
+    # and the joined files are on the disk together.
+    kinds = [(source, format_of(Path(source.path))) for source in plan.identity.sources]
+    input_bytes = sum(source.size_bytes for source, kind in kinds if kind != ("wikipedia", ""))
+    needed_bytes = input_bytes // 2
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise MachineError(
+            f"{folder} has {format_bytes(free_bytes)} free; the token files of "
+            f"{format_bytes(input_bytes)} of input need {format_bytes(needed_bytes)} or more "
+            "while they are made",
+            "free space, or write to another folder",
+        )
+
+
+def _check_absent(plan: CorpusPlan, output: Output) -> None:
+    """Refuses to replace token files, and names the difference."""
+    paths = [Path(f"{output.prefix}{suffix}") for suffix in (".bin", ".idx", ".json")]
+    existing = next((path for path in paths if path.exists()), None)
+    if existing is None:
+        return
+    hint = "pass --overwrite, or another --output"
+    try:
+        made = load_sidecar(output.prefix)
+        made.check_sizes(output.prefix)
+    except DataError as error:
+        raise DataError(f"{existing} exists but is incomplete: {error.problem}", hint) from error
+    mine = plan.identity
+    files = mine.sources[output.files.start : output.files.stop]
+    told = {"append_eod": made.append_eod, "special_tokens": made.tokenizer.special_tokens}
+    theirs = msgspec.structs.replace(
+        mine,
+        sources=made.sources,
+        tokenizer=made.tokenizer.fingerprint,
+        options={**mine.options, **told},
+    )
+    msgspec.structs.replace(mine, sources=files).check_equal(theirs, f"{existing} was made", hint)
+    if made.recipe != plan.recipe:
+        problem = f"{existing} was made with other steps, other outputs or by another version"
+        raise DataError(problem, hint)

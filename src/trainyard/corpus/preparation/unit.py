@@ -1,0 +1,263 @@
+"""Processes one unit of a corpus: reads it, applies the steps, tokenises, writes a part."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from trainyard.config.corpus import Corpus
+from trainyard.corpus.preparation.duplicates import document_keys
+from trainyard.corpus.preparation.steps import apply_steps, count_bytes
+from trainyard.corpus.sources import Batch, Fault, Segment, read_documents
+from trainyard.corpus.sources.files import format_of
+from trainyard.data.indexed import Array, IndexedWriter, explain_disk_errors, optimal_dtype
+from trainyard.data.sidecar import GroupCount, StepCount
+from trainyard.data.tokenizer import Encoded, Tokenizer
+from trainyard.errors import DataError, printable
+from trainyard.files import Block
+
+# Takes what was done since the last call: bytes of input, documents, tokens.
+Report = Callable[[int, int, int], None]
+PLACES_PER_KIND = 5
+MAX_GROUPS = 1000
+
+# What the join must know of each document to leave it out: its bytes, its tokens (with the end of
+# document) and the number of its group.
+DOCUMENT = np.dtype([("text_bytes", "<u8"), ("tokens", "<u8"), ("group", "<u4")])
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a document is that cannot be read, and why; its position counts from the segment."""
+
+    path: str
+    position: int
+    kind: str
+    detail: str
+    hint: str
+
+    def render(self, lines_before: int) -> str:
+        """Renders it for people: `corpus.jsonl:12: the line is not valid JSON: ...`."""
+        kind, _ = format_of(Path(self.path))
+        number = self.position + lines_before
+        separator = {"jsonl": ":", "parquet": ", row ", "wikipedia": ", page "}.get(kind, ":")
+        place = f"{separator}{number}" if self.position else ""
+        return f"{printable(self.path)}{place}: {self.detail}"
+
+    def to_error(self, lines_before: int = 0) -> DataError:
+        """Builds the error of a run that stops here."""
+        hint = "or pass --on-error quarantine: it sets bad documents aside and counts them"
+        return DataError(self.render(lines_before), f"{self.hint}\n{hint}")
+
+
+class UnitResult(msgspec.Struct, kw_only=True):
+    """What became of a unit; `places` holds the first few faults of each kind."""
+
+    inputs: str = ""
+    """What was read, as `CorpusPlan.unit_inputs`."""
+    documents: int = 0
+    empty_documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    n_lines: int = 0
+    steps: list[StepCount] = msgspec.field(default_factory=list)
+    groups: dict[str, GroupCount] = msgspec.field(default_factory=dict)
+    quarantined: dict[str, int] = msgspec.field(default_factory=dict)
+    places: list[Place] = msgspec.field(default_factory=list)
+    blocks: list[Block] = msgspec.field(default_factory=list)
+
+
+class UnreadableDocumentError(Exception):
+    """A document cannot be read, and the run is to stop there."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place.detail)
+        self.place = place
+
+
+class QuarantinedDocument(msgspec.Struct):
+    """A line of the quarantine file."""
+
+    file: str
+    position: int
+    kind: str
+    detail: str
+    raw: str
+    """Its content: text, or `base64:` and the bytes if they are not text."""
+
+
+class UnitWorker:
+    """Writes one unit as a part: token files, keys for later comparison, quarantined documents.
+
+    The files are `<prefix>.bin .idx`, and where there is need `.quarantine`, `.documents.npy` and
+    `.keys-N.npy` for comparing step N.
+    """
+
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, *, quarantine: bool) -> None:
+        self._corpus = corpus
+        self._tokenizer = tokenizer
+        self._quarantine = quarantine
+
+    def run(self, unit: list[Segment], prefix: Path, report: Report) -> UnitResult:
+        """Does the unit.
+
+        Raises:
+            UnreadableDocumentError: at the first bad document, unless it is to be quarantined.
+            DataError: a file cannot be read.
+            MachineError: the disk is full.
+        """
+        corpus = self._corpus
+        result = UnitResult(steps=[StepCount(kind="read")])
+        result.steps += [StepCount(kind=step.kind) for step in corpus.document_steps]
+        rows: list[npt.NDArray[np.void]] = []
+        keys: list[list[npt.NDArray[np.uint64]]] = [[] for _ in corpus.comparing_steps]
+        dtype = optimal_dtype(self._tokenizer.vocabulary_size)
+        aside = Path(f"{prefix}.quarantine")
+        with IndexedWriter(prefix, dtype) as writer, aside.open("wb") as quarantine:
+            for segment in unit:
+                for batch in read_documents(segment, corpus.json_key, corpus.metadata_fields):
+                    self._set_aside(segment, batch, result, quarantine)
+                    sizes = _count_all_bytes(batch.texts)
+                    count_reading(batch, int(sizes.sum()), result)
+                    texts, fields = apply_steps(
+                        corpus.document_steps, batch.texts, batch.fields, result.steps[1:]
+                    )
+                    if corpus.document_steps:
+                        sizes = _count_all_bytes(texts)
+                    row = self._tokenize(texts, sizes, writer, result)
+                    if corpus.count_by:
+                        _count_groups(fields[corpus.count_by], row, result.groups)
+                    if corpus.comparing_steps:
+                        rows.append(row)
+                        for step, found in zip(corpus.comparing_steps, keys, strict=True):
+                            found.append(document_keys(step, texts))
+                    report(batch.n_bytes, len(row), int(row["tokens"].sum()))
+        result.blocks = writer.bin_blocks
+        for number, found in enumerate(keys):
+            step_keys = np.concatenate(found or [document_keys(corpus.comparing_steps[number], [])])
+            save_array(Path(f"{prefix}.keys-{number}.npy"), np.asfortranarray(step_keys))
+        if keys:
+            all_rows = np.concatenate(rows) if rows else np.empty(0, DOCUMENT)
+            save_array(Path(f"{prefix}.documents.npy"), all_rows)
+        if not result.quarantined:
+            aside.unlink()
+        return result
+
+    def _set_aside(
+        self, segment: Segment, batch: Batch, result: UnitResult, quarantine: BinaryIO
+    ) -> None:
+        for fault in batch.faults:
+            place = Place(
+                segment.path.as_posix(), fault.position, fault.kind, fault.detail, fault.hint
+            )
+            if not self._quarantine:
+                raise UnreadableDocumentError(place)
+            if sum(kept.kind == fault.kind for kept in result.places) < PLACES_PER_KIND:
+                result.places.append(place)
+            n_lost = result.quarantined.get(fault.kind, 0) + fault.n_documents
+            result.quarantined[fault.kind] = n_lost
+            line = QuarantinedDocument(
+                place.path, place.position, place.kind, place.detail, _render_raw(fault)
+            )
+            quarantine.write(msgspec.json.encode(line) + b"\n")
+
+    def _tokenize(
+        self,
+        texts: list[str],
+        sizes: npt.NDArray[np.uint64],
+        writer: IndexedWriter,
+        result: UnitResult,
+    ) -> npt.NDArray[np.void]:
+        tokens: Array
+        tokens, lengths = self._tokenizer.encode_batch(texts)
+        result.documents += len(lengths)
+        result.empty_documents += int(np.count_nonzero(lengths == 0))
+        if self._corpus.append_eod:
+            tokens, lengths = _append_eod((tokens, lengths), self._tokenizer.eod_id, writer.dtype)
+        writer.add_documents(tokens, lengths)
+        rows = np.zeros(len(texts), DOCUMENT)
+        rows["text_bytes"] = sizes
+        rows["tokens"] = lengths
+        result.tokens += len(tokens)
+        result.text_bytes += int(sizes.sum())
+        return rows
+
+
+def save_array(path: Path, array: npt.NDArray[Any]) -> None:
+    """Writes a .npy file.
+
+    Raises:
+        MachineError: the disk is full.
+    """
+    buffer = io.BytesIO()  # np.save loses the reason when a disk is full
+    np.save(buffer, array)
+    with explain_disk_errors(path):
+        path.write_bytes(buffer.getbuffer())
+
+
+def _count_all_bytes(texts: list[str]) -> npt.NDArray[np.uint64]:
+    return np.fromiter(map(count_bytes, texts), np.uint64, len(texts))
+
+
+def count_reading(batch: Batch, text_bytes: int, result: UnitResult) -> None:
+    """Adds what the reader made of a batch to the first step of a result."""
+    count = result.steps[0]
+    result.n_lines += batch.n_lines
+    count.documents_out += len(batch.texts)
+    count.bytes_in += batch.n_bytes
+    count.bytes_out += text_bytes
+    left_out = StepCount(
+        kind="read", dropped=batch.dropped, dropped_sentences=batch.dropped_sentences
+    )
+    count.add(left_out)
+    for fault in batch.faults:
+        count.dropped[fault.kind] = count.dropped.get(fault.kind, 0) + fault.n_documents
+        count.documents_in += fault.n_documents
+    count.documents_in += len(batch.texts) + sum(batch.dropped.values())
+
+
+def _count_groups(
+    values: list[str], rows: npt.NDArray[np.void], groups: dict[str, GroupCount]
+) -> None:
+    for value in dict.fromkeys(values):
+        groups.setdefault(value, GroupCount())
+    if len(groups) > MAX_GROUPS:
+        raise DataError(
+            f"count_by: the field has more than {MAX_GROUPS} different values, such as "
+            f"{values[-1][:40]!r}",
+            "count by a field with few values, such as the name of a source",
+        )
+    numbers = {value: number for number, value in enumerate(groups)}
+    rows["group"] = [numbers[value] for value in values]
+    counts = np.bincount(rows["group"], minlength=len(groups))
+    text_bytes = np.bincount(rows["group"], rows["text_bytes"], len(groups))
+    tokens = np.bincount(rows["group"], rows["tokens"], len(groups))
+    for number, group in enumerate(groups.values()):
+        added = GroupCount(int(counts[number]), int(text_bytes[number]), int(tokens[number]))
+        group.add(added)
+
+
+def _render_raw(fault: Fault) -> str:
+    try:
+        return fault.raw.decode()
+    except UnicodeDecodeError:
+        return f"base64:{base64.b64encode(fault.raw).decode()}"
+
+
+def _append_eod(encoded: Encoded, eod_id: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Ends every document that has tokens; Megatron-LM leaves empty ones without an end too."""
+    tokens, lengths = encoded
+    has_tokens = lengths > 0
+    ends = np.cumsum(lengths)[has_tokens] + np.arange(np.count_nonzero(has_tokens))
+    ended = np.empty(len(tokens) + len(ends), dtype)
+    is_text = np.ones(len(ended), np.bool_)
+    is_text[ends] = False
+    ended[is_text] = tokens
+    ended[ends] = eod_id
+    return ended, lengths + has_tokens

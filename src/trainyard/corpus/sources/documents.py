@@ -1,0 +1,121 @@
+"""Reads documents from a segment of any supported file, and locates every fault."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from trainyard.corpus.sources.batch import Batch, Fault
+from trainyard.corpus.sources.blocks import DamagedFileError, read_blocks
+from trainyard.corpus.sources.files import Segment, format_of
+from trainyard.corpus.sources.jsonl import (
+    MAX_DOCUMENT_BYTES,
+    invalid_utf8,
+    read_jsonl,
+    start_of,
+    too_long,
+)
+from trainyard.corpus.sources.parquet import read_parquet
+from trainyard.corpus.sources.wikipedia import read_wikipedia
+from trainyard.errors import DataError, printable
+
+_MAGICS = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0", ".zst": b"\x28\xb5\x2f\xfd"}
+
+
+def read_documents(segment: Segment, key: str, fields: Sequence[str] = ()) -> Iterator[Batch]:
+    """Yields the documents of a segment in file order.
+
+    Args:
+        segment: what to read.
+        key: the JSON key, or the Parquet column, of the text.
+        fields: dotted paths of metadata to bring along.
+
+    Raises:
+        DataError: the file cannot be opened or read.
+    """
+    n_lines = 0
+    try:
+        for batch in _read(segment, key, fields):
+            n_lines += batch.n_lines
+            batch.faults[:] = [_say_how_to_convert(fault, segment.path) for fault in batch.faults]
+            yield batch
+    except OSError as error:
+        problem = f"{printable(segment.path)} cannot be read: {error.strerror or error}"
+        raise DataError(problem, "check that the file is there and may be read") from error
+    except DamagedFileError as error:
+        yield Batch([], 0, 0, [_explain_damage(error, segment.path, n_lines)])
+
+
+def _read(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Batch]:
+    kind, _ = format_of(segment.path)
+    if kind == "jsonl":
+        return read_jsonl(segment, key, fields)
+    if kind == "parquet":
+        return read_parquet(segment, key, fields)
+    plain = read_wikipedia(segment) if kind == "wikipedia" else _read_txt(segment)
+    return (_without_metadata(batch, fields) for batch in plain)
+
+
+def _explain_damage(error: DamagedFileError, path: Path, n_lines: int) -> Fault:
+    compression = format_of(path)[1]
+    with path.open("rb") as file:
+        head = file.read(8)
+    if compression and not n_lines and _compression_of(head) != compression:
+        detail = f"the file is not {compression} data, despite its name: it begins with {head!r}"
+        return Fault("damaged file", 0, detail, "name it after what it holds")
+    detail = f"the file is damaged after document {n_lines}: {error}"
+    if error.suspect_from is not None:
+        detail += "; earlier ones may have wrong characters: the checksum fails too"
+    return Fault("damaged file", 0, detail, "fetch or make the file again")
+
+
+def _compression_of(head: bytes) -> str:
+    """Names the compression of a file by its first bytes; "" for none."""
+    return next((suffix for suffix, magic in _MAGICS.items() if head.startswith(magic)), "")
+
+
+def _say_how_to_convert(fault: Fault, path: Path) -> Fault:
+    """Adds the command that converts the file to UTF-8 as the hint, or says that it is packed."""
+    if fault.kind != "invalid UTF-8" or format_of(path)[1]:
+        return fault
+    if fault.position <= 1 and (compression := _compression_of(fault.raw)):
+        detail = f"the file is {compression} data, which its name does not say"
+        return replace(fault, detail=detail, hint=f"add {compression} to its name")
+    encoding = "LATIN1"
+    if fault.raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        encoding = "UTF-16"
+    elif re.search(rb"[\x80-\x9f]", fault.raw):  # controls in Latin-1, quotes on Windows
+        encoding = "WINDOWS-1252"
+    name, converted = shlex.quote(str(path)), shlex.quote(f"{path}.utf8")
+    command = f"iconv -f {encoding} -t UTF-8 {name} > {converted} && mv {converted} {name}"
+    return replace(fault, hint=f"convert it: {command}")
+
+
+def _without_metadata(batch: Batch, fields: Sequence[str]) -> Batch:
+    """Fills the columns of metadata that the format has not got."""
+    batch.fields.update({field: [""] * len(batch.texts) for field in fields})
+    return batch
+
+
+def _read_txt(segment: Segment) -> Iterator[Batch]:
+    pieces: list[bytes] = []
+    total_bytes = 0
+    for block, _ in read_blocks(segment):
+        total_bytes += len(block)
+        pieces.append(block)
+        if total_bytes > MAX_DOCUMENT_BYTES:
+            pieces = [start_of(pieces)]
+    data = b"".join(pieces)
+    if total_bytes > MAX_DOCUMENT_BYTES:
+        yield Batch([], 1, segment.end, [too_long("file", 0, data, total_bytes)])
+        return
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        yield Batch([], 1, segment.end, [invalid_utf8(error, 0, 0)])
+        return
+    yield Batch([text.removeprefix("\ufeff")], 1, segment.end)

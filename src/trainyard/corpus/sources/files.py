@@ -1,0 +1,285 @@
+"""Finds the files of a corpus, and splits them into pieces of work."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO
+
+from trainyard.errors import DataError, printable
+from trainyard.files import open_file
+
+FORMATS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".txt": "txt",
+    ".xml": "wikipedia",
+}
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+UNIT_BYTES = 128 * 2**20
+# Wikitext takes twenty times the work of a line of JSON, and bzip2 packs four bytes of it in one.
+_DUMP_UNITS = {("wikipedia", ""): 4, ("wikipedia", ".bz2"): 16}
+# Wikimedia names the parts of a dump pages-articles1.xml-p1p41242.bz2.
+_DUMP_PART = re.compile(r"\.xml-p\d+p\d+[\w-]*$")
+_KNOWN = (
+    "folders are searched for .jsonl .ndjson .json (one object a line), .txt, .xml (a dump of "
+    "Wikipedia), each also .gz .bz2 .xz .zst, and .parquet"
+)
+OTHER_TEXT = "to read other text files too, name them, such as 'notes/**/*.md'"
+_CONVERT = (
+    "save it as plain text first: pdftotext for .pdf, pandoc -t plain for .docx, .odt and .epub"
+)
+_HEAD_BYTES = 1 << 13
+_BROKEN = "behind broken links"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A whole file, or a part of one, from byte `start` up to byte `end`.
+
+    Parts of `.jsonl` begin and end between lines. Parts of a dump do so anywhere: the reader knows
+    which pages belong to it.
+    """
+
+    path: Path
+    start: int
+    end: int
+
+
+def format_of(path: Path) -> tuple[str, str]:
+    """Returns the format and the compression suffix ("" for none).
+
+    A suffix that is not in `FORMATS` means plain text.
+    """
+    inner, compression = _suffixes(path)
+    return FORMATS.get(inner, "txt"), compression
+
+
+def _suffixes(path: Path) -> tuple[str, str]:
+    """Returns the suffixes of format and compression, in lower case; "" for none."""
+    name = path.name.lower()
+    compression = next((suffix for suffix in COMPRESSIONS if name.endswith(suffix)), "")
+    name = name.removesuffix(compression)
+    return ".xml" if _DUMP_PART.search(name) else Path(name).suffix, compression
+
+
+def _skipped_as(name: str) -> str:
+    """Names the kind of a file that is skipped in folders; "" if it is read."""
+    inner, compression = _suffixes(Path(name))
+    if inner in FORMATS and not (inner == ".parquet" and compression):
+        return ""
+    return f"{inner}{compression}" or "without a suffix"
+
+
+def find_files(inputs: Sequence[str]) -> list[Path]:
+    """Lists the files that `scan_inputs` finds."""
+    return scan_inputs(inputs)[0]
+
+
+def scan_inputs(inputs: Sequence[str]) -> tuple[list[Path], Counter[str]]:
+    """Lists the files that files, folders (recursive) and globs name, each input's names sorted.
+
+    A folder is read with what its links lead to.
+
+    Returns:
+        The files, and how many others there are: by suffix, "hidden", or what else keeps them from
+        being read.
+
+    Raises:
+        DataError: an input is missing, matches nothing, is no text, has a name that is not UTF-8,
+            comes twice, or is a folder without text or that cannot be read.
+    """
+    files: list[Path] = []
+    skipped: Counter[str] = Counter()
+    for item in inputs:
+        try:
+            files += _expand(item, skipped)
+        except OSError as error:
+            problem = f"{printable(error.filename or item)} cannot be read: {error.strerror}"
+            raise DataError(problem, "check that it may be read, or leave it out") from error
+    seen: set[str] = set()
+    folders: dict[str, str] = {}
+    for path in files:
+        folder, _, name = str(path).rpartition(os.sep)
+        if folder not in folders:
+            folders[folder] = str(path.parent.resolve())
+        real = str(path.resolve()) if path.is_symlink() else f"{folders[folder]}{os.sep}{name}"
+        if real in seen:
+            raise DataError(
+                f"{printable(path)} is given twice; every document in it would be tokenised twice",
+                "name each input once, or use folders and globs that do not overlap",
+            )
+        seen.add(real)
+    if not files:
+        raise DataError("no input was given", "name at least one file, folder or glob")
+    return files, skipped
+
+
+def describe_skipped(skipped: Counter[str]) -> str:
+    """Lists the kinds of skipped files, most frequent first: `9 .md, 3 .pdf, 1 hidden`."""
+    ordered = sorted(skipped.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:,} {printable(kind)}" for kind, count in ordered)
+
+
+def _expand(item: str, skipped: Counter[str]) -> list[Path]:
+    path, shown = Path(item), printable(item)
+    if path.is_dir():
+        others: Counter[str] = Counter()
+        found = _search(path, others)
+        if not found:
+            there = f"only {describe_skipped(others)}" if others else "it is empty"
+            problem = f"the folder {shown} has no readable file: {there}"
+            raise DataError(problem, f"{_KNOWN}; {OTHER_TEXT}")
+        skipped += others
+    elif path.exists():
+        open_file(path).close()  # neither a pipe nor a device
+        found = [path]
+    else:
+        matches = map(Path, glob.glob(item, recursive=True))  # noqa: PTH207 (absolute patterns)
+        named = sorted(file for file in matches if file.name[0] != ".")
+        found = [file for file in named if file.is_file()]
+        skipped.update(_BROKEN for file in named if not file.exists())
+    if not found and path.is_symlink():
+        problem = f"the link {shown} is broken: it leads to {printable(path.readlink())}"
+        raise DataError(problem, "fix the link, or leave it out")
+    if not found and glob.has_magic(item):
+        raise DataError(f"no file matches {shown}", "check the pattern; quote it for the shell")
+    if not found:
+        raise DataError(f"{shown} does not exist", "check the path of the input")
+    for file in found:
+        if os.fsencode(file).decode(errors="replace") != str(file):
+            raise DataError(
+                f"the name of {printable(file)} is not UTF-8", "rename the file or its folder"
+            )
+        if not path.is_dir() and _skipped_as(file.name):
+            _check_text(file)
+    return found
+
+
+def _check_text(path: Path) -> None:
+    """Refuses a named file that is not text."""
+    with open_file(path) as file:
+        head = file.read(_HEAD_BYTES)
+    inner, compression = _suffixes(path)
+    if inner == ".parquet":
+        problem = f"{printable(path)} is Parquet inside {compression}"
+        raise DataError(problem, f"unpack the {compression}")
+    is_utf16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    is_binary = head.startswith(b"%PDF-") or (b"\0" in head and not is_utf16)
+    if is_binary and not compression:
+        raise DataError(f"{printable(path)} is not plain text", _CONVERT)
+
+
+def _search(top: Path, skipped: Counter[str]) -> list[Path]:
+    """Lists the files of known formats in a folder, each real file and folder once.
+
+    Others are counted in `skipped`.
+    """
+    files: list[str] = []
+    folders = [top]
+    # Links come last, so that what is there without them keeps its plain path.
+    folder_links: list[Path] = []
+    file_links: list[Path] = []
+    seen: set[str] = set()
+    while folders or folder_links:
+        folder_links.sort(reverse=True)
+        folder = (folders or folder_links).pop()
+        real = str(folder.resolve())
+        if real in seen:
+            continue
+        seen.add(real)
+        for entry in _list_folder(folder, skipped):
+            if entry.is_symlink():
+                path = folder / entry.name
+                (folder_links if path.is_dir() else file_links).append(path)
+            elif entry.is_dir():
+                folders.append(folder / entry.name)
+            elif kind := _skipped_as(entry.name):
+                skipped[kind] += 1
+            elif entry.is_file():
+                files.append(entry.path)
+                seen.add(f"{real}{os.sep}{entry.name}")
+            else:
+                skipped["pipes and devices"] += 1
+    files += _follow(file_links, seen, skipped)
+    return sorted(map(Path, files), key=lambda path: path.parts)
+
+
+def _follow(links: list[Path], seen: set[str], skipped: Counter[str]) -> Iterator[str]:
+    for link in sorted(links):
+        if kind := _skipped_as(link.name):
+            skipped[kind] += 1
+        elif not link.is_file():
+            skipped[_BROKEN] += 1
+        elif str(link.resolve()) not in seen:
+            seen.add(str(link.resolve()))
+            yield str(link)
+
+
+def _list_folder(folder: Path, skipped: Counter[str]) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                skipped["hidden"] += 1
+            else:
+                yield entry
+
+
+def split_into_units(
+    files: Sequence[tuple[Path, int]], unit_bytes: int = UNIT_BYTES
+) -> list[list[Segment]]:
+    """Cuts files, given with their sizes, into pieces of work of about `unit_bytes`, in order.
+
+    Small files share a unit; a large plain `.jsonl` file is cut between lines, a dump anywhere. The
+    result depends on nothing but the files, so any number of workers sees the same units.
+    """
+    units: list[list[Segment]] = []
+    room = -1  # what the last unit can still take; below 0 it is not to be shared
+    for path, size in files:
+        kind = format_of(path)
+        if size > unit_bytes and kind == ("jsonl", ""):
+            units += [[segment] for segment in _cut_between_lines(path, size, unit_bytes)]
+            room = -1
+        elif kind in _DUMP_UNITS:
+            step = max(1, unit_bytes // _DUMP_UNITS[kind])
+            units += [[Segment(path, at, min(at + step, size))] for at in range(0, size, step)]
+            room = -1
+        elif size <= room:
+            units[-1].append(Segment(path, 0, size))
+            room -= size
+        else:
+            units.append([Segment(path, 0, size)])
+            room = unit_bytes - size
+    return units
+
+
+def _cut_between_lines(path: Path, size: int, unit_bytes: int) -> list[Segment]:
+    cuts = [0]
+    n_units = -(-size // unit_bytes)  # equal ones, so that two workers end together
+    with path.open("rb") as file:
+        for position in [size * number // n_units for number in range(1, n_units)]:
+            if position > cuts[-1]:
+                cuts.append(_next_line_start(file, position, size))
+    if cuts[-1] < size:
+        cuts.append(size)
+    return [Segment(path, start, end) for start, end in pairwise(cuts)]
+
+
+def _next_line_start(file: BinaryIO, position: int, size: int) -> int:
+    """Returns the first byte after `position` that begins a line, or `size`."""
+    file.seek(position)
+    while block := file.read(2**16):
+        newline = block.find(b"\n")
+        if newline >= 0:
+            return position + newline + 1
+        position += len(block)
+    return size

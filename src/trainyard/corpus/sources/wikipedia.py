@@ -1,0 +1,209 @@
+r"""Reads articles of a Wikipedia dump (`pages-articles.xml`, plain or compressed), split anywhere.
+
+    for batch in read_wikipedia(Segment(Path("enwiki-pages-articles.xml.bz2"), start, end)):
+        batch.texts      # "Albedo\n\nAlbedo is the measure of ..."
+        batch.dropped    # {"redirect": 100, "other namespace": 1}
+
+A segment may start and end at any byte. A page belongs to the segment whose own data contains the
+`<` of its `<page>`: a reader skips to its first own `<page>`, and reads past its end to finish the
+last one. For `.bz2` "own data" is the content of blocks that start in the segment.
+
+It finds pages by string search, without an XML parser: in a dump `<` and `&` only occur in markup,
+and a DTD with hostile entities is never parsed. Memory holds one page and a few blocks.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from trainyard.corpus.sources.batch import Batch, Fault
+from trainyard.corpus.sources.blocks import DamagedFileError, read_blocks
+from trainyard.corpus.sources.bzip2 import Chunk, read_bzip2_blocks
+from trainyard.corpus.sources.files import Segment, format_of
+from trainyard.corpus.sources.wikitext import clean_wikitext
+
+MAX_PAGE_BYTES = 64 * 2**20
+_BATCH_CHARACTERS = 2**19
+_READ_BYTES = 2**20
+
+_EDGE = re.compile(rb"</?page>")
+_BEGUN_TAG = re.compile(rb"<(?:/?p?|/?pa|/?pag|/?page)$")
+_TITLE = re.compile(rb"<title>([^<]*)</title>")
+_NAMESPACE = re.compile(rb"<ns>\s*(-?\d+)\s*</ns>")
+_TEXT = re.compile(rb"<text\b[^<>]*?(/?)>")
+_MALFORMED = re.compile(rb"<|&(?!(?:lt|gt|amp|quot|apos|#\d{1,7}|#x[0-9a-fA-F]{1,6});)")
+_REDIRECT = re.compile(r"\s*#redirect\b", re.I)
+_DISAMBIGUATION = re.compile(
+    r"\{\{\s*(?:disambig\w*|dab|(?:hn|geo|human name |place name |airport |school |letter-number )"
+    r"dis(?:ambig(?:uation)?)?)\s*[|}]|__DISAMBIG__",
+    re.I,
+)
+_HINT = "fetch the dump again; skipping faults leaves this page out and keeps the others"
+
+
+class _Page(NamedTuple):
+    """What stands from `<page>` to `</page>`, or, where `problem` says so, what there is of it."""
+
+    data: bytes
+    problem: str = ""
+
+
+def read_wikipedia(segment: Segment) -> Iterator[Batch]:
+    """Yields the articles that begin in a segment: the title, a blank line, the clean text.
+
+    `n_lines` counts pages, whether kept, dropped (redirects, other namespaces, disambiguations,
+    pages without text) or faulty.
+
+    Raises:
+        DamagedFileError: a compressed file is corrupt or cut short; what comes before was yielded.
+    """
+    pages = _read_pages(segment)
+    n_pages = 0
+    ended: Exception | None = None
+    while ended is None:
+        batch, ended = _collect(pages, n_pages)
+        n_pages += batch.n_lines
+        if batch.n_lines or batch.n_bytes:
+            yield batch
+    if isinstance(ended, DamagedFileError):
+        raise ended
+
+
+def _collect(pages: Iterator[_Page | int], n_before: int) -> tuple[Batch, Exception | None]:
+    """Fills one batch; also says what ended the pages, if they ended: damage or StopIteration."""
+    texts: list[str] = []
+    faults: list[Fault] = []
+    dropped: Counter[str] = Counter()
+    lost: Counter[str] = Counter()
+    n_pages = n_characters = n_bytes = 0
+    ended: Exception | None = None
+    while ended is None and n_characters < _BATCH_CHARACTERS and n_bytes < _READ_BYTES:
+        try:
+            page = next(pages)
+        except (StopIteration, DamagedFileError) as error:
+            ended = error
+            continue
+        if isinstance(page, int):
+            n_bytes += page
+            continue
+        n_pages += 1
+        result = _read_article(page, n_before + n_pages, lost)
+        if isinstance(result, Fault):
+            faults.append(result)
+        elif isinstance(result, _Dropped):
+            dropped[result.reason] += 1
+        else:
+            texts.append(result)
+            n_characters += len(result)
+    batch = Batch(
+        texts, n_pages, n_bytes, faults, dropped=dict(dropped), dropped_sentences=dict(lost)
+    )
+    return batch, ended
+
+
+class _Dropped(NamedTuple):
+    reason: str
+
+
+def _read_article(page: _Page, number: int, lost: Counter[str]) -> str | _Dropped | Fault:
+    found = _TITLE.search(page.data)
+    title = html.unescape(found[1].decode(errors="replace")) if found else "without a title"
+    head, text, problem = _split(page)
+    if problem:
+        kind = "too long" if problem == _TOO_LONG else "damaged page"
+        return Fault(kind, number, f"the page {title!r} {problem}", _HINT, page.data[: 2**16])
+    namespace = _NAMESPACE.search(head)
+    if namespace and namespace[1] != b"0":
+        return _Dropped("other namespace")
+    wikitext = html.unescape(text.decode())
+    if b"<redirect" in head or _REDIRECT.match(wikitext):
+        return _Dropped("redirect")
+    if _DISAMBIGUATION.search(wikitext):
+        return _Dropped("disambiguation")
+    article = clean_wikitext(wikitext, lost)
+    return f"{title}\n\n{article}" if article else _Dropped("no text")
+
+
+_TOO_LONG = f"is longer than {MAX_PAGE_BYTES // 2**20} MiB"
+
+
+def _split(page: _Page) -> tuple[bytes, bytes, str]:
+    """Returns the text before a page's wikitext, the wikitext, and their problem."""
+    if page.problem:
+        return b"", b"", page.problem
+    tag = None
+    for tag in _TEXT.finditer(page.data):  # noqa: B007 (the last revision of the page)
+        pass
+    if tag is None:
+        return b"", b"", "has no <text>"
+    if tag[1]:
+        return page.data[: tag.start()], b"", ""
+    end = page.data.rfind(b"</text>")
+    if end < tag.end():
+        return b"", b"", "has no </text>"
+    text = page.data[tag.end() : end]
+    if wrong := _MALFORMED.search(text):
+        sample = text[wrong.start() : wrong.start() + 12].decode(errors="replace")
+        return b"", b"", f"is not well-formed XML at {sample!r}"
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return b"", b"", f"is not valid UTF-8 at byte {error.start} of its text"
+    return page.data[: tag.start()], text, ""
+
+
+def _read_chunks(segment: Segment) -> Iterator[Chunk]:
+    """Yields the segment's own data, then, as long as asked, what follows it."""
+    _, compression = format_of(segment.path)
+    if compression == ".bz2":
+        yield from read_bzip2_blocks(segment.path, segment.start, segment.end)
+    elif compression:
+        yield from (Chunk(data, n_bytes, True) for data, n_bytes in read_blocks(segment))
+    else:
+        with segment.path.open("rb") as file:
+            file.seek(segment.start)
+            left = segment.end - segment.start
+            while data := file.read(min(_READ_BYTES, left) if left > 0 else _READ_BYTES // 8):
+                yield Chunk(data, len(data) if left > 0 else 0, left > 0)
+                left -= len(data)
+
+
+def _read_pages(segment: Segment) -> Iterator[_Page | int]:
+    """Yields the pages of a segment, and, as numbers between them, the bytes of the file read."""
+    buffer = bytearray()
+    own_end = 0  # where in `buffer` the segment's own data ends
+    searched = 0  # no edge of a page before it is unknown
+    in_page = False  # then `buffer` begins with `<page>`
+    cut_page = b""  # the beginning of a page that grew too long
+    for chunk in _read_chunks(segment):
+        buffer += chunk.data
+        own_end = len(buffer) if chunk.is_own else own_end
+        kept = 0
+        while edge := _EDGE.search(buffer, searched):
+            if in_page:
+                problem = _TOO_LONG if cut_page else ""
+                is_end = edge[0] == b"</page>"
+                data = cut_page or bytes(buffer[kept : edge.end() if is_end else edge.start()])
+                yield _Page(data, problem if problem or is_end else "has no </page>")
+            in_page, cut_page = edge[0] == b"<page>", b""
+            if in_page and edge.start() >= own_end:
+                return
+            kept = edge.start() if in_page else edge.end()
+            searched = edge.end()
+        yield chunk.n_bytes
+        begun = _BEGUN_TAG.search(buffer, max(len(buffer) - 6, searched))
+        searched = begun.start() if begun else len(buffer)
+        if in_page and not cut_page and len(buffer) - kept > MAX_PAGE_BYTES:
+            cut_page = bytes(buffer[kept : kept + 2**16])
+        if not in_page or cut_page:
+            kept = searched
+        if not in_page and kept >= own_end and not chunk.is_own:
+            return
+        del buffer[:kept]
+        searched, own_end = searched - kept, max(own_end - kept, 0)
+    if in_page:
+        yield _Page(cut_page or bytes(buffer), "has no </page> before the file ends")

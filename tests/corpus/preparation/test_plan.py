@@ -1,0 +1,170 @@
+"""The plan of a corpus: the same for every process, and told apart from any other."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from trainyard.config.corpus import Corpus
+from trainyard.corpus.preparation.plan import CorpusPlan, Identity, output_prefixes, plan_corpus
+from trainyard.corpus.preparation.worker import piece_names
+from trainyard.data.sidecar import TokenizerRecord
+from trainyard.errors import DataError
+
+TOKENIZER = TokenizerRecord("gpt2", "f" * 64, 50257, 50256, "text")
+LINE = b'{"text": "cat"}\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("a.jsonl", "b.jsonl", "c.txt"):
+        (tmp_path / name).write_bytes(LINE * 4)
+        os.utime(tmp_path / name, ns=(10**18, 10**18))
+    return tmp_path
+
+
+def plan(folder: Path, record: TokenizerRecord = TOKENIZER, **options: Any) -> CorpusPlan:
+    unit_bytes = options.pop("unit_bytes", 40)
+    given = {"inputs": (str(folder),), "output": "data/web", "tokenizer": "gpt2", **options}
+    return plan_corpus(Corpus.model_validate(given), record, unit_bytes)
+
+
+def test_every_process_makes_the_same_plan(folder: Path) -> None:
+    one, two = plan(folder), plan(folder)
+    assert (one.units, one.outputs, one.recipe) == (two.units, two.outputs, two.recipe)
+    read = msgspec.json.decode(msgspec.json.encode(one.identity), type=Identity)
+    assert read == one.identity
+    one.identity.check_equal(read, "data/web.work was begun", "")
+
+
+def test_units_make_one_output(folder: Path) -> None:
+    made = plan(folder)
+    assert [output.prefix for output in made.outputs] == ["data/web_text_document"]
+    assert made.outputs[0].units == range(len(made.units)) == range(5)
+    assert made.outputs[0].files == range(3)
+    assert made.unit_bytes == [48, 16, 48, 16, 64]
+    assert sum(made.unit_bytes) == 3 * 64
+
+
+def test_every_band_is_a_piece_of_work(folder: Path) -> None:
+    steps = [{"kind": "deduplicate"}, {"kind": "near_deduplicate", "bands": 7}]
+    names = piece_names(plan(folder, steps=steps))
+    assert names[5:] == [*(f"compare-{number:03d}" for number in range(8)), "join-00000"]
+
+
+@pytest.mark.parametrize(
+    ("files_per_output", "files", "units"),
+    [
+        (1, [range(1), range(1, 2), range(2, 3)], [range(2), range(2, 4), range(4, 5)]),
+        (2, [range(2), range(2, 3)], [range(4), range(4, 5)]),
+        (3, [range(3)], [range(5)]),
+        (9, [range(3)], [range(5)]),
+    ],
+)
+def test_files_are_dealt_to_outputs(
+    folder: Path, files_per_output: int, files: list[range], units: list[range]
+) -> None:
+    made = plan(folder, files_per_output=files_per_output, json_key="body")
+    assert [output.files for output in made.outputs] == files
+    assert [output.units for output in made.outputs] == units
+    prefixes = [f"data/web_{number:02d}_body_document" for number in range(len(files))]
+    assert [output.prefix for output in made.outputs] == prefixes
+
+
+def test_small_files_of_two_outputs_share_no_unit(folder: Path) -> None:
+    made = plan(folder, unit_bytes=10_000, files_per_output=2)
+    assert [len(unit) for unit in made.units] == [2, 1]
+    assert len(plan(folder, unit_bytes=10_000).units) == 1
+
+
+def test_names_are_those_of_megatron_and_sort_as_the_outputs_do() -> None:
+    one = Corpus(output="data/web")
+    assert output_prefixes(one, 1) == ["data/web_text_document"]
+    several = Corpus(output="web", files_per_output=1)
+    assert output_prefixes(several, 2) == ["web_00_text_document", "web_01_text_document"]
+    many = output_prefixes(several, 1001)
+    assert (many[0], many[-1]) == ("web_0000_text_document", "web_1000_text_document")
+    assert many == sorted(many)
+
+
+def test_names_and_places_decide_nothing(folder: Path) -> None:
+    assert plan(folder).recipe == plan(folder, output="elsewhere", tokenizer="other").recipe
+    renamed = msgspec.structs.replace(TOKENIZER, name="copy_of_gpt2")
+    assert plan(folder).recipe == plan(folder, renamed).recipe
+    glob = f"{folder}/*.*"
+    assert plan(folder).recipe == plan(folder, inputs=(glob,)).recipe
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "option": ({"append_eod": False}, "was begun with append_eod=True, not append_eod=False"),
+    "key": ({"json_key": "body"}, "was begun with json_key='text', not json_key='body'"),
+    "outputs": ({"files_per_output": 2}, "begun with files_per_output=0, not files_per_output=2"),
+    "steps": (
+        {"steps": [{"kind": "deduplicate"}]},
+        "was begun with steps=[], not steps=[{'kind': 'deduplicate'}]",
+    ),
+    "tokenizer": (
+        {"tokenizer": "t", "record": TokenizerRecord("mine", "e" * 64, 300, 299, "text")},
+        f"with another tokenizer, of the fingerprint {'f' * 16}, not {'e' * 16}",
+    ),
+    "special": (
+        {"special_tokens": "parse"},
+        "was begun with special_tokens='text', not special_tokens='parse'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_work_is_told_apart(folder: Path, name: str) -> None:
+    options, problem = OTHERS[name]
+    begun = plan(folder)
+    now = plan(folder, **options)
+    assert now.recipe != begun.recipe
+    with pytest.raises(DataError) as caught:
+        now.identity.check_equal(begun.identity, "data/web.work was begun", "the hint")
+    assert caught.value.problem.startswith("data/web.work was begun ")
+    assert problem in caught.value.problem
+    assert caught.value.hint == "the hint"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("longer", "a.jsonl changed since data/web.work was begun: it has 65 bytes now, 64 then"),
+        ("touched", "b.jsonl changed since .*: its size is the same, its time of change is not"),
+        ("gone", "data/web.work was begun with .*/b.jsonl, which is gone"),
+        ("new", "data/web.work was begun without .*/aa.jsonl"),
+    ],
+)
+def test_other_inputs_are_named(folder: Path, change: str, problem: str) -> None:
+    begun = plan(folder)
+    if change == "longer":
+        (folder / "a.jsonl").write_bytes(LINE * 4 + b"\n")
+    elif change == "touched":
+        os.utime(folder / "b.jsonl", ns=(10**18, 10**18 + 1))
+    elif change == "gone":
+        (folder / "b.jsonl").unlink()
+    else:
+        (folder / "aa.jsonl").touch()
+    now = plan(folder)
+    assert now.recipe != begun.recipe
+    with pytest.raises(DataError, match=problem):
+        now.identity.check_equal(begun.identity, "data/web.work was begun", "")
+
+
+def test_other_orders_units_and_versions_are_named(folder: Path) -> None:
+    names = [str(folder / name) for name in ("a.jsonl", "b.jsonl")]
+    begun, now = plan(folder, inputs=names), plan(folder, inputs=names[::-1])
+    assert begun.recipe != now.recipe
+    older = msgspec.structs.replace(now.identity, version="0.0.1")
+    for other, problem in (
+        (begun.identity, "was begun with the inputs in another order"),
+        (older, r"was begun by 0.0.1, this is trainyard \d"),
+        (plan(folder, inputs=names[::-1], unit_bytes=41).identity, "unit"),
+    ):
+        with pytest.raises(DataError, match=problem):
+            now.identity.check_equal(other, "data/web.work was begun", "")

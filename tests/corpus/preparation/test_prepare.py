@@ -1,0 +1,474 @@
+"""Tests of tokenising: Megatron-LM's bytes, any number of workers, faults, and taking up again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tests.command import Fork
+from tests.waiting import wait_until
+
+from trainyard.config.corpus import Corpus
+from trainyard.corpus.preparation import worker
+from trainyard.corpus.preparation.lead import Lead
+from trainyard.corpus.preparation.plan import output_prefixes
+from trainyard.corpus.preparation.prepare import prepare, read_status, train_on_inputs, work_path
+from trainyard.corpus.preparation.progress import Progress
+from trainyard.corpus.preparation.unit import UnitWorker
+from trainyard.corpus.preparation.work_folder import WorkFolder, name_process
+from trainyard.corpus.sources import Segment, scan_inputs
+from trainyard.data.indexed import IndexedDataset
+from trainyard.data.sidecar import Sidecar, load_sidecar
+from trainyard.data.tokenizer import load_tokenizer
+from trainyard.errors import DataError, MachineError
+
+EOD = 279
+FILES = [f"out_text_document.{end}" for end in ("bin", "idx", "json")]
+
+
+def lines(texts: list[object]) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def prefix_of(corpus: Corpus) -> str:
+    return output_prefixes(corpus, 1)[0]
+
+
+def read_output(prefix: str) -> tuple[bytes, ...]:
+    return tuple(Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx", "json"))
+
+
+def change(corpus: Corpus, **values: Any) -> Corpus:
+    return Corpus.model_validate({**corpus.model_dump(), **values})
+
+
+@pytest.fixture
+def small(tmp_path: Path, tokenizer_folder: Path) -> Corpus:
+    """A corpus of the file `in/a.jsonl`, which the test writes."""
+    (tmp_path / "in").mkdir()
+    return Corpus(
+        inputs=(str(tmp_path / "in"),),
+        output=str(tmp_path / "out"),
+        tokenizer=str(tokenizer_folder),
+    )
+
+
+@pytest.fixture
+def corpus(small: Corpus, tmp_path: Path) -> Corpus:
+    """A corpus of four files with bad documents at known places."""
+    first = [f"the cat {n} " * (n % 7) for n in range(200)]
+    broken: list[object] = [*first]
+    broken[50], broken[51], broken[150] = None, 7, "half \ud800"
+    (tmp_path / "in/a.jsonl").write_bytes(lines(broken) + b'{"body": "no"}\nnot json\n')
+    (tmp_path / "in/b.txt").write_bytes(b"a whole file\n")
+    (tmp_path / "in/c.txt").write_bytes(b"bad \xff file\n")
+    (tmp_path / "in/d.jsonl").write_bytes(lines([*first, "the end"]))
+    return small
+
+
+def run(corpus: Corpus, **arguments: Any) -> Sidecar:
+    """Prepares one pair of token files, cut into many units, with bad documents set aside."""
+    return prepare(corpus, **{"on_error": "quarantine", "unit_bytes": 1500, **arguments})[0]
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "in")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bytes_are_those_of_megatron(shared_data: Path, tmp_path: Path, workers: int) -> None:
+    novels = Corpus(
+        inputs=(str(shared_data / "corpora/novels.jsonl"),),
+        output=str(tmp_path / "novels"),
+        tokenizer=str(shared_data / "gpt2"),
+    )
+    sidecar = prepare(novels, workers=workers, unit_bytes=5 * 2**20)[0]
+    prefix = prefix_of(novels)
+    assert Path(prefix).name == "novels_text_document"
+    for end in ("bin", "idx"):
+        theirs = shared_data / f"megatron/novels_text_document.{end}"
+        assert Path(f"{prefix}.{end}").read_bytes() == theirs.read_bytes()
+    assert (sidecar.documents, sidecar.tokens) == (6578, 7432934 + 6578)
+    assert sidecar.text_bytes == 29973099
+    assert leftovers(tmp_path) == [f"novels_text_document.{end}" for end in ("bin", "idx", "json")]
+
+
+def test_an_empty_document_has_no_sequence_but_an_entry(small: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "in/a.jsonl").write_bytes(lines(["cat", "", "", "hat"]))
+    sidecar = run(small)
+    dataset = IndexedDataset(prefix_of(small))
+    assert dataset.document_indices.tolist() == [0, 1, 1, 1, 2]
+    assert [dataset.tokens(i)[-1] for i in range(len(dataset))] == [EOD, EOD]
+    assert (sidecar.documents, sidecar.empty_documents, sidecar.sequences) == (4, 2, 2)
+    assert sidecar.tokens == dataset.n_tokens
+    without = run(change(small, append_eod=False), overwrite=True)
+    assert without.tokens == sidecar.tokens - 2
+    assert EOD not in IndexedDataset(prefix_of(small)).stream
+
+
+def test_an_end_of_document_in_a_text_is_text_or_parsed(small: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "in/a.jsonl").write_bytes(lines(["cat<|endoftext|>hat"]))
+    ends = {}
+    for policy in ("text", "parse"):
+        sidecar = run(change(small, special_tokens=policy), overwrite=True)
+        stream = IndexedDataset(prefix_of(small)).stream
+        ends[policy] = np.count_nonzero(stream == EOD)
+        assert sidecar.tokenizer.special_tokens == policy
+    assert ends == {"text": 1, "parse": 2}
+
+
+def test_another_key_names_the_files(small: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "in/a.jsonl").write_bytes(b'{"body": "cat"}\n')
+    assert run(change(small, json_key="body")).json_key == "body"
+    assert (tmp_path / "out_body_document.bin").exists()
+
+
+QUARANTINED = {
+    "invalid UTF-8": 1,
+    "lone surrogate": 1,
+    "malformed JSON": 1,
+    "missing key": 1,
+    "not a string": 2,
+}
+
+
+@pytest.mark.parametrize("unit_bytes", [700, 1500, 10**9])
+def test_bad_documents_are_set_aside_counted_and_named(
+    corpus: Corpus, tmp_path: Path, unit_bytes: int
+) -> None:
+    sidecar = run(corpus, unit_bytes=unit_bytes)
+    assert sidecar.quarantined == QUARANTINED
+    source = Path(corpus.inputs[0])
+    places = [place.split(": ")[0] for place in sidecar.quarantined_places]
+    numbers = [51, 52, 151, 201, 202]
+    assert places == [f"{source}/a.jsonl:{number}" for number in numbers] + [f"{source}/c.txt"]
+    assert sidecar.documents == 197 + 1 + 201
+    expected = [f"the cat {n} " * (n % 7) for n in range(200)]
+    good = [text for n, text in enumerate(expected) if n not in (50, 51, 150)]
+    tokenizer = load_tokenizer(Path(corpus.tokenizer))
+    dataset = IndexedDataset(prefix_of(corpus))
+    texts = [tokenizer.decode(dataset.tokens(i)[:-1]) for i in range(len(dataset))]
+    assert texts == [text for text in [*good, "a whole file\n", *expected, "the end"] if text]
+    aside = (tmp_path / "out_text_document.quarantine.jsonl").read_bytes().splitlines()
+    found = [msgspec.json.decode(line) for line in aside]
+    assert [Path(one["file"]).name for one in found] == ["a.jsonl"] * 5 + ["c.txt"]
+    assert [one["position"] for one in found] == [*numbers, 0]
+    originals = (source / "a.jsonl").read_text().splitlines()
+    assert [one["raw"] for one in found[:5]] == [originals[number - 1] for number in numbers]
+    assert found[5]["raw"] == "base64:YmFkIP8gZmlsZQo="
+    assert {one["kind"] for one in found} == set(QUARANTINED)
+    assert found[1]["detail"] == 'the value of "text" is 7, not a string'
+
+
+def test_the_number_of_workers_changes_nothing(corpus: Corpus, tmp_path: Path) -> None:
+    results, messages = set(), set()
+    corpus = change(corpus, steps=[{"kind": "deduplicate"}, {"kind": "near_deduplicate"}])
+    for workers in (1, 3):
+        run(corpus, workers=workers, overwrite=True)
+        results.add(read_output(prefix_of(corpus)))
+    assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
+    for workers in (1, 3):
+        with pytest.raises(DataError) as caught:
+            run(corpus, workers=workers, on_error="stop", overwrite=True)
+        messages.add(str(caught.value))
+    assert len(results) == len(messages) == 1
+    assert 'a.jsonl:51: the value of "text" is null, not a string' in messages.pop()
+
+
+def test_one_of_several_processes_lists_the_inputs(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    take, ready, read_list = Lead._take, Lead.say_ready, Lead._read_list
+
+    def note(line: str) -> None:
+        with log.open("a") as file:
+            file.write(f"{line}\n")
+
+    def list_once_all_have_come(inputs: tuple[str, ...]) -> object:
+        note("lists")
+        wait_until(lambda: log.read_text().count("came") >= 3)
+        return scan_inputs(inputs)
+
+    def come(lead: Lead) -> bool:
+        leads = take(lead)
+        note("came")
+        return leads
+
+    def say_ready(lead: Lead) -> None:
+        ready(lead)
+        if lead._own.exists():
+            wait_until(lambda: log.read_text().count("reads") >= 2)
+
+    def read(lead: Lead, inputs: tuple[str, ...]) -> object:
+        found = read_list(lead, inputs)
+        assert read_list(lead, (*inputs, "another")) is None  # the list of other inputs
+        note("reads")
+        return found
+
+    monkeypatch.setattr("trainyard.corpus.preparation.plan.scan_inputs", list_once_all_have_come)
+    for name, function in (("_take", come), ("say_ready", say_ready), ("_read_list", read)):
+        monkeypatch.setattr(Lead, name, function)
+    forks = [Fork(lambda: run(corpus)) for _ in range(3)]
+    assert [fork.wait().returncode for fork in forks] == [0, 0, 0]
+    assert log.read_text().count("lists") == 1
+    log.unlink()
+    assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
+
+
+def test_a_leader_of_another_machine_is_believed_once_it_is_seen_to_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("trainyard.corpus.preparation.lead.time", clock)
+    lead = Lead(WorkFolder(tmp_path / "x.work", name_process(os.getpid())))
+    said = tmp_path / "x.work.lead" / "elsewhere-77-123"
+    said.parent.mkdir()
+    seen = []
+    for text, seconds in [("1 ", 1), ("2 ", 2), ("2 ready", 3), ("2 ready", 12), ("2 ready", 14)]:
+        now = seconds
+        said.write_text(text)
+        seen.append(lead._look())
+    assert seen == ["", "", "ready", "ready", "dead"]
+    assert not said.parent.exists()
+    said.parent.mkdir()
+    said.write_text("9 ready")  # left by a job that was killed: it may be of yesterday
+    assert Lead(lead._folder)._look() == ""
+
+
+def test_only_the_first_places_of_a_kind_are_kept(corpus: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "in/a.jsonl").write_bytes(b"bad\n" * 1000 + lines(["cat"]))
+    sidecar = run(corpus)
+    assert sidecar.quarantined["malformed JSON"] == 1000
+    places = [place.split(": ")[0] for place in sidecar.quarantined_places]
+    assert places[:5] == [f"{tmp_path}/in/a.jsonl:{n}" for n in range(1, 6)]
+    assert len(places) == 6
+    assert (tmp_path / "out_text_document.quarantine.jsonl").read_bytes().count(b"\n") == 1001
+
+
+def test_a_mended_document_lets_the_same_work_go_on(corpus: Corpus, tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"a.jsonl:51: "):
+            run(corpus, on_error="stop")
+    assert run(corpus).quarantined == QUARANTINED
+    assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
+
+
+def test_a_finished_corpus_is_left_alone(corpus: Corpus, tmp_path: Path) -> None:
+    first = run(corpus)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    again = run(corpus)
+    assert again == first == load_sidecar(prefix_of(corpus))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_corpus_of_other_options_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    run(corpus)
+    before = read_output(prefix_of(corpus))
+    other = change(corpus, append_eod=False)
+    for changed, what in [
+        (other, "with append_eod=True, not append_eod=False"),
+        (change(corpus, special_tokens="parse"), "with special_tokens='text', not "),
+        (change(corpus, tokenizer="gpt2"), "with another tokenizer"),
+        (
+            change(corpus, inputs=(corpus.inputs[0] + "/a.jsonl",)),
+            "with .*/in/b.txt, which is gone",
+        ),
+        (change(corpus, steps=[{"kind": "length"}]), "with other steps"),
+    ]:
+        with pytest.raises(DataError, match=rf"out_text_document.bin was made {what}") as caught:
+            run(changed)
+        assert "--overwrite" in caught.value.hint
+    assert read_output(prefix_of(corpus)) == before
+    assert run(other, overwrite=True).append_eod is False
+    assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
+
+
+def test_old_files_survive_a_run_that_fails(corpus: Corpus) -> None:
+    run(corpus)
+    before = read_output(prefix_of(corpus))
+    with pytest.raises(DataError):
+        run(change(corpus, append_eod=False), on_error="stop", overwrite=True)
+    assert read_output(prefix_of(corpus)) == before
+
+
+def test_a_finished_corpus_whose_tokens_went_away_is_not_finished(corpus: Corpus) -> None:
+    run(corpus)
+    path = Path(f"{prefix_of(corpus)}.bin")
+    path.unlink()
+    try:
+        run(corpus)
+    except DataError:
+        return
+    assert path.exists()
+
+
+def interrupt(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, number: int | None) -> list[int]:
+    """Presses Ctrl-C at a unit, counted from 0; gives the start of each unit that is run."""
+    begun: list[int] = []
+    work = UnitWorker.run
+
+    def run_unit(self: UnitWorker, unit: list[Segment], *rest: Any) -> Any:
+        begun.append(unit[0].start)
+        if len(begun) - 1 == number:
+            raise KeyboardInterrupt
+        return work(self, unit, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnitWorker, "run", run_unit)
+        with nullcontext() if number is None else pytest.raises(KeyboardInterrupt):
+            run(corpus)
+    return begun
+
+
+def test_work_that_was_interrupted_goes_on(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(corpus)
+    expected = read_output(prefix_of(corpus))
+    for path in Path(corpus.output).parent.glob("out_*"):
+        path.unlink()
+    begun = interrupt(corpus, monkeypatch, 4)
+    done = work_path(corpus) / "done"
+    assert sorted(path.name for path in done.iterdir()) == [f"unit-00000{n}" for n in range(4)]
+    assert not list((work_path(corpus) / "scratch").iterdir())
+    status = read_status(corpus)
+    assert status is not None
+    assert (status.units_done, status.outputs_done, status.stopped) == (4, 0, [])
+    assert 0 < status.done_bytes < status.total_bytes
+    with pytest.raises(DataError, match="was begun with append_eod=True, not append_eod=False"):
+        run(change(corpus, append_eod=False))
+    rest = interrupt(corpus, monkeypatch, None)
+    assert len(rest) == status.units - 4
+    assert rest[0] == begun[4]
+    assert read_output(prefix_of(corpus)) == expected
+    assert read_status(corpus) is None
+
+
+def test_a_command_that_is_killed_may_be_given_again_any_number_of_times(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(corpus, monkeypatch, 0)
+    folder = work_path(corpus)
+    machine, pid, _ = name_process(os.getpid()).rsplit("-", 2)
+    for _ in range(4):
+        (piece,) = (folder / "todo").glob("unit-000000.*")
+        piece.rename(folder / "claimed" / f"{piece.name}@{machine}-{pid}-1")  # as if killed there
+        interrupt(corpus, monkeypatch, 0)
+
+
+def test_an_input_that_changed_in_the_middle_is_named(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = UnitWorker.run
+
+    def append(self: UnitWorker, *arguments: Any) -> Any:
+        with (tmp_path / "in/d.jsonl").open("ab") as file:
+            file.write(b"\n")
+        return work(self, *arguments)
+
+    monkeypatch.setattr(UnitWorker, "run", append)
+    with pytest.raises(DataError, match=r"d.jsonl changed while it was read: \d+ bytes") as caught:
+        run(corpus)
+    assert "it reads changed files again" in caught.value.hint
+
+
+@pytest.mark.parametrize("edit", ["touched", "longer", "shorter"])
+@pytest.mark.parametrize("steps", [[], [{"kind": "deduplicate"}]])
+def test_an_input_that_changed_voids_its_own_units_alone(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: str, steps: list[Any]
+) -> None:
+    corpus = change(corpus, steps=steps)
+    (tmp_path / "in/0.jsonl").write_bytes(lines([f"the hat {n}" for n in range(200)]))
+    path = tmp_path / "in/b.txt"
+    path.write_bytes(b"the hat " * 500)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "join_output", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            run(corpus)
+    data = path.read_bytes()
+    path.write_bytes({"touched": data, "longer": data * 2, "shorter": b"the hat"}[edit])
+    os.utime(path, ns=(0, 0))
+    again = interrupt(corpus, monkeypatch, None)
+    assert again == [0]
+    found = read_output(prefix_of(corpus))
+    run(change(corpus, output=str(tmp_path / "new")))
+    assert found == read_output(str(tmp_path / "new_text_document"))
+
+
+def test_the_output_is_checked_before_the_work(corpus: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match=r"the output folder /proc/no cannot be made: No such"):
+        run(change(corpus, output="/proc/no/out"))
+    run(change(corpus, output=str(tmp_path / "no/out")))  # which is made
+    (tmp_path / "out_text_document.idx").touch()
+    with pytest.raises(DataError, match=r"t.idx exists but is incomplete: .*json is") as caught:
+        run(corpus)
+    assert "--overwrite" in caught.value.hint
+    with (tmp_path / "in/huge.txt").open("wb") as file:
+        file.truncate(2**43)
+    with pytest.raises(MachineError, match=r"need 4.0 TiB or more") as full:
+        run(corpus, overwrite=True)
+    assert "free space" in full.value.hint
+    assert not work_path(corpus).exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "the inputs hold no document"),
+        (b"\n\n", "the inputs hold no document"),
+        (b'{"text": ""}\n', "1 without text"),
+        (b"[]\nbad\n", r"read dropped 2: malformed JSON\n  .*/in/a.jsonl:1: expected.*\n  .*:2: "),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_empty_corpus_publishes_nothing(
+    small: Corpus, tmp_path: Path, data: bytes, why: str, workers: int
+) -> None:
+    (tmp_path / "in/b.jsonl").write_bytes(b"\n")
+    (tmp_path / "in/a.jsonl").write_bytes(data)
+    with pytest.raises(DataError, match=f"the corpus is empty: .*{why}") as caught:
+        run(small, workers=workers, unit_bytes=1)
+    assert "json_key" in caught.value.hint
+    with pytest.raises(DataError, match=f"the corpus is empty: .*{why}") as caught:
+        train_on_inputs(change(small, tokenizer="new"), 260, overwrite=False, on_error="quarantine")
+    assert leftovers(tmp_path) == []
+    (tmp_path / "in/a.jsonl").write_bytes(lines(["cat"]))
+    assert run(small).documents == 1
+
+
+def test_progress_is_told(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "BEAT_SECONDS", 0.001)
+    (tmp_path / "in/e.jsonl").write_bytes(lines(["the cat sat " * 50] * 5000))
+    seen: list[Progress] = []
+    sidecar = run(corpus, unit_bytes=50_000, on_progress=seen.append)
+    total = sum(record.size_bytes for record in sidecar.sources)
+    assert {progress.total_bytes for progress in seen} == {total}
+    assert seen[-1].units_done > seen[0].units_done
+    assert seen[-1].done_bytes > seen[0].done_bytes
+    assert len(seen[-1].workers) == 1
+    assert all(progress.bytes_per_second >= 0 for progress in seen)
+
+
+def test_training_names_bad_documents_and_keeps_old_tokenizers(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    new = change(corpus, tokenizer=str(tmp_path / "new"))
+    with pytest.raises(DataError, match=r"a.jsonl:51: the value of"):
+        train_on_inputs(new, 262, overwrite=False)
+    new = change(new, inputs=(str(tmp_path / "in/d.jsonl"),))
+    train_on_inputs(new, 262, overwrite=False)
+    train_on_inputs(new, 262, overwrite=False)  # as another process, or after a kill
+    with pytest.raises(DataError, match=r"a different tokenizer exists already: .*tokenizer.json"):
+        train_on_inputs(new, 261, overwrite=False)
+    assert load_tokenizer(tmp_path / "new").vocabulary_size == 262
+    train_on_inputs(new, 261, overwrite=True)
+    assert not list(tmp_path.glob("new.*"))
+    assert load_tokenizer(tmp_path / "new").vocabulary_size == 261

@@ -1,0 +1,177 @@
+"""Tests of the steps that look at one document: what they drop, change and count."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainyard.config.corpus import DocumentStep, Keep, LengthLimits, Normalize, Quality
+from trainyard.corpus.preparation.characters import (
+    ALONE,
+    LETTER,
+    SPACE,
+    WORD,
+    code_points,
+    kinds_of,
+)
+from trainyard.corpus.preparation.steps import KEPT, apply_steps, normalize, quality_fault
+from trainyard.data.sidecar import StepCount
+
+PROSE = {
+    "English": "The quick brown fox jumps over the lazy dog, and nobody knows why it does so.",
+    "German": "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.",
+    "Russian": "Съешь же ещё этих мягких французских булок, да выпей чаю.",
+    "Hindi": "सभी मनुष्य जन्म से स्वतंत्र तथा मर्यादा और अधिकारों में समान होते हैं।",
+    "Arabic": "يولد جميع الناس أحرارا متساوين في الكرامة والحقوق.",
+    "Korean": "모든 인간은 태어날 때부터 자유로우며 그 존엄과 권리에 있어 동등하다.",
+}
+
+
+def apply(
+    steps: list[DocumentStep], texts: list[str], fields: dict[str, list[str]] | None = None
+) -> tuple[list[str], dict[str, list[str]], list[StepCount]]:
+    counts = [StepCount(kind=step.kind) for step in steps]
+    texts, fields = apply_steps(steps, texts, fields or {}, counts)
+    return texts, fields, counts
+
+
+def quality(**rules: Any) -> Quality:
+    """Quality with every rule off but those given."""
+    off = {
+        "min_words": 0,
+        "min_mean_word_length": 0.0,
+        "max_mean_word_length": 1e9,
+        "min_letter_share": 0.0,
+        "max_symbol_to_word_ratio": 1e9,
+        "max_bullet_line_share": 1.0,
+        "max_repeated_line_share": 1.0,
+    }
+    return Quality.model_validate({"kind": "quality", **off, **rules})
+
+
+def test_documents_pass_the_steps_in_order_and_are_counted() -> None:
+    steps: list[DocumentStep] = [
+        Keep(kind="keep", field="set", values=("web", "books")),
+        Normalize(kind="normalize"),
+        LengthLimits(kind="length", min_characters=3, max_characters=5),
+    ]
+    texts = ["dropped", "e\u0301\r\n\0a\ufeff", "  ab  ", "too long", "é漢字"]
+    fields = {"set": ["code", "web", "books", "web", "web"], "id": ["1", "2", "3", "4", "5"]}
+    left, left_fields, counts = apply(steps, texts, fields)
+    assert left == ["é\na", "é漢字"]
+    assert left_fields == {"set": ["web", "web"], "id": ["2", "5"]}
+    assert [msgspec.structs.astuple(count) for count in counts] == [
+        ("keep", 5, 4, 7 + 10 + 6 + 8 + 8, 10 + 6 + 8 + 8, {"not kept: set": 1}, {}),
+        ("normalize", 4, 4, 32, 4 + 6 + 8 + 8, {}, {}),
+        ("length", 4, 2, 26, 12, {"too short": 1, "too long": 1}, {}),
+    ]
+
+
+def test_counts_add_up_over_batches() -> None:
+    step = LengthLimits(kind="length", min_characters=2)
+    count = StepCount(kind="length")
+    for texts in (["a", "bc"], [], ["", "de"]):
+        apply_steps([step], texts, {}, [count])
+    assert (count.documents_in, count.documents_out, count.dropped) == (4, 2, {"too short": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "nfc", "nfkc"),
+    [
+        ("plain\ttext\n", "plain\ttext\n", "plain\ttext\n"),
+        ("a\r\nb\rc\n\rd", "a\nb\nc\n\nd", "a\nb\nc\n\nd"),
+        ("a\x0bb\x0cc\x85d\u2028e\u2029f", "a\nb\nc\nd\ne\nf", "a\nb\nc\nd\ne\nf"),
+        ("\ufeffbell\x07 nul\x00 del\x7f c1\x9f", "bell nul del c1", "bell nul del c1"),
+        ("e\x00\u0301", "é", "é"),
+        ("\ufb01ne \uff11 \u2460", "\ufb01ne \uff11 \u2460", "fine 1 1"),
+        ("می\u200cروم 👩\u200d🚀 ភា\u200bសា", "می\u200cروم 👩\u200d🚀 ភា\u200bសា", None),
+    ],
+    ids=["plain", "CR", "line ends", "controls", "accent after NUL", "compatible", "zero width"],
+)
+def test_normalize(text: str, nfc: str, nfkc: str | None) -> None:
+    assert normalize(text, Normalize(kind="normalize")) == nfc
+    assert normalize(text, Normalize(kind="normalize", form="NFKC")) == (
+        nfc if nfkc is None else nfkc
+    )
+
+
+@given(st.text(), st.sampled_from(["NFC", "NFKC"]))
+def test_normalizing_twice_changes_nothing_more(text: str, form: str) -> None:
+    step = Normalize.model_validate({"kind": "normalize", "form": form})
+    once = normalize(text, step)
+    assert normalize(once, step) == once
+    assert not [c for c in once if unicodedata.category(c) == "Cc" and c not in "\n\t"]
+
+
+@pytest.mark.parametrize("language", PROSE)
+def test_prose_of_any_script_is_kept(language: str) -> None:
+    assert quality_fault(PROSE[language], Quality(kind="quality", min_words=5)) == KEPT
+
+
+@pytest.mark.parametrize(
+    ("text", "rules", "fault"),
+    [
+        ("one two three", {"min_words": 4}, "too few words"),
+        ("one two three", {"min_words": 3}, KEPT),
+        (" one\u3000two\xa0three\n", {"min_words": 4}, "too few words"),
+        ("", {"min_words": 1}, "too few words"),
+        ("", {}, KEPT),
+        ("ab cd", {"min_mean_word_length": 2.5}, "words too short"),
+        ("ab cde", {"min_mean_word_length": 2.5}, KEPT),
+        ("abcd abc", {"max_mean_word_length": 3.0}, "words too long"),
+        ("ab1 2é 漢3", {"min_letter_share": 0.6}, "too few letters"),
+        ("ab1 2é 漢3", {"min_letter_share": 0.5}, KEPT),
+        ("a # b ... c", {"max_symbol_to_word_ratio": 0.2}, KEPT),
+        ("a # b # c", {"max_symbol_to_word_ratio": 0.2}, "too many symbols"),
+        ("a b… c...", {"max_symbol_to_word_ratio": 0.5}, "too many symbols"),
+        ("• a\n - b\n\n\nc", {"max_bullet_line_share": 0.6}, "too many bullets"),
+        ("• a\n - b\n\n\nc", {"max_bullet_line_share": 0.7}, KEPT),
+        ("a\nb\n a \n\n\na", {"max_repeated_line_share": 0.4}, "too many repeated lines"),
+        ("a\nb\n a \n\n\na", {"max_repeated_line_share": 0.5}, KEPT),
+        ("1 2", {"min_mean_word_length": 2.0, "min_letter_share": 1.0}, "words too short"),
+    ],
+)
+def test_quality_names_the_first_rule_broken(text: str, rules: dict[str, Any], fault: str) -> None:
+    assert quality_fault(text, quality(**rules)) == fault
+
+
+def test_quality_drops_rubbish_and_keeps_novels(shared_data: Path) -> None:
+    rubbish = {
+        "too few words": "Click here to continue",
+        "words too short": "a b c d e " * 20,
+        "words too long": "https://example.com/a-very-long-address " * 60,
+        "too few letters": "12.50 (3,4) 199-99 [0] " * 30,
+        "too many symbols": "read more... about #this ... topic #now " * 20,
+        "too many bullets": "\n".join(f"- item of the number {'x' * n}" for n in range(20)),
+        "too many repeated lines": "all work and no play makes nobody happy\n" * 20,
+    }
+    step = Quality(kind="quality")
+    assert {quality_fault(text, step): text for text in rubbish.values()} == rubbish
+    with (shared_data / "corpora" / "novels.jsonl").open("rb") as file:
+        novels = [json.loads(line)["text"] for line, _ in zip(file, range(1000), strict=False)]
+    left, _, counts = apply([step], novels)
+    assert len(left) >= 998, counts
+
+
+@given(st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from("ab \n\t9.é漢"))))
+def test_kinds_of_characters_are_those_python_names(text: str) -> None:
+    for character, kinds in zip(text, kinds_of(code_points(text)).tolist(), strict=True):
+        category = unicodedata.category(character)
+        assert bool(kinds & LETTER) == (category[0] in "LM" and ord(character) < 0x32400)
+        assert bool(kinds & WORD) == (category[0] in "LMN" and ord(character) < 0x32400)
+        assert bool(kinds & SPACE) == character.isspace()
+        assert not kinds & ALONE or kinds & WORD
+
+
+@given(st.text(alphabet="ab \n\u3000"))
+def test_words_are_those_of_split(text: str) -> None:
+    n_words = len(text.split())
+    assert quality_fault(text, quality(min_words=n_words)) == KEPT
+    assert quality_fault(text, quality(min_words=n_words + 1)) == "too few words"

@@ -1,0 +1,386 @@
+"""Tests of the readers: what they accept, every fault with its place, and how files are cut."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import json
+import lzma
+import shutil
+import subprocess
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from trainyard.corpus.sources import (
+    Fault,
+    Segment,
+    blocks,
+    read_documents,
+    split_into_units,
+)
+from trainyard.corpus.sources.jsonl import MAX_DOCUMENT_BYTES
+from trainyard.errors import DataError
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
+TEXTS = ["first", "", "naïve 漢字 😀", 'quote " and \\ and \n', "last"]
+
+
+def jsonl(texts: list[str], key: str = "text") -> bytes:
+    return b"".join(json.dumps({"id": 1, key: text}).encode() + b"\n" for text in texts)
+
+
+def spoil_checksum(data: bytes, suffix: str) -> bytes:
+    n_bytes = 4 if suffix == ".zst" else 8
+    return data[:-n_bytes] + bytes(byte ^ 255 for byte in data[-n_bytes:])
+
+
+def read(path: Path, key: str = "text") -> tuple[list[str], list[Fault]]:
+    batches = list(read_documents(Segment(path, 0, path.stat().st_size), key))
+    texts = [text for batch in batches for text in batch.texts]
+    return texts, [fault for batch in batches for fault in batch.faults]
+
+
+def read_bytes(folder: Path, data: bytes, name: str = "a.jsonl") -> tuple[list[str], list[Fault]]:
+    path = folder / name
+    path.write_bytes(data)
+    return read(path)
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_every_compression_gives_the_same_documents(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    # Two frames, as `cat a.gz b.gz` writes, and documents far larger than a chunk.
+    texts = [*TEXTS, "x" * 9_000_000, "end"]
+    path.write_bytes(COMPRESS[suffix](jsonl(texts[:3])) + COMPRESS[suffix](jsonl(texts[3:])))
+    assert read(path) == (texts, [])
+    consumed = sum(b.n_bytes for b in read_documents(Segment(path, 0, path.stat().st_size), "text"))
+    assert consumed == path.stat().st_size
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_text_file_is_one_document(tmp_path: Path, suffix: str) -> None:
+    data = COMPRESS[suffix](b"\xef\xbb\xbfone\r\ntwo\n")
+    assert read_bytes(tmp_path, data, f"a.txt{suffix}") == (["one\r\ntwo\n"], [])
+
+
+def test_parquet_gives_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    texts = [f"row {n} é" for n in range(2000)]
+    table = pyarrow.table({"id": list(range(2000)), "body": texts})
+    pyarrow.parquet.write_table(table, path, row_group_size=300)
+    assert read(path, "body") == (texts, [])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n',
+        b'{"text": "a"}\r\n{"text": "b"}\r\n',
+        b'\n \t\r\n{"text": "a"}\n\n{"text": "b"}',
+        b'{"text": "a", "score": NaN}\n{"other": "\\ud800", "text": "b"}\n',
+        b'{"text": "first", "text": "a"}\n{"text": "b"}\n',
+    ],
+    ids=["byte order mark", "CRLF", "blank lines", "loose JSON", "last of two keys"],
+)
+def test_what_python_accepts_is_accepted(tmp_path: Path, data: bytes) -> None:
+    assert read_bytes(tmp_path, data) == (["a", "b"], [])
+
+
+FAULTS = [
+    (b'{"txt": "a", "n": 1}', "missing key", 'no key "text"; the keys are: txt, n', '"txt"'),
+    (
+        b'{"text.a": {"text": 1}}',
+        "missing key",
+        'no key "text"; the keys are: text.a',
+        'did you mean "text.a"?',
+    ),
+    (b"{}", "missing key", 'there is no key "text"; the keys are: none', "json_key"),
+    (b'{"text": null}', "not a string", 'the value of "text" is null, not a string', "fix"),
+    (b'{"text": 12}', "not a string", 'the value of "text" is 12, not a string', "fix"),
+    (b'{"text": "a"', "malformed JSON", "not valid JSON: Expecting ',' delimiter", "one JSON"),
+    (b'{"text": "a"} {"text": "b"}', "malformed JSON", "Extra data", "one JSON object per line"),
+    (b'["a"]', "malformed JSON", 'expected a JSON object, found ["a"]', '{"text": "..."}'),
+    (b'{"text": "a\xff"}', "invalid UTF-8", "byte 45 (0xff) is not valid UTF-8", "UTF-8"),
+    (
+        b'{"text": "a\\ud800"}',
+        "lone surrogate",
+        r"the lone surrogate \ud800 at character 1",
+        "half",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "kind", "detail", "hint"), FAULTS)
+@pytest.mark.parametrize("suffix", ["", ".zst"])
+def test_a_bad_line_is_named(
+    tmp_path: Path, suffix: str, line: bytes, kind: str, detail: str, hint: str
+) -> None:
+    good = b'{"text": "good"}\n'
+    data = COMPRESS[suffix](good + good + line + b"\n" + good)
+    texts, faults = read_bytes(tmp_path, data, f"a.jsonl{suffix}")
+    assert texts == ["good"] * 3
+    assert [(fault.kind, fault.position) for fault in faults] == [(kind, 3)]
+    assert detail in faults[0].detail
+    assert hint in faults[0].hint
+
+
+def test_the_byte_of_invalid_utf8_counts_the_byte_order_mark(tmp_path: Path) -> None:
+    _, (line,) = read_bytes(tmp_path, b'\xef\xbb\xbf{"text": "\xff"}\n')
+    assert "byte 13 (0xff)" in line.detail
+    _, (text,) = read_bytes(tmp_path, b"abc\xe9", "a.txt")
+    assert "byte 3 (0xe9)" in text.detail
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a b.jsonl"])
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16"])
+def test_the_hint_converts_other_encodings(tmp_path: Path, name: str, encoding: str) -> None:
+    text = "na\u00efve" + (" \u201cquoted\u201d" if encoding == "cp1252" else "")
+    path = tmp_path / name
+    content = text if name == "a.txt" else json.dumps({"text": text}, ensure_ascii=False)
+    path.write_text(content, encoding=encoding)
+    command = read(path)[1][0].hint.partition(": ")[2]
+    assert command.startswith("iconv -f ")
+    if shutil.which("iconv") is None:
+        pytest.skip("no iconv on this machine")
+    subprocess.run(["sh", "-c", command], check=True)
+    texts, faults = read(path)
+    assert (texts, faults) == ([text], [])
+
+
+def test_a_line_too_long_for_memory_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"text": "a"}\n')
+        file.write(b"<")
+        file.truncate(2 * MAX_DOCUMENT_BYTES)  # a hole in the file costs no disk
+        file.seek(0, 2)
+        file.write(b'\n{"text": "b\xff"}\n{"text": "b"}\n')
+    tracemalloc.start()
+    texts, faults = read(path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 1.2 * MAX_DOCUMENT_BYTES
+    assert texts == ["a", "b"]
+    assert [(fault.kind, fault.position) for fault in faults] == [
+        ("too long", 2),
+        ("invalid UTF-8", 3),
+    ]
+    assert faults[0].detail == (
+        f"the line has {2 * MAX_DOCUMENT_BYTES - 14:,} bytes; a document may have 33,554,432"
+    )
+    assert faults[0].raw == b"<" + bytes(2**16 - 1)
+    assert f"byte {2 * MAX_DOCUMENT_BYTES + 1 + 11} " in faults[1].detail
+
+
+def test_a_text_file_too_long_for_one_document_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    with path.open("wb") as file:
+        file.truncate(2 * MAX_DOCUMENT_BYTES)
+    (fault,) = read(path)[1]
+    assert fault.detail == "the file has 67,108,864 bytes; a document may have 33,554,432"
+    assert fault.raw == bytes(2**16)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize(
+    "damage", ["cut short", "last bytes cut", "checksum wrong", "rubbish after the end"]
+)
+def test_a_damaged_file_gives_what_comes_before(tmp_path: Path, suffix: str, damage: str) -> None:
+    good, more = COMPRESS[suffix](jsonl(TEXTS)), COMPRESS[suffix](jsonl(["never complete"]))
+    data = {
+        "cut short": good + more[: len(more) // 2],
+        "rubbish after the end": good + b"rubbish!" * 9,
+        "last bytes cut": good[:-3],
+        "checksum wrong": spoil_checksum(good, suffix),
+    }[damage]
+    texts, faults = read_bytes(tmp_path, data, f"a.jsonl{suffix}")
+    assert texts == TEXTS
+    assert faults[-1].kind == "damaged file"
+    assert f"the file is damaged after document {len(texts)}" in faults[-1].detail
+    assert "fetch or make the file again" in faults[-1].hint
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_file_named_after_another_format_is_explained(tmp_path: Path, suffix: str) -> None:
+    plain, packed = tmp_path / "a.jsonl", tmp_path / f"b.jsonl{suffix}"
+    plain.write_bytes(COMPRESS[suffix](jsonl(TEXTS)))
+    assert read(plain)[1][0].detail == f"the file is {suffix} data, which its name does not say"
+    assert read(plain)[1][0].hint == f"add {suffix} to its name"
+    packed.write_bytes(jsonl(TEXTS))
+    (fault,) = read(packed)[1]
+    assert f"the file is not {suffix} data, despite its name: it begins with b'{{" in fault.detail
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("n_sound", [0, 1])
+def test_no_line_behind_a_garbled_one_is_good_in_a_damaged_file(
+    tmp_path: Path, suffix: str, n_sound: int
+) -> None:
+    # What a flipped byte does to the text is up to the compression: here it spoils one line.
+    texts = [hashlib.sha256(bytes([n])).hexdigest() for n in range(200)]
+    sound = COMPRESS[suffix](b"bad\n" + jsonl(texts)) * n_sound
+    frame = COMPRESS[suffix](jsonl(texts[:120]) + b"garbled\n" + jsonl(texts[121:]))
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(sound + spoil_checksum(frame, suffix))
+    found, faults = read(path)
+    assert found == texts * n_sound + texts[:120]
+    assert [fault.kind for fault in faults] == ["malformed JSON"] * n_sound + ["damaged file"]
+    assert "earlier ones may have wrong characters" in faults[-1].detail
+    # Cut short, all that is there is right.
+    path.write_bytes(sound + frame[:-3])
+    assert read(path)[0] == texts * n_sound + texts[:120] + texts[121:]
+
+
+def test_faults_of_parquet_name_the_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    broken = pyarrow.array([b"a", b"\xff", None, b"d"], pyarrow.binary())
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 4, broken.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": text, "n": [1, 2, 3, 4]}), path)
+    texts, faults = read(path)
+    assert texts == ["a", "d"]
+    assert [(f.kind, f.position) for f in faults] == [("invalid UTF-8", 2), ("not a string", 3)]
+    texts, faults = read(path, "txt")
+    assert faults[0].detail == 'there is no key "txt"; the keys are: text, n'
+    assert 'did you mean "text"?' in faults[0].hint
+    assert faults[0].n_documents == 4
+    path.write_bytes(path.read_bytes()[:-20])
+    assert read(path)[1][0].kind == "damaged file"
+    twice = pyarrow.table([["a"], ["b"], ["c"]], ["text", "n", "text"])
+    pyarrow.parquet.write_table(twice, path)
+    assert read(path, "n") == (["b"], [])
+    texts, faults = read(path)
+    assert (texts, [fault.kind for fault in faults]) == ([], ["ambiguous column"])
+    assert faults[0].detail == '2 columns are called "text"; the columns are: text, n, text'
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 7, 64, 100, 1000, 10**6])
+def test_units_hold_every_line_once(tmp_path: Path, unit_bytes: int) -> None:
+    path = tmp_path / "a.jsonl"
+    texts = [str(n) * (n % 50) for n in range(100)]
+    path.write_bytes(jsonl(texts).removesuffix(b"\n"))
+    small = [tmp_path / f"{n}.txt" for n in range(3)]
+    for file, data in zip(small, (b"", b"text", b"text"), strict=True):
+        file.write_bytes(data)
+    units = split_into_units([(file, file.stat().st_size) for file in (path, *small)], unit_bytes)
+    segments = [segment for unit in units for segment in unit]
+    read_texts = [t for s in segments for batch in read_documents(s, "text") for t in batch.texts]
+    assert read_texts == [*texts, "", "text", "text"]
+    lines = [batch.n_lines for s in segments for batch in read_documents(s, "text")]
+    assert sum(lines) == 103
+    if unit_bytes == 10**6:
+        assert len(units) == 1
+    if unit_bytes == 100:
+        assert len(units) > 20
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    segment = Segment(tmp_path / "gone.jsonl", 0, 10)
+    with pytest.raises(DataError, match=r"gone.jsonl cannot be read: No such file") as caught:
+        list(read_documents(segment, "text"))
+    assert "check that the file is there" in caught.value.hint
+
+
+@pytest.mark.parametrize("depth", [100, 975, 1500, 100_000])
+def test_deep_nesting_is_a_fault_and_no_crash(tmp_path: Path, depth: int) -> None:
+    deep = b'{"text": ' + b"[" * depth + b"]" * depth + b"}\n"
+    texts, faults = read_bytes(tmp_path, deep + b'{"text": "good"}\n')
+    assert texts == ["good"]
+    assert [fault.position for fault in faults] == [1]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("data", [b"", b"\n\n\n", b" \t\r\n\n  "])
+def test_empty_files_and_blank_lines_hold_nothing(tmp_path: Path, suffix: str, data: bytes) -> None:
+    assert read_bytes(tmp_path, COMPRESS[suffix](data), f"a.jsonl{suffix}") == ([], [])
+    assert read_bytes(tmp_path, b"", "a.jsonl.gz") == ([], [])
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("n_zeros", [1, 2, 3, 5, 200_000])
+def test_zero_bytes_may_stand_behind_a_frame(tmp_path: Path, suffix: str, n_zeros: int) -> None:
+    name = f"a.jsonl{suffix}"
+    frame, zeros = COMPRESS[suffix](jsonl(["a"])), bytes(n_zeros)
+    assert read_bytes(tmp_path, frame + zeros + frame + zeros, name) == (["a", "a"], [])
+    assert [fault.kind for fault in read_bytes(tmp_path, zeros, name)[1]] == ["damaged file"]
+
+
+@pytest.mark.parametrize("with_checksum", [False, True])
+@pytest.mark.parametrize("with_size", [False, True])
+def test_every_part_of_a_zst_file_is_read(
+    tmp_path: Path, with_size: bool, with_checksum: bool
+) -> None:
+    path = tmp_path / "a.txt.zst"
+    compressor = zstandard.ZstdCompressor(
+        write_checksum=with_checksum, write_content_size=with_size
+    )
+    # Blocks of text, of noise, of one byte repeated, and none; a frame that says it holds no data.
+    texts = ["naïve", hashlib.shake_128(b"").hexdigest(300_000), "x" * 10**6, "", "y" * 2**16]
+    skipped = b"\x5a\x2a\x4d\x18" + (100_000).to_bytes(4, "little") + b"?" * 100_000
+    frames = [compressor.compress(text.encode()) for text in texts]
+    path.write_bytes(skipped + b"".join(frames) + skipped)
+    assert read(path) == (["".join(texts)], [])
+    # Cut anywhere, in the magic numbers, headers and checksums too, it is damaged.
+    for n_bytes in range(1, len(frames[0])):
+        path.write_bytes(frames[0][:n_bytes])
+        assert [fault.kind for fault in read(path)[1]] == ["damaged file"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_bomb_is_a_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(COMPRESS[suffix](b'{"text": "good"}\n' + b"x" * 2**24))
+    assert read(path)[0] == ["good"]
+    monkeypatch.setattr(blocks, "_BOMB_BYTES", 2**23)
+    _, faults = read(path)
+    assert [fault.kind for fault in faults] == ["damaged file"]
+    assert "it unpacks to more than 500 times its size" in faults[0].detail
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_memory_does_not_grow_with_what_a_chunk_unpacks_to(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    data = b"\n" * 2**25
+    # An .xz file says how much memory its dictionary takes; the least is 64 KiB.
+    path.write_bytes(lzma.compress(data, preset=0) if suffix == ".xz" else COMPRESS[suffix](data))
+    tracemalloc.start()
+    try:
+        sizes = [len(block) for block, _ in blocks.read_blocks(Segment(path, 0, 1))]
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sum(sizes) == 2**25
+    assert peak_bytes < 4 * blocks.BLOCK_BYTES
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("format", [".jsonl", ".txt"])
+def test_a_failing_disk_is_no_damaged_file(tmp_path: Path, format: str, suffix: str) -> None:
+    path = tmp_path / f"a{format}{suffix}"
+    path.symlink_to("/proc/self/mem")  # its first byte gives an input/output error
+    with pytest.raises(DataError, match="cannot be read: Input/output error"):
+        list(read_documents(Segment(path, 0, 10), "text"))
+
+
+def test_the_positions_of_a_segment_count_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl(["a"] * 3) + b"\nbad\n")
+    start = len(jsonl(["a", "a"]))
+    batches = list(read_documents(Segment(path, start, path.stat().st_size), "text"))
+    assert [fault.position for batch in batches for fault in batch.faults] == [3]
+    assert sum(batch.n_lines for batch in batches) == 3
+    assert sum(batch.n_bytes for batch in batches) == path.stat().st_size - start

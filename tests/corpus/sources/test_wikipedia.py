@@ -1,0 +1,183 @@
+"""Tests of the reader of Wikipedia dumps: any cutting, every reason to leave a page out, damage."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import random
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import pytest
+from tests.circles import everyday
+
+from trainyard.corpus.sources import wikipedia
+from trainyard.corpus.sources.batch import Batch, Fault
+from trainyard.corpus.sources.blocks import DamagedFileError
+from trainyard.corpus.sources.files import Segment
+from trainyard.corpus.sources.wikipedia import read_wikipedia
+
+HEADER = '<?xml version="1.0"?>\n<mediawiki>\n  <siteinfo><sitename>x</sitename></siteinfo>\n'
+
+
+def page(title: str, text: str, namespace: int = 0, extra: str = "") -> str:
+    return (
+        f"  <page>\n    <title>{escape(title)}</title>\n    <ns>{namespace}</ns>\n{extra}"
+        f'    <revision>\n      <text xml:space="preserve">{escape(text)}</text>\n'
+        "    </revision>\n  </page>\n"
+    )
+
+
+def read(path: Path, start: int = 0, end: int | None = None) -> list[Batch]:
+    return list(read_wikipedia(Segment(path, start, path.stat().st_size if end is None else end)))
+
+
+def texts_of(batches: list[Batch]) -> list[str]:
+    return [text for batch in batches for text in batch.texts]
+
+
+def faults_of(batches: list[Batch]) -> list[Fault]:
+    return [fault for batch in batches for fault in batch.faults]
+
+
+def dropped_of(batches: list[Batch]) -> Counter[str]:
+    return sum((Counter(batch.dropped) for batch in batches), Counter())
+
+
+def write(path: Path, pages: list[str]) -> Path:
+    data = (HEADER + "".join(pages) + "</mediawiki>\n").encode()
+    path.write_bytes(bz2.compress(data, 1) if path.suffix == ".bz2" else data)
+    return path
+
+
+def test_articles_are_kept_and_the_rest_is_counted(tmp_path: Path) -> None:
+    pages = [
+        page("A & B", "'''A''' &lt; [[b]]"),
+        page("C", "#REDIRECT [[A]]", extra='    <redirect title="A" />\n'),
+        page("D", " #redirect [[A]]"),
+        page("Talk:A", "talk", namespace=1),
+        page("E", "'''E''' may be:\n* [[F]]\n{{disambiguation|geo}}"),
+        page("G", "{{Infobox}}"),
+        page("H", "").replace("></text>", " />"),
+        page("I", 'quote " and \u00e9 5. It is {{age|1969}} years old.'),
+    ]
+    batches = read(write(tmp_path / "a.xml", pages))
+    assert texts_of(batches) == ["A & B\n\nA < b", 'I\n\nquote " and \u00e9 5.']
+    counts = {"redirect": 2, "other namespace": 1, "disambiguation": 1, "no text": 2}
+    assert dropped_of(batches) == counts
+    assert [batch.dropped_sentences for batch in batches] == [{"age": 1}]
+    assert sum(batch.n_lines for batch in batches) == 8
+    assert faults_of(batches) == []
+
+
+@pytest.mark.parametrize("suffix", [".xml", ".xml.bz2"])
+@pytest.mark.parametrize("n_pieces", everyday((1, 2, 3, 7, 50), (3,)))
+def test_any_cutting_gives_the_same_pages(tmp_path: Path, suffix: str, n_pieces: int) -> None:
+    pages = [page(f"T{n}", f"text {n} " + "word " * (n * 37 % 900)) for n in range(400)]
+    path = write(tmp_path / f"a{suffix}", pages)
+    size = path.stat().st_size
+    for seed in range(3):
+        cuts = [0, *sorted(random.Random(seed).choices(range(size), k=n_pieces - 1)), size]
+        pieces = [read(path, *cuts[n : n + 2]) for n in range(n_pieces)]
+        titles = [text.partition("\n")[0] for piece in pieces for text in texts_of(piece)]
+        assert titles == [f"T{n}" for n in range(400)]
+        n_bytes = sum(batch.n_bytes for piece in pieces for batch in piece)
+        assert size - 100 * n_pieces <= n_bytes <= size
+
+
+def test_every_cut_near_a_page_is_clean(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.xml", [page(f"T{n}", f"text {n}") for n in range(3)])
+    size = path.stat().st_size
+    whole = texts_of(read(path))
+    for cut in range(size + 1):
+        assert texts_of(read(path, 0, cut)) + texts_of(read(path, cut, size)) == whole
+
+
+def test_a_gzipped_dump_is_one_piece(tmp_path: Path) -> None:
+    plain = write(tmp_path / "a.xml", [page("A", "a"), page("B", "b")])
+    path = tmp_path / "b.xml.gz"
+    path.write_bytes(gzip.compress(plain.read_bytes()))
+    assert texts_of(read(path)) == ["A\n\na", "B\n\nb"]
+
+
+GOOD = page("Good", "good")
+BROKEN = [
+    (page("Bad", "x").replace("</page>", ""), "the page 'Bad' has no </page>"),
+    (page("Bad", "x").replace("</text>", ""), "the page 'Bad' has no </text>"),
+    (page("Bad", "x").replace("<text", "<test"), "the page 'Bad' has no <text>"),
+    (page("Bad", "a @ b").replace("@", "&lol;"), "'Bad' is not well-formed XML at '&lol; b'"),
+    (page("Bad", "a @ b").replace("@", "&"), "'Bad' is not well-formed XML at '& b'"),
+    (page("Bad", "a @ b").replace("@", "<b>"), "'Bad' is not well-formed XML at '<b> b'"),
+    ("<page>\n<ns>0</ns></page>", "the page 'without a title' has no <text>"),
+]
+
+
+@pytest.mark.parametrize(("broken", "detail"), BROKEN)
+def test_a_broken_page_is_named_and_the_next_ones_stay(
+    tmp_path: Path, broken: str, detail: str
+) -> None:
+    batches = read(write(tmp_path / "a.xml", [GOOD, broken, GOOD, GOOD]))
+    assert texts_of(batches) == ["Good\n\ngood"] * 3
+    (fault,) = faults_of(batches)
+    assert (fault.kind, fault.position) == ("damaged page", 2)
+    assert detail in fault.detail
+    assert "fetch the dump again" in fault.hint
+    assert sum(batch.n_lines for batch in batches) == 4
+
+
+def test_invalid_utf8_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.xml", [GOOD, page("Bad", "ab@"), GOOD])
+    path.write_bytes(path.read_bytes().replace(b"@", b"\xff"))
+    batches = read(path)
+    assert texts_of(batches) == ["Good\n\ngood"] * 2
+    assert "'Bad' is not valid UTF-8 at byte 2 of its text" in faults_of(batches)[0].detail
+
+
+def test_a_truncated_dump_names_its_last_page(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.xml", [GOOD, page("Last", "x" * 1000)])
+    path.write_bytes(path.read_bytes()[:-300])
+    batches = read(path)
+    assert texts_of(batches) == ["Good\n\ngood"]
+    assert "the page 'Last' has no </page> before the file ends" in faults_of(batches)[0].detail
+
+
+def test_hostile_entities_are_never_expanded(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.xml", [page("Bad", "@"), GOOD])
+    bomb = b'<!DOCTYPE x [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;"><!ENTITY f SYSTEM "file:///etc/passwd">]>'
+    path.write_bytes(bomb + path.read_bytes().replace(b"@", b"&b;&f;"))
+    batches = read(path)
+    assert texts_of(batches) == ["Good\n\ngood"]
+    assert [fault.kind for fault in faults_of(batches)] == ["damaged page"]
+
+
+def test_a_page_that_is_too_long_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wikipedia, "MAX_PAGE_BYTES", 2**21)
+    path = write(tmp_path / "a.xml", [GOOD, page("Long", "x" * 30_000_000), GOOD])
+    tracemalloc.start()
+    batches = read(path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert texts_of(batches) == ["Good\n\ngood"] * 2
+    (fault,) = faults_of(batches)
+    assert (fault.kind, fault.position) == ("too long", 2)
+    assert "the page 'Long' is longer than" in fault.detail
+    assert peak_bytes < 20_000_000
+
+
+def test_damage_comes_after_what_was_good(tmp_path: Path) -> None:
+    pages = [page(f"T{n}", random.Random(n).randbytes(500).hex()) for n in range(900)]
+    path = write(tmp_path / "a.xml.bz2", pages)
+    whole = texts_of(read(path))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    got: list[str] = []
+    with pytest.raises(DamagedFileError, match=r"^byte \d+: this bzip2 block is corrupt$"):
+        for batch in read_wikipedia(Segment(path, 0, len(data))):
+            got += batch.texts
+    assert 300 < len(got) < 450
+    assert got == whole[: len(got)]
