@@ -21,8 +21,8 @@ from trainyard.errors import (
     MachineError,
     UserError,
 )
+from trainyard.jobs.submit import read_submission
 from trainyard.launch.lock import hold
-from trainyard.launch.submit import read_submission
 
 ROOT = Path(__file__).parents[2]
 SBATCH = """#!/bin/bash

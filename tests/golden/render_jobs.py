@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from trainyard.cli.launch_jobs import Request, plan_jobs
-from trainyard.launch.render import render
+from trainyard.jobs.render import render
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "jobs"

@@ -11,7 +11,7 @@ from trainyard.errors import DataError, MachineError
 
 if TYPE_CHECKING:
     from trainyard.config.run import Run
-    from trainyard.launch.job import Job
+    from trainyard.jobs.job import Job
 
 
 def launch(
@@ -55,8 +55,8 @@ def launch(
     trainyard launch run.toml --cluster ssh --nodes 2 --hosts n1,n2
     """
     from trainyard.cli.launch_jobs import Request, plan_jobs
-    from trainyard.launch.job import check_programs
-    from trainyard.launch.render import render
+    from trainyard.jobs.job import check_programs
+    from trainyard.jobs.render import render
 
     given = {
         "account": account, "partition": partition, "time": time, "image": image, "hosts": hosts
@@ -135,7 +135,7 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
     """
     from trainyard.config.load import render_run
     from trainyard.data.publish import publish_text
-    from trainyard.launch.status import refuse_second
+    from trainyard.jobs.status import refuse_second
     from trainyard.train.run_folder import write_run_folder
     from trainyard.train.stop import refuse_stopped
 
@@ -167,7 +167,7 @@ def submit_jobs(cluster: str, jobs: dict[str, Job]) -> None:
     Raises:
         LaunchError: the scheduler rejects one of them.
     """
-    from trainyard.launch.submit import (
+    from trainyard.jobs.submit import (
         Submission,
         describe_submission,
         run_here,

@@ -28,7 +28,7 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.data.fetching.catalogue import corpus_names
 from trainyard.errors import ConfigError, LaunchError
-from trainyard.launch.job import Job, check_job
+from trainyard.jobs.job import Job, check_job
 from trainyard.plan.clusters import find_machine
 from trainyard.plan.layout import find_topology, ranks_per_replica
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import shlex
 
-from trainyard.config.cluster import read_cluster
-from trainyard.launch.script import cpu_mask
+from trainyard.config.cluster import cpu_mask, read_cluster
 from trainyard.plan.clusters import find_machine
 
 MEET = "export MASTER_ADDR=$(hostname) MASTER_PORT=29500; "

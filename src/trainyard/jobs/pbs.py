@@ -12,9 +12,9 @@ PBS differs from Slurm in these points:
 
 from __future__ import annotations
 
-from trainyard.launch import mpi
-from trainyard.launch.job import Job
-from trainyard.launch.script import (
+from trainyard.jobs import mpi
+from trainyard.jobs.job import Job
+from trainyard.jobs.script import (
     beginning,
     head,
     judgement,

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 
 from trainyard.config.cluster import CONTROL, Container
 from trainyard.errors import LaunchError
+from trainyard.jobs.job import Job
 from trainyard.launch.environment import PROMISE, hide_secrets
-from trainyard.launch.job import Job
 
 
 def quote(*words: object) -> str:
@@ -39,20 +39,6 @@ def quote(*words: object) -> str:
                 "rename the file or folder, or start in another one",
             )
     return shlex.join(texts)
-
-
-def cpu_mask(cpus: str) -> str:
-    """Returns the mask of a list of CPUs, one bit each: "0-2,5" is 0x27."""
-    return hex(sum(1 << cpu for cpu in expand_cpus(cpus)))
-
-
-def expand_cpus(cpus: str) -> list[int]:
-    """Returns the CPUs of a list: "0-2,5" is 0, 1, 2 and 5."""
-    found: list[int] = []
-    for part in cpus.split(","):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
 
 
 def head(job: Job, by_hand: str) -> list[str]:

@@ -13,10 +13,10 @@ import pytest
 from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.config.cluster import Cluster, Launch
-from trainyard.launch.job import Job
-from trainyard.launch.render import render
-from trainyard.launch.status import read_current
-from trainyard.launch.submit import Submission, write_submission
+from trainyard.jobs.job import Job
+from trainyard.jobs.render import render
+from trainyard.jobs.status import read_current
+from trainyard.jobs.submit import Submission, write_submission
 
 pytestmark = pytest.mark.exhaustive
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trainyard.launch import mpi, pbs, slurm, ssh
-from trainyard.launch.job import Job
-from trainyard.launch.script import beginning, caches, head, program, quote, variables
+from trainyard.jobs import mpi, pbs, slurm, ssh
+from trainyard.jobs.job import Job
+from trainyard.jobs.script import beginning, caches, head, program, quote, variables
 
 
 def render(job: Job) -> str:

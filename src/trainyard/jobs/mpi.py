@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import shlex
 
-from trainyard.launch.job import MPIEXECS, Job
-from trainyard.launch.script import (
+from trainyard.jobs.job import MPIEXECS, Job
+from trainyard.jobs.script import (
     beginning,
     caches,
     device,

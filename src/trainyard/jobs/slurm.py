@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import shlex
 
-from trainyard.launch.job import Job
-from trainyard.launch.script import (
+from trainyard.config.cluster import cpu_mask
+from trainyard.jobs.job import Job
+from trainyard.jobs.script import (
     beginning,
     caches,
-    cpu_mask,
     device,
     head,
     heredoc,

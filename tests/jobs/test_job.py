@@ -8,7 +8,7 @@ import pytest
 
 from trainyard.config.cluster import Cluster, Launch
 from trainyard.errors import LaunchError
-from trainyard.launch.job import Job, check_job, check_programs
+from trainyard.jobs.job import Job, check_job, check_programs
 
 
 def job(folder: str = "/project/runs/run", n_nodes: int = 2, ranks: int = 4, **launch: Any) -> Job:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import shlex
 
-from trainyard.launch import mpi
-from trainyard.launch.job import Job
-from trainyard.launch.script import (
+from trainyard.jobs import mpi
+from trainyard.jobs.job import Job
+from trainyard.jobs.script import (
     beginning,
     caches,
     device,

@@ -14,11 +14,11 @@ import pytest
 from tests.golden.render_jobs import FOLDER, GOLDEN, RECIPES, ROOT, golden_files, render_all
 from tests.waiting import WATCHDOG_SECONDS
 
-from trainyard.config.cluster import Cluster, Launch, read_cluster
-from trainyard.launch.job import Job
-from trainyard.launch.render import render
+from trainyard.config.cluster import Cluster, Launch, cpu_mask, expand_cpus, read_cluster
+from trainyard.jobs.job import Job
+from trainyard.jobs.render import render
+from trainyard.jobs.script import VERDICT
 from trainyard.launch.restarts import FINAL_CODES, LIMIT
-from trainyard.launch.script import VERDICT, cpu_mask, expand_cpus
 
 # Of LUMI-AI-Guide, and of hopper.conf of Azure/ai-infrastructure-on-azure.
 LUMI_MASKS = (

@@ -27,9 +27,9 @@ from typing import Literal
 
 from trainyard.config.reading import parse_json, read_file
 from trainyard.errors import LaunchError
+from trainyard.jobs.submit import Submission, end_command, read_submission
 from trainyard.launch.environment import first_host
 from trainyard.launch.lock import find_holder
-from trainyard.launch.submit import Submission, end_command, read_submission
 
 STARTS, BAD_NODES = "starts.log", "bad_nodes"
 ANSWER_SECONDS = 20.0

@@ -14,7 +14,7 @@ from tests.cluster.slurm import Slurm
 from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.errors import LaunchError, MachineError
-from trainyard.launch.submit import (
+from trainyard.jobs.submit import (
     Submission,
     describe_submission,
     read_submission,
@@ -26,7 +26,7 @@ SUBMIT = """
 import sys
 from pathlib import Path
 from trainyard.errors import UserError
-from trainyard.launch import submit
+from trainyard.jobs import submit
 submit.ANSWER_SECONDS = float(sys.argv[1])
 try:
     print(submit.submit(Path(sys.argv[2]), "slurm", sys.argv[3:]))
@@ -130,7 +130,7 @@ def test_an_answer_that_is_no_job_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_script_takes_over(tmp_path: Path) -> None:
     path = script(tmp_path, "trap 'exit 75' USR1; echo $$; while true; do sleep 0.05; done")
-    program = "from pathlib import Path; from trainyard.launch.submit import run_here; "
+    program = "from pathlib import Path; from trainyard.jobs.submit import run_here; "
     program += f"run_here(Path({str(path)!r}))"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
