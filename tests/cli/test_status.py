@@ -17,7 +17,7 @@ from tests.report.conftest import run_lines, train_line, write_run_folder
 
 from trainyard.cli.main import main
 from trainyard.jobs.status import ask_scheduler, read_bad_nodes, read_starts
-from trainyard.jobs.submit import Submission, write_submission
+from trainyard.jobs.submission import Submission, write_submission
 from trainyard.launch.lock import hold
 
 __all__ = ["machines", "slurm"]

@@ -8,7 +8,8 @@ import pytest
 
 from trainyard.config.cluster import Cluster, Launch
 from trainyard.errors import LaunchError
-from trainyard.jobs.job import Job, check_job, check_programs
+from trainyard.jobs.check import check_job, check_programs
+from trainyard.jobs.job import Job
 
 
 def job(folder: str = "/project/runs/run", n_nodes: int = 2, ranks: int = 4, **launch: Any) -> Job:

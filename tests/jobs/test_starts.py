@@ -14,9 +14,9 @@ from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.config.cluster import Cluster, Launch
 from trainyard.jobs.job import Job
-from trainyard.jobs.render import render
+from trainyard.jobs.script import render
 from trainyard.jobs.status import read_current
-from trainyard.jobs.submit import Submission, write_submission
+from trainyard.jobs.submission import Submission, write_submission
 
 pytestmark = pytest.mark.exhaustive
 

@@ -15,8 +15,9 @@ from trainyard.cli.train import RUNS_FOLDER
 from trainyard.units import format_bytes, format_large, format_number, format_seconds
 
 if TYPE_CHECKING:
-    from trainyard.jobs.status import JobState, Start
-    from trainyard.jobs.submit import Submission
+    from trainyard.jobs.scheduler import JobState
+    from trainyard.jobs.status import Start
+    from trainyard.jobs.submission import Submission
     from trainyard.report.history import Metrics
 
 UNKNOWN = "not known yet"

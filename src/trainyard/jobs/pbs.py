@@ -1,4 +1,4 @@
-"""Job scripts for PBS: OpenPBS and PBS Professional, with any mpiexec.
+"""PBS: OpenPBS and PBS Professional, with any mpiexec.
 
 PBS differs from Slurm in these points:
 
@@ -12,111 +12,104 @@ PBS differs from Slurm in these points:
 
 from __future__ import annotations
 
-from trainyard.jobs import mpi
+import re
+from collections.abc import Sequence
+
+from trainyard.config.reading import parse_json
+from trainyard.errors import LaunchError
+from trainyard.jobs.hosts import mpiexec_settings
 from trainyard.jobs.job import Job
-from trainyard.jobs.script import (
-    beginning,
-    head,
-    judgement,
+from trainyard.jobs.scheduler import (
+    ASK_SECONDS,
+    FORGOTTEN,
+    BatchScheduler,
+    JobState,
+    Phase,
+    Settings,
+    call,
+    limits,
     options,
-    program,
-    quote,
-    variables,
-    verdict,
 )
 
-
-def render(job: Job) -> str:
-    """Writes the script."""
-    lines = _render_stage(job) if job.is_stage else _render_training(job)
-    return "\n".join(lines) + "\n"
-
-
-def _render_training(job: Job) -> list[str]:
-    launch = job.cluster.launch
-    return [
-        *head(job, quote("qsub", job.script_path)),
-        *_directives(job, launch.partition, launch.time),
-        *beginning(job),
-        "",
-        "job=$PBS_JOBID is_warned='' is_ended=''",
-        'start=$(cat "$folder/starts.log" 2> /dev/null | grep -cF " start $job ")',
-        *_hosts(job),
-        *(_end(launch.time) if launch.time else []),
-        *mpi.meeting_point(),
-        *mpi.rank(job),
-        *mpi.mpiexec(job),
-        *judgement(_again(job)),
-        "",
-        "# qdel and preemption also signal the ranks, which save.",
-        "trap 'is_ended=yes' TERM",
-        "trap 'is_warned=yes' USR1",
-        *mpi.run(job),
-        *verdict(),
-        *mpi.end(job),
-    ]
+STATES: dict[str, Phase] = {
+    **dict.fromkeys("QHTW", "waiting"),
+    **dict.fromkeys("RESBU", "running"),
+    **dict.fromkeys("FX", "ended"),
+}
 
 
-def _again(job: Job) -> list[str]:
-    return [
-        "# Only for operators on many machines.",
-        'qrerun "$job" 2> /dev/null && return',
-        "local next",
-        f"next=$({quote('qsub', job.script_path)}) || return",
-        "# From now on, status queries the new job id.",
-        """tell resubmitted "$job" "${next##*$'\\n'}\"""",
-    ]
+class Pbs(BatchScheduler):
+    """PBS."""
+
+    parts = ("starts.sh", "mpiexec.sh", "batch.sh")
+    shebang = "#!/bin/bash -l"
+    """PBS starts scripts without the login environment, such as modules."""
+    submitter, lister, ender = ("qsub",), "qstat", "qdel"
+
+    def check(self, job: Job) -> None:
+        """Rejects a path that a log cannot have."""
+        if not re.fullmatch(r"[\w./+@=-]+", str(job.folder)):
+            raise LaunchError(
+                f"PBS cannot write its log below {job.folder}: the path has a space or a special "
+                "character",
+                "start in a folder whose path has only letters, digits and . _ - + @ =",
+            )
+
+    def directives(self, job: Job) -> list[str]:
+        """Returns #PBS lines."""
+        launch, given = job.cluster.launch, options(job)
+        queue, time = limits(job)
+        if not any(each.startswith("-l") and "select=" in each for each in given):
+            chunk = f"1:ncpus={launch.prepare.workers}" if job.is_stage else f"{job.n_nodes}"
+            given = [f"-l select={chunk}", *given]
+        if not job.is_stage and not any("place=" in each for each in given):
+            given.append("-l place=scatter")
+        log = job.folder / "jobs" if job.is_stage else job.folder
+        lines = [f"-N {job.name}", *given]
+        lines += [f"-l walltime={time}"] if time else []
+        lines += [f"-q {queue}"] if queue else []
+        lines += [f"-A {launch.account}"] if launch.account else []
+        lines += [f"-J 0-{job.n_nodes - 1}"] if job.is_stage and job.n_nodes > 1 else []
+        return [f"#PBS {line}" for line in [*lines, "-j oe", f"-o {log}/", "-r y"]]
+
+    def settings(self, job: Job) -> Settings:
+        """Returns the variables of mpiexec.sh and batch.sh."""
+        return mpiexec_settings(job) | {
+            "job_variable": "PBS_JOBID",
+            "hosts_variable": "PBS_NODEFILE",
+            "limit_seconds": seconds_of(limits(job)[1]),
+            "requeue": [["qrerun"]],
+            "resubmit": [[*self.submitter, job.script_path]],
+        }
+
+    def after(self, jobs: Sequence[str]) -> list[str]:
+        """Returns options of qsub."""
+        return ["-W", f"depend=afterok:{':'.join(jobs)}"]
+
+    def log(self, job: str) -> str:
+        """Returns the name that PBS gives to a log."""
+        return f"{job}.OU"
+
+    def ask(self, job: str) -> JobState:
+        """Asks qstat."""
+        done = call([self.lister, "-x", "-f", "-F", "json", job], ASK_SECONDS)
+        problem = " ".join(done.stderr.split())
+        try:
+            (facts,) = parse_json(done.stdout)["Jobs"].values()
+            state, comment = str(facts["job_state"]), str(facts.get("comment", ""))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            if "Unknown Job" in problem:
+                return FORGOTTEN
+            return JobState("unknown", problem or "qstat did not return JSON")
+        text = " ".join(f"{state} {comment}".split())
+        hosts = str(facts.get("exec_host", ""))
+        nodes = ",".join(dict.fromkeys(part.partition("/")[0] for part in hosts.split("+") if part))
+        return JobState(STATES.get(state, "unknown"), text, nodes)
 
 
-def _hosts(job: Job) -> list[str]:
-    n_nodes = job.n_nodes
-    return [
-        "",
-        "# The node file of PBS has one line per chunk or per rank.",
-        "mapfile -t hosts < <(awk '!seen[$0]++' \"$PBS_NODEFILE\")",
-        f'if [ "${{#hosts[@]}}" != {n_nodes} ]; then',
-        f'  echo "error: PBS gave ${{#hosts[@]}} nodes, not {n_nodes}: -l place=scatter?" >&2',
-        "  exit 2",
-        "fi",
-    ]
-
-
-def _render_stage(job: Job) -> list[str]:
-    """An array of tasks that share the work among themselves; each can be run again."""
-    prepare, launch = job.cluster.launch.prepare, job.cluster.launch
-    partition, time = prepare.partition or launch.partition, prepare.time or launch.time
-    return [
-        *head(job, quote("qsub", job.script_path)),
-        *_directives(job, partition, time),
-        *beginning(job),
-        "",
-        *variables(job),
-        f"exec {program(job)}",
-    ]
-
-
-def _directives(job: Job, queue: str, time: str) -> list[str]:
-    launch = job.cluster.launch
-    given = options(job)
-    if not any(each.startswith("-l") and "select=" in each for each in given):
-        chunk = f"1:ncpus={launch.prepare.workers}" if job.is_stage else f"{job.n_nodes}"
-        given = [f"-l select={chunk}", *given]
-    if not job.is_stage and not any("place=" in each for each in given):
-        given.append("-l place=scatter")
-    log = job.folder / "jobs" if job.is_stage else job.folder
-    lines = [f"-N {job.name}", *given]
-    lines += [f"-l walltime={time}"] if time else []
-    lines += [f"-q {queue}"] if queue else []
-    lines += [f"-A {launch.account}"] if launch.account else []
-    lines += [f"-J 0-{job.n_nodes - 1}"] if job.is_stage and job.n_nodes > 1 else []
-    return [f"#PBS {line}" for line in [*lines, "-j oe", f"-o {log}/", "-r y"]]
-
-
-def _end(time: str) -> list[str]:
+def seconds_of(time: str) -> str:
+    """Returns the seconds of HOURS:MINUTES:SECONDS; empty if there is no limit."""
+    if not time:
+        return ""
     hours, minutes, seconds = (int(part) for part in time.split(":"))
-    limit = 3600 * hours + 60 * minutes + seconds
-    return [
-        "",
-        "# When PBS will end this job, for training; some report another limit here.",
-        f"export TRAINYARD_END=$(($(date +%s) + ${{PBS_WALLTIME:-{limit}}}))",
-    ]
+    return str(3600 * hours + 60 * minutes + seconds)

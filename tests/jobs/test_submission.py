@@ -14,11 +14,12 @@ from tests.cluster.slurm import Slurm
 from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.errors import LaunchError, MachineError
-from trainyard.jobs.submit import (
+from trainyard.jobs.scheduler import BatchScheduler
+from trainyard.jobs.schedulers import SCHEDULERS
+from trainyard.jobs.submission import (
     Submission,
     describe_submission,
     read_submission,
-    submit,
     write_submission,
 )
 
@@ -26,13 +27,20 @@ SUBMIT = """
 import sys
 from pathlib import Path
 from trainyard.errors import UserError
-from trainyard.jobs import submit
-submit.ANSWER_SECONDS = float(sys.argv[1])
+from trainyard.jobs import scheduler
+from trainyard.jobs.schedulers import SCHEDULERS
+scheduler.SUBMIT_SECONDS = float(sys.argv[1])
 try:
-    print(submit.submit(Path(sys.argv[2]), "slurm", sys.argv[3:]))
+    print(SCHEDULERS["slurm"].submit(Path(sys.argv[2]), sys.argv[3:]))
 except UserError as error:
     print(error)
 """
+
+
+def submit(path: Path, name: str) -> str:
+    scheduler = SCHEDULERS[name]
+    assert isinstance(scheduler, BatchScheduler)
+    return scheduler.submit(path)
 
 
 def script(folder: Path, text: str, *options: str) -> Path:
@@ -130,7 +138,7 @@ def test_an_answer_that_is_no_job_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_script_takes_over(tmp_path: Path) -> None:
     path = script(tmp_path, "trap 'exit 75' USR1; echo $$; while true; do sleep 0.05; done")
-    program = "from pathlib import Path; from trainyard.jobs.submit import run_here; "
+    program = "from pathlib import Path; from trainyard.jobs.submission import run_here; "
     program += f"run_here(Path({str(path)!r}))"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as running:
         assert running.stdout is not None

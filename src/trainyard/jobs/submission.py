@@ -1,10 +1,6 @@
-"""Submits a job script to its scheduler, and records the job in the run folder.
+"""The record of a submitted job in its run folder, so that `trainyard status` can ask for it.
 
-    slurm           sbatch --parsable JOB.SH       returns 4711, or 4711;cluster
-    pbs             qsub JOB.SH                    returns 4711.server
-    local mpi ssh   bash JOB.SH                    runs immediately, without a scheduler
-
-runs/NAME/job.toml records the job, so that `trainyard status` can query the scheduler:
+runs/NAME/job.toml:
 
     cluster = "lumi"
     scheduler = "slurm"
@@ -19,9 +15,6 @@ runs/NAME/job.toml records the job, so that `trainyard status` can query the sch
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
@@ -33,14 +26,11 @@ from trainyard.config.load import parse_toml
 from trainyard.config.reading import read_file
 from trainyard.config.run import Section
 from trainyard.errors import ConfigError, LaunchError, MachineError
+from trainyard.jobs.scheduler import BatchScheduler
+from trainyard.jobs.schedulers import SCHEDULERS
 from trainyard.units import format_number
 
 RECORD = "job.toml"
-ANSWER_SECONDS = 45.0
-SUBMITTERS = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
-LISTERS = {"slurm": "squeue", "pbs": "qstat"}
-ENDERS = {"slurm": "scancel", "pbs": "qdel"}
-JOB_ID = re.compile(r"[A-Za-z0-9_.\[\]-]+")
 
 
 class Submission(Section):
@@ -57,31 +47,16 @@ class Submission(Section):
     waits_for: dict[str, str] = Field(default={})
     """Jobs that must succeed first, by stage."""
 
+    @property
+    def queue(self) -> BatchScheduler | None:
+        """The scheduler that knows the job; None without one."""
+        scheduler = SCHEDULERS.get(self.scheduler) if self.job else None
+        return scheduler if isinstance(scheduler, BatchScheduler) else None
 
-def submit(script: Path, scheduler: str, after: Sequence[str] = ()) -> str:
-    """Submits a script to the scheduler; returns the job id.
-
-    Args:
-        script: with the scheduler's options in its header.
-        scheduler: `slurm` or `pbs`.
-        after: ids of jobs that have to end well before it starts; if one fails, it never does.
-
-    Raises:
-        LaunchError: the scheduler is not here, does not answer, or refuses the job.
-    """
-    program, *options = SUBMITTERS[scheduler]
-    if after and scheduler == "slurm":
-        options += [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"]
-    elif after:
-        options += ["-W", f"depend=afterok:{':'.join(after)}"]
-    said = _ask([program, *options, str(script)], script).strip().splitlines()
-    job = said[-1].partition(";")[0] if said else ""
-    if not JOB_ID.fullmatch(job):
-        raise LaunchError(
-            f"{program} {script} returned {job!r}, which is not a job id",
-            f"check with {LISTERS[scheduler]} whether the job exists",
-        )
-    return job
+    @property
+    def end_command(self) -> str:
+        """The command that cancels the job; empty without a scheduler."""
+        return f"{self.queue.ender} {self.job}" if self.queue else ""
 
 
 def run_here(script: Path) -> NoReturn:
@@ -135,11 +110,6 @@ def read_submission(folder: Path) -> Submission | None:
         ) from None
 
 
-def end_command(submission: Submission) -> str:
-    """Returns the command that cancels a job."""
-    return f"{ENDERS[submission.scheduler]} {submission.job}"
-
-
 def describe_submission(name: str, submission: Submission, log: Path) -> str:
     """Describes how to follow and stop a job."""
     nodes = format_number(submission.n_nodes, "node")
@@ -149,40 +119,7 @@ def describe_submission(name: str, submission: Submission, log: Path) -> str:
         f"trainyard status {name}": "show its status",
         f"tail -F {log}": "follow its log",
         f"touch {log.parent / 'STOP'}": "save, stop, and do not requeue",
-        end_command(submission): "end it",
+        submission.end_command: "end it",
     }
     width = max(map(len, steps))
     return "\n".join([*lines, *(f"    {step:<{width}}   {why}" for step, why in steps.items())])
-
-
-def _ask(argv: Sequence[str], script: Path) -> str:
-    program = argv[0]
-    try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=ANSWER_SECONDS,
-        )
-    except FileNotFoundError:
-        raise LaunchError(
-            f"there is no {program} on this machine",
-            f"launch on a login node of the cluster, or with --dry-run and submit {script} there",
-        ) from None
-    except OSError as error:
-        raise LaunchError(f"{program} cannot be started: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise LaunchError(
-            f"{program} has not answered within {ANSWER_SECONDS:g} s",
-            "the scheduler may be down; check whether the job exists before you try again",
-        ) from None
-    if done.returncode != 0:
-        said = " ".join((done.stderr or done.stdout).split()) or "no reason given"
-        raise LaunchError(
-            f"{program} rejected {script}: {said}",
-            "its options are at the top of that script: they come from the cluster file, "
-            "--account, --partition, --time and --nodes",
-        )
-    return done.stdout
