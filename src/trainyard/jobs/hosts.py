@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainyard.config.cluster import Launch
 from trainyard.errors import LaunchError
 from trainyard.jobs.job import Job
-from trainyard.jobs.scheduler import Scheduler, Settings, options, split
+from trainyard.jobs.scheduler import Scheduler, Settings, options, quote, split
 
 MPIEXECS = {
     "openmpi": ("mpiexec.openmpi", "mpiexec"),
@@ -31,16 +32,31 @@ LOCAL_RANKS = {
 def mpiexec_settings(job: Job) -> Settings:
     """Returns the variables of lib/mpiexec.sh."""
     launch = job.cluster.launch
-    lists = () if job.is_stage else launch.cpu_lists[: job.n_ranks_per_node]
-    is_pals = launch.mpiexec == "pals"
+    binding = [] if job.is_stage else _bind(launch, job.n_ranks_per_node)
+    has_taskset = launch.cpu_lists and not binding and not job.is_stage
     return {
         "local_rank": LOCAL_RANKS[launch.mpiexec],
-        "cpus_of_rank": [] if is_pals or not lists else [launch.cpu_lists],
+        "cpus_of_rank": [launch.cpu_lists] if has_taskset else [],
         "mpi": launch.mpiexec,
         "mpiexecs": [MPIEXECS[launch.mpiexec]],
         "mpiexec_options": [],
-        "binding": [["--cpu-bind", f"list:{':'.join(lists)}"]] if is_pals and lists else [],
+        "binding": [binding] if binding else [],
     }
+
+
+def mpiexec_launcher(launch: Launch, n_nodes: int, n_ranks: int) -> str:
+    """Returns an mpiexec and its options, as `Scheduler.launcher`; exports a rendezvous."""
+    words = ["-ppn", str(n_ranks), *_bind(launch, n_ranks)]
+    if launch.mpiexec == "openmpi":
+        words = ["--map-by", f"ppr:{n_ranks}:node", "-x", "MASTER_ADDR", "-x", "MASTER_PORT"]
+    command = quote("mpiexec", "-n", n_nodes * n_ranks, *words)
+    return f"export MASTER_ADDR=$(hostname) MASTER_PORT=29500; {command}"
+
+
+def _bind(launch: Launch, n_ranks: int) -> list[str]:
+    """Options that bind the ranks of a node; only PALS has them."""
+    lists = ":".join(launch.cpu_lists[:n_ranks])
+    return ["--cpu-bind", f"list:{lists}"] if lists and launch.mpiexec == "pals" else []
 
 
 class LocalMachine(Scheduler):
@@ -85,6 +101,7 @@ class MpiHosts(_Hosts):
     """Hosts with an mpiexec."""
 
     parts = ("starts.sh", "mpiexec.sh", "hosts.sh")
+    launcher = staticmethod(mpiexec_launcher)
 
     def programs(self, job: Job) -> Sequence[str]:
         """Returns the names that its mpiexec may have."""

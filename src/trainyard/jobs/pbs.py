@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from trainyard.config.reading import parse_json
 from trainyard.errors import LaunchError
-from trainyard.jobs.hosts import mpiexec_settings
+from trainyard.jobs.hosts import mpiexec_launcher, mpiexec_settings
 from trainyard.jobs.job import Job
 from trainyard.jobs.scheduler import (
     ASK_SECONDS,
@@ -44,6 +44,7 @@ class Pbs(BatchScheduler):
     parts = ("starts.sh", "mpiexec.sh", "batch.sh")
     shebang = "#!/bin/bash -l"
     """PBS starts scripts without the login environment, such as modules."""
+    launcher = staticmethod(mpiexec_launcher)
     submitter, lister, ender = ("qsub",), "qstat", "qdel"
 
     def check(self, job: Job) -> None:

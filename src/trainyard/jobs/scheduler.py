@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainyard.config.cluster import CONTROL
+from trainyard.config.cluster import CONTROL, Launch
 from trainyard.errors import LaunchError
 from trainyard.jobs.job import Job
 
@@ -66,6 +66,11 @@ class Scheduler(ABC):
         Raises:
             LaunchError: says why.
         """
+
+    def launcher(self, launch: Launch, n_nodes: int, n_ranks: int) -> str:
+        """Returns shell code that, before a command, starts it once per rank inside a job."""
+        words = [f"--nnodes={n_nodes}", f"--nproc-per-node={n_ranks}", "--rdzv-backend=c10d"]
+        return quote("torchrun", *words, "--rdzv-endpoint=FIRST:29500", "--no-python")
 
     def directives(self, job: Job) -> list[str]:
         """Returns the scheduler's options, as comments at the top of a script."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainyard.config.cluster import cpu_mask
+from trainyard.config.cluster import Launch, cpu_mask
 from trainyard.errors import LaunchError
 from trainyard.jobs.job import Job
 from trainyard.jobs.scheduler import (
@@ -79,14 +79,17 @@ class Slurm(BatchScheduler):
 
     def settings(self, job: Job) -> Settings:
         """Returns the options of srun."""
-        lists = job.cluster.launch.cpu_lists[: job.n_ranks_per_node]
-        masks = ",".join(cpu_mask(cpus) for cpus in lists)
-        binding = [[f"--cpu-bind=mask_cpu:{masks}"]] if lists and not job.is_stage else []
+        binding = [] if job.is_stage else _bind(job.cluster.launch, job.n_ranks_per_node)
         return {
             "local_rank": "SLURM_LOCALID",
             "is_torchrun": "yes" if job.has_torchrun else "",
-            "step_options": [*_pyxis(job), *binding],
+            "step_options": [*_pyxis(job), *([word] for word in binding)],
         }
+
+    def launcher(self, launch: Launch, n_nodes: int, n_ranks: int) -> str:
+        """Returns srun and its options."""
+        sizes = [f"--nodes={n_nodes}", f"--ntasks-per-node={n_ranks}"]
+        return quote("srun", *sizes, *_bind(launch, n_ranks))
 
     def after(self, jobs: Sequence[str]) -> list[str]:
         """Returns options of sbatch."""
@@ -119,6 +122,12 @@ class Slurm(BatchScheduler):
             why = f"{first_host(nodes)} cannot start the script, or cannot write its log beside it"
             return JobState("ended", f"{state} ({reason}: {why})", nodes)
         return JobState("running" if state in RUNNING else "ended", state, nodes)
+
+
+def _bind(launch: Launch, n_ranks: int) -> list[str]:
+    """Options of srun that bind the ranks of a node."""
+    masks = ",".join(cpu_mask(cpus) for cpus in launch.cpu_lists[:n_ranks])
+    return [f"--cpu-bind=mask_cpu:{masks}"] if masks else []
 
 
 def _pyxis(job: Job) -> list[Sequence[object]]:
