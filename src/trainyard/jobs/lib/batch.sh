@@ -27,7 +27,7 @@ again() {
 }
 
 # Cancelling and preemption also signal the ranks, which save.
-trap 'is_ended=yes' TERM
+trap 'is_ended=yes' INT TERM
 trap 'is_warned=yes' USR1
 begin
 run_job "$(IFS=,; echo "${hosts[*]}")"
