@@ -23,6 +23,7 @@ check: set-up-dev
 	$(BIN)/mypy
 	$(BIN)/mypy --strict tools/set_up.py
 	$(BIN)/lint-imports
+	$(BIN)/shellcheck --shell=bash --exclude=SC2034,SC2154 src/trainyard/jobs/lib/*.sh
 	$(BIN)/codespell src tests docs recipes benchmarks tools README.md CHANGELOG.md CONTRIBUTING.md
 
 bench: set-up-dev

@@ -21,8 +21,8 @@ from trainyard.errors import (
     MachineError,
     UserError,
 )
+from trainyard.jobs.submission import read_submission
 from trainyard.launch.lock import hold
-from trainyard.launch.submit import read_submission
 
 ROOT = Path(__file__).parents[2]
 SBATCH = """#!/bin/bash
@@ -73,7 +73,7 @@ def test_a_dry_run_prints_the_script_and_nothing_else(
     assert "no.sif --force\n" in text
     assert "the-key-of-mine" not in text
     assert text.startswith("#!/bin/bash\n# lumi-13b: 2 nodes of 8 ranks. Made by\n#     trainyard ")
-    assert text.endswith('exit "$code"\n')
+    assert text.endswith('run_job "$SLURM_JOB_NODELIST"\n')
     assert "#SBATCH --account=project_1\n" in text
     assert files(project) == set(), "and writes nothing"
 

@@ -16,9 +16,9 @@ from tests.cluster.slurm import Slurm
 from tests.report.conftest import run_lines, train_line, write_run_folder
 
 from trainyard.cli.main import main
+from trainyard.jobs.status import ask_scheduler, read_bad_nodes, read_starts
+from trainyard.jobs.submission import Submission, write_submission
 from trainyard.launch.lock import hold
-from trainyard.launch.status import ask_scheduler, read_bad_nodes, read_starts
-from trainyard.launch.submit import Submission, write_submission
 
 __all__ = ["machines", "slurm"]
 COMMAND = [sys.executable, "-c", "from trainyard.cli.main import main; main()", "status"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.launch.status import read_bad_nodes, read_starts
+from trainyard.jobs.status import read_bad_nodes, read_starts
 
 from .conftest import need_slurm
 from .launching import read_losses

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.doctor.by_hand import command_for
+from trainyard.cli.doctor import command_for
 
 
 @pytest.mark.parametrize(

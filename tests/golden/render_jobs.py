@@ -1,20 +1,19 @@
-"""The job scripts in `jobs/`, for each cluster and every kind of start.
+"""The headers of job scripts in `jobs/`, for each cluster and every kind of start.
 
     python -m tests.golden.render_jobs      writes them anew; look at what differs before a commit
 
-One script of each kind is there in full (`.sh`), of the others what differs from it (`.diff`).
-Recipes of one cluster differ in their names and numbers; one of them is there.
+The rest of a script is `src/trainyard/jobs/lib`. Recipes of one cluster differ in their names and
+numbers; one of them is there.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 from pathlib import Path
 
 from trainyard.cli.launch_jobs import Request, plan_jobs
-from trainyard.launch.render import render
+from trainyard.jobs.job import Job
+from trainyard.jobs.script import render_header
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "jobs"
@@ -75,28 +74,25 @@ STAGES: dict[str, tuple[str, str, int, dict[str, str]]] = {
 }
 
 
-# Scripts with a golden file, and the one from which the file says what differs.
-GOLDEN: dict[str, str | None] = {
-    "laptop-wikipedia": None,
-    "on-slurm": None,
-    "msamp-345m-bf16": "on-slurm",
-    "msamp-345m-deepspeed-fp16": "msamp-345m-bf16",
-    "lumi-125m": "on-slurm",
-    "on-perlmutter": "on-slurm",
-    "on-frontier": "on-slurm",
-    "on-slurm-torchrun": "on-slurm",
-    "on-pbs": None,
-    "polaris-gpt25b": "on-pbs",
-    "on-mpi": None,
-    "on-mpi-openmpi-apptainer": "on-mpi",
-    "on-ssh": "on-mpi",
-    "all-msamp-345m-bf16.download-wikipedia": None,
-    "all-msamp-345m-bf16.prepare-wikipedia": "all-msamp-345m-bf16.download-wikipedia",
-    "all-msamp-345m-bf16.train": "msamp-345m-bf16",
-    "all-benchmark64-full.download-openwebtext": None,
-    "all-benchmark64-full.prepare-openwebtext": "all-benchmark64-full.download-openwebtext",
-    "all-benchmark64-full.train": "polaris-gpt25b",
-}
+# Jobs with a golden file.
+GOLDEN = (
+    "laptop-wikipedia",
+    "on-slurm",
+    "msamp-345m-bf16",
+    "msamp-345m-deepspeed-fp16",
+    "lumi-125m",
+    "on-perlmutter",
+    "on-frontier",
+    "on-slurm-torchrun",
+    "on-pbs",
+    "polaris-gpt25b",
+    "on-mpi",
+    "on-mpi-openmpi-apptainer",
+    "on-ssh",
+    "all-msamp-345m-bf16.prepare-wikipedia",
+    "all-msamp-345m-bf16.train",
+    "all-benchmark64-full.download-openwebtext",
+)
 
 
 def requests() -> dict[str, Request]:
@@ -115,33 +111,24 @@ def requests() -> dict[str, Request]:
     return found
 
 
-def render_all() -> dict[str, str]:
-    """All scripts by name; recipes are named as from the folder of the project."""
-    texts = {}
+def all_jobs() -> dict[str, Job]:
+    """All jobs by name; recipes are named as from the folder of the project."""
+    found = {}
     for name, request in requests().items():
         jobs = plan_jobs(request, PROJECT)[1]
         for stage, job in jobs.items():
-            texts[f"{name}.{stage}" if len(jobs) > 1 else name] = render(job)
-    return texts
+            found[f"{name}.{stage}" if len(jobs) > 1 else name] = job
+    return found
 
 
-def golden_files(texts: dict[str, str]) -> dict[str, str]:
+def golden_files(jobs: dict[str, Job]) -> dict[str, str]:
     """Contents of the golden files by their names."""
-    files = {}
-    for name, other in GOLDEN.items():
-        if other is None:
-            files[f"{name}.sh"] = texts[name]
-        else:
-            lines = (texts[each].splitlines(keepends=True) for each in (other, name))
-            difference = difflib.unified_diff(*lines, other, name, n=0)
-            # Without line numbers, which a change above would change.
-            files[f"{name}.diff"] = "".join(re.sub("^@@ .*", "@@", line) for line in difference)
-    return files
+    return {f"{name}.sh": render_header(jobs[name]) for name in GOLDEN}
 
 
 if __name__ == "__main__":
     os.chdir(ROOT)
     for path in FOLDER.iterdir():
         path.unlink()
-    for name, text in golden_files(render_all()).items():
+    for name, text in golden_files(all_jobs()).items():
         (FOLDER / name).write_text(text, encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -93,8 +94,6 @@ def doctor(
 def _refuse_counts(
     process: Process, ranks: int | None, nodes: int | None, cluster: str | None
 ) -> None:
-    from trainyard.doctor.by_hand import command_for
-
     if ranks is not None and process.n_ranks > 1:
         raise LaunchError(
             f"--ranks {ranks}: a launcher has already started {process.n_ranks} ranks",
@@ -105,6 +104,24 @@ def _refuse_counts(
             f"--nodes {nodes}: this command runs on one machine",
             f"inside a job of {nodes} machines: {command_for(cluster, nodes)}",
         )
+
+
+def command_for(cluster: str | None, n_nodes: int) -> str:
+    """Returns the shell command to run on the first machine of a job, which has its devices.
+
+    Args:
+        cluster: its name, or the path of its file; None: any Slurm, with 8 devices per node.
+        n_nodes: number of machines.
+    """
+    from trainyard.config.cluster import read_cluster
+    from trainyard.jobs.schedulers import SCHEDULERS
+    from trainyard.plan.clusters import find_machine
+
+    name = cluster or "slurm"
+    launch, n_ranks = read_cluster(name).launch, find_machine(name).devices_per_node
+    words = ["trainyard", "doctor", *(["--cluster", cluster] if cluster else [])]
+    start = SCHEDULERS[launch.scheduler].launcher(launch, n_nodes, n_ranks)
+    return f"{start} {shlex.join([*words, '--nodes', str(n_nodes)])}"
 
 
 def _examine(process: Process, order: Order, ranks: int | None) -> list[Examination]:

@@ -11,7 +11,7 @@ from trainyard.errors import DataError, MachineError
 
 if TYPE_CHECKING:
     from trainyard.config.run import Run
-    from trainyard.launch.job import Job
+    from trainyard.jobs.job import Job
 
 
 def launch(
@@ -55,8 +55,8 @@ def launch(
     trainyard launch run.toml --cluster ssh --nodes 2 --hosts n1,n2
     """
     from trainyard.cli.launch_jobs import Request, plan_jobs
-    from trainyard.launch.job import check_programs
-    from trainyard.launch.render import render
+    from trainyard.jobs.check import check_programs
+    from trainyard.jobs.script import render
 
     given = {
         "account": account, "partition": partition, "time": time, "image": image, "hosts": hosts
@@ -135,7 +135,7 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
     """
     from trainyard.config.load import render_run
     from trainyard.files import publish_text
-    from trainyard.launch.status import refuse_second
+    from trainyard.jobs.status import refuse_second
     from trainyard.train.run_folder import write_run_folder
     from trainyard.train.stop import refuse_stopped
 
@@ -167,18 +167,20 @@ def submit_jobs(cluster: str, jobs: dict[str, Job]) -> None:
     Raises:
         LaunchError: the scheduler rejects one of them.
     """
-    from trainyard.launch.submit import (
+    from trainyard.jobs.scheduler import BatchScheduler
+    from trainyard.jobs.schedulers import SCHEDULERS
+    from trainyard.jobs.submission import (
         Submission,
         describe_submission,
         run_here,
-        submit,
         write_submission,
     )
 
     last = list(jobs.values())[-1]
-    scheduler = last.cluster.launch.scheduler
-    record = Submission(cluster=cluster, scheduler=scheduler, n_nodes=last.n_nodes)
-    if scheduler not in ("slurm", "pbs"):
+    name = last.cluster.launch.scheduler
+    scheduler = SCHEDULERS[name]
+    record = Submission(cluster=cluster, scheduler=name, n_nodes=last.n_nodes)
+    if not isinstance(scheduler, BatchScheduler):
         write_submission(last.folder, record)
         run_here(last.script_path)
     ids: dict[str, str] = {}
@@ -186,14 +188,14 @@ def submit_jobs(cluster: str, jobs: dict[str, Job]) -> None:
         corpus = stage.partition("-")[2]
         before = [f"download-{corpus}"] if stage.startswith("prepare-") else []
         if stage == "train":
-            before = [name for name in ids if name.startswith("prepare-")] or list(ids)
-        ids[stage] = submit(job.script_path, scheduler, [ids[n] for n in before if n in ids])
+            before = [other for other in ids if other.startswith("prepare-")] or list(ids)
+        ids[stage] = scheduler.submit(job.script_path, [ids[n] for n in before if n in ids])
     waits_for = {stage: number for stage, number in ids.items() if stage != "train"}
     if "train" in ids:
         record = record.model_copy(update={"job": ids["train"], "waits_for": waits_for})
         write_submission(last.folder, record)
-        log = f"job-{ids['train']}.log" if scheduler == "slurm" else f"{ids['train']}.OU"
-        typer.echo(describe_submission(last.name, record, last.folder / log))
+        log = last.folder / scheduler.log(ids["train"])
+        typer.echo(describe_submission(last.name, record, log))
     else:
         for stage, number in ids.items():
             typer.echo(f"{stage}: job {number}")

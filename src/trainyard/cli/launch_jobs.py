@@ -28,12 +28,14 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.corpus.fetching.catalogue import corpus_names
 from trainyard.errors import ConfigError, LaunchError
-from trainyard.launch.job import Job, check_job
+from trainyard.jobs.check import check_job
+from trainyard.jobs.job import Job
+from trainyard.jobs.scheduler import BatchScheduler
+from trainyard.jobs.schedulers import SCHEDULERS
 from trainyard.plan.clusters import find_machine
 from trainyard.plan.layout import find_topology, ranks_per_replica
 
 STAGES = ("download", "prepare", "train")
-SCHEDULERS = ("slurm", "pbs")
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def nearest(numbers: Sequence[int], wanted: int) -> list[int]:
 def _data_jobs(request: Request, run: Run, training: Job, stages: Sequence[str]) -> dict[str, Job]:
     wanted = [stage for stage in stages if stage != "train"]
     scheduler = training.cluster.launch.scheduler
-    if wanted and scheduler not in SCHEDULERS:
+    if wanted and not isinstance(SCHEDULERS[scheduler], BatchScheduler):
         raise LaunchError(
             f"--stages {request.stages} needs a scheduler with job dependencies, "
             f"and this cluster has none ({scheduler})",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainyard.cli.show_data import facts_table
-from trainyard.config.cluster import cluster_names, cluster_texts, read_cluster
+from trainyard.config.cluster import cluster_names, cluster_texts, cpu_mask, read_cluster
 from trainyard.errors import ConfigError
-from trainyard.launch.script import cpu_mask
 from trainyard.plan.clusters import find_machine
 from trainyard.plan.hardware import GIGA, TERA
 

@@ -15,8 +15,9 @@ from trainyard.cli.train import RUNS_FOLDER
 from trainyard.units import format_bytes, format_large, format_number, format_seconds
 
 if TYPE_CHECKING:
-    from trainyard.launch.status import JobState, Start
-    from trainyard.launch.submit import Submission
+    from trainyard.jobs.scheduler import JobState
+    from trainyard.jobs.status import Start
+    from trainyard.jobs.submission import Submission
     from trainyard.report.history import Metrics
 
 UNKNOWN = "not known yet"
@@ -200,7 +201,7 @@ def read_status(folder: Path) -> Status:
     Raises:
         UserError: it is not a run folder, or a file in it is damaged.
     """
-    from trainyard.launch.status import ask_scheduler, read_bad_nodes, read_current, read_starts
+    from trainyard.jobs.status import ask_scheduler, read_bad_nodes, read_current, read_starts
     from trainyard.report.metrics import read_metrics
     from trainyard.report.summary import load_facts, load_run_of
 
@@ -257,7 +258,7 @@ def _reason(text: str) -> str:
 
 
 def _describe_bad(node: str, n_failures: int) -> str:
-    from trainyard.launch.status import EXCLUDED_FROM
+    from trainyard.jobs.status import EXCLUDED_FROM
 
     left_out = ", and is excluded" if n_failures >= EXCLUDED_FROM else ""
     times = "once" if n_failures == 1 else f"{n_failures} times"

@@ -285,6 +285,20 @@ def cluster_texts(name: str) -> list[tuple[str, str]]:
     return texts
 
 
+def cpu_mask(cpus: str) -> str:
+    """Returns the mask of a list of CPUs, one bit each: "0-2,5" is 0x27."""
+    return hex(sum(1 << cpu for cpu in expand_cpus(cpus)))
+
+
+def expand_cpus(cpus: str) -> list[int]:
+    """Returns the CPUs of a list: "0-2,5" is 0, 1, 2 and 5."""
+    found: list[int] = []
+    for part in cpus.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
 def suggest(name: str, known: list[str]) -> str:
     """Suggests the known names closest to a wrong one, or lists all."""
     name = Path(name).stem.lower()

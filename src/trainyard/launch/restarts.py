@@ -7,6 +7,7 @@
     3          step-00000040       restart 3 of 3                fails
     4                              refused: exit code 93, needs attention
 
+A job script follows the same rule between jobs, in bash (`jobs/lib/starts.sh`), with this limit.
 Under torchrun each start is a new process. So the count is in RUN_FOLDER/logs/restarts.json:
 
     {"newest": 40, "without_progress": 2, "exit_code": null}

@@ -22,13 +22,34 @@ module load conda
 conda activate
 export LD_LIBRARY_PATH=/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib:/soft/libraries/hwloc/lib:$LD_LIBRARY_PATH
 
-export NCCL_NET='AWS Libfabric'
-export NCCL_NET_GDR_LEVEL=PHB
-export NCCL_CROSS_NIC=1
-export NCCL_COLLNET_ENABLE=1
-export FI_CXI_DISABLE_HOST_REGISTER=1
-export FI_MR_CACHE_MONITOR=userfaultfd
-export FI_CXI_DEFAULT_CQ_SIZE=131072
-export OMP_NUM_THREADS=8
-export https_proxy=http://proxy.alcf.anl.gov:3128
-exec python3 -P -m trainyard.cli prepare --fetch openwebtext -o corpora/openwebtext
+folder=runs/benchmark64-full
+is_stage=yes
+n_nodes=1
+tasks_per_node=1
+restart_limit=3
+needs=()
+environment=(
+  'NCCL_NET=AWS Libfabric'
+  NCCL_NET_GDR_LEVEL=PHB
+  NCCL_CROSS_NIC=1
+  NCCL_COLLNET_ENABLE=1
+  FI_CXI_DISABLE_HOST_REGISTER=1
+  FI_MR_CACHE_MONITOR=userfaultfd
+  FI_CXI_DEFAULT_CQ_SIZE=131072
+  OMP_NUM_THREADS=8
+  https_proxy=http://proxy.alcf.anl.gov:3128
+)
+scratch=''
+device_variable=''
+local_rank=PMI_LOCAL_RANK
+cpus_of_rank=()
+command=(python3 -P -m trainyard.cli prepare --fetch openwebtext -o corpora/openwebtext)
+mpi=pals
+mpiexecs=(mpiexec)
+mpiexec_options=()
+binding=()
+job_variable=PBS_JOBID
+hosts_variable=PBS_NODEFILE
+limit_seconds=86400
+requeue=(qrerun)
+resubmit=(qsub /project/me/runs/benchmark64-full/jobs/download-openwebtext.sh)

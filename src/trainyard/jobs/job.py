@@ -1,0 +1,78 @@
+"""A job before it becomes a script: command, nodes and cluster.
+
+There are two kinds. Training takes all nodes at once, one rank per device, and is requeued until
+the run is done. A data stage takes nodes one by one, as an array of equal tasks that share the work
+among themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainyard.config.cluster import Cluster
+
+IMAGE_ENDINGS = (".sif", ".sqsh", ".img")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The inputs of a script."""
+
+    name: str
+    """Job name in the scheduler."""
+    cluster: Cluster
+    n_nodes: int
+    """For a data stage: number of nodes that work in parallel, each in its own task."""
+    n_ranks_per_node: int
+    """1 for a data stage."""
+    arguments: Sequence[str]
+    """Arguments of `trainyard`, for each rank or task."""
+    folder: Path
+    """Absolute run folder: PROJECT/runs/NAME; jobs start in PROJECT."""
+    made_by: str
+    """The command that made the script."""
+    is_stage: bool = False
+    """Whether it is a data stage."""
+    needs: Sequence[str] = ()
+    """Files from earlier stages that must exist when it starts."""
+
+    @property
+    def n_ranks(self) -> int:
+        """Total number of ranks."""
+        return self.n_nodes * self.n_ranks_per_node
+
+    @property
+    def has_torchrun(self) -> bool:
+        """Whether a torchrun on each node starts its ranks."""
+        return not self.is_stage and self.cluster.launch.start == "torchrun"
+
+    @property
+    def project(self) -> Path:
+        """Its working folder: paths of the run file are relative to it."""
+        return self.folder.parents[1]
+
+    @property
+    def run_folder(self) -> str:
+        """The run folder relative to `project`."""
+        return str(self.folder.relative_to(self.project))
+
+    @property
+    def image(self) -> str:
+        """Container image; a file by its absolute path, since pyxis takes `x.sqsh` for a name."""
+        image = self.cluster.launch.container.image
+        is_file = image.startswith(("/", "./")) or image.endswith(IMAGE_ENDINGS)
+        return str(self.project / image) if is_file else image
+
+    @property
+    def mounts(self) -> Sequence[str]:
+        """Mounts of its container, besides the launch folder."""
+        launch = self.cluster.launch
+        own = launch.prepare.mounts if self.is_stage else None
+        return launch.container.mounts if own is None else own
+
+    @property
+    def script_path(self) -> Path:
+        """Path of its script."""
+        return self.folder / "jobs" / f"{self.name}.sh" if self.is_stage else self.folder / "job.sh"

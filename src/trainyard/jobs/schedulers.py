@@ -1,0 +1,16 @@
+"""All schedulers, by the names that `scheduler` has in a cluster file."""
+
+from __future__ import annotations
+
+from trainyard.jobs.hosts import LocalMachine, MpiHosts, SshHosts
+from trainyard.jobs.pbs import Pbs
+from trainyard.jobs.scheduler import Scheduler
+from trainyard.jobs.slurm import Slurm
+
+SCHEDULERS: dict[str, Scheduler] = {
+    "local": LocalMachine(),
+    "slurm": Slurm(),
+    "pbs": Pbs(),
+    "mpi": MpiHosts(),
+    "ssh": SshHosts(),
+}

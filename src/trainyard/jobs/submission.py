@@ -1,0 +1,125 @@
+"""The record of a submitted job in its run folder, so that `trainyard status` can ask for it.
+
+runs/NAME/job.toml:
+
+    cluster = "lumi"
+    scheduler = "slurm"
+    n_nodes = 16
+    job = "4711"
+    submitted = "2026-11-22T02:30:00Z"
+
+    [waits_for]
+    prepare = "4710"
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NoReturn
+
+import tomli_w
+from pydantic import Field
+
+from trainyard.config.load import parse_toml
+from trainyard.config.run import Section
+from trainyard.errors import ConfigError, LaunchError, MachineError
+from trainyard.files import read_file
+from trainyard.jobs.scheduler import BatchScheduler
+from trainyard.jobs.schedulers import SCHEDULERS
+from trainyard.units import format_number
+
+RECORD = "job.toml"
+
+
+class Submission(Section):
+    """A job submitted to a scheduler, or run without one."""
+
+    cluster: str
+    """Its name, or the path of its file."""
+    scheduler: str
+    n_nodes: int
+    job: str = ""
+    """The scheduler's job id; empty without a scheduler."""
+    submitted: str = ""
+    """When, in UTC."""
+    waits_for: dict[str, str] = Field(default={})
+    """Jobs that must succeed first, by stage."""
+
+    @property
+    def queue(self) -> BatchScheduler | None:
+        """The scheduler that knows the job; None without one."""
+        scheduler = SCHEDULERS.get(self.scheduler) if self.job else None
+        return scheduler if isinstance(scheduler, BatchScheduler) else None
+
+    @property
+    def end_command(self) -> str:
+        """The command that cancels the job; empty without a scheduler."""
+        return f"{self.queue.ender} {self.job}" if self.queue else ""
+
+
+def run_here(script: Path) -> NoReturn:
+    """Replaces this process with the script, including output, exit code and signals.
+
+    Raises:
+        LaunchError: there is no bash.
+    """
+    try:
+        os.execvp("bash", ["bash", str(script)])
+    except OSError as error:
+        raise LaunchError(f"bash {script} cannot be started: {error.strerror}") from None
+
+
+def write_submission(folder: Path, submission: Submission) -> None:
+    """Writes job.toml to a run folder; the time defaults to now.
+
+    Raises:
+        MachineError: it cannot be written.
+    """
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    record = submission.model_dump() | {"submitted": submission.submitted or now}
+    path = folder / RECORD
+    new = path.with_suffix(f".{os.getpid()}.new")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        new.write_text(tomli_w.dumps(record), encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        raise MachineError(
+            f"{path} cannot be written: {error.strerror}", "launch in a writable folder"
+        ) from None
+
+
+def read_submission(folder: Path) -> Submission | None:
+    """Reads job.toml of a run folder; None if the run was not launched.
+
+    Raises:
+        LaunchError: the file is damaged.
+    """
+    path = folder / RECORD
+    try:
+        record = parse_toml(read_file(path).decode("utf-8"), str(path))
+        return Submission.model_validate(record)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, ConfigError) as error:
+        problem = " ".join(str(error).split())
+        raise LaunchError(
+            f"{path} cannot be read: {problem}", "launch again, or remove it"
+        ) from None
+
+
+def describe_submission(name: str, submission: Submission, log: Path) -> str:
+    """Describes how to follow and stop a job."""
+    nodes = format_number(submission.n_nodes, "node")
+    lines = [f"job {submission.job} is submitted to {submission.cluster}, {nodes}"]
+    lines += [f"    after {stage}: job {other}" for stage, other in submission.waits_for.items()]
+    steps = {
+        f"trainyard status {name}": "show its status",
+        f"tail -F {log}": "follow its log",
+        f"touch {log.parent / 'STOP'}": "save, stop, and do not requeue",
+        submission.end_command: "end it",
+    }
+    width = max(map(len, steps))
+    return "\n".join([*lines, *(f"    {step:<{width}}   {why}" for step, why in steps.items())])
