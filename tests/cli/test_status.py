@@ -20,6 +20,7 @@ from tests.report.conftest import run_lines, train_line, write_run_folder
 from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.cli.main import main
+from trainyard.config.edit import set_fields
 from trainyard.launch.lock import hold
 from trainyard.launch.status import ask_scheduler, read_bad_nodes, read_starts
 from trainyard.launch.submit import Submission, write_submission
@@ -144,6 +145,37 @@ def test_a_run_that_was_never_started(tmp_path: Path, capsys: pytest.CaptureFixt
     said = status(folder, capsys)
     assert said.startswith("tiny: it was never started\nstep        not known yet\n")
     assert json.loads(status(folder, capsys, "--json"))["state"] == "new"
+
+
+@pytest.mark.parametrize(
+    ("stall", "seconds", "interval", "text"),
+    [
+        # sqrt(2 x 60 s x 86400 s / (128 x 0.0065)) = 3530 s.
+        (60.0, 60.0, 1000, "353 steps (58m 50s) lose least, set is 1,000: 95.8% and 93.8% of the "
+         "time are useful, if training stalls for 60 s per save as measured and 128 nodes of 8 "
+         "ranks fail 0.0065 times per day each"),
+        (0.01, 400.0, 1000, "40 steps (6m 40s) lose least"),  # no faster than they are written
+        (60.0, 60.0, 350, None),  # nothing to be won
+        (-1, 1.0, 1000, None),
+        (None, 1.0, 1000, None),
+    ],
+)  # fmt: skip
+def test_how_often_to_save(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    stall: float | None,
+    seconds: float,
+    interval: int,
+    text: str | None,
+) -> None:
+    (folder / "plan.json").write_text(json.dumps({"n_steps": 9000, "n_ranks": 1024}))
+    text_of_run = (folder / "run.toml").read_text()
+    changed = set_fields(text_of_run, {"checkpoint.interval": interval}, "run.toml")
+    (folder / "run.toml").write_text(changed)
+    add(folder, train_line(21, 5.0, milliseconds_per_step=10_000.0))
+    add(folder, {"kind": "save", "step": 21, "stall_seconds": stall, "seconds": seconds})
+    said = status(folder, capsys)
+    assert f"save every  {text}" in said if text else "save every" not in said
 
 
 def test_by_name(

@@ -24,7 +24,7 @@ def show(lines: list[dict[str, Any]], width: int = 80, height: int = 40, **value
     status = Status(
         *("tiny", "training", "training: process 7", 50, 4),
         history.metrics(values.pop("damage", "")),
-        *(None, None, None, [], {}),
+        *(None, None, None, [], {}, 0),
     )
     console = Console(file=io.StringIO(), width=width, height=height)
     console.print(render_screen(status, texts, width, height, **values))

@@ -21,6 +21,7 @@ from trainyard.launch.status import (
     read_starts,
 )
 from trainyard.launch.submit import Submission
+from trainyard.plan import saving
 from trainyard.report.history import History, Line, Metrics
 from trainyard.report.liveness import find_liveness
 from trainyard.report.metrics import MetricsFile
@@ -31,6 +32,9 @@ NOT_KNOWN_YET = "not known yet"
 N_STARTS, N_EVENTS, N_LINES = 10, 10, 10
 SLOW_INTERVAL_SECONDS = 20.0
 """Between two questions to the scheduler, and two looks for checkpoints."""
+RANKS_PER_NODE = 8
+LEAST_GAIN = 0.005
+"""Share of the time that another interval must save to be worth a line."""
 THEN = {
     "finish": "done",
     "requeue": "started again",
@@ -56,6 +60,8 @@ class Status:
     job: JobState | None
     starts: list[Start]
     bad_nodes: dict[str, int]
+    interval: int
+    """Steps between saves; 0 for none."""
 
     @property
     def step(self) -> int | None:
@@ -149,6 +155,7 @@ class Status:
             "speed": NOT_KNOWN_YET if rate is None else f"{format_large(rate)} tokens/s",
             "ETA": "" if left is None else format_seconds(left),
             "checkpoint": self.checkpoint.describe() if self.checkpoint else "none",
+            "save every": self._suggest_interval(),
             "restarts": f"{self.n_restarts}",
         }
         return {label: text for label, text in facts.items() if text}
@@ -174,6 +181,31 @@ class Status:
             "memory": memory(last("memory_bytes")),
             "consumed": f"{large(last('tokens'))} tokens in {format_seconds(metrics.seconds)}",
         }
+
+    def _suggest_interval(self) -> str:
+        """Suggests how often to save, from the newest saves; empty if little is to be won."""
+        metrics = self.metrics
+        stall, write = map(metrics.median_of_saves, ("stall_seconds", "seconds"))
+        step = (metrics.train.median("milliseconds_per_step") or 0) / 1000
+        if not (stall and write and min(stall, write, step) > 0):
+            return ""
+        n_nodes = math.ceil(self.n_ranks / RANKS_PER_NODE)
+        between_failures = saving.mean_seconds_between_failures(n_nodes)
+        # A save waits for the previous one, so the interval cannot be shorter than a write.
+        best = max(saving.suggest_interval(stall, between_failures), write)
+        n_steps = max(1, round(best / step))
+        set_to = self.interval or self.n_steps or n_steps
+        useful, useful_as_set = (
+            saving.useful_share(n * step, stall, between_failures) for n in (n_steps, set_to)
+        )
+        if useful - useful_as_set < LEAST_GAIN:
+            return ""
+        return (
+            f"{n_steps:,} steps ({format_seconds(best)}) lose least, set is {set_to:,}: "
+            f"{useful:.1%} and {useful_as_set:.1%} of the time are useful, if training stalls "
+            f"for {stall:.2g} s per save as measured and {format_number(n_nodes, 'node')} of "
+            f"{RANKS_PER_NODE} ranks fail {saving.FAILURES_PER_NODE_DAY:g} times per day each"
+        )
 
     def _describe_start(self, start: Start) -> str:
         is_last = start is self.starts[-1]
@@ -215,7 +247,7 @@ class StatusReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._name = load_run_of(folder).name
+        self._run = load_run_of(folder)
         self._file = MetricsFile(folder / "metrics.jsonl")
         self._metrics = History().metrics("")
         self._asked = -math.inf
@@ -243,7 +275,7 @@ class StatusReader:
         self._read_metrics()
         n_steps, n_ranks = plan.get("n_steps"), plan.get("n_ranks")
         return Status(
-            name=self._name,
+            name=self._run.name,
             state=state,
             text=text,
             n_steps=n_steps if isinstance(n_steps, int) and n_steps > 0 else None,
@@ -254,6 +286,7 @@ class StatusReader:
             job=self._job,
             starts=starts,
             bad_nodes=read_bad_nodes(folder),
+            interval=self._run.checkpoint.interval,
         )
 
     def _read_metrics(self) -> None:
