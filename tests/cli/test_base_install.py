@@ -37,7 +37,7 @@ WORKS = {
     "show order": "show order tiny data.blend.prefixes=['corpus'] data.split='90,10,0'",
     "check data": "check data corpus",
     "status": "status runs/a",
-    "watch": "watch runs/a --once",
+    "status --follow": "status runs/a --follow",
 }
 
 

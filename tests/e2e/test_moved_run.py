@@ -11,7 +11,7 @@ from tests.command import call
 
 from trainyard.checkpoint.format import TOKENIZER, read_manifest
 from trainyard.checkpoint.load import find_checkpoint, newest_checkpoint
-from trainyard.cli.check_checkpoint import checkpoint as check_checkpoint
+from trainyard.cli.check import checkpoint as check_checkpoint
 from trainyard.cli.evaluate import evaluate
 from trainyard.cli.export import export
 from trainyard.cli.generate import generate

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainyard.cli.show_order import show_order
+from trainyard.cli.show_data import show_order
 
 CASES = ["synth_949_50_1", "synth_969_30_1", "synth_949_50_1_seq128", "synth_no_weights"]
 CASES += ["synth_single", "synth_per_split"]

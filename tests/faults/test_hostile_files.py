@@ -49,7 +49,7 @@ pytestmark = pytest.mark.exhaustive
 # Loaded once, so that each fork has them.
 HEAVY_MODULES = (
     *("trainyard.report.page", "trainyard.train.worker", "trainyard.evaluate.generate"),
-    *("trainyard.export.from_huggingface", "trainyard.corpus.verify", "trainyard.cli.show_order"),
+    *("trainyard.export.from_huggingface", "trainyard.corpus.verify", "trainyard.cli.show_data"),
 )
 MEMORY_BYTES = 2 * 2**30
 """What a command may add to the address space of the test process."""
@@ -190,9 +190,8 @@ READERS: list[tuple[str, str, str]] = [
     ),
     ("runs/demo/run.toml", "report runs/demo", "refused"),
     ("runs/demo/metrics.jsonl", "report runs/demo", "either"),
-    ("runs/demo/metrics.jsonl", "show run.toml", "ignored"),
     ("runs/demo/plan.json", "report runs/demo", "either"),
-    ("runs/demo/plan.json", "show run.toml", "ignored"),
+    ("runs/demo/plan.json", "status runs/demo", "either"),
     ("runs/demo/versions.json", "report runs/demo", "either"),
     ("runs/demo/evaluation.json", "report runs/demo", "either"),
     ("text.txt", "evaluate runs/demo --data text.txt", "either"),

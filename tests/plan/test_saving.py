@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 from tests.circles import everyday
 
-from trainyard.cli.show_run import render_run_summary
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.plan import saving
@@ -149,69 +147,6 @@ def test_the_table_of_file_systems_and_the_page_that_shows_it() -> None:
     assert [row[4] for row in rows] == ["87 min", "48 min", "34 min", "24 min"]
     pages = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))]
     assert any(printed in page for page in pages), "no page in docs/ has this very table"
-
-
-def write_metrics(folder: Path, *, stall: float, seconds: float, n_ranks: int = 1024) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    lines: list[dict[str, object]] = [{"kind": "start", "step": 0}]
-    for step in (100, 200, 300):
-        lines.append({"kind": "train", "step": step, "milliseconds_per_step": 10_000.0})
-        save = {"step": step, "stall_seconds": stall, "seconds": seconds, "bytes": 10**12}
-        lines.append({"kind": "save", **save})
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text + '{"kind": "sa', encoding="utf-8")
-    (folder / "plan.json").write_text(json.dumps({"n_ranks": n_ranks}), encoding="utf-8")
-
-
-def saving_lines(runs: Path, *overrides: str) -> dict[str, str]:
-    lines = render_run_summary(load_run("tiny", [*overrides]), runs_folder=runs).plain.splitlines()
-    return {
-        line[:11].strip(): line[11:] for line in lines if line.startswith(("checkpoint ", "save "))
-    }
-
-
-def test_show_says_the_size_and_nothing_of_an_interval_before_a_save(tmp_path: Path) -> None:
-    found = saving_lines(tmp_path)
-    assert found == {"checkpoint": "1.6 MiB; 1.6 MiB of host memory a rank at most"}
-    assert saving_lines(tmp_path, "checkpoint.background=false") == {"checkpoint": "1.6 MiB"}
-
-
-def test_show_suggests_an_interval_from_the_saves_of_the_run(tmp_path: Path) -> None:
-    write_metrics(tmp_path / "tiny", stall=60.0, seconds=60.0)
-    # sqrt(2 x 60 s x 86400 s / (128 x 0.0065)) = 3530 s.
-    assert saving_lines(tmp_path)["save every"] == (
-        "353 steps (58m 50s) lose least, set is 1,000: 95.8% and 93.8% of the time are useful, "
-        "if training stalls for 60 s per save as measured and 128 nodes of 8 ranks fail "
-        "0.0065 times per day each"
-    )
-
-
-def test_saves_cannot_follow_each_other_faster_than_they_are_written(tmp_path: Path) -> None:
-    write_metrics(tmp_path / "tiny", stall=0.01, seconds=400.0)
-    assert saving_lines(tmp_path)["save every"].startswith("40 steps (6m 40s) lose least")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff\xfe\x00",
-        b"[" * 100_000 + b"\n",
-        b'{"kind": "save", "stall_seconds": "x", "seconds": null}\n[1]\n"save"\n',
-        b'{"kind": "save", "stall_seconds": -1, "seconds": 1e999}\n',
-    ],
-)
-def test_metrics_that_say_nothing_are_passed_over(tmp_path: Path, content: bytes) -> None:
-    write_metrics(tmp_path / "tiny", stall=1.0, seconds=1.0)
-    (tmp_path / "tiny" / "metrics.jsonl").write_bytes(content)
-    assert "save every" not in saving_lines(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"n_ranks": true}', b'{"n_ranks": -5}', b"\xff"])
-def test_a_plan_that_says_nothing_is_passed_over(tmp_path: Path, content: bytes) -> None:
-    write_metrics(tmp_path / "tiny", stall=1.0, seconds=1.0)
-    (tmp_path / "tiny" / "plan.json").write_bytes(content)
-    assert "and 1 node of 8 ranks fail" in saving_lines(tmp_path)["save every"]
 
 
 def test_rates_are_in_the_order_of_the_published_range() -> None:

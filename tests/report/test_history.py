@@ -125,5 +125,7 @@ def test_saves_and_failed_ones_are_kept() -> None:
         {"kind": "save", "step": 20, "bytes": 6},
         {"kind": "save failed", "step": 31, "problem": "no room"},
     )
-    assert metrics.last_save["step"] == 20
+    assert [line["step"] for line in metrics.saves] == [10, 20]
+    assert metrics.median_of_saves("bytes") == 5.5
+    assert metrics.median_of_saves("seconds") is None
     assert texts(metrics) == ["save failed 31: a checkpoint was not saved: no room"]

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from trainyard.report.history import History
-from trainyard.report.liveness import Liveness
-from trainyard.report.screen import Screen, describe_line, draw_curve, render_screen
+from trainyard.report.screen import describe_line, draw_curve, render_screen
+from trainyard.report.status import Status
 from trainyard.report.summary import UNKNOWN
 
 from .conftest import run_lines, train_line
@@ -21,31 +21,28 @@ def show(lines: list[dict[str, Any]], width: int = 80, height: int = 40, **value
     for line in lines:
         history.add(line)
     texts = [describe_line(line, 50) for line in lines][-10:]
-    liveness = Liveness(True, "training: process 7")
-    screen = Screen("tiny", 50, history.metrics(values.pop("damage", "")), liveness, texts)
+    status = Status(
+        *("tiny", "training", "training: process 7", 50, 4),
+        history.metrics(values.pop("damage", "")),
+        *(None, None, None, [], {}, 0),
+    )
     console = Console(file=io.StringIO(), width=width, height=height)
-    console.print(render_screen(screen, width, height, **values))
+    console.print(render_screen(status, texts, width, height, **values))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 def test_everything_about_the_run_is_there() -> None:
-    saves = [
-        {"kind": "save", "step": 20, "time": 1020.0, "bytes": 2**20},
-        {"kind": "save failed", "step": 20, "problem": "no room"},
-    ]
-    text = " ".join(show([*run_lines(), *saves], damage="1 line cannot be read").split())
+    failed = {"kind": "save failed", "step": 20, "problem": "no room"}
+    text = " ".join(show([*run_lines(), failed], damage="1 line cannot be read").split())
     for part in (
-        "tiny training: process 7 1 line cannot be read step 20/50",
-        "40% ETA 0.0s, last line",  # what was left then has long passed
-        "loss 4.0000; held out 4.5000, best 4.5000 at step 20",
+        "tiny training: process 7 1 line cannot be read ━━━",
+        "step 20 of 50 (40%), ",
+        "loss 4.0000; held out 4.5000 at step 20, best 4.5000 at step 20",
+        "speed 2.05k tokens/s, 0.02 TFLOP/s per device ETA 0.0s",  # it has long passed
         "gradient norm 0.500, learning rate 1.000e-03",
-        "speed 512 tokens/s, 0.02 TFLOP/s per device",
-        "memory 3.0 GiB",
-        "checkpoint step 20, 1.0 MiB,",
-        "; 1 failed",
-        "consumed 10.2k tokens in 21s",
-        "incidents 2 skipped steps, 0 restarts, 0 rollbacks",
+        "memory 3.0 GiB consumed 10.2k tokens in 21s",
+        "restarts 0; 2 skipped steps, 0 rollbacks, 1 failed saves",
         "loss over steps",
         "step 20: a checkpoint was not saved: no room",
     ):
@@ -62,8 +59,8 @@ def test_it_fits_the_terminal(width: int, height: int) -> None:
 
 
 def test_a_run_that_has_hardly_begun_can_be_shown() -> None:
-    assert "no steps logged yet" in show(run_lines()[:1])
-    assert "step 1/50" in show(run_lines()[:2])
+    assert "step        not known yet" in show(run_lines()[:1])
+    assert "step        1 of 50" in show(run_lines()[:2])
 
 
 def test_a_curve_falls_from_the_upper_left_to_the_lower_right() -> None:

@@ -19,7 +19,7 @@ from trainyard.checkpoint.format import Facts, read_manifest
 from trainyard.checkpoint.load import build_model_from_checkpoint, load_tensors, newest_checkpoint
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.checkpoint.verify import check_checkpoint
-from trainyard.cli.check_checkpoint import describe_report
+from trainyard.cli.check import describe_checkpoint
 from trainyard.data.loader import Loader
 from trainyard.export.to_huggingface import compare_logits, export_huggingface
 from trainyard.launch.environment import read_versions
@@ -221,9 +221,9 @@ def test_evaluate_export_and_check_read_what_it_saves(tmp_path: Path) -> None:
     path = newest_checkpoint(tmp_path / "checkpoints")
     assert path is not None
     report = check_checkpoint(path)
-    facts = describe_report(report)
+    facts = describe_checkpoint(report.manifest)
     assert "both moments of every weight" in facts["optimizer"]
-    assert "bfloat16, float32" in facts["model"]
+    assert "bfloat16, float32" in facts["weights"]
     values = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     assert 0 < values - checkpoint_bytes(context.run, context.plan.n_parameters) < 40_000  # headers
 

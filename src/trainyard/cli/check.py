@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from trainyard.cli.check_checkpoint import checkpoint
 from trainyard.cli.check_layout import layout
-from trainyard.errors import DataError
+from trainyard.errors import CheckpointError, DataError, UserError
+from trainyard.units import format_bytes, format_large
 
 if TYPE_CHECKING:
+    from trainyard.checkpoint.format import Manifest
     from trainyard.corpus.verify import DataReport
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Place = TypeVar("Place", str, Path)
+Progress = Callable[[int, int], None]
 
 check = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Verify that token files or checkpoints are intact, or that a layout computes correctly.",
 )
-check.command()(checkpoint)
 check.command()(layout)
 
 
@@ -39,33 +46,19 @@ def data(
 
     Example: trainyard check data data/web_text_document --tokenizer gpt2
     """
-    from rich.console import Console
-
     from trainyard.cli.show import without_ending
-    from trainyard.cli.show_data import facts_table
     from trainyard.corpus.verify import check_data
     from trainyard.data.tokenizer import load_tokenizer
-    from trainyard.log import show_progress
 
     made_by = load_tokenizer(tokenizer) if tokenizer else None
-    console = Console(soft_wrap=True)
-    errors: list[DataError] = []
-    for prefix in map(without_ending, prefixes):
-        try:
-            with show_progress(f"checking {prefix}") as update:
-                report = check_data(prefix, made_by, update)
-        except DataError as error:
-            errors.append(error)
-        else:
-            facts = _facts(report, tokenizer)
-            console.print(facts_table(f"{prefix}: OK", facts))
-    if errors:
-        raise DataError("\n".join(error.problem for error in errors), errors[0].hint)
+
+    def check_one(prefix: str, progress: Progress) -> dict[str, str]:
+        return _describe_data(check_data(prefix, made_by, progress), tokenizer)
+
+    _check_each(map(without_ending, prefixes), check_one, DataError)
 
 
-def _facts(report: DataReport, tokenizer: str) -> dict[str, str]:
-    from trainyard.units import format_bytes
-
+def _describe_data(report: DataReport, tokenizer: str) -> dict[str, str]:
     if report.has_record:
         checksums = f"all {report.n_blocks:,} blocks match, {format_bytes(report.n_bytes)}"
     else:
@@ -90,3 +83,144 @@ def _tokenizer_fact(report: DataReport, tokenizer: str) -> str:
     if not tokenizer:
         return "not compared: pass --tokenizer"
     return f"made by {tokenizer}" if report.has_record else f"{tokenizer}: all ids are valid"
+
+
+@check.command()
+def checkpoint(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH", help="Run folders, or step-... folders.")
+    ],
+    all_of_them: Annotated[
+        bool,
+        typer.Option("--all", help="Check every checkpoint of a run folder, not only the newest."),
+    ] = False,
+) -> None:
+    """Verify every byte of checkpoints against their checksums, and describe the contents.
+
+    Checks the manifest's own checksum, the header and every value of every file, and that no tensor
+    or file is missing, misplaced or extra. Lists all problems with their locations. Checks only the
+    newest checkpoint of a run folder. Exit code 2 if it finds a problem.
+
+    Example: trainyard check checkpoint runs/demo --all
+    """
+    from trainyard.checkpoint.verify import check_checkpoint
+
+    def check_one(step_folder: Path, progress: Progress) -> dict[str, str]:
+        report = check_checkpoint(step_folder, progress)
+        n_files, size = len(report.manifest.sizes) + 1, format_bytes(report.n_bytes)
+        matches = {"checksums": f"every byte of {n_files} files matches, {size}"}
+        return matches | describe_checkpoint(report.manifest)
+
+    folders = (each for path in paths for each in find_step_folders(path, all_of_them=all_of_them))
+    _check_each(folders, check_one, CheckpointError)
+
+
+def _check_each(
+    places: Iterable[Place],
+    check_one: Callable[[Place, Progress], dict[str, str]],
+    kind: type[UserError],
+) -> None:
+    """Checks several places, and prints the facts of each.
+
+    Raises:
+        UserError: of `kind`, with the problems of all.
+    """
+    from rich.console import Console
+
+    from trainyard.cli.show_data import facts_table
+    from trainyard.log import show_progress
+
+    console = Console(soft_wrap=True)
+    errors: list[UserError] = []
+    for place in places:
+        try:
+            with show_progress(f"checking {place}") as update:
+                facts = check_one(place, update)
+        except kind as error:
+            errors.append(error)
+        else:
+            console.print(facts_table(f"{place}: OK", facts))
+    if errors:
+        raise kind("\n".join(error.problem for error in errors), errors[0].hint)
+
+
+def find_step_folders(path: Path, *, all_of_them: bool) -> list[Path]:
+    """Lists the step folders to check: `path` itself, or the newest or all of a run folder.
+
+    The newest has the highest step, even if it is damaged.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from trainyard.checkpoint.format import MANIFEST, list_checkpoints, step_of
+
+    if step_of(path) is not None or (path / MANIFEST).exists():
+        return [path]
+    inner = path / "checkpoints"
+    found = list_checkpoints(inner if inner.is_dir() else path)
+    if not found:
+        raise CheckpointError(
+            f"no checkpoint in {path}" if path.is_dir() else f"no folder {path}",
+            "give a run folder, or one of the step-... folders in its checkpoints/",
+        )
+    return found if all_of_them else found[:1]
+
+
+def describe_checkpoint(manifest: Manifest) -> dict[str, str]:
+    """Describes the contents of a checkpoint."""
+    run, sizes = manifest.build_run(), [file.n_bytes for file in manifest.files.values()]
+    n_chunks = sum(len(tensor.chunks) for tensor in manifest.tensors.values())
+    return {
+        "run": f"{run.name}: {run.description}" if run.description else run.name,
+        "step": f"{manifest.step:,}: {manifest.consumed_sequences:,} sequences, "
+        f"{manifest.consumed_tokens:,} tokens",
+        "tensors": f"{len(manifest.tensors):,} in {n_chunks:,} chunks, "
+        f"{len(sizes)} files, {format_bytes(sum(sizes))}",
+        "model": f"{run.model.n_layers} blocks, d_model {run.model.d_model}, "
+        f"{run.model.n_heads} heads, sequences of {run.model.sequence_length}",
+        "weights": _describe_weights(manifest),
+        "optimizer": _describe_optimizer(manifest),
+        "saved by": _describe_layout(manifest.plan),
+        "tokenizer": _describe_tokenizer(manifest),
+        "versions": ", ".join(f"{name} {value}" for name, value in manifest.versions.items()),
+        "data fingerprint": manifest.data_fingerprint or "none",
+    }
+
+
+def _describe_weights(manifest: Manifest) -> str:
+    shapes = [t.shape for name, t in manifest.tensors.items() if name.startswith("model.")]
+    if not shapes:
+        return "none"
+    n_values = sum(math.prod(shape) for shape in shapes)
+    dtypes = {t.dtype for name, t in manifest.tensors.items() if name.startswith("model.")}
+    return f"{len(shapes):,} tensors, {format_large(n_values)} values, {', '.join(sorted(dtypes))}"
+
+
+def _describe_optimizer(manifest: Manifest) -> str:
+    weights = [name.removeprefix("model.") for name in manifest.tensors if name[:6] == "model."]
+    counts = {
+        moment: sum(f"optimizer.{name}.{moment}" in manifest.tensors for name in weights)
+        for moment in MOMENTS
+    }
+    if not any(counts.values()):
+        return "none: weights only, moments start from zero"
+    if all(count == len(weights) for count in counts.values()):
+        return f"both moments of every weight ({', '.join(MOMENTS)})"
+    return ", ".join(f"{moment} of {n:,} of {len(weights):,}" for moment, n in counts.items())
+
+
+def _describe_layout(plan: Mapping[str, object]) -> str:
+    topology = plan.get("topology")
+    if not isinstance(topology, dict):
+        return "unknown: its plan names no layout"
+    sizes = {str(axis): size for axis, size in topology.items() if isinstance(size, int)}
+    axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    n_ranks = math.prod(sizes.values())
+    return f"{n_ranks:,} ranks, {axes}" if axes else "one rank"
+
+
+def _describe_tokenizer(manifest: Manifest) -> str:
+    if manifest.tokenizer is not None:
+        return f"a copy, fingerprint {manifest.tokenizer.fingerprint[:16]}"
+    path = manifest.build_run().tokenizer.path
+    return f"{path}, not copied here" if path else "none"

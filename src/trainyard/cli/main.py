@@ -27,7 +27,6 @@ from trainyard.cli.report import report
 from trainyard.cli.show import show
 from trainyard.cli.status import status
 from trainyard.cli.train import train
-from trainyard.cli.watch import watch
 from trainyard.errors import UserError
 from trainyard.extras import missing_package
 from trainyard.launch.environment import hide_secrets, let_idle_threads_sleep
@@ -67,7 +66,7 @@ def _options(
 
 
 for verb in (
-    prepare, plan, launch, status, train, bench, evaluate, generate, report, watch, show, demo,
+    prepare, plan, launch, status, train, bench, evaluate, generate, report, show, demo,
     doctor,
 ):  # fmt: skip
     app.command()(verb)

@@ -23,7 +23,7 @@ def report(
 
     Example: trainyard report runs/small runs/large --output compare.html --png figures
 
-    The run may still be training, or have been killed; trainyard watch shows it live.
+    The run may still be training, or have been killed; trainyard status --follow shows it live.
     """
     from trainyard.report.page import write_report
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainyard.errors import ConfigError
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -24,9 +22,6 @@ def show(
     fields: Annotated[bool, typer.Option("--fields", help="Describe every field.")] = False,
     all_fields: Annotated[
         bool, typer.Option("--all", help="Also show fields at their defaults.")
-    ] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="For checkpoints: compare files with their checksums.")
     ] = False,
     tokenizer: Annotated[
         str, typer.Option(help="For token files: gpt2 or a folder; decodes the documents.")
@@ -44,7 +39,7 @@ def show(
     trainyard show gpt3-13b
     trainyard show run.toml model.n_layers=24 --all
     trainyard show data/wiki_text_document --tokenizer gpt2 --count 5
-    trainyard show runs/demo --verify
+    trainyard show runs/demo
     trainyard show cluster lumi
     trainyard show order run.toml --split train --start 0 --count 2000 --output order.npz
     """
@@ -57,11 +52,11 @@ def show(
 
         console.print(render_fields())
     elif names and names[0] == "order":
-        from trainyard.cli.show_order import show_order
+        from trainyard.cli.show_data import show_order
 
         show_order(names[1:], split, start, count, output)
     elif names and names[0] == "cluster":
-        from trainyard.cli.show_cluster import show_cluster
+        from trainyard.cli.show_run import show_cluster
 
         show_cluster(names[1:], console)
     elif not names:
@@ -71,26 +66,19 @@ def show(
     elif Path(f"{without_ending(names[0])}.idx").exists():
         from trainyard.cli.show_data import show_data
 
-        if verify:
-            raise ConfigError(
-                "--verify is for checkpoints",
-                f"trainyard check data {without_ending(names[0])}",
-            )
         show_data(without_ending(names[0]), console, count=count, tokenizer_path=tokenizer)
     else:
-        _show_thing(names[0], names[1:], console, all_fields=all_fields, verify=verify)
+        _show_thing(names[0], names[1:], console, all_fields=all_fields)
 
 
-def _show_thing(
-    name: str, overrides: list[str], console: Console, *, all_fields: bool, verify: bool
-) -> None:
+def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields: bool) -> None:
     from trainyard.data.vocabulary import GPT2
 
     path = Path(name)
     is_checkpoint = (path / "manifest.json").exists()
     has_tokenizer = (path / "tokenizer.json").exists() or (path / "vocab.json").exists()
     if name == GPT2 or (has_tokenizer and not is_checkpoint):
-        from trainyard.cli.show_files import show_tokenizer
+        from trainyard.cli.show_data import show_tokenizer
 
         show_tokenizer(name, console)
     elif name.endswith(".toml") or not path.exists():
@@ -99,9 +87,14 @@ def _show_thing(
 
         console.print(render_run_summary(load_run(name, overrides), all_fields=all_fields))
     else:
-        from trainyard.cli.show_files import show_checkpoint
+        from trainyard.checkpoint.format import read_manifest
+        from trainyard.checkpoint.load import find_checkpoint
+        from trainyard.cli.check import describe_checkpoint
+        from trainyard.cli.show_data import facts_table
 
-        show_checkpoint(path, console, verify=verify)
+        checkpoint = find_checkpoint(path)
+        facts = describe_checkpoint(read_manifest(checkpoint))
+        console.print(facts_table(str(checkpoint), facts))
 
 
 def without_ending(name: str) -> str:

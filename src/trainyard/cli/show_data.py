@@ -1,4 +1,4 @@
-"""`trainyard show` for token files: their contents, and how the text was processed.
+"""`trainyard show` for token files, their order in training, and tokenizers.
 
 Counts are exact, computed one slab of documents at a time, so memory use is constant.
 """
@@ -6,12 +6,13 @@ Counts are exact, computed one slab of documents at a time, so memory use is con
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from trainyard.errors import ConfigError, DataError
 from trainyard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -227,3 +228,63 @@ def _read_document(
         for entry in map(int, dataset.document_indices[document : document + 2])
     )
     return last - first, dataset.stream[first : min(last, first + most)].astype(np.int64)
+
+
+def show_order(
+    arguments: list[str], split: str, start: int, count: int, output: Path | None
+) -> None:
+    """Prints the sequences of a split, or writes them as `sequences` (count, T + 1) into an .npz.
+
+    Raises:
+        UserError: no such split, or fewer sequences than asked for.
+    """
+    from trainyard.config.load import load_run
+    from trainyard.data.loader import build_orders
+    from trainyard.data.order import Split
+    from trainyard.plan.resolve import resolve
+
+    if not arguments:
+        raise ConfigError("show order needs a run file", "trainyard show order run.toml")
+    run = load_run(arguments[0], arguments[1:]).run
+    names: dict[str, Split] = {name: name for name in get_args(Split)}
+    if split not in names:
+        raise ConfigError(f"--split {split!r} is not one of {', '.join(names)}")
+    order = build_orders(run, resolve(run))[names[split]]
+    if order is None:
+        raise DataError(
+            f"the {split} split of {run.name} has no sequences",
+            "see data.split, evaluate.batches and data." + split,
+        )
+    if start < 0 or count < 1 or start + count > len(order):
+        raise DataError(
+            f"sequences {start} to {start + count} requested, {split} has {len(order)}",
+            "lower --start or --count",
+        )
+    sequences = order.sequences(start, count)
+    if output is None:
+        for row in sequences:
+            print(*row)  # noqa: T201
+        return
+    with output.open("wb") as file:
+        np.savez(file, sequences=sequences)
+
+
+def show_tokenizer(name: str, console: Console) -> None:
+    """Prints a tokenizer's size, identity and an example.
+
+    Raises:
+        DataError: it is not a byte-level BPE tokenizer.
+    """
+    from trainyard.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(name)
+    example = "The train leaves the yard at 07:45."
+    ids = tokenizer.encode(example)
+    facts = {
+        "tokens": f"{tokenizer.vocabulary_size:,}",
+        "end of document": str(tokenizer.eod_id),
+        "fingerprint": tokenizer.fingerprint,
+        "example": f"{example!r} -> {ids}",
+        "pieces": " ".join(repr(tokenizer.decode([i])) for i in ids),
+    }
+    console.print(facts_table(name, facts))

@@ -1,18 +1,18 @@
-"""`trainyard show RUN`: size and length of a run, and the origin of its values."""
+"""`trainyard show RUN`, `--fields` and `cluster NAME`: what run and cluster files say."""
 
 from __future__ import annotations
 
 import json
 import textwrap
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel
+from rich.console import Console
 from rich.text import Text
 
-from trainyard.cli.show_saving import describe_saving
-from trainyard.cli.train import RUNS_FOLDER
+from trainyard.cli.show_data import facts_table
+from trainyard.config.cluster import Cluster, cluster_names, cluster_texts, cpu_mask, read_cluster
 from trainyard.config.corpus import (
     Corpus,
     Deduplicate,
@@ -24,7 +24,10 @@ from trainyard.config.corpus import (
 )
 from trainyard.config.load import LoadedRun, all_fields, field_value
 from trainyard.config.run import Run
+from trainyard.errors import ConfigError
+from trainyard.plan.clusters import find_machine
 from trainyard.plan.flops import model_flops_per_token
+from trainyard.plan.hardware import GIGA, TERA
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.plan.size import parameter_count
 from trainyard.units import Length, format_large
@@ -32,15 +35,12 @@ from trainyard.units import Length, format_large
 WIDTH = 96
 
 
-def render_run_summary(
-    loaded: LoadedRun, all_fields: bool = False, runs_folder: Path = RUNS_FOLDER
-) -> Text:
+def render_run_summary(loaded: LoadedRun, all_fields: bool = False) -> Text:
     """Describes a run: its description, size and length, then its values and their origins.
 
     Args:
         loaded: a run with the origins of its values.
         all_fields: also shows fields at their defaults.
-        runs_folder: parent of the run folder, in case the run has trained already.
 
     Raises:
         ConfigError: the run cannot be resolved.
@@ -49,8 +49,7 @@ def render_run_summary(
     text = Text(run.name, style="bold")
     text.append("\n" + textwrap.fill(" ".join(run.description.split()), WIDTH), style="not bold")
     plan = resolve(run)
-    facts = _facts(run, plan) | describe_saving(run, plan, runs_folder / run.name)
-    for title, line in facts.items():
+    for title, line in _facts(run, plan).items():
         text.append(f"\n{title:<11}", style="cyan not bold").append(line, style="not bold")
     text.append("\n\nfields" if all_fields else "\n\nfields that are set")
     text.append_text(_render_values(loaded, all_fields))
@@ -168,3 +167,55 @@ def _as_toml(value: Any) -> str:
             shown = [shown[0], f"... {len(shown) - 1} more"]
         return f"[{', '.join(shown)}]"
     return "inf" if value == float("inf") else json.dumps(value)
+
+
+def show_cluster(names: list[str], console: Console) -> None:
+    """Prints a cluster, or lists all clusters without a name.
+
+    Raises:
+        UserError: there is no such cluster, or its file is invalid.
+    """
+    if not names:
+        console.print("clusters: " + ", ".join(cluster_names()), highlight=False)
+        return
+    if len(names) > 1:
+        raise ConfigError(f"{names[1]} is a second cluster", "trainyard show cluster lumi")
+    cluster = read_cluster(names[0])
+    console.print(facts_table(names[0], _cluster_facts(names[0], cluster)))
+    for place, text in cluster_texts(names[0]):
+        console.print(f"\n[bold]{place}[/bold]")
+        console.print(text.rstrip(), markup=False, highlight=False)
+
+
+def _cluster_facts(name: str, cluster: Cluster) -> dict[str, str]:
+    machine, launch = find_machine(name), cluster.launch
+    device = machine.device
+    peaks = ", ".join(f"{kind} {peak / TERA:,.4g}" for kind, peak in device.peaks.items())
+    bandwidth = (device.memory_bytes_per_second or 0) / GIGA
+    memory = f"{machine.memory_bytes / 2**30:.0f} GiB, " if machine.memory_bytes else ""
+    facts = {
+        "what": cluster.description,
+        "devices": f"{machine.devices_per_node} x {device.name} a node",
+        "memory": f"{memory}{bandwidth:,.0f} GB/s",
+        "TFLOP/s": peaks,
+        "link": f"{machine.link_bytes_per_second / GIGA:g} GB/s inside a node",
+        "network": f"{machine.network_bytes_per_second / GIGA:g} GB/s a device between nodes",
+        "jobs": _describe_start(cluster),
+    }
+    for local_rank, cpus in enumerate(launch.cpu_lists):
+        facts[f"rank {local_rank}"] = f"CPUs {cpus}, mask {cpu_mask(cpus)}"
+    return facts
+
+
+def _describe_start(cluster: Cluster) -> str:
+    launch = cluster.launch
+    how = {
+        "local": "this machine",
+        "slurm": f"Slurm, {'one torchrun a node' if launch.start == 'torchrun' else 'srun'}",
+        "pbs": f"PBS, mpiexec of {launch.mpiexec}",
+        "mpi": f"mpiexec of {launch.mpiexec}",
+        "ssh": "ssh",
+    }[launch.scheduler]
+    container = launch.container
+    image = f" with {container.image or 'an image of yours'}"
+    return how + (f", {container.runtime}{image}" if container.runtime != "none" else "")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from array import array
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,8 +29,9 @@ from trainyard.units import format_seconds
 COLUMNS = (
     *("step", "tokens", "time", "loss", "learning_rate", "gradient_norm", "loss_scale"),
     *("tokens_per_second_per_device", "tflops_per_second_per_device", "model_flops_utilisation"),
-    *("memory_bytes", "skipped_steps", "seconds_left"),
+    *("memory_bytes", "skipped_steps", "seconds_left", "milliseconds_per_step"),
 )
+N_SAVES = 100
 GREATEST = 1e100
 """Far above any real quantity; larger ones only break the arithmetic of drawing."""
 
@@ -90,7 +92,7 @@ class Metrics:
         evaluations: held-out losses.
         samples: texts it wrote.
         events: restarts, rollbacks, skipped steps, failed saves and stops.
-        last_save: the newest finished checkpoint; empty while there is none.
+        saves: of checkpoints, finished ones.
         seconds: time spent, without the time between an end and a restart.
         device: what it ran on, if it said so.
         reason: why it ended; empty while it runs, or when it was killed.
@@ -102,7 +104,7 @@ class Metrics:
     evaluations: list[Line] = field(default_factory=list)
     samples: list[Line] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    last_save: Line = field(default_factory=dict)
+    saves: list[Line] = field(default_factory=list)
     seconds: float = 0.0
     device: str = ""
     reason: str = ""
@@ -118,6 +120,11 @@ class Metrics:
     def count(self, kind: EventKind) -> int:
         """Returns how often an event happened; for skipped steps, their number."""
         return sum(event.count for event in self.events if event.kind == kind)
+
+    def median_of_saves(self, key: str) -> float | None:
+        """Returns the median of a number of the newest saves; None without any."""
+        values = [line[key] for line in self.saves[-N_SAVES:] if is_finite(line.get(key))]
+        return statistics.median(values) if values else None
 
     @property
     def held_out_losses(self) -> list[Line]:
@@ -149,7 +156,7 @@ class History:
             text = f"began anew; {forgotten_steps:,} steps of before are not shown"
             self._note("restart", 0, text)
         self._is_begun = False
-        self._last_save: Line = {}
+        self._saves: list[Line] = []
         self._seconds = 0.0
         self._device = self._reason = ""
         self.last_step = 0
@@ -183,7 +190,7 @@ class History:
 
     def _take_event(self, kind: str, line: Line, step: int) -> None:
         if kind == "save":
-            self._last_save = line
+            self._saves.append(line)
         elif kind == "save failed":
             problem = line.get("problem", "unknown reason")
             self._note("save failed", step, f"a checkpoint was not saved: {problem}")
@@ -235,7 +242,7 @@ class History:
             [self._evaluations[step] for step in sorted(self._evaluations)],
             sorted(self._samples.values(), key=lambda line: line["step"]),
             sorted(events, key=lambda event: event.step),
-            self._last_save,
+            list(self._saves),
             self._seconds,
             self._device,
             self._reason,

@@ -61,7 +61,7 @@ def compare_with_plan(reported: ReportedRun) -> dict[str, tuple[str, str]]:
         ),
         "Checkpoint": (
             memory(n_parameters and checkpoint_bytes(run, int(n_parameters))),
-            memory(reported.metrics.last_save.get("bytes")),
+            memory(reported.metrics.median_of_saves("bytes")),
         ),
     }
 

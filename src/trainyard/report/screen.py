@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -12,8 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as Grid
 from rich.text import Text
 
-from trainyard.report.history import Curve, Line, Metrics, is_finite
-from trainyard.report.liveness import Liveness
+from trainyard.report.history import Curve, Line, is_finite
+from trainyard.report.status import Status, printable
 from trainyard.report.summary import UNKNOWN, large, memory, show
 from trainyard.report.thinning import thin_out
 from trainyard.units import format_seconds
@@ -25,58 +23,40 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of the dots of a Braille character, by row and column."""
 
 
-@dataclass(frozen=True)
-class Screen:
-    """The displayed state of a run.
-
-    Attributes:
-        name: of the run.
-        n_steps: planned; None where the plan is not known yet.
-        metrics: so far.
-        liveness: whether it is training.
-        last_lines: texts of the newest events.
-    """
-
-    name: str
-    n_steps: int | None
-    metrics: Metrics
-    liveness: Liveness
-    last_lines: Sequence[str]
-
-
 def render_screen(
-    screen: Screen, width: int, height: int, *, in_unicode: bool = True
+    status: Status, last_lines: Sequence[str], width: int, height: int, *, in_unicode: bool = True
 ) -> RenderableType:
-    """Renders the screen; without room, first shortens the last lines, then the curve.
+    """Renders a run's status; without room, first shortens the last lines, then the curve.
 
     Args:
-        screen: what to show.
+        status: of the run.
+        last_lines: texts of the newest events.
         width: of the terminal, in characters.
         height: of the terminal, in lines.
         in_unicode: the terminal has Braille characters.
     """
-    metrics, alive = screen.metrics, screen.liveness
-    head = Text(printable(screen.name), style="bold")
-    style = "green" if alive.is_training else "yellow"
-    head.append(f"  {printable(alive.text)}", style=f"not bold {style}")
+    train, facts = status.metrics.train, status.facts_in_detail()
+    head = Text(printable(status.name), style="bold")
+    style = "green" if status.state == "training" else "yellow"
+    head.append(f"  {printable(status.text)}", style=f"not bold {style}")
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    if status.n_steps and status.step is not None:
+        grid.add_row("", ProgressBar(status.n_steps, status.step, width=min(60, width - 14)))
+    for label, text in facts.items():
+        grid.add_row(Text(label, style="cyan"), Text(printable(text)))
     parts: list[RenderableType] = [head]
-    if metrics.damage:
-        parts.append(Text(printable(metrics.damage), style="yellow"))
-    if not len(metrics.train):
-        parts.append(Text("no steps logged yet", style="dim"))
-        n_free = height
-    else:
-        facts = _facts(metrics)
-        parts += [_progress(screen, width), facts]
-        n_free = height - len(parts) - facts.row_count
-    n_last = min(len(screen.last_lines), max(1, n_free // 4))
-    steps, losses = metrics.train["step"], metrics.train["loss"]
-    n_rows = min(CHART_ROWS, n_free - n_last - 5)
-    if loss := draw_curve(steps, losses, width, n_rows, in_unicode=in_unicode):
+    if status.metrics.damage:
+        parts.append(Text(printable(status.metrics.damage), style="yellow"))
+    n_free = height - len(parts) - grid.row_count
+    n_last = min(len(last_lines), max(1, n_free // 4))
+    n_rows = min(CHART_ROWS, n_free - n_last - 6)
+    loss = draw_curve(train["step"], train["loss"], width, n_rows, in_unicode=in_unicode)
+    parts.append(grid)
+    if loss:
         parts += [Text("\nloss over steps", style="dim"), Text("\n".join(loss))]
     if n_last:
         parts.append(Text("\nlast lines", style="dim"))
-        for line in list(screen.last_lines)[-n_last:]:
+        for line in list(last_lines)[-n_last:]:
             parts.append(Text(line, no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
 
@@ -143,57 +123,6 @@ def draw_curve(
     first, last = f"{x[0]:,.0f}", f"{x[-1]:,.0f}"
     lines.append(" " * (LABEL_WIDTH + 2) + first + f"{last:>{n_columns - len(first)}}")
     return lines
-
-
-def printable(text: str) -> str:
-    """Replaces the control characters of a text."""
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
-def _progress(screen: Screen, width: int) -> RenderableType:
-    step, left = screen.metrics.train.last("step") or 0, screen.metrics.train.last("seconds_left")
-    if not screen.n_steps:
-        return Text(f"step {step:,.0f}")
-    since = time.time() - (screen.metrics.train.last("time") or time.time())
-    eta = ""
-    if screen.liveness.is_training:
-        eta = f"last line {format_seconds(max(0.0, since))} ago"
-        if left is not None:
-            eta = f"ETA {format_seconds(max(0.0, left - since))}, {eta}"
-    grid = Grid.grid(padding=(0, 2, 0, 0))
-    bar = ProgressBar(screen.n_steps, step, width=max(10, min(60, width - 60)))
-    share = f"{step / screen.n_steps:.0%}"
-    grid.add_row(f"step {step:,.0f}/{screen.n_steps:,}", bar, share, eta)
-    return grid
-
-
-def _facts(metrics: Metrics) -> Grid:
-    train, held_out = metrics.train, metrics.held_out_losses
-    best = min(held_out, key=lambda line: line["loss"], default=None)
-    held = UNKNOWN
-    if best is not None:
-        held = f"{held_out[-1]['loss']:.4f}, best {best['loss']:.4f} at step {best['step']:,}"
-    save = metrics.last_save
-    saved = "none" if not save else f"step {save['step']:,}, {memory(save.get('bytes'))}"
-    if save and is_finite(save.get("time")):
-        saved += f", {format_seconds(max(0.0, time.time() - save['time']))} ago"
-    n_failed = metrics.count("save failed")
-    rate, tflops = (train.last(f"{key}_per_second_per_device") for key in ("tokens", "tflops"))
-    rows = {
-        "loss": f"{show(train.last('loss'), '{:.4f}')}; held out {held}",
-        "gradient norm": f"{show(train.last('gradient_norm'), '{:.3f}')}, "
-        f"learning rate {show(train.last('learning_rate'), '{:.3e}')}",
-        "speed": f"{large(rate)} tokens/s, {show(tflops, '{:.3g}')} TFLOP/s per device",
-        "memory": memory(train.last("memory_bytes")),
-        "consumed": f"{large(train.last('tokens'))} tokens in {format_seconds(metrics.seconds)}",
-        "checkpoint": saved + (f"; {n_failed} failed" if n_failed else ""),
-        "incidents": f"{show(train.last('skipped_steps'), '{:.0f}')} skipped steps, "
-        f"{metrics.count('restart')} restarts, {metrics.count('rollback')} rollbacks",
-    }
-    grid = Grid.grid(padding=(0, 2, 0, 0))
-    for label, value in rows.items():
-        grid.add_row(Text(label, style="cyan"), Text(value))
-    return grid
 
 
 def _seconds(value: object) -> str:
