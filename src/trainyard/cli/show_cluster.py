@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from trainyard.cli.show_data import facts_table
 from trainyard.config.cluster import cluster_names, cluster_texts, cpu_mask, read_cluster
 from trainyard.errors import ConfigError
+from trainyard.jobs.schedulers import SCHEDULERS
 from trainyard.plan.clusters import find_machine
 from trainyard.plan.hardware import GIGA, TERA
 
@@ -55,14 +56,7 @@ def _facts(name: str, cluster: Cluster) -> dict[str, str]:
 
 
 def _describe_start(cluster: Cluster) -> str:
-    launch = cluster.launch
-    how = {
-        "local": "this machine",
-        "slurm": f"Slurm, {'one torchrun a node' if launch.start == 'torchrun' else 'srun'}",
-        "pbs": f"PBS, mpiexec of {launch.mpiexec}",
-        "mpi": f"mpiexec of {launch.mpiexec}",
-        "ssh": "ssh",
-    }[launch.scheduler]
-    container = launch.container
+    how = SCHEDULERS[cluster.launch.scheduler].describe(cluster.launch)
+    container = cluster.launch.container
     image = f" with {container.image or 'an image of yours'}"
     return how + (f", {container.runtime}{image}" if container.runtime != "none" else "")
