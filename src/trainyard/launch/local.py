@@ -83,8 +83,23 @@ def run_ranks(n_ranks: int, command: Sequence[str], logs: Path) -> None:
         MachineError: a rank died; names it, how, and the end of its output. The exit code is 1 if
             the rank's indicates a bug.
     """
-    with note_signals((signal.SIGINT, signal.SIGTERM)) as received, open_places(n_ranks) as places:
-        workers: list[Worker] = []
+    with open_places(n_ranks) as places:
+        _run(places, command, logs)
+
+
+def run_one(process: Process, command: Sequence[str]) -> None:
+    """Runs a command as this process's rank, and waits until it ends.
+
+    Raises:
+        MachineError: it died.
+    """
+    with open_pipe() as pipe:
+        _run([replace(process, parent_pipe=pipe)], command, None)
+
+
+def _run(places: Sequence[Process], command: Sequence[str], logs: Path | None) -> None:
+    workers: list[Worker] = []
+    with note_signals((signal.SIGINT, signal.SIGTERM)) as received:
         try:
             for place in places:
                 workers.append(start_worker(place, command, logs))
@@ -97,10 +112,10 @@ def run_ranks(n_ranks: int, command: Sequence[str], logs: Path) -> None:
             dead = find_first_death(workers)
         finally:
             end(workers)
-        if dead is not None:
-            # If all end for the same reason, rank 0 has already shown it.
-            all_refuse = dead.running.returncode == workers[0].running.returncode == 2
-            raise describe_death(workers[0] if all_refuse else dead)
+    if dead is not None:
+        # If all end for the same reason, rank 0 has already shown it.
+        all_refuse = dead.running.returncode == workers[0].running.returncode == 2
+        raise describe_death(workers[0] if all_refuse else dead)
 
 
 @contextmanager
