@@ -90,7 +90,6 @@ GOLDEN = (
     "on-mpi-openmpi-apptainer",
     "on-ssh",
     "all-msamp-345m-bf16.prepare-wikipedia",
-    "all-msamp-345m-bf16.train",
     "all-benchmark64-full.download-openwebtext",
 )
 

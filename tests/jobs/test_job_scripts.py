@@ -169,20 +169,19 @@ def test_nothing_in_a_value_is_obeyed(tmp_path: Path, scheduler: str) -> None:
     programs.mkdir()
     python = write_program(
         programs / "a python",
-        'if [ "$3" = trainyard.launch.remote ]; then shift 3; while [ "$1" != -- ]; do shift; done;'
-        f'[ "$2" = n1 ] && exec bash {programs}/job.sh on-host --; shift; exec "$@"; fi\n'
         f'printf \'%s|%s|%s|%s\' "$GREETING" "$TRITON_CACHE_DIR" "$PWD" "$5" > {tmp_path}/out',
     )
     run_last = 'case $* in *bash\\ -c*) exec bash -c "${@: -1}";; esac'
     for name in ("srun", "mpiexec", "mpiexec.hydra"):
         write_program(programs / name, run_last)
+    write_program(programs / "ssh", 'while [ "$1" != n1 ]; do shift; done; shift; bash -c "$*"')
     hosts = {"hosts": ["n1"]} if scheduler in ("mpi", "ssh") else {}
     job = nasty_job(tmp_path, scheduler, python=python, **hosts)
     job.folder.mkdir(parents=True)
-    (programs / "job.sh").write_text(render(job))
+    job.script_path.write_text(render(job))
     given = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
     done = subprocess.run(
-        ["bash", str(programs / "job.sh")],
+        ["bash", str(job.script_path)],
         env=given,
         capture_output=True,
         text=True,

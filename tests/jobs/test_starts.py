@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from tests.waiting import WATCHDOG_SECONDS, wait_until
@@ -51,11 +53,13 @@ def folder(tmp_path: Path, mpiexec: list[str]) -> Path:
     return tmp_path
 
 
-def write_script(folder: Path, hosts: tuple[str, ...] = ("localhost",)) -> Path:
+def write_script(
+    folder: Path, hosts: tuple[str, ...] = ("localhost",), scheduler: Literal["mpi", "ssh"] = "mpi"
+) -> Path:
     launch = Launch(
-        scheduler="mpi",
+        scheduler=scheduler,
         hosts=hosts,
-        options=("-launcher fork",),
+        options=("-launcher fork",) if scheduler == "mpi" else (),
         python=str(folder / "rank"),
         scratch=str(folder / "scratch"),
     )
@@ -133,12 +137,26 @@ def test_an_old_witness_blames_nobody(folder: Path) -> None:
     assert not (folder / "runs" / "run" / "bad_nodes").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_person_stops_it(folder: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "scheduler"),
+    [(signal.SIGTERM, "mpi"), (signal.SIGINT, "mpi"), (signal.SIGUSR1, "mpi"),
+     (signal.SIGTERM, "ssh"), (signal.SIGINT, "ssh")],
+)  # fmt: skip
+def test_a_person_stops_it(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    scheduler: Literal["mpi", "ssh"],
+) -> None:
     """The ranks are asked to save, and are not started again."""
+    ssh = '#!/bin/bash\nwhile [ "$1" != localhost ]; do shift; done; shift; exec bash -c "$*"\n'
+    (folder / "ssh").write_text(ssh)
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     rank = "trap 'echo saved > saved; exit 75' USR1\necho > ready\nwhile true; do sleep 0.1; done\n"
     (folder / "rank").write_text(f"#!/bin/bash\n{rank}")
-    script = write_script(folder)
+    script = write_script(folder, scheduler=scheduler)
+    shutil.copy(script, folder / "runs" / "run")
     with subprocess.Popen(["bash", str(script)], start_new_session=True) as running:
         wait_until((folder / "ready").exists)
         os.killpg(running.pid, number)

@@ -9,28 +9,19 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainyard.bench.job import OPERATORS, RESULT, TRACE, Job, Steps, read_refusal
 from trainyard.config.run import Run
+from trainyard.errors import MachineError
 from trainyard.launch.environment import Process
-from trainyard.launch.local import (
-    POLL_SECONDS,
-    describe_death,
-    end,
-    note_signals,
-    open_pipe,
-    run_ranks,
-    send,
-    start_worker,
-)
+from trainyard.launch.local import run_one, run_ranks
 
 logger = logging.getLogger("trainyard")
 
@@ -129,21 +120,8 @@ def _run(order: Order, process: Process, folder: Path, attempt: int) -> None:
     command += ["--spawned-at", str(time.time()), "--attempt", str(attempt)]
     if process.n_ranks == 1 and order.n_ranks > 1:
         run_ranks(order.n_ranks, command, folder / "logs")
-    else:
-        _run_one(process, [*command, "--leave-refusal"], folder)
-
-
-def _run_one(process: Process, command: Sequence[str], folder: Path) -> None:
-    """Runs this process's rank in a child process, and re-raises its user errors."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    with note_signals(numbers) as received, open_pipe() as pipe:
-        worker = start_worker(replace(process, parent_pipe=pipe), command, None)
-        try:
-            while worker.running.poll() is None:
-                while received:
-                    send([worker], received.pop(0))
-                time.sleep(POLL_SECONDS)
-        finally:
-            end([worker])
-        if worker.running.returncode:
-            raise read_refusal(folder) or describe_death(worker)
+        return
+    try:
+        run_one(process, [*command, "--leave-refusal"])
+    except MachineError as error:
+        raise (read_refusal(folder) or error) from None

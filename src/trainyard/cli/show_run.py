@@ -25,6 +25,7 @@ from trainyard.config.corpus import (
 from trainyard.config.load import LoadedRun, all_fields, field_value
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
+from trainyard.jobs.schedulers import SCHEDULERS
 from trainyard.plan.clusters import find_machine
 from trainyard.plan.flops import model_flops_per_token
 from trainyard.plan.hardware import GIGA, TERA
@@ -208,14 +209,7 @@ def _cluster_facts(name: str, cluster: Cluster) -> dict[str, str]:
 
 
 def _describe_start(cluster: Cluster) -> str:
-    launch = cluster.launch
-    how = {
-        "local": "this machine",
-        "slurm": f"Slurm, {'one torchrun a node' if launch.start == 'torchrun' else 'srun'}",
-        "pbs": f"PBS, mpiexec of {launch.mpiexec}",
-        "mpi": f"mpiexec of {launch.mpiexec}",
-        "ssh": "ssh",
-    }[launch.scheduler]
-    container = launch.container
+    how = SCHEDULERS[cluster.launch.scheduler].describe(cluster.launch)
+    container = cluster.launch.container
     image = f" with {container.image or 'an image of yours'}"
     return how + (f", {container.runtime}{image}" if container.runtime != "none" else "")

@@ -8,7 +8,9 @@ or whose machine is gone, does not:
     rank 2                                                  "here"
     rank 3    (its machine hangs)
 
-Then all exit with code 2. A single rank waits for no other and needs no torch.
+Then all exit with code 2. A single rank waits for no other and needs no torch. The parent processes
+of training share files in the run folder (`launch/hang_reports.py`); doctor tests that folder, so
+its ranks use the store of their rendezvous instead.
 """
 
 from __future__ import annotations

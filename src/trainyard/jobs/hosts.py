@@ -64,6 +64,10 @@ class LocalMachine(Scheduler):
 
     parts = ("local.sh",)
 
+    def describe(self, launch: Launch) -> str:
+        """Returns `this machine`."""
+        return "this machine"
+
     def programs(self, job: Job) -> Sequence[str]:
         """Returns bash."""
         return ("bash",)
@@ -103,6 +107,10 @@ class MpiHosts(_Hosts):
     parts = ("starts.sh", "mpiexec.sh", "hosts.sh")
     launcher = staticmethod(mpiexec_launcher)
 
+    def describe(self, launch: Launch) -> str:
+        """Returns `mpiexec of ..`."""
+        return f"mpiexec of {launch.mpiexec}"
+
     def programs(self, job: Job) -> Sequence[str]:
         """Returns the names that its mpiexec may have."""
         return MPIEXECS[job.cluster.launch.mpiexec]
@@ -117,9 +125,13 @@ class MpiHosts(_Hosts):
 
 
 class SshHosts(_Hosts):
-    """Hosts reached only by ssh: `launch/remote.py` runs on each."""
+    """Hosts reached only by ssh: the script itself runs on each."""
 
     parts = ("starts.sh", "ssh.sh", "hosts.sh")
+
+    def describe(self, launch: Launch) -> str:
+        """Returns `ssh`."""
+        return "ssh"
 
     def programs(self, job: Job) -> Sequence[str]:
         """Returns ssh."""
@@ -127,12 +139,11 @@ class SshHosts(_Hosts):
 
     def settings(self, job: Job) -> Settings:
         """Returns the variables of ssh.sh and hosts.sh."""
-        launch = job.cluster.launch
+        launch, own = job.cluster.launch, split(options(job))
         return {
             "local_rank": "LOCAL_RANK",
             "cpus_of_rank": [launch.cpu_lists] if launch.cpu_lists else [],
-            "python": launch.python,
             "script": job.script_path,
-            "ssh_options": [[f"--ssh={word}"] for word in split(options(job))],
+            "ssh_options": [own] if own else [],
             "all_hosts": [launch.hosts],
         }

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from trainyard.config.cluster import Launch
 from trainyard.errors import LaunchError
 from trainyard.files import parse_json
 from trainyard.jobs.hosts import mpiexec_launcher, mpiexec_settings
@@ -46,6 +47,10 @@ class Pbs(BatchScheduler):
     """PBS starts scripts without the login environment, such as modules."""
     launcher = staticmethod(mpiexec_launcher)
     submitter, lister, ender = ("qsub",), "qstat", "qdel"
+
+    def describe(self, launch: Launch) -> str:
+        """Returns `PBS, mpiexec of ..`."""
+        return f"PBS, mpiexec of {launch.mpiexec}"
 
     def check(self, job: Job) -> None:
         """Rejects a path that a log cannot have."""

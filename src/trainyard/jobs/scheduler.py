@@ -53,6 +53,10 @@ class Scheduler(ABC):
     """Whether it starts one program per node (torchrun), in containers of its own (pyxis)."""
 
     @abstractmethod
+    def describe(self, launch: Launch) -> str:
+        """Returns its name and what starts the ranks, such as `PBS, mpiexec of mpich`."""
+
+    @abstractmethod
     def programs(self, job: Job) -> Sequence[str]:
         """Returns names of the program that starts a job, of which this machine must have one."""
 

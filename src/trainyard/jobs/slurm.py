@@ -44,6 +44,10 @@ class Slurm(BatchScheduler):
     has_steps = True
     submitter, lister, ender = ("sbatch", "--parsable"), "squeue", "scancel"
 
+    def describe(self, launch: Launch) -> str:
+        """Returns `Slurm, srun`, or with torchrun."""
+        return f"Slurm, {'one torchrun a node' if launch.start == 'torchrun' else 'srun'}"
+
     def check(self, job: Job) -> None:
         """Rejects a path that a log cannot have."""
         if "\\" in str(job.folder):

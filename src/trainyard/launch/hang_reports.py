@@ -191,8 +191,7 @@ def status_of_dead(worker: Worker) -> RankStatus:
 
 
 def _see(worker: Worker, since: float | None) -> RankStatus:
-    assert worker.heartbeat is not None
-    beat = worker.heartbeat.read()
+    beat = worker.beat
     has_ended = worker.running.poll() is not None
     return RankStatus(
         rank=worker.rank,

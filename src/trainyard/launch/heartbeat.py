@@ -9,7 +9,12 @@ writes its phase, and the parent reads it at any time. Neither ever waits for th
     parent   reader = HeartbeatReader()
              reader.read()   HeartbeatState(count=2, step=0, phase="forward and backward", ..)
 
-A worker whose count does not change within its limit hangs. The bytes are
+A worker whose count does not change within its limit hangs. Importing torch takes seconds, and
+minutes if a thousand processes read it from one busy disk, so a worker starts with
+
+    python -m trainyard.launch.heartbeat trainyard.train.worker runs/my-run --resume auto
+
+which gives the first heartbeat and runs that module. The bytes are
 
     0 count   8 limit in seconds   16 step   20 phase   24 process id   28 culprit
 
@@ -19,15 +24,20 @@ thread holds Python's lock and no Python code can run.
 
 from __future__ import annotations
 
+import faulthandler
 import mmap
 import os
+import runpy
 import signal
 import struct
+import sys
 import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
+
+from trainyard.launch.environment import Process, read_process
 
 Phase = Literal[
     "start", "load", "data", "forward and backward", "update", "evaluate", "save", "end"
@@ -47,15 +57,15 @@ N_BYTES: Final = _BEAT.size + _BLAME.size
 class HeartbeatState:
     """The current state of a worker."""
 
-    count: int
+    count: int = 0
     """Number of phases started; 0 before the first."""
-    step: int
+    step: int = 0
     """Steps done."""
-    phase: Phase
-    limit_seconds: float
+    phase: Phase = "start"
+    limit_seconds: float = START_SECONDS
     """No progress for longer is a hang."""
-    pid: int
-    culprit: int
+    pid: int = 0
+    culprit: int = NOBODY
     """The rank that caused this worker to fail; `NOBODY`, or `ANOTHER` if unknown."""
 
     @property
@@ -68,8 +78,8 @@ class Heartbeat:
     """The worker's side: reports its phase.
 
     Args:
-        descriptor: `Process.heartbeat`; None says it to nobody.
-        step_seconds: limit for each part of a step, but for the first step after the start.
+        descriptor: `Process.heartbeat`; None: nobody reads it.
+        step_seconds: limit for each part of a step, except the first step after the start.
         slow_seconds: limit for everything else.
     """
 
@@ -108,7 +118,7 @@ class HeartbeatReader:
     """The parent's side; allocates the memory.
 
     Args:
-        descriptor: of memory that is there already.
+        descriptor: of existing memory.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -123,7 +133,7 @@ class HeartbeatReader:
         count, limit, step, phase, pid = _BEAT.unpack_from(now)
         (culprit,) = _BLAME.unpack_from(now, _BEAT.size)
         if count == 0:
-            return HeartbeatState(0, 0, "start", START_SECONDS, pid, NOBODY)
+            return HeartbeatState(pid=pid)
         return HeartbeatState(count, step, PHASES[phase], limit, pid, culprit)
 
     def read_stacks(self) -> str:
@@ -136,6 +146,16 @@ class HeartbeatReader:
         """Releases the memory; the worker keeps its own handle."""
         self._memory.close()
         os.close(self.descriptor)
+
+
+def be_watched(process: Process) -> None:
+    """Lets the parent process watch this one."""
+    faulthandler.enable()  # a crash prints its stack
+    if process.heartbeat is None:
+        return
+    os.lseek(process.heartbeat, N_BYTES, os.SEEK_SET)
+    faulthandler.register(STACK_SIGNAL, file=process.heartbeat, all_threads=True)
+    Heartbeat(process.heartbeat, START_SECONDS, START_SECONDS).enter("start", 0)
 
 
 def end_with_parent(pipe: int) -> None:
@@ -163,3 +183,9 @@ def _make_memory() -> int:
             descriptor = os.dup(file.fileno())
     os.truncate(descriptor, N_BYTES)
     return descriptor
+
+
+if __name__ == "__main__":
+    be_watched(read_process())
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -2,15 +2,15 @@
 
     run_ranks(4, [sys.executable, "-m", "trainyard.train.layout_check", FOLDER, "fp64"], logs)
 
-The ranks meet in a file, so no port is open to anybody. Rank 0 shows what it has to say; the others
-write `logs/rank-00003.log`. SIGINT and SIGTERM are passed on to all. When one rank dies, the others
-would wait for it for ever: they are ended, and the error names the one that died first.
+The rendezvous of the ranks is a file, so no port is open. Rank 0 writes to this process's output,
+the others to `logs/rank-00003.log`. SIGINT and SIGTERM are forwarded to all. If a rank dies, this
+process ends the others, which would wait for it forever, and names the one that died first.
 
-This process may die itself without a chance to end its workers (SIGKILL). So it holds the writing
-end of a pipe whose reading end every worker has, and which nobody writes to: the pipe comes to its
-end when this process does, whatever the reason, and `end_with_parent` in each worker notices.
+If this process is killed (SIGKILL), it cannot end its workers. So every worker has the reading end
+of a pipe whose writing end only this process holds: when it dies, the pipe reaches its end, and
+`end_with_parent` ends the worker.
 
-Real training is watched for more than deaths, and started again: `supervise.py`, from these parts.
+`supervise.py` adds hang detection and restarts for training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from types import FrameType
 
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, MachineError
 from trainyard.launch.environment import Process, rank_environment
-from trainyard.launch.heartbeat import HeartbeatReader
+from trainyard.launch.heartbeat import HeartbeatReader, HeartbeatState
 
 POLL_SECONDS = 0.05
 OWN_END_SECONDS, TERM_SECONDS = 1.0, 3.0
@@ -61,9 +61,9 @@ class Worker:
         return f"rank {self.rank} of {self.process.n_ranks}{host}"
 
     @property
-    def is_victim(self) -> bool:
-        """Whether it reported that it fails because of another rank."""
-        return self.heartbeat is not None and self.heartbeat.read().is_victim
+    def beat(self) -> HeartbeatState:
+        """Its last report."""
+        return self.heartbeat.read() if self.heartbeat else HeartbeatState()
 
     def describe_end(self) -> str:
         """Such as `was ended by SIGKILL`."""
@@ -77,14 +77,29 @@ def run_ranks(n_ranks: int, command: Sequence[str], logs: Path) -> None:
     Args:
         n_ranks: at least 2.
         command: of each rank; it calls `parallel.start.start_ranks`.
-        logs: the folder for the output of all ranks but 0; later runs add to its files.
+        logs: the folder for the output of all ranks but 0; later runs append to its files.
 
     Raises:
-        MachineError: a rank died; tells which, how, and what it said last. The exit code is 1 where
-            the rank's tells of a bug.
+        MachineError: a rank died; names it, how, and the end of its output. The exit code is 1 if
+            the rank's indicates a bug.
     """
-    with note_signals((signal.SIGINT, signal.SIGTERM)) as received, open_places(n_ranks) as places:
-        workers: list[Worker] = []
+    with open_places(n_ranks) as places:
+        _run(places, command, logs)
+
+
+def run_one(process: Process, command: Sequence[str]) -> None:
+    """Runs a command as this process's rank, and waits until it ends.
+
+    Raises:
+        MachineError: it died.
+    """
+    with open_pipe() as pipe:
+        _run([replace(process, parent_pipe=pipe)], command, None)
+
+
+def _run(places: Sequence[Process], command: Sequence[str], logs: Path | None) -> None:
+    workers: list[Worker] = []
+    with note_signals((signal.SIGINT, signal.SIGTERM)) as received:
         try:
             for place in places:
                 workers.append(start_worker(place, command, logs))
@@ -97,10 +112,10 @@ def run_ranks(n_ranks: int, command: Sequence[str], logs: Path) -> None:
             dead = find_first_death(workers)
         finally:
             end(workers)
-        if dead is not None:
-            # If all end for the same reason, rank 0 has already shown it.
-            all_refuse = dead.running.returncode == workers[0].running.returncode == 2
-            raise describe_death(workers[0] if all_refuse else dead)
+    if dead is not None:
+        # If all end for the same reason, rank 0 has already shown it.
+        all_refuse = dead.running.returncode == workers[0].running.returncode == 2
+        raise describe_death(workers[0] if all_refuse else dead)
 
 
 @contextmanager
@@ -151,14 +166,14 @@ def start_worker(
     """Starts one process.
 
     Args:
-        process: its place; with a `parent_pipe`.
+        process: its rank; with a `parent_pipe`.
         command: what it runs.
-        logs: the folder for the output of all ranks but 0; None: it shows what it has to say.
-        heartbeat: where it is to say what it does.
-        inherited: file descriptors that it is to keep open.
+        logs: the folder for the output of all ranks but 0; None: the output of this process.
+        heartbeat: memory for its heartbeats.
+        inherited: file descriptors that it keeps open.
 
     Raises:
-        MachineError: there is no such program, or no more process can be started.
+        MachineError: the program is missing, or no more processes can be started.
     """
     assert process.parent_pipe is not None
     descriptors = [process.parent_pipe, *inherited]
@@ -190,7 +205,7 @@ def start_worker(
 
 def find_first_death(workers: Sequence[Worker]) -> Worker | None:
     """Finds the worker that failed by itself, not because of another; None if none failed."""
-    dead = [each for each in workers if each.running.poll() and not each.is_victim]
+    dead = [each for each in workers if each.running.poll() and not each.beat.is_victim]
     # Other workers may end before the next poll: the worst end was the first.
     return min(dead, key=lambda each: (_severity(each.running.returncode), each.rank), default=None)
 
@@ -228,8 +243,7 @@ def describe_death(worker: Worker) -> MachineError:
     code = worker.running.returncode
     problem = f"{worker.name} {worker.describe_end()}"
     if worker.heartbeat is not None:
-        beat = worker.heartbeat.read()
-        problem += f" at step {beat.step}, in {beat.phase}"
+        problem += f" at step {worker.beat.step}, in {worker.beat.phase}"
     hint = "see its output above"
     if worker.log:
         problem += f"; the end of {worker.log}:\n" + _read_end(worker.log, worker.log_start)

@@ -33,17 +33,17 @@ CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 @contextmanager
 def hold(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[list[int]]:
-    """Keeps others from training in a run folder inside its block; makes the folder.
+    """Locks a run folder inside its block; creates the folder.
 
     Args:
         folder: of the run.
-        wait_seconds: for a job before this one that is about to end.
+        wait_seconds: for an earlier job to end.
 
     Yields:
-        file descriptors, for the processes that are to hold the lock as well.
+        file descriptors, for the processes that hold the lock as well.
 
     Raises:
-        LaunchError: somebody trains there; says who.
+        LaunchError: another process trains there; names it.
         MachineError: the folder cannot be written.
     """
     path = folder / "lock"

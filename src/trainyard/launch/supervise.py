@@ -78,7 +78,7 @@ class Job:
     folder: Path
     """The run folder."""
     command: Callable[[int], Sequence[str]]
-    """Command of each `watched` worker, given the number of earlier attempts."""
+    """Command of each worker (`python -m trainyard.launch.heartbeat ..`), given the attempt."""
     inherited: Sequence[int] = ()
     """File descriptors that workers keep open."""
 
@@ -205,8 +205,7 @@ class _Attempt:
             return False
         self.parted_since = self.parted_since or now
         for worker in self.workers:
-            assert worker.heartbeat is not None
-            if worker.running.poll() is None and worker.heartbeat.read().phase in ("save", "end"):
+            if worker.running.poll() is None and worker.beat.phase in ("save", "end"):
                 return False
         return now - max(self.parted_since, *self.still_since.values()) > STUCK_SECONDS
 
@@ -230,7 +229,7 @@ class _Attempt:
 
     def _agree_on_code(self) -> _Outcome:
         codes = {worker.running.returncode for worker in self.workers}
-        is_failure = any(worker.is_victim for worker in self.workers)
+        is_failure = any(worker.beat.is_victim for worker in self.workers)
         if is_failure:
             self._let_the_culprit_speak()
         if self.received and min(codes) < 0:  # it ended at once
@@ -238,7 +237,7 @@ class _Attempt:
             return _Outcome(code, is_failure=False)
         code = max(codes)
         first = next(each for each in self.workers if each.running.returncode == code)
-        if not first.is_victim:
+        if not first.beat.is_victim:
             self._name(first)
         return _Outcome(code, is_failure and code != EXIT_HOLD)
 
@@ -259,8 +258,7 @@ class _Attempt:
 
     def _take_heartbeats(self, now: float) -> None:
         for worker in self.workers:
-            assert worker.heartbeat is not None
-            count = worker.heartbeat.read().count
+            count = worker.beat.count
             if self.counts.get(worker.rank) != count:
                 self.counts[worker.rank] = count
                 self.still_since[worker.rank] = now
@@ -270,9 +268,8 @@ class _Attempt:
         if self.failed_since:
             return False
         for worker in self.workers:
-            assert worker.heartbeat is not None
             still = now - self.still_since[worker.rank]
-            if worker.running.poll() is None and still > worker.heartbeat.read().limit_seconds:
+            if worker.running.poll() is None and still > worker.beat.limit_seconds:
                 return True
         return any(not seen.has_ended for seen in self.heard)
 

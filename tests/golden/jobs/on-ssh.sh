@@ -18,7 +18,6 @@ device_variable=''
 local_rank=LOCAL_RANK
 cpus_of_rank=()
 command=(python3 -P -m trainyard.cli train runs/lumi-125m/run.toml)
-python=python3
 script=/project/me/runs/lumi-125m/job.sh
 ssh_options=()
 all_hosts=(me@n1 me@n2 me@n3)

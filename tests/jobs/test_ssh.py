@@ -7,10 +7,8 @@ machines with sshd are in tests/cluster.
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +17,7 @@ import pytest
 from tests.launch.processes import is_running
 from tests.waiting import WATCHDOG_SECONDS, wait_until
 
-from trainyard.launch.remote import worst
-
+LIB = Path(__file__).parents[2] / "src" / "trainyard" / "jobs" / "lib"
 SSH = """#!/bin/bash
 while [[ $1 == -* ]]; do shift 2; done
 host=$1
@@ -29,9 +26,14 @@ shift
 echo "$host: $*" >> "$FOLDER/said"
 exec bash -c "$*"
 """
-SCRIPT = f"""#!/bin/bash
-shift
-exec {shlex.quote(sys.executable)} -P -m trainyard.launch.remote on-host "$@" -- bash -c "$RANK"
+# What the header of a script sets, and hosts.sh.
+SCRIPT = f"""
+folder=$FOLDER tasks_per_node=2 environment=() ssh_options=() scratch= device_variable=
+local_rank=LOCAL_RANK cpus_of_rank=() command=(bash -c "$PROGRAM") script=$FOLDER/job.sh
+. {LIB}/rank.sh
+. {LIB}/ssh.sh
+others_seconds=0 TRAINYARD_JOB=j-1 MASTER_PORT=12345 hosts=("$@")
+start_ranks
 """
 
 
@@ -40,17 +42,16 @@ def folder(tmp_path: Path) -> Path:
     for name, text in (("ssh", SSH), ("job.sh", SCRIPT)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
+    (tmp_path / "logs").mkdir()
     return tmp_path
 
 
 @contextmanager
 def started(folder: Path, rank: str, *hosts: str) -> Iterator[subprocess.Popen[str]]:
-    argv = [sys.executable, "-P", "-m", "trainyard.launch.remote", "start", "--ranks", "2"]
-    argv += ["--script", str(folder / "job.sh"), "--job", "j-1", "--port", "12345"]
-    argv += ["--lost", str(folder / "lost"), "--", *hosts]
+    argv = ["bash", str(folder / "job.sh"), *hosts]
     given = os.environ | {
         "PATH": f"{folder}:{os.environ['PATH']}",
-        "RANK": rank,
+        "PROGRAM": rank,
         "FOLDER": str(folder),
     }
     with subprocess.Popen(argv, env=given, stderr=subprocess.PIPE, text=True) as running:
@@ -118,10 +119,17 @@ def test_a_host_that_is_lost(folder: Path) -> None:
         assert running.wait(WATCHDOG_SECONDS) == 75
         assert running.stderr is not None
         assert "nobody is lost: ssh has ended" in running.stderr.read()
-    assert (folder / "lost").read_text() == "nobody\n"
+    assert (folder / "logs" / "lost_hosts").read_text() == "nobody\n"
+
+
+def test_ranks_of_other_hosts_are_asked_to_save_after_a_failure(folder: Path) -> None:
+    fails = '[ "$RANK" -ge 2 ] || exit 1\n'
+    with started(folder, fails + WAITS, "n1", "n2") as running:
+        assert running.wait(WATCHDOG_SECONDS) == 1
+    assert len(list(folder.glob("asked-*"))) == 2
 
 
 def test_one_code_for_many() -> None:
-    assert [worst(each) for each in ([0, 0], [0, 75], [75, 1], [137, 2], [2, 93, 75])] == [
-        0, 75, 1, 2, 93
-    ]  # fmt: skip
+    for codes, worst in (("0 0", 0), ("0 75", 75), ("75 1", 1), ("137 2", 2), ("2 93 75", 93)):
+        words = f"set --; . {LIB}/ssh.sh; code=0; for each in {codes}; do take_worse $each; done"
+        assert subprocess.run(["bash", "-c", f"{words}; exit $code"]).returncode == worst
