@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from trainyard.architecture import padded_vocabulary_size, parameter_count
 from trainyard.config.load import load_run, preset_names, render_run
 from trainyard.config.run import Run
 from trainyard.plan.resolve import resolve
-from trainyard.plan.size import padded_vocabulary_size, parameter_count
 
 
 def preset(name: str) -> Run:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from trainyard.architecture import parameter_count
 from trainyard.cli.show_run import render_run_summary
 from trainyard.config.corpus import load_corpus
 from trainyard.config.load import load_run
@@ -11,7 +12,6 @@ from trainyard.config.run import Run
 from trainyard.data.preparation.plan import output_prefixes
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import resolve
-from trainyard.plan.size import parameter_count
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 FILES = sorted(FOLDER.glob("*/*.toml"))

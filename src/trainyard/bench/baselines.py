@@ -204,7 +204,7 @@ def build_peer(
     """Builds the training of a baseline accepted by `refuse_peer`."""
     peer: Peer
     ours = GPT(run.model, plan.padded_vocabulary_size)
-    initialise(ours, run.model, run.train.seed)
+    initialise(ours, run.train.seed)
     if name == MEGATRON_CORE:
         from trainyard.bench.megatron_core import MegatronPeer
 

@@ -11,6 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from rich.text import Text
 
+from trainyard.architecture import parameter_count
 from trainyard.cli.show_saving import describe_saving
 from trainyard.cli.train import RUNS_FOLDER
 from trainyard.config.corpus import (
@@ -26,7 +27,6 @@ from trainyard.config.load import LoadedRun, all_fields, field_value
 from trainyard.config.run import Run
 from trainyard.plan.flops import model_flops_per_token
 from trainyard.plan.resolve import Plan, resolve
-from trainyard.plan.size import parameter_count
 from trainyard.units import Length, format_large
 
 WIDTH = 96

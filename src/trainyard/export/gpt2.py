@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
+from trainyard.architecture import find_layer
 from trainyard.checkpoint.format import first_problem
 from trainyard.config.run import Model
 from trainyard.errors import CheckpointError
@@ -40,10 +41,6 @@ _BLOCK_PARTS = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-_MATRICES = tuple(
-    f"{part}.weight" for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
-)
-_WITH_VOCABULARY_ROWS = ("embedding.weight", "head.weight")
 
 
 class GPT2Config(BaseModel):
@@ -140,18 +137,20 @@ def their_name(name: str) -> str:
 
 def their_shape(name: str, shape: tuple[int, ...], model: Model) -> tuple[int, ...]:
     """Returns the shape that our parameter has in their layout."""
-    if name in _WITH_VOCABULARY_ROWS:
+    layer = find_layer(model, name)
+    if layer.sharding == "vocabulary":
         return (model.vocabulary_size, *shape[1:])
-    return shape[::-1] if name.endswith(_MATRICES) else shape
+    return shape[::-1] if layer.kind == "linear" else shape
 
 
 def to_theirs(name: str, tensor: Tensor, model: Model) -> Tensor:
     """Converts our parameter to their layout; a view if possible."""
-    if name in _WITH_VOCABULARY_ROWS:
+    layer = find_layer(model, name)
+    if layer.sharding == "vocabulary":
         return tensor[: model.vocabulary_size]
     if ".attention.qkv." in name:
         tensor = _swap_rows(tensor, model.n_heads, 3)
-    return tensor.t() if name.endswith(_MATRICES) else tensor
+    return tensor.t() if layer.kind == "linear" else tensor  # of a bias it is the same
 
 
 def from_theirs(name: str, tensor: Tensor, model: Model, n_rows: int) -> Tensor:
@@ -163,9 +162,10 @@ def from_theirs(name: str, tensor: Tensor, model: Model, n_rows: int) -> Tensor:
         model: the shape.
         n_rows: of embedding and head; those above the vocabulary are zero.
     """
-    if name in _WITH_VOCABULARY_ROWS:
+    layer = find_layer(model, name)
+    if layer.sharding == "vocabulary":
         return F.pad(tensor, (0, 0, 0, n_rows - tensor.shape[0]))
-    tensor = tensor.t() if name.endswith(_MATRICES) else tensor
+    tensor = tensor.t() if layer.kind == "linear" else tensor
     if ".attention.qkv." in name:
         return _swap_rows(tensor, 3, model.n_heads)
     return tensor

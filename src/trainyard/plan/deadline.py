@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
+from trainyard.architecture import padded_vocabulary_size, parameter_count
 from trainyard.config import rules
 from trainyard.config.run import Run
 from trainyard.plan.batches import BatchSchedule
@@ -23,7 +24,6 @@ from trainyard.plan.cost import Cost, run_cost
 from trainyard.plan.flops import model_flops_per_token
 from trainyard.plan.hardware import Machine, find_extremes
 from trainyard.plan.search import Candidate, search
-from trainyard.plan.size import padded_vocabulary_size, parameter_count
 from trainyard.units import Length
 
 TOKENS_PER_PARAMETER = 20

@@ -23,18 +23,23 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from trainyard.architecture import (
+    block_layers,
+    matmuls,
+    padded_vocabulary_size,
+    parameter_count,
+)
 from trainyard.config import rules
 from trainyard.config.load import field_value
 from trainyard.config.run import Run
 from trainyard.plan import saving
 from trainyard.plan.batches import batch_sizes
-from trainyard.plan.flops import model_flops_per_token
+from trainyard.plan.flops import matmul_flops, model_flops_per_token
 from trainyard.plan.hardware import Machine
 from trainyard.plan.layout import Stages, find_stages, ranks_per_replica, takes_micro_batches
 from trainyard.plan.memory import RankMemory, busiest_memory, rank_memory
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.plan.shapes import FASTEST, list_shapes
-from trainyard.plan.size import padded_vocabulary_size, parameter_count
 from trainyard.plan.time import StepTime, step_time
 from trainyard.topology import Topology
 
@@ -257,7 +262,7 @@ class _Queue:
         machine, n_ranks = self._machine, self._any_plan.n_ranks
         peak = machine.device.peak_flops_per_second(shape.precision.kind) or math.inf
         n_tokens = train.global_batch_size * model.sequence_length
-        flops = 3.0 * model.n_layers * (8 * model.d_model**2 + 4 * model.d_model * model.d_ff)
+        flops = 3.0 * model.n_layers * matmul_flops(matmuls(block_layers(model)))
         shares = machine.efficiencies
         peak *= shares.product_share * shares.sustained_share
         seconds = flops * n_tokens / n_ranks / peak

@@ -12,10 +12,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from trainyard.architecture import padded_vocabulary_size, parameter_count
 from trainyard.config.run import Model
 from trainyard.plan.flops import model_flops_per_token
 from trainyard.plan.hardware import LocalMachine
-from trainyard.plan.size import padded_vocabulary_size, parameter_count
 
 FIRST_RUN_SECONDS = 600.0
 SPLIT = "90,5,5"

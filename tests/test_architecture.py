@@ -5,10 +5,19 @@ import math
 import pytest
 import torch
 
+from trainyard.architecture import (
+    find_layer,
+    padded_vocabulary_size,
+    parameter_count,
+    parameter_shapes,
+    parameters_of,
+    rest_layers,
+    shapes_of,
+    stage_layers,
+)
 from trainyard.config.load import load_run, preset_names
 from trainyard.config.run import Model
 from trainyard.model.gpt import GPT
-from trainyard.plan.size import padded_vocabulary_size, parameter_count, parameter_shapes
 
 
 @pytest.mark.parametrize(
@@ -48,6 +57,44 @@ def test_shapes_of_the_widest_presets(n_layers: int) -> None:
     model = load_run(f"polaris-gpt1t-{n_layers}l").run.model
     padded = padded_vocabulary_size(model, 8)
     assert parameter_shapes(model, padded) == real_shapes(model, padded)
+
+
+@pytest.mark.parametrize(
+    ("name", "dimension"),
+    [
+        ("embedding.weight", 0),
+        ("head.weight", 0),
+        ("positions.weight", None),
+        ("blocks.17.attention.qkv.weight", 0),
+        ("blocks.17.attention.qkv.bias", 0),
+        ("blocks.17.attention.out.weight", 1),
+        ("blocks.17.attention.out.bias", None),
+        ("blocks.17.mlp.up.bias", 0),
+        ("blocks.17.mlp.down.weight", 1),
+        ("blocks.17.mlp.down.bias", None),
+        ("blocks.17.mlp_norm.weight", None),
+        ("final_norm.bias", None),
+    ],
+)
+def test_tensor_ranks_shard_one_dimension_of_a_parameter(name: str, dimension: int | None) -> None:
+    model = Model(n_layers=18, tied_embeddings=False)
+    whole = parameters_of(stage_layers(model, 50688))
+    assert find_layer(model, name).parameters[name].dimension == dimension
+    assert whole[name].dimension == dimension
+    expected = list(whole[name].shape)
+    if dimension is not None:
+        expected[dimension] //= 4
+    assert shapes_of(stage_layers(model, 50688, tensor=4))[name] == tuple(expected)
+
+
+def test_stages_have_the_layers_of_the_whole_and_a_copy_of_a_tied_head() -> None:
+    model = Model(n_layers=3)
+    first, last = (shapes_of(stage_layers(model, 128, blocks)) for blocks in ((0, 1), (1, 3)))
+    assert first | last == parameter_shapes(model, 128)
+    assert first.keys() & last.keys() == {"embedding.weight"}
+    untied = model.model_copy(update={"tied_embeddings": False})
+    names = [layer.name for layer in rest_layers(untied, 128, (1, 3))]
+    assert names == ["final_norm", "head"]
 
 
 def test_untied_head_and_odd_widths_count() -> None:
