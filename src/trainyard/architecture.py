@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -104,6 +104,10 @@ class LayerSpec:
         return replace(self, weight=tuple(weight))
 
 
+Layers = Mapping[str, LayerSpec]
+"""By name."""
+
+
 def padded_vocabulary_size(model: Model, tensor: int = 1) -> int:
     """Rounds the vocabulary up so that `tensor` ranks get equal, aligned shards.
 
@@ -114,8 +118,8 @@ def padded_vocabulary_size(model: Model, tensor: int = 1) -> int:
 
 
 @lru_cache(maxsize=1024)
-def block_layers(model: Model, tensor: int = 1) -> tuple[LayerSpec, ...]:
-    """Lists the layers of a block, named inside it, on one of `tensor` ranks."""
+def block_layers(model: Model, tensor: int = 1) -> Layers:
+    """Maps the layers of a block, by their names in it, as one of `tensor` ranks holds them."""
     D, F = model.d_model, model.d_ff
     std, residual_std = model.init_std, model.init_std / math.sqrt(2 * model.n_layers)
     layers = (
@@ -126,7 +130,13 @@ def block_layers(model: Model, tensor: int = 1) -> tuple[LayerSpec, ...]:
         LayerSpec("mlp.up", "linear", (F, D), "column", has_bias=True, std=std),
         LayerSpec("mlp.down", "linear", (D, F), "row", has_bias=True, std=residual_std),
     )
-    return tuple(layer.shard(tensor) for layer in layers)
+    return {layer.name: layer.shard(tensor) for layer in layers}
+
+
+def matmuls(model: Model, part: str = "", tensor: int = 1) -> list[LayerSpec]:
+    """Lists the matmuls of a block, or of its `attention` or `mlp`, in order."""
+    layers = block_layers(model, tensor).values()
+    return [each for each in layers if each.kind == "linear" and each.name.startswith(part)]
 
 
 def head_layer(model: Model, padded_vocabulary_size: int, tensor: int = 1) -> LayerSpec:
@@ -135,18 +145,10 @@ def head_layer(model: Model, padded_vocabulary_size: int, tensor: int = 1) -> La
     return _embedding(name, padded_vocabulary_size, model, "vocabulary").shard(tensor)
 
 
-def rest_layers(
-    model: Model, padded_vocabulary_size: int, blocks: Blocks, tensor: int = 1
-) -> tuple[LayerSpec, ...]:
-    """Lists the layers of a stage outside its blocks, like `stage_layers`."""
-    before, after = _ends(model, padded_vocabulary_size, blocks, tensor)
-    return before + after
-
-
 def stage_layers(
     model: Model, padded_vocabulary_size: int, blocks: Blocks | None = None, tensor: int = 1
-) -> tuple[LayerSpec, ...]:
-    """Lists the layers of a pipeline stage, as one of its tensor ranks holds them.
+) -> Layers:
+    """Maps the layers of a pipeline stage, as one of its tensor ranks holds them.
 
     Args:
         model: the shape.
@@ -157,13 +159,29 @@ def stage_layers(
     blocks = blocks or (0, model.n_layers)
     before, after = _ends(model, padded_vocabulary_size, blocks, tensor)
     inside = itertools.chain(*_numbered_blocks(model, tensor)[slice(*blocks)])
-    return (*before, *inside, *after)
+    return {**before, **{layer.name: layer for layer in inside}, **after}
+
+
+def rest_layers(
+    model: Model, padded_vocabulary_size: int, blocks: Blocks, tensor: int = 1
+) -> Layers:
+    """Maps the layers of a stage outside its blocks, like `stage_layers`."""
+    before, after = _ends(model, padded_vocabulary_size, blocks, tensor)
+    return {**before, **after}
+
+
+def find_layer(model: Model, parameter: str) -> LayerSpec:
+    """Returns the layer of a parameter, given its global name."""
+    name = parameter.rpartition(".")[0]
+    if name.startswith("blocks."):
+        return replace(block_layers(model)[name.split(".", 2)[2]], name=name)
+    return rest_layers(model, padded_vocabulary_size(model), (0, model.n_layers))[name]
 
 
 @lru_cache(maxsize=64)
 def _numbered_blocks(model: Model, tensor: int) -> list[list[LayerSpec]]:
     """Lists the layers of every block, with their global names."""
-    layers = block_layers(model, tensor)
+    layers = block_layers(model, tensor).values()
     return [
         [replace(layer, name=f"blocks.{number}.{layer.name}") for layer in layers]
         for number in range(model.n_layers)
@@ -173,18 +191,16 @@ def _numbered_blocks(model: Model, tensor: int) -> list[list[LayerSpec]]:
 @lru_cache(maxsize=1024)
 def _ends(
     model: Model, padded_vocabulary_size: int, blocks: Blocks, tensor: int
-) -> tuple[tuple[LayerSpec, ...], tuple[LayerSpec, ...]]:
-    """Lists the layers before the first and after the last block of a stage."""
-    before: tuple[LayerSpec, ...] = ()
-    after: tuple[LayerSpec, ...] = ()
+) -> tuple[Layers, Layers]:
+    """Maps the layers before the first and after the last block of a stage."""
+    before, after = [], []
     if blocks[0] == 0:
         embedding = _embedding("embedding", padded_vocabulary_size, model, "vocabulary")
         positions = _embedding("positions", model.sequence_length, model, "replicated")
-        before = (embedding.shard(tensor), positions)
+        before = [embedding.shard(tensor), positions]
     if blocks[1] == model.n_layers:
-        head = head_layer(model, padded_vocabulary_size, tensor)
-        after = (_norm("final_norm", model), *([] if head in before else [head]))
-    return before, after
+        after = [_norm("final_norm", model), head_layer(model, padded_vocabulary_size, tensor)]
+    return {layer.name: layer for layer in before}, {layer.name: layer for layer in after}
 
 
 def _embedding(name: str, n_rows: int, model: Model, sharding: Sharding) -> LayerSpec:
@@ -196,30 +212,14 @@ def _norm(name: str, model: Model) -> LayerSpec:
     return LayerSpec(name, "norm", (model.d_model,), "replicated", has_bias=True)
 
 
-def find_layer(model: Model, parameter: str) -> LayerSpec:
-    """Returns the layer of a parameter, given its global name."""
-    name = parameter.rpartition(".")[0]
-    layers: Iterable[LayerSpec]
-    if name.startswith("blocks."):
-        layers = _numbered_blocks(model, 1)[int(name.split(".")[1])]
-    else:
-        layers = rest_layers(model, padded_vocabulary_size(model), (0, model.n_layers))
-    return next(layer for layer in layers if layer.name == name)
-
-
-def matmuls(layers: Iterable[LayerSpec], part: str = "") -> list[LayerSpec]:
-    """Lists the matmuls among a block's layers, of one part of it: `attention` or `mlp`."""
-    return [each for each in layers if each.kind == "linear" and each.name.startswith(part)]
-
-
-def parameters_of(layers: Iterable[LayerSpec]) -> dict[str, ParameterSpec]:
+def parameters_of(layers: Layers) -> dict[str, ParameterSpec]:
     """Maps the names of parameters to what they are."""
-    return {name: each for layer in layers for name, each in layer.parameters.items()}
+    return {name: each for layer in layers.values() for name, each in layer.parameters.items()}
 
 
-def shapes_of(layers: Iterable[LayerSpec]) -> dict[str, Shape]:
+def shapes_of(layers: Layers) -> dict[str, Shape]:
     """Maps the names of parameters to their shapes."""
-    return {name: each.shape for layer in layers for name, each in layer.parameters.items()}
+    return {name: parameter.shape for name, parameter in parameters_of(layers).items()}
 
 
 def parameter_shapes(model: Model, padded_vocabulary_size: int) -> dict[str, Shape]:
@@ -227,47 +227,29 @@ def parameter_shapes(model: Model, padded_vocabulary_size: int) -> dict[str, Sha
     return shapes_of(stage_layers(model, padded_vocabulary_size))
 
 
-def count_values(layers: Iterable[LayerSpec]) -> int:
+def count_values(layers: Layers) -> int:
     """Counts the values of all parameters."""
     return sum(math.prod(shape) for shape in shapes_of(layers).values())
 
 
-@dataclass(frozen=True)
-class ParameterCount:
-    """Parameter counts by part of the model."""
+def parameter_counts(model: Model, padded_vocabulary_size: int) -> dict[str, int]:
+    """Counts a model's parameters by part, including padding rows; a tied matrix counts once.
 
-    embedding: int
-    positions: int
-    blocks: int
-    """Of all blocks, with their norms."""
-    final_norm: int
-    head: int
-    """Zero when the embedding serves as head."""
-
-    @property
-    def total(self) -> int:
-        """All parameters; a tied matrix counts once."""
-        return self.embedding + self.positions + self.blocks + self.final_norm + self.head
-
-
-def parameter_count(model: Model, padded_vocabulary_size: int) -> ParameterCount:
-    """Counts a model's parameters, including padding rows.
-
-    For GPT-3 shapes the total is L(12 D^2 + 13 D) + V D + T D + 2 D.
+    For GPT-3 shapes the sum is L(12 D^2 + 13 D) + V D + T D + 2 D.
     """
-    rest = rest_layers(model, padded_vocabulary_size, (0, model.n_layers))
-    counts = {"positions": 0, "head": 0} | {layer.name: count_values([layer]) for layer in rest}
-    return ParameterCount(blocks=model.n_layers * count_values(block_layers(model)), **counts)
+    ends = _ends(model, padded_vocabulary_size, (0, model.n_layers), 1)
+    before, after = (
+        {name: count_values({name: layer}) for name, layer in end.items()} for end in ends
+    )
+    return before | {"blocks": model.n_layers * count_values(block_layers(model))} | after
+
+
+def parameter_count(model: Model, padded_vocabulary_size: int) -> int:
+    """Counts a model's parameters, including padding rows."""
+    return sum(parameter_counts(model, padded_vocabulary_size).values())
 
 
 def count_logit_chunks(n_tokens: int, n_columns: int, value_bytes: int, *, on_gpu: bool) -> int:
-    """Counts the chunks of tokens in which the loss computes its logits.
-
-    Args:
-        n_tokens: of a micro batch on a rank.
-        n_columns: rows of the head on a tensor rank.
-        value_bytes: of a logit.
-        on_gpu: where it computes.
-    """
+    """Counts the chunks in which the loss computes logits, of `value_bytes`, (tokens, columns)."""
     most_bytes = GPU_LOGIT_BYTES if on_gpu else CPU_LOGIT_BYTES
     return math.ceil(n_tokens / max(1, most_bytes // (n_columns * value_bytes)))

@@ -17,7 +17,7 @@ def preset(name: str) -> Run:
 
 def billions(name: str, tensor: int = 1) -> float:
     model = preset(name).model
-    return parameter_count(model, padded_vocabulary_size(model, tensor)).total / 1e9
+    return parameter_count(model, padded_vocabulary_size(model, tensor)) / 1e9
 
 
 @pytest.mark.parametrize("name", preset_names())

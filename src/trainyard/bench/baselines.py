@@ -69,6 +69,7 @@ def refuse_peer(peer: str, run: Run, n_ranks: int) -> None:
             f"precision.kind={run.precision.kind!r} is not available in {peer}",
             f"one of {', '.join(PRECISIONS)}",
         )
+    config_of(run.model, None, "float32")  # refuses a model that is not a GPT-2
     if peer == MEGATRON_CORE and not torch.cuda.is_available():
         raise MachineError(
             f"--against {peer}: attention and optimizer of megatron-core need "

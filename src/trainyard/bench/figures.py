@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainyard.architecture import block_layers, matmuls
+from trainyard.architecture import matmuls
 from trainyard.config.run import Run
 from trainyard.plan.flops import (
     matmul_flops,
@@ -99,7 +99,7 @@ def recomputed_flops_per_token(run: Run) -> float:
     model, recompute = run.model, run.parallel.recompute
     if recompute == "none":
         return 0.0
-    repeated = matmuls(block_layers(model), "attention" if recompute == "attention" else "")
+    repeated = matmuls(model, "attention" if recompute == "attention" else "")
     if recompute == "attention" or not model.dropout:
         repeated = repeated[:-1]  # nothing needs its output
     # A token sees half of the others on average.

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainyard.architecture import block_layers, matmuls
 from trainyard.config.run import Model
 from trainyard.export.gpt2 import to_theirs
 from trainyard.model.gpt import GPT
@@ -26,9 +25,9 @@ class PlainBlock(nn.Module):
         D, epsilon = model.d_model, model.layer_norm_epsilon
         self.n_heads, self.rate = model.n_heads, model.dropout
         self.attention_norm = nn.LayerNorm(D, epsilon)
-        self.attention = _linears(model, "attention")
+        self.attention = nn.ModuleDict({"qkv": nn.Linear(D, 3 * D), "out": nn.Linear(D, D)})
         self.mlp_norm = nn.LayerNorm(D, epsilon)
-        self.mlp = _linears(model, "mlp")
+        self.mlp = nn.ModuleDict({"up": nn.Linear(D, model.d_ff), "down": nn.Linear(model.d_ff, D)})
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,13 +41,6 @@ class PlainBlock(nn.Module):
         hidden = F.gelu(self.mlp["up"](self.mlp_norm(x)), approximate="tanh")
         out: Tensor = x + self.dropout(self.mlp["down"](hidden))
         return out
-
-
-def _linears(model: Model, part: str) -> nn.ModuleDict:
-    layers = matmuls(block_layers(model), part)
-    return nn.ModuleDict(
-        {each.name.split(".")[1]: nn.Linear(each.n_inputs, each.n_outputs) for each in layers}
-    )
 
 
 class PlainGPT(nn.Module):

@@ -144,7 +144,7 @@ def _changes(row: Row, loaded: LoadedRun) -> str:
 
 def _parameters(trained: Trained) -> int:
     model = trained.run.model
-    return parameter_count(model, padded_vocabulary_size(model)).total
+    return parameter_count(model, padded_vocabulary_size(model))
 
 
 def _as_json(row: Row, loaded: LoadedRun) -> dict[str, Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from rich.text import Text
 
-from trainyard.architecture import parameter_count
+from trainyard.architecture import parameter_counts
 from trainyard.cli.show_saving import describe_saving
 from trainyard.cli.train import RUNS_FOLDER
 from trainyard.config.corpus import (
@@ -88,8 +87,8 @@ def _append_field(text: Text, field: str, default: Any, manual: str) -> None:
 
 def _facts(run: Run, plan: Plan) -> dict[str, str]:
     model, train = run.model, run.train
-    count = parameter_count(model, plan.padded_vocabulary_size)
-    parts = ", ".join(f"{part} {n:,}" for part, n in asdict(count).items() if n)
+    counts = parameter_counts(model, plan.padded_vocabulary_size)
+    parts = ", ".join(f"{part} {n:,}" for part, n in counts.items())
     batch_tokens = train.global_batch_size * model.sequence_length
     ramp = train.batch_ramp
     growth = f", growing from {ramp.start:,} over {ramp.length}" if ramp else ""
@@ -97,7 +96,7 @@ def _facts(run: Run, plan: Plan) -> dict[str, str]:
     return {
         "model": f"{model.n_layers} blocks of width {model.d_model:,}, {model.n_heads} heads of "
         f"{model.d_model // model.n_heads}, sequences of {model.sequence_length:,} tokens",
-        "parameters": f"{count.total:,} ({format_large(count.total)})",
+        "parameters": f"{plan.n_parameters:,} ({format_large(plan.n_parameters)})",
         "": parts.replace("_", " "),
         "vocabulary": f"{model.vocabulary_size:,} tokens, padded to "
         f"{plan.padded_vocabulary_size:,} rows",

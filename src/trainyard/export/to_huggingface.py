@@ -57,6 +57,7 @@ def export_huggingface(
 
     Raises:
         CheckpointError: the checkpoint is damaged, or `output` exists.
+        ConfigError: its model is not a GPT-2.
         MachineError: `output` cannot be written.
     """
     require_new(output)

@@ -101,7 +101,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_heads = model.n_heads
         self.d_head = model.d_model // model.n_heads
-        layers = {layer.name: layer for layer in block_layers(model)}
+        layers = block_layers(model)
         self.qkv = Linear(layers["attention.qkv"])
         self.core = CausalAttention(model.dropout, ATTENTION_WEIGHTS, model.sequence_length)
         self.out = Linear(layers["attention.out"])

@@ -65,8 +65,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         blocks = blocks or (0, model.n_layers)
-        layers = stage_layers(model, padded_vocabulary_size, blocks)
-        self.layers = {layer.name: layer for layer in layers}
+        self.layers = stage_layers(model, padded_vocabulary_size, blocks)
         self.compute_dtype = compute_dtype
         self.vocabulary_size = model.vocabulary_size
         self.d_model = model.d_model
@@ -167,7 +166,7 @@ class Block(nn.Module):
     def __init__(self, model: Model, recompute: Recompute) -> None:
         super().__init__()
         self.recompute = recompute
-        layers = {layer.name: layer for layer in block_layers(model)}
+        layers = block_layers(model)
         self.attention_norm = _norm(layers["attention_norm"], model)
         self.attention = Attention(model)
         self.attention_dropout = Dropout(model.dropout, ATTENTION_OUTPUT)
@@ -224,7 +223,7 @@ class MLP(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        layers = {layer.name: layer for layer in block_layers(model)}
+        layers = block_layers(model)
         self.up = Linear(layers["mlp.up"])
         self.down = Linear(layers["mlp.down"])
 

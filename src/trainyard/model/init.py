@@ -33,7 +33,7 @@ def initialise(model: GPT, seed: int, tensor: TensorShard = TensorShard(0, 1)) -
         seed: the same seed gives the same weights in every layout.
         tensor: which shard of every layer it has.
     """
-    specs = parameters_of(model.layers.values())
+    specs = parameters_of(model.layers)
 
     @torch.no_grad()
     def fill(name: str, parameter: nn.Parameter) -> None:

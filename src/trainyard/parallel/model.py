@@ -131,7 +131,7 @@ class ParallelModel:
                 is_copy=number > 0 and name == EMBEDDING,
             )
             for number, model in self.stages.items()
-            for specs in [parameters_of(model.layers.values())]
+            for specs in [parameters_of(model.layers)]
             for name, parameter in model.named_parameters()
         ]
         shares = [each.norm_weight(mesh.topology.tensor) for each in self.local_parameters]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 
-from trainyard.architecture import block_layers, count_logit_chunks, head_layer, matmuls
+from trainyard.architecture import count_logit_chunks, head_layer, matmuls
 from trainyard.config.run import Run
 from trainyard.plan.resolve import Plan
 
@@ -37,7 +37,6 @@ class MicroBatch:
         n_tokens: on a rank.
         n_residual: of those, tokens in the residual stream.
         vocabulary: rows of the head on a rank.
-        layers: those of a block on a rank.
         stream: the residual stream between two blocks.
         hidden: the head's input.
         head_gradient: of the head's weight.
@@ -51,7 +50,6 @@ class MicroBatch:
         self.n_residual = self.n_tokens // (topology.tensor if run.parallel.sequence else 1)
         head = head_layer(model, plan.padded_vocabulary_size, topology.tensor)
         self.vocabulary = head.n_outputs
-        self.layers = block_layers(model, topology.tensor)
         self.stream = self.value * self.n_residual * model.d_model
         self.hidden = self.value * self.n_tokens * model.d_model
         self.head_gradient = FP32_BYTES * self.vocabulary * model.d_model
@@ -74,7 +72,7 @@ class MicroBatch:
         """Values of a token between the layers of attention or of the MLP."""
         return sum(
             layer.n_outputs if layer.sharding == "column" else layer.n_inputs
-            for layer in matmuls(self.layers, part)
+            for layer in matmuls(self.run.model, part, self.topology.tensor)
         )
 
     def _attention(self) -> float:
@@ -114,7 +112,7 @@ class MicroBatch:
 
     def between_layers(self) -> float:
         """Gradients of the values of a block, of its layers' inputs and outputs."""
-        layers = matmuls(self.layers)
+        layers = matmuls(self.run.model, tensor=self.topology.tensor)
         inputs = sum(layer.n_inputs for layer in layers if layer.sharding == "column")
         outputs = sum(layer.n_outputs for layer in layers)
         return self.value * self.n_tokens * (inputs + outputs)

@@ -119,7 +119,7 @@ def shape_run(run: Run, n_layers: int, d_model: int, *, keeps_length: bool) -> R
     shaped = rules.change(run, size)
     if keeps_length:
         return shaped
-    count = parameter_count(shaped.model, padded_vocabulary_size(shaped.model)).total
+    count = parameter_count(shaped.model, padded_vocabulary_size(shaped.model))
     n_tokens = TOKENS_PER_PARAMETER * count
     n_tokens = round(n_tokens, 3 - len(str(n_tokens)))  # three significant digits
     length = Length(n_tokens, "tokens")

@@ -27,7 +27,7 @@ import math
 from collections.abc import Iterable
 from typing import Literal
 
-from trainyard.architecture import LayerSpec, block_layers, head_layer, matmuls
+from trainyard.architecture import LayerSpec, head_layer, matmuls
 from trainyard.config.run import Model
 
 FormulaName = Literal["megatron_causal", "megatron", "megatron_deepspeed", "deepspeed_2024"]
@@ -63,7 +63,7 @@ def flops_per_token(
         formula: see the table at the top of this file.
         recompute: only affects the two DeepSpeed formulas.
     """
-    projections = float(model.n_layers * matmul_flops(matmuls(block_layers(model))))
+    projections = float(model.n_layers * matmul_flops(matmuls(model)))
     attention = float(model.n_layers * score_flops(model))
     head = float(matmul_flops([head_layer(model, padded_vocabulary_size)]))
     if formula == "megatron_causal":

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from trainyard.architecture import block_layers, head_layer, matmuls
+from trainyard.architecture import head_layer, matmuls
 from trainyard.config import rules
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
@@ -81,10 +81,9 @@ def find_stages(run: Run, padded_vocabulary_size: int) -> Stages:
         s % parallel.pipeline.
     """
     model, parallel = run.model, run.parallel
-    layers = block_layers(model)
     scores = score_flops(model) // 2  # a token sees half of the sequence on average
-    forward = matmul_flops(matmuls(layers)) + scores
-    attention = matmul_flops(matmuls(layers, "attention")[:-1]) + scores
+    forward = matmul_flops(matmuls(model)) + scores
+    attention = matmul_flops(matmuls(model, "attention")[:-1]) + scores
     again = {"none": 0, "attention": attention, "block": forward}[parallel.recompute]
     costs = Costs(
         first=3 * model.d_model,  # adds the position to an embedding, and to both gradients

@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trainyard.architecture import Shape, block_layers, matmuls, shapes_of, stage_layers
+from trainyard.architecture import Shape, matmuls, shapes_of, stage_layers
 from trainyard.config.run import Run
 from trainyard.plan.activations import FP32_BYTES, ID_BYTES, MicroBatch
 from trainyard.plan.flops import matmul_flops
@@ -219,7 +219,7 @@ class _Rank:
 
     def _gradients_of_a_block(self) -> float:
         """Of the largest matrix, before accumulation; of all when sharded."""
-        layers = matmuls(block_layers(self.run.model, self.topology.tensor))
+        layers = matmuls(self.run.model, tensor=self.topology.tensor)
         largest = max(math.prod(layer.weight) for layer in layers)
         if not self.is_shared:
             return largest * (self.value + (FP32_BYTES if self.value < FP32_BYTES else 0))
@@ -239,8 +239,8 @@ class _Rank:
             if self.shares_casts:
                 return self.value * self.block_values
             # Recomputed blocks keep no cast.
-            layers = block_layers(self.run.model)
-            of_mlp = matmul_flops(matmuls(layers, "mlp")) / matmul_flops(matmuls(layers))
+            model = self.run.model
+            of_mlp = matmul_flops(matmuls(model, "mlp")) / matmul_flops(matmuls(model))
             kept = {"none": 1.0, "attention": of_mlp, "block": 0.0}
             share = kept[self.run.parallel.recompute]
             return self.value * self.one_block * (share * self.n_blocks + (1 - share))

@@ -19,10 +19,9 @@ The sum is minimal at t = sqrt(2 w M) (Young 1974). For 128 nodes and w = 60 s:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from trainyard.architecture import (
-    LayerSpec,
+    Layers,
     Shape,
     block_layers,
     parameters_of,
@@ -89,7 +88,7 @@ def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
             return 0
         n_shards = 1
 
-    def written(layers: Iterable[LayerSpec], prefix: str = "") -> int:
+    def written(layers: Layers, prefix: str = "") -> int:
         n_bytes = 0
         for name, parameter in parameters_of(layers).items():
             shape = parameter.shape
@@ -105,7 +104,7 @@ def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
     for blocks in plan.stages[place.pipeline :: topology.pipeline]:
         rest = rest_layers(run.model, plan.padded_vocabulary_size, blocks, topology.tensor)
         # The last stage's embedding is a copy.
-        own = (layer for layer in rest if layer.name != "embedding" or blocks[0] == 0)
+        own = {name: rest[name] for name in rest if name != "embedding" or blocks[0] == 0}
         n_bytes += (blocks[1] - blocks[0]) * block_bytes + written(own)
     return n_bytes
 

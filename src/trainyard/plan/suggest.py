@@ -92,7 +92,7 @@ def suggest_run(n_tokens: int, vocabulary_size: int, machine: LocalMachine) -> S
     }
     held_out = math.ceil(0.05 * n_tokens / (batch * length))
     values["evaluate"] |= {"batches": min(16, held_out), "sample_interval": max(1, n_steps // 4)}
-    parameters = parameter_count(model, padded_vocabulary_size(model)).total
+    parameters = parameter_count(model, padded_vocabulary_size(model))
     return Suggestion(values, epochs, parameters, n_steps * batch * length / tokens_per_second)
 
 

@@ -28,12 +28,11 @@ than 3 chunks on a rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from trainyard.architecture import (
-    LayerSpec,
+    Layers,
     Shape,
     block_layers,
     count_logit_chunks,
@@ -164,7 +163,7 @@ class _Counter:
 
     def _count_matmuls(self, part: str = "") -> tuple[int, int]:
         """Counts column-parallel and row-parallel layers of a block, or of a part of it."""
-        kinds = [layer.sharding for layer in matmuls(self.block, part)]
+        kinds = [layer.sharding for layer in matmuls(self.run.model, part, self.topology.tensor)]
         return kinds.count("column"), kinds.count("row")
 
     def _count_cut(
@@ -213,9 +212,8 @@ class _Counter:
         calls = n_borders * self.n_micro_batches
         self.add("pipeline", "send", calls, calls * n_bytes)
         if self.run.model.tied_embeddings and (self.has_first or self.has_last):
-            layers = [layer for rest in self.rests for layer in rest]
-            embedding = next(layer for layer in layers if layer.name == "embedding")
-            self.add("pipeline", "all-reduce", 1, self._share_of(embedding.weight) * FP32_BYTES)
+            embedding = next(rest["embedding"].weight for rest in self.rests if rest)
+            self.add("pipeline", "all-reduce", 1, self._share_of(embedding) * FP32_BYTES)
 
     def count_data(self) -> None:
         """Weights and gradients of each block, and of the rest of each stage."""
@@ -257,7 +255,7 @@ class _Counter:
         n_fp8 = 0
         if self.run.precision.fp8.all_gather:
             n_fp8 = sum(count_fp8_blocks(self.run, blocks) for blocks in self.stages)
-        matrices = [layer.weight for layer in matmuls(self.block)]
+        matrices = [layer.weight for layer in matmuls(self.run.model, tensor=self.topology.tensor)]
         saved = n_fp8 * sum(map(self._padded_share_of, matrices)) * (self.value_bytes - 1)
         sent = (self.n_blocks * n_bytes - saved) * self.n_shards
         self.add("shard", "all-gather", gathers * self.n_blocks, gathers * sent)
@@ -265,7 +263,7 @@ class _Counter:
             scales_bytes = len(matrices) * FP32_BYTES
             self.add("shard", "all-reduce", gathers * n_fp8, gathers * n_fp8 * scales_bytes)
 
-    def _whole_values(self, layers: Iterable[LayerSpec]) -> int:
+    def _whole_values(self, layers: Layers) -> int:
         """Counts values of parameters that tensor ranks replicate."""
         parameters = parameters_of(layers).values()
         return sum(self._share_of(each.shape) for each in parameters if each.dimension is None)

@@ -247,12 +247,14 @@ class _Counter:
 
     def unpacked_values(self, n_fp8_blocks: int, gathers: int) -> int:
         """Counts weights that arrive as fp8 in a step and are cast back to 16 bits."""
-        matrices = sum(layer.n_inputs * layer.n_outputs for layer in matmuls(self.block))
+        matrices = sum(
+            layer.n_inputs * layer.n_outputs for layer in matmuls(self.model, tensor=self.tensor)
+        )
         return gathers * n_fp8_blocks * matrices * self.run.precision.fp8.all_gather
 
     def _half(self, part: str, in_fp8: bool) -> Pass:
         """The attention or the MLP of a block, with norm and sum, but without scores."""
-        n, layers = self.n_tokens, matmuls(self.block, part)
+        n, layers = self.n_tokens, matmuls(self.model, part, self.tensor)
         products = (Product(n, each.n_inputs, each.n_outputs, in_fp8=in_fp8) for each in layers)
         inner = sum(each.n_outputs for each in layers if each.sharding == "column")
         memory_bytes = self._stream_bytes() / 2 + self.program.inner_bytes * n * inner
