@@ -139,6 +139,12 @@ def matmuls(model: Model, part: str = "", tensor: int = 1) -> list[LayerSpec]:
     return [each for each in layers if each.kind == "linear" and each.name.startswith(part)]
 
 
+def inner_values(model: Model, part: str, tensor: int = 1) -> int:
+    """Counts the values of a token that a part of a block keeps between its matmuls."""
+    layers = matmuls(model, part, tensor)
+    return sum(each.n_outputs if each.sharding == "column" else each.n_inputs for each in layers)
+
+
 def head_layer(model: Model, padded_vocabulary_size: int, tensor: int = 1) -> LayerSpec:
     """Returns the output matrix, (V, D): the embedding's, if tied."""
     name = "embedding" if model.tied_embeddings else "head"

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 
-from trainyard.architecture import count_logit_chunks, head_layer, matmuls
+from trainyard.architecture import count_logit_chunks, head_layer, inner_values, matmuls
 from trainyard.config.run import Run
 from trainyard.plan.resolve import Plan
 
@@ -62,23 +62,16 @@ class MicroBatch:
         parallel = self.run.parallel
         are_whole = parallel.sequence and not parallel.gathers_again
         inputs = self.hidden if are_whole else self.stream
-        mlp = self.value * self.n_tokens * self._inside("mlp")
+        mlp = self.value * self.n_tokens * inner_values(self.run.model, "mlp", self.topology.tensor)
         kept = 2 * (self.stream + statistics + self._dropout_keys()) + inputs + mlp
         if recompute == "attention":
             return kept + self.stream
         return kept + inputs + self._attention()
 
-    def _inside(self, part: str) -> int:
-        """Values of a token between the layers of attention or of the MLP."""
-        return sum(
-            layer.n_outputs if layer.sharding == "column" else layer.n_inputs
-            for layer in matmuls(self.run.model, part, self.topology.tensor)
-        )
-
     def _attention(self) -> float:
         model, t = self.run.model, self.topology.tensor
         part = self.value * self.n_tokens * model.d_model / t
-        inside = self.value * self.n_tokens * self._inside("attention")
+        inside = self.value * self.n_tokens * inner_values(model, "attention", t)
         inside += int(part) if self.topology.context > 1 else 0
         lse = FP32_BYTES * self.n_tokens * model.n_heads / t
         if self.on_gpu or not model.dropout:
@@ -102,11 +95,11 @@ class MicroBatch:
 
     def flowing(self) -> float:
         """Gradients of the values of a block, and those of its MLP."""
-        stream = self.n_residual * self.run.model.d_model
+        stream, t = self.n_residual * self.run.model.d_model, self.topology.tensor
         flowing = 2 * self.value * stream
         if self.run.parallel.sequence:
             flowing += self.hidden * (2 if self.run.parallel.gathers_again else 1)
-        wide = self.value * self.n_tokens * self._inside("mlp")
+        wide = self.value * self.n_tokens * inner_values(self.run.model, "mlp", t)
         dropout = 2 * FP32_BYTES * stream if self.run.model.dropout else 0
         return flowing + max(wide, dropout)
 
