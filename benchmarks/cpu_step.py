@@ -103,7 +103,7 @@ def build_our_model(cell: Cell) -> Any:
         dropout=0.0,
     )
     model = GPT(shape, cell.vocabulary_size, getattr(torch, cell.dtype))
-    initialise(model, shape, seed=1)
+    initialise(model, seed=1)
     return model
 
 

@@ -31,13 +31,13 @@ from measuring import Figures, describe_machine, publish
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainyard.architecture import padded_vocabulary_size, parameter_shapes
 from trainyard.checkpoint import shard
 from trainyard.checkpoint.background import AsyncCheckpointer, Retention
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.load import load_into
 from trainyard.checkpoint.save import ALONE, save_checkpoint
 from trainyard.config.load import load_run
-from trainyard.plan.size import padded_vocabulary_size, parameter_shapes
 
 PIECE_BYTES = 8 * 2**20
 D_MODEL = 1024

@@ -67,7 +67,7 @@ def batch(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
 
 def build_plain(run: Run) -> Step:
     model = GPT(run.model, resolve(run, 1).padded_vocabulary_size)
-    initialise(model, run.model, run.train.seed)
+    initialise(model, run.train.seed)
     parameters = list(model.parameters())
     optimizer = build_adamw(parameters, run.optimizer)
     tokens, labels = batch(run)

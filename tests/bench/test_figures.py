@@ -51,7 +51,7 @@ def test_recomputed_products_are_those_that_torch_counts(
     counted = []
     for kind in ("none", recompute):
         model = GPT(run.model, run.model.vocabulary_size, recompute=kind)  # type: ignore[arg-type]
-        initialise(model, run.model, seed=1)
+        initialise(model, seed=1)
         keys = torch.tensor([3, 4]) if dropout else None
         with FlopCounterMode(display=False) as counter:
             model.summed_loss(model(tokens, keys), tokens).backward()  # type: ignore[no-untyped-call]

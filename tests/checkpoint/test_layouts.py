@@ -16,6 +16,12 @@ from tests.circles import everyday
 from tests.waiting import WATCHDOG_SECONDS
 from torch import Tensor
 
+from trainyard.architecture import (
+    padded_vocabulary_size,
+    parameter_shapes,
+    parameters_of,
+    stage_layers,
+)
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import (
     build_model_from_checkpoint,
@@ -28,9 +34,7 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, MachineError
 from trainyard.export.to_huggingface import export_huggingface
-from trainyard.model.sharding import sharded_dimension
 from trainyard.parallel.placement import Placement, whole
-from trainyard.plan.size import padded_vocabulary_size, parameter_shapes
 from trainyard.topology import Topology
 
 VOCABULARY, MOST_ROWS = 300, 512
@@ -114,9 +118,10 @@ def hold(run: Run, layout: Layout, wholes: Mapping[str, Tensor], rank: int) -> d
     at = topology.coordinates(rank)
     n_stages = topology.pipeline * layout.chunks
     held = {}
+    dimensions = parameters_of(stage_layers(run.model, MOST_ROWS))
     for stage in range(at.pipeline, n_stages, topology.pipeline):
         for parameter in names_of_stage(run, stage, n_stages):
-            dimension = sharded_dimension(parameter)
+            dimension = dimensions[parameter].dimension
             is_copy = parameter == "embedding.weight" and stage > 0
             writes = at.replicate == 0 and not is_copy
             writes &= dimension is not None or at.tensor == 0

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainyard.architecture import parameter_shapes
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.cli.main import main
 from trainyard.config.load import load_run
 from trainyard.plan.resolve import resolve
-from trainyard.plan.size import parameter_shapes
 
 WANTED = ["model.n_layers=1", "model.d_model=16", "model.d_ff=32", "parallel.tensor=2"]
 

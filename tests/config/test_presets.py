@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from trainyard.architecture import padded_vocabulary_size, parameter_count
 from trainyard.config.load import load_run, preset_names, render_run
 from trainyard.config.run import Run
 from trainyard.plan.resolve import resolve
-from trainyard.plan.size import padded_vocabulary_size, parameter_count
 
 
 def preset(name: str) -> Run:
@@ -17,7 +17,7 @@ def preset(name: str) -> Run:
 
 def billions(name: str, tensor: int = 1) -> float:
     model = preset(name).model
-    return parameter_count(model, padded_vocabulary_size(model, tensor)).total / 1e9
+    return parameter_count(model, padded_vocabulary_size(model, tensor)) / 1e9
 
 
 @pytest.mark.parametrize("name", preset_names())

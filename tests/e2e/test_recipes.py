@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from trainyard.architecture import parameter_count
 from trainyard.cli.show_run import render_run_summary
 from trainyard.config.corpus import load_corpus
 from trainyard.config.load import load_run
@@ -11,7 +12,6 @@ from trainyard.config.run import Run
 from trainyard.corpus.preparation.plan import output_prefixes
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import resolve
-from trainyard.plan.size import parameter_count
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 FILES = sorted(FOLDER.glob("*/*.toml"))
@@ -25,7 +25,7 @@ def recipe(name: str) -> Run:
 def test_every_recipe_loads_resolves_and_counts(path: Path) -> None:
     loaded = load_run(str(path))
     run = loaded.run
-    count = parameter_count(run.model, resolve(run).padded_vocabulary_size).total
+    count = parameter_count(run.model, resolve(run).padded_vocabulary_size)
     assert f"parameters {count:,} (" in render_run_summary(loaded).plain
     assert run.data.blend.prefixes or run.data.train.prefixes
     if run.precision.kind == "fp16":
@@ -100,7 +100,7 @@ def test_azure_files_follow_the_presets_and_the_split() -> None:
         assert numbers == [f"{number:02}" for number in range(72)]
     for size, n_millions in (("64m", 64), ("125m", 124), ("356m", 356), ("1.3b", 1316)):
         run = recipe(f"azure/{size}")
-        count = parameter_count(run.model, resolve(run).padded_vocabulary_size).total
+        count = parameter_count(run.model, resolve(run).padded_vocabulary_size)
         assert round(count / 1e6) == n_millions
     run = recipe("azure/175b")
     assert (run.parallel.tensor, run.parallel.pipeline, run.parallel.sequence) == (8, 16, True)

@@ -28,7 +28,7 @@ def model() -> GPT:
         ],
     ).run
     model = GPT(run.model, PADDED)
-    initialise(model, run.model, seed=3)
+    initialise(model, seed=3)
     with torch.no_grad():  # a padded id that were ever looked at would win everywhere
         model.embedding.weight[VOCABULARY_SIZE:] = 100.0
     return model.eval()

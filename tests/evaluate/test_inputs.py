@@ -68,7 +68,7 @@ def save_untrained(folder: Path, *overrides: str, scale: float = 1.0) -> None:
         ],
     ).run
     model = GPT(run.model, 320)
-    initialise(model, run.model, seed=1)
+    initialise(model, seed=1)
     facts = Facts(
         step=7, consumed_sequences=56, consumed_tokens=3584, run=run.model_dump(mode="json")
     )

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainyard.architecture import padded_vocabulary_size
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.config.load import load_run
 from trainyard.data.vocabulary import byte_symbols
 from trainyard.model.gpt import GPT
-from trainyard.plan.size import padded_vocabulary_size
 
 
 @pytest.fixture(autouse=True)

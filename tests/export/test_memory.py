@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trainyard.architecture import padded_vocabulary_size, parameter_shapes
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import Ranks, save_checkpoint
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.export.from_huggingface import import_huggingface
 from trainyard.parallel.placement import whole
-from trainyard.plan.size import padded_vocabulary_size, parameter_shapes
 
 from .megatron_folder import Theirs, random_gpt2, save_megatron
 

@@ -269,7 +269,7 @@ def write_run() -> None:
     Path("run.toml").write_text(render_run(run))
     Path("child.toml").write_text('extends = "base.toml"\n')
     model = GPT(run.model, resolve(run).padded_vocabulary_size)
-    initialise(model, run.model, seed=1)
+    initialise(model, seed=1)
     facts = Facts(
         step=1,
         consumed_sequences=8,

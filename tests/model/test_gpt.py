@@ -11,7 +11,6 @@ from trainyard.config.run import Model
 from trainyard.model.dropout import Dropout, sequence_seeds
 from trainyard.model.gpt import GPT, Recompute, compile_blocks
 from trainyard.model.init import initialise
-from trainyard.model.sharding import WHOLE, Part
 
 SHAPE = Model(
     n_layers=2,
@@ -29,10 +28,9 @@ def build(
     shape: Model = SHAPE,
     dtype: torch.dtype = torch.float32,
     recompute: Recompute = "none",
-    part: Part = WHOLE,
 ) -> GPT:
-    model = GPT(shape, 64, dtype, recompute, part)
-    initialise(model, shape, seed=3)
+    model = GPT(shape, 64, dtype, recompute)
+    initialise(model, seed=3)
     # Biases and norms too, so that nothing is trivially right.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -138,7 +136,7 @@ def test_bf16_stays_near_fp32_and_gradients_are_fp32() -> None:
 def test_a_cache_gives_the_logits_of_the_whole_sequence(pieces: list[int]) -> None:
     model = build().eval()
     tokens, _ = some_tokens()
-    caches = model.build_caches(3, 16)
+    caches = model.build_caches(16)
     parts = [model.logits(model(part, caches=caches)) for part in tokens.split(pieces, 1)]
     expected = model.logits(model(tokens))
     assert expected.shape == (3, 16, 61)

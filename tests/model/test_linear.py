@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from trainyard.architecture import LayerSpec
 from trainyard.model.linear import LayerNorm, Linear, cast_once
+
+SQUARE = LayerSpec("square", "linear", (8, 8), "replicated", has_bias=True)
+NORM = LayerSpec("norm", "norm", (8,), "replicated", has_bias=True)
 
 
 def test_passes_share_a_cast_and_the_weight_gets_each_gradient() -> None:
-    layer, norm = Linear(8, 8), LayerNorm(8, 1e-5)
+    layer, norm = Linear(SQUARE), LayerNorm(NORM, 1e-5)
     parameters = (*layer.parameters(), *norm.parameters())
     for parameter in parameters:
         torch.nn.init.normal_(parameter)
@@ -35,7 +39,7 @@ def test_passes_share_a_cast_and_the_weight_gets_each_gradient() -> None:
 
 
 def test_casts_end_with_the_block_so_that_an_update_counts() -> None:
-    layer = Linear(8, 8)
+    layer = Linear(SQUARE)
     torch.nn.init.normal_(layer.weight)
     for _ in range(2):
         with cast_once([layer], torch.bfloat16):
@@ -46,7 +50,7 @@ def test_casts_end_with_the_block_so_that_an_update_counts() -> None:
 
 
 def test_weights_in_that_precision_already_are_left_alone() -> None:
-    layer = Linear(8, 8)
+    layer = Linear(SQUARE)
     with cast_once([layer], torch.float32):
         assert layer.casts is None
         assert layer.cast(torch.float32)[0] is layer.weight

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from tests.waiting import WATCHDOG_SECONDS
 from torch import Tensor
 
-from trainyard.model.loss import CPU_CHUNK_BYTES, _chunks, summed_cross_entropy
+from trainyard.architecture import CPU_LOGIT_BYTES
+from trainyard.model.loss import _chunks, summed_cross_entropy
 
 Made = tuple[Tensor, Tensor, Tensor]
 
@@ -134,7 +135,7 @@ def test_chunks_cover_all_rows_once_and_fit(n_rows: int) -> None:
     assert [row for start, end in chunks for row in range(start, end)] == list(range(n_rows))
     sizes = [end - start for start, end in chunks]
     assert max(sizes) - min(sizes) <= 1
-    assert max(sizes) * 50304 * 4 <= CPU_CHUNK_BYTES
+    assert max(sizes) * 50304 * 4 <= CPU_LOGIT_BYTES
     assert len(sizes) == -(-n_rows // 1334)
 
 

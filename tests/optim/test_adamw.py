@@ -22,7 +22,7 @@ def test_matrices_and_embeddings_are_decayed_biases_and_norms_are_not() -> None:
 
 def test_settings_arrive_and_the_step_is_that_of_the_paper() -> None:
     model = GPT(SHAPE, 64)
-    initialise(model, SHAPE, seed=1)
+    initialise(model, seed=1)
     settings = Optimizer(learning_rate=0.01, betas=(0.8, 0.9), epsilon=1e-6, weight_decay=0.5)
     optimizer = build_adamw(list(model.parameters()), settings)
     weight = model.blocks["1"].mlp.up.weight

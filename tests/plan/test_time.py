@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from trainyard.architecture import count_values, stage_layers
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import MachineError
 from trainyard.plan.clusters import find_machine
 from trainyard.plan.hardware import Machine
 from trainyard.plan.resolve import resolve
-from trainyard.plan.size import stage_shapes
 from trainyard.plan.time import PARTS, StepTime, step_time
 from trainyard.plan.work import OURS, count_work
 
@@ -195,8 +195,7 @@ def test_a_device_of_unknown_memory_bandwidth() -> None:
 def test_parameters_of_a_stage_are_those_of_its_shapes(n_layers: int) -> None:
     run = run_of(f"model.n_layers={n_layers}", "parallel.tensor=2", preset="gpt3-125m")
     plan = resolve(run, 2)
-    shapes = stage_shapes(run.model, plan.padded_vocabulary_size, (0, n_layers), 2)
-    expected = sum(math.prod(shape) for shape in shapes.values())
+    expected = count_values(stage_layers(run.model, plan.padded_vocabulary_size, tensor=2))
     assert [stage.n_parameters for stage in count_work(run, plan).stages] == [expected]
 
 

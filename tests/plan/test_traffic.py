@@ -1,14 +1,12 @@
-"""Which blocks of a stage are in fp8, the rank that talks most, and what tensor ranks cut."""
+"""Which blocks of a stage are in fp8, and the rank that talks most."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from trainyard.config.load import load_run
-from trainyard.config.run import Fp8, Model, Run
-from trainyard.model.sharding import sharded_dimension
+from trainyard.config.run import Fp8, Run
 from trainyard.plan.resolve import resolve
-from trainyard.plan.size import is_cut, parameter_shapes
 from trainyard.plan.traffic import busiest_rank, count_fp8_blocks, rank_traffic
 
 SIX_BLOCKS = load_run("tiny", ["model.n_layers=6"]).run
@@ -34,10 +32,3 @@ def test_the_busiest_rank_has_most_bytes() -> None:
     sums = [sum(each.n_bytes for each in rank_traffic(run, plan, rank)) for rank in (0, 1)]
     assert sum(each.n_bytes for each in busiest_rank(run, plan)) == max(sums)
     assert sums[0] > sums[1]  # positions are more than the final norm
-
-
-def test_the_plan_cuts_what_the_model_cuts() -> None:
-    for tied in (True, False):
-        model = Model(n_layers=1, tied_embeddings=tied)
-        for name in parameter_shapes(model, 128):
-            assert is_cut(name) == (sharded_dimension(name) is not None), name

@@ -69,6 +69,7 @@ def refuse_peer(peer: str, run: Run, n_ranks: int) -> None:
             f"precision.kind={run.precision.kind!r} is not available in {peer}",
             f"one of {', '.join(PRECISIONS)}",
         )
+    config_of(run.model, None, "float32")  # refuses a model that is not a GPT-2
     if peer == MEGATRON_CORE and not torch.cuda.is_available():
         raise MachineError(
             f"--against {peer}: attention and optimizer of megatron-core need "
@@ -204,7 +205,7 @@ def build_peer(
     """Builds the training of a baseline accepted by `refuse_peer`."""
     peer: Peer
     ours = GPT(run.model, plan.padded_vocabulary_size)
-    initialise(ours, run.model, run.train.seed)
+    initialise(ours, run.train.seed)
     if name == MEGATRON_CORE:
         from trainyard.bench.megatron_core import MegatronPeer
 

@@ -17,8 +17,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainyard.architecture import matmuls
 from trainyard.config.run import Run
-from trainyard.plan.flops import model_flops_utilization, tflops_per_second_per_gpu
+from trainyard.plan.flops import (
+    matmul_flops,
+    model_flops_utilization,
+    score_flops,
+    tflops_per_second_per_gpu,
+)
 from trainyard.plan.hardware import find_device
 from trainyard.plan.resolve import Plan
 
@@ -90,17 +96,14 @@ def compute_figures(
 
 def recomputed_flops_per_token(run: Run) -> float:
     """Counts the FLOP of matmuls that the backward pass repeats, per token."""
-    model = run.model
-    D, F = model.d_model, model.d_ff
-    scores_and_values = (
-        2.0 * model.sequence_length * D
-    )  # a token sees half of the others on average
-    if run.parallel.recompute == "none":
+    model, recompute = run.model, run.parallel.recompute
+    if recompute == "none":
         return 0.0
-    if run.parallel.recompute == "attention":
-        return model.n_layers * (6.0 * D * D + scores_and_values)
-    last = 2.0 * D * F if model.dropout else 0.0
-    return model.n_layers * (8.0 * D * D + scores_and_values + 2.0 * D * F + last)
+    repeated = matmuls(model, "attention" if recompute == "attention" else "")
+    if recompute == "attention" or not model.dropout:
+        repeated = repeated[:-1]  # nothing needs its output
+    # A token sees half of the others on average.
+    return float(model.n_layers * (matmul_flops(repeated) + score_flops(model) // 2))
 
 
 def spread_of(values: Sequence[float]) -> Spread:

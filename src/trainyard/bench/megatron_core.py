@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainyard.config.run import Run
+from trainyard.export.megatron import CORE_BLOCK_PARTS
 from trainyard.model.gpt import GPT
 
 NAMES = {
@@ -29,12 +30,7 @@ NAMES = {
     "final_norm": "decoder.final_layernorm",
     "head.weight": "output_layer.weight",
     "blocks.": "decoder.layers.",
-    "attention_norm": "input_layernorm",
-    "attention.qkv": "self_attention.linear_qkv",
-    "attention.out": "self_attention.linear_proj",
-    "mlp_norm": "pre_mlp_layernorm",
-    "mlp.up": "mlp.linear_fc1",
-    "mlp.down": "mlp.linear_fc2",
+    **{ours: theirs for theirs, ours in CORE_BLOCK_PARTS.items()},
 }
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

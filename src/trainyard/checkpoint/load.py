@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trainyard.architecture import parameter_shapes
 from trainyard.checkpoint.format import (
     DTYPES,
     MANIFEST,
@@ -39,7 +40,6 @@ from trainyard.data.vocabulary import Vocabulary, load_vocabulary
 from trainyard.errors import CheckpointError
 from trainyard.model.gpt import GPT
 from trainyard.parallel.placement import Placement, whole
-from trainyard.plan.size import parameter_shapes
 
 logger = logging.getLogger("trainyard")
 

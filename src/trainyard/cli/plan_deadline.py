@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from trainyard.architecture import padded_vocabulary_size, parameter_count
 from trainyard.cli.plan_search import describe_candidate
 from trainyard.cli.plan_table import describe_devices
 from trainyard.config import rules
@@ -18,7 +19,6 @@ from trainyard.errors import ConfigError, MachineError
 from trainyard.plan.deadline import Trained, Trainer, fewest_devices, largest_model
 from trainyard.plan.hardware import find_extremes
 from trainyard.plan.search import FIELDS
-from trainyard.plan.size import padded_vocabulary_size, parameter_count
 from trainyard.units import Length, format_large, format_seconds, parse_duration, with_article
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _changes(row: Row, loaded: LoadedRun) -> str:
 
 def _parameters(trained: Trained) -> int:
     model = trained.run.model
-    return parameter_count(model, padded_vocabulary_size(model)).total
+    return parameter_count(model, padded_vocabulary_size(model))
 
 
 def _as_json(row: Row, loaded: LoadedRun) -> dict[str, Any]:

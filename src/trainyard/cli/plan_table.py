@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
+from trainyard.architecture import count_values, stage_layers
 from trainyard.config.run import Run
 from trainyard.plan.cost import CorpusUse, Cost
 from trainyard.plan.flops import model_flops_utilization
@@ -20,7 +21,6 @@ from trainyard.plan.remedies import Remedy
 from trainyard.plan.resolve import Plan
 from trainyard.plan.saving import checkpoint_bytes
 from trainyard.plan.search import fits, usable_bytes
-from trainyard.plan.size import stage_shapes
 from trainyard.plan.time import StepTime
 from trainyard.plan.traffic import Traffic, busiest_rank
 from trainyard.topology import AXES
@@ -124,11 +124,11 @@ def _size(report: Report) -> Iterator[tuple[str, str]]:
 
 def held_parameters(run: Run, plan: Plan, pipeline_rank: int) -> int:
     """Counts the parameters that one rank computes with, before ZeRO shards them."""
-    shapes = (
-        stage_shapes(run.model, plan.padded_vocabulary_size, blocks, plan.topology.tensor)
+    return sum(
+        count_values(stage_layers(run.model, plan.padded_vocabulary_size, blocks, tensor))
+        for tensor in [plan.topology.tensor]
         for blocks in plan.stages[pipeline_rank :: plan.topology.pipeline]
     )
-    return sum(math.prod(shape) for each in shapes for shape in each.values())
 
 
 def _repeats(texts: Sequence[str]) -> str:

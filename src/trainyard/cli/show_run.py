@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import asdict
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
 
+from trainyard.architecture import parameter_counts
 from trainyard.cli.show_data import facts_table
 from trainyard.config.cluster import Cluster, cluster_names, cluster_texts, cpu_mask, read_cluster
 from trainyard.config.corpus import (
@@ -30,7 +30,6 @@ from trainyard.plan.clusters import find_machine
 from trainyard.plan.flops import model_flops_per_token
 from trainyard.plan.hardware import GIGA, TERA
 from trainyard.plan.resolve import Plan, resolve
-from trainyard.plan.size import parameter_count
 from trainyard.units import Length, format_large
 
 WIDTH = 96
@@ -88,8 +87,8 @@ def _append_field(text: Text, field: str, default: Any, manual: str) -> None:
 
 def _facts(run: Run, plan: Plan) -> dict[str, str]:
     model, train = run.model, run.train
-    count = parameter_count(model, plan.padded_vocabulary_size)
-    parts = ", ".join(f"{part} {n:,}" for part, n in asdict(count).items() if n)
+    counts = parameter_counts(model, plan.padded_vocabulary_size)
+    parts = ", ".join(f"{part} {n:,}" for part, n in counts.items())
     batch_tokens = train.global_batch_size * model.sequence_length
     ramp = train.batch_ramp
     growth = f", growing from {ramp.start:,} over {ramp.length}" if ramp else ""
@@ -97,7 +96,7 @@ def _facts(run: Run, plan: Plan) -> dict[str, str]:
     return {
         "model": f"{model.n_layers} blocks of width {model.d_model:,}, {model.n_heads} heads of "
         f"{model.d_model // model.n_heads}, sequences of {model.sequence_length:,} tokens",
-        "parameters": f"{count.total:,} ({format_large(count.total)})",
+        "parameters": f"{plan.n_parameters:,} ({format_large(plan.n_parameters)})",
         "": parts.replace("_", " "),
         "vocabulary": f"{model.vocabulary_size:,} tokens, padded to "
         f"{plan.padded_vocabulary_size:,} rows",

@@ -102,14 +102,14 @@ def generate_steps(
     generator = torch.Generator().manual_seed(sampling.seed)
     text = torch.tensor([prompt_ids] * n_samples)  # (B, T)
     new = text
-    caches = model.build_caches(n_samples, sequence_length)
+    caches = model.build_caches(sequence_length)
     finished = torch.zeros(n_samples, dtype=torch.bool)
     was_training = model.training
     model.eval()
     try:
         for _ in range(n_tokens):
             if caches[0].n_tokens == sequence_length:
-                caches = model.build_caches(n_samples, sequence_length)
+                caches = model.build_caches(sequence_length)
                 new = text[:, -max(1, sequence_length // 2) :]
             with torch.compiler.set_stance("force_eager"):  # each token has another length
                 hidden = model(new.to(device), caches=caches)[:, -1]  # (B, D)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trainyard.architecture import padded_vocabulary_size, parameter_shapes
 from trainyard.checkpoint.shard import Values, read_header, read_values
 from trainyard.config.run import Model
 from trainyard.data.vocabulary import holds_tokenizer
@@ -28,7 +29,6 @@ from trainyard.export.gpt2 import (
 from trainyard.export.run_folder import build_run, load_fitting, require_new, write_run_folder
 from trainyard.export.stream import outline
 from trainyard.files import parse_json, read_file
-from trainyard.plan.size import padded_vocabulary_size, parameter_shapes
 
 _TEXT_LIMIT_BYTES = 64 * 2**20
 # Causal masks that old versions stored with the weights.

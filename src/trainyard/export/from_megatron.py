@@ -27,6 +27,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trainyard.architecture import (
+    find_layer,
+    padded_vocabulary_size,
+    parameter_shapes,
+    shapes_of,
+    stage_layers,
+)
 from trainyard.config.run import Model
 from trainyard.errors import CheckpointError
 from trainyard.export.megatron import (
@@ -41,13 +48,11 @@ from trainyard.export.megatron_files import Grid, find_grid
 from trainyard.export.run_folder import build_run, load_fitting, require_new, write_run_folder
 from trainyard.export.stream import outline
 from trainyard.export.torch_file import Contents, StoredTensor, describe_file, read_tensor
-from trainyard.plan.size import padded_vocabulary_size, parameter_shapes, stage_shapes
 
 logger = logging.getLogger("trainyard")
 
 _OTHER_MODEL = "its arguments and its weights must belong together"
 _VERSIONS = (0, 1, 2, 3)
-_WITH_VOCABULARY_ROWS = ("embedding.weight", "head.weight")
 
 
 @dataclass(frozen=True)
@@ -118,11 +123,12 @@ class _Weights:
         """Assembles a parameter from the shards of all tensor ranks, in fp32."""
         whole = torch.zeros(self.shapes[name])
         sources = self.sources[name]
-        dimension = _cut_dimension(name)
+        layer = find_layer(self.model, name)
+        dimension = layer.parameters[name].dimension
         if dimension is None:
             return whole.copy_(read_tensor(sources[0].path, sources[0].tensor))
         start = 0
-        end = self.model.vocabulary_size if name in _WITH_VOCABULARY_ROWS else len(whole)
+        end = self.model.vocabulary_size if layer.sharding == "vocabulary" else len(whole)
         limit = end if dimension == 0 else whole.shape[dimension]
         for source in sources:
             part = read_tensor(source.path, source.tensor)
@@ -147,13 +153,6 @@ class _Weights:
                     "but args.untie_embeddings_and_output_weights is off",
                     _OTHER_MODEL,
                 )
-
-
-def _cut_dimension(name: str) -> int | None:
-    """Returns which dimension of a parameter is cut over tensor ranks."""
-    if name in _WITH_VOCABULARY_ROWS or ".attention.qkv." in name or ".mlp.up." in name:
-        return 0
-    return 1 if name.endswith((".attention.out.weight", ".mlp.down.weight")) else None
 
 
 def _describe(grid: Grid) -> tuple[Contents, dict[Path, Contents]]:
@@ -270,7 +269,7 @@ def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: Grid) -> 
             f"and {model.d_ff} features",
             _OTHER_MODEL,
         )
-    wanted = stage_shapes(model, n_rows, (0, model.n_layers), tensor)
+    wanted = shapes_of(stage_layers(model, n_rows, tensor=tensor))
     for name, shape in wanted.items():
         if name not in sources:
             raise CheckpointError(f"{grid.folder} has no tensor for {name}", _OTHER_MODEL)

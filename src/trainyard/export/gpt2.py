@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
+from trainyard.architecture import find_layer
 from trainyard.checkpoint.format import first_problem
 from trainyard.config.run import Model
-from trainyard.errors import CheckpointError
+from trainyard.errors import CheckpointError, ConfigError
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -40,10 +41,20 @@ _BLOCK_PARTS = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-_MATRICES = tuple(
-    f"{part}.weight" for part in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
-)
-_WITH_VOCABULARY_ROWS = ("embedding.weight", "head.weight")
+
+_FIELDS = {
+    "n_layers": "n_layer",
+    "d_model": "n_embd",
+    "n_heads": "n_head",
+    "d_ff": "n_inner",
+    "sequence_length": "n_positions",
+    "vocabulary_size": "vocab_size",
+    "tied_embeddings": "tie_word_embeddings",
+    "dropout": "resid_pdrop",
+    "init_std": "initializer_range",
+    "layer_norm_epsilon": "layer_norm_epsilon",
+}
+_ONLY_FOR_TRAINING = {"vocabulary_multiple"}
 
 
 class GPT2Config(BaseModel):
@@ -74,24 +85,28 @@ class GPT2Config(BaseModel):
 
 
 def config_of(model: Model, end_of_document: int | None, dtype: str) -> GPT2Config:
-    """Describes our model as a Hugging Face config."""
+    """Describes our model as a Hugging Face config.
+
+    Raises:
+        ConfigError: GPT-2 lacks an option of the model.
+    """
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if name not in _FIELDS.keys() | _ONLY_FOR_TRAINING and value != field.default:
+            raise ConfigError(
+                f"model.{name}={value!r} does not exist in GPT-2", "only GPT-2 has this format"
+            )
+    fields = {theirs: getattr(model, ours) for ours, theirs in _FIELDS.items()}
+    if model.d_ff == 4 * model.d_model:
+        fields["n_inner"] = None
     return GPT2Config(
         model_type="gpt2",
-        vocab_size=model.vocabulary_size,
-        n_positions=model.sequence_length,
-        n_embd=model.d_model,
-        n_layer=model.n_layers,
-        n_head=model.n_heads,
-        n_inner=None if model.d_ff == 4 * model.d_model else model.d_ff,
         embd_pdrop=model.dropout,
         attn_pdrop=model.dropout,
-        resid_pdrop=model.dropout,
-        layer_norm_epsilon=model.layer_norm_epsilon,
-        initializer_range=model.init_std,
-        tie_word_embeddings=model.tied_embeddings,
         bos_token_id=end_of_document,
         eos_token_id=end_of_document,
         torch_dtype=dtype,
+        **fields,
     )
 
 
@@ -110,18 +125,10 @@ def model_of(config_text: bytes, place: str) -> Model:
                 f"resid_pdrop={config.resid_pdrop} differ; our models have one dropout",
                 "make them equal in that file; they only affect training",
             )
-        return Model(
-            n_layers=config.n_layer,
-            d_model=config.n_embd,
-            n_heads=config.n_head,
-            d_ff=4 * config.n_embd if config.n_inner is None else config.n_inner,
-            sequence_length=config.n_positions,
-            vocabulary_size=config.vocab_size,
-            tied_embeddings=config.tie_word_embeddings,
-            dropout=config.resid_pdrop,
-            init_std=config.initializer_range,
-            layer_norm_epsilon=config.layer_norm_epsilon,
-        )
+        fields = {ours: getattr(config, theirs) for ours, theirs in _FIELDS.items()}
+        if config.n_inner is None:
+            fields["d_ff"] = 4 * config.n_embd
+        return Model(**fields)
     except ValidationError as error:
         raise CheckpointError(
             f"{place} is not a GPT-2 that can be imported: {first_problem(error)}",
@@ -140,18 +147,20 @@ def their_name(name: str) -> str:
 
 def their_shape(name: str, shape: tuple[int, ...], model: Model) -> tuple[int, ...]:
     """Returns the shape that our parameter has in their layout."""
-    if name in _WITH_VOCABULARY_ROWS:
+    layer = find_layer(model, name)
+    if layer.sharding == "vocabulary":
         return (model.vocabulary_size, *shape[1:])
-    return shape[::-1] if name.endswith(_MATRICES) else shape
+    return shape[::-1] if layer.kind == "linear" else shape
 
 
 def to_theirs(name: str, tensor: Tensor, model: Model) -> Tensor:
     """Converts our parameter to their layout; a view if possible."""
-    if name in _WITH_VOCABULARY_ROWS:
+    layer = find_layer(model, name)
+    if layer.sharding == "vocabulary":
         return tensor[: model.vocabulary_size]
     if ".attention.qkv." in name:
         tensor = _swap_rows(tensor, model.n_heads, 3)
-    return tensor.t() if name.endswith(_MATRICES) else tensor
+    return tensor.t() if layer.kind == "linear" else tensor  # of a bias it is the same
 
 
 def from_theirs(name: str, tensor: Tensor, model: Model, n_rows: int) -> Tensor:
@@ -163,9 +172,10 @@ def from_theirs(name: str, tensor: Tensor, model: Model, n_rows: int) -> Tensor:
         model: the shape.
         n_rows: of embedding and head; those above the vocabulary are zero.
     """
-    if name in _WITH_VOCABULARY_ROWS:
+    layer = find_layer(model, name)
+    if layer.sharding == "vocabulary":
         return F.pad(tensor, (0, 0, 0, n_rows - tensor.shape[0]))
-    tensor = tensor.t() if name.endswith(_MATRICES) else tensor
+    tensor = tensor.t() if layer.kind == "linear" else tensor
     if ".attention.qkv." in name:
         return _swap_rows(tensor, 3, model.n_heads)
     return tensor

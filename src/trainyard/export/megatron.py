@@ -33,22 +33,25 @@ from trainyard.errors import CheckpointError
 
 Off = Literal[False, None]
 
-_BLOCK_PARTS = {
+CORE_BLOCK_PARTS = {
     "input_layernorm": "attention_norm",
+    "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.linear_proj": "attention.out",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc1": "mlp.up",
+    "mlp.linear_fc2": "mlp.down",
+}
+"""Megatron-Core's names of a block's layers; the names before it follow."""
+_BLOCK_PARTS = CORE_BLOCK_PARTS | {
     "input_norm": "attention_norm",
     "attention.query_key_value": "attention.qkv",
     "self_attention.query_key_value": "attention.qkv",
-    "self_attention.linear_qkv": "attention.qkv",
     "attention.dense": "attention.out",
     "self_attention.dense": "attention.out",
-    "self_attention.linear_proj": "attention.out",
     "post_attention_layernorm": "mlp_norm",
     "post_attention_norm": "mlp_norm",
-    "pre_mlp_layernorm": "mlp_norm",
     "mlp.dense_h_to_4h": "mlp.up",
-    "mlp.linear_fc1": "mlp.up",
     "mlp.dense_4h_to_h": "mlp.down",
-    "mlp.linear_fc2": "mlp.down",
 }
 _PARTS = {
     "word_embeddings": "embedding",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainyard.architecture import parameter_shapes
 from trainyard.checkpoint.format import OLDER_IS_KEPT, Manifest
 from trainyard.checkpoint.load import build_model_from_checkpoint, load_tokenizer_copy
 from trainyard.checkpoint.save import flush, split_in_shards
@@ -32,7 +33,6 @@ from trainyard.export.gpt2 import (
 )
 from trainyard.export.run_folder import require_new
 from trainyard.export.stream import CheckpointWeights, outline, write_tensors
-from trainyard.plan.size import parameter_shapes
 
 logger = logging.getLogger("trainyard")
 
@@ -57,6 +57,7 @@ def export_huggingface(
 
     Raises:
         CheckpointError: the checkpoint is damaged, or `output` exists.
+        ConfigError: its model is not a GPT-2.
         MachineError: `output` cannot be written.
     """
     require_new(output)

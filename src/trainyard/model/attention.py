@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainyard.architecture import block_layers
 from trainyard.config.run import Model
 from trainyard.model.dropout import ATTENTION_WEIGHTS, at_site, dropout, rows_of_heads
 from trainyard.model.linear import Linear
@@ -17,20 +18,20 @@ class KeyValueCache:
     """Keys and values of the tokens seen so far in one block, for generation.
 
     Args:
-        shape: (B, H, T, K), for up to T tokens.
-        dtype: the compute precision.
-        device: where the model is.
+        most_tokens: that it will hold; the first ones decide all other sizes.
     """
 
-    def __init__(
-        self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, most_tokens: int) -> None:
         self.n_tokens = 0
-        self._keys = torch.empty(shape, dtype=dtype, device=device)
-        self._values = torch.empty(shape, dtype=dtype, device=device)
+        self._most_tokens = most_tokens
+        self._keys = self._values = torch.empty(0)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Appends new tokens, (B, H, new, K) each; returns all so far."""
+        if self.n_tokens == 0:
+            B, H, _, K = keys.shape
+            self._keys = keys.new_empty(B, H, self._most_tokens, K)
+            self._values = torch.empty_like(self._keys)
         end = self.n_tokens + keys.shape[2]
         self._keys[:, :, self.n_tokens : end] = keys
         self._values[:, :, self.n_tokens : end] = values
@@ -100,9 +101,10 @@ class Attention(nn.Module):
         super().__init__()
         self.n_heads = model.n_heads
         self.d_head = model.d_model // model.n_heads
-        self.qkv = Linear(model.d_model, 3 * model.d_model)
+        layers = block_layers(model)
+        self.qkv = Linear(layers["attention.qkv"])
         self.core = CausalAttention(model.dropout, ATTENTION_WEIGHTS, model.sequence_length)
-        self.out = Linear(model.d_model, model.d_model)
+        self.out = Linear(layers["attention.out"])
 
     def forward(
         self, x: Tensor, dropout_seeds: Tensor | None = None, cache: KeyValueCache | None = None
@@ -114,9 +116,8 @@ class Attention(nn.Module):
             dropout_seeds: dropout seeds of the block, (B,); None for no dropout.
             cache: keys and values of the tokens before `x`, when generating.
         """
-        qkv = self.qkv(
-            x
-        )  # tensor parallelism may gather more tokens than `x` has, and leaves fewer heads
+        qkv = self.qkv(x)
+        # Tensor parallelism may gather more tokens than `x` has, and leaves fewer heads.
         B, T, _ = qkv.shape
         qkv = qkv.view(B, T, -1, 3, self.d_head)  # (B, T, H, 3, K)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # (B, H, T, K)

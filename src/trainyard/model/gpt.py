@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainyard.architecture import Blocks, LayerSpec, block_layers, stage_layers
 from trainyard.config.run import Model
 from trainyard.model.attention import Attention, KeyValueCache
 from trainyard.model.dropout import (
@@ -26,15 +27,14 @@ from trainyard.model.dropout import (
     Dropout,
     at_site,
 )
-from trainyard.model.linear import LayerNorm, Linear
+from trainyard.model.linear import Layer, LayerNorm, Linear
 from trainyard.model.loss import CrossEntropy
-from trainyard.model.sharding import WHOLE, Part
 
 Recompute = Literal["none", "attention", "block"]
 
 
 class GPT(nn.Module):
-    """Token embedding, a stack of blocks and final norm, or a part of them.
+    """Token embedding, a stack of blocks and final norm, or a stage of them.
 
     Weights are uninitialised: `initialise` or a checkpoint fills them.
 
@@ -43,12 +43,14 @@ class GPT(nn.Module):
         padded_vocabulary_size: rows of the embedding, V.
         compute_dtype: precision of activations and matmuls; parameters are always fp32.
         recompute: what the backward pass recomputes instead of storing.
-        part: the part of the model to build; parameters have the names of the whole.
+        blocks: those of the pipeline stage to build, the first and one past the last; absent: all.
+            Parameters have the names of the whole.
 
     Attributes:
-        embedding: (V, D); also the tied head, if the part ends with one.
+        layers: its layers by name, as `architecture.py` describes them.
+        embedding: (V, D); also the tied head, if the stage ends with one.
         blocks: by number in the whole model.
-        cross_entropy: of a part with the loss.
+        cross_entropy: of a stage with the loss.
         token_positions: of the tokens in a sequence, int64, on the CPU.
         residual_positions: of the tokens in the residual stream.
     """
@@ -59,34 +61,34 @@ class GPT(nn.Module):
         padded_vocabulary_size: int,
         compute_dtype: torch.dtype = torch.float32,
         recompute: Recompute = "none",
-        part: Part = WHOLE,
+        blocks: Blocks | None = None,
     ) -> None:
         super().__init__()
+        blocks = blocks or (0, model.n_layers)
+        self.layers = stage_layers(model, padded_vocabulary_size, blocks)
         self.compute_dtype = compute_dtype
         self.vocabulary_size = model.vocabulary_size
-        self.d_model, self.n_heads = model.d_model, model.n_heads
-        self.takes_tokens = part.takes_tokens
+        self.d_model = model.d_model
+        self.takes_tokens = blocks[0] == 0
         # No buffers: a model built on "meta" gets uninitialised memory for its buffers.
         self.token_positions = torch.arange(model.sequence_length, device="cpu")
         self.residual_positions = self.token_positions
-        is_tied = model.tied_embeddings
-        vocabulary, D = padded_vocabulary_size, model.d_model
-        embeds = part.takes_tokens or (part.gives_loss and is_tied)
-        self.embedding = _embedding(vocabulary, D) if embeds else None
-        self.positions = _embedding(model.sequence_length, D) if part.takes_tokens else None
+        self.embedding = _embedding(self.layers.get("embedding"))
+        self.positions = _embedding(self.layers.get("positions"))
         self.dropout = Dropout(model.dropout, site=0)
-        numbers = [number for number in range(model.n_layers) if number in part.blocks]
-        self.blocks = nn.ModuleDict({str(number): Block(model, recompute) for number in numbers})
-        gives_loss = part.gives_loss
-        self.final_norm = LayerNorm(D, model.layer_norm_epsilon) if gives_loss else None
-        self.head = _embedding(vocabulary, D) if gives_loss and not is_tied else None
+        self.blocks = nn.ModuleDict(
+            {str(number): Block(model, recompute) for number in range(*blocks)}
+        )
+        gives_loss = blocks[1] == model.n_layers
+        self.final_norm = _norm(self.layers["final_norm"], model) if gives_loss else None
+        self.head = _embedding(self.layers.get("head"))
         self.cross_entropy: nn.Module | None = CrossEntropy() if gives_loss else None
 
     @property
     def head_weight(self) -> Tensor:
         """The output matrix, (V, D)."""
         layer = self.embedding if self.head is None else self.head
-        assert layer is not None, "this part of the model has no head"
+        assert layer is not None, "this stage has no head"
         return layer.weight
 
     def forward(
@@ -95,11 +97,11 @@ class GPT(nn.Module):
         dropout_seeds: Tensor | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> Tensor:
-        """Computes the hidden states after this part, (B, T, D).
+        """Computes the hidden states after this stage, (B, T, D).
 
         Args:
             x: token ids below the vocabulary size, (B, T), int64; or the hidden states before this
-                part, if it does not take tokens.
+                stage, if it does not take tokens.
             dropout_seeds: one for each sequence, (B,), int64, from `sequence_seeds`; no dropout
                 without them or in evaluation mode.
             caches: one per block when generating; `x` then continues what they hold.
@@ -131,7 +133,7 @@ class GPT(nn.Module):
             labels: next token ids, (B, T), int64; -100 for no label.
             scale: multiplies the sum.
         """
-        assert self.cross_entropy is not None, "this part of the model gives no loss"
+        assert self.cross_entropy is not None, "this stage gives no loss"
         loss: Tensor = self.cross_entropy(
             hidden, self.head_weight, labels, self.vocabulary_size, scale
         )
@@ -142,15 +144,20 @@ class GPT(nn.Module):
         weight = self.head_weight[: self.vocabulary_size].to(hidden.dtype)
         return F.linear(hidden, weight).float()
 
-    def build_caches(self, batch_size: int, n_tokens: int) -> list[KeyValueCache]:
+    def build_caches(self, n_tokens: int) -> list[KeyValueCache]:
         """Makes empty KV caches for `n_tokens`, one per block."""
-        shape = (batch_size, self.n_heads, n_tokens, self.d_model // self.n_heads)
-        device = self.head_weight.device
-        return [KeyValueCache(shape, self.compute_dtype, device) for _ in self.blocks]
+        return [KeyValueCache(n_tokens) for _ in self.blocks]
 
 
-def _embedding(n_rows: int, d_model: int) -> nn.Embedding:
-    return nn.Embedding(n_rows, d_model, _weight=torch.empty(n_rows, d_model))
+def _embedding(spec: LayerSpec | None) -> nn.Embedding | None:
+    if spec is None:
+        return None
+    n_rows, d_model = spec.weight
+    return nn.Embedding(n_rows, d_model, _weight=torch.empty(spec.weight))
+
+
+def _norm(spec: LayerSpec, model: Model) -> Layer:
+    return LayerNorm(spec, model.layer_norm_epsilon)
 
 
 class Block(nn.Module):
@@ -159,11 +166,12 @@ class Block(nn.Module):
     def __init__(self, model: Model, recompute: Recompute) -> None:
         super().__init__()
         self.recompute = recompute
-        self.attention_norm = LayerNorm(model.d_model, model.layer_norm_epsilon)
+        layers = block_layers(model)
+        self.attention_norm = _norm(layers["attention_norm"], model)
         self.attention = Attention(model)
         self.attention_dropout = Dropout(model.dropout, ATTENTION_OUTPUT)
-        self.mlp_norm = LayerNorm(model.d_model, model.layer_norm_epsilon)
-        self.mlp = MLP(model.d_model, model.d_ff)
+        self.mlp_norm = _norm(layers["mlp_norm"], model)
+        self.mlp = MLP(model)
         self.mlp_dropout = Dropout(model.dropout, MLP_OUTPUT)
 
     def forward(
@@ -213,10 +221,11 @@ def _recompute(
 class MLP(nn.Module):
     """Two linear layers with a GELU between them."""
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
-        self.up = Linear(d_model, d_ff)
-        self.down = Linear(d_ff, d_model)
+        layers = block_layers(model)
+        self.up = Linear(layers["mlp.up"])
+        self.down = Linear(layers["mlp.down"])
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T, D) to (B, T, D) through (B, T, F)."""

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainyard.config.run import Model
-from trainyard.model.sharding import sharded_dimension
-
-RESIDUAL_OUTPUTS = ("attention.out.weight", "mlp.down.weight")
+from trainyard.architecture import ParameterSpec, parameters_of
+from trainyard.model.gpt import GPT
 
 
 @dataclass(frozen=True)
@@ -24,54 +22,42 @@ class TensorShard:
     n_ranks: int
 
 
-def initialise(
-    module: nn.Module,
-    model: Model,
-    seed: int,
-    tensor: TensorShard = TensorShard(0, 1),
-) -> None:
+def initialise(model: GPT, seed: int, tensor: TensorShard = TensorShard(0, 1)) -> None:
     """Initialises every parameter like GPT-2 and Megatron-LM.
 
     Weights and embeddings are normal with `init_std`, residual outputs with init_std / sqrt(2 L);
     biases are zero, norms one.
 
     Args:
-        module: the model or a part of it, with the parameter names of the whole.
-        model: the shape of the whole.
+        model: the model or a stage of it.
         seed: the same seed gives the same weights in every layout.
-        tensor: which shard of every layer `module` has.
+        tensor: which shard of every layer it has.
     """
+    specs = parameters_of(model.layers)
 
     @torch.no_grad()
     def fill(name: str, parameter: nn.Parameter) -> None:
-        dimension = sharded_dimension(name)
-        if dimension is None:
-            parameter.copy_(initial_value(name, parameter.shape, model, seed))
-            return
-        shape = list(parameter.shape)
-        shape[dimension] *= tensor.n_ranks
-        whole = initial_value(name, torch.Size(shape), model, seed)
-        parameter.copy_(whole.chunk(tensor.n_ranks, dimension)[tensor.rank])
+        spec = specs[name]
+        whole = initial_value(name, spec, seed)
+        if spec.dimension is not None:
+            whole = whole.chunk(tensor.n_ranks, spec.dimension)[tensor.rank]
+        parameter.copy_(whole)
 
     # One core draws 85 million numbers a second: over a minute for a model of 7 billion.
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for done in [pool.submit(fill, *named) for named in module.named_parameters()]:
+        for done in [pool.submit(fill, *named) for named in model.named_parameters()]:
             done.result()
 
 
-def initial_value(name: str, shape: torch.Size, model: Model, seed: int) -> Tensor:
+def initial_value(name: str, spec: ParameterSpec, seed: int) -> Tensor:
     """Draws one whole parameter, fp32 on the CPU, from (seed, name) only."""
-    if name.endswith(".bias"):
-        return torch.zeros(shape)
-    if "norm.weight" in name:
-        return torch.ones(shape)
+    if not spec.std:
+        return torch.full(spec.shape, spec.mean)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    std = model.init_std
-    if name.endswith(RESIDUAL_OUTPUTS):
-        std /= math.sqrt(2 * model.n_layers)
     # torch draws in groups of sixteen, and a remainder differently: whole groups, so that padding
     # rows, whose number depends on the tensor ranks, do not change the rows before them.
-    n_elements = math.prod(shape)
-    drawn = torch.empty(math.ceil(n_elements / 16) * 16).normal_(0.0, std, generator=generator)
-    return drawn[:n_elements].view(shape)
+    n_elements = math.prod(spec.shape)
+    drawn = torch.empty(math.ceil(n_elements / 16) * 16)
+    drawn.normal_(spec.mean, spec.std, generator=generator)
+    return drawn[:n_elements].view(spec.shape)

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainyard.architecture import LayerSpec
+
 
 class Product(Protocol):
     """A matmul of (..., in) with a weight (out, in), plus a bias, like `F.linear`."""
@@ -39,39 +41,43 @@ class PlainProduct:
 
 
 class Layer(nn.Module):
-    """Weight and bias, kept in one precision and used in another.
+    """A weight and perhaps a bias, kept in one precision and used in another.
 
     Attributes:
         casts: of both, while passes share them (`cast_once`).
     """
 
     weight: nn.Parameter
-    bias: nn.Parameter
-    casts: tuple[Tensor, Tensor] | None = None
+    bias: nn.Parameter | None
+    casts: tuple[Tensor, Tensor | None] | None = None
 
-    def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.weight))
+        self.bias = nn.Parameter(torch.empty(spec.weight[:1])) if spec.has_bias else None
+
+    def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Returns weight and bias in a precision, as part of the graph."""
         if self.casts is None:
-            return self.weight.to(dtype), self.bias.to(dtype)
+            return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
         weight, bias = self.casts
-        return _KnownCast.apply(self.weight, weight), _KnownCast.apply(self.bias, bias)  # type: ignore[no-untyped-call]
+        shared: Tensor = _KnownCast.apply(self.weight, weight)  # type: ignore[no-untyped-call]
+        return shared, None if bias is None else _KnownCast.apply(self.bias, bias)  # type: ignore[no-untyped-call]
 
 
 class Linear(Layer):
-    """A matmul and a bias, in the precision of the input.
+    """A matmul, plus a bias, in the precision of the input.
 
     Attributes:
         product: computes the matmul; replaceable.
     """
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features))
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
         self.product: Product = PlainProduct()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (..., in_features) to (..., out_features)."""
+        """Maps (..., inputs) to (..., outputs)."""
         weight, bias = self.cast(x.dtype)
         return self.product(x, weight, bias)
 
@@ -79,11 +85,9 @@ class Linear(Layer):
 class LayerNorm(Layer):
     """Layer normalisation over the last dimension, in the precision of the input."""
 
-    def __init__(self, d_model: int, epsilon: float) -> None:
-        super().__init__()
+    def __init__(self, spec: LayerSpec, epsilon: float) -> None:
+        super().__init__(spec)
         self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.empty(d_model))
-        self.bias = nn.Parameter(torch.empty(d_model))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises (..., D)."""
@@ -103,7 +107,8 @@ def cast_once(layers: Iterable[Layer], dtype: torch.dtype) -> Iterator[None]:
     """
     cast = [each for each in layers if each.weight.dtype != dtype]
     for each in cast:
-        each.casts = each.weight.detach().to(dtype), each.bias.detach().to(dtype)
+        bias = None if each.bias is None else each.bias.detach().to(dtype)
+        each.casts = each.weight.detach().to(dtype), bias
     try:
         yield
     finally:

@@ -37,10 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from trainyard.architecture import count_logit_chunks
+
 IGNORE_INDEX = -100
-# A smaller chunk takes less memory; a larger one updates the weight gradient less often.
-CPU_CHUNK_BYTES = 256 * 2**20
-GPU_CHUNK_BYTES = 512 * 2**20
 
 
 class VocabularyShard(Protocol):
@@ -202,10 +201,8 @@ def _shared_log_softmax(
 def _chunks(hidden: Tensor, n_columns: int) -> list[tuple[int, int]]:
     """Splits rows into the fewest, nearly equal chunks whose logits fit in the memory budget."""
     n_rows = hidden.shape[0]
-    chunk_bytes = CPU_CHUNK_BYTES if hidden.is_cpu else GPU_CHUNK_BYTES
-    bytes_per_row = n_columns * max(4, hidden.element_size())
-    most = max(1, chunk_bytes // bytes_per_row)
-    n_chunks = -(-n_rows // most)
+    value_bytes = max(4, hidden.element_size())
+    n_chunks = count_logit_chunks(n_rows, n_columns, value_bytes, on_gpu=not hidden.is_cpu)
     edges = [n_rows * index // n_chunks for index in range(n_chunks + 1)]
     return list(pairwise(edges))
 

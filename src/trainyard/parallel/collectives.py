@@ -93,16 +93,16 @@ class _GatheredProduct(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        bias: Tensor,
+        bias: Tensor | None,
         product: Product,
         group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.product, ctx.group = product, group
+        ctx.product, ctx.group, ctx.has_bias = product, group, bias is not None
         return product(all_gather(x, group, TOKENS), weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         if torch.compiler.is_compiling():
             # Else the compiler sees the forward pass's gather again, and keeps its result.
@@ -110,7 +110,8 @@ class _GatheredProduct(torch.autograd.Function):
         gathered = all_gather(x, ctx.group, TOKENS)
         of_gathered, of_weight = ctx.product.backward(gradient, gathered, weight)
         of_x = reduce_scatter(of_gathered, ctx.group, TOKENS)
-        return of_x, of_weight, gradient.flatten(0, -2).sum(0), None, None
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return of_x, of_weight, of_bias, None, None
 
 
 class _ScatterTokens(torch.autograd.Function):
@@ -154,7 +155,7 @@ def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def product_of_gathered(
-    x: Tensor, weight: Tensor, bias: Tensor, product: Product, group: dist.ProcessGroup
+    x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, group: dist.ProcessGroup
 ) -> Tensor:
     """Multiplies gathered tokens; the backward pass gathers them again."""
     out: Tensor = _GatheredProduct.apply(x, weight, bias, product, group)  # type: ignore[no-untyped-call]

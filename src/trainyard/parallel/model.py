@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trainyard.architecture import parameters_of
 from trainyard.config.run import Run
 from trainyard.model.gpt import GPT, compile_blocks
 from trainyard.model.init import TensorShard, initialise
-from trainyard.model.sharding import Part, sharded_dimension
 from trainyard.parallel.context import apply_context_parallel, take_shard
 from trainyard.parallel.data import apply_fsdp, prepare_micro_batch, reduce_in_fp8
 from trainyard.parallel.mesh import Mesh
@@ -126,10 +126,11 @@ class ParallelModel:
             LocalParameter(
                 name,
                 parameter,
-                sharded_dimension(name) if mesh.tensor is not None else None,
+                specs[name].dimension if mesh.tensor is not None else None,
                 is_copy=number > 0 and name == EMBEDDING,
             )
             for number, model in self.stages.items()
+            for specs in [parameters_of(model.layers)]
             for name, parameter in model.named_parameters()
         ]
         shares = [each.norm_weight(mesh.topology.tensor) for each in self.local_parameters]
@@ -150,11 +151,9 @@ class ParallelModel:
             )
 
     def _build_stage(self, run: Run, plan: Plan, number: int) -> GPT:
-        mesh, parallel = self.mesh, run.parallel
-        is_last = number == len(plan.stages) - 1
-        part = Part(range(*plan.stages[number]), takes_tokens=number == 0, gives_loss=is_last)
+        mesh, parallel, blocks = self.mesh, run.parallel, plan.stages[number]
         padded = plan.padded_vocabulary_size
-        model = GPT(run.model, padded, self._compute_dtype, parallel.recompute, part)
+        model = GPT(run.model, padded, self._compute_dtype, parallel.recompute, blocks)
         if mesh.context is not None:
             apply_context_parallel(model, mesh.context, parallel.context_method)
         if mesh.tensor is not None:
@@ -166,7 +165,7 @@ class ParallelModel:
             )
         if run.precision.multiplies_in_fp8:
             convert_to_float8(model, run)
-        initialise(model, run.model, run.train.seed, self.tensor_shard)
+        initialise(model, run.train.seed, self.tensor_shard)
         # In fp64, which verifies a layout, nothing is kept in low precision.
         is_low_bit = run.precision.kind == "fp8_lowbit" and self._compute_dtype == torch.bfloat16
         if is_low_bit:

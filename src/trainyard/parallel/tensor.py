@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainyard.architecture import LayerSpec, Sharding
 from trainyard.model.attention import Attention
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import Linear
 from trainyard.model.loss import summed_cross_entropy
-from trainyard.model.sharding import kind_of_cut
 from trainyard.parallel.collectives import (
     all_reduce,
     copy_to_group,
@@ -39,9 +39,8 @@ class ColumnLinear(Linear):
         gathers_again: whether the backward pass gathers the input again instead of keeping it.
     """
 
-    def __init__(self, whole: Linear, group: dist.ProcessGroup, *, sequence: bool) -> None:
-        n_outputs, n_inputs = whole.weight.shape
-        super().__init__(n_inputs, n_outputs // group.size())
+    def __init__(self, spec: LayerSpec, group: dist.ProcessGroup, *, sequence: bool) -> None:
+        super().__init__(spec)
         self._group = group
         self._spread = gather_tokens if sequence else copy_to_group
         self.gathers_again = False
@@ -57,26 +56,26 @@ class ColumnLinear(Linear):
 class RowLinear(Linear):
     """A linear layer sharded by inputs, with the whole bias on every rank."""
 
-    def __init__(self, whole: Linear, group: dist.ProcessGroup, *, sequence: bool) -> None:
-        n_outputs, n_inputs = whole.weight.shape
-        super().__init__(n_inputs // group.size(), n_outputs)
+    def __init__(self, spec: LayerSpec, group: dist.ProcessGroup, *, sequence: bool) -> None:
+        super().__init__(spec)
         self._group = group
         self._collect = scatter_tokens if sequence else reduce_from_group
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T, in_features/tp) to (B, T or T/tp, out_features)."""
         weight, bias = self.cast(x.dtype)
-        return self._collect(self.product(x, weight), self._group) + bias
+        out = self._collect(self.product(x, weight), self._group)
+        return out if bias is None else out + bias
 
 
 class VocabularyEmbedding(nn.Embedding):
     """An embedding sharded by rows."""
 
-    def __init__(self, whole: nn.Embedding, group: dist.ProcessGroup, *, sequence: bool) -> None:
-        rows = whole.num_embeddings // group.size()
-        super().__init__(rows, whole.embedding_dim, _weight=torch.empty(rows, whole.embedding_dim))
+    def __init__(self, spec: LayerSpec, group: dist.ProcessGroup, *, sequence: bool) -> None:
+        n_rows, d_model = spec.weight
+        super().__init__(n_rows, d_model, _weight=torch.empty(spec.weight))
         self._group = group
-        self._first_row = rows * group.rank()
+        self._first_row = self.num_embeddings * group.rank()
         self._collect = scatter_tokens if sequence else reduce_from_group
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -125,6 +124,13 @@ class VocabularyCrossEntropy(nn.Module):
         return summed_cross_entropy(hidden, weight, labels, vocabulary_size, scale, shard)
 
 
+_SHARDED: dict[Sharding, type[ColumnLinear | RowLinear | VocabularyEmbedding]] = {
+    "column": ColumnLinear,
+    "row": RowLinear,
+    "vocabulary": VocabularyEmbedding,
+}
+
+
 def apply_tensor_parallel(
     model: GPT, group: dist.ProcessGroup, *, sequence: bool, gathers_again: bool
 ) -> None:
@@ -136,15 +142,13 @@ def apply_tensor_parallel(
         sequence: shard the residual stream by tokens between sharded layers.
         gathers_again: gather those tokens again in the backward pass instead of keeping them.
     """
-    kinds = {"columns": ColumnLinear, "rows": RowLinear, "vocabulary": VocabularyEmbedding}
-    for name, module in list(model.named_modules()):
-        kind = kind_of_cut(name)
-        if kind is not None:
-            parent, _, attribute = name.rpartition(".")
-            part = kinds[kind](module, group, sequence=sequence)
+    for name, spec in model.layers.items():
+        if spec.sharding != "replicated":
+            part = _SHARDED[spec.sharding](spec.shard(group.size()), group, sequence=sequence)
             if isinstance(part, ColumnLinear):
                 part.gathers_again = gathers_again
-            setattr(model.get_submodule(parent), attribute, part)
+            model.set_submodule(name, part)
+    for module in model.modules():
         if isinstance(module, Attention):
             module.core.first_head = group.rank() * (module.n_heads // group.size())
     if model.cross_entropy is not None:

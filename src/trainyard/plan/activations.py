@@ -8,6 +8,9 @@ and F as in the model and t tensor ranks:
     recompute attention    the same without the 4 D / t
     recompute block        residual stream D
 
+Values inside attention and MLP are outputs of column-parallel and inputs of row-parallel matmuls
+(architecture.py).
+
 With sequence parallelism, the residual stream and the inputs of both are D / t; the backward pass
 gathers the inputs again. Zero bubble and recomputed blocks keep them gathered.
 """
@@ -16,14 +19,12 @@ from __future__ import annotations
 
 import math
 
+from trainyard.architecture import count_logit_chunks, head_layer, inner_values, matmuls
 from trainyard.config.run import Run
 from trainyard.plan.resolve import Plan
 
 FP32_BYTES = 4
 ID_BYTES = 8
-CPU_CHUNK_BYTES = 256 * 2**20
-GPU_CHUNK_BYTES = 512 * 2**20
-"""Bytes per chunk of logits (model/loss.py)."""
 NUMBERS_OF_A_TOKEN = 64
 """Bytes of a row's label, largest logit, loss and similar values."""
 
@@ -47,21 +48,21 @@ class MicroBatch:
         self.value = FP32_BYTES if run.precision.kind == "fp32" else 2
         self.n_tokens = train.micro_batch_size * model.sequence_length // topology.context
         self.n_residual = self.n_tokens // (topology.tensor if run.parallel.sequence else 1)
-        self.vocabulary = plan.padded_vocabulary_size // topology.tensor
+        head = head_layer(model, plan.padded_vocabulary_size, topology.tensor)
+        self.vocabulary = head.n_outputs
         self.stream = self.value * self.n_residual * model.d_model
         self.hidden = self.value * self.n_tokens * model.d_model
         self.head_gradient = FP32_BYTES * self.vocabulary * model.d_model
 
     def block(self, recompute: str) -> float:
         """Bytes a block keeps of a micro batch."""
-        F = self.run.model.d_ff
         statistics = 2 * FP32_BYTES * self.n_residual
         if recompute == "block":
             return self.stream
         parallel = self.run.parallel
         are_whole = parallel.sequence and not parallel.gathers_again
         inputs = self.hidden if are_whole else self.stream
-        mlp = 2 * self.value * self.n_tokens * F / self.topology.tensor
+        mlp = self.value * self.n_tokens * inner_values(self.run.model, "mlp", self.topology.tensor)
         kept = 2 * (self.stream + statistics + self._dropout_keys()) + inputs + mlp
         if recompute == "attention":
             return kept + self.stream
@@ -70,15 +71,16 @@ class MicroBatch:
     def _attention(self) -> float:
         model, t = self.run.model, self.topology.tensor
         part = self.value * self.n_tokens * model.d_model / t
-        n_parts = 4 if self.topology.context == 1 else 5
+        inside = self.value * self.n_tokens * inner_values(model, "attention", t)
+        inside += int(part) if self.topology.context > 1 else 0
         lse = FP32_BYTES * self.n_tokens * model.n_heads / t
         if self.on_gpu or not model.dropout:
-            return n_parts * part + lse
+            return inside + lse
         # On a CPU attention weights are kept in fp32, before and after dropout.
         heads = model.n_heads / t / self.topology.context
         weights = FP32_BYTES * heads * model.sequence_length**2 * self.run.train.micro_batch_size
         precise = 3 * FP32_BYTES * self.n_tokens * model.d_model / t
-        return (n_parts - 3) * part + 2 * weights + precise
+        return inside - 3 * part + 2 * weights + precise
 
     def embedding(self) -> float:
         """Bytes the embedding keeps."""
@@ -93,25 +95,25 @@ class MicroBatch:
 
     def flowing(self) -> float:
         """Gradients of the values of a block, and those of its MLP."""
-        D, F = self.run.model.d_model, self.run.model.d_ff
-        stream = self.n_residual * D
+        stream, t = self.n_residual * self.run.model.d_model, self.topology.tensor
         flowing = 2 * self.value * stream
         if self.run.parallel.sequence:
             flowing += self.hidden * (2 if self.run.parallel.gathers_again else 1)
-        wide = 2 * self.value * self.n_tokens * F / self.topology.tensor
+        wide = self.value * self.n_tokens * inner_values(self.run.model, "mlp", t)
         dropout = 2 * FP32_BYTES * stream if self.run.model.dropout else 0
         return flowing + max(wide, dropout)
 
     def between_layers(self) -> float:
         """Gradients of the values of a block, of its layers' inputs and outputs."""
-        D, F, t = self.run.model.d_model, self.run.model.d_ff, self.topology.tensor
-        return self.value * self.n_tokens * ((3 * D + F) / t + 4 * D)
+        layers = matmuls(self.run.model, tensor=self.topology.tensor)
+        inputs = sum(layer.n_inputs for layer in layers if layer.sharding == "column")
+        outputs = sum(layer.n_outputs for layer in layers)
+        return self.value * self.n_tokens * (inputs + outputs)
 
     def loss(self) -> float:
         """The loss in its chunks, and the gradients of hidden states and of the head."""
         V, value = self.vocabulary, self.value
-        chunk_bytes = GPU_CHUNK_BYTES if self.on_gpu else CPU_CHUNK_BYTES
-        n_chunks = math.ceil(self.n_tokens / max(1, chunk_bytes // (V * FP32_BYTES)))
+        n_chunks = count_logit_chunks(self.n_tokens, V, FP32_BYTES, on_gpu=self.on_gpu)
         n_rows = math.ceil(self.n_tokens / n_chunks)
         is_cast = value < FP32_BYTES
         matrix = value * V * self.run.model.d_model if is_cast else 0

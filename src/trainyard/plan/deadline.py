@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
+from trainyard.architecture import padded_vocabulary_size, parameter_count
 from trainyard.config import rules
 from trainyard.config.run import Run
 from trainyard.plan.batches import BatchSchedule
@@ -23,7 +24,6 @@ from trainyard.plan.cost import Cost, run_cost
 from trainyard.plan.flops import model_flops_per_token
 from trainyard.plan.hardware import Machine, find_extremes
 from trainyard.plan.search import Candidate, search
-from trainyard.plan.size import padded_vocabulary_size, parameter_count
 from trainyard.units import Length
 
 TOKENS_PER_PARAMETER = 20
@@ -119,7 +119,7 @@ def shape_run(run: Run, n_layers: int, d_model: int, *, keeps_length: bool) -> R
     shaped = rules.change(run, size)
     if keeps_length:
         return shaped
-    count = parameter_count(shaped.model, padded_vocabulary_size(shaped.model)).total
+    count = parameter_count(shaped.model, padded_vocabulary_size(shaped.model))
     n_tokens = TOKENS_PER_PARAMETER * count
     n_tokens = round(n_tokens, 3 - len(str(n_tokens)))  # three significant digits
     length = Length(n_tokens, "tokens")

@@ -3,7 +3,7 @@
 A multiply-add is 2 FLOP. Per token, one forward pass through the matmuls of a GPT with width D, MLP
 width F, sequence T, L blocks and padded vocabulary V takes
 
-    L (8 D^2 + 4 D F)     projections and MLP
+    L (8 D^2 + 4 D F)     projections and MLP: 2 for each value of a matrix in architecture.py
     L 4 T D               attention scores and values, if every token sees all T
     2 D V                 output head
 
@@ -23,12 +23,25 @@ comparable with MFU.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Literal
 
+from trainyard.architecture import LayerSpec, head_layer, matmuls
 from trainyard.config.run import Model
 
 FormulaName = Literal["megatron_causal", "megatron", "megatron_deepspeed", "deepspeed_2024"]
 Recompute = Literal["none", "attention", "block"]
+
+
+def matmul_flops(layers: Iterable[LayerSpec]) -> int:
+    """Counts the FLOP of a token's forward pass through matmuls."""
+    return sum(2 * math.prod(layer.weight) for layer in layers)
+
+
+def score_flops(model: Model) -> int:
+    """Counts the FLOP of a token's attention scores and values, if it sees a whole sequence."""
+    return 4 * model.sequence_length * model.d_model
 
 
 def model_flops_per_token(model: Model, padded_vocabulary_size: int) -> float:
@@ -50,10 +63,9 @@ def flops_per_token(
         formula: see the table at the top of this file.
         recompute: only affects the two DeepSpeed formulas.
     """
-    D = model.d_model
-    projections = model.n_layers * (8.0 * D * D + 4.0 * D * model.d_ff)
-    attention = model.n_layers * 4.0 * model.sequence_length * D
-    head = 2.0 * D * padded_vocabulary_size
+    projections = float(model.n_layers * matmul_flops(matmuls(model)))
+    attention = float(model.n_layers * score_flops(model))
+    head = float(matmul_flops([head_layer(model, padded_vocabulary_size)]))
     if formula == "megatron_causal":
         return 3 * (projections + attention / 2 + head)
     if formula == "megatron":

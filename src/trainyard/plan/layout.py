@@ -12,10 +12,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from trainyard.architecture import head_layer, matmuls
 from trainyard.config import rules
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
 from trainyard.plan.batches import batch_sizes
+from trainyard.plan.flops import matmul_flops, score_flops
 from trainyard.topology import Topology
 from trainyard.units import format_number
 
@@ -79,14 +81,14 @@ def find_stages(run: Run, padded_vocabulary_size: int) -> Stages:
         s % parallel.pipeline.
     """
     model, parallel = run.model, run.parallel
-    D, T, V = model.d_model, model.sequence_length, padded_vocabulary_size
-    scores = 2 * T * D  # a token sees half of the sequence on average
-    forward = 8 * D * D + 4 * D * model.d_ff + scores
-    again = {"none": 0, "attention": 6 * D * D + scores, "block": forward}[parallel.recompute]
+    scores = score_flops(model) // 2  # a token sees half of the sequence on average
+    forward = matmul_flops(matmuls(model)) + scores
+    attention = matmul_flops(matmuls(model, "attention")[:-1]) + scores
+    again = {"none": 0, "attention": attention, "block": forward}[parallel.recompute]
     costs = Costs(
-        first=3 * D,  # adds the position to an embedding, and the gradient to a row of each
+        first=3 * model.d_model,  # adds the position to an embedding, and to both gradients
         block=3 * forward + again,
-        last=3 * 2 * D * V,
+        last=3 * matmul_flops([head_layer(model, padded_vocabulary_size)]),
     )
     n_stages = parallel.pipeline * parallel.chunks
     return balanced_stages(costs, model.n_layers, n_stages, parallel.pipeline)

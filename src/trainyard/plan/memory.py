@@ -22,11 +22,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from trainyard.architecture import Shape, matmuls, shapes_of, stage_layers
 from trainyard.config.run import Run
 from trainyard.plan.activations import FP32_BYTES, ID_BYTES, MicroBatch
+from trainyard.plan.flops import matmul_flops
 from trainyard.plan.resolve import Plan
 from trainyard.plan.saving import host_bytes
-from trainyard.plan.size import Shape, stage_shapes
 
 LOWBIT_WEIGHT_SAVING = FP32_BYTES - 2
 LOWBIT_STATE_SAVING = 2 * FP32_BYTES - (2 + 1 + 2 + 3 / 32)
@@ -114,7 +115,7 @@ class _Rank:
         self.is_shared = topology.data * topology.context > 1
         self.is_piped = topology.pipeline > 1
         shapes = [
-            stage_shapes(model, plan.padded_vocabulary_size, blocks, topology.tensor)
+            shapes_of(stage_layers(model, plan.padded_vocabulary_size, blocks, topology.tensor))
             for blocks in self.stages
         ]
         named = [pair for stage in shapes for pair in stage.items()]
@@ -218,8 +219,8 @@ class _Rank:
 
     def _gradients_of_a_block(self) -> float:
         """Of the largest matrix, before accumulation; of all when sharded."""
-        model = self.run.model
-        largest = model.d_model * model.d_ff // self.topology.tensor
+        layers = matmuls(self.run.model, tensor=self.topology.tensor)
+        largest = max(math.prod(layer.weight) for layer in layers)
         if not self.is_shared:
             return largest * (self.value + (FP32_BYTES if self.value < FP32_BYTES else 0))
         if self.zero >= 2 and not self.is_piped:
@@ -238,8 +239,9 @@ class _Rank:
             if self.shares_casts:
                 return self.value * self.block_values
             # Recomputed blocks keep no cast.
-            D, F = self.run.model.d_model, self.run.model.d_ff
-            kept = {"none": 1.0, "attention": F / (2 * D + F), "block": 0.0}
+            model = self.run.model
+            of_mlp = matmul_flops(matmuls(model, "mlp")) / matmul_flops(matmuls(model))
+            kept = {"none": 1.0, "attention": of_mlp, "block": 0.0}
             share = kept[self.run.parallel.recompute]
             return self.value * self.one_block * (share * self.n_blocks + (1 - share))
         n_blocks = self.n_blocks if self.zero < 3 else min(self.n_blocks, n_at_once)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainyard.architecture import padded_vocabulary_size, parameter_count
 from trainyard.config.run import Run
-from trainyard.plan import flops, layout, size
+from trainyard.plan import flops, layout
 from trainyard.plan.batches import BatchSchedule
 from trainyard.topology import Topology
 
@@ -65,7 +66,7 @@ def resolve(run: Run, n_ranks: int | None = None) -> Plan:
         ConfigError: the ranks or the batch cannot be divided as asked.
     """
     topology = layout.find_topology(run, n_ranks)
-    padded = size.padded_vocabulary_size(run.model, topology.tensor)
+    padded = padded_vocabulary_size(run.model, topology.tensor)
     batches = BatchSchedule(run)
     asked = batches.sequences(run.train.length)
     n_steps = batches.steps_within(asked)
@@ -76,7 +77,7 @@ def resolve(run: Run, n_ranks: int | None = None) -> Plan:
         topology=topology,
         stages=layout.find_stages(run, padded),
         padded_vocabulary_size=padded,
-        n_parameters=size.parameter_count(run.model, padded).total,
+        n_parameters=parameter_count(run.model, padded),
         n_steps=n_steps,
         n_sequences=n_sequences,
         n_tokens=n_sequences * run.model.sequence_length,

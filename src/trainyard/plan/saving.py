@@ -20,10 +20,17 @@ from __future__ import annotations
 
 import math
 
+from trainyard.architecture import (
+    Layers,
+    Shape,
+    block_layers,
+    parameters_of,
+    rest_layers,
+    shapes_of,
+)
 from trainyard.config.fp8_rules import SCALED_COLUMNS
 from trainyard.config.run import Run
 from trainyard.plan.resolve import Plan
-from trainyard.plan.size import Shape, block_shapes, is_cut, rest_shapes
 
 BYTES_PER_PARAMETER = 12
 """A weight and two moments of it, fp32 each."""
@@ -50,7 +57,7 @@ def checkpoint_bytes(run: Run, n_parameters: int) -> int:
         run: its precision says what is kept.
         n_parameters: of the model, including the padding rows when saved.
     """
-    blocks = {f"blocks.{name}": shape for name, shape in block_shapes(run.model).items()}
+    blocks = {f"blocks.{name}": shape for name, shape in shapes_of(block_layers(run.model)).items()}
     n_in_block = sum(math.prod(shape) for shape in blocks.values())
     block_bytes = sum(_bytes_of(run, name, shape) for name, shape in blocks.items())
     n_layers = run.model.n_layers
@@ -81,24 +88,24 @@ def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
             return 0
         n_shards = 1
 
-    def written(shapes: dict[str, Shape]) -> int:
+    def written(layers: Layers, prefix: str = "") -> int:
         n_bytes = 0
-        for name, shape in shapes.items():
-            if place.tensor and not is_cut(name):
+        for name, parameter in parameters_of(layers).items():
+            shape = parameter.shape
+            if place.tensor and parameter.dimension is None:
                 continue
             n_rows = math.ceil(shape[0] / n_shards)  # of the first shares; the last may have none
             n_rows = max(0, min(n_rows, shape[0] - share * n_rows))
-            n_bytes += _bytes_of(run, name, (n_rows, *shape[1:]))
+            n_bytes += _bytes_of(run, prefix + name, (n_rows, *shape[1:]))
         return n_bytes
 
-    block = block_shapes(run.model, topology.tensor)
-    block_bytes = written({f"blocks.{name}": shape for name, shape in block.items()})
+    block_bytes = written(block_layers(run.model, topology.tensor), "blocks.")
     n_bytes = 0
     for blocks in plan.stages[place.pipeline :: topology.pipeline]:
-        rest = rest_shapes(run.model, plan.padded_vocabulary_size, blocks, topology.tensor)
-        if run.model.tied_embeddings and blocks[0] > 0:
-            rest.pop("embedding.weight", None)  # a copy
-        n_bytes += (blocks[1] - blocks[0]) * block_bytes + written(rest)
+        rest = rest_layers(run.model, plan.padded_vocabulary_size, blocks, topology.tensor)
+        # The last stage's embedding is a copy.
+        own = {name: rest[name] for name in rest if name != "embedding" or blocks[0] == 0}
+        n_bytes += (blocks[1] - blocks[0]) * block_bytes + written(own)
     return n_bytes
 
 

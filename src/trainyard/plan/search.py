@@ -23,18 +23,18 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from trainyard.architecture import matmuls, padded_vocabulary_size, parameter_count
 from trainyard.config import rules
 from trainyard.config.load import field_value
 from trainyard.config.run import Run, default_zero_stage
 from trainyard.plan import saving
 from trainyard.plan.batches import batch_sizes
-from trainyard.plan.flops import model_flops_per_token
+from trainyard.plan.flops import matmul_flops, model_flops_per_token
 from trainyard.plan.hardware import Machine
 from trainyard.plan.layout import Stages, find_stages, ranks_per_replica, takes_micro_batches
 from trainyard.plan.memory import RankMemory, busiest_memory, rank_memory
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.plan.shapes import FASTEST, list_shapes
-from trainyard.plan.size import padded_vocabulary_size, parameter_count
 from trainyard.plan.time import StepTime, step_time
 from trainyard.topology import Topology
 
@@ -137,7 +137,7 @@ def least_state_bytes(run: Run) -> int:
     """Returns the least memory of weights and optimizer, over all devices."""
     of_parameter = 6 if run.precision.kind == "fp8_lowbit" else saving.BYTES_PER_PARAMETER
     padded = padded_vocabulary_size(run.model)
-    return of_parameter * parameter_count(run.model, padded).total
+    return of_parameter * parameter_count(run.model, padded)
 
 
 def explain_loss(first: Candidate, other: Candidate, most: int = 2) -> str:
@@ -257,7 +257,7 @@ class _Queue:
         machine, n_ranks = self._machine, self._any_plan.n_ranks
         peak = machine.device.peak_flops_per_second(shape.precision.kind) or math.inf
         n_tokens = train.global_batch_size * model.sequence_length
-        flops = 3.0 * model.n_layers * (8 * model.d_model**2 + 4 * model.d_model * model.d_ff)
+        flops = 3.0 * model.n_layers * matmul_flops(matmuls(model))
         shares = machine.efficiencies
         peak *= shares.product_share * shares.sustained_share
         seconds = flops * n_tokens / n_ranks / peak
@@ -315,7 +315,7 @@ class _Queue:
             ),
             stages=self._stages[key],
             padded_vocabulary_size=padded,
-            n_parameters=parameter_count(run.model, padded).total,
+            n_parameters=parameter_count(run.model, padded),
             model_flops_per_token=model_flops_per_token(run.model, padded),
         )
 

@@ -12,10 +12,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from trainyard.architecture import padded_vocabulary_size, parameter_count
 from trainyard.config.run import Model
 from trainyard.plan.flops import model_flops_per_token
 from trainyard.plan.hardware import LocalMachine
-from trainyard.plan.size import padded_vocabulary_size, parameter_count
 
 FIRST_RUN_SECONDS = 600.0
 SPLIT = "90,5,5"
@@ -92,7 +92,7 @@ def suggest_run(n_tokens: int, vocabulary_size: int, machine: LocalMachine) -> S
     }
     held_out = math.ceil(0.05 * n_tokens / (batch * length))
     values["evaluate"] |= {"batches": min(16, held_out), "sample_interval": max(1, n_steps // 4)}
-    parameters = parameter_count(model, padded_vocabulary_size(model)).total
+    parameters = parameter_count(model, padded_vocabulary_size(model))
     return Suggestion(values, epochs, parameters, n_steps * batch * length / tokens_per_second)
 
 

@@ -31,20 +31,25 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from trainyard.architecture import (
+    Layers,
+    Shape,
+    block_layers,
+    count_logit_chunks,
+    matmuls,
+    parameters_of,
+    rest_layers,
+    shapes_of,
+)
 from trainyard.config.fp8_rules import SCALED_COLUMNS
 from trainyard.config.run import Run
 from trainyard.plan.resolve import Plan
-from trainyard.plan.size import Shape, block_shapes, is_cut, rest_shapes
 from trainyard.topology import Topology
 
 Axis = Literal["tensor", "context", "pipeline", "shard", "replicate"]
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 
 FP32_BYTES = 4
-SCALES_BYTES = 4 * FP32_BYTES
-"""Of the four matrices of a block, before their fp8 gather."""
-# Bytes per chunk of logits on a GPU (model/loss.py); each has a small all-reduce.
-CHUNK_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -117,9 +122,9 @@ class _Counter:
         self.value_bytes = FP32_BYTES if run.precision.kind == "fp32" else 2
         self.stream_bytes = self.n_tokens * model.d_model * self.value_bytes
         self.n_blocks = sum(end - first for first, end in self.stages)
-        self.block = block_shapes(model, plan.topology.tensor)
+        self.block = block_layers(model, plan.topology.tensor)
         self.rests = [
-            rest_shapes(model, plan.padded_vocabulary_size, blocks, plan.topology.tensor)
+            rest_layers(model, plan.padded_vocabulary_size, blocks, plan.topology.tensor)
             for blocks in self.stages
         ]
         self.has_first = self.stages[0][0] == 0
@@ -136,14 +141,15 @@ class _Counter:
             return
         # Recomputation stops at the last value that the backward pass needs: the sum after the MLP
         # is recomputed only for dropout, that after attention for the MLP.
-        once_more = {"none": (0, 0), "attention": (1, 0), "block": (2, 1)}
-        spread_again, collect_again = once_more[self.run.parallel.recompute]
-        if self.run.parallel.recompute == "block" and self.run.model.dropout:
-            collect_again += 1
+        recompute = self.run.parallel.recompute
+        columns, rows = self._count_matmuls()
+        spread_again = {"none": 0, "attention": self._count_matmuls("attention")[0]}
+        collect_again = rows - (not self.run.model.dropout) if recompute == "block" else 0
+        spread, collect = columns + spread_again.get(recompute, columns), rows + collect_again
         n = self.n_blocks * self.n_micro_batches
-        self._count_cut(n, (2 + spread_again, 2), (2 + collect_again, 2), self.stream_bytes)
+        self._count_cut(n, (spread, columns), (collect, rows), self.stream_bytes)
         if self.run.parallel.gathers_again:
-            self.add("tensor", "all-gather", 2 * n, 2 * n * self.stream_bytes)
+            self.add("tensor", "all-gather", columns * n, columns * n * self.stream_bytes)
         if self.has_first:
             n_bytes = self.stream_bytes // self.value_bytes * FP32_BYTES
             self._count_cut(self.n_micro_batches, (0, 0), (1, 1), n_bytes)
@@ -154,6 +160,11 @@ class _Counter:
             n_values = self.n_blocks * self._whole_values(self.block)
             n_values += sum(map(self._whole_values, self.rests))
             self.add("tensor", "all-reduce", 1, n_values * FP32_BYTES)
+
+    def _count_matmuls(self, part: str = "") -> tuple[int, int]:
+        """Counts column-parallel and row-parallel layers of a block, or of a part of it."""
+        kinds = [layer.sharding for layer in matmuls(self.run.model, part, self.topology.tensor)]
+        return kinds.count("column"), kinds.count("row")
 
     def _count_cut(
         self, n: int, spreads: tuple[int, int], collects: tuple[int, int], n_bytes: int
@@ -168,8 +179,8 @@ class _Counter:
 
     def _count_loss(self) -> None:
         """The maximum, then the sum with the label's logit, of every token in a chunk."""
-        row_bytes = self.padded_vocabulary_size // self.topology.tensor * FP32_BYTES
-        n_chunks = math.ceil(self.n_tokens / max(1, CHUNK_BYTES // row_bytes))
+        n_columns = self.padded_vocabulary_size // self.topology.tensor
+        n_chunks = count_logit_chunks(self.n_tokens, n_columns, FP32_BYTES, on_gpu=True)
         n = self.n_micro_batches
         self.add("tensor", "all-reduce", n * 2 * n_chunks, n * 3 * self.n_tokens * FP32_BYTES)
 
@@ -201,13 +212,13 @@ class _Counter:
         calls = n_borders * self.n_micro_batches
         self.add("pipeline", "send", calls, calls * n_bytes)
         if self.run.model.tied_embeddings and (self.has_first or self.has_last):
-            embedding = next(rest["embedding.weight"] for rest in self.rests if rest)
+            embedding = next(rest["embedding"].weight for rest in self.rests if rest)
             self.add("pipeline", "all-reduce", 1, self._share_of(embedding) * FP32_BYTES)
 
     def count_data(self) -> None:
         """Weights and gradients of each block, and of the rest of each stage."""
-        rests = [list(rest.values()) for rest in self.rests if rest]
-        block = list(self.block.values())
+        rests = [list(shapes_of(rest).values()) for rest in self.rests if rest]
+        block = list(shapes_of(self.block).values())
         groups = [(shapes, 1, False) for shapes in rests] + [(block, self.n_blocks, True)]
         for shapes, n_groups, in_block in groups:
             if self.run.parallel.zero_stage > 0:
@@ -244,16 +255,18 @@ class _Counter:
         n_fp8 = 0
         if self.run.precision.fp8.all_gather:
             n_fp8 = sum(count_fp8_blocks(self.run, blocks) for blocks in self.stages)
-        matrices = [shape for shape in self.block.values() if len(shape) > 1]
+        matrices = [layer.weight for layer in matmuls(self.run.model, tensor=self.topology.tensor)]
         saved = n_fp8 * sum(map(self._padded_share_of, matrices)) * (self.value_bytes - 1)
         sent = (self.n_blocks * n_bytes - saved) * self.n_shards
         self.add("shard", "all-gather", gathers * self.n_blocks, gathers * sent)
         if n_fp8:
-            self.add("shard", "all-reduce", gathers * n_fp8, gathers * n_fp8 * SCALES_BYTES)
+            scales_bytes = len(matrices) * FP32_BYTES
+            self.add("shard", "all-reduce", gathers * n_fp8, gathers * n_fp8 * scales_bytes)
 
-    def _whole_values(self, shapes: dict[str, Shape]) -> int:
-        """Counts values of layers that tensor ranks replicate."""
-        return sum(self._share_of(shape) for name, shape in shapes.items() if not is_cut(name))
+    def _whole_values(self, layers: Layers) -> int:
+        """Counts values of parameters that tensor ranks replicate."""
+        parameters = parameters_of(layers).values()
+        return sum(self._share_of(each.shape) for each in parameters if each.dimension is None)
 
     def _share_of(self, shape: Shape) -> int:
         """Values of a parameter on the first of its data ranks."""

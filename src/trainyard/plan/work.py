@@ -2,7 +2,7 @@
 
 For one micro batch of n tokens, a block of width D and MLP width F on t tensor ranks has
 
-    products    n x D x 3D/t, n x D/t x D, n x D x F/t, n x F/t x D; twice that in the backward pass
+    products    n x inputs x outputs of each matmul in architecture.py; twice in the backward pass
     attention   2 n T D/t FLOP if causal, 2.5 times that in the backward pass
     bytes       norms, dropout and sums read and write the residual stream, n x D values, a number
                 of times; GELU and head transposes those inside the layers, n x (F + 3D)/t
@@ -13,12 +13,17 @@ program. `OURS` describes this one; benchmarks/planning_tables.py describes meas
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
+from trainyard.architecture import (
+    block_layers,
+    count_values,
+    head_layer,
+    matmuls,
+    rest_layers,
+)
 from trainyard.config.run import Run
 from trainyard.plan.resolve import Plan
-from trainyard.plan.size import Shape, block_shapes, rest_shapes
 from trainyard.plan.traffic import Traffic, block_gathers, count_fp8_blocks, rank_traffic
 
 Kind = tuple[int, int, bool, bool]
@@ -199,7 +204,7 @@ class _Counter:
     def __init__(self, run: Run, plan: Plan, program: Program) -> None:
         self.run, self.model, self.program = run, run.model, program
         self.tensor = plan.topology.tensor
-        self.block = block_shapes(run.model, self.tensor)
+        self.block = block_layers(run.model, self.tensor)
         self.padded_vocabulary_size = plan.padded_vocabulary_size
         self.n_tokens = (
             run.train.micro_batch_size * run.model.sequence_length // plan.topology.context
@@ -229,49 +234,42 @@ class _Counter:
 
     def _blocks(self, n: int, *, in_fp8: bool) -> tuple[Pass, Pass]:
         """Counts the forward and the backward pass of a number of equal blocks."""
-        attention, rest = self._attention(in_fp8), self._rest_of_block(in_fp8)
-        block = attention + rest
+        attention = self._half("attention", in_fp8) + self._scores()
+        block = attention + self._half("mlp", in_fp8)
         again = {"none": Pass(), "attention": attention, "block": block}
         backward = block.times(BACKWARD, ATTENTION_BACKWARD) + again[self.run.parallel.recompute]
         return block.times(n), backward.times(n)
 
     def _parameters(self, blocks: tuple[int, int]) -> int:
         """Counts them on one rank."""
-        rest = rest_shapes(self.model, self.padded_vocabulary_size, blocks, self.tensor)
-        return (blocks[1] - blocks[0]) * _count(self.block) + _count(rest)
+        rest = rest_layers(self.model, self.padded_vocabulary_size, blocks, self.tensor)
+        return (blocks[1] - blocks[0]) * count_values(self.block) + count_values(rest)
 
     def unpacked_values(self, n_fp8_blocks: int, gathers: int) -> int:
         """Counts weights that arrive as fp8 in a step and are cast back to 16 bits."""
-        matrices = {name: shape for name, shape in self.block.items() if len(shape) > 1}
-        return gathers * n_fp8_blocks * _count(matrices) * self.run.precision.fp8.all_gather
-
-    def _attention(self, in_fp8: bool) -> Pass:
-        """The attention half of a block."""
-        model, n, D = self.model, self.n_tokens, self.model.d_model
-        T, part = model.sequence_length, model.d_model // self.tensor
-        products = [
-            Product(n, D, 3 * part, in_fp8=in_fp8),
-            Product(n, part, D, in_fp8=in_fp8),
-        ]
-        memory_bytes = self._stream_bytes() / 2 + self.program.inner_bytes * n * 3 * part
-        flops = 2.0 * n * T * part
-        if self.program.score_bytes:
-            # All of the square, head by head: scores, then values.
-            n_heads = n / T * model.n_heads / self.tensor
-            head = D // model.n_heads
-            products.append(Product(T, head, T, count=2 * n_heads))
-            memory_bytes += self.program.score_bytes * n_heads * T * T
-            flops = 0
-        return Pass(
-            tuple(products), flops, memory_bytes * self.wide, self.program.block_kernels / 2
+        matrices = sum(
+            layer.n_inputs * layer.n_outputs for layer in matmuls(self.model, tensor=self.tensor)
         )
+        return gathers * n_fp8_blocks * matrices * self.run.precision.fp8.all_gather
 
-    def _rest_of_block(self, in_fp8: bool) -> Pass:
-        """The MLP half of a block, with norm and sum."""
-        n, D, part = self.n_tokens, self.model.d_model, self.model.d_ff // self.tensor
-        products = (Product(n, D, part, in_fp8=in_fp8), Product(n, part, D, in_fp8=in_fp8))
-        memory_bytes = self._stream_bytes() / 2 + self.program.inner_bytes * n * part
-        return Pass(products, 0, memory_bytes * self.wide, self.program.block_kernels / 2)
+    def _half(self, part: str, in_fp8: bool) -> Pass:
+        """The attention or the MLP of a block, with norm and sum, but without scores."""
+        n, layers = self.n_tokens, matmuls(self.model, part, self.tensor)
+        products = (Product(n, each.n_inputs, each.n_outputs, in_fp8=in_fp8) for each in layers)
+        inner = sum(each.n_outputs for each in layers if each.sharding == "column")
+        memory_bytes = self._stream_bytes() / 2 + self.program.inner_bytes * n * inner
+        return Pass(tuple(products), 0, memory_bytes * self.wide, self.program.block_kernels / 2)
+
+    def _scores(self) -> Pass:
+        """Attention scores, and values weighted by them."""
+        model, n, T = self.model, self.n_tokens, self.model.sequence_length
+        if not self.program.score_bytes:
+            return Pass(attention_flops=2.0 * n * T * (model.d_model // self.tensor))
+        # All of the square, head by head: scores, then values.
+        n_heads = n / T * model.n_heads / self.tensor
+        product = Product(T, model.d_model // model.n_heads, T, count=2 * n_heads)
+        memory_bytes = self.program.score_bytes * n_heads * T * T
+        return Pass((product,), memory_bytes=memory_bytes * self.wide)
 
     def _stream_bytes(self) -> float:
         shares = self.tensor if self.run.parallel.sequence else 1
@@ -279,11 +277,7 @@ class _Counter:
 
     def _head(self) -> Pass:
         """The output matrix and the loss."""
-        n, rows = self.n_tokens, self.padded_vocabulary_size // self.tensor
-        product = Product(n, self.model.d_model, rows)
-        logit_bytes = self.program.logit_bytes / (1 + BACKWARD)
-        return Pass((product,), 0, logit_bytes * n * rows * self.wide, self.program.block_kernels)
-
-
-def _count(shapes: dict[str, Shape]) -> int:
-    return sum(map(math.prod, shapes.values()))
+        n, head = self.n_tokens, head_layer(self.model, self.padded_vocabulary_size, self.tensor)
+        product = Product(n, head.n_inputs, head.n_outputs)
+        n_bytes = self.program.logit_bytes / (1 + BACKWARD) * n * head.n_outputs * self.wide
+        return Pass((product,), 0, n_bytes, self.program.block_kernels)

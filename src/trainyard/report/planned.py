@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainyard.architecture import block_layers, shapes_of
 from trainyard.config.fp8_rules import SCALED_COLUMNS
 from trainyard.config.run import Run
 from trainyard.files import SETTINGS_LIMIT_BYTES, parse_json, read_file
 from trainyard.plan.saving import checkpoint_bytes
-from trainyard.plan.size import block_shapes
 from trainyard.report.history import is_finite
 from trainyard.report.summary import UNKNOWN, ReportedRun, large, memory, show
 from trainyard.units import format_seconds
@@ -84,7 +84,7 @@ def least_state_bytes(run: Run, plan: dict[str, Any]) -> float | None:
     copies = sum(1 / n_shards if stage >= least else 1.0 for least in (1, 1, 2, 3))
     in_few_bits = 0.0
     if run.precision.kind == "fp8_lowbit":
-        shapes = block_shapes(run.model).values()
+        shapes = shapes_of(block_layers(run.model)).values()
         in_few_bits = run.model.n_layers * sum(math.prod(s) for s in shapes if len(s) > 1)
     whole = FLOAT_BYTES * copies * (n_parameters - in_few_bits)
     # Weights that are gathered, and all else, which is shared at every stage.

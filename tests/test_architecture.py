@@ -5,10 +5,20 @@ import math
 import pytest
 import torch
 
+from trainyard.architecture import (
+    find_layer,
+    padded_vocabulary_size,
+    parameter_count,
+    parameter_counts,
+    parameter_shapes,
+    parameters_of,
+    rest_layers,
+    shapes_of,
+    stage_layers,
+)
 from trainyard.config.load import load_run, preset_names
 from trainyard.config.run import Model
 from trainyard.model.gpt import GPT
-from trainyard.plan.size import padded_vocabulary_size, parameter_count, parameter_shapes
 
 
 @pytest.mark.parametrize(
@@ -39,7 +49,7 @@ def test_shapes_are_those_of_the_real_model(preset: str) -> None:
     assert parameter_shapes(model, padded) == expected
     assert list(parameter_shapes(model, padded)) == list(expected)
     total = sum(math.prod(shape) for shape in expected.values())
-    assert parameter_count(model, padded).total == total
+    assert parameter_count(model, padded) == total
 
 
 @pytest.mark.parametrize("n_layers", [1, 128])
@@ -50,25 +60,55 @@ def test_shapes_of_the_widest_presets(n_layers: int) -> None:
     assert parameter_shapes(model, padded) == real_shapes(model, padded)
 
 
+@pytest.mark.parametrize(
+    ("name", "dimension"),
+    [
+        ("embedding.weight", 0),
+        ("head.weight", 0),
+        ("positions.weight", None),
+        ("blocks.17.attention.qkv.weight", 0),
+        ("blocks.17.attention.qkv.bias", 0),
+        ("blocks.17.attention.out.weight", 1),
+        ("blocks.17.attention.out.bias", None),
+        ("blocks.17.mlp.up.bias", 0),
+        ("blocks.17.mlp.down.weight", 1),
+        ("blocks.17.mlp.down.bias", None),
+        ("blocks.17.mlp_norm.weight", None),
+        ("final_norm.bias", None),
+    ],
+)
+def test_tensor_ranks_shard_one_dimension_of_a_parameter(name: str, dimension: int | None) -> None:
+    model = Model(n_layers=18, tied_embeddings=False)
+    whole = parameters_of(stage_layers(model, 50688))
+    assert find_layer(model, name).parameters[name].dimension == dimension
+    assert whole[name].dimension == dimension
+    expected = list(whole[name].shape)
+    if dimension is not None:
+        expected[dimension] //= 4
+    assert shapes_of(stage_layers(model, 50688, tensor=4))[name] == tuple(expected)
+
+
+def test_stages_have_the_layers_of_the_whole_and_a_copy_of_a_tied_head() -> None:
+    model = Model(n_layers=3)
+    first, last = (shapes_of(stage_layers(model, 128, blocks)) for blocks in ((0, 1), (1, 3)))
+    assert first | last == parameter_shapes(model, 128)
+    assert first.keys() & last.keys() == {"embedding.weight"}
+    untied = model.model_copy(update={"tied_embeddings": False})
+    assert list(rest_layers(untied, 128, (1, 3))) == ["final_norm", "head"]
+
+
 def test_untied_head_and_odd_widths_count() -> None:
     model = Model(n_layers=3, d_model=24, n_heads=2, d_ff=50, tied_embeddings=False)
     expected = real_shapes(model, 50304)
-    count = parameter_count(model, 50304)
+    counts = parameter_counts(model, 50304)
     assert parameter_shapes(model, 50304) == expected
-    assert count.head == count.embedding == 50304 * 24
-    assert count.total == sum(math.prod(shape) for shape in expected.values())
+    assert counts["head"] == counts["embedding"] == 50304 * 24
+    assert sum(counts.values()) == sum(math.prod(shape) for shape in expected.values())
 
 
 def test_parts_are_what_they_say() -> None:
     model = Model(n_layers=2, d_model=8, n_heads=2, d_ff=32, sequence_length=16)
-    shapes = parameter_shapes(model, 128)
-
-    def part(prefix: str) -> int:
-        return sum(math.prod(s) for name, s in shapes.items() if name.startswith(prefix))
-
-    count = parameter_count(model, 128)
-    assert count.embedding == part("embedding.")
-    assert count.positions == part("positions.")
-    assert count.blocks == part("blocks.")
-    assert count.final_norm == part("final_norm.")
-    assert count.head == 0
+    counts = dict.fromkeys(("embedding", "positions", "blocks", "final_norm"), 0)
+    for name, shape in parameter_shapes(model, 128).items():
+        counts[name.split(".")[0]] += math.prod(shape)
+    assert list(parameter_counts(model, 128).items()) == list(counts.items())
