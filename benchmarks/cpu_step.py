@@ -111,15 +111,15 @@ def build_ours(cell: Cell, compiled: bool) -> Step:
     from trainyard.config.run import Optimizer
     from trainyard.model.gpt import compile_blocks
     from trainyard.model.loss import summed_cross_entropy
-    from trainyard.optim.adamw import build_adamw
-    from trainyard.optim.clip import StepStats, norms_of, set_clipping
+    from trainyard.optim.adamw import AdamW
+    from trainyard.optim.clip import StepStats, norms_of
     from trainyard.parallel.mesh import keep_freed_memory
 
     keep_freed_memory()
     model = build_our_model(cell)
     if compiled:
         compile_blocks(model)
-    optimizer = build_adamw(list(model.parameters()), Optimizer(learning_rate=1e-4))
+    optimizer = AdamW(list(model.parameters()), Optimizer(learning_rate=1e-4))
     tokens, labels = batch(cell)
 
     def step() -> float:
@@ -130,9 +130,9 @@ def build_ours(cell: Cell, compiled: bool) -> Step:
         loss.backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         norm = norms_of(gradients).square().sum().sqrt().float()
-        set_clipping(optimizer, StepStats(loss, norm, loss.new_ones(())), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        divisor = StepStats(loss, norm, loss.new_ones(())).divisor(1.0)
+        optimizer.step(1e-4, divisor, (~norm.isfinite()).float())
+        optimizer.zero_grad()
         return loss.item()
 
     return step

@@ -39,8 +39,8 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialise
-from trainyard.optim.adamw import build_adamw
-from trainyard.optim.clip import StepStats, reduce_step_stats, set_clipping
+from trainyard.optim.adamw import AdamW
+from trainyard.optim.clip import StepStats, reduce_step_stats
 from trainyard.parallel.mesh import Mesh, keep_freed_memory
 from trainyard.parallel.model import ParallelModel
 from trainyard.plan.resolve import resolve
@@ -69,7 +69,7 @@ def build_plain(run: Run) -> Step:
     model = GPT(run.model, resolve(run, 1).padded_vocabulary_size)
     initialise(model, run.train.seed)
     parameters = list(model.parameters())
-    optimizer = build_adamw(parameters, run.optimizer)
+    optimizer = AdamW(parameters, run.optimizer)
     tokens, labels = batch(run)
     size, one = run.train.micro_batch_size, torch.ones(())
 
@@ -81,9 +81,9 @@ def build_plain(run: Run) -> Step:
             total += loss.detach()
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        set_clipping(optimizer, StepStats(total, norm, one), run.optimizer.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        divisor = StepStats(total, norm, one).divisor(run.optimizer.clip_norm)
+        optimizer.step(run.optimizer.learning_rate, divisor, (~norm.isfinite()).float())
+        optimizer.zero_grad()
         return total.item()
 
     return step
@@ -100,18 +100,16 @@ def build_replica(run: Run, zero_stage: int | None) -> Step:
         share = init_device_mesh("cpu", (1,), mesh_dim_names=("share",))
         mesh = Mesh(plan.topology, 0, device, data=share)
     parallel_model = ParallelModel(run, plan, mesh, torch.float32)
-    optimizer = build_adamw(
-        [local.parameter for local in parallel_model.local_parameters], run.optimizer
-    )
+    optimizer = AdamW([local.parameter for local in parallel_model.local_parameters], run.optimizer)
     tokens, labels = batch(run)
     n = labels.numel()
 
     def step() -> float:
         loss = parallel_model.forward_backward(tokens, labels, None, 1 / n)
         totals = reduce_step_stats(parallel_model, loss, n, n)
-        set_clipping(optimizer, totals, run.optimizer.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        divisor = totals.divisor(run.optimizer.clip_norm)
+        optimizer.step(run.optimizer.learning_rate, divisor, (~totals.is_finite).float())
+        optimizer.zero_grad()
         return totals.loss.item()
 
     return step

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from trainyard.optim.clip import set_clipping
+from trainyard.optim.clip import StepStats
+from trainyard.optim.optimizer import LocalOptimizer
 
 
-def apply_update(optimizer: torch.optim.Optimizer, *arguments: Any) -> Tensor:
-    """Clips and updates; returns 1 if the update was skipped, else 0."""
-    skipped = set_clipping(optimizer, *arguments)
-    optimizer.step()
-    return skipped
+def apply_update(
+    optimizer: LocalOptimizer, totals: StepStats, clip_norm: float, rate: float = 1e-2
+) -> bool:
+    """Clips and updates; returns whether the update was skipped."""
+    skip = (~totals.is_finite).float()
+    optimizer.step(rate, totals.divisor(clip_norm), skip)
+    return bool(skip.item())

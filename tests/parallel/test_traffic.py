@@ -105,7 +105,7 @@ def count_step(run: Run, n_ranks: int) -> tuple[Counts, Counts]:
         with Accounting() as count:
             parallel_model.forward_backward(tokens, tokens, seeds, 1.0)
         for local in parallel_model.local_parameters:
-            local.parameter.grad = local.quantized_gradient = None
+            local.parameter.grad = local.converted_gradient = None
     axes = name_groups(mesh)
     # Shares travel round a ring by calls that could send to all, but send to one neighbour.
     rings = run.parallel.context_method == "ring"

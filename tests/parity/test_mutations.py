@@ -19,6 +19,7 @@ from torch import Tensor
 from trainyard.data.loader import Loader
 from trainyard.model.gpt import GPT
 from trainyard.optim import clip
+from trainyard.optim.adamw import AdamW
 from trainyard.parallel import mesh, ring, tensor
 from trainyard.parallel import model as parallel_model
 from trainyard.parallel.model import ParallelModel
@@ -130,22 +131,17 @@ def padding_of_the_vocabulary_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_shard(patch: pytest.MonkeyPatch) -> None:
-    right = step.set_clipping
+    right = AdamW.step
 
-    def wrong(optimizer: torch.optim.AdamW, *arguments: Any) -> Tensor:
-        parameter = local_part(optimizer.param_groups[0]["params"][0])
+    def wrong(optimizer: AdamW, *arguments: Any) -> None:
+        parameter = local_part(optimizer.fused.param_groups[0]["params"][0])
         before = parameter.detach().clone()
-
-        def restore(*_: Any) -> None:
-            hook.remove()
+        right(optimizer, *arguments)
+        if dist.is_initialized() and dist.get_rank() == 1:
             with torch.no_grad():
                 parameter.copy_(before)
 
-        if dist.is_initialized() and dist.get_rank() == 1:
-            hook = optimizer.register_step_post_hook(restore)
-        return right(optimizer, *arguments)
-
-    patch.setattr(step, "set_clipping", wrong)
+    patch.setattr(AdamW, "step", wrong)
 
 
 def second_rank_reads_one_further(patch: pytest.MonkeyPatch) -> None:

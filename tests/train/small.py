@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainyard.config.load import build_run
-from trainyard.optim.adamw import build_optimizer
+from trainyard.optim.optimizer import build_optimizer
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
@@ -19,7 +19,6 @@ from trainyard.plan.resolve import resolve
 from trainyard.train.parity import build_loader
 from trainyard.train.state import State, TrainContext
 from trainyard.train.step import StepResult, train_step
-from trainyard.train.worker import COMPUTE_DTYPES
 
 BATCH = 8
 
@@ -55,7 +54,7 @@ def build_small_context(n_ranks: int = 1, **sections: dict[str, Any]) -> TrainCo
     rank = dist.get_rank() if n_ranks > 1 else 0
     mesh = build_mesh(plan.topology, rank, torch.device("cpu"))
     batches = BatchSchedule(run)
-    parallel_model = ParallelModel(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
+    parallel_model = ParallelModel(run, plan, mesh)
     return TrainContext(
         folder=Path(),
         run=run,

@@ -101,7 +101,7 @@ def test_weights_moments_and_gradients_are_as_before() -> None:
     for old, local in zip(before, context.model.local_parameters, strict=True):
         assert torch.equal(old, local.parameter)
         assert local.parameter.grad is None
-    assert not context.optimizer.state
+        assert not context.optimizer.state_of(local)
 
 
 @pytest.mark.parametrize(

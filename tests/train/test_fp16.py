@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ import torch.distributed as dist
 from tests.circles import everyday
 from torch import Tensor
 
+from trainyard.config.precisions import FORMATS, FP32
 from trainyard.errors import CheckpointError, GuardError
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
 from trainyard.train.loop import stop_if_stuck
 from trainyard.train.state import State
-from trainyard.train.worker import COMPUTE_DTYPES
 
 from .small import build_small_context, take_steps, weights
 
@@ -35,7 +36,8 @@ def scale_of(state: State) -> float:
 def test_the_scale_is_in_no_number_that_others_see(
     initial: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(COMPUTE_DTYPES, "fp16", torch.float32)  # which no scale overflows
+    in_fp32 = replace(FORMATS["fp16"], compute=FP32)  # which no scale overflows
+    monkeypatch.setitem(FORMATS, "fp16", in_fp32)
     found = []
     for context in (build_small_context(), build_small_context(precision=fp16(initial))):
         state = State.at_start(context)

@@ -59,7 +59,7 @@ def take_steps(context: TrainContext, state: State, n: int, bad_step: int | None
                 matrix = next(
                     h for h in parallel_model.local_parameters if h.name.endswith("qkv.weight")
                 )
-                cast(Any, matrix.quantized_gradient).exponents[0, 0] = 255
+                cast(Any, matrix.converted_gradient).exponents[0, 0] = 255
                 return loss
 
             ParallelModel.forward_backward = planted  # type: ignore[method-assign]
@@ -158,10 +158,10 @@ def bytes_at_the_update(n_ranks: int, parallel: dict[str, Any]) -> tuple[int, in
     _, totals = compute_gradients(context, 1, 0)
     n_bytes = 0
     for local in context.model.local_parameters:
-        if local.is_low_bit and local.parameter.ndim > 1:
-            codes = cast(Any, local.quantized_gradient)
-            state_of = cast(Any, context.optimizer).state_of(local)
-            for tensor in (codes.values, codes.exponents, *state_of.values()):
+        if local.stored.gradient.is_scaled:
+            codes = cast(Any, local.converted_gradient)
+            states = context.optimizer.state_of(local)
+            for tensor in (codes.values, codes.exponents, *states.values()):
                 n_bytes += tensor.nbytes
             assert local.parameter.grad is None
     del totals
@@ -254,12 +254,12 @@ def test_it_begins_with_imported_weights_in_fp32(tmp_path: Path) -> None:
     for local in context.model.local_parameters:
         weight = wanted[f"model.{local.name}"].to(local.parameter.dtype)
         assert torch.equal(local.parameter.detach(), weight)
-        kept = cast(Any, context.optimizer).state_of(local)
-        if local.is_low_bit and local.parameter.ndim > 1:
+        kept = context.optimizer.state_of(local)
+        if local.stored.gradient.is_scaled:
             matrix = cast(Any, context.optimizer).matrices[local.name]
             close = {"rtol": 2**-11, "atol": 1e-9}
-            torch.testing.assert_close(matrix.master.decode(), weight.float(), **close)
-        elif local.is_low_bit:
+            torch.testing.assert_close(matrix.states["master"].decode(), weight.float(), **close)
+        elif local.stored.converts_gradient:
             assert torch.equal(kept["master"], weight.float())
         else:
             assert not kept

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainyard.model.loss import IGNORE_INDEX
-from trainyard.optim.adamw import build_optimizer
 from trainyard.optim.clip import StepStats
+from trainyard.optim.optimizer import build_optimizer
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.train import step
@@ -36,7 +36,6 @@ from trainyard.train.metrics import Metrics
 from trainyard.train.state import State, TrainContext
 from trainyard.train.step import train_step
 from trainyard.train.stop import Stop
-from trainyard.train.worker import COMPUTE_DTYPES
 
 DEVICE = torch.device("meta")
 N_STEPS = 4
@@ -148,7 +147,7 @@ def build_gpu_context(folder: Path = Path(), **sections: dict[str, Any]) -> Trai
     context = build_small_context(**{"model": MODEL, "train": TRAIN, **sections})
     run, plan = context.run, context.plan
     mesh = build_mesh(plan.topology, 0, DEVICE)
-    parallel_model = ParallelModel(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
+    parallel_model = ParallelModel(run, plan, mesh)
     optimizer = build_optimizer(parallel_model, run)
     return replace(context, folder=folder, model=parallel_model, optimizer=optimizer)
 
@@ -195,13 +194,13 @@ def test_a_step_that_waits_is_found(
 ) -> None:
     context = build_gpu_context()
     state = State.at_start(context)
-    right = step.set_clipping
+    right = StepStats.divisor
 
-    def wrong(optimizer: torch.optim.AdamW, totals: StepStats, *rest: Any) -> Tensor:
+    def wrong(totals: StepStats, clip_norm: float) -> Tensor:
         mistake(totals)
-        return right(optimizer, totals, *rest)
+        return right(totals, clip_norm)
 
-    monkeypatch.setattr(step, "set_clipping", wrong)
+    monkeypatch.setattr(StepStats, "divisor", wrong)
     with gpu.training(), pytest.raises(HostWaitsError, match=what):
         train_step(context, state)
 

@@ -30,7 +30,7 @@ from trainyard.export.gpt2 import config_of, their_name, to_theirs
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialise
 from trainyard.optim.adamw import build_adamw
-from trainyard.optim.schedule import learning_rate
+from trainyard.optim.optimizer import learning_rate
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import Plan
 

@@ -112,23 +112,21 @@ def _list_candidates(
     run: Run, compare: str | None, against: str | None, n_ranks: int
 ) -> list[Candidate]:
     """Lists the candidates to time; rejects those that cannot run."""
-    from typing import get_args
-
     from trainyard.bench.baselines import peer_run, refuse_peer
     from trainyard.bench.rounds import Candidate
     from trainyard.config.load import build_run
-    from trainyard.config.run import Precision
+    from trainyard.config.precisions import FORMATS
     from trainyard.errors import ConfigError
     from trainyard.train.run_folder import refuse_what_is_not_built
 
     kinds: list[str] = [run.precision.kind] if compare is None else compare.split(",")
-    known = get_args(Precision.model_fields["kind"].annotation)
     candidates = []
     for kind in kinds:
-        if kind not in known or kinds.count(kind) > 1:
-            problem = "is listed twice" if kind in known else "is not a precision"
+        if kind not in FORMATS or kinds.count(kind) > 1:
+            problem = "is listed twice" if kind in FORMATS else "is not a precision"
             raise ConfigError(
-                f"--compare {compare}: {kind!r} {problem}", f"each at most once: {', '.join(known)}"
+                f"--compare {compare}: {kind!r} {problem}",
+                f"each at most once: {', '.join(FORMATS)}",
             )
         precision = run.precision.model_copy(update={"kind": kind})
         ours = build_run(run.model_copy(update={"precision": precision}).model_dump())

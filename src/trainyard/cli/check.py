@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from trainyard.checkpoint.format import Manifest
     from trainyard.corpus.verify import DataReport
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 Place = TypeVar("Place", str, Path)
 Progress = Callable[[int, int], None]
 
@@ -197,15 +196,17 @@ def _describe_weights(manifest: Manifest) -> str:
 
 
 def _describe_optimizer(manifest: Manifest) -> str:
+    from trainyard.config.precisions import STATES
+
     weights = [name.removeprefix("model.") for name in manifest.tensors if name[:6] == "model."]
     counts = {
         moment: sum(f"optimizer.{name}.{moment}" in manifest.tensors for name in weights)
-        for moment in MOMENTS
+        for moment in STATES
     }
     if not any(counts.values()):
         return "none: weights only, moments start from zero"
     if all(count == len(weights) for count in counts.values()):
-        return f"both moments of every weight ({', '.join(MOMENTS)})"
+        return f"both moments of every weight ({', '.join(STATES)})"
     return ", ".join(f"{moment} of {n:,} of {len(weights):,}" for moment, n in counts.items())
 
 

@@ -5,34 +5,42 @@
 
 from __future__ import annotations
 
+from trainyard.config.precisions import SCALED_COLUMNS
 from trainyard.config.run import Run
 
 FP8_MULTIPLE = 16
 """GPUs need matmul sides that are a multiple of this in fp8; emulation follows the same rule."""
-SCALED_COLUMNS = 32
-"""Columns of a low-precision matrix that share a scale."""
 
 
 def fp8_multiple(run: Run) -> int:
     """Returns the required divisor of the sides of each rank's matrices."""
-    return SCALED_COLUMNS if run.precision.kind == "fp8_lowbit" else FP8_MULTIPLE
+    return SCALED_COLUMNS if run.precision.formats.scales_columns else FP8_MULTIPLE
+
+
+def fp8_blocks(run: Run) -> range:
+    """Returns the blocks with fp8 matmuls."""
+    if not run.precision.formats.multiplies_in_fp8:
+        return range(0)
+    n_precise = run.precision.fp8.precise_blocks
+    return range(n_precise, run.model.n_layers - n_precise)
 
 
 def fp8_problems(run: Run) -> dict[str, str]:
     """Finds the settings that are incompatible with fp8 matmuls."""
-    if not run.precision.multiplies_in_fp8:
+    formats = run.precision.formats
+    if not formats.multiplies_in_fp8:
         return {}
     kind, fp8 = run.precision.kind, run.precision.fp8
     model, parallel, micro = run.model, run.parallel, run.train.micro_batch_size
     problems = {}
     multiple, why = fp8_multiple(run), f"fp8 matmuls need multiples of {FP8_MULTIPLE}"
-    if kind == "fp8_lowbit":
+    if formats.scales_columns:
         why = f"{SCALED_COLUMNS} columns of a rank's shard share a scale"
-        if parallel.zero_stage == 0:
-            problems["fp8_zero_stage"] = (
-                "parallel.zero_stage=0 is incompatible with precision.kind='fp8_lowbit': "
-                "gradients are sent in low precision, which an all-reduce cannot sum"
-            )
+    if formats.reduced.is_scaled and parallel.zero_stage == 0:
+        problems["fp8_zero_stage"] = (
+            f"parallel.zero_stage=0 is incompatible with precision.kind={kind!r}: "
+            "gradients are sent in low precision, which an all-reduce cannot sum"
+        )
     for field, size in {"d_model": model.d_model, "d_ff": model.d_ff}.items():
         if size % (multiple * parallel.tensor):
             problems[f"fp8_{field}"] = (

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from trainyard import units
+from trainyard.config.precisions import FORMATS, Formats, PrecisionKind, Stored, stored
 
 Length = Annotated[units.Length, BeforeValidator(units.parse_length), PlainSerializer(str)]
 Prefixes = Annotated[tuple[str, ...], Field(strict=False)]
@@ -286,18 +287,17 @@ class Fp8(Section):
 class Precision(Section):
     """Number formats of matmuls; those of weights and optimizer state follow."""
 
-    kind: Literal["fp32", "fp16", "bf16", "fp8", "fp8_lowbit"] = "bf16"
-    """bf16 computes in bfloat16 with fp32 master weights, gradients and optimizer state; fp8 does
-    the same except for the large matmuls of the blocks."""
+    kind: PrecisionKind = "bf16"
+    """All keep weights, gradients and optimizer state in fp32, except fp8_lowbit, in less."""
     loss_scale: LossScale = LossScale()
     """Loss scaling of fp16."""
     fp8: Fp8 = Fp8()
     """Matmuls of fp8 and fp8_lowbit."""
 
     @property
-    def multiplies_in_fp8(self) -> bool:
-        """Whether blocks compute matmuls in fp8."""
-        return self.kind in ("fp8", "fp8_lowbit")
+    def formats(self) -> Formats:
+        """What it computes, sends and keeps."""
+        return FORMATS[self.kind]
 
 
 class Checkpoint(Section):
@@ -394,3 +394,7 @@ class Run(Section):
     """Log lines, metrics, TensorBoard."""
     guard: Guard = Guard()
     """Machine and numerical errors."""
+
+    def stored(self, name: str, n_dimensions: int) -> Stored:
+        """Returns the formats of a parameter between steps."""
+        return stored(self.precision.kind, name.startswith("blocks."), n_dimensions)

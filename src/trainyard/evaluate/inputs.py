@@ -25,6 +25,7 @@ from trainyard.errors import ConfigError, DataError
 from trainyard.evaluate.loss import Ids
 from trainyard.files import FILE_LIMIT_BYTES, read_file
 from trainyard.model.gpt import GPT
+from trainyard.precision.block_scaled import torch_dtype
 
 FREQUENCY_TOKENS = 20_000_000  # of the training data: enough for its frequencies
 _COUNTED_SEQUENCES = 256
@@ -68,8 +69,7 @@ def load_trained(path: Path) -> Trained:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32
     if device.type == "cuda":
-        trained_in = {"fp16": torch.float16, "fp32": torch.float32}
-        dtype = trained_in.get(run.precision.kind, torch.bfloat16)
+        dtype = torch_dtype(run.precision.formats.compute)
     vocabulary = load_tokenizer_copy(checkpoint, manifest)
     tokenizer = Tokenizer(vocabulary, tokenizer_name(run.tokenizer.path)) if vocabulary else None
     model, _, _ = build_model_from_checkpoint(checkpoint, device, dtype)

@@ -1,4 +1,4 @@
-"""AdamW with weight decay on matrices only, and state in the run's precision."""
+"""AdamW with weight decay on matrices only."""
 
 from __future__ import annotations
 
@@ -7,36 +7,56 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trainyard.config.run import Optimizer, Run
-from trainyard.optim.low_precision import LowBitAdamW, begin_at, moments_of
-from trainyard.parallel.model import LocalParameter, ParallelModel
-from trainyard.parallel.placement import place
+from trainyard.config.precisions import STATES
+from trainyard.config.run import Optimizer
+from trainyard.parallel.model import LocalParameter
+from trainyard.parallel.placement import local_part
 
 
-def build_optimizer(parallel_model: ParallelModel, run: Run) -> torch.optim.Optimizer:
-    """Builds the optimizer of this rank's part of a model."""
-    parameters, settings = parallel_model.local_parameters, run.optimizer
-    if not any(each.is_low_bit for each in parameters):
-        return build_adamw([each.parameter for each in parameters], settings)
-    return LowBitAdamW(
-        [
-            (each, place(each.parameter, each.dimension, parallel_model.tensor_shard))
-            for each in parameters
-        ],
-        lambda parameters: build_adamw(parameters, settings),
-        {
-            "lr": settings.learning_rate,
-            "betas": settings.betas,
-            "eps": settings.epsilon,
-            "weight_decay": settings.weight_decay,
-        },
-        run.train.seed,
-        compiled=run.train.compile != "never" and _compiles_codes(parallel_model.mesh.device),
-    )
+class AdamW:
+    """Torch's fused AdamW as an `optim.optimizer.LocalOptimizer`.
+
+    Its kernel divides gradients by `grad_scale` and skips when `found_inf` is 1, which
+    torch.amp.GradScaler uses for loss scaling. Here they also carry the clipping, so gradients are
+    read once without a device sync.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], settings: Optimizer) -> None:
+        self.fused = build_adamw(parameters, settings)
+
+    def step(self, learning_rate: float, divisor: Tensor, skip: Tensor) -> None:
+        """Updates all weights."""
+        for group in self.fused.param_groups:
+            group["lr"] = learning_rate
+        self.fused.grad_scale, self.fused.found_inf = divisor, skip  # type: ignore[attr-defined]
+        self.fused.step()
+
+    def zero_grad(self) -> None:
+        """Clears all gradients."""
+        self.fused.zero_grad(set_to_none=True)
+
+    def state_of(self, local: LocalParameter) -> dict[str, Tensor]:
+        """Returns this rank's moments of a parameter; none before the first update."""
+        return self.moments_of(local.parameter)
+
+    def moments_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Returns the moments of a parameter that belongs to no `LocalParameter`."""
+        state = self.fused.state.get(parameter, {})
+        return {name: local_part(state[name]) for name in STATES if name in state}
+
+    def prepare_state(self, n_updates: int | None) -> None:
+        """Makes zero moments for a checkpoint to fill; None for none, as at the start."""
+        self.fused.state.clear()
+        if n_updates is None:
+            return
+        for parameter in (each for group in self.fused.param_groups for each in group["params"]):
+            done = torch.tensor(float(n_updates), device=parameter.device)
+            moments = {name: torch.zeros_like(parameter) for name in STATES}
+            self.fused.state[parameter] = {"step": done, **moments}
 
 
 def build_adamw(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> torch.optim.AdamW:
-    """Builds AdamW; one-dimensional parameters (biases and norms) are not decayed."""
+    """Builds fused AdamW; one-dimensional parameters (biases and norms) are not decayed."""
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optimizer.weight_decay},
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
@@ -48,30 +68,3 @@ def build_adamw(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> tor
         eps=optimizer.epsilon,
         fused=True,
     )
-
-
-def state_of(optimizer: torch.optim.Optimizer, local: LocalParameter) -> dict[str, Tensor]:
-    """Returns this rank's optimizer state of a parameter, for a checkpoint."""
-    if isinstance(optimizer, LowBitAdamW):
-        return optimizer.state_of(local)
-    assert isinstance(optimizer, torch.optim.AdamW)
-    return moments_of(optimizer, local.parameter)
-
-
-def prepare_state(optimizer: torch.optim.Optimizer, n_updates: int | None) -> None:
-    """Prepares the state after `n_updates` updates, for a checkpoint to fill; None: no update yet.
-
-    Without updates there are no moments, and the weights are those last loaded into the model.
-    """
-    if isinstance(optimizer, LowBitAdamW):
-        optimizer.begin_at(n_updates)
-    else:
-        assert isinstance(optimizer, torch.optim.AdamW)
-        begin_at(optimizer, n_updates)
-
-
-def _compiles_codes(device: torch.device) -> bool:
-    """Whether kernels that read and write e4m3 can be compiled: on NVIDIA GPUs since Ada."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)

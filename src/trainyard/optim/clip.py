@@ -24,6 +24,21 @@ class StepStats:
     multiplier: Tensor
     """Factor from the stored gradients to those of the mean."""
 
+    @property
+    def is_finite(self) -> Tensor:
+        """Whether loss and norm are."""
+        return torch.isfinite(self.norm) & torch.isfinite(self.loss)
+
+    def divisor(self, clip_norm: float) -> Tensor:
+        """Returns the divisor of the stored gradients that clips those of the mean; fp32.
+
+        Args:
+            clip_norm: the largest norm after clipping; inf for no clipping.
+        """
+        # The same epsilon as torch.nn.utils.clip_grad_norm_, so that weights are equal.
+        clipped = torch.clamp((self.norm + 1e-6) / clip_norm, min=1.0)
+        return (clipped / self.multiplier).float()
+
 
 def reduce_step_stats(
     parallel_model: ParallelModel, loss: Tensor, n_labelled: int, divisor: float | Tensor
@@ -62,36 +77,3 @@ def norms_of(gradients: Sequence[Tensor | BlockScaledTensor]) -> Tensor:
         parts = [torch.linalg.vector_norm(g, dim=-1) if g.ndim > 1 else g for g in parts]
         return torch.stack(torch._foreach_norm(parts, 2, torch.float64))
     return torch.stack(torch._foreach_norm(parts)).double()
-
-
-def set_clipping(
-    optimizer: torch.optim.Optimizer,
-    totals: StepStats,
-    clip_norm: float,
-    leave_out: Tensor | None = None,
-) -> Tensor:
-    """Makes the next `optimizer.step()` clip gradients, and skip when a total is not finite.
-
-    The fused AdamW kernel divides gradients by `grad_scale` and skips when `found_inf` is 1, which
-    torch.amp.GradScaler uses for loss scaling. Here they also carry the clipping, so gradients are
-    read once without a device sync. Low-precision AdamW handles them alike.
-
-    Args:
-        optimizer: built by `build_optimizer`; a skipped update keeps weights, moments and step
-            count.
-        totals: of its gradients.
-        clip_norm: the largest norm after clipping; inf for no clipping.
-        leave_out: 1 on the device to skip the step for another reason, else 0.
-
-    Returns:
-        1 if the step will be skipped, else 0, on the device.
-    """
-    is_finite = torch.isfinite(totals.norm) & torch.isfinite(totals.loss)
-    skipped = (~is_finite).float()
-    if leave_out is not None:
-        skipped = torch.maximum(skipped, leave_out)
-    # The same epsilon as torch.nn.utils.clip_grad_norm_, so that weights are equal.
-    divisor = torch.clamp((totals.norm + 1e-6) / clip_norm, min=1.0) / totals.multiplier
-    optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
-    optimizer.found_inf = skipped  # type: ignore[attr-defined]
-    return skipped

@@ -22,20 +22,27 @@ Source: the recipe of FP8-LM (arXiv:2310.18313), which scales whole tensors and 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainyard.config.fp8_rules import SCALED_COLUMNS
+from trainyard.config.precisions import EXPONENTS, MASTER, SCALED_COLUMNS, STATES
+from trainyard.config.run import Optimizer
 from trainyard.model.dropout import INCREMENT, mix
+from trainyard.optim.adamw import AdamW
 from trainyard.parallel.model import LocalParameter
 from trainyard.parallel.placement import Placement, local_part
-from trainyard.precision.block_scaled import E4M3, FP16, BlockScaledTensor, decode, encode, noise
+from trainyard.precision.block_scaled import (
+    BlockScaledTensor,
+    decode,
+    encode,
+    noise,
+    torch_dtype,
+)
+from trainyard.precision.float8 import FIRST_CAPABILITY
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 # Uses of noise.
 _MASTER, _FIRST, _SECOND = 1, 2, 3
 _BITS = {1: torch.uint8, 2: torch.int16}
@@ -49,29 +56,26 @@ class Matrix:
     place: Placement
     key: Tensor
     """Key of its noise, int64."""
-    master: BlockScaledTensor
-    exp_avg: BlockScaledTensor
-    exp_avg_sq: BlockScaledTensor
+    states: dict[str, BlockScaledTensor]
+    """Master weight and both moments."""
 
     @classmethod
     def of(cls, local: LocalParameter, place: Placement, seed: int) -> Matrix:
         """Makes the state before the first update."""
         weight = local_part(local.parameter)
+        dtypes = {name: torch_dtype(dtype) for name, dtype in local.stored.states.items()}
         digest = hashlib.sha256(f"rounding {seed} {local.name}".encode()).digest()
         number = int.from_bytes(digest[:8], "little", signed=True)
         return cls(
             local,
             place,
             torch.tensor(number, device=weight.device),
-            BlockScaledTensor.of(weight, FP16),
-            BlockScaledTensor.zeros(weight.shape, E4M3, weight.device),
-            BlockScaledTensor.zeros(weight.shape, FP16, weight.device),
+            {MASTER: BlockScaledTensor.of(weight, dtypes[MASTER])}
+            | {
+                name: BlockScaledTensor.zeros(weight.shape, dtypes[name], weight.device)
+                for name in STATES
+            },
         )
-
-    @property
-    def codes(self) -> dict[str, BlockScaledTensor]:
-        """The state by checkpoint name."""
-        return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
     def numbers(self, here: slice) -> Tensor:
         """Numbers blocks of 32 values as in the whole matrix, (n, 1), int64."""
@@ -82,85 +86,75 @@ class Matrix:
         return (rows * (self.place.shape[1] // SCALED_COLUMNS) + columns)[:, None]
 
 
-class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW for a model with bf16 blocks; clips and skips like fused AdamW.
+class LowPrecisionAdamW:
+    """AdamW for a model with bf16 blocks, as an `optim.optimizer.LocalOptimizer`.
 
     Args:
         parameters: all parameters of this rank, with their positions in the whole.
-        build_plain: builds the AdamW of parameters with fp32 state.
-        settings: AdamW's `lr`, `betas`, `eps` and `weight_decay`.
+        settings: of the run.
         seed: of the noise.
-        compiled: compile the update to one pass over the state.
-
-    Attributes:
-        grad_scale: divisor of gradients, on the device.
-        found_inf: 1 on the device to skip the update, else 0.
+        may_compile: compile the update to one pass over the state, where the device can.
     """
 
     def __init__(
         self,
         parameters: Sequence[tuple[LocalParameter, Placement]],
-        build_plain: Callable[[list[nn.Parameter]], torch.optim.AdamW],
-        settings: dict[str, Any],
+        settings: Optimizer,
         seed: int,
-        *,
-        compiled: bool,
+        may_compile: bool,
     ) -> None:
-        low_bit = [(each, place) for each, place in parameters if each.is_low_bit]
+        low = [(each, place) for each, place in parameters if MASTER in each.stored.states]
         self.matrices = {
             each.name: Matrix.of(each, place, seed)
-            for each, place in low_bit
+            for each, place in low
             if each.parameter.ndim > 1
         }
         self.vectors = {
             each.name: (each, nn.Parameter(local_part(each.parameter).float()))
-            for each, _ in low_bit
+            for each, _ in low
             if each.parameter.ndim == 1
         }
-        super().__init__([each.local.parameter for each in self.matrices.values()], settings)
-        precise = [each.parameter for each, _ in parameters if not each.is_low_bit]
-        self.plain = build_plain(precise)
+        precise = [each.parameter for each, _ in parameters if MASTER not in each.stored.states]
+        self.plain = AdamW(precise, settings)
         # In a separate group: the fused kernel does not mix plain and distributed tensors.
         masters = [master for _, master in self.vectors.values()]
-        self.plain.add_param_group({"params": masters, "weight_decay": 0.0})
-        self.param_groups += self.plain.param_groups  # shared, so that setting a rate sets theirs
+        self.plain.fused.add_param_group({"params": masters, "weight_decay": 0.0})
+        self._settings = settings
         device = next(iter(self.matrices.values())).key.device
         self._n_updates = torch.zeros((), dtype=torch.int64, device=device)
+        compiled = may_compile and _compiles_codes(device)
         self._update = torch.compile(_update, dynamic=True) if compiled else _update
-        self.grad_scale = torch.ones((), device=device)
-        self.found_inf = torch.zeros((), device=device)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, learning_rate: float, divisor: Tensor, skip: Tensor) -> None:
         """Updates all weights with the gradients in `LocalParameter`."""
-        self.plain.grad_scale, self.plain.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
         for each, master in self.vectors.values():
-            assert isinstance(each.quantized_gradient, Tensor), each.name
-            master.grad = each.quantized_gradient
-        self.plain.step()
+            assert isinstance(each.converted_gradient, Tensor), each.name
+            master.grad = each.converted_gradient
+        self.plain.step(learning_rate, divisor, skip)
         if self.vectors:
             torch._foreach_copy_(
                 [local_part(each.parameter) for each, _ in self.vectors.values()],
                 [master.detach() for _, master in self.vectors.values()],
             )
-        self._n_updates += self.found_inf == 0
-        settings = self.param_groups[0]
-        n, (beta1, beta2) = self._n_updates.double(), settings["betas"]
+        self._n_updates += skip == 0
+        settings = self._settings
+        n, (beta1, beta2) = self._n_updates.double(), settings.betas
         step = (
-            torch.full((), settings["lr"], device=n.device),  # a tensor created without a copy
-            self.grad_scale,
-            self.found_inf != 0,
+            torch.full((), learning_rate, device=n.device),  # a tensor created without a copy
+            divisor,
+            skip != 0,
             (1 - beta1**n).float(),
             (1 - beta2**n).float(),
         )
-        constants = (beta1, beta2, settings["eps"], settings["weight_decay"])
+        constants = (beta1, beta2, settings.epsilon, settings.weight_decay)
         for matrix in self.matrices.values():
             key = mix(matrix.key + self._n_updates * INCREMENT)
-            gradient = matrix.local.quantized_gradient
+            gradient = matrix.local.converted_gradient
             assert isinstance(gradient, BlockScaledTensor), matrix.local.name
             weight = local_part(matrix.local.parameter).view(-1, SCALED_COLUMNS)
             parts = zip(
-                *(each.chunks() for each in (*matrix.codes.values(), gradient)), strict=True
+                *(each.chunks() for each in (*matrix.states.values(), gradient)), strict=True
             )
             for chunks in parts:
                 here = chunks[0][1]
@@ -168,61 +162,48 @@ class LowBitAdamW(torch.optim.Optimizer):
                 numbers = matrix.numbers(slice(here.start, here.start + len(tensors[0])))
                 self._update(weight[here], tensors, key, numbers, step, constants)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self) -> None:
         """Clears all gradients."""
-        super().zero_grad(set_to_none)
+        self.plain.zero_grad()
         for each in (
             *(m.local for m in self.matrices.values()),
             *(v for v, _ in self.vectors.values()),
         ):
-            each.quantized_gradient = None
+            each.parameter.grad = each.converted_gradient = None
 
     def state_of(self, local: LocalParameter) -> dict[str, Tensor]:
-        """Returns this rank's state of a parameter by checkpoint name."""
+        """Returns this rank's states of a parameter by checkpoint name."""
         matrix = self.matrices.get(local.name)
         if matrix is not None:
             return {
                 name: tensor
-                for what, codes in matrix.codes.items()
-                for name, tensor in ((what, codes.values), (f"{what}_exponents", codes.exponents))
+                for what, codes in matrix.states.items()
+                for name, tensor in ((what, codes.values), (what + EXPONENTS, codes.exponents))
             }
         _, master = self.vectors.get(local.name, (local, None))
-        moments = moments_of(self.plain, local.parameter if master is None else master)
-        return moments if master is None else {"master": master.detach(), **moments}
+        if master is None:
+            return self.plain.state_of(local)
+        return {MASTER: master.detach(), **self.plain.moments_of(master)}
 
-    def begin_at(self, n_updates: int | None) -> None:
-        """Prepares the state for a checkpoint's, or adopts new weights.
-
-        Args:
-            n_updates: done so far; None before the first, with freshly filled weights.
-        """
+    def prepare_state(self, n_updates: int | None) -> None:
+        """Prepares the states for a checkpoint's; None adopts new weights."""
         self._n_updates.fill_(n_updates or 0)
-        begin_at(self.plain, n_updates)
+        self.plain.prepare_state(n_updates)
         if n_updates is None:
             for matrix in self.matrices.values():
-                fresh = BlockScaledTensor.of(local_part(matrix.local.parameter), FP16)
-                matrix.master.values.copy_(fresh.values)
-                matrix.master.exponents.copy_(fresh.exponents)
+                codes = matrix.states[MASTER]
+                fresh = BlockScaledTensor.of(local_part(matrix.local.parameter), codes.values.dtype)
+                codes.values.copy_(fresh.values)
+                codes.exponents.copy_(fresh.exponents)
             for each, master in self.vectors.values():
                 master.detach().copy_(local_part(each.parameter))
 
 
-def moments_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Returns this rank's moments of a parameter; none before the first update."""
-    state = optimizer.state.get(parameter, {})
-    return {moment: local_part(state[moment]) for moment in MOMENTS if moment in state}
-
-
-def begin_at(optimizer: torch.optim.AdamW, n_updates: int | None) -> None:
-    """Makes zero moments for a checkpoint to fill; None for none, as at the start."""
-    optimizer.state.clear()
-    parameters: Iterable[nn.Parameter] = (
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    )
-    for parameter in parameters if n_updates is not None else ():
-        moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-        done = torch.tensor(float(n_updates or 0), device=parameter.device)
-        optimizer.state[parameter] = {"step": done, **moments}
+def _compiles_codes(device: torch.device) -> bool:
+    """Whether kernels that read and write e4m3 can be compiled: on NVIDIA GPUs since Ada."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
 def _update(
@@ -255,12 +236,12 @@ def _update(
     master = master - rate * (moved + decay * master)
     new = [
         tensor
-        for values, dtype, purpose in (
-            (master, FP16, _MASTER),
-            (first, E4M3, _FIRST),
-            (second, FP16, _SECOND),
+        for values, old, purpose in (
+            (master, state[0], _MASTER),
+            (first, state[2], _FIRST),
+            (second, state[4], _SECOND),
         )
-        for tensor in encode(values, dtype, noise(mix(key + purpose), numbers))
+        for tensor in encode(values, old.dtype, noise(mix(key + purpose), numbers))
     ]
     working = decode(new[0], new[1]).to(weight.dtype)
     for old, found in zip([*state[:6], weight], [*new, working], strict=True):

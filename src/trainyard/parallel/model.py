@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainyard.architecture import parameters_of
+from trainyard.config.precisions import Stored
 from trainyard.config.run import Run
 from trainyard.model.gpt import GPT, compile_blocks
 from trainyard.model.init import TensorShard, initialise
 from trainyard.parallel.context import apply_context_parallel, take_shard
-from trainyard.parallel.data import apply_fsdp, prepare_micro_batch, reduce_in_fp8
+from trainyard.parallel.data import apply_fsdp, prepare_micro_batch
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.pipeline import Pipeline
 from trainyard.parallel.placement import local_part
 from trainyard.parallel.tensor import apply_tensor_parallel
 from trainyard.plan.resolve import Plan
-from trainyard.precision.block_scaled import BlockScaledTensor
-from trainyard.precision.float8 import convert_to_float8
-from trainyard.precision.float8_gather import gather_weights_in_fp8
+from trainyard.precision.block_scaled import BlockScaledTensor, torch_dtype
+from trainyard.precision.policy import PrecisionPolicy
 
 EMBEDDING = "embedding.weight"
 
@@ -51,13 +51,10 @@ class LocalParameter:
     """The dimension along which tensor ranks shard it."""
     is_copy: bool
     """Whether it is the second copy of a tied embedding, on the last pipeline stage."""
-    quantized_gradient: Tensor | BlockScaledTensor | None = None
-    """The complete gradient of a parameter with low-precision state, until used."""
-
-    @property
-    def is_low_bit(self) -> bool:
-        """Whether its gradient and optimizer state are low-precision, with a bf16 weight."""
-        return self.parameter.dtype == torch.bfloat16
+    stored: Stored
+    """Formats between steps."""
+    converted_gradient: Tensor | BlockScaledTensor | None = None
+    """The complete gradient, until used, if it is kept in another format than the weight."""
 
     def norm_weight(self, n_tensor_ranks: int) -> float:
         """One over the number of ranks that hold this part; 0 for a copy."""
@@ -75,25 +72,25 @@ class LocalParameter:
         Raises:
             MissingGradientError: there is none.
         """
-        if self.quantized_gradient is not None:
-            return self.quantized_gradient
+        if self.converted_gradient is not None:
+            return self.converted_gradient
         gradient = self.parameter.grad
         if gradient is None:
             raise MissingGradientError(f"{self.name} has no gradient")
         return local_part(gradient)
 
-    def quantize_gradient(self) -> None:
-        """Replaces the complete bf16 gradient of a parameter with low-precision state.
+    def convert_gradient(self) -> None:
+        """Replaces the complete gradient by one in the format to keep.
 
-        A matrix becomes block-scaled. A vector is copied to fp32, since its bf16 gradient is a view
-        that would keep the gradients of the whole block alive.
+        That of a vector is copied, as it is a view that would keep those of a whole block alive.
         """
-        gradient = self.gradient
-        assert isinstance(gradient, Tensor) and self.quantized_gradient is None, (
-            f"{self.name} is already quantized"
+        gradient, dtype = self.gradient, torch_dtype(self.stored.gradient)
+        assert isinstance(gradient, Tensor) and self.converted_gradient is None, (
+            f"{self.name} is already converted"
         )
-        self.quantized_gradient = (
-            BlockScaledTensor.of(gradient) if gradient.ndim > 1 else gradient.float()
+        is_scaled = self.stored.gradient.is_scaled
+        self.converted_gradient = (
+            BlockScaledTensor.of(gradient, dtype) if is_scaled else gradient.to(dtype)
         )
         self.parameter.grad = None
 
@@ -105,7 +102,7 @@ class ParallelModel:
         run: the run.
         plan: of the run, on these ranks.
         mesh: the groups of this rank.
-        compute_dtype: precision of activations and matmuls.
+        compute_dtype: like that of `PrecisionPolicy`.
 
     Attributes:
         stages: its parts of the model, by pipeline stage.
@@ -113,11 +110,13 @@ class ParallelModel:
         norm_weights: weight of each parameter's squared norm in the global one, fp64.
     """
 
-    def __init__(self, run: Run, plan: Plan, mesh: Mesh, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, run: Run, plan: Plan, mesh: Mesh, compute_dtype: torch.dtype | None = None
+    ) -> None:
         self.mesh = mesh
         self._parallel = run.parallel
         self._is_tied = run.model.tied_embeddings
-        self._compute_dtype = compute_dtype
+        self._precision = PrecisionPolicy(run, compute_dtype)
         self._micro_batch_size = run.train.micro_batch_size
         numbers = range(mesh.coordinates.pipeline, len(plan.stages), mesh.topology.pipeline)
         self.stages = {number: self._build_stage(run, plan, number) for number in numbers}
@@ -128,6 +127,7 @@ class ParallelModel:
                 parameter,
                 specs[name].dimension if mesh.tensor is not None else None,
                 is_copy=number > 0 and name == EMBEDDING,
+                stored=self._precision.stored(name, parameter.ndim),
             )
             for number, model in self.stages.items()
             for specs in [parameters_of(model.layers)]
@@ -135,11 +135,11 @@ class ParallelModel:
         ]
         shares = [each.norm_weight(mesh.topology.tensor) for each in self.local_parameters]
         self.norm_weights = torch.tensor(shares, dtype=torch.float64, device=mesh.device)
-        self._low_bit = [each for each in self.local_parameters if each.is_low_bit]
+        self._converted = [e for e in self.local_parameters if e.stored.converts_gradient]
         self._is_last_backward = False
         self._pipeline: Pipeline | None = None
         if mesh.pipeline is None:
-            for each in self._low_bit:
+            for each in self._converted:
                 keep = partial(self._keep, each)
                 each.parameter.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
         if mesh.pipeline is not None:
@@ -153,7 +153,7 @@ class ParallelModel:
     def _build_stage(self, run: Run, plan: Plan, number: int) -> GPT:
         mesh, parallel, blocks = self.mesh, run.parallel, plan.stages[number]
         padded = plan.padded_vocabulary_size
-        model = GPT(run.model, padded, self._compute_dtype, parallel.recompute, blocks)
+        model = GPT(run.model, padded, self._precision.compute_dtype, parallel.recompute, blocks)
         if mesh.context is not None:
             apply_context_parallel(model, mesh.context, parallel.context_method)
         if mesh.tensor is not None:
@@ -163,21 +163,15 @@ class ParallelModel:
                 sequence=parallel.sequence,
                 gathers_again=parallel.gathers_again,
             )
-        if run.precision.multiplies_in_fp8:
-            convert_to_float8(model, run)
+        self._precision.convert_matmuls(model)
         initialise(model, run.train.seed, self.tensor_shard)
-        # In fp64, which verifies a layout, nothing is kept in low precision.
-        is_low_bit = run.precision.kind == "fp8_lowbit" and self._compute_dtype == torch.bfloat16
-        if is_low_bit:
-            model.blocks.to(torch.bfloat16)
+        self._precision.convert_weights(model)
         on_gpu = mesh.device.type == "cuda"
         if run.train.compile == "always" or (run.train.compile == "gpu" and on_gpu):
             compile_blocks(model)
         if mesh.data is not None:
             apply_fsdp(model, mesh.data, parallel.zero_stage)
-            if is_low_bit:
-                reduce_in_fp8(model)
-            gather_weights_in_fp8(model, run)
+            self._precision.convert_messages(model)
         return model.to(mesh.device).train()
 
     @property
@@ -216,18 +210,18 @@ class ParallelModel:
             )
         else:
             loss = self._accumulate(tokens, labels, dropout_seeds, scale)
-        for each in self._low_bit:
-            if each.quantized_gradient is None:
-                each.quantize_gradient()
+        for each in self._converted:
+            if each.converted_gradient is None:
+                each.convert_gradient()
         self._add_up_gradients()
         if loss is None:
             return torch.zeros((), device=self.mesh.device)
         return loss / self.mesh.topology.tensor  # each tensor rank has the whole of it
 
     def _keep(self, local: LocalParameter, _parameter: Tensor) -> None:
-        """Quantizes a gradient once it is complete, so that few exist in bf16 at a time."""
+        """Converts a gradient once it is complete, so that few exist in bf16 at a time."""
         if self._is_last_backward:
-            local.quantize_gradient()
+            local.convert_gradient()
 
     def _take(self, ids: Tensor) -> Tensor:
         """Takes this rank's tokens of its sequences, (sequences, T) to (sequences, T/cp)."""

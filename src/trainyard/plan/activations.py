@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 
 from trainyard.architecture import count_logit_chunks, head_layer, inner_values, matmuls
+from trainyard.config.precisions import FP16
 from trainyard.config.run import Run
 from trainyard.plan.resolve import Plan
 
@@ -45,7 +46,7 @@ class MicroBatch:
     def __init__(self, run: Run, plan: Plan, on_gpu: bool) -> None:
         self.run, self.topology, self.on_gpu = run, plan.topology, on_gpu
         model, train, topology = run.model, run.train, plan.topology
-        self.value = FP32_BYTES if run.precision.kind == "fp32" else 2
+        self.value = run.precision.formats.compute.n_bytes
         self.n_tokens = train.micro_batch_size * model.sequence_length // topology.context
         self.n_residual = self.n_tokens // (topology.tensor if run.parallel.sequence else 1)
         head = head_layer(model, plan.padded_vocabulary_size, topology.tensor)
@@ -119,7 +120,7 @@ class MicroBatch:
         matrix = value * V * self.run.model.d_model if is_cast else 0
         hidden, weight = self.hidden, self.head_gradient
         # Only the GPU kernel for fp16 computes fp32 log probabilities without an fp32 copy first.
-        has_copy = is_cast and not (self.on_gpu and self.run.precision.kind == "fp16")
+        has_copy = is_cast and not (self.on_gpu and self.run.precision.formats.compute == FP16)
         logits = n_rows * V * (value + (2 if has_copy else 1) * FP32_BYTES)
         rows = value * n_rows * self.run.model.d_model
         forward = matrix + hidden + logits + (weight + rows if n_chunks > 1 else 0)

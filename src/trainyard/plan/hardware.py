@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from trainyard.config.precisions import FORMATS, PrecisionKind
+
 TERA = 1e12
 GIGA = 1e9
 GIB = 2**30
@@ -37,9 +39,9 @@ class Device:
     product_source: str = "best matrix product measured on the device"
     """Source of `product_share`."""
 
-    def peak_flops_per_second(self, kind: str) -> float | None:
-        """Returns the peak at a run's `precision.kind`; None if unknown or unsupported."""
-        return self.peaks.get(kind.removesuffix("_lowbit"))
+    def peak_flops_per_second(self, kind: PrecisionKind) -> float | None:
+        """Returns the peak of a precision's block matmuls; None if unknown or unsupported."""
+        return self.peaks.get(FORMATS[kind].block_matmuls.name)
 
 
 def _peaks(**tflops: float) -> dict[str, float]:
@@ -309,7 +311,7 @@ def find_local_machine(system: Path = Path("/")) -> LocalMachine:
     names = list_gpus(system)
     if names:
         device = find_device(names[0])
-        kind = "bf16" if device is None or "bf16" in device.peaks else "fp16"
+        kind: PrecisionKind = "bf16" if device is None or "bf16" in device.peaks else "fp16"
         peak = (device.peak_flops_per_second(kind) if device else None) or _UNKNOWN_GPU_PEAK
         name = f"{len(names)} x {names[0]}" if len(names) > 1 else names[0]
         return LocalMachine(name, len(names), True, len(names) * peak * _SMALL_MODEL_SHARE, kind)

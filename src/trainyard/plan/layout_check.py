@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainyard.config.fp8_rules import SCALED_COLUMNS
 from trainyard.config.load import all_fields, build_run, field_value
+from trainyard.config.precisions import SCALED_COLUMNS
 from trainyard.config.run import (
     BatchRamp,
     Model,
@@ -168,7 +168,7 @@ def _cut(run: Run, axes: tuple[str, ...], degree: int) -> Parallel:
 
 def _shrink_model(run: Run, plan: Plan) -> Model:
     # Large initial weights, so that every path matters to the loss; a vocabulary with padding.
-    width = SCALED_COLUMNS * (DEGREE if run.precision.kind == "fp8_lowbit" else 1)
+    width = SCALED_COLUMNS * (DEGREE if run.precision.formats.scales_columns else 1)
     length = 24 if _has_ring(run) else 16  # in each ring, two equal parts a rank
     small = {"d_model": width, "n_heads": 4, "d_ff": 64, "sequence_length": length, "init_std": 0.2}
     vocabulary = {"vocabulary_size": 90, "vocabulary_multiple": 8}

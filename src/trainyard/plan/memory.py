@@ -29,10 +29,6 @@ from trainyard.plan.flops import matmul_flops
 from trainyard.plan.resolve import Plan
 from trainyard.plan.saving import host_bytes
 
-LOWBIT_WEIGHT_SAVING = FP32_BYTES - 2
-LOWBIT_STATE_SAVING = 2 * FP32_BYTES - (2 + 1 + 2 + 3 / 32)
-"""Per value of a matrix in a block: fp8_lowbit keeps the weight in bf16, and codes of the master
-weight (fp16) and the moments (fp8, fp16) with one byte of scale per 32 codes."""
 SMALL_BYTES = 128 * 2**10
 """Norms of gradients, statistics and other small tensors."""
 ITEMS = (
@@ -121,15 +117,15 @@ class _Rank:
         named = [pair for stage in shapes for pair in stage.items()]
         self.block_values = self._count(named, in_blocks=True)
         self.rest_values = self._count(named, in_blocks=False)
-        self.held_values = sum(self._share(shape) for _, shape in named)
-        low = [shape for name, shape in named if name.startswith("blocks.") and len(shape) > 1]
-        is_low = run.precision.kind == "fp8_lowbit"
-        self.low_values = sum(map(self._share, low)) if is_low else 0
+        held = [(run.stored(name, len(shape)), self._share(shape)) for name, shape in named]
+        self.held_values = sum(n for _, n in held)
+        self.weight_bytes = sum(stored.weight.bytes_of(n) for stored, n in held)
+        self.state_bytes = sum(stored.state_bytes(n) for stored, n in held)
         self.n_blocks = sum(end - first for first, end in self.stages)
         self.one_block = self.block_values // self.n_blocks
         # Without FSDP, all micro batches of a pipeline share one cast of each weight.
-        is_cast = self.value < FP32_BYTES and not is_low
-        self.shares_casts = is_cast and self.is_piped and not self.is_shared
+        self.casts = run.precision.formats.matrices.weight != run.precision.formats.compute
+        self.shares_casts = self.casts and self.is_piped and not self.is_shared
         self.shares_casts &= run.parallel.recompute != "block"
 
     def _count(self, named: Iterable[tuple[str, Shape]], *, in_blocks: bool) -> int:
@@ -143,8 +139,8 @@ class _Rank:
     def always(self) -> Items:
         """Constant memory within a step."""
         return {
-            "weights": FP32_BYTES * self.held_values - LOWBIT_WEIGHT_SAVING * self.low_values,
-            "optimizer": 2 * FP32_BYTES * self.held_values - LOWBIT_STATE_SAVING * self.low_values,
+            "weights": self.weight_bytes,
+            "optimizer": self.state_bytes,
             "exchanged activations": self._exchanged(),
             "context and libraries": self._libraries(),
         }
@@ -234,7 +230,7 @@ class _Rank:
             n_at_once: blocks gathered at the same time with ZeRO 3; below it, all stay.
         """
         if not self.is_shared:
-            if self.value == FP32_BYTES or self.low_values:
+            if not self.casts:
                 return 0
             if self.shares_casts:
                 return self.value * self.block_values

@@ -8,11 +8,12 @@ as needed. It lists solutions by cost: the device-seconds of a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainyard.config import rules
 from trainyard.config.load import field_value
+from trainyard.config.precisions import FORMATS, PrecisionKind
 from trainyard.config.run import Run
 from trainyard.plan.hardware import Machine
 from trainyard.plan.search import (
@@ -84,7 +85,7 @@ def _ways(
     """Lists ways to save memory, each as devices and changes to try, smallest first."""
     parallel, micro = run.parallel, run.train.micro_batch_size
 
-    def of(name: str, values: list[int] | list[str]) -> Iterator[tuple[int, rules.Changes]]:
+    def of(name: str, values: Sequence[int | str]) -> Iterator[tuple[int, rules.Changes]]:
         return ((n_devices, {name: value}) for value in values)
 
     yield of("train.micro_batch_size", [n for n in reversed(rules.divisors(micro)) if n < micro])
@@ -107,13 +108,19 @@ def _ways(
     yield ((n, {}) for n in _more_devices(machine, n_devices, 2))
 
 
-def _smaller_precisions(run: Run, machine: Machine) -> list[str]:
+def _smaller_precisions(run: Run, machine: Machine) -> list[PrecisionKind]:
     """Lists precisions with less memory that the devices support."""
-    sizes = ["fp32", "bf16", "fp8_lowbit"]
-    kind = run.precision.kind
-    place = 0 if kind == "fp32" else sizes.index(kind) if kind in sizes else 1
+
+    def size(kind: PrecisionKind) -> tuple[int, int]:
+        compute = FORMATS[kind].compute.n_bytes
+        return compute, least_state_bytes(rules.change(run, {"precision.kind": kind}))
+
+    smaller = [run.precision.kind]
+    for kind, formats in FORMATS.items():
+        if size(kind) < size(smaller[-1]) and not formats.scales_loss:
+            smaller.append(kind)
     peaks = machine.device.peak_flops_per_second
-    return [smaller for smaller in sizes[place + 1 :] if peaks(smaller) is not None]
+    return [kind for kind in smaller[1:] if peaks(kind) is not None]
 
 
 def _searched(run: Run, machine: Machine, n_devices: int) -> Iterator[Remedy]:

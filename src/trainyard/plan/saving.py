@@ -28,17 +28,9 @@ from trainyard.architecture import (
     rest_layers,
     shapes_of,
 )
-from trainyard.config.fp8_rules import SCALED_COLUMNS
 from trainyard.config.run import Run
 from trainyard.plan.resolve import Plan
 
-BYTES_PER_PARAMETER = 12
-"""A weight and two moments of it, fp32 each."""
-LOW_BIT_BYTES_PER_PARAMETER = 2 + 2 + 1 + 2
-"""Weight in use, master weight, first and second moment; `SCALED` of them have scales."""
-SCALED = 3
-LOW_BIT_VECTOR_BYTES_PER_PARAMETER = 2 + BYTES_PER_PARAMETER
-"""Of a bias or a norm of a block; its weight in use is bf16."""
 FAILURES_PER_NODE_DAY = 6.5e-3
 """Of a cluster of 16,000 A100 (arXiv:2410.21680). Published runs lie between the bounds below."""
 FEWEST_FAILURES_PER_NODE_DAY = 2.3e-3
@@ -61,18 +53,13 @@ def checkpoint_bytes(run: Run, n_parameters: int) -> int:
     n_in_block = sum(math.prod(shape) for shape in blocks.values())
     block_bytes = sum(_bytes_of(run, name, shape) for name, shape in blocks.items())
     n_layers = run.model.n_layers
-    outside = BYTES_PER_PARAMETER * (n_parameters - n_layers * n_in_block)
+    outside = run.stored("", 2).saved_bytes(n_parameters - n_layers * n_in_block)
     return outside + n_layers * block_bytes
 
 
 def _bytes_of(run: Run, name: str, shape: Shape) -> int:
     """Returns the checkpoint bytes of a parameter, or of a part of it."""
-    n_values = math.prod(shape)
-    if run.precision.kind != "fp8_lowbit" or not name.startswith("blocks."):
-        return BYTES_PER_PARAMETER * n_values
-    if len(shape) == 1:
-        return LOW_BIT_VECTOR_BYTES_PER_PARAMETER * n_values
-    return LOW_BIT_BYTES_PER_PARAMETER * n_values + SCALED * n_values // SCALED_COLUMNS
+    return run.stored(name, len(shape)).saved_bytes(math.prod(shape))
 
 
 def rank_bytes(run: Run, plan: Plan, rank: int) -> int:

@@ -135,9 +135,8 @@ def search(run: Run, machine: Machine, n_devices: int, most: int = 10) -> list[C
 
 def least_state_bytes(run: Run) -> int:
     """Returns the least memory of weights and optimizer, over all devices."""
-    of_parameter = 6 if run.precision.kind == "fp8_lowbit" else saving.BYTES_PER_PARAMETER
     padded = padded_vocabulary_size(run.model)
-    return of_parameter * parameter_count(run.model, padded)
+    return saving.checkpoint_bytes(run, parameter_count(run.model, padded))
 
 
 def explain_loss(first: Candidate, other: Candidate, most: int = 2) -> str:

@@ -27,6 +27,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from trainyard.config.precisions import MASTER, DType
 from trainyard.config.run import Run
 from trainyard.errors import MachineError
 from trainyard.plan.hardware import Machine
@@ -52,10 +53,6 @@ PARTS = (
     "optimizer",
 )
 
-# Clipping reads each gradient; the update reads gradient, weight and two moments, and writes the
-# last three, plus the weight in 2 bytes for compute. Low-precision states are codes of 1 or 2
-# bytes.
-UPDATE_BYTES = {"fp32": 32, "fp16": 34, "bf16": 34, "fp8": 34, "fp8_lowbit": 14}
 UNPACK_BYTES = 21
 """Moved per weight that arrives as fp8: reordered, cast to fp32, divided, written as bf16."""
 FORWARD_SHARE = {"none": 1 / 2, "attention": 2 / 5, "block": 1 / 3}
@@ -105,13 +102,26 @@ def price(work: Work, topology: Topology, machine: Machine) -> StepTime:
     if work.run.parallel.schedule == "zero_bubble":
         parts["bubble"] /= 3
     parts["data"] = max(map(prices.data_seconds, work.traffic, work.unpacked, seconds))
-    n_update_bytes = UPDATE_BYTES[work.run.precision.kind] * max(work.updated)
+    n_update_bytes = _update_bytes(work.run) * max(work.updated)
     parts["optimizer"] = prices.memory_seconds(n_update_bytes)
     return StepTime(
         seconds=sum(parts.values()),
         parts={name: parts[name] for name in PARTS},
         stage_seconds=tuple((sum(a.values()), sum(b.values())) for a, b in stages),
     )
+
+
+def _update_bytes(run: Run) -> int:
+    """Returns the bytes an update moves for each weight of a matrix, without scales.
+
+    Clipping reads the gradient; the update reads it again, and reads and writes the states and the
+    weight. It writes once what follows from them: a weight with a master weight, or its cast.
+    """
+    stored, compute = run.stored("blocks.", 2), run.precision.formats.compute
+    n_bytes = 2 * (stored.gradient.n_bytes + sum(state.n_bytes for state in stored.states.values()))
+    if MASTER in stored.states:
+        return n_bytes + stored.weight.n_bytes
+    return n_bytes + 2 * stored.weight.n_bytes + compute.n_bytes * (stored.weight != compute)
 
 
 def _total(stages: Iterable[PassSeconds]) -> Parts:
@@ -130,13 +140,10 @@ class _Prices:
         self.work, self.topology, self.machine = work, topology, machine
         self.program, self.shares = work.program, machine.efficiencies
         self.parallel = work.run.parallel
-        kind = work.run.precision.kind
-        is_fp8 = work.run.precision.multiplies_in_fp8
-        self.value_bytes = 4 if kind == "fp32" else 2
-        self.block_peak = _peak(machine, kind) * self.shares.sustained_share
-        self.other_peak = self.block_peak
-        if is_fp8:
-            self.other_peak = _peak(machine, "bf16") * self.shares.sustained_share
+        formats = work.run.precision.formats
+        self.value_bytes = formats.compute.n_bytes
+        self.block_peak = _peak(machine, formats.block_matmuls) * self.shares.sustained_share
+        self.other_peak = _peak(machine, formats.compute) * self.shares.sustained_share
         bandwidth = machine.device.memory_bytes_per_second
         if bandwidth is None:
             raise MachineError(
@@ -260,12 +267,12 @@ def _is_of_data(kind: Traffic) -> bool:
     return is_sum or kind.axis in ("shard", "replicate")
 
 
-def _peak(machine: Machine, kind: str) -> float:
-    peak = machine.device.peak_flops_per_second(kind)
+def _peak(machine: Machine, dtype: DType) -> float:
+    peak = machine.device.peaks.get(dtype.name)
     if peak is None:
         known = ", ".join(machine.device.peaks) or "none"
         raise MachineError(
-            f"{machine.name}: {machine.device.name} has no known peak for {kind} matmuls",
+            f"{machine.name}: {machine.device.name} has no known peak for {dtype.name} matmuls",
             f"set precision.kind to one with a known peak: {known}",
         )
     return peak

@@ -41,7 +41,8 @@ from trainyard.architecture import (
     rest_layers,
     shapes_of,
 )
-from trainyard.config.fp8_rules import SCALED_COLUMNS
+from trainyard.config.fp8_rules import fp8_blocks
+from trainyard.config.precisions import SCALED_COLUMNS
 from trainyard.config.run import Run
 from trainyard.plan.resolve import Plan
 from trainyard.topology import Topology
@@ -89,11 +90,8 @@ def rank_traffic(run: Run, plan: Plan, pipeline_rank: int) -> list[Traffic]:
 
 def count_fp8_blocks(run: Run, blocks: tuple[int, int]) -> int:
     """Counts a stage's blocks with fp8 matmuls."""
-    if not run.precision.multiplies_in_fp8:
-        return 0
-    n_precise = run.precision.fp8.precise_blocks
-    first, end = max(blocks[0], n_precise), min(blocks[1], run.model.n_layers - n_precise)
-    return max(0, end - first)
+    found = fp8_blocks(run)
+    return max(0, min(blocks[1], found.stop) - max(blocks[0], found.start))
 
 
 def block_gathers(run: Run, topology: Topology) -> int:
@@ -119,7 +117,7 @@ class _Counter:
         sequences = train.global_batch_size // plan.topology.data
         self.n_micro_batches = sequences // train.micro_batch_size
         self.n_tokens = train.micro_batch_size * model.sequence_length // plan.topology.context
-        self.value_bytes = FP32_BYTES if run.precision.kind == "fp32" else 2
+        self.value_bytes = run.precision.formats.compute.n_bytes
         self.stream_bytes = self.n_tokens * model.d_model * self.value_bytes
         self.n_blocks = sum(end - first for first, end in self.stages)
         self.block = block_layers(model, plan.topology.tensor)
@@ -239,9 +237,10 @@ class _Counter:
                 gathers = n_groups * (n if stage == 3 and not is_piped else 1)
                 self.add("shard", "all-gather", gathers, gathers * n_padded * n_ranks * FP32_BYTES)
             sums = n_groups * (n if stage >= 2 and not is_piped else 1)
-            if in_block and self.run.precision.kind == "fp8_lowbit":
-                n_scaled = math.ceil(n_padded / SCALED_COLUMNS)  # one byte of scale each
-                n_bytes = n_ranks * n_scaled * (SCALED_COLUMNS + 1)
+            reduced = self.run.precision.formats.reduced
+            if in_block and reduced.is_scaled:
+                n_scaled = math.ceil(n_padded / SCALED_COLUMNS) * SCALED_COLUMNS
+                n_bytes = n_ranks * reduced.bytes_of(n_scaled)
                 self.add("shard", "all-to-all", sums, sums * n_bytes)
             else:
                 n_bytes = n_padded * n_ranks * FP32_BYTES

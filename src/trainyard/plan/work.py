@@ -209,7 +209,9 @@ class _Counter:
         self.n_tokens = (
             run.train.micro_batch_size * run.model.sequence_length // plan.topology.context
         )
-        self.wide = 2 if run.precision.kind == "fp32" else 1  # bytes of values, in those of 16 bits
+        self.wide = (
+            run.precision.formats.compute.n_bytes // 2
+        )  # bytes of values, in those of 16 bits
 
     def stage(self, blocks: tuple[int, int]) -> Stage:
         """Counts a stage, with embedding and head if it has them.

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainyard.config.fp8_rules import SCALED_COLUMNS as COLUMNS
+from trainyard.config.precisions import SCALED_COLUMNS as COLUMNS
+from trainyard.config.precisions import DType
 from trainyard.model.dropout import INCREMENT, QUADRATIC_FACTOR, mix
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
@@ -42,6 +43,12 @@ _MANTISSA_BITS, _LEAST_EXPONENT = {E4M3: 3, FP16: 10}, {E4M3: -6, FP16: -14}
 _NOISE_BITS = 13  # fp32 has this many beyond fp16's 11
 _CHUNK_BLOCKS = {"cpu": 2**13, "cuda": 2**19}
 """Blocks of 32 values to compute at a time, so that temporaries stay small."""
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """Returns torch's dtype of a number format, without the scales."""
+    found: torch.dtype = getattr(torch, dtype.torch_name)
+    return found
 
 
 @dataclass(frozen=True)

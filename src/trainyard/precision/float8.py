@@ -29,6 +29,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from trainyard.config.fp8_rules import fp8_blocks
 from trainyard.config.run import Fp8, Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.model.gpt import GPT, Block
@@ -41,8 +42,11 @@ _AMD_WITH_FP8 = ("gfx94", "gfx95")
 
 def convert_to_float8(model: GPT, run: Run) -> None:
     """Switches the blocks of a model, or of a part of it, to fp8 matmuls."""
+    blocks = blocks_in_fp8(model, run).values()
+    if not blocks:
+        return
     product = build_product(run.precision.fp8)
-    for block in blocks_in_fp8(model, run).values():
+    for block in blocks:
         for module in block.modules():
             if isinstance(module, Linear):
                 module.product = product
@@ -50,10 +54,7 @@ def convert_to_float8(model: GPT, run: Run) -> None:
 
 def blocks_in_fp8(model: GPT, run: Run) -> dict[str, Block]:
     """Maps numbers to the blocks of `model` with fp8 matmuls; empty in other precisions."""
-    if not run.precision.multiplies_in_fp8:
-        return {}
-    n_precise = run.precision.fp8.precise_blocks
-    chosen = range(n_precise, run.model.n_layers - n_precise)
+    chosen = fp8_blocks(run)
     return {
         number: block
         for number, block in model.blocks.items()
@@ -114,7 +115,7 @@ def refuse_missing_products(run: Run) -> None:
         ConfigError: torchao is not installed.
         MachineError: there is no GPU, and `precision.fp8.emulate` is false.
     """
-    if not run.precision.multiplies_in_fp8:
+    if not run.precision.formats.multiplies_in_fp8:
         return
     refuse_missing_torchao(run)
     if not run.precision.fp8.emulate and not torch.cuda.is_available():
@@ -140,7 +141,7 @@ def refuse_device(run: Run, device: torch.device) -> None:
     Raises:
         MachineError: names the device, and its compute capability.
     """
-    if not run.precision.multiplies_in_fp8 or run.precision.fp8.emulate:
+    if not run.precision.formats.multiplies_in_fp8 or run.precision.fp8.emulate:
         return
     kind = run.precision.kind
     if device.type != "cuda":

@@ -8,19 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.architecture import block_layers, shapes_of
-from trainyard.config.fp8_rules import SCALED_COLUMNS
 from trainyard.config.run import Run
 from trainyard.files import SETTINGS_LIMIT_BYTES, parse_json, read_file
 from trainyard.plan.saving import checkpoint_bytes
 from trainyard.report.history import is_finite
 from trainyard.report.summary import UNKNOWN, ReportedRun, large, memory, show
 from trainyard.units import format_seconds
-
-FLOAT_BYTES = 4
-LOW_BIT_WEIGHT_BYTES = 2
-"""Of a matrix of a block in low-precision state, as the forward pass has it."""
-LOW_BIT_STATE_BYTES = 1 + 2 + 1 + 2 + 4 / SCALED_COLUMNS
-"""Its gradient, master weight and moments, with their scales."""
 
 
 def compare_with_plan(reported: ReportedRun) -> dict[str, tuple[str, str]]:
@@ -80,17 +73,25 @@ def least_state_bytes(run: Run, plan: dict[str, Any]) -> float | None:
         return None
     tensor, pipeline, shard, context = sizes
     n_shards, stage = shard * context, run.parallel.zero_stage
-    # Stage 1 shards the moments, stage 2 also the gradients, stage 3 also the weights.
-    copies = sum(1 / n_shards if stage >= least else 1.0 for least in (1, 1, 2, 3))
-    in_few_bits = 0.0
-    if run.precision.kind == "fp8_lowbit":
-        shapes = shapes_of(block_layers(run.model)).values()
-        in_few_bits = run.model.n_layers * sum(math.prod(s) for s in shapes if len(s) > 1)
-    whole = FLOAT_BYTES * copies * (n_parameters - in_few_bits)
-    # Weights that are gathered, and all else, which is shared at every stage.
-    weight = LOW_BIT_WEIGHT_BYTES / (n_shards if stage == 3 else 1)
-    few = (weight + LOW_BIT_STATE_BYTES / n_shards) * in_few_bits
-    return (whole + few) / (tensor * pipeline)
+
+    def divisor(least_stage: int) -> float:
+        return n_shards if stage >= least_stage else 1.0
+
+    parts = [
+        (f"blocks.{name}", len(shape), run.model.n_layers * math.prod(shape))
+        for name, shape in shapes_of(block_layers(run.model)).items()
+    ]
+    parts.append(("rest", 2, int(n_parameters) - sum(n for *_, n in parts)))
+    n_bytes = 0.0
+    for name, n_dimensions, n_values in parts:
+        stored = run.stored(name, n_dimensions)
+        # A converted gradient is complete, and so only of the rank's own values.
+        n_bytes += stored.state_bytes(n_values) / divisor(1)
+        n_bytes += stored.gradient.bytes_of(n_values) / divisor(
+            1 if stored.converts_gradient else 2
+        )
+        n_bytes += stored.weight.bytes_of(n_values) / divisor(3)
+    return n_bytes / (tensor * pipeline)
 
 
 def _in_checkpoint(reported: ReportedRun) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainyard.launch.heartbeat import Heartbeat, Phase
-from trainyard.optim.adamw import state_of
+from trainyard.optim.optimizer import LocalOptimizer
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
 from trainyard.simulate.accounting import Accounting
@@ -36,13 +36,13 @@ class PhaseLabels(Heartbeat):
             if model.cross_entropy is not None:
                 self._watch(model.cross_entropy, "the loss")
 
-    def begin_step(self, n_micro_batches: int, optimizer: torch.optim.Optimizer) -> None:
+    def begin_step(self, n_micro_batches: int, optimizer: LocalOptimizer) -> None:
         """Starts new accounts, and names the memory that persists between steps."""
         self._n_micro_batches = n_micro_batches
         self._n_forwards.clear()
         for local in self._parallel_model.local_parameters:
             named = [(f"weights: {local.name}", local_part(local.parameter))]
-            for key, value in state_of(optimizer, local).items():
+            for key, value in optimizer.state_of(local).items():
                 named.append((f"{key}: {local.name}", value))
             self._books.name(named)
         self._books.start_over()

@@ -29,7 +29,7 @@ from torch import Tensor
 from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.data.loader import Loader
-from trainyard.optim.adamw import build_optimizer
+from trainyard.optim.optimizer import build_optimizer
 from trainyard.parallel.mesh import Mesh, build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.plan.batches import BatchSchedule
@@ -41,7 +41,6 @@ from trainyard.simulate.phase_labels import PhaseLabels
 from trainyard.train.run_folder import refuse_what_is_not_built
 from trainyard.train.state import State, TrainContext
 from trainyard.train.step import train_step
-from trainyard.train.worker import COMPUTE_DTYPES
 
 N_LARGEST = 12
 FEWEST_MICRO_BATCHES = 3
@@ -149,7 +148,7 @@ def simulate(run: Run, n_ranks: int, rank: int, *, on_gpu: bool = True) -> Simul
     started = time.monotonic()
     # As with emulation, no device needs fp8 here.
     refuse_what_is_not_built(change(run, {"precision.fp8.emulate": True}))
-    if run.precision.multiplies_in_fp8:
+    if run.precision.formats.multiplies_in_fp8:
         build_product(run.precision.fp8)  # loads torchao, whose own tensors must not be fake
     plan = resolve(run, n_ranks)
     n_micro_batches = micro_batches_per_step(run, plan)
@@ -180,11 +179,11 @@ def _differences(run: Run) -> Iterator[str]:
     is_compiled = run.train.compile != "never"
     if is_compiled:
         yield "blocks are not compiled here; compiled ones keep less"
-    if run.precision.multiplies_in_fp8 and run.precision.fp8.emulate:
+    if run.precision.formats.multiplies_in_fp8 and run.precision.fp8.emulate:
         yield "precision.fp8.emulate=true: fp8 matmuls are emulated with fp32 copies"
-    elif run.precision.multiplies_in_fp8:
+    elif run.precision.formats.multiplies_in_fp8:
         yield "workspace of fp8 matmuls is not counted"
-    if run.precision.kind == "fp8_lowbit" and is_compiled:
+    if run.precision.formats.scales_columns and is_compiled:
         yield "nor is the update of low-precision state compiled, which needs temporaries then"
 
 
@@ -208,7 +207,7 @@ def count_steps(
     """
     run = run.model_copy(update={"train": run.train.model_copy(update={"compile": "never"})})
     batches = _Batches(run)
-    parallel_model = ParallelModel(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
+    parallel_model = ParallelModel(run, plan, mesh)
     labels = PhaseLabels(books, parallel_model)
     context = TrainContext(
         folder=Path(),
@@ -223,7 +222,7 @@ def count_steps(
         data_fingerprint="",
         heartbeat=labels,
     )
-    _make_moments(context)
+    context.optimizer.prepare_state(0)  # which every step but the first has
     state = State.at_start(context)
     counts = []
     for step, n in enumerate(numbers):
@@ -239,17 +238,6 @@ def count_steps(
         memory = books.peak_bytes, books.live_bytes, batches.n_bytes
         counts.append(Counts(n, *memory, books.flops.copy(), calls, n_bytes))
     return counts
-
-
-def _make_moments(context: TrainContext) -> None:
-    """Creates the optimizer state, which every step but the first has."""
-    optimizer = context.optimizer
-    for local in context.model.local_parameters:
-        local.parameter.grad = torch.zeros_like(local.parameter)
-        if local.is_low_bit:
-            local.quantize_gradient()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
 
 
 def _shorten(run: Run, n_micro_batches: int) -> tuple[int, int]:

@@ -22,10 +22,9 @@ from trainyard.checkpoint.load import (
 )
 from trainyard.checkpoint.resume import check_resumable
 from trainyard.checkpoint.save import ALONE, Ranks
-from trainyard.config.fp8_rules import SCALED_COLUMNS
+from trainyard.config.precisions import EXPONENTS, SCALED_COLUMNS
 from trainyard.errors import EXIT_HOLD, CheckpointError, MachineError
 from trainyard.launch.environment import read_versions
-from trainyard.optim.adamw import prepare_state, state_of
 from trainyard.parallel.placement import Placement, is_writer, local_part, place
 from trainyard.plan.saving import checkpoint_bytes, rank_bytes
 from trainyard.train.metrics import Metrics
@@ -38,7 +37,6 @@ logger = logging.getLogger("trainyard")
 
 WEIGHTS = "model."
 OPTIMIZER = "optimizer."
-EXPONENTS = "_exponents"
 FAILURES_LIMIT = 3
 
 
@@ -148,12 +146,12 @@ def _fill(context: TrainContext, path: Path, manifest: Manifest, n_updates: int)
     """Copies a checkpoint's tensors into model and optimizer; at step 0 into the model only."""
     has_state = manifest.step > 0
     if has_state:
-        prepare_state(context.optimizer, n_updates)
+        context.optimizer.prepare_state(n_updates)
     tensors, placements = _named_parts(context, to_write=False)
     wanted = {name: t for name, t in tensors.items() if has_state or name.startswith(WEIGHTS)}
     load_into(path, wanted, context.run.model.vocabulary_size, placements)
     if not has_state:
-        prepare_state(context.optimizer, None)
+        context.optimizer.prepare_state(None)
 
 
 def _named_parts(
@@ -175,7 +173,7 @@ def _named_parts(
         placement = place(parameter, dimension, share)
         tensors[f"{WEIGHTS}{local.name}"] = local_part(parameter)
         placements[f"{WEIGHTS}{local.name}"] = placement
-        for what, value in state_of(context.optimizer, local).items():
+        for what, value in context.optimizer.state_of(local).items():
             name = f"{OPTIMIZER}{local.name}.{what}"
             tensors[name] = value
             placements[name] = _of_scales(placement) if what.endswith(EXPONENTS) else placement

@@ -80,7 +80,7 @@ def precisions_of(run: Run) -> list[str]:
     Raises:
         ConfigError: the run needs a package that is not installed.
     """
-    if run.precision.multiplies_in_fp8:
+    if run.precision.formats.multiplies_in_fp8:
         refuse_missing_torchao(run)
     return ["fp64", run.precision.kind]
 
@@ -90,7 +90,7 @@ def check_layouts(check: LayoutCheck, precisions: Sequence[str]) -> list[Result]
 
     Args:
         check: what to train.
-        precisions: names in `DTYPES`; layouts of degrees above 2 train in the first only.
+        precisions: names in `BOUNDS`; layouts of degrees above 2 train in the first only.
 
     Raises:
         MachineError: a process ended early; names it, with its output.

@@ -25,11 +25,13 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from trainyard.config.precisions import FORMATS
 from trainyard.config.run import Blend, Data, LossScale, Run
 from trainyard.data.indexed import IndexedWriter
 from trainyard.data.loader import Loader, build_orders
+from trainyard.launch.heartbeat import Heartbeat, Phase
 from trainyard.model.loss import IGNORE_INDEX
-from trainyard.optim.adamw import build_optimizer
+from trainyard.optim.optimizer import build_optimizer
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part, place
@@ -39,20 +41,11 @@ from trainyard.plan.resolve import Plan, resolve
 from trainyard.precision.block_scaled import BlockScaledTensor
 from trainyard.train.state import State, TrainContext
 from trainyard.train.step import train_step
-from trainyard.train.worker import COMPUTE_DTYPES
 
 Array = NDArray[Any]
 
-DTYPES = {"fp64": torch.float64, **COMPUTE_DTYPES}
-BOUNDS = {
-    "fp64": 1e-10,
-    "fp32": 2.4e-6,
-    "fp16": 2.0e-2,
-    "bf16": 7.8e-2,
-    "fp8": 0.6,
-    "fp8_lowbit": 0.9,
-}
-"""Largest relative difference that another summation order explains (decisions 013, 017, 018)."""
+BOUNDS = {"fp64": 1e-10} | {kind: formats.rounding for kind, formats in FORMATS.items()}
+"""Largest relative difference that another summation order explains."""
 LOSS_SCALE = 2.0**10
 """For fp16 here: nothing overflows in a small model, and almost nothing underflows."""
 
@@ -125,28 +118,25 @@ def train_three_steps(run: Run, rank: int, n_ranks: int, precision: str) -> Outc
     """
     if precision != "fp64":
         run = _in_precision(run, precision)
-    dtype = DTYPES[precision]
     plan = resolve(run, n_ranks)
     mesh = build_mesh(plan.topology, rank, torch.device("cpu"))
     batches = BatchSchedule(run)
-    with _weights_in(torch.float64 if dtype == torch.float64 else torch.float32):
+    dtype = torch.float64 if precision == "fp64" else None
+    with _weights_in(dtype or torch.float32):
         parallel_model = ParallelModel(run, plan, mesh, dtype)
-        optimizer = build_optimizer(parallel_model, run)
+        recorder = _GradientRecorder(parallel_model)
         context = TrainContext(
             folder=Path(),
             run=run,
             plan=plan,
             batches=batches,
             model=parallel_model,
-            optimizer=optimizer,
+            optimizer=build_optimizer(parallel_model, run),
             train_data=build_loader(run, plan, mesh.data_rank_and_size),
             valid_order=None,
             tokenizer=None,
             data_fingerprint="",
-        )
-        gradients: list[list[Piece]] = []
-        optimizer.register_step_pre_hook(
-            lambda *_: gradients.append(_copy(parallel_model, "gradient"))
+            heartbeat=recorder,
         )
         state = State.at_start(context)
         results = []
@@ -156,9 +146,24 @@ def train_three_steps(run: Run, rank: int, n_ranks: int, precision: str) -> Outc
     return Outcome(
         losses=[result.loss.item() for result in results],
         norms=[result.gradient_norm.item() for result in results],
-        gradients=gradients,
+        gradients=recorder.gradients,
         weights=_copy(parallel_model, "parameter"),
     )
+
+
+class _GradientRecorder(Heartbeat):
+    """Copies the gradients of each step, before clipping."""
+
+    def __init__(self, parallel_model: ParallelModel) -> None:
+        super().__init__()
+        self._parallel_model = parallel_model
+        self.gradients: list[list[Piece]] = []
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """Begins a phase of a step; gradients are complete when the update begins."""
+        super().enter(phase, step)
+        if phase == "update":
+            self.gradients.append(_copy(self._parallel_model, "gradient"))
 
 
 def _in_precision(run: Run, kind: str) -> Run:

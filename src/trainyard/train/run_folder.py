@@ -64,7 +64,7 @@ def refuse_what_is_not_built(run: Run) -> None:
         ConfigError: names the field.
         MachineError: the run needs a GPU and there is none.
     """
-    if run.precision.multiplies_in_fp8:
+    if run.precision.formats.multiplies_in_fp8:
         from trainyard.precision.float8 import refuse_missing_products
 
         refuse_missing_products(run)

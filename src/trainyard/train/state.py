@@ -19,6 +19,7 @@ from trainyard.data.order import SequenceOrder
 from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import CheckpointError
 from trainyard.launch.heartbeat import Heartbeat
+from trainyard.optim.optimizer import LocalOptimizer
 from trainyard.parallel.model import ParallelModel
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import Plan
@@ -90,7 +91,7 @@ class State:
     spikes: SpikeWindow
     """Recent losses and gradient norms, to judge the next step."""
     scaler: LossScaler | None = None
-    """For fp16."""
+    """Where the precision scales the loss."""
     data_offset: int = 0
     """Sequences skipped by rollbacks: every step's data offset."""
     ranges: list[SkippedRange] = field(default_factory=list)
@@ -130,7 +131,7 @@ class State:
             )
         precision = context.run.precision
         scaler = None
-        if precision.kind == "fp16":
+        if precision.formats.scales_loss:
             scaler = LossScaler(precision.loss_scale, context.device, known.loss_scale)
         return cls(
             step,
@@ -227,7 +228,7 @@ class TrainContext:
     batches: BatchSchedule
     model: ParallelModel
     """This rank's part of the model."""
-    optimizer: torch.optim.Optimizer
+    optimizer: LocalOptimizer
     train_data: Loader
     valid_order: SequenceOrder | None
     """Held-out sequences; None if there are none."""

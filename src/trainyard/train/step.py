@@ -10,8 +10,8 @@ from torch import Tensor
 
 from trainyard.model.dropout import sequence_seeds
 from trainyard.model.loss import IGNORE_INDEX
-from trainyard.optim.clip import StepStats, reduce_step_stats, set_clipping
-from trainyard.optim.schedule import learning_rate
+from trainyard.optim.clip import StepStats, reduce_step_stats
+from trainyard.optim.optimizer import learning_rate
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.state import State, TrainContext
 
@@ -41,15 +41,14 @@ def train_step(context: TrainContext, state: State) -> StepResult:
     loss_scale = None if scaler is None else scaler.scale
     _, totals = compute_gradients(context, step, state.data_offset, loss_scale)
     rate = learning_rate(run, context.plan, context.batches.consumed(step + 1))
-    for group in context.optimizer.param_groups:
-        group["lr"] = rate
     policy = run.guard.spikes
     no = torch.zeros((), device=context.device)
     spike = no if policy == "off" else state.spikes.judge(totals)
-    leave_out = spike if policy == "skip" else None
-    skipped = set_clipping(context.optimizer, totals, run.optimizer.clip_norm, leave_out)
-    context.optimizer.step()
-    context.optimizer.zero_grad(set_to_none=True)
+    skipped = (~totals.is_finite).float()
+    if policy == "skip":
+        skipped = torch.maximum(skipped, spike)
+    context.optimizer.step(rate, totals.divisor(run.optimizer.clip_norm), skipped)
+    context.optimizer.zero_grad()
     # A smaller scale only helps gradients: a non-finite loss was so before scaling.
     handled_by_loss_scale = (
         no if scaler is None else scaler.update(totals.norm) * totals.loss.isfinite()

@@ -24,6 +24,7 @@ import torch
 
 from trainyard.checkpoint.background import probe
 from trainyard.config.load import load_run
+from trainyard.config.precisions import BF16, FP16
 from trainyard.config.run import Run
 from trainyard.data.index_cache import IndexCache
 from trainyard.data.loader import (
@@ -48,7 +49,7 @@ from trainyard.launch.environment import (
 )
 from trainyard.launch.heartbeat import Heartbeat
 from trainyard.log import build_logger, show_progress
-from trainyard.optim.adamw import build_optimizer
+from trainyard.optim.optimizer import build_optimizer
 from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name, keep_freed_memory
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.start import gather_facts, start_ranks
@@ -78,14 +79,6 @@ Show = Callable[[int, str], None]
 OUTCOME = "outcome.json"
 BLOCKS_A_ROUND = 64
 """Blocks of 16 MiB that a rank reads between synchronisations."""
-COMPUTE_DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8": torch.bfloat16,
-    "fp8_lowbit": torch.bfloat16,
-}
-"""For activations, and for all matmuls except fp8 ones."""
 
 
 def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -> StopReason:
@@ -252,7 +245,7 @@ def build_context(
         )
     if mesh.device.type == "cpu":
         keep_freed_memory()
-    parallel_model = ParallelModel(run, plan, mesh, COMPUTE_DTYPES[run.precision.kind])
+    parallel_model = ParallelModel(run, plan, mesh)
     return TrainContext(
         folder=folder,
         run=run,
@@ -296,16 +289,17 @@ def show_training(context: TrainContext, first_step: int) -> Iterator[Show]:
 
 
 def _warn_of_slow_precision(run: Run, device: torch.device) -> None:
-    if run.precision.multiplies_in_fp8 and run.precision.fp8.emulate:
+    compute = run.precision.formats.compute
+    if run.precision.formats.multiplies_in_fp8 and run.precision.fp8.emulate:
         logger.warning(
             "precision.fp8.emulate=true computes fp8 matmuls in fp32, slower than "
             "precision.kind=bf16"
         )
-    if run.precision.kind == "bf16" and device.type == "cpu" and not cpu_multiplies_bf16_natively():
+    elif compute == BF16 and device.type == "cpu" and not cpu_multiplies_bf16_natively():
         logger.warning(
             "this CPU has no bf16 matmuls: precision.kind=fp32 is several times as fast here"
         )
-    if run.precision.kind == "fp16" and device.type == "cpu":
+    elif compute == FP16 and device.type == "cpu":
         logger.warning(
             "few CPUs have fp16 matmuls: precision.kind=fp32 may be 100 times as fast here"
         )

@@ -1,0 +1,151 @@
+"""Number formats of every precision and every optimizer state; all other code reads these tables.
+
+A precision says what a run computes, sends and keeps. For a parameter, the optimizer adds its
+states, which are kept in fp32 unless the precision says otherwise:
+
+    bytes per parameter       fp32   bf16, fp16, fp8   fp8_lowbit: matrix of a block
+    computing and gathers     4      2                 2
+    weight                    4      4                 2
+    gradient, once complete   4      4                 1
+    master weight                                      2    saved, as all below
+    exp_avg                   4      4                 1
+    exp_avg_sq                4      4                 2
+
+To add a precision, add its kind, an entry in `FORMATS`, and its effect on a model in
+`precision/policy.py`; to add an optimizer, its states in `STATES` and itself in
+`optim/optimizer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Literal
+
+PrecisionKind = Literal["fp32", "fp16", "bf16", "fp8", "fp8_lowbit"]
+
+SCALED_COLUMNS = 32
+"""Columns of a block-scaled matrix that share a scale."""
+EXPONENTS = "_exponents"
+"""Follows the name of a block-scaled state, in that of its scales."""
+MASTER = "master"
+"""State of a weight in low precision: a more precise copy, which the optimizer updates."""
+
+
+@dataclass(frozen=True)
+class DType:
+    """A number format."""
+
+    name: str
+    """As in a device's peaks."""
+    torch_name: str
+    n_bytes: int
+    is_scaled: bool = False
+    """Whether it is block-scaled: `SCALED_COLUMNS` values share one byte of scale."""
+
+    def bytes_of(self, n_values: int) -> int:
+        """Returns the bytes of values, with their scales."""
+        scales = n_values // SCALED_COLUMNS if self.is_scaled else 0
+        return self.n_bytes * n_values + scales
+
+
+FP32, BF16 = DType("fp32", "float32", 4), DType("bf16", "bfloat16", 2)
+FP16, FP8 = DType("fp16", "float16", 2), DType("fp8", "float8_e4m3fn", 1)
+SCALED_FP16, SCALED_E4M3 = replace(FP16, is_scaled=True), replace(FP8, is_scaled=True)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Formats of a parameter between steps; a checkpoint has all but the gradient."""
+
+    weight: DType = FP32
+    """As the model uses it."""
+    gradient: DType = FP32
+    """Once complete; if not the weight's format, backward passes leave it in that one."""
+    states: Mapping[str, DType] = field(default_factory=dict)
+    """Of the optimizer, by name."""
+
+    @property
+    def converts_gradient(self) -> bool:
+        """Whether the complete gradient is converted before the update."""
+        return self.gradient != self.weight
+
+    def state_bytes(self, n_values: int) -> int:
+        """Returns the bytes of the optimizer's states."""
+        return sum(dtype.bytes_of(n_values) for dtype in self.states.values())
+
+    def saved_bytes(self, n_values: int) -> int:
+        """Returns the bytes in a checkpoint."""
+        return self.weight.bytes_of(n_values) + self.state_bytes(n_values)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What a precision computes, sends and keeps."""
+
+    compute: DType
+    """Of activations, of weights of blocks when gathered, and of matmuls but those below."""
+    block_matmuls: DType
+    """Of the large matmuls of blocks."""
+    rounding: float
+    """Largest relative difference between layouts that another summation order explains, in three
+    steps of a small run (decisions 013, 017, 018)."""
+    scales_loss: bool = False
+    """Whether gradients underflow without loss scaling."""
+    reduced: DType = FP32
+    """Of gradients of blocks, when data-parallel ranks sum them."""
+    matrices: Stored = Stored()
+    """Matrices of blocks; of the optimizer's states, those not in fp32."""
+    vectors: Stored = Stored()
+    """Biases and norms of blocks, alike."""
+
+    @property
+    def multiplies_in_fp8(self) -> bool:
+        """Whether blocks compute their large matmuls in fp8."""
+        return self.block_matmuls == FP8
+
+    @property
+    def scales_columns(self) -> bool:
+        """Whether ranks must shard matrices of blocks at multiples of `SCALED_COLUMNS`."""
+        return self.reduced.is_scaled or self.matrices.gradient.is_scaled
+
+
+FORMATS: Mapping[PrecisionKind, Formats] = {
+    "fp32": Formats(FP32, FP32, rounding=2.4e-6),
+    "fp16": Formats(FP16, FP16, rounding=2.0e-2, scales_loss=True),
+    "bf16": Formats(BF16, BF16, rounding=7.8e-2),
+    "fp8": Formats(BF16, FP8, rounding=0.6),
+    "fp8_lowbit": Formats(
+        compute=BF16,
+        block_matmuls=FP8,
+        rounding=0.9,
+        reduced=SCALED_E4M3,
+        matrices=Stored(
+            weight=BF16,
+            gradient=SCALED_E4M3,
+            states={MASTER: SCALED_FP16, "exp_avg": SCALED_E4M3, "exp_avg_sq": SCALED_FP16},
+        ),
+        # Gathered together with the matrices.
+        vectors=Stored(weight=BF16, states={MASTER: FP32}),
+    ),
+}
+
+STATES = ("exp_avg", "exp_avg_sq")
+"""States of AdamW, for every parameter: the first and the second moment."""
+
+
+@cache
+def stored(kind: PrecisionKind, is_block: bool, n_dimensions: int) -> Stored:
+    """Returns the formats of a parameter.
+
+    Args:
+        kind: of precision.
+        is_block: whether it belongs to a block.
+        n_dimensions: of the parameter.
+    """
+    formats, low = FORMATS[kind], Stored()
+    if is_block:
+        low = formats.matrices if n_dimensions > 1 else formats.vectors
+    states = dict.fromkeys(STATES, FP32) | dict(low.states)
+    return Stored(low.weight, low.gradient, states)
