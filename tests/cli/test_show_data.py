@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from trainyard.cli.show import without_ending
-from trainyard.cli.show_data import count_lengths, printable, show_data
+from trainyard.cli.show_data import count_lengths, printable, show_data, without_ending
 from trainyard.config.corpus import load_corpus
 from trainyard.corpus.preparation.prepare import prepare
 from trainyard.data.indexed import IndexedDataset, IndexedWriter

@@ -45,7 +45,7 @@ def data(
 
     Example: trainyard check data data/web_text_document --tokenizer gpt2
     """
-    from trainyard.cli.show import without_ending
+    from trainyard.cli.show_data import without_ending
     from trainyard.corpus.verify import check_data
     from trainyard.data.tokenizer import load_tokenizer
 

@@ -45,6 +45,8 @@ def show(
     """
     from rich.console import Console
 
+    from trainyard.cli.show_data import show_data, without_ending
+
     console = Console(soft_wrap=True)
     names = what or []
     if fields:
@@ -64,8 +66,6 @@ def show(
 
         console.print("presets: " + ", ".join(preset_names()), highlight=False)
     elif Path(f"{without_ending(names[0])}.idx").exists():
-        from trainyard.cli.show_data import show_data
-
         show_data(without_ending(names[0]), console, count=count, tokenizer_path=tokenizer)
     else:
         _show_thing(names[0], names[1:], console, all_fields=all_fields)
@@ -95,11 +95,3 @@ def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields
         checkpoint = find_checkpoint(path)
         facts = describe_checkpoint(read_manifest(checkpoint))
         console.print(facts_table(str(checkpoint), facts))
-
-
-def without_ending(name: str) -> str:
-    """Returns the prefix of token files, without the extension of a file name."""
-    for ending in (".bin", ".idx", ".json"):
-        if name.endswith(ending) and not Path(f"{name}.idx").exists():
-            return name.removesuffix(ending)
-    return name

@@ -288,3 +288,11 @@ def show_tokenizer(name: str, console: Console) -> None:
         "pieces": " ".join(repr(tokenizer.decode([i])) for i in ids),
     }
     console.print(facts_table(name, facts))
+
+
+def without_ending(name: str) -> str:
+    """Returns the prefix of token files, without the extension of a file name."""
+    for ending in (".bin", ".idx", ".json"):
+        if name.endswith(ending) and not Path(f"{name}.idx").exists():
+            return name.removesuffix(ending)
+    return name
