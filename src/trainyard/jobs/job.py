@@ -49,6 +49,11 @@ class Job:
         return not self.is_stage and self.cluster.launch.start == "torchrun"
 
     @property
+    def n_tasks_per_node(self) -> int:
+        """Processes that a launcher starts per node: one per rank, or one torchrun."""
+        return 1 if self.has_torchrun else self.n_ranks_per_node
+
+    @property
     def project(self) -> Path:
         """Its working folder: paths of the run file are relative to it."""
         return self.folder.parents[1]

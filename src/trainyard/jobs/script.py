@@ -90,7 +90,7 @@ def _settings(job: Job) -> Settings:
         "folder": job.run_folder,
         "is_stage": "yes" if job.is_stage else "",
         "n_nodes": job.n_nodes,
-        "tasks_per_node": 1 if job.has_torchrun else job.n_ranks_per_node,
+        "tasks_per_node": job.n_tasks_per_node,
         "restart_limit": LIMIT,
         "needs": [[each] for each in job.needs],
         "environment": [[f"{name}={value}"] for name, value in given.items()],

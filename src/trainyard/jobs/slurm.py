@@ -72,8 +72,7 @@ class Slurm(BatchScheduler):
                 given |= {"cpus-per-task": prepare.workers}
         else:
             log += f"/{self.log('%j')}"
-            n_tasks = 1 if job.has_torchrun else job.n_ranks_per_node
-            given |= {"nodes": job.n_nodes, "ntasks-per-node": n_tasks}
+            given |= {"nodes": job.n_nodes, "ntasks-per-node": job.n_tasks_per_node}
         account = job.cluster.launch.account
         given |= {"account": account, "partition": partition, "time": time, "output": log}
         lines = [quote(f"--{name}={value}") for name, value in given.items() if value != ""]
