@@ -16,6 +16,7 @@ from trainyard.cli.show import without_ending
 from trainyard.cli.show_data import count_lengths, printable, show_data
 from trainyard.config.corpus import load_corpus
 from trainyard.corpus.preparation.prepare import prepare
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data.indexed import IndexedDataset, IndexedWriter
 from trainyard.data.sidecar import (
     GroupCount,
@@ -24,7 +25,6 @@ from trainyard.data.sidecar import (
     load_sidecar,
     save_sidecar,
 )
-from trainyard.data.tokenizer import train_tokenizer
 from trainyard.errors import DataError
 
 TEXTS = ["first words", "", "second", "\x1b[31mred\x1b[0m\nline two", "long " * 200, "the last"]
