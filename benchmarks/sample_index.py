@@ -25,9 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
+from trainyard.config.run import Blend
 from trainyard.data.blend import build_blend_index
 from trainyard.data.indexed import IndexedWriter, token_paths
-from trainyard.data.order import Blend, SequenceSettings, build_order
+from trainyard.data.order import SequenceSettings, build_order
 
 N_DOCUMENTS = 20_000_000
 MEAN_TOKENS = 1000
@@ -62,7 +63,11 @@ def build(prefix: str, n_epochs: int, n_tokens: int, folder: str) -> dict[str, f
     train = int(0.949 * n_tokens * (n_epochs - 0.026)) // SEQUENCE_LENGTH
     sizes = (train, train // 20, train // 1000)
     orders = build_order(
-        Blend((prefix,)), SPLIT, sizes, SequenceSettings(SEQUENCE_LENGTH, SEED), Path(folder)
+        Blend(prefixes=(prefix,)),
+        SPLIT,
+        sizes,
+        SequenceSettings(SEQUENCE_LENGTH, SEED),
+        Path(folder),
     )
     order = orders["train"]
     assert order is not None

@@ -94,6 +94,15 @@ def publish_text(path: Path, text: str) -> None:
         raise MachineError(f"{path} cannot be written: {error.strerror}", hint) from error
 
 
+def flush(path: Path) -> None:
+    """Flushes a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Consecutive bytes of a file and their checksum."""
 

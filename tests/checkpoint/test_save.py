@@ -4,7 +4,8 @@ import torch
 
 from trainyard.checkpoint.format import list_checkpoints
 from trainyard.checkpoint.load import load_tensors, newest_checkpoint
-from trainyard.checkpoint.save import save_checkpoint, split_in_shards
+from trainyard.checkpoint.save import save_checkpoint
+from trainyard.checkpoint.shard import split_in_shards
 from trainyard.checkpoint.verify import check_checkpoint
 
 

@@ -9,7 +9,7 @@ from tests.command import trainyard
 
 from trainyard.config.corpus import load_corpus
 from trainyard.corpus.preparation.prepare import prepare
-from trainyard.data.tokenizer import train_tokenizer
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 
 
 @pytest.fixture

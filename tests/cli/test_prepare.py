@@ -19,9 +19,10 @@ from tests.waiting import WATCHDOG_SECONDS, wait_until
 from trainyard.cli.prepare import prepare as prepare_verb
 from trainyard.config.corpus import load_corpus
 from trainyard.corpus.preparation.prepare import choose_tokenizer, prepare
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.corpus.preparation.unit import UnitWorker
 from trainyard.data.sidecar import load_sidecar
-from trainyard.data.tokenizer import load_tokenizer, train_tokenizer
+from trainyard.data.tokenizer import load_tokenizer
 from trainyard.errors import ConfigError, DataError
 
 DATA_FILE = """

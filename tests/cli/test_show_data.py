@@ -15,6 +15,7 @@ from rich.console import Console
 from trainyard.cli.show_data import count_lengths, printable, show_data, without_ending
 from trainyard.config.corpus import load_corpus
 from trainyard.corpus.preparation.prepare import prepare
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data.indexed import IndexedDataset, IndexedWriter
 from trainyard.data.sidecar import (
     GroupCount,
@@ -23,7 +24,6 @@ from trainyard.data.sidecar import (
     load_sidecar,
     save_sidecar,
 )
-from trainyard.data.tokenizer import train_tokenizer
 from trainyard.errors import DataError
 
 TEXTS = ["first words", "", "second", "\x1b[31mred\x1b[0m\nline two", "long " * 200, "the last"]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tests.waiting import WATCHDOG_SECONDS
 
-from trainyard.data.tokenizer import train_tokenizer
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.jobs.submission import read_submission
 
 from .launching import read_losses, trainyard, write_cluster

@@ -87,6 +87,7 @@ IMPOSSIBLE = [
     ("data.blend.prefixes=['a']; data.blend.weights=[0]", "weights must be positive (got [0"),
     ("data.blend.prefixes=['a']; data.blend.weights=[inf]", "Input should be a finite number"),
     ("data.blend.prefixes=['a','a']", "'a' is listed more than once in prefixes"),
+    (f"data.blend.prefixes={list(map(str, range(40_000)))}", "40000 prefixes; a blend takes 32766"),
     (
         "data.blend.prefixes=['a']; data.train.prefixes=['b']",
         "data: give either blend with split, or train; not both",

@@ -13,10 +13,11 @@ import pytest
 from tests.data.records import EOD, VOCABULARY_SIZE, record_file, write_record
 
 from trainyard.corpus.block_checker import BlockChecker, Finding, Span
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.corpus.verify import DataReport, check_data
 from trainyard.data.indexed import IndexedDataset, IndexedWriter
 from trainyard.data.sidecar import TokenizerRecord
-from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from trainyard.data.tokenizer import Tokenizer, load_tokenizer
 from trainyard.errors import DataError
 from trainyard.files import Block, FileRecord
 

@@ -14,9 +14,9 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data import tokenizer as subject
-from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from trainyard.data.windows import Windows
+from trainyard.data.tokenizer import Tokenizer, Windows, load_tokenizer
 from trainyard.errors import DataError
 
 EVERY_SPACE = [chr(code) for code in range(0x110000) if chr(code).isspace()]

@@ -11,7 +11,7 @@ import pytest
 import trainyard.data
 from trainyard.config.corpus import Corpus
 from trainyard.corpus.preparation.prepare import prepare, train_on_inputs
-from trainyard.data.tokenizer import train_tokenizer
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data.vocabulary import load_vocabulary
 from trainyard.errors import DataError
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainyard.config.run import Run
+from trainyard.config.run import Blend, Run
 from trainyard.data.corpus_order import SequenceSettings
 from trainyard.data.indexed import IndexedWriter
 from trainyard.data.loader import Batch, Loader
-from trainyard.data.order import Blend, SequenceOrder, build_order
+from trainyard.data.order import SequenceOrder, build_order
 from trainyard.plan.batches import BatchSchedule
 
 N = 22  # sequences of the order
@@ -25,9 +25,9 @@ def order(tmp_path: Path) -> SequenceOrder:
     prefix = tmp_path / "corpus"
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
         writer.add_document(np.arange(8 * N + 1, dtype=np.uint16))
-    found = build_order(Blend((str(prefix),)), "1", (None, 0, 0), SequenceSettings(8, seed=5))[
-        "train"
-    ]
+    found = build_order(
+        Blend(prefixes=(str(prefix),)), "1", (None, 0, 0), SequenceSettings(8, seed=5)
+    )["train"]
     assert found is not None
     assert len(found) == N
     return found

@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data import tokenizer as subject
-from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from trainyard.data.tokenizer import Tokenizer, load_tokenizer
 from trainyard.data.vocabulary import Vocabulary, byte_symbols, load_vocabulary
 from trainyard.errors import DataError, MachineError
 

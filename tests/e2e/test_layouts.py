@@ -28,7 +28,7 @@ from trainyard.config.corpus import load_corpus
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.corpus.preparation.prepare import prepare
-from trainyard.data.tokenizer import train_tokenizer
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.launch.environment import Process, rank_environment
 from trainyard.train import worker
 from trainyard.train.run_folder import write_run_folder

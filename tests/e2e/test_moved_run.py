@@ -21,7 +21,7 @@ from trainyard.config.corpus import Corpus
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.corpus.preparation.prepare import prepare
-from trainyard.data.tokenizer import train_tokenizer
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data.vocabulary import load_vocabulary
 from trainyard.errors import CheckpointError
 from trainyard.train.run_folder import write_run_folder

@@ -15,9 +15,10 @@ from trainyard.checkpoint.save import save_checkpoint
 from trainyard.cli.evaluate import evaluate
 from trainyard.cli.generate import generate, stream_text
 from trainyard.config.load import load_run
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data.indexed import IndexedWriter
 from trainyard.data.loader import build_orders
-from trainyard.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from trainyard.data.tokenizer import Tokenizer, load_tokenizer
 from trainyard.errors import CheckpointError, ConfigError, DataError
 from trainyard.evaluate.inputs import count_training_tokens, load_trained, read_documents
 from trainyard.evaluate.loss import unigram_loss

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainyard.config.corpus import Corpus
-from trainyard.data.tokenizer import train_tokenizer
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "with", "another", "hat", "in", "that", "flat"]
 WORDS += ["and", "ate", "what", "it", "had", "got", "there"]

@@ -38,7 +38,7 @@ from trainyard.cli.main import main
 from trainyard.config.corpus import load_corpus
 from trainyard.config.load import load_run, render_run
 from trainyard.corpus.preparation.prepare import prepare
-from trainyard.data.tokenizer import train_tokenizer
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.export.to_huggingface import export_huggingface
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialise

@@ -292,7 +292,7 @@ def test_wall_clock_limit_saves_and_can_be_resumed(tiny_run: Run, tmp_path: Path
 def test_data_of_another_tokenizer_is_refused(tiny_run: Run, tmp_path: Path) -> None:
     from trainyard.config.corpus import load_corpus
     from trainyard.corpus.preparation.prepare import prepare
-    from trainyard.data.tokenizer import train_tokenizer
+    from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 
     words = [f"{a}{b} " for a in "abcdefgh" for b in "ijklmnop"]
     (tmp_path / "text.txt").write_text("".join(words) * 40)

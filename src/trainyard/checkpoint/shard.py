@@ -35,6 +35,8 @@ from trainyard.checkpoint.format import DTYPES, HEADER_LIMIT_BYTES, StoredFile
 from trainyard.errors import CheckpointError
 from trainyard.files import open_file
 
+# Few files, each small enough to move.
+SHARD_LIMIT_BYTES: Final = 2**30
 # More than two cores hash at the rate of most disks; one more thread waits for I/O.
 THREADS: Final = 4
 # Large, because each piece waits for the GIL, which a busy training loop releases every 5 ms.
@@ -76,6 +78,21 @@ class _Entry(msgspec.Struct):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     data_offsets: tuple[int, int] = (0, 0)
+
+
+def split_in_shards(
+    tensors: Mapping[str, Tensor], limit_bytes: int = SHARD_LIMIT_BYTES
+) -> list[dict[str, Tensor]]:
+    """Groups tensors, in order, into shards within `limit_bytes`, or of one larger tensor."""
+    shards: list[dict[str, Tensor]] = []
+    room = 0
+    for name, tensor in tensors.items():
+        if not shards or tensor.nbytes > room:
+            shards.append({})
+            room = limit_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    return shards
 
 
 def write_shards(shards: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, Written]:

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+from collections import Counter
 from math import isqrt
 from typing import Annotated, Literal, Self
 
@@ -29,6 +30,7 @@ Prefixes = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 NoneByName = BeforeValidator(lambda value: None if value == "none" else value)
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+MOST_PREFIXES = 32_766  # a corpus is a 16-bit number in the order
 
 
 def _as_text(value: object) -> object:
@@ -91,10 +93,10 @@ class Model(Section):
         if self.d_model % self.n_heads:
             small = [n for n in range(1, isqrt(self.d_model) + 1) if self.d_model % n == 0]
             divisors = {*small, *(self.d_model // n for n in small)}
-            working = sorted(divisors, key=lambda n: (abs(n - self.n_heads), n))
+            working = min(divisors, key=lambda n: (abs(n - self.n_heads), n))
             raise ValueError(
                 f"d_model={self.d_model} must be divisible by n_heads={self.n_heads}; "
-                f"nearest n_heads that divides: {working[0]}"
+                f"nearest n_heads that divides: {working}"
             )
         return self
 
@@ -113,7 +115,9 @@ class Blend(Section):
             raise ValueError(f"{len(self.prefixes)} prefixes but {len(self.weights)} weights")
         if any(not weight > 0 for weight in self.weights):
             raise ValueError(f"weights must be positive (got {list(self.weights)})")
-        repeated = sorted({p for p in self.prefixes if self.prefixes.count(p) > 1})
+        if len(self.prefixes) > MOST_PREFIXES:
+            raise ValueError(f"{len(self.prefixes)} prefixes; a blend takes {MOST_PREFIXES}")
+        repeated = [prefix for prefix, count in Counter(self.prefixes).items() if count > 1]
         if repeated:
             raise ValueError(f"{repeated[0]!r} is listed more than once in prefixes")
         return self

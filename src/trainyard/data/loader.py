@@ -22,7 +22,7 @@ from trainyard.config import run as config
 from trainyard.data.corpus_order import SequenceSettings
 from trainyard.data.index_cache import IndexCache, Unread, describe_contents
 from trainyard.data.indexed import IndexedDataset
-from trainyard.data.order import SPLITS, Blend, SequenceOrder, Split, build_order, parse_split
+from trainyard.data.order import SPLITS, SequenceOrder, Split, build_order, parse_split
 from trainyard.errors import ConfigError, DataError
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import Plan
@@ -141,9 +141,8 @@ def build_orders(
         for split, part, size in zip(SPLITS, parts, plan.order_sequences, strict=True)
     ]
     settings = SequenceSettings(run.model.sequence_length, run.train.seed)
-    train, valid, test = (_blend(each) for each in (data.train, data.valid, data.test))
     return build_order(
-        _blend(data.blend) or (train, valid, test),
+        data.blend if data.blend.prefixes else (data.train, data.valid, data.test),
         data.split if data.blend.prefixes else None,
         (sizes[0], sizes[1], sizes[2]),
         settings,
@@ -196,7 +195,3 @@ def data_fingerprint(run: config.Run) -> str:
     datasets = [IndexedDataset(prefix) for prefix in data_prefixes(run)]
     checksums = [cache.fingerprint(dataset.prefix) for dataset in datasets]
     return hashlib.sha256("\n".join(checksums).encode()).hexdigest()
-
-
-def _blend(blend: config.Blend) -> Blend | None:
-    return Blend(blend.prefixes, blend.weights or None) if blend.prefixes else None

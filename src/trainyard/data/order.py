@@ -21,7 +21,6 @@ import copy
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -29,6 +28,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from trainyard.config.run import Blend
 from trainyard.data.blend import build_blend_index
 from trainyard.data.corpus_order import CorpusOrder, SequenceSettings, build_corpus_order
 from trainyard.data.index_cache import IndexCache
@@ -48,48 +48,6 @@ FEW_DOCUMENTS = 100
 _WHOLE: Part = (0.0, 1.0)
 _SURPLUS = 0.005  # Megatron-LM's mid_level_dataset_surplus
 _ROWS_AT_ONCE = 64  # as many as fit a processor's cache
-_MOST_CORPORA = 32766  # a corpus is a 16-bit number in the blend
-
-
-@dataclass(frozen=True)
-class Blend:
-    """Token files to draw from, and how much from each.
-
-    Attributes:
-        prefixes: paths without `.bin` or `.idx`.
-        weights: each corpus's share, in any unit; None draws in proportion to their lengths.
-
-    Raises:
-        DataError: no corpus, a duplicate, or invalid weights.
-    """
-
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < len(self.prefixes) <= _MOST_CORPORA:
-            raise DataError(
-                f"a blend of {len(self.prefixes)} corpora; it takes 1 to {_MOST_CORPORA}",
-                "name the token files, or join some of them",
-            )
-        for index, prefix in enumerate(self.prefixes):
-            if prefix in self.prefixes[:index]:
-                raise DataError(
-                    f"corpus {prefix} is given twice", "name it once, with the sum of its weights"
-                )
-        if self.weights is None:
-            return
-        if len(self.weights) != len(self.prefixes):
-            raise DataError(
-                f"{len(self.weights)} weights for {len(self.prefixes)} corpora",
-                "give one weight for each corpus",
-            )
-        for prefix, weight in zip(self.prefixes, self.weights, strict=True):
-            if not 0 < weight < math.inf:
-                raise DataError(
-                    f"weight {weight} of corpus {prefix} is not above 0",
-                    "give a positive number; leave out a corpus that is not wanted",
-                )
 
 
 class SequenceOrder:
@@ -175,7 +133,7 @@ def parse_split(text: str) -> tuple[Part | None, Part | None, Part | None]:
 
 
 def build_order(
-    blend: Blend | tuple[Blend | None, Blend | None, Blend | None],
+    blend: Blend | tuple[Blend, Blend, Blend],
     split: str | None,
     sizes: tuple[int | None, int | None, int | None],
     settings: SequenceSettings,
@@ -184,7 +142,7 @@ def build_order(
     """Builds the order of the train, valid and test sequences, or loads it if it was built before.
 
     Args:
-        blend: what to draw from: one blend that `split` divides, or one for each split.
+        blend: one blend that `split` divides, or one for each split, without prefixes for none.
         split: shares such as "949,50,1": of the documents, as in Megatron-LM, or of the tokens if
             there are few documents; None with a blend for each split.
         sizes: sequences wanted of each split. 0 is none of them. None is one pass over the
@@ -199,7 +157,7 @@ def build_order(
     blends = (blend, blend, blend) if isinstance(blend, Blend) else blend
     parts = (_WHOLE, _WHOLE, _WHOLE) if split is None else parse_split(split)
     cache = IndexCache(cache_folder)
-    prefixes = {prefix for each in blends if each for prefix in each.prefixes}
+    prefixes = {prefix for each in blends for prefix in each.prefixes}
     datasets = {prefix: IndexedDataset(prefix) for prefix in sorted(prefixes)}
     by_tokens = {prefix for prefix in datasets if splits_by_tokens(len(datasets[prefix]), parts)}
     for prefix in sorted(by_tokens):
@@ -208,7 +166,7 @@ def build_order(
     orders: dict[Split, SequenceOrder | None] = {}
     for name, each, part, size in zip(SPLITS, blends, parts, sizes, strict=True):
         orders[name] = None
-        if each is None or size == 0 or (part is None and size is None):
+        if not each.prefixes or size == 0 or (part is None and size is None):
             continue
         if part is None:
             raise DataError(
@@ -216,7 +174,7 @@ def build_order(
                 f"give {name} a share in the split, or ask for 0 of them",
             )
         if isinstance(blend, tuple) and len(each.prefixes) == 1:  # weighed against nothing
-            each = Blend(each.prefixes)
+            each = Blend(prefixes=each.prefixes)
         drop_last_partial = settings.drop_last_partial or name != "valid"
         selected = [
             _select(datasets[prefix], part, name, by_tokens=prefix in by_tokens)
@@ -289,7 +247,7 @@ def _cut(dataset: IndexedDataset, span: range) -> IndexedDataset:
 
 def _asked(blend: Blend, size: int | None, surplus: float) -> list[int | None]:
     """Returns how many sequences each corpus must give; None is one pass over its documents."""
-    if blend.weights is None:
+    if not blend.weights:
         return [size if len(blend.prefixes) == 1 else None] * len(blend.prefixes)
     if size is None:
         raise DataError(
@@ -303,11 +261,11 @@ def _asked(blend: Blend, size: int | None, surplus: float) -> list[int | None]:
 def _blended(
     blend: Blend, size: int | None, corpora: list[CorpusOrder], cache: IndexCache
 ) -> SequenceOrder:
-    if blend.weights is None and len(corpora) == 1:
+    if not blend.weights and len(corpora) == 1:
         return SequenceOrder(corpora)
     lengths = [len(corpus) for corpus in corpora]
     limits = None
-    if blend.weights is not None:
+    if blend.weights:
         # Megatron-LM normalizes twice, which can change the last bit
         weights = _normalized(_normalized(blend.weights).tolist())
         length = sum(count for count in _asked(blend, size, 0.0) if count is not None)

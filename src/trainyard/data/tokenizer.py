@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import logging
 import os
+import re
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -36,27 +37,26 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainyard.data.indexed import explain_disk_errors
 from trainyard.data.vocabulary import (
     END_OF_DOCUMENT,
     GPT2_SPLIT,
     Vocabulary,
-    build_vocabulary,
-    byte_symbols,
     load_vocabulary,
-    save_vocabulary,
 )
-from trainyard.data.windows import Windows
 from trainyard.errors import DataError
 
 SpecialTokens = Literal["text", "parse"]
-Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
+Ids = npt.NDArray[np.uint32]
+Encoded = tuple[Ids, npt.NDArray[np.int64]]
 
 # A block of 4 MiB and the document that hangs over its end: what is read at once, in one call.
 _CALL_CHARACTERS = 5 * 2**20
 _LONG_CHARACTERS = 2**20
 _WINDOW_CHARACTERS = 2**18
 _OVERLAP_CHARACTERS = 2**12
+_CONTRACTION = re.compile(rb"'[sdmtlvr]")
+# Four characters: the longest text that the end of a window can make the splitting rule misread.
+_UNCERTAIN_BYTES = 16
 # sha256 of GPT-2's rules and of the reference's ids of the tricky texts: spares most runs the time
 # and the memory of building the reference.
 _GPT2_ANSWERS = "adbf285f46dbd3d80b886d6cf9f979e2e6c18b7a59d7f3201d0092de4549146c"
@@ -175,6 +175,84 @@ def _choose_engine(fast: _Engine, reference: _Engine, name: str) -> _Engine:
         return fast
     _log.warning("tokenizer %s: the fast engine's ids differ; using the exact one", name)
     return reference
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Encodes long texts a window at a time, with constant memory.
+
+    An engine takes about 25 bytes of memory per byte of a word, and words are unbounded: base64,
+    DNA, a page of line feeds. So windows overlap and are joined at a common token:
+
+        window 1   |The| cat| sat| on| the| m|
+        window 2                     | the| mat| and| pur|
+        joined     |The| cat| sat| on| the| mat| and| pur|
+
+    The ids are those of the whole text, for any vocabulary with GPT-2's splitting rule:
+
+    1. The splitting rule looks forward only. A window that begins where a word begins, or inside
+       one, has the words of the whole text from there on, the first one cut at its front.
+       `_find_joint` avoids the exception, a contraction: in `I'll` the rest of `'ll` is `ll`,
+       another kind of word. Where a window ends, only words that touch its last characters can
+       differ.
+    2. Byte-pair encoding repeats the merge of least rank, leftmost first. Where no merge crosses a
+       place in a word, either side is merged as if it were alone. So in the encoding of a word, any
+       two neighbours are the encoding of their own bytes.
+    3. Conversely, if any two neighbours in a row of tokens are that, the row is the encoding of its
+       word: the first merge to cross a boundary would have done so with these two neighbours alone.
+
+    The tokens before the shared one are neighbours in window 1, those after it in window 2, and by
+    1 none crosses the border of a word of the whole text. So by 3 the joined row is right.
+
+    Attributes:
+        encode: returns the ids of a short text.
+        token_bytes: the number of bytes of each id.
+        added_bytes: the longest added token, which is found in the text before it is split.
+    """
+
+    encode: Callable[[str], Ids]
+    token_bytes: npt.NDArray[np.int64]
+    added_bytes: int
+    window_characters: int
+    overlap_characters: int
+
+    def encode_long(self, text: str) -> Iterator[Ids]:
+        """Yields the ids of a text piece by piece."""
+        start, end = 0, self.window_characters
+        ids = self.encode(text[:end])
+        while end < len(text):
+            tail_start = end - self.overlap_characters
+            joint = self._find_joint(ids, text[tail_start:end])
+            if joint:
+                n_ids, n_characters = joint
+                next_start = tail_start + n_characters
+                next_end = next_start + self.window_characters
+                next_ids = self.encode(text[next_start:next_end])
+                if next_ids[0] == ids[n_ids]:
+                    yield ids[:n_ids]
+                    start, end, ids = next_start, next_end, next_ids
+                    continue
+            # No joint, as in a text of nothing but contractions: this window becomes longer.
+            end += end - start
+            ids = self.encode(text[start:end])
+        yield ids
+
+    def _find_joint(self, ids: Ids, tail: str) -> tuple[int, int] | None:
+        """Finds the first token of the tail at which a window may begin.
+
+        Returns the number of ids before it, and of the characters of the tail before it.
+        """
+        data = tail.encode()
+        last = ids[-len(data) :]
+        ends = len(data) - self.token_bytes[last].sum() + np.cumsum(self.token_bytes[last])
+        starts = ends - self.token_bytes[last]
+        certain = len(data) - max(_UNCERTAIN_BYTES, self.added_bytes)
+        for index in np.flatnonzero((starts >= 2) & (ends <= certain)).tolist():
+            place = int(starts[index])
+            is_character = data[place] & 0xC0 != 0x80
+            if is_character and not _CONTRACTION.search(data, place - 2, place + 2):
+                return len(ids) - len(last) + index, len(data[:place].decode())
+        return None
 
 
 class Tokenizer:
@@ -301,39 +379,3 @@ def tokenizer_name(source: str | Path) -> str:
     """Returns the name to display: that of the folder, which may be gone."""
     path = Path(source)
     return (path.parent if path.suffix == ".json" else path).resolve().name
-
-
-def train_tokenizer(texts: Iterable[str], vocabulary_size: int, folder: Path) -> Path:
-    """Trains a byte-level BPE with GPT-2's splitting rule and saves `folder/tokenizer.json`.
-
-    `<|endoftext|>` is the last id, as in GPT-2. The same texts give the same file.
-
-    Raises:
-        DataError: the size is too small, or the texts hold too few different words for it.
-        MachineError: the folder cannot be written.
-    """
-    from tokenizers import Tokenizer as HuggingFaceTokenizer
-    from tokenizers import models, pre_tokenizers, trainers
-
-    if vocabulary_size < 257:
-        hint = "it holds 256 bytes and <|endoftext|>, so ask for 257 or more; 4096 suits a laptop"
-        raise DataError(f"a vocabulary of {vocabulary_size} tokens is too small", hint)
-    with explain_disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    engine = HuggingFaceTokenizer(models.BPE())
-    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary_size - 1, initial_alphabet=byte_symbols(), show_progress=False
-    )
-    engine.train_from_iterator(texts, trainer)
-    ids = engine.get_vocab()
-    if len(ids) != vocabulary_size - 1:
-        raise DataError(
-            f"the text gives only {len(ids) + 1} tokens, not {vocabulary_size}",
-            f"give more text, or ask for {len(ids) + 1} tokens or fewer",
-        )
-    merges = json.loads(engine.to_str())["model"]["merges"]
-    path = folder / "tokenizer.json"
-    vocabulary = build_vocabulary(path, {**ids, END_OF_DOCUMENT: len(ids)}, merges)
-    save_vocabulary(vocabulary, path)
-    return path

@@ -35,16 +35,17 @@ from trainyard.checkpoint.format import (
     step_folder_name,
     values_sha256,
 )
-from trainyard.checkpoint.rank_manifest import describe_part
-from trainyard.checkpoint.save import (
+from trainyard.checkpoint.save import describe_part, write_tokenizer
+from trainyard.checkpoint.shard import (
     SHARD_LIMIT_BYTES,
-    flush,
+    Values,
+    read_header,
+    read_values,
     split_in_shards,
-    write_tokenizer,
 )
-from trainyard.checkpoint.shard import Values, read_header, read_values
 from trainyard.data.vocabulary import Vocabulary
 from trainyard.errors import CheckpointError
+from trainyard.files import flush
 from trainyard.parallel.placement import whole
 
 Make = Callable[[str], Tensor]

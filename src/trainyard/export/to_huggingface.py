@@ -18,7 +18,7 @@ from torch import Tensor
 from trainyard.architecture import parameter_shapes
 from trainyard.checkpoint.format import OLDER_IS_KEPT, Manifest
 from trainyard.checkpoint.load import build_model_from_checkpoint, load_tokenizer_copy
-from trainyard.checkpoint.save import flush, split_in_shards
+from trainyard.checkpoint.shard import split_in_shards
 from trainyard.config.run import Model
 from trainyard.data.vocabulary import END_OF_DOCUMENT, GPT2, Vocabulary
 from trainyard.errors import CheckpointError, MachineError
@@ -33,6 +33,7 @@ from trainyard.export.gpt2 import (
 )
 from trainyard.export.run_folder import require_new
 from trainyard.export.stream import CheckpointWeights, outline, write_tensors
+from trainyard.files import flush
 
 logger = logging.getLogger("trainyard")
 

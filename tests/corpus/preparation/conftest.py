@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.data.tokenizer import train_tokenizer
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -44,13 +44,14 @@ from trainyard.corpus.preparation.plan import (
 from trainyard.corpus.preparation.pool import work_in_processes
 from trainyard.corpus.preparation.progress import Progress, ProgressReader, read_progress
 from trainyard.corpus.preparation.steps import apply_steps
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.corpus.preparation.unit import PLACES_PER_KIND, Place, UnitResult, count_reading
 from trainyard.corpus.preparation.work_folder import WorkFolder, name_process
 from trainyard.corpus.preparation.worker import CorpusWorker, is_prepared, piece_names, unit_name
 from trainyard.corpus.sources import Segment, find_files, read_documents
 from trainyard.corpus.sources.files import UNIT_BYTES, format_of
 from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
-from trainyard.data.tokenizer import load_tokenizer, tokenizer_name, train_tokenizer
+from trainyard.data.tokenizer import load_tokenizer, tokenizer_name
 from trainyard.data.vocabulary import END_OF_DOCUMENT, GPT2, load_vocabulary
 from trainyard.errors import DataError, MachineError
 from trainyard.log import build_logger
