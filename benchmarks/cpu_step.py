@@ -132,7 +132,7 @@ def build_ours(cell: Cell, compiled: bool) -> Step:
         norm = norms_of(gradients).square().sum().sqrt().float()
         divisor = StepStats(loss, norm, loss.new_ones(())).divisor(1.0)
         optimizer.step(1e-4, divisor, (~norm.isfinite()).float())
-        optimizer.zero_grad()
+        optimizer.fused.zero_grad()
         return loss.item()
 
     return step

@@ -83,7 +83,7 @@ def build_plain(run: Run) -> Step:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         divisor = StepStats(total, norm, one).divisor(run.optimizer.clip_norm)
         optimizer.step(run.optimizer.learning_rate, divisor, (~norm.isfinite()).float())
-        optimizer.zero_grad()
+        optimizer.fused.zero_grad()
         return total.item()
 
     return step
@@ -109,7 +109,7 @@ def build_replica(run: Run, zero_stage: int | None) -> Step:
         totals = reduce_step_stats(parallel_model, loss, n, n)
         divisor = totals.divisor(run.optimizer.clip_norm)
         optimizer.step(run.optimizer.learning_rate, divisor, (~totals.is_finite).float())
-        optimizer.zero_grad()
+        parallel_model.zero_grad()
         return totals.loss.item()
 
     return step

@@ -23,7 +23,6 @@ from trainyard.precision.float8 import (
     build_product,
     convert_to_float8,
     refuse_device,
-    refuse_missing_products,
 )
 from trainyard.train.state import State, TrainContext
 from trainyard.train.step import train_step
@@ -117,22 +116,22 @@ def test_no_gpu_is_refused_unless_emulated(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run = run_in_fp8("precision.fp8.emulate=false")
     with pytest.raises(MachineError, match="MI300; this machine has no GPU") as caught:
-        refuse_missing_products(run)
+        refuse_device(run)
     assert caught.value.problem.startswith("precision.kind='fp8' needs fp8 matmuls")
     assert "precision.fp8.emulate=true" in caught.value.hint
     with pytest.raises(MachineError, match="this is the CPU"):
         refuse_device(run, torch.device("cpu"))
     for allowed in (run_in_fp8(), load_run("tiny").run):
-        refuse_missing_products(allowed)
+        refuse_device(allowed)
         refuse_device(allowed, torch.device("cpu"))
 
 
 def test_without_torchao_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs torchao, which is not installed") as caught:
-        refuse_missing_products(run_in_fp8())
+        refuse_device(run_in_fp8())
     assert caught.value.hint == "pip install torchao, or precision.kind=bf16"
-    refuse_missing_products(load_run("tiny").run)
+    refuse_device(load_run("tiny").run)
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,6 @@ class AdamW:
         self.fused.grad_scale, self.fused.found_inf = divisor, skip  # type: ignore[attr-defined]
         self.fused.step()
 
-    def zero_grad(self) -> None:
-        """Clears all gradients."""
-        self.fused.zero_grad(set_to_none=True)
-
     def state_of(self, local: LocalParameter) -> dict[str, Tensor]:
         """Returns this rank's moments of a parameter; none before the first update."""
         return self.moments_of(local.parameter)

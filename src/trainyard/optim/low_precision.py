@@ -132,6 +132,8 @@ class LowPrecisionAdamW:
             assert isinstance(each.converted_gradient, Tensor), each.name
             master.grad = each.converted_gradient
         self.plain.step(learning_rate, divisor, skip)
+        for _, master in self.vectors.values():
+            master.grad = None
         if self.vectors:
             torch._foreach_copy_(
                 [local_part(each.parameter) for each, _ in self.vectors.values()],
@@ -161,15 +163,6 @@ class LowPrecisionAdamW:
                 tensors = [t for codes, _ in chunks for t in (codes.values, codes.exponents)]
                 numbers = matrix.numbers(slice(here.start, here.start + len(tensors[0])))
                 self._update(weight[here], tensors, key, numbers, step, constants)
-
-    def zero_grad(self) -> None:
-        """Clears all gradients."""
-        self.plain.zero_grad()
-        for each in (
-            *(m.local for m in self.matrices.values()),
-            *(v for v, _ in self.vectors.values()),
-        ):
-            each.parameter.grad = each.converted_gradient = None
 
     def state_of(self, local: LocalParameter) -> dict[str, Tensor]:
         """Returns this rank's states of a parameter by checkpoint name."""

@@ -28,9 +28,6 @@ class LocalOptimizer(Protocol):
             skip: 1 to keep weights, states and the number of updates, else 0; on the device.
         """
 
-    def zero_grad(self) -> None:
-        """Clears all gradients."""
-
     def state_of(self, local: LocalParameter) -> dict[str, Tensor]:
         """Returns this rank's states of a parameter by checkpoint name.
 

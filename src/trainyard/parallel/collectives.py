@@ -12,6 +12,7 @@ Tokens are dimension 1, in equal parts. On a GPU all run asynchronously until th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed import _functional_collectives as collectives
 from trainyard.model.linear import Product
 
 TOKENS = 1
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 # torch 2.13 renamed them, and warns about the old names.
 _gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
@@ -55,36 +57,29 @@ def _wait(x: Tensor) -> Tensor:
     return out
 
 
-class _CopyToGroup(torch.autograd.Function):
+def _same(x: Tensor, _group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _gather_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return all_gather(x, group, TOKENS)
+
+
+def _reduce_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return reduce_scatter(x, group, TOKENS)
+
+
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient, ctx.group), None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather(x, group, TOKENS)
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: Collective, backward: Collective
+    ) -> Tensor:
+        ctx.group, ctx.backward_collective = group, backward
+        return forward(x, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(gradient, ctx.group, TOKENS), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.backward_collective(gradient, ctx.group), None, None, None
 
 
 class _GatheredProduct(torch.autograd.Function):
@@ -99,7 +94,7 @@ class _GatheredProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.product, ctx.group, ctx.has_bias = product, group, bias is not None
-        return product(all_gather(x, group, TOKENS), weight, bias)
+        return product(_gather_all(x, group), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
@@ -107,50 +102,28 @@ class _GatheredProduct(torch.autograd.Function):
         if torch.compiler.is_compiling():
             # Else the compiler sees the forward pass's gather again, and keeps its result.
             x = x + 0 * gradient.flatten()[0]
-        gathered = all_gather(x, ctx.group, TOKENS)
+        gathered = _gather_all(x, ctx.group)
         of_gathered, of_weight = ctx.product.backward(gradient, gathered, weight)
-        of_x = reduce_scatter(of_gathered, ctx.group, TOKENS)
+        of_x = _reduce_part(of_gathered, ctx.group)
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
         return of_x, of_weight, of_bias, None, None
 
 
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter(x, group, TOKENS)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradient, ctx.group, TOKENS), None
-
-
-class _ExchangeParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_to_all(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_to_all(gradient, ctx.group), None
-
-
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Passes `x` to a computation split over ranks; sums their gradients in the backward pass."""
-    out: Tensor = _CopyToGroup.apply(x, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _Collective.apply(x, group, _same, all_reduce)  # type: ignore[no-untyped-call]
     return out
 
 
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sums the partial results of all ranks."""
-    out: Tensor = _ReduceFromGroup.apply(x, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _Collective.apply(x, group, all_reduce, _same)  # type: ignore[no-untyped-call]
     return out
 
 
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gathers (B, T/tp, ...) of all ranks to (B, T, ...); sums gradients in the backward pass."""
-    out: Tensor = _GatherTokens.apply(x, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _Collective.apply(x, group, _gather_all, _reduce_part)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -164,11 +137,11 @@ def product_of_gathered(
 
 def scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sums (B, T, ...) over ranks and keeps this rank's (B, T/tp, ...)."""
-    out: Tensor = _ScatterTokens.apply(x, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _Collective.apply(x, group, _reduce_part, _gather_all)  # type: ignore[no-untyped-call]
     return out
 
 
 def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sends `x[i]` to rank i, for every rank; `[i]` of the result came from rank i."""
-    out: Tensor = _ExchangeParts.apply(x, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _Collective.apply(x, group, all_to_all, all_to_all)  # type: ignore[no-untyped-call]
     return out

@@ -13,6 +13,8 @@ ones: each has gradients of all weights, from its own tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -31,14 +33,10 @@ def apply_fsdp(model: GPT, mesh: DeviceMesh, zero_stage: int) -> None:
         mesh: one dimension, or two where the first replicates (hybrid sharding).
         zero_stage: 0 to 3.
     """
-    precise = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    if model.compute_dtype in (torch.float32, torch.float64):
-        precise = MixedPrecisionPolicy(cast_forward_inputs=False)
-        in_blocks = precise
-    else:
-        in_blocks = MixedPrecisionPolicy(
-            param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+    precise = in_blocks = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if model.compute_dtype.itemsize < torch.float32.itemsize:
+        precise = replace(precise, reduce_dtype=torch.float32)
+        in_blocks = replace(precise, param_dtype=model.compute_dtype)
     for block in model.blocks.values():
         _share(block, mesh, in_blocks, zero_stage)
     # The loss needs embedding, final norm and head right after the forward pass.

@@ -218,6 +218,11 @@ class ParallelModel:
             return torch.zeros((), device=self.mesh.device)
         return loss / self.mesh.topology.tensor  # each tensor rank has the whole of it
 
+    def zero_grad(self) -> None:
+        """Clears all gradients."""
+        for each in self.local_parameters:
+            each.parameter.grad = each.converted_gradient = None
+
     def _keep(self, local: LocalParameter, _parameter: Tensor) -> None:
         """Converts a gradient once it is complete, so that few exist in bf16 at a time."""
         if self._is_last_backward:

@@ -108,59 +108,45 @@ def quiet_import() -> Iterator[None]:
         logging.disable(before)
 
 
-def refuse_missing_products(run: Run) -> None:
-    """Rejects an fp8 run without torchao or a GPU.
+def refuse_device(run: Run, device: torch.device | None = None) -> None:
+    """Rejects an fp8 run without torchao, or on a device without fp8 matmuls.
+
+    Args:
+        run: with `precision.fp8.emulate`, any device will do.
+        device: of this rank; absent: any GPU of this machine.
 
     Raises:
         ConfigError: torchao is not installed.
-        MachineError: there is no GPU, and `precision.fp8.emulate` is false.
+        MachineError: names the device, and its compute capability.
     """
+    kind = run.precision.kind
     if not run.precision.formats.multiplies_in_fp8:
         return
-    refuse_missing_torchao(run)
-    if not run.precision.fp8.emulate and not torch.cuda.is_available():
-        raise _no_products(run.precision.kind, "this machine has no GPU")
-
-
-def refuse_missing_torchao(run: Run) -> None:
-    """Rejects an fp8 run without torchao.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(
-            f"precision.kind={run.precision.kind!r} needs torchao, which is not installed",
+            f"precision.kind={kind!r} needs torchao, which is not installed",
             "pip install torchao, or precision.kind=bf16",
+        )
+    found = "" if run.precision.fp8.emulate else _device_problem(device)
+    if found:
+        raise MachineError(
+            f"precision.kind={kind!r} needs fp8 matmuls: an NVIDIA GPU of compute "
+            f"capability 8.9 or higher, or an AMD MI300; {found}",
+            "precision.kind=bf16; or precision.fp8.emulate=true, which computes the same, slowly",
         )
 
 
-def refuse_device(run: Run, device: torch.device) -> None:
-    """Rejects an fp8 run on a device without fp8 matmuls.
-
-    Raises:
-        MachineError: names the device, and its compute capability.
-    """
-    if not run.precision.formats.multiplies_in_fp8 or run.precision.fp8.emulate:
-        return
-    kind = run.precision.kind
+def _device_problem(device: torch.device | None) -> str:
+    """Describes a device that lacks fp8 matmuls; empty if it has them."""
+    if device is None:
+        return "" if torch.cuda.is_available() else "this machine has no GPU"
     if device.type != "cuda":
-        raise _no_products(kind, f"this is the {device.type.upper()}")
+        return f"this is the {device.type.upper()}"
     name = torch.cuda.get_device_name(device)
     if torch.version.hip:
         architecture = torch.cuda.get_device_properties(device).gcnArchName
-        if not architecture.startswith(_AMD_WITH_FP8):
-            raise _no_products(kind, f"{name} is {architecture}")
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < FIRST_CAPABILITY:
-        major, minor = capability
-        raise _no_products(kind, f"{name} has compute capability {major}.{minor}")
-
-
-def _no_products(kind: str, found: str) -> MachineError:
-    return MachineError(
-        f"precision.kind={kind!r} needs fp8 matmuls: an NVIDIA GPU of compute "
-        f"capability 8.9 or higher, or an AMD MI300; {found}",
-        "precision.kind=bf16; or precision.fp8.emulate=true, which computes the same, slowly",
-    )
+        return "" if architecture.startswith(_AMD_WITH_FP8) else f"{name} is {architecture}"
+    major, minor = capability = torch.cuda.get_device_capability(device)
+    if capability >= FIRST_CAPABILITY:
+        return ""
+    return f"{name} has compute capability {major}.{minor}"

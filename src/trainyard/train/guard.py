@@ -168,7 +168,7 @@ def diagnose(context: TrainContext, state: State) -> str:
     mesh = context.model.mesh
     bad_losses = torch.zeros(mesh.topology.n_ranks, dtype=torch.float64, device=context.device)
     bad_losses[mesh.rank] = 1.0 - loss.isfinite().double()
-    context.optimizer.zero_grad()
+    context.model.zero_grad()
 
     found = torch.cat([squares, bad_gradients, bad_weights, bad_losses])
     if mesh.topology.n_ranks > 1:

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from trainyard.config.load import load_run, render_run
+from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.errors import MachineError, UserError
 from trainyard.launch.environment import Process, read_process
@@ -28,7 +29,7 @@ from trainyard.log import build_logger
 from trainyard.parallel.model import MissingGradientError
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.plan.layout_check import DEGREE, LayoutCheck
-from trainyard.precision.float8 import refuse_missing_torchao
+from trainyard.precision.float8 import refuse_device
 from trainyard.train.parity import (
     BOUNDS,
     Difference,
@@ -80,8 +81,7 @@ def precisions_of(run: Run) -> list[str]:
     Raises:
         ConfigError: the run needs a package that is not installed.
     """
-    if run.precision.formats.multiplies_in_fp8:
-        refuse_missing_torchao(run)
+    refuse_device(change(run, {"precision.fp8.emulate": True}))
     return ["fp64", run.precision.kind]
 
 

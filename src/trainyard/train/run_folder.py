@@ -65,9 +65,9 @@ def refuse_what_is_not_built(run: Run) -> None:
         MachineError: the run needs a GPU and there is none.
     """
     if run.precision.formats.multiplies_in_fp8:
-        from trainyard.precision.float8 import refuse_missing_products
+        from trainyard.precision.float8 import refuse_device
 
-        refuse_missing_products(run)
+        refuse_device(run)
     is_zero_bubble = run.parallel.pipeline > 1 and run.parallel.schedule == "zero_bubble"
     found = version("torch")
     major, minor = (int(number) for number in found.split(".")[:2])

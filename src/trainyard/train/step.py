@@ -48,7 +48,7 @@ def train_step(context: TrainContext, state: State) -> StepResult:
     if policy == "skip":
         skipped = torch.maximum(skipped, spike)
     context.optimizer.step(rate, totals.divisor(run.optimizer.clip_norm), skipped)
-    context.optimizer.zero_grad()
+    context.model.zero_grad()
     # A smaller scale only helps gradients: a non-finite loss was so before scaling.
     handled_by_loss_scale = (
         no if scaler is None else scaler.update(totals.norm) * totals.loss.isfinite()
