@@ -34,11 +34,8 @@ REFUSED = {
     "schedule.": "the learning rate would jump",
     "precision.": "weights and moments were rounded to it",
 }
-# Before the first step there are only weights: only fields that determine them are fixed.
-_SETTLED_AT_START = (
-    *("model.n_layers", "model.d_model", "model.n_heads", "model.d_ff", "model.sequence_length"),
-    *("model.vocabulary_size", "model.tied_embeddings", "model.layer_norm_epsilon"),
-)
+# Before the first step there are only weights: only the model that computes with them is fixed.
+_FREE_AT_START = ("model.vocabulary_multiple", "model.dropout", "model.init_std")
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,8 @@ def check_resumable(
     """
     changes = run_changes(manifest.build_run(), wanted)
     if manifest.step == 0:
-        refused = [str(change) for change in changes if change.field in _SETTLED_AT_START]
+        of_model = [change for change in changes if change.field.startswith("model.")]
+        refused = [str(change) for change in of_model if change.field not in _FREE_AT_START]
     else:
         refused = [str(change) for change in changes if change.refusal]
         if data_fingerprint and manifest.data_fingerprint != data_fingerprint:
