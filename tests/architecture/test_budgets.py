@@ -113,6 +113,32 @@ def test_forbidden_constructs() -> None:
                     assert not (risky and ast.unparse(keyword.value) == "True"), name_of(path)
 
 
+def test_code_of_others_is_replaced_only_in_the_simulation() -> None:
+    found = set()
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imported: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                imported |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        changed = [
+            target.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Attribute)
+        ]
+        changed += [
+            node.args[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "replaced")
+        ]
+        owners = [ast.unparse(value) for value in changed if not isinstance(value, ast.Call)]
+        if {owner.split(".")[0] for owner in owners} & imported:
+            found.add(name_of(path))
+    assert found == {"simulate/accounting.py", "simulate/fake_world.py"}
+
+
 def test_every_option_is_documented() -> None:
     from trainyard.config import corpus
     from trainyard.config.load import all_fields

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.circles import everyday
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
+from trainyard.parallel.pipeline import _SendingStage, _Stage
 from trainyard.plan.resolve import resolve
 from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.simulation import count_steps
@@ -119,3 +123,15 @@ def test_shared_casts_change_no_bit(
     apart = run_ranks(2, partial(gradients_and_loss, run))
     for ours, theirs in zip(shared, apart, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_the_private_methods_that_are_replaced_exist_and_are_explained() -> None:
+    ours = set(vars(_Stage)) | set(vars(_SendingStage))
+    private = {name for name in ours if re.match("_[a-z]", name) and hasattr(PipelineStage, name)}
+    private.discard("_abc_impl")
+    explained = (Path(__file__).parents[2] / "docs/decisions/014-cut-from-outside.md").read_text(
+        encoding="utf-8"
+    )
+    named = set(re.findall(r"^- `(_\w+)`", explained, re.M))
+    assert named == private | {"_batch_p2p"}
+    assert hasattr(schedules, "_batch_p2p")

@@ -61,7 +61,7 @@ def test_all_ranks_of_a_machine_share_its_memory(
     for times, change in [
         (1.5, "train.micro_batch_size=2"),
         (1.2, "train.micro_batch_size=1"),
-        (1.0, "train.micro_batch_size=1 parallel.recompute=attention"),
+        (1.0, 'train.micro_batch_size=1 parallel.recompute="attention"'),
         (0.5, "a smaller model, or its ranks on more machines,"),
     ]:
         monkeypatch.setattr(room, "free_memory_bytes", lambda times=times: times * needed)

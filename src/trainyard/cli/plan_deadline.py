@@ -139,7 +139,7 @@ def _changes(row: Row, loaded: LoadedRun) -> str:
         for name, value in fields.items()
         if value != field_value(loaded.run, name)
     }
-    return rules.describe(loaded.run, texts).replace(" with ", " ")
+    return rules.describe(loaded.run, texts, " ")
 
 
 def _parameters(trained: Trained) -> int:

@@ -175,7 +175,7 @@ def render_search(run: Run, machine: Machine, found: Found) -> Text:
         text.append(f"\n{row}{'' if found.fits else '; DOES NOT FIT'}", style="not bold")
     text.append(f"\n{HOW_TO_READ}", style="cyan not bold")
     changes = first.changes_from(run)
-    given = rules.describe(run, changes).replace(" with ", " ")
+    given = rules.describe(run, changes, " ")
     text.append("\narguments for the first: ", style="cyan not bold")
     text.append(given or "none, the run as it is", style="not bold")
     return text
@@ -232,11 +232,11 @@ def keep_winner(found: Found, run: Run, source: Path | None) -> str:
     """
     winner = found.candidates[min(found.measured)]
     if source is None:
-        given = rules.describe(run, winner.changes_from(run)).replace(" with ", " ")
+        given = rules.describe(run, winner.changes_from(run), " ")
         return f"presets are never changed; the fastest: {given or 'the preset as it is'}"
     in_file = load_run(str(source)).run
     changes = winner.changes_from(in_file)
-    text = rules.describe(in_file, changes).replace(" with ", ", ")
+    text = rules.describe(in_file, changes, ", ")
     if not changes:
         return f"{source} already has the fastest layout"
     broken = rules.broken_rules(rules.change(in_file, changes))

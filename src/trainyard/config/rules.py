@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -26,6 +26,27 @@ Changes = dict[str, Any]
 """New values by dotted field, applied together."""
 
 MOST_TRIALS = 1000
+"""Changes to try on a way."""
+_SCHEDULES = ("parallel.schedule", ["1f1b", "interleaved", "gpipe"])
+_PLAIN = ("precision.kind", ["bf16"])
+_ZERO_1 = ("parallel.zero_stage", [1])
+FIXED_BY_VALUES: dict[str, list[tuple[str, list[Any]]]] = {
+    "ring_dropout": [("parallel.context_method", ["ulysses"]), ("model.dropout", [0.0])],
+    "chunks": [("parallel.chunks", [1, 2]), _SCHEDULES],
+    "zero_bubble_compile": [("train.compile", ["never"]), _SCHEDULES],
+    "zero_bubble_recompute": [("parallel.recompute", ["none"]), _SCHEDULES],
+    "zero_bubble_sharding": [_ZERO_1, _SCHEDULES],
+    "zero_pipeline": [_ZERO_1],
+    "data_replicate": [_ZERO_1, ("parallel.data_replicate", [1])],
+    "fp8_gather": [
+        ("precision.fp8.scaling", ["tensorwise"]),
+        ("precision.fp8.all_gather", [False]),
+    ],
+    "fp8_zero_bubble": [_SCHEDULES, _PLAIN],
+    "fp8_zero_stage": [_ZERO_1, ("precision.kind", ["fp8", "bf16"])],
+}
+"""Rules that a value of one field fixes: each field with its values, nearest first."""
+NEAREST = "nearest that works: "
 _Section = TypeVar("_Section", bound=BaseModel)
 
 
@@ -242,23 +263,27 @@ def _length_problems(run: Run) -> dict[str, str]:
 
 def _remedies(run: Run, rule: str, found: dict[str, str]) -> str:
     """Lists, for each way to fix a rule, the change that fixes most others and breaks none."""
-    working = []
-    for way in _ways(run, rule):
-        best, fewest = None, len(found)
-        for changes in itertools.islice(way, MOST_TRIALS):
-            rest = broken_rules(change(run, changes)).keys()
-            if rest <= found.keys() - {rule} and len(rest) < fewest:
-                best, fewest = changes, len(rest)
-            if fewest == 0:
-                break
-        if best:
-            working.append(describe(run, best))
-    return f"; nearest that works: {', or '.join(working)}" if working else ""
+
+    def fix(way: Iterable[Changes]) -> str:
+        trials = (
+            (c, broken_rules(change(run, c)).keys()) for c in itertools.islice(way, MOST_TRIALS)
+        )
+        fixing = ((c, len(rest)) for c, rest in trials if rest <= found.keys() - {rule})
+        changes, _ = min(fixing, key=lambda pair: pair[1], default=({}, 0))
+        return describe(run, changes)
+
+    fixes = list(filter(None, map(fix, _ways(run, rule))))
+    return f"; {NEAREST}{', or '.join(fixes)}" if fixes else ""
 
 
-def describe(run: Run, changes: Changes) -> str:
+def first_working(run: Run, way: Iterable[Changes], works: Callable[[Run], bool]) -> Changes:
+    """Returns the first changes on a way that work; empty if none do."""
+    return next((changes for changes in way if works(change(run, changes))), {})
+
+
+def describe(run: Run, changes: Changes, joint: str = " with ") -> str:
     """Formats the differences as overrides: "parallel.tensor=4"."""
-    return " with ".join(f"{f}={_as_toml(value)}" for f, value in differences(run, changes).items())
+    return joint.join(f"{f}={_as_toml(value)}" for f, value in differences(run, changes).items())
 
 
 def differences(run: Run, changes: Changes) -> Changes:
@@ -281,34 +306,20 @@ def _as_toml(value: Any) -> str:
 
 def _ways(run: Run, rule: str) -> list[Iterable[Changes]]:
     """Lists the ways to fix a broken rule, each as changes to try, nearest first."""
-    match rule:
-        case "heads" | "d_ff" | "context" | "sequence" | "ring_dropout":
-            return _ways_to_cut(run, rule)
-        case "stages":
-            n_layers, parallel = run.model.n_layers, run.parallel
-            pipelines = {1, n_layers // 2, n_layers // parallel.chunks, parallel.pipeline} - {0}
-            chunks = {1, 2, n_layers // parallel.pipeline, parallel.chunks} - {0}
-            return [_pairs(run, {"parallel.pipeline": pipelines, "parallel.chunks": chunks})]
-        case "chunks":
-            return [_one_of("parallel.chunks", [1, 2]), _schedules()]
-        case "zero_bubble_compile":
-            return [_one_of("train.compile", ["never"]), _schedules()]
-        case "zero_bubble_recompute":
-            return [_one_of("parallel.recompute", ["none"]), _schedules()]
-        case "zero_bubble_sharding":
-            return [_one_of("parallel.zero_stage", [1]), _schedules()]
-        case "zero_pipeline":
-            return [_one_of("parallel.zero_stage", [1])]
-        case "data_replicate":
-            return [_one_of("parallel.zero_stage", [1]), _one_of("parallel.data_replicate", [1])]
+    if rule in FIXED_BY_VALUES:
+        return [_one_of(*each) for each in FIXED_BY_VALUES[rule]]
+    if rule in ("heads", "d_ff", "context", "sequence"):
+        return _ways_to_cut(run, rule)
+    if rule == "stages":
+        n_layers, parallel = run.model.n_layers, run.parallel
+        pipelines = {1, n_layers // 2, n_layers // parallel.chunks, parallel.pipeline} - {0}
+        chunks = {1, 2, n_layers // parallel.pipeline, parallel.chunks} - {0}
+        return [_pairs(run, {"parallel.pipeline": pipelines, "parallel.chunks": chunks})]
     return _ways_to_fp8(run, rule) if rule.startswith("fp8_") else _ways_to_batch(run, rule)
 
 
 def _ways_to_cut(run: Run, rule: str) -> list[Iterable[Changes]]:
     model, parallel = run.model, run.parallel
-    methods = _one_of("parallel.context_method", ["ulysses", "ring"])
-    if rule == "ring_dropout":
-        return [methods, _one_of("model.dropout", [0.0])]
     candidates = {
         "parallel.tensor": divisors(math.gcd(model.n_heads, model.d_ff)),
         "parallel.context": divisors(model.sequence_length),
@@ -319,7 +330,7 @@ def _ways_to_cut(run: Run, rule: str) -> list[Iterable[Changes]]:
     lengths = nearest_multiples(n_parts, model.sequence_length)
     ways: list[Iterable[Changes]] = [_pairs(run, candidates)]
     if rule in ("heads", "context") and parallel.context > 1:
-        ways.append(methods)
+        ways.append(_one_of("parallel.context_method", ["ulysses", "ring"]))
     if rule in ("context", "sequence"):
         ways.append(_one_of("model.sequence_length", lengths))
     return ways
@@ -327,16 +338,9 @@ def _ways_to_cut(run: Run, rule: str) -> list[Iterable[Changes]]:
 
 def _ways_to_fp8(run: Run, rule: str) -> list[Iterable[Changes]]:
     model, parallel = run.model, run.parallel
-    plain = _one_of("precision.kind", ["bf16"])
-    if rule == "fp8_gather":
-        scalings = _one_of("precision.fp8.scaling", ["tensorwise"])
-        return [scalings, _one_of("precision.fp8.all_gather", [False])]
-    if rule == "fp8_zero_bubble":
-        return [_schedules(), plain]
-    if rule == "fp8_zero_stage":
-        return [_one_of("parallel.zero_stage", [1]), _one_of("precision.kind", ["fp8", "bf16"])]
     if rule == "fp8_blocks":
-        return [_one_of("precision.fp8.precise_blocks", [(model.n_layers - 1) // 2]), plain]
+        fewer = _one_of("precision.fp8.precise_blocks", [(model.n_layers - 1) // 2])
+        return [fewer, _one_of(*_PLAIN)]
     axis = "context" if rule == "fp8_tokens" else "tensor"
     degree = getattr(parallel, axis)
     factor = fp8_multiple(run) * degree
@@ -348,7 +352,7 @@ def _ways_to_fp8(run: Run, rule: str) -> list[Iterable[Changes]]:
         factor = math.lcm(factor, model.n_heads if field == "d_model" else 1)
     sizes = nearest_multiples(factor, getattr(model, field))
     fewer = _one_of(f"parallel.{axis}", nearest(divisors(degree), degree))
-    return [fewer, _one_of(f"model.{field}", sizes), plain]
+    return [fewer, _one_of(f"model.{field}", sizes), _one_of(*_PLAIN)]
 
 
 def _ways_to_batch(run: Run, rule: str) -> list[Iterable[Changes]]:
@@ -370,10 +374,6 @@ def _ways_to_batch(run: Run, rule: str) -> list[Iterable[Changes]]:
         _one_of("train.micro_batch_size", sizes),
         _one_of(rule, nearest_multiples(train.micro_batch_size, fields[rule])),
     ]
-
-
-def _schedules() -> Iterator[Changes]:
-    return _one_of("parallel.schedule", ["1f1b", "interleaved", "gpipe"])
 
 
 def _one_of(field: str, values: Iterable[Any]) -> Iterator[Changes]:

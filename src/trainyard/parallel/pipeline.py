@@ -34,7 +34,7 @@ class _Stage(pipelining.PipelineStage):
     PyTorch's stage always holds a buffer for every micro batch of a step, in both directions. Here
     buffers live on the meta device, as shapes, and take memory in turn:
 
-        before     get_..._recv_ops     _retrieve_recv_...             end of the backward pass
+        before     get_..._recv_ops     ..._one_chunk                  end of the backward pass
         shape      buffer               shape; the stage has it        the stage drops it
 
     A stage also does not connect to itself, which gloo cannot (torch 2.11).
@@ -71,17 +71,13 @@ class _Stage(pipelining.PipelineStage):
         operations: list[dist.P2POp] = super().get_bwd_recv_ops(bwd_chunk_id)
         return operations
 
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        received = super()._retrieve_recv_activations(fwd_chunk_id)
-        for each in received:
-            each.requires_grad_(self.has_backward)  # torch 2.11 requires it of buffers in advance
-        _move_buffers(self.args_recv_info[fwd_chunk_id], META)
-        return received
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        received = super()._retrieve_recv_grads(bwd_chunk_id)
-        _move_buffers(self.grad_recv_info[bwd_chunk_id], META)
-        return received
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        received = self.args_recv_info[fwd_chunk_id]
+        for each in _buffers(received):
+            each.buffer.requires_grad_(self.has_backward)  # torch 2.11 requires it in advance
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _move_buffers(received, META)
+        return output
 
     def backward_one_chunk(
         self,
@@ -93,6 +89,8 @@ class _Stage(pipelining.PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if not self.has_backward:  # PyTorch would keep an evaluation's inputs and outputs
             del self.fwd_cache[bwd_chunk_id]
+        elif not self.is_last:
+            _move_buffers(self.grad_recv_info[bwd_chunk_id], META)
         elif loss is not None and full_backward:
             loss.detach_()  # the schedule keeps losses, whose graphs would keep received tensors
 
@@ -127,11 +125,15 @@ class _SendingStage(_Stage):
         super().clear_runtime_states()
 
 
+def _buffers(inputs: Iterable[Any]) -> list[Any]:
+    """Lists the inputs of a micro batch that are received, which token ids are not."""
+    return [each for each in inputs if getattr(each, "buffer", None) is not None]
+
+
 def _move_buffers(inputs: Iterable[Any], device: torch.device) -> None:
     """Replaces the buffers of a micro batch with empty ones on another device."""
-    for each in inputs:
-        if getattr(each, "buffer", None) is not None:  # token ids are not received
-            each.buffer = torch.empty_like(each.buffer, device=device)
+    for each in _buffers(inputs):
+        each.buffer = torch.empty_like(each.buffer, device=device)
 
 
 class Pipeline:

@@ -189,6 +189,13 @@ def _remedies(run: Run, n_ranks: int) -> str:
 
     Suggests a distant number of ranks only if nothing else works.
     """
+
+    def works(changed: Run) -> bool:
+        return not rules.broken_rules(changed) and not _problems(changed, n_ranks)
+
+    def fix(way: Iterable[rules.Changes]) -> str:
+        return rules.describe(run, rules.first_working(run, way, works))
+
     unit = ranks_per_replica(run)
     numbers = rules.nearest((data * unit for data in _data_sizes(run)), n_ranks)[:1]
     ranks = [format_number(number, "rank") for number in numbers]
@@ -196,22 +203,14 @@ def _remedies(run: Run, n_ranks: int) -> str:
     working = ranks if is_near else []
     data, rest = divmod(n_ranks, unit)
     if not rest:
-        working += filter(None, (_first_working(run, n_ranks, way) for way in _ways(run, data)))
-        working = working or list(filter(None, [_first_working(run, n_ranks, _cuts(run, data))]))
+        working += filter(None, map(fix, _ways(run, data)))
+        working = working or list(filter(None, [fix(_cuts(run, data))]))
     working = working or ranks
     if working:
-        return f"nearest that works: {', or '.join(working)}"
+        return f"{rules.NEAREST}{', or '.join(working)}"
     data = max(1, round(data / run.parallel.data_replicate)) * run.parallel.data_replicate
     multiple = run.train.micro_batch_size * data * run.parallel.pipeline
     return f"{data * unit} ranks work with batches in multiples of {multiple} sequences"
-
-
-def _first_working(run: Run, n_ranks: int, way: Iterable[rules.Changes]) -> str:
-    for changes in way:
-        changed = rules.change(run, changes)
-        if not rules.broken_rules(changed) and not _problems(changed, n_ranks):
-            return rules.describe(run, changes)
-    return ""
 
 
 def _ways(run: Run, data: int) -> list[Iterable[rules.Changes]]:

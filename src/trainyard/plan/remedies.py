@@ -8,7 +8,7 @@ as needed. It lists solutions by cost: the device-seconds of a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainyard.config import rules
@@ -28,6 +28,8 @@ from trainyard.plan.search import (
     usable_bytes,
 )
 
+SPARING: rules.Changes = {"parallel.recompute": "block", "train.micro_batch_size": 1}
+"""Where no single way is enough, each is tried from here."""
 MOST_TIMES_AS_MANY = 64
 """Largest multiple of the device count to try."""
 
@@ -50,8 +52,11 @@ def smallest_changes(run: Run, machine: Machine, n_devices: int) -> list[Remedy]
     """Lists changes that make a run fit, cheapest first; empty if none was found."""
     found = list(_from(run, run, machine, n_devices))
     if not found:
-        saved: rules.Changes = {"parallel.recompute": "block", "train.micro_batch_size": 1}
-        saved = {name: value for name, value in saved.items() if is_legal_with(run, name, value)}
+        saved = {
+            name: value
+            for name, value in SPARING.items()
+            if not rules.broken_rules(rules.change(run, {name: value}))
+        }
         sparing = rules.change(run, saved)
         if saved and is_legal(sparing, n_devices):
             found = list(_from(run, sparing, machine, n_devices))
@@ -60,9 +65,16 @@ def smallest_changes(run: Run, machine: Machine, n_devices: int) -> list[Remedy]
     return sorted(found, key=lambda remedy: remedy.device_seconds)
 
 
-def is_legal_with(run: Run, name: str, value: object) -> bool:
-    """Returns whether a run allows another value in one field, on any number of devices."""
-    return not rules.broken_rules(rules.change(run, {name: value}))
+def ways_to_save_memory(run: Run) -> list[list[rules.Changes]]:
+    """Lists ways to save memory on the same ranks, each as changes to try, smallest first."""
+    parallel, micro = run.parallel, run.train.micro_batch_size
+    smaller = [n for n in reversed(rules.divisors(micro)) if n < micro]
+    more = RECOMPUTE[RECOMPUTE.index(parallel.recompute) + 1 :]
+    return [
+        [{"train.micro_batch_size": n} for n in smaller],
+        [{"parallel.recompute": kind} for kind in more],
+        [{"parallel.zero_stage": stage} for stage in range(parallel.zero_stage + 1, 4)],
+    ]
 
 
 def _from(run: Run, start: Run, machine: Machine, n_devices: int) -> Iterator[Remedy]:
@@ -83,14 +95,9 @@ def _ways(
     run: Run, machine: Machine, n_devices: int
 ) -> Iterator[Iterator[tuple[int, rules.Changes]]]:
     """Lists ways to save memory, each as devices and changes to try, smallest first."""
-    parallel, micro = run.parallel, run.train.micro_batch_size
-
-    def of(name: str, values: Sequence[int | str]) -> Iterator[tuple[int, rules.Changes]]:
-        return ((n_devices, {name: value}) for value in values)
-
-    yield of("train.micro_batch_size", [n for n in reversed(rules.divisors(micro)) if n < micro])
-    yield of("parallel.recompute", list(RECOMPUTE[RECOMPUTE.index(parallel.recompute) + 1 :]))
-    yield of("parallel.zero_stage", list(range(parallel.zero_stage + 1, 4)))
+    parallel = run.parallel
+    for way in ways_to_save_memory(run):
+        yield ((n_devices, changes) for changes in way)
     divisors = rules.divisors(n_devices)
     yield (
         (n_devices, {"parallel.tensor": tensor, "parallel.sequence": sequence})
@@ -104,7 +111,7 @@ def _ways(
         for n in divisors
         if n > parallel.pipeline
     )
-    yield of("precision.kind", _smaller_precisions(run, machine))
+    yield ((n_devices, {"precision.kind": kind}) for kind in _smaller_precisions(run, machine))
     yield ((n, {}) for n in _more_devices(machine, n_devices, 2))
 
 

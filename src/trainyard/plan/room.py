@@ -15,9 +15,10 @@ from trainyard.config.run import Run
 from trainyard.errors import MachineError
 from trainyard.plan.hardware import find_device, list_gpus
 from trainyard.plan.memory import busiest_memory
+from trainyard.plan.remedies import SPARING, ways_to_save_memory
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.plan.saving import checkpoint_bytes
-from trainyard.plan.search import RECOMPUTE, USABLE_SHARE, is_legal
+from trainyard.plan.search import USABLE_SHARE, is_legal
 from trainyard.units import format_bytes
 
 FORCE = "--force trains anyway"
@@ -49,18 +50,19 @@ def _refuse_without_memory(run: Run, plan: Plan, n_local_ranks: int) -> None:
 
     if there is None or needed(run, plan) <= there:
         return
-    changed = (rules.change(run, changes) for changes in _smaller(run))
-    fitting = (
-        _describe(run, each)
-        for each in changed
-        if is_legal(each, plan.n_ranks) and needed(each, resolve(each, plan.n_ranks)) <= there
-    )
+
+    def works(changed: Run) -> bool:
+        n_ranks = plan.n_ranks
+        return is_legal(changed, n_ranks) and needed(changed, resolve(changed, n_ranks)) <= there
+
+    changes = rules.first_working(run, _smaller(run), works)
+    fix = rules.describe(run, changes, " ") or "a smaller model, or its ranks on more machines,"
     who = "a rank needs" if n_sharing == 1 else f"{n_sharing} ranks need"
     raise MachineError(
         f"{run.name} does not fit in memory: {who} about {format_bytes(needed(run, plan))}, and "
         f"{gpus[0] if gpus else 'this machine'} has {format_bytes(there)}"
         + ("" if gpus else " available"),
-        f"{next(fitting, 'a smaller model, or its ranks on more machines,')} fits; {FORCE}",
+        f"{fix} fits; {FORCE}",
     )
 
 
@@ -83,27 +85,9 @@ def _refuse_without_disk(run: Run, plan: Plan, folder: Path) -> None:
 
 def _smaller(run: Run) -> Iterator[rules.Changes]:
     """Lists changes that save memory on the same ranks, the smallest first."""
-    micro = run.train.micro_batch_size
-    sizes = [n for n in reversed(rules.divisors(micro)) if n < micro]
-    more = RECOMPUTE[RECOMPUTE.index(run.parallel.recompute) + 1 :]
-    yield from ({"train.micro_batch_size": n} for n in sizes)
-    yield from ({"parallel.recompute": kind} for kind in more)
-    yield from ({"train.micro_batch_size": 1, "parallel.recompute": kind} for kind in more)
-    stages = range(run.parallel.zero_stage + 1, 4)
-    yield from ({"parallel.zero_stage": stage} for stage in stages)
-    yield from (
-        {"train.micro_batch_size": 1, "parallel.recompute": "block", "parallel.zero_stage": stage}
-        for stage in stages
-    )
-
-
-def _describe(run: Run, changed: Run) -> str:
-    fields = {
-        "train.micro_batch_size": (run.train.micro_batch_size, changed.train.micro_batch_size),
-        "parallel.recompute": (run.parallel.recompute, changed.parallel.recompute),
-        "parallel.zero_stage": (run.parallel.zero_stage, changed.parallel.zero_stage),
-    }
-    return " ".join(f"{name}={new}" for name, (old, new) in fields.items() if old != new)
+    for start in ({}, {"train.micro_batch_size": 1}, SPARING):
+        for way in ways_to_save_memory(rules.change(run, start)):
+            yield from (start | changes for changes in way)
 
 
 def gpu_bytes(name: str) -> int | None:

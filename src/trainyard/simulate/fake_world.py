@@ -6,15 +6,27 @@ laptop; messages go nowhere, so one process can be any rank of 1,024.
 Fake tensors could claim to be on a GPU, but without one their backward passes cannot run, and
 attention falls back to its slowest form. So they are on "cpu", and GPU behaviour is patched in:
 
-    x.is_cpu                        False: chunks of the loss, norms of gradients, as on a GPU
-    scaled_dot_product_attention    saves what the flash kernel saves, with and without dropout
-    BlockScaledTensor.chunks        yields pieces as large as on a GPU
+    Tensor.is_cpu                   False: chunks of the loss, norms of gradients, as on a GPU
+    F.scaled_dot_product_attention  saves what the flash kernel saves, with and without dropout
+    F.log_softmax                   of fp16: without a copy in fp32, as on a GPU
+    block_scaled._CHUNK_BLOCKS      pieces as large as on a GPU
 
 Fp8 matmuls need no patch: `torch._scaled_mm` has shapes on a CPU too. Only its GPU workspace is
-missing.
+missing. Fake tensors and fake ranks need these patches:
 
-Everything private to PyTorch, which differs between 2.11 and 2.13, is in this file and
-`accounting.py`.
+    nn.Module.to                    would replace the memory of parameters, or swap tensors that
+                                    have weak references: fake ones refuse both
+    parallel.model.initialise       its threads are not in fake mode, and would draw the weights
+    DeviceMesh                      six methods compute with real numbers
+    dist.new_group                  makes groups of the fake backend
+    _set_pg_timeout                 a fake group has none
+    _warmup_p2p                     no neighbour answers; in torch 2.11 it is a stage's
+                                    `_get_init_p2p_neighbors_ops`
+
+`accounting.py` patches two methods to observe them: `UntypedStorage.resize_`, which no dispatcher
+sees, and those by which DTensor infers shapes. Nothing else in Trainyard replaces code of others
+(tested), and everything private to PyTorch that differs between 2.11 and 2.13 is in these two
+files.
 """
 
 from __future__ import annotations
