@@ -1,8 +1,7 @@
 """Every option of a run: the fields of `run.toml`, with type, range and meaning.
 
 The docstring of each field is its documentation: `trainyard show --fields` prints it.
-Derived values (data-parallel size, padded vocabulary, steps) are not here; `plan.resolve` computes
-them.
+Derived values (data-parallel size, padded vocabulary, steps) are in `plan.resolve`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from math import isqrt
 from typing import Annotated, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -33,13 +31,11 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
 MOST_PREFIXES = 32_766  # a corpus is a 16-bit number in the order
 
 
-def _as_text(value: object) -> object:
+def _check_split(value: object) -> object:
     """Converts a number to text: on the command line, a single share parses as a number."""
-    return str(value) if isinstance(value, int | float) else value
-
-
-def _checked_split(text: str) -> str:
-    units.parse_shares(text)
+    text = str(value) if isinstance(value, int | float) else value
+    if isinstance(text, str):
+        units.parse_shares(text)
     return text
 
 
@@ -128,7 +124,7 @@ class Data(Section):
 
     blend: Blend = Blend()
     """Token files that `split` divides into train, valid and test."""
-    split: Annotated[str, BeforeValidator(_as_text), AfterValidator(_checked_split)] = "949,50,1"
+    split: Annotated[str, BeforeValidator(_check_split)] = "949,50,1"
     """Shares of train, valid and test in each file of `blend`: by documents, as in Megatron-LM; by
     tokens if it has fewer than 100 documents, or too few to give every share one."""
     train: Blend = Blend()
