@@ -114,7 +114,7 @@ def _list_candidates(
     """Lists the candidates to time; rejects those that cannot run."""
     from typing import get_args
 
-    from trainyard.bench.baselines import peer_run, refuse_peer
+    from trainyard.bench.baselines import baseline_run, refuse_baseline
     from trainyard.bench.rounds import Candidate
     from trainyard.config.run import Precision, Run
     from trainyard.errors import ConfigError
@@ -134,8 +134,8 @@ def _list_candidates(
         refuse_what_is_not_built(ours)
         candidates.append(Candidate(kind, ours))
     if against is not None:
-        refuse_peer(against, run, n_ranks)
-        candidates.append(Candidate(against, peer_run(against, run), against))
+        refuse_baseline(against, run, n_ranks)
+        candidates.append(Candidate(against, baseline_run(against, run), against))
     return candidates
 
 
