@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from trainyard.plan.size import padded_vocabulary_size, parameter_shapes
 
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.load import load_into
@@ -40,7 +41,6 @@ from trainyard.config.load import load_run
 from trainyard.errors import CheckpointError
 from trainyard.model.init import TensorShard
 from trainyard.parallel.placement import local_part, place
-from trainyard.plan.size import padded_vocabulary_size, parameter_shapes
 
 FACTS = Facts(step=1, consumed_sequences=0, consumed_tokens=0, run={})
 State = dict[str, DTensor]

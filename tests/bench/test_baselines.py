@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainyard.bench.baselines import build_peer, refuse_peer
+from trainyard.bench.baselines import build_baseline, refuse_baseline
 from trainyard.bench.measure import OurTraining
 from trainyard.bench.megatron_core import leave_group
 from trainyard.bench.timeline import Timeline
@@ -23,10 +23,12 @@ DROPOUT_FREE = ("model.dropout=0.0", "model.vocabulary_size=512")
 
 
 @pytest.mark.parametrize("overrides", [(), ("model.tied_embeddings=false", "model.d_ff=128")])
-@pytest.mark.parametrize("peer", ["gpt2-transformers", "plain-torch"])
-def test_a_peer_trains_as_ours_does(build: Build, peer: str, overrides: tuple[str, ...]) -> None:
-    pytest.importorskip({"gpt2-transformers": "transformers"}.get(peer, "torch"))
-    check_same_losses(peer, *build(*DROPOUT_FREE, *overrides))
+@pytest.mark.parametrize("baseline", ["gpt2-transformers", "plain-torch"])
+def test_a_baseline_trains_as_ours_does(
+    build: Build, baseline: str, overrides: tuple[str, ...]
+) -> None:
+    pytest.importorskip({"gpt2-transformers": "transformers"}.get(baseline, "torch"))
+    check_same_losses(baseline, *build(*DROPOUT_FREE, *overrides))
 
 
 @pytest.mark.filterwarnings("default")  # it warns of what it misses
@@ -38,18 +40,18 @@ def test_megatron_core_trains_as_ours_does(build: Build, monkeypatch: pytest.Mon
         leave_group()
 
 
-def check_same_losses(peer: str, context: TrainContext, timeline: Timeline) -> None:
+def check_same_losses(baseline: str, context: TrainContext, timeline: Timeline) -> None:
     ours = OurTraining(context)
-    theirs = build_peer(peer, context.run, context.plan, context.device, timeline)
+    theirs = build_baseline(baseline, context.run, context.plan, context.device, timeline)
     for _ in range(4):
         assert theirs.step().item() == pytest.approx(ours.step().item(), rel=2e-6)
 
 
-@pytest.mark.parametrize("peer", ["gpt2-transformers", "plain-torch"])
-def test_a_peer_tells_the_same_parts(build: Build, peer: str) -> None:
-    pytest.importorskip({"gpt2-transformers": "transformers"}.get(peer, "torch"))
+@pytest.mark.parametrize("baseline", ["gpt2-transformers", "plain-torch"])
+def test_a_baseline_tells_the_same_parts(build: Build, baseline: str) -> None:
+    pytest.importorskip({"gpt2-transformers": "transformers"}.get(baseline, "torch"))
     context, timeline = build()
-    theirs = build_peer(peer, context.run, context.plan, context.device, timeline)
+    theirs = build_baseline(baseline, context.run, context.plan, context.device, timeline)
     theirs.step()
     with timeline.recording(theirs.models) as marks:
         theirs.step()
@@ -59,7 +61,9 @@ def test_a_peer_tells_the_same_parts(build: Build, peer: str) -> None:
 def test_transformers_knows_no_padding(build: Build) -> None:
     pytest.importorskip("transformers")
     context, timeline = build("model.dropout=0.0", "model.vocabulary_size=500")
-    theirs = build_peer("gpt2-transformers", context.run, context.plan, context.device, timeline)
+    theirs = build_baseline(
+        "gpt2-transformers", context.run, context.plan, context.device, timeline
+    )
     ours = OurTraining(context)
     assert theirs.step().item() == pytest.approx(ours.step().item(), rel=2e-6)
 
@@ -85,7 +89,7 @@ def bring_megatron_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("peer", "overrides", "n_ranks", "kind", "problem"),
+    ("baseline", "overrides", "n_ranks", "kind", "problem"),
     [
         ("nanogpt", [], 1, ConfigError, "--against 'nanogpt' is not a baseline"),
         ("megatron-core", [], 1, MachineError, "--against megatron-core"),
@@ -100,10 +104,10 @@ def bring_megatron_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_peer_that_cannot_be(
-    peer: str, overrides: list[str], n_ranks: int, kind: type[Exception], problem: str
+def test_a_baseline_that_cannot_be(
+    baseline: str, overrides: list[str], n_ranks: int, kind: type[Exception], problem: str
 ) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(kind, match=problem) as error:
-        refuse_peer(peer, load_run("tiny", overrides).run, n_ranks)
+        refuse_baseline(baseline, load_run("tiny", overrides).run, n_ranks)
     assert getattr(error.value, "hint", "")

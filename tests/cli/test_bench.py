@@ -65,7 +65,7 @@ def test_a_run_on_one_rank_leaves_a_record_with_everything(folder: Path) -> None
     assert record["packages"]["torch"]
     (candidate,) = record["candidates"]
     assert list(candidate) == [
-        *("name", "peer", "precision", "milliseconds_per_step", "samples_per_second"),
+        *("name", "baseline", "precision", "milliseconds_per_step", "samples_per_second"),
         *("tokens_per_second_per_device", "tflops_per_second_per_device"),
         *("model_flops_utilisation", "hardware_flops_utilisation", "peak_memory_bytes", "split"),
         *("startup_seconds", "speed_over_first", "first_loss", "last_loss", "n_threads"),

@@ -159,7 +159,7 @@ def test_a_device_that_nobody_measured_gets_a_range(tmp_path: Path) -> None:
     assert " to " in lines_of(text)["whole run"]
     measured = tmp_path / "own.toml"
     for end, share in enumerate([0.87, 0.41]):
-        shares = f"product_share = {share}\nattention_share = {ATTENTION_SHARE * share}"
+        shares = f"matmul_share = {share}\nattention_share = {ATTENTION_SHARE * share}"
         measured.write_text(f'gpu = "rtx-4090"\n[efficiencies]\n{shares}')
         known = planned("--cluster", str(measured))
         for part in ("step", "cost"):

@@ -33,7 +33,7 @@ devices_per_node = 4
 
 [efficiencies]
 launch_seconds = 2e-5
-product_share = 0.5
+matmul_share = 0.5
 
 [launch]
 scheduler = "slurm"
@@ -66,8 +66,8 @@ def test_of_a_gpu_the_figures_stay_and_the_shares_are_measured(tmp_path: Path) -
     path = tmp_path / "ours.toml"
     shape = Shape([f"n{rank // 4}" for rank in range(8)])
     found = rows(
-        products_fp32=18.0,
-        products_bf16=262.08,
+        matmuls_fp32=18.0,
+        matmuls_bf16=262.08,
         attention_bf16=156.0,
         memory=1244.0,
         in_node=240.0,
@@ -81,13 +81,13 @@ def test_of_a_gpu_the_figures_stay_and_the_shares_are_measured(tmp_path: Path) -
     assert machine.link_bytes_per_second == before.link_bytes_per_second
     assert machine.network_bytes_per_second == before.network_bytes_per_second
     shares = machine.efficiencies
-    assert shares.product_share == 0.84
+    assert shares.matmul_share == 0.84
     assert shares.attention_share == 0.5
     assert shares.memory_share == 0.8
     assert shares.link_share == 0.8
     assert shares.network_share == 0.8
     assert shares.launch_seconds == before.efficiencies.launch_seconds
-    assert shares.sources["product_share"] == f"cluster {path}"
+    assert shares.sources["matmul_share"] == f"cluster {path}"
     # An all-reduce of nothing passes 3 hops twice; then a tree of one level.
     assert machine.link_latency_seconds == pytest.approx(10e-6)
     assert machine.network_latency_seconds == pytest.approx(40e-6)
@@ -100,9 +100,9 @@ def test_of_a_gpu_the_figures_stay_and_the_shares_are_measured(tmp_path: Path) -
 def test_a_processor_has_no_figures_but_the_measured_ones(tmp_path: Path) -> None:
     shape = Shape(["vm", "vm"], has_own_devices=False)
     found = rows(
-        products_fp32=0.075,
-        products_fp16=0.02,
-        products_bf16=0.15,
+        matmuls_fp32=0.075,
+        matmuls_fp16=0.02,
+        matmuls_bf16=0.15,
         attention_bf16=0.06,
         memory=12.0,
         in_node=2.5,
@@ -111,7 +111,7 @@ def test_a_processor_has_no_figures_but_the_measured_ones(tmp_path: Path) -> Non
     machine = write(tmp_path / "vm.toml", "local", "", found, shape)
     assert machine.device.peaks == pytest.approx({"fp32": 75e9, "fp16": 20e9, "bf16": 150e9})
     assert machine.devices_per_node == 2
-    assert machine.efficiencies.product_share == 1
+    assert machine.efficiencies.matmul_share == 1
     assert machine.efficiencies.attention_share == 0.4
     assert machine.device.memory_bytes_per_second == 12e9
     assert machine.efficiencies.memory_share == 1
@@ -125,16 +125,16 @@ def test_a_plan_counts_with_it(tmp_path: Path) -> None:
     path = tmp_path / "slow.toml"
     machine = find_machine("azure-ndv5")
     peak = machine.device.peaks["bf16"] / 1e12
-    half = machine.efficiencies.product_share / 2
-    write(path, "azure-ndv5", "", rows(products_bf16=half * peak), Shape(["n1"] * 8))
+    half = machine.efficiencies.matmul_share / 2
+    write(path, "azure-ndv5", "", rows(matmuls_bf16=half * peak), Shape(["n1"] * 8))
     run = load_run("gpt3-1.3b", ["train.batch_ramp=none"]).run
     plan = resolve(run, 8)
     before, after = (step_time(run, plan, find_machine(name)) for name in ("azure-ndv5", str(path)))
-    product = before.parts["products"]
+    product = before.parts["matmuls"]
     assert after.parts["attention"] == before.parts["attention"]
     assert after.parts["memory-bound"] == before.parts["memory-bound"]
     # Some of it is moving operands, which takes as long as before.
-    assert 1.6 * product < after.parts["products"] < 2 * product
+    assert 1.6 * product < after.parts["matmuls"] < 2 * product
 
 
 def test_more_than_the_figure_becomes_the_figure(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def test_more_than_the_figure_becomes_the_figure(tmp_path: Path) -> None:
 def test_a_file_of_the_user_keeps_what_was_not_measured(tmp_path: Path) -> None:
     own = tmp_path / "own.toml"
     own.write_text(OWN)
-    found = rows(products_bf16=249.6)
+    found = rows(matmuls_bf16=249.6)
     machine = write(tmp_path / "new.toml", str(own), "", found, Shape(["n1"] * 4))
-    assert machine.efficiencies.product_share == 0.8
+    assert machine.efficiencies.matmul_share == 0.8
     assert machine.efficiencies.launch_seconds == 2e-5
     assert machine.devices_per_node == 4
     assert read_cluster(str(tmp_path / "new.toml")).launch.scheduler == "slurm"

@@ -26,7 +26,7 @@ def ranks(
             each.facts = {"versions": {"torch": "2.13.0", "NVIDIA driver": "550.54"}}
             each.find([Finding("lock", "excludes another process", PASS)])
         rate = 480.0 if rank in slow else 770.0
-        each.measure([("products bf16", rate, "TFLOP/s", "8192^3, median of 300")])
+        each.measure([("matmuls bf16", rate, "TFLOP/s", "8192^3, median of 300")])
         each.measure([(WRITE, 0.5, "GB/s", "1.0 GiB, flushed")])
         found.append(each)
     return found
@@ -52,13 +52,13 @@ def test_a_slow_device_is_named_with_its_rank_and_its_machine() -> None:
     diagnosis = diagnose(ranks(slow=(11,)), find_machine("azure-ndv5"), 2)
     assert diagnosis.verdict == REPLACE
     error = refusal(diagnosis)
-    assert error.problem == "replace: products bf16 on n2"
+    assert error.problem == "replace: matmuls bf16 on n2"
     assert error.hint.startswith("below two thirds of the expected rate: exclude the machine")
     assert error.exit_code == 2
     lines = render(diagnosis).splitlines()
-    row = next(line for line in lines if line.startswith("  products bf16"))
+    row = next(line for line in lines if line.startswith("  matmuls bf16"))
     assert row.split() == [
-        *("products", "bf16,", "TFLOP/s", "770", "480", "791", "61%", "replace"),
+        *("matmuls", "bf16,", "TFLOP/s", "770", "480", "791", "61%", "replace"),
         *("8192^3,", "median", "of", "300"),
     ]
     assert lines[lines.index(row) + 1] == "    slow: rank 11 on n2 480"
@@ -67,7 +67,7 @@ def test_a_slow_device_is_named_with_its_rank_and_its_machine() -> None:
 def test_many_that_are_slow_are_counted() -> None:
     diagnosis = diagnose(ranks(slow=tuple(range(12))), find_machine("azure-ndv5"), 2)
     assert "rank 7 on n1 480 and 4 more" in render(diagnosis)
-    assert refusal(diagnosis).problem == "replace: products bf16 on n1"
+    assert refusal(diagnosis).problem == "replace: matmuls bf16 on n1"
 
 
 def test_without_a_cluster_a_gpu_is_judged_by_its_datasheet() -> None:

@@ -76,11 +76,11 @@ def test_a_machine_that_is_not_what_it_should_be(tmp_path: Path) -> None:
     found = json.loads(output)
     assert (code, found["verdict"], found["device"]) == (2, "replace", "cpu")
     rows = rows_of(found)
-    assert list(rows)[:3] == ["products fp32", "products fp16", "products bf16"]
+    assert list(rows)[:3] == ["matmuls fp32", "matmuls fp16", "matmuls bf16"]
     assert list(rows)[-3:] == ["memory copies", "checkpoint write", "checkpoint read"]
     assert all(row["median"] > 0 for row in rows.values())
-    assert rows["products bf16"]["expected"] == pytest.approx(989 * 0.8)
-    assert rows["products bf16"]["verdict"] == "replace"
+    assert rows["matmuls bf16"]["expected"] == pytest.approx(989 * 0.8)
+    assert rows["matmuls bf16"]["verdict"] == "replace"
     host = socket.gethostname()
     facts = found["facts"][host]
     assert list(facts) == [
@@ -95,7 +95,7 @@ def test_a_machine_that_is_not_what_it_should_be(tmp_path: Path) -> None:
     assert tried["devices"]["text"] == "0 of the 8 in the cluster's profile"
     # Of one machine alone it does not matter yet.
     assert tried["network interface"]["verdict"] == "warn"
-    assert errors.startswith("error: replace: products fp32 on ")
+    assert errors.startswith("error: replace: matmuls fp32 on ")
     assert f"; devices on {host}\nhint: torch sees none: a login node" in errors
     assert list(tmp_path.iterdir()) == []  # nor a folder for runs
 
@@ -115,7 +115,7 @@ def test_two_ranks_talk_and_leave_a_cluster_file_that_a_plan_reads(tmp_path: Pat
     assert set(machine.device.peaks) >= {"fp32", "bf16"}
     sources = machine.efficiencies.sources
     measured = [name for name, source in sources.items() if source.startswith("cluster")]
-    assert measured == ["product_share", "attention_share", "memory_share", "link_share"]
+    assert measured == ["matmul_share", "attention_share", "memory_share", "link_share"]
     plan = subprocess.run(
         [sys.executable, "-c", MAIN, "plan", "tiny", "--cluster", "vm.toml", "--gpus", "2"],
         capture_output=True,
@@ -183,11 +183,11 @@ def test_a_machine_that_is_slow_is_named(tmp_path: Path) -> None:
     )
     output, errors = fast.communicate(timeout=WATCHDOG_SECONDS)
     braked.communicate(timeout=WATCHDOG_SECONDS)
-    row = rows_of(json.loads(output))["products fp32"]
+    row = rows_of(json.loads(output))["matmuls fp32"]
     assert (row["verdict"], row["worst_host"]) == ("replace", "n2")
     assert fast.returncode == 2
     named = next(line for line in errors.splitlines() if line.startswith("error: replace: "))
-    assert "products fp32 on n2" in named
+    assert "matmuls fp32 on n2" in named
     assert "exclude the machine" in errors
 
 
@@ -235,7 +235,7 @@ def test_without_torch_the_machine_is_described_all_the_same(tmp_path: Path) -> 
     output, errors = process.communicate(timeout=WATCHDOG_SECONDS)
     assert process.returncode == 0, errors
     assert "checkpoint write, GB/s" in output
-    assert "products" not in output.partition("measured")[2].partition("torch is not")[0]
+    assert "matmuls" not in output.partition("measured")[2].partition("torch is not")[0]
     assert "torch is not installed: matmuls, memory and network are not measured" in output
     process = start("--calibrate", "a.toml", folder=tmp_path, code=without + MAIN)
     assert "measuring needs torch" in process.communicate(timeout=WATCHDOG_SECONDS)[1]

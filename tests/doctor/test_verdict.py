@@ -109,10 +109,10 @@ def test_ranks_of_a_machine_share_its_disk_and_none_is_replaced_for_it() -> None
 
 def test_what_is_expected_of_a_node_of_h100() -> None:
     found = expect(find_machine("azure-ndv5"), Shape(["n1"] * 8))
-    assert found["products bf16"] == pytest.approx(989 * 0.80)
+    assert found["matmuls bf16"] == pytest.approx(989 * 0.80)
     assert found[MEMORY] == pytest.approx(3350 * 0.80)
     assert found[IN_NODE] == found[OF_ALL] == pytest.approx(450 * 0.85)
-    assert "products fp8" not in found
+    assert "matmuls fp8" not in found
 
 
 def test_between_nodes_a_ring_uses_all_network_devices_of_a_node() -> None:

@@ -1,4 +1,4 @@
-"""What only a GPU can show: products in fp8, steps that wait for nobody, memory, peers."""
+"""What only a GPU can show: products in fp8, steps that wait for nobody, memory, baselines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tempfile import mkdtemp
 import pytest
 import torch
 
-from trainyard.bench.baselines import build_peer
+from trainyard.bench.baselines import build_baseline
 from trainyard.bench.job import Steps, prepare_run
 from trainyard.bench.measure import OurTraining
 from trainyard.bench.timeline import DeviceClock, Timeline
@@ -126,7 +126,7 @@ def test_memory_is_that_of_the_device(build: Build) -> None:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    ("peer", "recompute"),
+    ("baseline", "recompute"),
     [
         ("gpt2-transformers", "none"),
         ("plain-torch", "none"),
@@ -136,19 +136,21 @@ def test_memory_is_that_of_the_device(build: Build) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_a_peer_trains_as_ours_does(build: Build, peer: str, recompute: str, kind: str) -> None:
+def test_a_baseline_trains_as_ours_does(
+    build: Build, baseline: str, recompute: str, kind: str
+) -> None:
     packages = {"gpt2-transformers": "transformers", "megatron-core": "megatron.core"}
-    pytest.importorskip(packages.get(peer, "torch"))
+    pytest.importorskip(packages.get(baseline, "torch"))
     context = build(kind, "train.compile=never", f"parallel.recompute={recompute}")
     ours = OurTraining(context)
     timeline = Timeline(DeviceClock())
-    theirs = build_peer(peer, context.run, context.plan, context.device, timeline)
+    theirs = build_baseline(baseline, context.run, context.plan, context.device, timeline)
     bound = 1e-4 if kind == "fp32" else 3e-2
     try:
         for _ in range(6):
             assert theirs.step().item() == pytest.approx(ours.step().item(), abs=bound)
     finally:
-        if peer == "megatron-core":
+        if baseline == "megatron-core":
             from trainyard.bench.megatron_core import leave_group
 
             leave_group()

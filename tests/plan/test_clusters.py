@@ -15,7 +15,7 @@ devices_per_node = 4
 network_gigabytes_per_second = 2.5
 
 [efficiencies]
-product_share = 0.75
+matmul_share = 0.75
 """
 
 
@@ -50,7 +50,7 @@ def test_every_gpu_has_a_machine_with_all_figures(gpu: str) -> None:
     assert machine.device.memory_bytes_per_second
     assert machine.device.peaks
     assert set(machine.efficiencies.sources) == {
-        *("product_share", "sustained_share", "attention_share", "memory_share"),
+        *("matmul_share", "sustained_share", "attention_share", "memory_share"),
         *("link_share", "network_share", "launch_seconds"),
     }
 
@@ -80,8 +80,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert machine.devices_per_node == 4
     assert machine.network_bytes_per_second == 2.5e9
     assert machine.link_bytes_per_second == 300e9, "the datasheet's"
-    assert machine.efficiencies.product_share == 0.75
-    assert machine.efficiencies.sources["product_share"] == f"cluster {path}"
+    assert machine.efficiencies.matmul_share == 0.75
+    assert machine.efficiencies.sources["matmul_share"] == f"cluster {path}"
     assert (
         machine.efficiencies.memory_share == find_machine(gpu="a100-80g").efficiencies.memory_share
     )
@@ -101,7 +101,7 @@ peaks_teraflops = { fp32 = 35.6, fp16 = 71, bf16 = 71 }"""
     assert machine.device.peak_flops_per_second("fp8") is None
     assert machine.link_bytes_per_second == 32e9, "a slot of PCIe 4.0"
     assert 8 * machine.network_bytes_per_second == 12.5e9, "100 Gbit/s for a usual node"
-    assert machine.efficiencies.sources["product_share"].startswith("assumed")
+    assert machine.efficiencies.sources["matmul_share"].startswith("assumed")
     # Of a GPU that is known, the file corrects figures.
     path.write_text('gpu = "a100-80g"\nmemory_gigabytes = 96')
     assert find_machine(str(path)).memory_bytes == 96 * 2**30

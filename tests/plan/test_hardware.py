@@ -100,10 +100,10 @@ def test_efficiencies_of_other_devices_say_that_they_are_assumed() -> None:
     gcd = find_device("AMD Instinct MI250X")
     assert h100 is not None
     assert gcd is not None
-    assert transfer_efficiencies(h100).product_share == 0.80
-    assert transfer_efficiencies(h100).sources["product_share"].startswith("best matrix product")
+    assert transfer_efficiencies(h100).matmul_share == 0.80
+    assert transfer_efficiencies(h100).sources["matmul_share"].startswith("fastest matmul")
     assert transfer_efficiencies(h100).sources["memory_share"].startswith("assumed")
-    assert transfer_efficiencies(gcd).sources["product_share"].startswith("assumed")
+    assert transfer_efficiencies(gcd).sources["matmul_share"].startswith("assumed")
 
 
 def test_efficiencies_of_the_a100_are_the_fitted_ones() -> None:

@@ -108,21 +108,21 @@ def timed(candidate: Candidate, seconds: float, **parts: float) -> Candidate:
 
 def test_why_one_loses() -> None:
     any_one = predict(load_run("gpt3-125m", SMALL).run, POLARIS, 8)
-    first = timed(any_one, 2.0, products=1.5, bubble=0.1, tensor=0.4)
-    other = timed(any_one, 2.3, products=1.5, bubble=0.6, tensor=0.2)
+    first = timed(any_one, 2.0, matmuls=1.5, bubble=0.1, tensor=0.4)
+    other = timed(any_one, 2.3, matmuls=1.5, bubble=0.6, tensor=0.2)
     assert explain_loss(first, other) == "bubble +25.0%, though tensor -10.0%"
-    third = timed(any_one, 2.4, products=1.6, bubble=0.2, tensor=0.6)
-    assert explain_loss(first, third) == "tensor +10.0%, products +5.0%"
+    third = timed(any_one, 2.4, matmuls=1.6, bubble=0.2, tensor=0.6)
+    assert explain_loss(first, third) == "tensor +10.0%, matmuls +5.0%"
     assert explain_loss(first, first) == "as fast"
 
 
 def test_what_was_measured_ranks_again() -> None:
     any_one = predict(load_run("gpt3-125m", SMALL).run, POLARIS, 8)
-    candidates = [timed(any_one, seconds, products=seconds) for seconds in (1.0, 1.1, 1.5, 1.2)]
+    candidates = [timed(any_one, seconds, matmuls=seconds) for seconds in (1.0, 1.1, 1.5, 1.2)]
     scale, ranked = rescale(candidates, {0: 4.0, 1: 1.1})
     assert scale == pytest.approx(2)
     assert [each.time.seconds for each in ranked] == pytest.approx([1.1, 2.4, 3.0, 4.0])
-    assert all(each.time.parts["products"] == each.time.seconds for each in ranked)
+    assert all(each.time.parts["matmuls"] == each.time.seconds for each in ranked)
 
 
 def test_the_smallest_changes_make_it_fit() -> None:

@@ -46,7 +46,7 @@ def test_parts_add_up() -> None:
 
 
 def test_products_follow_from_peak_and_memory_alone() -> None:
-    ideal = with_shares(H100, product_share=1.0, sustained_share=1.0, memory_share=1.0)
+    ideal = with_shares(H100, matmul_share=1.0, sustained_share=1.0, memory_share=1.0)
     run = run_of()
     plan = resolve(run, 8)
     parts = step_time(run, plan, ideal).parts
@@ -57,7 +57,7 @@ def test_products_follow_from_peak_and_memory_alone() -> None:
     sides = [(D, 3 * D), (D, D), (D, 4 * D), (4 * D, D)] * run.model.n_layers + [(D, V)]
     n_bytes = 3 * 2 * sum(T * a + a * b + T * b for a, b in sides)
     expected = 256 / 8 * (flops / 989e12 + n_bytes / 3.35e12)
-    assert parts["products"] == pytest.approx(expected, rel=1e-9)
+    assert parts["matmuls"] == pytest.approx(expected, rel=1e-9)
 
 
 def test_more_devices_take_less_time_each_a_little_less_well() -> None:
@@ -68,12 +68,12 @@ def test_more_devices_take_less_time_each_a_little_less_well() -> None:
 def test_small_matrices_are_slow() -> None:
     small = step("train.micro_batch_size=1", "parallel.tensor=8", "model.sequence_length=512")
     large = step("train.micro_batch_size=8", "parallel.tensor=8", "model.sequence_length=512")
-    assert small.parts["products"] > 1.2 * large.parts["products"]
+    assert small.parts["matmuls"] > 1.2 * large.parts["matmuls"]
 
 
 def test_recomputing_costs_a_third_of_the_products_of_blocks() -> None:
     none, block = (step(f"parallel.recompute={kind}") for kind in ("none", "block"))
-    assert 1.28 < block.parts["products"] / none.parts["products"] < 1.34
+    assert 1.28 < block.parts["matmuls"] / none.parts["matmuls"] < 1.34
     attention = step("parallel.recompute=attention")
     assert none.seconds < attention.seconds < block.seconds
 
@@ -133,8 +133,8 @@ def test_fp8_makes_only_the_products_of_blocks_fast() -> None:
     assert bf16.seconds / 2 < fp8.seconds < bf16.seconds
     assert fp8.parts["attention"] == bf16.parts["attention"]
     head = "model.vocabulary_size=400000"
-    gain = step(head).parts["products"] / step(head, "precision.kind=fp8").parts["products"]
-    assert gain < bf16.parts["products"] / fp8.parts["products"]
+    gain = step(head).parts["matmuls"] / step(head, "precision.kind=fp8").parts["matmuls"]
+    assert gain < bf16.parts["matmuls"] / fp8.parts["matmuls"]
 
 
 def test_data_ranks_hide_behind_computation() -> None:
@@ -218,7 +218,7 @@ def test_a_run_that_is_not_compiled_moves_more_bytes_and_starts_more_kernels() -
     )
     for part in ("memory-bound", "overhead"):
         assert plain.parts[part] > 1.2 * compiled.parts[part]
-    assert plain.parts["products"] == compiled.parts["products"]
+    assert plain.parts["matmuls"] == compiled.parts["matmuls"]
 
 
 def test_published_steps_of_fsdp_are_predicted_as_well_as_the_documentation_says(
@@ -241,9 +241,9 @@ def test_what_a_step_reaches_is_less_than_a_lone_product() -> None:
     plan = resolve(run, 8)
     sustained = step_time(run, plan, h100).parts
     cold = step_time(run, plan, with_shares(h100, sustained_share=1.0)).parts
-    assert sustained["products"] > 1.05 * cold["products"]
+    assert sustained["matmuls"] > 1.05 * cold["matmuls"]
     assert sustained["attention"] == pytest.approx(cold["attention"] / 0.9)
-    assert h100.efficiencies.product_share == 0.80
+    assert h100.efficiencies.matmul_share == 0.80
 
 
 def test_measured_steps_are_predicted_as_well_as_the_documentation_says(shared_data: Path) -> None:

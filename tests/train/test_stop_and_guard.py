@@ -149,7 +149,9 @@ def test_a_spike_that_data_does_not_cause_ends_the_run(
     tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant_spike(monkeypatch, 17, set(range(10_000)))
-    with pytest.raises(GuardError, match="the spike at step 18 needs a 4th rollback to step 15"):
+    with pytest.raises(
+        GuardError, match="the spike at step 18 needs rollback 4 to step 15; the limit is 3"
+    ):
         start(tmp_path / "run", spiking_run(tiny_run, "rollback"))
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
     assert outcome["exit_code"] == 93

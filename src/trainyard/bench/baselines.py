@@ -36,7 +36,7 @@ from trainyard.plan.resolve import Plan
 
 GPT2_TRANSFORMERS, PLAIN_TORCH = "gpt2-transformers", "plain-torch"
 MEGATRON_CORE = "megatron-core"
-PEERS = (GPT2_TRANSFORMERS, PLAIN_TORCH, MEGATRON_CORE)
+BASELINES = (GPT2_TRANSFORMERS, PLAIN_TORCH, MEGATRON_CORE)
 PACKAGES = {
     GPT2_TRANSFORMERS: ("transformers", "pip install transformers"),
     MEGATRON_CORE: ("megatron.core", "pip install --no-deps megatron-core==0.16.1"),
@@ -44,7 +44,7 @@ PACKAGES = {
 PRECISIONS = ("fp32", "bf16")
 
 
-def refuse_peer(peer: str, run: Run, n_ranks: int) -> None:
+def refuse_baseline(baseline: str, run: Run, n_ranks: int) -> None:
     """Rejects a baseline that cannot do the step of a run.
 
     Raises:
@@ -52,35 +52,37 @@ def refuse_peer(peer: str, run: Run, n_ranks: int) -> None:
         LaunchError: it only trains on one rank.
         MachineError: it is not installed, or needs another machine.
     """
-    if peer not in PEERS:
-        raise ConfigError(f"--against {peer!r} is not a baseline", f"known: {', '.join(PEERS)}")
-    package, remedy = PACKAGES.get(peer, ("torch", ""))
+    if baseline not in BASELINES:
+        raise ConfigError(
+            f"--against {baseline!r} is not a baseline", f"known: {', '.join(BASELINES)}"
+        )
+    package, remedy = PACKAGES.get(baseline, ("torch", ""))
     if not _is_installed(package):
         raise MachineError(
-            f"--against {peer} needs the package {package}, which is not installed", remedy
+            f"--against {baseline} needs the package {package}, which is not installed", remedy
         )
     if n_ranks > 1:
         raise LaunchError(
-            f"--against {peer} trains on one rank; this run is on {n_ranks}",
+            f"--against {baseline} trains on one rank; this run is on {n_ranks}",
             "--ranks 1, with tensor, pipeline and context of the section parallel at 1",
         )
     if run.precision.kind not in PRECISIONS:
         raise ConfigError(
-            f"precision.kind={run.precision.kind!r} is not available in {peer}",
+            f"precision.kind={run.precision.kind!r} is not available in {baseline}",
             f"one of {', '.join(PRECISIONS)}",
         )
     config_of(run.model, None, "float32")  # refuses a model that is not a GPT-2
-    if peer == MEGATRON_CORE and not torch.cuda.is_available():
+    if baseline == MEGATRON_CORE and not torch.cuda.is_available():
         raise MachineError(
-            f"--against {peer}: attention and optimizer of megatron-core need "
+            f"--against {baseline}: attention and optimizer of megatron-core need "
             "an NVIDIA GPU, and this machine has none",
             f"--against {GPT2_TRANSFORMERS} and --against {PLAIN_TORCH} train on a CPU too",
         )
 
 
-def peer_run(peer: str, run: Run) -> Run:
+def baseline_run(baseline: str, run: Run) -> Run:
     """Returns a run as a baseline trains it: only Megatron-Core supports recomputation."""
-    if peer == MEGATRON_CORE:
+    if baseline == MEGATRON_CORE:
         return run
     parallel = run.parallel.model_copy(update={"recompute": "none"})
     return run.model_copy(update={"parallel": parallel})
@@ -93,7 +95,7 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-class Peer(Protocol):
+class Baseline(Protocol):
     """The interface of baselines."""
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -103,7 +105,7 @@ class Peer(Protocol):
         """Clips, updates with this learning rate, and forgets the gradients."""
 
 
-class PeerTraining:
+class BaselineTraining:
     """A training step of a baseline.
 
     Args:
@@ -111,11 +113,11 @@ class PeerTraining:
         plan: for one rank.
         device: for computation.
         timeline: receives the parts of a step.
-        peer: the baseline.
+        baseline: its model and optimizer.
     """
 
     def __init__(
-        self, run: Run, plan: Plan, device: torch.device, timeline: Timeline, peer: Peer
+        self, run: Run, plan: Plan, device: torch.device, timeline: Timeline, baseline: Baseline
     ) -> None:
         self._run, self._plan, self._timeline, self._device = run, plan, timeline, device
         self._batches = BatchSchedule(run)
@@ -123,7 +125,7 @@ class PeerTraining:
         assert order is not None, "the cache was filled with it just now"
         size = run.model.vocabulary_size
         self._data = Loader(order, self._batches, size, pin_memory=device.type == "cuda")
-        self._peer = peer
+        self._baseline = baseline
         self._step = 0
 
     @property
@@ -142,18 +144,18 @@ class PeerTraining:
         total = torch.zeros((), device=self._device)
         for start in range(0, len(tokens), size):
             timeline.begin(FORWARD)
-            loss = self._peer.loss(tokens[start : start + size], labels[start : start + size])
+            loss = self._baseline.loss(tokens[start : start + size], labels[start : start + size])
             loss = loss * size / len(tokens)
             timeline.begin(BACKWARD)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         timeline.enter("update", step)
-        self._peer.update(learning_rate(run, self._plan, self._batches.consumed(step + 1)))
+        self._baseline.update(learning_rate(run, self._plan, self._batches.consumed(step + 1)))
         self._step += 1
         return total
 
 
-class AutocastPeer:
+class AutocastBaseline:
     """A model with logits, trained in plain PyTorch: autocast, clip_grad_norm_, fused AdamW.
 
     Args:
@@ -199,26 +201,26 @@ class AutocastPeer:
         return torch.autocast(self._device.type, torch.bfloat16)
 
 
-def build_peer(
+def build_baseline(
     name: str, run: Run, plan: Plan, device: torch.device, timeline: Timeline
-) -> PeerTraining:
-    """Builds the training of a baseline accepted by `refuse_peer`."""
-    peer: Peer
+) -> BaselineTraining:
+    """Builds the training of a baseline accepted by `refuse_baseline`."""
+    baseline: Baseline
     ours = GPT(run.model, plan.padded_vocabulary_size)
     initialise(ours, run.train.seed)
     if name == MEGATRON_CORE:
-        from trainyard.bench.megatron_core import MegatronPeer
+        from trainyard.bench.megatron_core import MegatronBaseline
 
-        peer = MegatronPeer(run, device, ours)
+        baseline = MegatronBaseline(run, device, ours)
     elif name == PLAIN_TORCH:
         from trainyard.bench.plain_torch import build_plain
 
         plain = build_plain(run.model, ours)
-        peer = AutocastPeer(run, device, plain, plain)
+        baseline = AutocastBaseline(run, device, plain, plain)
     else:
         theirs = build_transformers(run.model, ours)
-        peer = AutocastPeer(run, device, theirs, lambda tokens: theirs(tokens).logits)
-    return PeerTraining(run, plan, device, timeline, peer)
+        baseline = AutocastBaseline(run, device, theirs, lambda tokens: theirs(tokens).logits)
+    return BaselineTraining(run, plan, device, timeline, baseline)
 
 
 def build_transformers(model: Model, ours: GPT) -> nn.Module:

@@ -55,7 +55,7 @@ class Job:
     """The work of one candidate in one round."""
 
     steps: Steps
-    peer: str
+    baseline: str
     """The baseline; empty: ours."""
     takes_apart: bool
     """Whether to run extra steps for the breakdown."""

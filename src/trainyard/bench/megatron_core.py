@@ -43,7 +43,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-class MegatronPeer:
+class MegatronBaseline:
     """Model, gradient buffers and optimizer of Megatron-Core, on one rank.
 
     Args:

@@ -91,7 +91,7 @@ def _describe(outcome: Outcome, first: Outcome, order: Order) -> dict[str, Any]:
     starts = {name: statistics.median(each[name] for each in startup) for name in startup[0]}
     return {
         "name": outcome.candidate.name,
-        "peer": outcome.candidate.peer or None,
+        "baseline": outcome.candidate.baseline or None,
         "precision": run.precision.kind,
         **figures.as_json(),
         "peak_memory_bytes": max(result["peak_memory_bytes"] for result in results),

@@ -33,7 +33,7 @@ class Candidate:
     name: str
     """Name in the log; empty: not shown."""
     run: Run
-    peer: str = ""
+    baseline: str = ""
     """The baseline; empty: ours."""
 
 
@@ -100,7 +100,7 @@ def run_rounds(
             is_first = number == 0
             job = Job(
                 order.steps,
-                outcome.candidate.peer,
+                outcome.candidate.baseline,
                 takes_apart=is_first and order.takes_apart,
                 profiles=is_first and order.profiles,
                 seconds=order.seconds,

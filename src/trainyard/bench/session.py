@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from trainyard.bench.baselines import build_peer
+from trainyard.bench.baselines import build_baseline
 from trainyard.bench.job import RESULT, RUN, Job
 from trainyard.bench.measure import Candidate, OurTraining, measure
 from trainyard.bench.start import Start
@@ -70,8 +70,8 @@ def run_job(folder: Path, process: Process, start: Start) -> None:
 def _build(
     folder: Path, run: Run, plan: Plan, mesh: Mesh, job: Job, timeline: Timeline
 ) -> Candidate:
-    if job.peer:
-        return build_peer(job.peer, run, plan, mesh.device, timeline)
+    if job.baseline:
+        return build_baseline(job.baseline, run, plan, mesh.device, timeline)
     return OurTraining(build_context(folder, run, plan, mesh, timeline))
 
 

@@ -112,7 +112,7 @@ def _list_candidates(
     run: Run, compare: str | None, against: str | None, n_ranks: int
 ) -> list[Candidate]:
     """Lists the candidates to time; rejects those that cannot run."""
-    from trainyard.bench.baselines import peer_run, refuse_peer
+    from trainyard.bench.baselines import baseline_run, refuse_baseline
     from trainyard.bench.rounds import Candidate
     from trainyard.config.load import build_run
     from trainyard.config.precisions import FORMATS
@@ -133,8 +133,8 @@ def _list_candidates(
         refuse_what_is_not_built(ours)
         candidates.append(Candidate(kind, ours))
     if against is not None:
-        refuse_peer(against, run, n_ranks)
-        candidates.append(Candidate(against, peer_run(against, run), against))
+        refuse_baseline(against, run, n_ranks)
+        candidates.append(Candidate(against, baseline_run(against, run), against))
     return candidates
 
 

@@ -186,7 +186,7 @@ class Launch(Section):
 class Measured(Section):
     """Efficiencies measured on a machine; absent ones keep their value."""
 
-    product_share: float | None = Field(default=None, gt=0, le=1)
+    matmul_share: float | None = Field(default=None, gt=0, le=1)
     attention_share: float | None = Field(default=None, gt=0, le=1)
     memory_share: float | None = Field(default=None, gt=0, le=1)
     link_share: float | None = Field(default=None, gt=0, le=1)

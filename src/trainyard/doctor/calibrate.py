@@ -1,7 +1,7 @@
 """Writes measurements to a cluster file, so that `trainyard plan` uses them.
 
     [efficiencies]
-    product_share = 0.797          # 788 TFLOP/s in bf16 of the 989 in the datasheet
+    matmul_share = 0.797          # 788 TFLOP/s in bf16 of the 989 in the datasheet
     link_share = 0.81
 
 For a GPU, the datasheet's figures stay and the shares are measured. A CPU has no known datasheet:
@@ -26,9 +26,9 @@ from trainyard.doctor.verdict import (
     BETWEEN_NODES,
     IN_NODE,
     LATENCY,
+    MATMULS,
     MEMORY,
     OF_ALL,
-    PRODUCTS,
     Row,
     Shape,
 )
@@ -96,18 +96,18 @@ def calibrate(machine: Machine, rows: Sequence[Row], shape: Shape) -> dict[str, 
     device, is_cpu = machine.device, machine.device.name == "CPU"
     figures: dict[str, Any] = {"devices_per_node": shape.ranks_per_node} if is_cpu else {}
     shares: dict[str, float] = {}
-    products = {
-        name.removeprefix(f"{PRODUCTS} "): rate
+    matmuls = {
+        name.removeprefix(f"{MATMULS} "): rate
         for name, rate in found.items()
-        if name.startswith(PRODUCTS)
+        if name.startswith(MATMULS)
     }
     peaks = {kind: peak / TERA for kind, peak in device.peaks.items()}
     if is_cpu:
-        figures["peaks_teraflops"] = {kind: _round(rate) for kind, rate in products.items()}
-        peaks = products
-    kind = next((kind for kind in HALF_KINDS if kind in products and kind in peaks), None)
+        figures["peaks_teraflops"] = {kind: _round(rate) for kind, rate in matmuls.items()}
+        peaks = matmuls
+    kind = next((kind for kind in HALF_KINDS if kind in matmuls and kind in peaks), None)
     if kind is not None:
-        shares["product_share"] = _share(products[kind], peaks[kind])
+        shares["matmul_share"] = _share(matmuls[kind], peaks[kind])
     for name, rate in found.items():
         kind = name.removeprefix(f"{ATTENTION} ")
         if name.startswith(ATTENTION) and kind in peaks:

@@ -152,7 +152,7 @@ def _find_wrong_interface() -> tuple[str, str] | None:
 def _examine_device(own: Examination, ranks: Ranks, order: Order, group: RankGroup) -> None:
     import torch
 
-    from trainyard.doctor.products import measure_device
+    from trainyard.doctor.matmuls import measure_device
     from trainyard.parallel.mesh import device_name
 
     process, device = ranks.process, ranks.device
@@ -165,7 +165,7 @@ def _examine_device(own: Examination, ranks: Ranks, order: Order, group: RankGro
     group.wait()
     for found in measure_device(device, order.budget_seconds):
         own.measure([found])
-        group.enter("the matrix products", order.budget_seconds)
+        group.enter("matmuls", order.budget_seconds)
     group.wait()
     if process.n_ranks > 1:
         from trainyard.doctor.collectives import Talk

@@ -27,7 +27,7 @@ PASS, WARN, REPLACE = "pass", "warn", "replace"
 ORDER = ("", PASS, WARN, REPLACE)
 WARN_BELOW, REPLACE_BELOW = 0.9, 2 / 3
 
-PRODUCTS, ATTENTION, MEMORY = "products", "attention", "memory copies"
+MATMULS, ATTENTION, MEMORY = "matmuls", "attention", "memory copies"
 IN_NODE, OF_ALL, BETWEEN_NODES = "all-reduce in a node", "all-reduce of all", "node to node"
 LATENCY = "latency of "
 WRITE, READ = "checkpoint write", "checkpoint read"
@@ -121,7 +121,7 @@ def expect(machine: Machine, shape: Shape) -> dict[str, float]:
     """Returns the expected value of a rank by measurement name, in its unit."""
     shares, device = machine.efficiencies, machine.device
     found = {
-        f"{PRODUCTS} {kind}": device.peaks[kind] * shares.product_share / TERA
+        f"{MATMULS} {kind}": device.peaks[kind] * shares.matmul_share / TERA
         for kind in JUDGED_KINDS
         if kind in device.peaks
     }

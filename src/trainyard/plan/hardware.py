@@ -30,14 +30,14 @@ class Device:
     memory_bytes_per_second: float | None = None
     link_bytes_per_second: float | None = None
     """Total to the other devices of its node, one direction."""
-    product_share: float | None = None
+    matmul_share: float | None = None
     """Share of its peak reached by the best measured matmuls."""
     sustained_share: float = 1.0
     """Share of that reached in a whole step, which heats the device."""
     attention_share: float | None = None
     """Of its peak, by fused attention."""
-    product_source: str = "best matrix product measured on the device"
-    """Source of `product_share`."""
+    matmul_source: str = "fastest matmul measured on the device"
+    """Source of `matmul_share`."""
 
     def peak_flops_per_second(self, kind: PrecisionKind) -> float | None:
         """Returns the peak of a precision's block matmuls; None if unknown or unsupported."""
@@ -60,7 +60,7 @@ HOPPER = _peaks(fp32=67, fp16=989, bf16=989, fp8=1979)
 HOPPER_SHARES = (0.80, 0.90, 0.35)
 PCIE_3, PCIE_4, PCIE_5 = 16 * GIGA, 32 * GIGA, 64 * GIGA
 """Bytes per second of a x16 slot, one direction."""
-# Shares of the peak: matrix products measured for stas00/ml-engineering (August 2026).
+# Shares of the peak: matmuls measured for stas00/ml-engineering (August 2026).
 DEVICES = (
     # NVIDIA V100 datasheet (2018), SXM2.
     Device("V100 16GB", r"V100-SXM\d-16GB", VOLTA, 16 * GIB, 0.90 * TERA, 150 * GIGA),
@@ -153,7 +153,7 @@ DEVICES = (
         1.6 * TERA,
         200 * GIGA,
         0.51,
-        product_source="assumed: as an MI300X; published steps take 16 to 36 % longer",
+        matmul_source="assumed: as an MI300X; published steps take 16 to 36 % longer",
     ),
     # AMD Instinct MI300X datasheet (2023).
     Device(
@@ -177,7 +177,7 @@ class Efficiencies:
     A profile measured on a machine replaces them, by `dataclasses.replace`.
     """
 
-    product_share: float
+    matmul_share: float
     """Of the peak, by matmuls so large that memory traffic does not matter."""
     sustained_share: float
     """Of the speed of isolated matmuls and attention, in a whole step."""
@@ -200,7 +200,7 @@ ATTENTION_SHARE = 0.6
 FIT = "fitted on measured steps of A100s (docs/planning-accuracy.md)"
 BOUND = "upper bound of that fit, which it reached"
 A100_EFFICIENCIES = Efficiencies(
-    product_share=0.87,
+    matmul_share=0.87,
     sustained_share=1.0,
     attention_share=ATTENTION_SHARE * 0.87,
     memory_share=0.80,
@@ -208,9 +208,9 @@ A100_EFFICIENCIES = Efficiencies(
     network_share=0.92,
     launch_seconds=14e-6,
     sources={
-        "product_share": "best matrix product measured on the device",
+        "matmul_share": "fastest matmul measured on the device",
         "sustained_share": FIT,
-        "attention_share": f"assumed: {ATTENTION_SHARE} of product_share",
+        "attention_share": f"assumed: {ATTENTION_SHARE} of matmul_share",
         "memory_share": FIT,
         "link_share": BOUND,
         "network_share": BOUND,
@@ -226,11 +226,11 @@ UNMEASURED_SHARES = (0.87, 0.41)
 
 def transfer_efficiencies(device: Device) -> Efficiencies:
     """Estimates a device's efficiencies from those of an A100."""
-    share, source = device.product_share, device.product_source
+    share, source = device.matmul_share, device.matmul_source
     attention = device.attention_share
     if share is None:
         share, source = UNMEASURED_PRODUCT_SHARE, UNMEASURED
-    sources = dict(A100_EFFICIENCIES.sources) | {"product_share": source}
+    sources = dict(A100_EFFICIENCIES.sources) | {"matmul_share": source}
     if not device.name.startswith("A100"):
         fitted = [name for name, source in sources.items() if source in (FIT, BOUND)]
         sources |= dict.fromkeys(fitted, "assumed: as on an A100")
@@ -240,7 +240,7 @@ def transfer_efficiencies(device: Device) -> Efficiencies:
         sources["sustained_share"] = "fitted on published steps of H100s"
     return replace(
         A100_EFFICIENCIES,
-        product_share=share,
+        matmul_share=share,
         sustained_share=device.sustained_share,
         attention_share=ATTENTION_SHARE * share if attention is None else attention,
         sources=sources,
@@ -273,10 +273,10 @@ class Machine:
 def find_extremes(machine: Machine) -> tuple[Machine, Machine] | None:
     """Returns upper and lower bounds of a machine; None if its matmuls were measured."""
     shares = machine.efficiencies
-    if shares.sources["product_share"] != UNMEASURED:
+    if shares.sources["matmul_share"] != UNMEASURED:
         return None
     fast, slow = (
-        replace(shares, product_share=share, attention_share=ATTENTION_SHARE * share)
+        replace(shares, matmul_share=share, attention_share=ATTENTION_SHARE * share)
         for share in UNMEASURED_SHARES
     )
     return replace(machine, efficiencies=fast), replace(machine, efficiencies=slow)

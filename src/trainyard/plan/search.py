@@ -258,7 +258,7 @@ class _Queue:
         n_tokens = train.global_batch_size * model.sequence_length
         flops = 3.0 * model.n_layers * matmul_flops(matmuls(model))
         shares = machine.efficiencies
-        peak *= shares.product_share * shares.sustained_share
+        peak *= shares.matmul_share * shares.sustained_share
         seconds = flops * n_tokens / n_ranks / peak
         data = n_ranks // ranks_per_replica(shape)
         n_passes = train.global_batch_size // train.micro_batch_size // data * parallel.chunks

@@ -2,7 +2,7 @@
 
 A pipeline stage spends on each pass of a micro batch
 
-    products        FLOP of matmuls / (peak x share), and their operands as memory-bound
+    matmuls         FLOP of matmuls / (peak x share), and their operands as memory-bound
     attention       FLOP of fused attention / (peak x share)
     memory-bound    bytes / (bandwidth of the memory x share)
     tensor, context, pipeline
@@ -41,7 +41,7 @@ Parts = dict[str, float]
 PassSeconds = tuple[Parts, Parts]
 """Of the forward and the backward pass of a micro batch through a stage."""
 PARTS = (
-    "products",
+    "matmuls",
     "attention",
     "memory-bound",
     "tensor",
@@ -181,7 +181,7 @@ class _Prices:
     def _pass(self, work: Pass, talk: Parts) -> Parts:
         """Times one pass of a micro batch through a stage."""
         parts = {
-            "products": sum(map(self._product_seconds, work.products)),
+            "matmuls": sum(map(self._product_seconds, work.products)),
             "attention": work.attention_flops / (self.other_peak * self.attention_share),
             "memory-bound": self.memory_seconds(work.memory_bytes),
             **talk,
@@ -197,7 +197,7 @@ class _Prices:
         if product.in_fp8:
             peak, operand_bytes = self.block_peak, 1 + self.program.cast_bytes
         n_bytes = operand_bytes * (a * b + b * c) + self.value_bytes * a * c
-        flops_seconds = 2.0 * a * b * c / (peak * self.shares.product_share)
+        flops_seconds = 2.0 * a * b * c / (peak * self.shares.matmul_share)
         return product.count * (flops_seconds + self.memory_seconds(n_bytes))
 
     def memory_seconds(self, n_bytes: float) -> float:

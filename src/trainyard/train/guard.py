@@ -133,8 +133,8 @@ def roll_back(
     before.skip_data(state, n_skipped, f"spike at step {spike + 1}")
     if before.n_rollbacks_here > ROLLBACKS_LIMIT:
         raise GuardError(
-            f"the spike at step {spike + 1} needs a {before.n_rollbacks_here}th rollback to "
-            f"step {before.step}",
+            f"the spike at step {spike + 1} needs rollback {before.n_rollbacks_here} to "
+            f"step {before.step}; the limit is {ROLLBACKS_LIMIT}",
             "lower optimizer.learning_rate, or set guard.spikes=warn",
         )
     metrics.write(

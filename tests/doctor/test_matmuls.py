@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainyard.doctor import timing
-from trainyard.doctor.products import Size, measure_device
+from trainyard.doctor.matmuls import Size, measure_device
 from trainyard.doctor.timing import ROUNDS, seconds_of
 
 CPU = torch.device("cpu")
@@ -13,8 +13,8 @@ TINY = Size(side=64, sequence=32, heads=2, copied_bytes=2**16)
 
 def test_what_is_measured_of_a_processor() -> None:
     found = {name: (value, unit) for name, value, unit, _ in measure_device(CPU, 0.005, TINY)}
-    products = ["products fp32", "products fp16", "products bf16"]
-    assert list(found)[:3] == products
+    matmuls = ["matmuls fp32", "matmuls fp16", "matmuls bf16"]
+    assert list(found)[:3] == matmuls
     assert list(found)[3].startswith("attention ")
     assert list(found)[4] == "memory copies"
     assert len(found) == 5  # no fp8, which a processor emulates
@@ -24,8 +24,8 @@ def test_what_is_measured_of_a_processor() -> None:
 
 def test_attention_is_measured_in_the_fastest_format() -> None:
     found = {name: value for name, value, _, _ in measure_device(CPU, 0.005, TINY)}
-    products = {name: value for name, value in found.items() if name.startswith("products")}
-    fastest = max(products, key=products.__getitem__).removeprefix("products ")
+    matmuls = {name: value for name, value in found.items() if name.startswith("matmuls")}
+    fastest = max(matmuls, key=matmuls.__getitem__).removeprefix("matmuls ")
     assert f"attention {fastest}" in found
 
 
@@ -73,5 +73,5 @@ def test_what_is_measured_of_a_gpu() -> None:
         pytest.skip("this machine has no GPU")
     device = torch.device("cuda", 0)
     found = {name: value for name, value, _, _ in measure_device(device, 0.2)}
-    assert {"products fp32", "products fp16", "products bf16", "memory copies"} <= set(found)
-    assert found["products bf16"] > found["products fp32"]
+    assert {"matmuls fp32", "matmuls fp16", "matmuls bf16", "memory copies"} <= set(found)
+    assert found["matmuls bf16"] > found["matmuls fp32"]

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainyard.doctor.timing import seconds_of
-from trainyard.doctor.verdict import ATTENTION, MEMORY, PRODUCTS
+from trainyard.doctor.verdict import ATTENTION, MATMULS, MEMORY
 from trainyard.plan.hardware import GIGA, TERA
 from trainyard.units import format_bytes
 
@@ -57,7 +57,7 @@ def measure_device(
             seconds, n_calls = seconds_of(work, device, budget_seconds)
             rates[kind] = flops / seconds / TERA
             how = f"{size.side}^3, median of {n_calls}"
-            yield f"{PRODUCTS} {kind}", rates[kind], "TFLOP/s", how
+            yield f"{MATMULS} {kind}", rates[kind], "TFLOP/s", how
     fastest = max((kind for kind in rates if kind != "fp8"), key=rates.__getitem__)
     with suppress(RuntimeError):
         seconds, n_calls = seconds_of(_attention(fastest, size, device), device, budget_seconds)
