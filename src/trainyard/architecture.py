@@ -184,7 +184,7 @@ def find_layer(model: Model, parameter: str) -> LayerSpec:
     return rest_layers(model, padded_vocabulary_size(model), (0, model.n_layers))[name]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _numbered_blocks(model: Model, tensor: int) -> list[list[LayerSpec]]:
     """Lists the layers of every block, with their global names."""
     layers = block_layers(model, tensor).values()

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from trainyard.bench.baselines import build_transformers
-from trainyard.config.run import Model
+from trainyard.config.run import Model, Recompute
 from trainyard.model.dropout import Dropout, sequence_seeds
-from trainyard.model.gpt import GPT, Recompute, compile_blocks
+from trainyard.model.gpt import GPT, compile_blocks
 from trainyard.model.init import initialise
 
 SHAPE = Model(

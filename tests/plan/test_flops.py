@@ -7,11 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainyard.config.load import load_run
-from trainyard.config.run import Model
+from trainyard.config.run import Model, Recompute
 from trainyard.model.gpt import GPT
 from trainyard.plan.flops import (
     FormulaName,
-    Recompute,
     flops_per_token,
     model_flops_per_token,
     model_flops_utilization,

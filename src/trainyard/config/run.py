@@ -26,6 +26,7 @@ from trainyard.config.precisions import FORMATS, Formats, PrecisionKind, Stored,
 Length = Annotated[units.Length, BeforeValidator(units.parse_length), PlainSerializer(str)]
 Prefixes = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
+Recompute = Literal["none", "attention", "block"]
 NoneByName = BeforeValidator(lambda value: None if value == "none" else value)
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 MOST_PREFIXES = 32_766  # a corpus is a 16-bit number in the order
@@ -246,7 +247,7 @@ class Parallel(Section):
     pipeline, gradients stay unsharded until the end of a step. Absent: 2, or 1 with a pipeline."""
     data_replicate: int = Field(default=1, ge=1)
     """Groups that each hold a full sharded copy (HSDP's replicate dimension)."""
-    recompute: Literal["none", "attention", "block"] = "none"
+    recompute: Recompute = "none"
     """Activations that the backward pass recomputes instead of storing."""
 
     @property

@@ -10,7 +10,6 @@ L n_layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainyard.architecture import Blocks, LayerSpec, block_layers, stage_layers
-from trainyard.config.run import Model
+from trainyard.config.run import Model, Recompute
 from trainyard.model.attention import Attention, KeyValueCache
 from trainyard.model.dropout import (
     ATTENTION_OUTPUT,
@@ -29,8 +28,6 @@ from trainyard.model.dropout import (
 )
 from trainyard.model.linear import Layer, LayerNorm, Linear
 from trainyard.model.loss import CrossEntropy
-
-Recompute = Literal["none", "attention", "block"]
 
 
 class GPT(nn.Module):

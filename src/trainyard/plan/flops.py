@@ -28,10 +28,9 @@ from collections.abc import Iterable
 from typing import Literal
 
 from trainyard.architecture import LayerSpec, head_layer, matmuls
-from trainyard.config.run import Model
+from trainyard.config.run import Model, Recompute
 
 FormulaName = Literal["megatron_causal", "megatron", "megatron_deepspeed", "deepspeed_2024"]
-Recompute = Literal["none", "attention", "block"]
 
 
 def matmul_flops(layers: Iterable[LayerSpec]) -> int:
