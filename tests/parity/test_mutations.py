@@ -20,7 +20,7 @@ from trainyard.data.loader import Loader
 from trainyard.model.gpt import GPT
 from trainyard.optim import clip
 from trainyard.optim.adamw import AdamW
-from trainyard.parallel import mesh, ring, tensor
+from trainyard.parallel import context, mesh, tensor
 from trainyard.parallel import model as parallel_model
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
@@ -154,7 +154,7 @@ def second_rank_reads_one_further(patch: pytest.MonkeyPatch) -> None:
 
 
 def ring_sends_its_own_keys_again(patch: pytest.MonkeyPatch) -> None:
-    right = ring._finish_shift
+    right = context._finish_shift
 
     def wrong(arriving: Tensor, like: Any) -> Any:
         arrived: Any = right(arriving, like)
@@ -163,7 +163,7 @@ def ring_sends_its_own_keys_again(patch: pytest.MonkeyPatch) -> None:
         arrived.has_arrived = True
         return arrived
 
-    patch.setattr(ring, "_finish_shift", wrong)
+    patch.setattr(context, "_finish_shift", wrong)
 
 
 def gradients_of_replicas_not_added_up(patch: pytest.MonkeyPatch) -> None:
