@@ -23,7 +23,7 @@ from typing import IO, Any, NoReturn
 from tests.faults import faulty_worker
 from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 
-WATCHED = "trainyard.launch.heartbeat"
+WATCHED = "trainyard.launch.watched"
 
 
 class ForkedWorker:
@@ -102,7 +102,7 @@ def _command(words: Sequence[str], folder: Path) -> None:
 
 def _work(command: Sequence[str]) -> None:
     from trainyard.launch.environment import read_process
-    from trainyard.launch.heartbeat import be_watched
+    from trainyard.launch.watched import be_watched
     from trainyard.train.worker import main
 
     os.setpgid(0, 0)

@@ -22,7 +22,7 @@ SSH = """#!/bin/bash
 while [[ $1 == -* ]]; do shift 2; done
 host=$1
 shift
-[ "$host" = nobody ] && exit 255
+[ "$host" = me@nobody ] && exit 255
 echo "$host: $*" >> "$FOLDER/said"
 exec bash -c "$*"
 """
@@ -115,10 +115,10 @@ def test_nothing_stays_when_the_process_on_a_host_is_killed(folder: Path) -> Non
 
 
 def test_a_host_that_is_lost(folder: Path) -> None:
-    with started(folder, "sleep 0.5; exit 75", "n1", "nobody") as running:
+    with started(folder, "sleep 0.5; exit 75", "n1", "me@nobody") as running:
         assert running.wait(WATCHDOG_SECONDS) == 75
         assert running.stderr is not None
-        assert "nobody is lost: ssh has ended" in running.stderr.read()
+        assert "me@nobody is lost: ssh has ended" in running.stderr.read()
     assert (folder / "logs" / "lost_hosts").read_text() == "nobody\n"
 
 

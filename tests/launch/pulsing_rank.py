@@ -24,7 +24,8 @@ from typing import Any
 
 from trainyard.errors import DataError, GuardError, UserError
 from trainyard.launch.environment import Process, read_process
-from trainyard.launch.heartbeat import Heartbeat, be_watched, end_with_parent
+from trainyard.launch.heartbeat import Heartbeat, end_with_parent
+from trainyard.launch.watched import be_watched
 
 Meet = Callable[[int, bool], bool]
 

@@ -85,7 +85,7 @@ def test_a_watched_module_shows_its_stack_while_it_holds_the_lock_of_python(
         replace(Process(), parent_pipe=reader.descriptor, heartbeat=reader.descriptor), 1
     )
     module = "timeit"  # any that runs what it is told
-    argv = [sys.executable, "-P", "-m", "trainyard.launch.heartbeat", module, "-n1", "-r1"]
+    argv = [sys.executable, "-P", "-m", "trainyard.launch.watched", module, "-n1", "-r1"]
     argv.append("import re; re.match(r'(a+)+$', 'a' * 60 + 'b')")
     running = subprocess.Popen(argv, pass_fds=[reader.descriptor], env=environment)
     wait_until(lambda: reader.read().count == 1)

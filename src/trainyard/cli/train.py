@@ -196,7 +196,7 @@ def _supervise(
     def command(attempt: int) -> list[str]:
         # An earlier attempt may have saved a checkpoint of this run.
         how = "auto" if attempt else resume
-        watched = [sys.executable, "-P", "-m", "trainyard.launch.heartbeat"]
+        watched = [sys.executable, "-P", "-m", "trainyard.launch.watched"]
         return [*watched, "trainyard.train.worker", str(folder), "--resume", how, "--log", log]
 
     return supervise(Job(process, n_ranks, folder, command, inherited))

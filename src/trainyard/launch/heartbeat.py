@@ -9,12 +9,7 @@ writes its phase, and the parent reads it at any time. Neither ever waits for th
     parent   reader = HeartbeatReader()
              reader.read()   HeartbeatState(count=2, step=0, phase="forward and backward", ..)
 
-A worker whose count does not change within its limit hangs. Importing torch takes seconds, and
-minutes if a thousand processes read it from one busy disk, so a worker starts with
-
-    python -m trainyard.launch.heartbeat trainyard.train.worker runs/my-run --resume auto
-
-which gives the first heartbeat and runs that module. The bytes are
+A worker whose count does not change within its limit hangs. The bytes are
 
     0 count   8 limit in seconds   16 step   20 phase   24 process id   28 culprit
 
@@ -24,20 +19,15 @@ thread holds Python's lock and no Python code can run.
 
 from __future__ import annotations
 
-import faulthandler
 import mmap
 import os
-import runpy
 import signal
 import struct
-import sys
 import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
-
-from trainyard.launch.environment import Process, read_process
 
 Phase = Literal[
     "start", "load", "data", "forward and backward", "update", "evaluate", "save", "end"
@@ -148,16 +138,6 @@ class HeartbeatReader:
         os.close(self.descriptor)
 
 
-def be_watched(process: Process) -> None:
-    """Lets the parent process watch this one."""
-    faulthandler.enable()  # a crash prints its stack
-    if process.heartbeat is None:
-        return
-    os.lseek(process.heartbeat, N_BYTES, os.SEEK_SET)
-    faulthandler.register(STACK_SIGNAL, file=process.heartbeat, all_threads=True)
-    Heartbeat(process.heartbeat, START_SECONDS, START_SECONDS).enter("start", 0)
-
-
 def end_with_parent(pipe: int) -> None:
     """Ends this process as soon as its parent has ended, even while it waits.
 
@@ -183,9 +163,3 @@ def _make_memory() -> int:
             descriptor = os.dup(file.fileno())
     os.truncate(descriptor, N_BYTES)
     return descriptor
-
-
-if __name__ == "__main__":
-    be_watched(read_process())
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -78,7 +78,7 @@ class Job:
     folder: Path
     """The run folder."""
     command: Callable[[int], Sequence[str]]
-    """Command of each worker (`python -m trainyard.launch.heartbeat ..`), given the attempt."""
+    """Command of each `watched` worker, given the number of earlier attempts."""
     inherited: Sequence[int] = ()
     """File descriptors that workers keep open."""
 

@@ -86,7 +86,6 @@ start_ranks() {
     exec {fd}<> "$pipes/$number"
     inputs[number]=$fd
   done
-  rm -r "$pipes"
   while [ "${#codes[@]}" -lt "${#hosts[@]}" ]; do
     sleep 0.5 &
     wait "$!"
@@ -102,12 +101,13 @@ start_ranks() {
       inputs=()
     fi
   done
+  rm -r "$pipes" # not before: an ssh may be slow to open its own
   code=0
   : > "$folder/logs/lost_hosts"
   for number in "${!hosts[@]}"; do
     if [ "${codes[number]}" = 255 ]; then # of ssh itself
       echo "${hosts[number]} is lost: ssh has ended" >&2
-      echo "${hosts[number]}" >> "$folder/logs/lost_hosts"
+      echo "${hosts[number]#*@}" >> "$folder/logs/lost_hosts"
       codes[number]=75
     fi
     take_worse "${codes[number]}"
