@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.architecture.packages import PICTURE, draw
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "trainyard"
@@ -85,6 +86,10 @@ def test_what_one_must_load_to_follow_training() -> None:
     closure = closure_of({SOURCE / "train" / "worker.py"})
     with_code = {path for path in closure if path.stat().st_size}
     assert len(with_code) <= TRAINING_CLOSURE_FILES, sorted(map(name_of, with_code))
+
+
+def test_picture_of_packages_is_current() -> None:
+    assert PICTURE.read_text(encoding="utf-8") == draw(), "python -m tests.architecture.packages"
 
 
 def test_no_import_cycles() -> None:
