@@ -1,13 +1,12 @@
-# From here on the same for all jobs (trainyard/jobs/lib). What a rank or task runs.
+# From here on, the same for all jobs (trainyard/jobs/lib): the program of a rank or task.
 
 # Made by earlier stages.
 for file in "${needs[@]}"; do
   [ -e "$file" ] || { echo "error: $file is missing: is its stage done?"; exit 2; }
 done
 
-# The program of a rank or task. Only training has a $scratch, for compiled kernels: a new folder
-# per start on the node's local disk, so that no start meets a stale lock. Code is loaded from
-# there: this user must own it.
+# Training has a $scratch, for compiled kernels: a new folder per start on the node's local disk, so
+# that no start meets a stale lock. Code is loaded from there: this user must own it.
 run_rank() {
   local caches="$scratch/trainyard-$TRAINYARD_JOB"
   [ "${#environment[@]}" = 0 ] || export "${environment[@]}"
@@ -27,7 +26,7 @@ run_rank() {
   exec "${command[@]}"
 }
 
-# That as a text for `bash -c`, which every launcher carries to the nodes unchanged.
+# Prints that program as text for `bash -c`: every launcher passes it to the nodes unchanged.
 print_rank() {
   declare -p environment command cpus_of_rank scratch device_variable local_rank
   declare -f run_rank

@@ -44,7 +44,7 @@ blame() {
 }
 bad_hosts() { awk '$2 >= 2 { print $1 }' "$folder/bad_nodes" 2> /dev/null; }
 
-# Turns $code, the exit code of the launcher, into that of the job and what is $next.
+# Turns $code, the exit code of the launcher, into that of the job, and decides what is $next.
 judge() {
   local said
   # Training's own exit code has priority: launchers end ranks, with exit codes of their own.
