@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainyard.bench.job import Job, Steps, describe_data, parse_steps, prepare_run
+from trainyard.bench.job import BenchJob, Steps, describe_data, parse_steps, prepare_run
 from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedDataset
 from trainyard.errors import ConfigError
@@ -45,10 +45,10 @@ def test_steps_that_cannot_be(text: str, warm_up: int | None, problem: str) -> N
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
-    job = Job(Steps(2, 5), "gpt2-transformers", takes_apart=True, profiles=False)
+    job = BenchJob(Steps(2, 5), "gpt2-transformers", takes_apart=True, profiles=False)
     run = load_run("tiny").run
     job.write(tmp_path, run)
-    assert Job.read(tmp_path) == job
+    assert BenchJob.read(tmp_path) == job
     assert load_run(str(tmp_path / "run.toml")).run == run
 
 

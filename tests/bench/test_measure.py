@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainyard.bench.job import Job, Steps
+from trainyard.bench.job import BenchJob, Steps
 from trainyard.bench.measure import OurTraining, measure
 from trainyard.bench.timeline import HostClock, Timeline
 from trainyard.config.load import load_run
@@ -39,7 +39,7 @@ class Counter:
 def time_steps(folder: Path, seconds: float) -> tuple[int, list[float]]:
     counter = Counter()
     mesh = build_mesh(resolve(load_run("tiny").run, 1).topology, 0, torch.device("cpu"))
-    job = Job(Steps(5, 10), "", takes_apart=False, profiles=False, seconds=seconds)
+    job = BenchJob(Steps(5, 10), "", takes_apart=False, profiles=False, seconds=seconds)
     found = measure(counter, job, Timeline(cast(Any, StepClock())), mesh, folder)
     return counter.n_steps, found["step_seconds"]
 

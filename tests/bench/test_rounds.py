@@ -6,12 +6,12 @@ import pytest
 
 from trainyard.bench.job import Steps, prepare_run
 from trainyard.bench.record import build_record, find_commit, render_table
-from trainyard.bench.rounds import Candidate, Order, Outcome, run_rounds
+from trainyard.bench.rounds import BenchOptions, BenchResult, BenchRun, run_rounds
 from trainyard.config.load import load_run
 from trainyard.launch.environment import Process
 
 
-def outcome(name: str, *rounds: list[float], peak_memory_bytes: int = 2**30) -> Outcome:
+def outcome(name: str, *rounds: list[float], peak_memory_bytes: int = 2**30) -> BenchResult:
     split = {
         "milliseconds": {"data wait": 1.0, "forward": 3.0, "communication": 0.0},
         "milliseconds_per_step": 4.0,
@@ -31,7 +31,7 @@ def outcome(name: str, *rounds: list[float], peak_memory_bytes: int = 2**30) -> 
         }
         for number, seconds in enumerate(rounds)
     ]
-    return Outcome(Candidate(name, load_run("tiny", ["precision.kind=bf16"]).run), results)
+    return BenchResult(BenchRun(name, load_run("tiny", ["precision.kind=bf16"]).run), results)
 
 
 def test_ratios_are_of_medians_round_by_round() -> None:
@@ -43,7 +43,7 @@ def test_ratios_are_of_medians_round_by_round() -> None:
 
 def test_a_record_and_its_table() -> None:
     outcomes = [outcome("bf16", [0.2, 0.2], [0.4, 0.4]), outcome("fp8", [0.1, 0.1], [0.1, 0.1])]
-    order = Order(Steps(3, 2), 2, 1, profiles=False)
+    order = BenchOptions(Steps(3, 2), 2, 1, profiles=False)
     record = build_record(outcomes, order, "random tokens")
     assert record["machine"]["device"] == "NVIDIA H200"
     assert record["machine"]["peak_flops_per_second"]["bf16"] == 989e12
@@ -73,9 +73,11 @@ def test_a_commit_is_named_in_a_checkout_alone() -> None:
 def test_candidates_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps(1, 2)
     run = prepare_run(load_run("tiny").run, steps, tmp_path)
-    candidates = [Candidate("a", run), Candidate("b", run)]
+    candidates = [BenchRun("a", run), BenchRun("b", run)]
     with caplog.at_level("INFO", "trainyard"):
-        outcomes = run_rounds(candidates, Order(steps, 2, 1, profiles=False), Process(), tmp_path)
+        outcomes = run_rounds(
+            candidates, BenchOptions(steps, 2, 1, profiles=False), Process(), tmp_path
+        )
     assert caplog.messages == [f"round {n} of 2: {name}" for n in (1, 2) for name in "ab"]
     assert [len(outcome.results) for outcome in outcomes] == [2, 2]
     # Taken apart once.

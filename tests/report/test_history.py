@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainyard.report.history import History, Metrics
+from trainyard.report.history import History, RunMetrics
 
 
 def start(step: int, time: float, resumed: bool = True) -> dict[str, Any]:
@@ -18,18 +18,18 @@ def trained(step: int, time: float, loss: float | None, **values: Any) -> dict[s
     return {"kind": "train", "time": time, "step": step, **tokens, **values}
 
 
-def gather(*lines: dict[str, Any]) -> Metrics:
+def gather(*lines: dict[str, Any]) -> RunMetrics:
     history = History()
     for line in lines:
         history.add(line)
     return history.metrics("")
 
 
-def losses(metrics: Metrics) -> list[float]:
+def losses(metrics: RunMetrics) -> list[float]:
     return metrics.train["loss"].tolist()
 
 
-def texts(metrics: Metrics) -> list[str]:
+def texts(metrics: RunMetrics) -> list[str]:
     return [f"{event.kind} {event.step}: {event.text}" for event in metrics.events]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainyard.errors import DataError
-from trainyard.report.history import Metrics
+from trainyard.report.history import RunMetrics
 from trainyard.report.metrics import LINE_LIMIT_BYTES, MetricsFile, read_metrics
 
 from .conftest import run_lines
@@ -23,7 +23,7 @@ def write(folder: Path, *lines: dict[str, Any], tail: str = "") -> Path:
     return path
 
 
-def steps(metrics: Metrics) -> list[float]:
+def steps(metrics: RunMetrics) -> list[float]:
     return metrics.train["step"].tolist()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from trainyard.report.history import COLUMNS, Event, Metrics, Table
+from trainyard.report.history import COLUMNS, Event, RunMetrics, Table
 from trainyard.report.pictures import CSS_OF_COLOUR, render_svg, save_png
 from trainyard.report.plots import RunCurves, build_plots
 
@@ -33,7 +33,7 @@ def table(n: int, **values: Any) -> Table:
 def curves(name: str = "tiny", n: int = 20, **values: Any) -> RunCurves:
     unigram_loss, train = values.pop("unigram_loss", None), values.pop("train", table(n))
     evaluations = [{"step": n, "tokens": 100 * n, "loss": 2.5}]
-    return RunCurves(name, Metrics(train, evaluations=evaluations, **values), unigram_loss)
+    return RunCurves(name, RunMetrics(train, evaluations=evaluations, **values), unigram_loss)
 
 
 def legend_of(figure: Figure) -> list[str]:

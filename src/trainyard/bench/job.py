@@ -51,7 +51,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """The work of one candidate in one round."""
 
     steps: Steps
@@ -70,7 +70,7 @@ class Job:
         (folder / JOB).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> Job:
+    def read(cls, folder: Path) -> BenchJob:
         """Reads a job from `write`."""
         facts = json.loads((folder / JOB).read_text(encoding="utf-8"))
         return cls(**facts | {"steps": Steps(**facts["steps"])})

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainyard.bench.job import Job
+from trainyard.bench.job import BenchJob
 from trainyard.bench.profile import (
     STEPS_UNDER_PROFILER,
     describe_profile,
@@ -31,7 +31,7 @@ from trainyard.train.step import train_step
 COMMUNICATION = "communication"
 
 
-class Candidate(Protocol):
+class TimedTraining(Protocol):
     """A training loop, step by step."""
 
     @property
@@ -63,7 +63,7 @@ class OurTraining:
 
 
 def measure(
-    candidate: Candidate, job: Job, timeline: Timeline, mesh: Mesh, folder: Path
+    candidate: TimedTraining, job: BenchJob, timeline: Timeline, mesh: Mesh, folder: Path
 ) -> dict[str, Any]:
     """Runs a job; every rank calls it.
 
@@ -118,7 +118,7 @@ def measure(
 
 
 def _take_apart(
-    candidate: Candidate, n_steps: int, timeline: Timeline, mesh: Mesh
+    candidate: TimedTraining, n_steps: int, timeline: Timeline, mesh: Mesh
 ) -> dict[str, Any]:
     """Measures parts of extra steps, each after an undisturbed one; returns this rank's means."""
     clock, plain, marks = timeline.clock, [], []
@@ -152,7 +152,7 @@ def _take_apart(
     }
 
 
-def _follow(candidate: Candidate) -> None:
+def _follow(candidate: TimedTraining) -> None:
     """Runs, on other ranks, the steps that the first rank profiles."""
     for _ in range(STEPS_UNDER_PROFILER):
         candidate.step()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.bench.figures import FORMULA, FORMULAS, compute_figures, recomputed_flops_per_token
-from trainyard.bench.rounds import Order, Outcome
+from trainyard.bench.rounds import BenchOptions, BenchResult
 from trainyard.launch.environment import hide_secrets, read_versions
 from trainyard.plan.hardware import find_device
 from trainyard.plan.resolve import resolve
@@ -33,7 +33,7 @@ HOW_COMMUNICATION = (
 Record = dict[str, Any]
 
 
-def build_record(outcomes: Sequence[Outcome], order: Order, data: str) -> Record:
+def build_record(outcomes: Sequence[BenchResult], order: BenchOptions, data: str) -> Record:
     """Builds the record of results and conditions.
 
     Args:
@@ -81,7 +81,7 @@ def build_record(outcomes: Sequence[Outcome], order: Order, data: str) -> Record
     }
 
 
-def _describe(outcome: Outcome, first: Outcome, order: Order) -> dict[str, Any]:
+def _describe(outcome: BenchResult, first: BenchResult, order: BenchOptions) -> dict[str, Any]:
     run, results, n_ranks = outcome.candidate.run, outcome.results, order.n_ranks
     device = results[0]["device"]
     figures = compute_figures(run, resolve(run, n_ranks), outcome.step_seconds, device)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainyard.bench.job import OPERATORS, RESULT, TRACE, Job, Steps, read_refusal
+from trainyard.bench.job import OPERATORS, RESULT, TRACE, BenchJob, Steps, read_refusal
 from trainyard.config.run import Run
 from trainyard.errors import MachineError
 from trainyard.launch.environment import Process
@@ -27,7 +27,7 @@ logger = logging.getLogger("trainyard")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class BenchRun:
     """A candidate to time."""
 
     name: str
@@ -38,10 +38,10 @@ class Candidate:
 
 
 @dataclass
-class Outcome:
+class BenchResult:
     """Results of a candidate's rounds, in order."""
 
-    candidate: Candidate
+    candidate: BenchRun
     results: list[dict[str, Any]] = field(default_factory=list)
     trace: Path | None = None
     operators: Path | None = None
@@ -51,7 +51,7 @@ class Outcome:
         """Of all rounds."""
         return [seconds for result in self.results for seconds in result["step_seconds"]]
 
-    def speed_over(self, other: Outcome) -> list[float]:
+    def speed_over(self, other: BenchResult) -> list[float]:
         """Returns how many times as fast as another this is, round by round."""
         return [
             statistics.median(theirs["step_seconds"]) / statistics.median(mine["step_seconds"])
@@ -60,7 +60,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Order:
+class BenchOptions:
     """The request for all candidates."""
 
     steps: Steps
@@ -75,8 +75,8 @@ class Order:
 
 
 def run_rounds(
-    candidates: Sequence[Candidate], order: Order, process: Process, folder: Path
-) -> list[Outcome]:
+    candidates: Sequence[BenchRun], order: BenchOptions, process: Process, folder: Path
+) -> list[BenchResult]:
     """Times all candidates, interleaved.
 
     Args:
@@ -89,7 +89,7 @@ def run_rounds(
         UserError: a process rejected its job; with several, their messages are on stderr.
         MachineError: a process failed; its message is on stderr.
     """
-    outcomes = [Outcome(candidate) for candidate in candidates]
+    outcomes = [BenchResult(candidate) for candidate in candidates]
     for number in range(order.n_rounds):
         for place, outcome in enumerate(outcomes):
             name = outcome.candidate.name
@@ -98,7 +98,7 @@ def run_rounds(
             here = folder / f"{number}-{place}"
             here.mkdir()
             is_first = number == 0
-            job = Job(
+            job = BenchJob(
                 order.steps,
                 outcome.candidate.baseline,
                 takes_apart=is_first and order.takes_apart,
@@ -115,7 +115,7 @@ def run_rounds(
     return outcomes
 
 
-def _run(order: Order, process: Process, folder: Path, attempt: int) -> None:
+def _run(order: BenchOptions, process: Process, folder: Path, attempt: int) -> None:
     command = [sys.executable, "-P", "-m", "trainyard.bench.worker", str(folder)]
     command += ["--spawned-at", str(time.time()), "--attempt", str(attempt)]
     if process.n_ranks == 1 and order.n_ranks > 1:

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from trainyard.bench.baselines import build_baseline
-from trainyard.bench.job import RESULT, RUN, Job
-from trainyard.bench.measure import Candidate, OurTraining, measure
-from trainyard.bench.start import Start
+from trainyard.bench.job import RESULT, RUN, BenchJob
+from trainyard.bench.measure import OurTraining, TimedTraining, measure
+from trainyard.bench.start import StartupTimes
 from trainyard.bench.timeline import Timeline, build_clock
 from trainyard.config.load import load_run, render_run
 from trainyard.config.run import Data, Run
@@ -25,11 +25,11 @@ from trainyard.precision.float8 import refuse_device
 from trainyard.train.worker import build_context
 
 
-def run_job(folder: Path, process: Process, start: Start) -> None:
+def run_job(folder: Path, process: Process, start: StartupTimes) -> None:
     """Runs the job of a folder as one rank; the first one writes `RESULT` there.
 
     Args:
-        folder: from `Job.write`.
+        folder: from `BenchJob.write`.
         process: this rank.
         start: startup times so far.
 
@@ -37,7 +37,7 @@ def run_job(folder: Path, process: Process, start: Start) -> None:
         UserError: the run or its data is unusable here.
     """
     with start.timing("config"):
-        job = Job.read(folder)
+        job = BenchJob.read(folder)
         run = load_run(str(folder / RUN)).run
         plan = resolve(run, process.n_ranks)
     device = choose_device(process)
@@ -68,8 +68,8 @@ def run_job(folder: Path, process: Process, start: Start) -> None:
 
 
 def _build(
-    folder: Path, run: Run, plan: Plan, mesh: Mesh, job: Job, timeline: Timeline
-) -> Candidate:
+    folder: Path, run: Run, plan: Plan, mesh: Mesh, job: BenchJob, timeline: Timeline
+) -> TimedTraining:
     if job.baseline:
         return build_baseline(job.baseline, run, plan, mesh.device, timeline)
     return OurTraining(build_context(folder, run, plan, mesh, timeline))

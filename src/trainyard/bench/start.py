@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Start:
+class StartupTimes:
     """Seconds of each part of startup, up to the second step.
 
     Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from trainyard.bench.job import Steps, names_data, prepare_run
-from trainyard.bench.rounds import Candidate, Order, run_rounds
+from trainyard.bench.rounds import BenchOptions, BenchRun, run_rounds
 from trainyard.config.run import Data, Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.launch.environment import Process, read_process
@@ -64,14 +64,14 @@ def time_runs(runs: Sequence[Run], n_ranks: int) -> list[float | None]:
             the first.
     """
     process = read_process()
-    order = Order(STEPS, 1, n_ranks)
+    order = BenchOptions(STEPS, 1, n_ranks)
     found: list[float | None] = []
     with tempfile.TemporaryDirectory(prefix="trainyard-plan-") as name:
         for number, run in enumerate(runs):
             folder = Path(name) / str(number)
             folder.mkdir()
             prepared = prepare_run(_with_data_that_is_here(run), STEPS, folder)
-            candidate = Candidate(f"layout {number + 1} of {len(runs)}", prepared)
+            candidate = BenchRun(f"layout {number + 1} of {len(runs)}", prepared)
             try:
                 outcome = run_rounds([candidate], order, process, folder)[0]
             except MachineError as error:
@@ -93,10 +93,12 @@ def time_run(run: Run, n_ranks: int) -> float:
         UserError: the run or its data is unusable here.
         MachineError: a process failed.
     """
-    order = Order(STEPS_OF_ONE_RUN, 1, n_ranks, takes_apart=False, seconds=SECONDS_OF_ONE_RUN)
+    order = BenchOptions(
+        STEPS_OF_ONE_RUN, 1, n_ranks, takes_apart=False, seconds=SECONDS_OF_ONE_RUN
+    )
     with tempfile.TemporaryDirectory(prefix="trainyard-time-") as name:
         prepared = prepare_run(run, order.steps, Path(name))
-        (outcome,) = run_rounds([Candidate("", prepared)], order, Process(), Path(name))
+        (outcome,) = run_rounds([BenchRun("", prepared)], order, Process(), Path(name))
     return statistics.mean(outcome.step_seconds)
 
 

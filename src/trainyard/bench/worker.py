@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from trainyard.bench.start import Start
+from trainyard.bench.start import StartupTimes
 from trainyard.errors import UserError
 from trainyard.launch.environment import hide_secrets, read_process
 from trainyard.launch.heartbeat import end_with_parent
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--leave-refusal", action="store_true")
     arguments = parser.parse_args()
-    start = Start(arguments.spawned_at)
+    start = StartupTimes(arguments.spawned_at)
     build_logger(hide_secrets)
     try:
         # Ranks of a round must not see the previous round's keys at the same rendezvous.

@@ -15,7 +15,7 @@ from trainyard.errors import LaunchError
 from trainyard.launch.environment import Process, read_process
 
 if TYPE_CHECKING:
-    from trainyard.bench.rounds import Candidate, Order, Outcome
+    from trainyard.bench.rounds import BenchOptions, BenchResult, BenchRun
     from trainyard.config.run import Run
 
 RECORDS_FOLDER = Path("runs/bench")
@@ -75,7 +75,7 @@ def bench(
     this command is one rank: start it once per rank.
     """
     from trainyard.bench.job import describe_data, parse_steps, prepare_run
-    from trainyard.bench.rounds import Order
+    from trainyard.bench.rounds import BenchOptions
     from trainyard.config.load import load_run
     from trainyard.plan.resolve import resolve
 
@@ -95,7 +95,7 @@ def bench(
 
         plan = resolve(run, max(plan.n_ranks, torch.cuda.device_count()))
     n_rounds = rounds or (COMPARED_ROUNDS if compare or against else 1)
-    order = Order(counted, n_rounds, plan.n_ranks, profile)
+    order = BenchOptions(counted, n_rounds, plan.n_ranks, profile)
     with tempfile.TemporaryDirectory(prefix="trainyard-bench-") as name:
         folder = Path(name)
         prepared = prepare_run(run, counted, folder)
@@ -110,10 +110,10 @@ def bench(
 
 def _list_candidates(
     run: Run, compare: str | None, against: str | None, n_ranks: int
-) -> list[Candidate]:
+) -> list[BenchRun]:
     """Lists the candidates to time; rejects those that cannot run."""
     from trainyard.bench.baselines import baseline_run, refuse_baseline
-    from trainyard.bench.rounds import Candidate
+    from trainyard.bench.rounds import BenchRun
     from trainyard.config.load import build_run
     from trainyard.config.precisions import FORMATS
     from trainyard.errors import ConfigError
@@ -131,23 +131,23 @@ def _list_candidates(
         precision = run.precision.model_copy(update={"kind": kind})
         ours = build_run(run.model_copy(update={"precision": precision}).model_dump())
         refuse_what_is_not_built(ours)
-        candidates.append(Candidate(kind, ours))
+        candidates.append(BenchRun(kind, ours))
     if against is not None:
         refuse_baseline(against, run, n_ranks)
-        candidates.append(Candidate(against, baseline_run(against, run), against))
+        candidates.append(BenchRun(against, baseline_run(against, run), against))
     return candidates
 
 
 def _time(
-    candidates: list[Candidate], order: Order, process: Process, folder: Path
-) -> list[Outcome]:
+    candidates: list[BenchRun], order: BenchOptions, process: Process, folder: Path
+) -> list[BenchResult]:
     from trainyard.bench.rounds import run_rounds
 
     return run_rounds(candidates, order, process, folder)
 
 
 def _write(
-    outcomes: list[Outcome], order: Order, data: str, output: Path, *, as_json: bool
+    outcomes: list[BenchResult], order: BenchOptions, data: str, output: Path, *, as_json: bool
 ) -> None:
     """Writes the record, and traces beside it; prints it or the table."""
     from trainyard.bench.record import build_record, render_table

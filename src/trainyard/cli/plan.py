@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainyard.errors import ConfigError, DataError, MachineError
+from trainyard.plan.hardware import GIGA
 
 if TYPE_CHECKING:
     from trainyard.cli.plan_table import Report
     from trainyard.config.run import Run
     from trainyard.plan.hardware import Machine
 
-GIGA = 1e9
 PICTURES = (".png", ".svg")
 
 

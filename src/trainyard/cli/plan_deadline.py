@@ -16,7 +16,7 @@ from trainyard.cli.plan_table import describe_devices
 from trainyard.config import rules
 from trainyard.config.load import LoadedRun, field_value, preset_names
 from trainyard.errors import ConfigError, MachineError
-from trainyard.plan.deadline import Trained, Trainer, fewest_devices, largest_model
+from trainyard.plan.deadline import Trainer, TrainingEstimate, fewest_devices, largest_model
 from trainyard.plan.hardware import find_extremes
 from trainyard.plan.search import FIELDS
 from trainyard.units import Length, format_large, format_seconds, parse_duration, with_article
@@ -33,10 +33,10 @@ CHANGED = (
 
 
 @dataclass(frozen=True)
-class Row:
+class DeadlineRow:
     """A line of the table."""
 
-    trained: Trained
+    trained: TrainingEstimate
     remark: str
     """Such as "the largest" or "too long"."""
 
@@ -66,8 +66,8 @@ def print_deadline(
     first = found[0]
     if not first.seconds <= seconds:
         raise _nothing_makes_it(run.name, trainer, first, n_devices, deadline)
-    rows = [Row(first, answer)]
-    rows += [Row(each, other if each.cost else "does not fit") for each in found[1:]]
+    rows = [DeadlineRow(first, answer)]
+    rows += [DeadlineRow(each, other if each.cost else "does not fit") for each in found[1:]]
     if as_json:
         typer.echo(json.dumps([_as_json(row, loaded) for row in rows], indent=2))
     else:
@@ -78,7 +78,7 @@ def print_deadline(
 
 
 def _nothing_makes_it(
-    name: str, trainer: Trainer, tried: Trained, n_devices: int | None, deadline: str
+    name: str, trainer: Trainer, tried: TrainingEstimate, n_devices: int | None, deadline: str
 ) -> MachineError:
     on = describe_devices(trainer.machine, tried.n_devices)
     takes = (
@@ -96,7 +96,9 @@ def _nothing_makes_it(
     )
 
 
-def _render(loaded: LoadedRun, trainer: Trainer, rows: Sequence[Row], deadline: str) -> Text:
+def _render(
+    loaded: LoadedRun, trainer: Trainer, rows: Sequence[DeadlineRow], deadline: str
+) -> Text:
     from rich.text import Text
 
     text = Text(loaded.run.name, style="bold")
@@ -131,7 +133,7 @@ def _render(loaded: LoadedRun, trainer: Trainer, rows: Sequence[Row], deadline: 
     return text
 
 
-def _changes(row: Row, loaded: LoadedRun) -> str:
+def _changes(row: DeadlineRow, loaded: LoadedRun) -> str:
     """Formats the differences from the run as overrides."""
     fields = {name: field_value(row.trained.run, name) for name in CHANGED}
     texts = {
@@ -142,12 +144,12 @@ def _changes(row: Row, loaded: LoadedRun) -> str:
     return rules.describe(loaded.run, texts, " ")
 
 
-def _parameters(trained: Trained) -> int:
+def _parameters(trained: TrainingEstimate) -> int:
     model = trained.run.model
     return parameter_count(model, padded_vocabulary_size(model))
 
 
-def _as_json(row: Row, loaded: LoadedRun) -> dict[str, Any]:
+def _as_json(row: DeadlineRow, loaded: LoadedRun) -> dict[str, Any]:
     trained = row.trained
     cost, candidate = trained.cost, trained.candidate
     return {

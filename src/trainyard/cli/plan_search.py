@@ -43,7 +43,7 @@ HOW_TO_READ = (
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search, fastest first, after measuring if requested."""
 
     candidates: Sequence[Candidate]
@@ -91,7 +91,7 @@ def print_search(
             f"{run.name}: no layout fits on {describe_devices(machine, n_devices)}",
             fewest_devices(run, machine, n_devices),
         )
-    found = Found(candidates, {})
+    found = SearchResult(candidates, {})
     if n_measured is not None:
         found = _measure(candidates, n_measured)
         if read_process().rank > 0:
@@ -118,7 +118,7 @@ def _predict(run: Run, machine: Machine, n_devices: int, scale: float) -> Candid
     return with_seconds(found, scale * found.time.seconds)
 
 
-def _measure(candidates: Sequence[Candidate], n_measured: int) -> Found:
+def _measure(candidates: Sequence[Candidate], n_measured: int) -> SearchResult:
     """Times the best candidates, and ranks all again by the results."""
     from trainyard.bench.trial import time_runs
     from trainyard.launch.environment import read_process
@@ -126,7 +126,7 @@ def _measure(candidates: Sequence[Candidate], n_measured: int) -> Found:
     runs = [candidate.run for candidate in candidates[:n_measured]]
     timed = time_runs(runs, candidates[0].plan.n_ranks)
     if read_process().rank > 0:
-        return Found(candidates, {})
+        return SearchResult(candidates, {})
     failed = {place for place, seconds in enumerate(timed) if seconds is None}
     if len(failed) == len(timed):
         raise MachineError(
@@ -142,10 +142,10 @@ def _measure(candidates: Sequence[Candidate], n_measured: int) -> Found:
         for place, each in enumerate(ranked)
         if each.run.model_dump_json() in by_run
     }
-    return Found(ranked, measured, scale)
+    return SearchResult(ranked, measured, scale)
 
 
-def render_search(run: Run, machine: Machine, found: Found) -> Text:
+def render_search(run: Run, machine: Machine, found: SearchResult) -> Text:
     """Renders the best layouts as a table, each with the reason it is slower than the first."""
     from rich.text import Text
 
@@ -197,7 +197,7 @@ def describe_candidate(candidate: Candidate) -> str:
     return f"{describe_layout(candidate.run, candidate.plan.topology)}, micro batch {micro}"
 
 
-def search_as_json(run: Run, found: Found) -> dict[str, Any]:
+def search_as_json(run: Run, found: SearchResult) -> dict[str, Any]:
     """Returns the layouts as JSON values."""
     first = found.candidates[0]
     return {
@@ -223,7 +223,7 @@ def _as_json(candidate: Candidate, first: Candidate) -> dict[str, Any]:
     }
 
 
-def keep_winner(found: Found, run: Run, source: Path | None) -> str:
+def keep_winner(found: SearchResult, run: Run, source: Path | None) -> str:
     """Writes the fastest of the timed layouts to the run file; returns the changes as text.
 
     Raises:

@@ -28,7 +28,7 @@ META = torch.device("meta")
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
-class _Stage(pipelining.PipelineStage):
+class _LeanStage(pipelining.PipelineStage):
     """A stage that allocates memory for a message only from its receive until its use.
 
     PyTorch's stage always holds a buffer for every micro batch of a step, in both directions. Here
@@ -95,7 +95,7 @@ class _Stage(pipelining.PipelineStage):
             loss.detach_()  # the schedule keeps losses, whose graphs would keep received tensors
 
 
-class _SendingStage(_Stage):
+class _SendingStage(_LeanStage):
     """A stage that sends by itself, and keeps a message only until the next send.
 
     Schedules for several stages per rank keep all sent messages until the end of the step. Waiting
@@ -159,7 +159,7 @@ class Pipeline:
         self._scale: float | Tensor = 1.0
         self._schedules: dict[int, Any] = {}
         self.has_first, self.has_last = 0 in stages, n_stages - 1 in stages
-        stage_class = _Stage if schedule in ("gpipe", "1f1b") else _SendingStage
+        stage_class = _LeanStage if schedule in ("gpipe", "1f1b") else _SendingStage
         self._stages: list[Any] = [
             stage_class(
                 model,

@@ -40,7 +40,7 @@ SHAPES = (
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingEstimate:
     """A run on a number of devices, in its fastest layout, if any fits."""
 
     run: Run
@@ -72,19 +72,19 @@ class Trainer:
         extremes = find_extremes(machine)
         return cls(extremes[1] if extremes else machine, storage, price)
 
-    def train(self, run: Run, n_devices: int) -> Trained:
+    def train(self, run: Run, n_devices: int) -> TrainingEstimate:
         """Finds the fastest layout of a run, and its total cost."""
         for found in search(run, self.machine, n_devices, most=1):
             cost = run_cost(
                 found.run, found.plan, self.machine, found.time, self.storage, self.price
             )
-            return Trained(found.run, n_devices, found, cost)
-        return Trained(run, n_devices)
+            return TrainingEstimate(found.run, n_devices, found, cost)
+        return TrainingEstimate(run, n_devices)
 
 
 def largest_model(
     run: Run, trainer: Trainer, n_devices: int, seconds: float, *, keeps_length: bool
-) -> list[Trained]:
+) -> list[TrainingEstimate]:
     """Finds the largest model that trains in time.
 
     Args:
@@ -97,7 +97,7 @@ def largest_model(
     Returns:
         it and the next size, which does not; if none does, only the smallest.
     """
-    tried: dict[int, Trained] = {}
+    tried: dict[int, TrainingEstimate] = {}
     low, high = -1, len(SHAPES)
     while high - low > 1:
         middle = (low + high) // 2
@@ -134,13 +134,13 @@ def shape_run(run: Run, n_layers: int, d_model: int, *, keeps_length: bool) -> R
     )
 
 
-def fewest_devices(run: Run, trainer: Trainer, seconds: float) -> list[Trained]:
+def fewest_devices(run: Run, trainer: Trainer, seconds: float) -> list[TrainingEstimate]:
     """Finds the fewest devices on which a run trains in time.
 
     Returns:
         the last number that was too few, and this one; if none does, only the highest one tried.
     """
-    found: list[Trained] = []
+    found: list[TrainingEstimate] = []
     for n_devices in _counts(run, trainer.machine, seconds):
         found = [*found[-1:], trainer.train(run, n_devices)]
         if found[-1].seconds <= seconds:

@@ -170,7 +170,7 @@ def is_legal(run: Run, n_devices: int) -> bool:
 
 
 @dataclass(order=True)
-class _Entry:
+class _QueueEntry:
     """A shape or a variant in the queue."""
 
     seconds: float
@@ -194,7 +194,7 @@ class _Queue:
     def __init__(self, machine: Machine, plan: Plan) -> None:
         self._machine, self._any_plan = machine, plan
         self._stages: dict[object, Stages] = {}
-        self._entries: list[_Entry] = []
+        self._entries: list[_QueueEntry] = []
         self._numbers = itertools.count()
         self._seen: set[tuple[object, ...]] = set()
         self._can_fit: dict[object, bool] = {}
@@ -221,7 +221,7 @@ class _Queue:
             priced = time.seconds - time.parts["data"] - time.parts["optimizer"]
             factor = max(1.0, SURE_SHARE * priced / least[place])
             for seconds, shape in zip(least, alike, strict=True):
-                entry = _Entry(factor * seconds, next(self._numbers), shape)
+                entry = _QueueEntry(factor * seconds, next(self._numbers), shape)
                 heapq.heappush(self._entries, entry)
 
     def pop(self) -> Candidate | None:
@@ -320,7 +320,9 @@ class _Queue:
 
     def _add(self, run: Run, plan: Plan) -> None:
         time = step_time(run, plan, self._machine)
-        heapq.heappush(self._entries, _Entry(time.seconds, next(self._numbers), run, plan, time))
+        heapq.heappush(
+            self._entries, _QueueEntry(time.seconds, next(self._numbers), run, plan, time)
+        )
 
     def _shards_inside_a_node(self, shape: Run, data: int) -> int:
         """Returns the data-parallel ranks per node, if there are several and nodes."""

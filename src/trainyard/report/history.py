@@ -83,7 +83,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Metrics:
+class RunMetrics:
     """The metrics of a run, in step order.
 
     Attributes:
@@ -230,13 +230,13 @@ class History:
         self._evaluations = {at: line for at, line in self._evaluations.items() if at <= step}
         self._samples = {key: line for key, line in self._samples.items() if key[0] <= step}
 
-    def metrics(self, damage: str) -> Metrics:
+    def metrics(self, damage: str) -> RunMetrics:
         """Returns the metrics so far."""
         # A copy: an array with a numpy view cannot grow.
         rows = Table({key: np.array(column, float) for key, column in self._train.items()})
         kept, abandoned = _tell_apart(rows, self._cuts)
         events = [*self._events, *_skipped(kept)]
-        return Metrics(
+        return RunMetrics(
             kept,
             abandoned,
             [self._evaluations[step] for step in sorted(self._evaluations)],

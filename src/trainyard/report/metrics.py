@@ -17,13 +17,13 @@ from typing import Any
 
 from trainyard.errors import DataError
 from trainyard.files import open_file, parse_json
-from trainyard.report.history import COLUMNS, History, Line, Metrics, is_finite
+from trainyard.report.history import COLUMNS, History, Line, RunMetrics, is_finite
 
 EVALUATED = ("tokens", "loss", "perplexity", "bits_per_byte")
 LINE_LIMIT_BYTES = 16 * 2**20
 
 
-def read_metrics(path: Path) -> Metrics:
+def read_metrics(path: Path) -> RunMetrics:
     """Reads the current metrics.jsonl.
 
     Raises:
@@ -76,7 +76,7 @@ class MetricsFile:
                 "a run folder has a metrics.jsonl once training has started",
             ) from None
 
-    def metrics(self) -> Metrics:
+    def metrics(self) -> RunMetrics:
         """Returns the metrics of the lines so far.
 
         Raises:

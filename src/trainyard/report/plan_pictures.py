@@ -12,6 +12,7 @@ from matplotlib.patches import Patch
 
 from trainyard.config.run import Run
 from trainyard.errors import MachineError
+from trainyard.plan.hardware import GIB
 from trainyard.plan.memory import RankMemory
 from trainyard.plan.resolve import Plan
 from trainyard.plan.time import StepTime
@@ -25,7 +26,6 @@ ROW_INCHES = 0.26
 LEAST_PANEL_INCHES, MOST_PANEL_INCHES = 1.3, 5.0
 MOST_LABELLED_PASSES = 200
 MOST_RANKS_IN_DETAIL = 8
-GIB = 2**30
 
 # Families by hue: what stays is blue, what passes orange, what the machine takes grey.
 COLOURS = (

@@ -21,7 +21,7 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from trainyard.report.history import Curve, EventKind, Metrics, Table
+from trainyard.report.history import Curve, EventKind, RunMetrics, Table
 from trainyard.report.pictures import ALERT, MUTED, RUN_COLOURS, Plot, drawing_style
 from trainyard.report.thinning import Thin, thin_out
 from trainyard.units import format_bytes, format_large
@@ -88,7 +88,7 @@ class RunCurves:
     """The curves of one run."""
 
     name: str
-    metrics: Metrics
+    metrics: RunMetrics
     unigram_loss: float | None = None
 
 
@@ -162,7 +162,7 @@ def _draw_line(axes: Any, thin: Thin, style: dict[str, Any]) -> None:
         axes.plot(thin.x[alone], thin.mean[alone], marker=".", markersize=4, **dots)
 
 
-def _draw_marks(axes: Any, metrics: Metrics, colour: str | None) -> None:
+def _draw_marks(axes: Any, metrics: RunMetrics, colour: str | None) -> None:
     """Marks where a run did not go straight on, in its own colour where there are several."""
     across = axes.get_xaxis_transform()
     for kind, (label, style) in MARKS.items():

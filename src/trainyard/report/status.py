@@ -22,7 +22,7 @@ from trainyard.jobs.status import (
 )
 from trainyard.jobs.submission import Submission
 from trainyard.plan import saving
-from trainyard.report.history import History, Line, Metrics
+from trainyard.report.history import History, Line, RunMetrics
 from trainyard.report.liveness import find_liveness
 from trainyard.report.metrics import MetricsFile
 from trainyard.report.summary import large, load_facts, load_run_of, memory, show
@@ -54,8 +54,8 @@ class Status:
     """The reason, in one sentence."""
     n_steps: int | None
     n_ranks: int
-    metrics: Metrics
-    checkpoint: Checkpoint | None
+    metrics: RunMetrics
+    checkpoint: NewestCheckpoint | None
     submission: Submission | None
     job: JobState | None
     starts: list[Start]
@@ -222,7 +222,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class NewestCheckpoint:
     """The newest complete one."""
 
     step: int
@@ -253,7 +253,7 @@ class StatusReader:
         self._asked = -math.inf
         self._submission: Submission | None = None
         self._job: JobState | None = None
-        self._checkpoint: Checkpoint | None = None
+        self._checkpoint: NewestCheckpoint | None = None
         self.new_lines: list[Line] = []
         """The newest lines of metrics.jsonl since the previous reading."""
 
@@ -333,7 +333,7 @@ def _describe_bad(node: str, n_failures: int) -> str:
     return f"node {node} failed {times}{left_out}"
 
 
-def _find_checkpoint(folder: Path) -> Checkpoint | None:
+def _find_checkpoint(folder: Path) -> NewestCheckpoint | None:
     found = {}
     for manifest in (folder / "checkpoints").glob("step-*/manifest.json"):
         if match := re.fullmatch(r"step-(\d+)", manifest.parent.name):
@@ -344,5 +344,5 @@ def _find_checkpoint(folder: Path) -> Checkpoint | None:
             n_bytes = sum(path.stat().st_size for path in found[step].parent.iterdir())
         except OSError:  # removed meanwhile, because there is a newer one
             continue
-        return Checkpoint(step, ago, n_bytes)
+        return NewestCheckpoint(step, ago, n_bytes)
     return None

@@ -10,7 +10,7 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import DataError
 from trainyard.files import parse_json, read_file
-from trainyard.report.history import Metrics, is_finite
+from trainyard.report.history import RunMetrics, is_finite
 from trainyard.report.metrics import read_metrics
 from trainyard.units import format_bytes, format_large, format_seconds
 
@@ -32,7 +32,7 @@ class ReportedRun:
     folder: Path
     name: str
     run: Run
-    metrics: Metrics
+    metrics: RunMetrics
     evaluation: dict[str, Any]
     plan: dict[str, Any]
     versions: dict[str, Any]
