@@ -136,16 +136,16 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 @cache
-def stored(kind: PrecisionKind, is_block: bool, n_dimensions: int) -> Stored:
+def stored(kind: PrecisionKind, in_block: bool, n_dimensions: int) -> Stored:
     """Returns the formats of a parameter.
 
     Args:
         kind: of precision.
-        is_block: whether it belongs to a block.
+        in_block: whether it belongs to a block.
         n_dimensions: of the parameter.
     """
     formats, low = FORMATS[kind], Stored()
-    if is_block:
+    if in_block:
         low = formats.matrices if n_dimensions > 1 else formats.vectors
     states = dict.fromkeys(STATES, FP32) | dict(low.states)
     return Stored(low.weight, low.gradient, states)

@@ -396,6 +396,6 @@ class Run(Section):
     guard: Guard = Guard()
     """Machine and numerical errors."""
 
-    def stored(self, name: str, n_dimensions: int) -> Stored:
-        """Returns the formats of a parameter between steps."""
-        return stored(self.precision.kind, name.startswith("blocks."), n_dimensions)
+    def stored(self, in_block: bool, n_dimensions: int) -> Stored:
+        """Returns the formats between steps of a parameter in a block, or outside."""
+        return stored(self.precision.kind, in_block, n_dimensions)

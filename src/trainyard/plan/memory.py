@@ -19,7 +19,7 @@ real step and agrees within 10 per cent, never above these.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
 
 from trainyard.architecture import Shape, matmuls, shapes_of, stage_layers
@@ -115,23 +115,23 @@ class _Rank:
             for blocks in self.stages
         ]
         named = [pair for stage in shapes for pair in stage.items()]
-        self.block_values = self._count(named, in_blocks=True)
-        self.rest_values = self._count(named, in_blocks=False)
-        held = [(run.stored(name, len(shape)), self._share(shape)) for name, shape in named]
-        self.held_values = sum(n for _, n in held)
-        self.weight_bytes = sum(stored.weight.bytes_of(n) for stored, n in held)
-        self.state_bytes = sum(stored.state_bytes(n) for stored, n in held)
+        whole, held = Counter[tuple[bool, int]](), Counter[tuple[bool, int]]()
+        for name, shape in named:
+            kind = name.startswith("blocks."), len(shape)
+            whole[kind] += math.prod(shape)
+            held[kind] += self._share(shape)
+        self.block_values = sum(n for (in_block, _), n in whole.items() if in_block)
+        self.rest_values = whole.total() - self.block_values
+        self.held_values = held.total()
+        stored = [(run.stored(*kind), n) for kind, n in held.items()]
+        self.weight_bytes = sum(each.weight.bytes_of(n) for each, n in stored)
+        self.state_bytes = sum(each.state_bytes(n) for each, n in stored)
         self.n_blocks = sum(end - first for first, end in self.stages)
         self.one_block = self.block_values // self.n_blocks
         # Without FSDP, all micro batches of a pipeline share one cast of each weight.
         self.casts = run.precision.formats.matrices.weight != run.precision.formats.compute
         self.shares_casts = self.casts and self.is_piped and not self.is_shared
         self.shares_casts &= run.parallel.recompute != "block"
-
-    def _count(self, named: Iterable[tuple[str, Shape]], *, in_blocks: bool) -> int:
-        return sum(
-            math.prod(shape) for name, shape in named if name.startswith("blocks.") == in_blocks
-        )
 
     def _share(self, shape: Shape) -> int:
         return math.ceil(shape[0] / self.n_shards) * math.prod(shape[1:])

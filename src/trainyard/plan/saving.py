@@ -53,13 +53,13 @@ def checkpoint_bytes(run: Run, n_parameters: int) -> int:
     n_in_block = sum(math.prod(shape) for shape in blocks.values())
     block_bytes = sum(_bytes_of(run, name, shape) for name, shape in blocks.items())
     n_layers = run.model.n_layers
-    outside = run.stored("", 2).saved_bytes(n_parameters - n_layers * n_in_block)
+    outside = run.stored(False, 2).saved_bytes(n_parameters - n_layers * n_in_block)
     return outside + n_layers * block_bytes
 
 
 def _bytes_of(run: Run, name: str, shape: Shape) -> int:
     """Returns the checkpoint bytes of a parameter, or of a part of it."""
-    return run.stored(name, len(shape)).saved_bytes(math.prod(shape))
+    return run.stored(name.startswith("blocks."), len(shape)).saved_bytes(math.prod(shape))
 
 
 def rank_bytes(run: Run, plan: Plan, rank: int) -> int:

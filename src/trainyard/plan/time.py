@@ -117,7 +117,7 @@ def _update_bytes(run: Run) -> int:
     Clipping reads the gradient; the update reads it again, and reads and writes the states and the
     weight. It writes once what follows from them: a weight with a master weight, or its cast.
     """
-    stored, compute = run.stored("blocks.", 2), run.precision.formats.compute
+    stored, compute = run.stored(True, 2), run.precision.formats.compute
     n_bytes = 2 * (stored.gradient.n_bytes + sum(state.n_bytes for state in stored.states.values()))
     if MASTER in stored.states:
         return n_bytes + stored.weight.n_bytes

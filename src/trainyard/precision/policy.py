@@ -67,7 +67,7 @@ class PrecisionPolicy:
 
     def stored(self, name: str, n_dimensions: int) -> Stored:
         """Returns the formats of a parameter between steps."""
-        return self._kept.stored(name, n_dimensions)
+        return self._kept.stored(name.startswith("blocks."), n_dimensions)
 
 
 class Float8AllGather(DefaultAllGather):

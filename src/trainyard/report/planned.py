@@ -78,13 +78,13 @@ def least_state_bytes(run: Run, plan: dict[str, Any]) -> float | None:
         return n_shards if stage >= least_stage else 1.0
 
     parts = [
-        (f"blocks.{name}", len(shape), run.model.n_layers * math.prod(shape))
-        for name, shape in shapes_of(block_layers(run.model)).items()
+        (True, len(shape), run.model.n_layers * math.prod(shape))
+        for shape in shapes_of(block_layers(run.model)).values()
     ]
-    parts.append(("rest", 2, int(n_parameters) - sum(n for *_, n in parts)))
+    parts.append((False, 2, int(n_parameters) - sum(n for *_, n in parts)))
     n_bytes = 0.0
-    for name, n_dimensions, n_values in parts:
-        stored = run.stored(name, n_dimensions)
+    for in_block, n_dimensions, n_values in parts:
+        stored = run.stored(in_block, n_dimensions)
         # A converted gradient is complete, and so only of the rank's own values.
         n_bytes += stored.state_bytes(n_values) / divisor(1)
         n_bytes += stored.gradient.bytes_of(n_values) / divisor(
