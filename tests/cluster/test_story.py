@@ -43,6 +43,6 @@ def test_a_run_is_prepared_preempted_and_loses_nodes(
     losses = read_losses(folder)
     assert len([kind for kind, _ in losses if kind == "train"]) == N_STEPS
     assert losses == read_losses(tmp_path / "runs" / "undisturbed")
-    assert "| received SIGUSR1: step " in log
+    assert "| received SIGUSR1: saved step " in log
     assert "story: waits to be started again: PENDING" in log
     assert "story: ended: done" in log

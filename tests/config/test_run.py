@@ -94,7 +94,10 @@ IMPOSSIBLE = [
     ),
     ("data.valid.prefixes=['b']", "data: valid is given without train"),
     *(
-        (f"data.split='{text}'", f"data.split: split {text!r} is not one to three")
+        (
+            f"data.split='{text}'",
+            f"data.split: split {text!r} is not one to three comma-separated numbers",
+        )
         for text in ("", "9,a", "1,2,3,4", "9,-1,2", "1e3,1", "9,,1", "nan", "1.2.3", "9;1")
     ),
     ("data.split='0,0'", "data.split: split '0,0' leaves every split empty"),

@@ -117,7 +117,7 @@ def test_commands_before_the_queue(tmp_path: Path) -> None:
     commands = fenced_commands(section("Before the queue"))
     assert [command[1] for command in commands] == ["plan", "plan", "plan"]
     for command, answer in zip(
-        commands, (": fits, ", "fastest layouts", "the largest, behind"), strict=True
+        commands, (": fits, ", "fastest layouts", "arguments for the largest: "), strict=True
     ):
         result = trainyard(*command[1:], folder=tmp_path)
         assert result.returncode == 0, f"{command}: {result.stderr}"
