@@ -23,10 +23,11 @@ from trainyard.model.gpt import GPT, compile_blocks
 from trainyard.model.init import TensorShard, initialise
 from trainyard.model.sharding import Part, sharded_dimension
 from trainyard.parallel.context import apply_context_parallel, take_shard
-from trainyard.parallel.data import apply_fsdp, prepare_micro_batch, reduce_in_fp8
+from trainyard.parallel.data import apply_fsdp, prepare_micro_batch
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.pipeline import Pipeline
 from trainyard.parallel.placement import local_part
+from trainyard.parallel.reduce_scatter import reduce_in_fp8
 from trainyard.parallel.tensor import apply_tensor_parallel
 from trainyard.plan.resolve import Plan
 from trainyard.precision.block_scaled import BlockScaledTensor
