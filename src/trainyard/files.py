@@ -22,7 +22,8 @@ import hashlib
 import json
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -92,6 +93,18 @@ def publish_text(path: Path, text: str) -> None:
             partial.unlink(missing_ok=True)
         hint = "free space or quota, or choose another folder; then run the same command again"
         raise MachineError(f"{path} cannot be written: {error.strerror}", hint) from error
+
+
+@contextmanager
+def explain_disk_errors(path: Path) -> Iterator[None]:
+    """Converts an OSError of writing `path` to a MachineError with the bytes written."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            f"{path}: {error.strerror} after {path.stat().st_size if path.exists() else 0:,} bytes",
+            "free space or quota, or write to another folder; then run the same command again",
+        ) from error
 
 
 def flush(path: Path) -> None:

@@ -17,15 +17,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.data.indexed import (
-    Array,
-    IndexedDataset,
-    explain_disk_errors,
-    token_paths,
-    write_index,
-)
+from trainyard.data.indexed import Array, IndexedDataset, token_paths, write_index
 from trainyard.errors import DataError, MachineError
-from trainyard.files import Block, BlockWriter, FileRecord
+from trainyard.files import Block, BlockWriter, FileRecord, explain_disk_errors
 
 _COPY_BYTES = 16 * 2**20
 _NOT_BY_THE_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}

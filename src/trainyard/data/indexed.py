@@ -25,7 +25,7 @@ import os
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -33,8 +33,8 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.errors import DataError, MachineError
-from trainyard.files import Block, BlockWriter, open_file
+from trainyard.errors import DataError
+from trainyard.files import Block, BlockWriter, explain_disk_errors, open_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -373,18 +373,6 @@ def write_index(
         file.flush()
         os.fsync(file.fileno())
         return index.close_block()
-
-
-@contextmanager
-def explain_disk_errors(path: Path) -> Iterator[None]:
-    """Converts an OSError of writing `path` to a MachineError with the bytes written."""
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(
-            f"{path}: {error.strerror} after {path.stat().st_size if path.exists() else 0:,} bytes",
-            "free space or quota, or write to another folder; then run the same command again",
-        ) from error
 
 
 def _running_sums(pieces: Iterable[Array]) -> Iterator[tuple[NDArray[np.int64], Array]]:

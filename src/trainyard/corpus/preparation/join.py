@@ -21,7 +21,7 @@ from trainyard.corpus.preparation.unit import (
     QuarantinedDocument,
     UnitResult,
 )
-from trainyard.data.indexed import explain_disk_errors, optimal_dtype
+from trainyard.data.indexed import optimal_dtype
 from trainyard.data.sidecar import (
     GroupCount,
     Sidecar,
@@ -31,6 +31,7 @@ from trainyard.data.sidecar import (
     save_sidecar,
 )
 from trainyard.errors import DataError, printable
+from trainyard.files import explain_disk_errors
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainyard.data.indexed import explain_disk_errors
 from trainyard.data.vocabulary import (
     END_OF_DOCUMENT,
     build_vocabulary,
@@ -14,6 +13,7 @@ from trainyard.data.vocabulary import (
     save_vocabulary,
 )
 from trainyard.errors import DataError
+from trainyard.files import explain_disk_errors
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary_size: int, folder: Path) -> Path:

@@ -17,11 +17,11 @@ from trainyard.corpus.preparation.duplicates import document_keys
 from trainyard.corpus.preparation.steps import apply_steps, count_bytes
 from trainyard.corpus.sources import Batch, Fault, Segment, read_documents
 from trainyard.corpus.sources.files import format_of
-from trainyard.data.indexed import Array, IndexedWriter, explain_disk_errors, optimal_dtype
+from trainyard.data.indexed import Array, IndexedWriter, optimal_dtype
 from trainyard.data.sidecar import GroupCount, StepCount
 from trainyard.data.tokenizer import Encoded, Tokenizer
 from trainyard.errors import DataError, printable
-from trainyard.files import Block
+from trainyard.files import Block, explain_disk_errors
 
 # Takes what was done since the last call: bytes of input, documents, tokens.
 Report = Callable[[int, int, int], None]

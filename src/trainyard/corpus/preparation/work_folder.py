@@ -33,9 +33,8 @@ from pathlib import Path
 
 import msgspec
 
-from trainyard.data.indexed import explain_disk_errors
 from trainyard.errors import MachineError
-from trainyard.files import publish_text
+from trainyard.files import explain_disk_errors, publish_text
 
 MAX_ATTEMPTS = 3
 STALE_SECONDS = 60.0
