@@ -89,8 +89,9 @@ def format_large(number: float) -> str:
 
 
 def format_number(number: int, thing: str) -> str:
-    """Formats a number with its noun: "1 node", "2,048 nodes"."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    """Formats a number with its noun: "1 node", "2,048 nodes", "8 processes"."""
+    plural = "es" if thing.endswith("s") else "s"
+    return f"{number:,} {thing}{'' if number == 1 else plural}"
 
 
 def with_article(name: str) -> str:

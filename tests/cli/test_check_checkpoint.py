@@ -78,7 +78,7 @@ def test_the_newest_of_a_run_folder(runs: Path, capsys: pytest.CaptureFixture[st
     assert facts["step"] == "20: 160 sequences, 10,240 tokens"
     assert facts["checksums"].startswith("every byte of 3 files matches, ")
     assert facts["tensors"].startswith("48 in 48 chunks, 2 files, ")
-    assert facts["model"] == "1 blocks, d_model 16, 4 heads, sequences of 64"
+    assert facts["model"] == "1 block, d_model 16, 4 heads, sequences of 64"
     assert facts["weights"] == "16 tensors, 11.5k values, float32"
     assert facts["optimizer"] == "both moments of every weight (exp_avg, exp_avg_sq)"
     assert facts["saved by"] == "4 ranks, shard 2 x tensor 2"

@@ -87,7 +87,7 @@ def test_a_run_that_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
         "ETA         2h 0m",
         "checkpoint  step 8, 1h 0m ago, 2.0 KiB",
         "restarts    1",
-        "    step 5: 2 of step 5: no update, for a spike or gradients that were not finite",
+        "    step 5: 2 of step 5 skipped: a spike or non-finite gradients",
         "    step 8: stopped: received SIGUSR1",
         "    step 8: resumed from step 8, 11s after the last line",
     ]

@@ -52,7 +52,7 @@ def test_a_resumed_run_takes_back_what_it_does_again() -> None:
     assert metrics.seconds == 28.0 + 9.0  # not the pause between
     assert metrics.reason == ""
     assert texts(metrics) == [
-        "restart 10: resumed from step 10; 20 steps are done again, 32s after the last line",
+        "restart 10: resumed from step 10; repeats 20 steps, 32s after the last line",
         "stop 30: stopped: received SIGTERM",
     ]
 
@@ -73,7 +73,7 @@ def test_of_ways_done_again_twice_the_last_counts() -> None:
     assert [way["step"].tolist() for way in metrics.abandoned] == [[20, 30, 40], [30, 40, 50], [40]]
     assert texts(metrics)[1:] == [
         "rollback 20: rolled back to step 20 from step 40; the 80 sequences between are skipped",
-        "restart 30: resumed from step 30; 20 steps are done again",
+        "restart 30: resumed from step 30; repeats 20 steps",
     ]
     assert (metrics.count("restart"), metrics.count("rollback")) == (2, 1)
 
@@ -113,8 +113,8 @@ def test_skipped_steps_are_found_where_their_count_grows() -> None:
     lines = [trained(10 * i, 0, 1.0, skipped_steps=count) for i, count in counts]
     metrics = gather(start(0, 0, resumed=False), *lines)
     assert texts(metrics) == [
-        "skipped 20: 2 of steps 11 to 20: no update, for a spike or gradients that were not finite",
-        "skipped 40: 1 of steps 31 to 40: no update, for a spike or gradients that were not finite",
+        "skipped 20: 2 of steps 11 to 20 skipped: a spike or non-finite gradients",
+        "skipped 40: 1 of steps 31 to 40 skipped: a spike or non-finite gradients",
     ]
     assert metrics.count("skipped") == 3
 

@@ -45,7 +45,7 @@ def test_a_run_started_afresh_forgets_the_one_before(tmp_path: Path) -> None:
     assert steps(metrics) == [65]
     assert metrics.seconds == 5.0
     assert [event.text for event in metrics.events] == [
-        "began anew; 10 steps of before are not shown"
+        "started over; 10 earlier steps are not shown"
     ]
 
 

@@ -87,7 +87,7 @@ def test_what_a_model_or_user_wrote_is_shown_as_text(html: str) -> None:
 def test_the_numbers_of_the_run_are_there(html: str) -> None:
     text = " ".join(Page(html).text.split())
     for number in (
-        "Held-out loss4.5000nats per token, the last",
+        "Held-out loss4.5000nats per token, latest",
         "Best held-out loss4.5000nats per token, at step 20",
         "Perplexity90.02",
         "Training loss4.0000",
@@ -99,7 +99,7 @@ def test_the_numbers_of_the_run_are_there(html: str) -> None:
         "Peak memory3.0 GiB",
         "Restarts0",
         "Skipped steps2no update",
-        "52 of step 5: no update",
+        "52 of step 5 skipped",
         "Steps5020",
         "Tokens25,60010,240",
         "Model FLOP2.05e+108.19e+09",
@@ -158,12 +158,12 @@ def test_what_did_not_go_straight_on_is_marked_and_listed(make_run_folder: MakeR
     for text in (
         "rolled back to step 5 from step 10; the 40 sequences between are skipped",
         "a checkpoint was not saved: no <room>",
-        "resumed from step 7; 1 step is done again",
+        "resumed from step 7; repeats 1 step",
         "Faint lines are steps that were repeated",
         "Restarts1rollbacks: 1",
     ):
         assert text in page.text
-    for legend in ("restart", "rollback", "save failed", "skipped steps", "done again later"):
+    for legend in ("restart", "rollback", "save failed", "skipped steps", "repeated later"):
         assert html.count(f">{legend}</text>") == N_DRAWINGS
 
 

@@ -85,10 +85,10 @@ def test_runs_are_told_apart_by_name_and_colour() -> None:
 
 def test_what_was_done_again_is_drawn_faintly() -> None:
     figure = build_plots([curves(abandoned=[table(5), table(3)])])[0].figure
-    faint = [line for line in figure.axes[0].lines if line.get_label() == "done again later"]
+    faint = [line for line in figure.axes[0].lines if line.get_label() == "repeated later"]
     assert [len(line.get_xdata()) for line in faint] == [5, 3]
     assert {line.get_alpha() for line in faint} == {0.45}
-    assert legend_of(figure).count("done again later") == 1
+    assert legend_of(figure).count("repeated later") == 1
 
 
 def test_restarts_and_rollbacks_are_marked() -> None:

@@ -11,7 +11,7 @@ import typer
 
 from trainyard.cli.check_layout import layout
 from trainyard.errors import CheckpointError, DataError, UserError
-from trainyard.units import format_bytes, format_large
+from trainyard.units import format_bytes, format_large, format_number
 
 if TYPE_CHECKING:
     from trainyard.checkpoint.format import Manifest
@@ -175,7 +175,7 @@ def describe_checkpoint(manifest: Manifest) -> dict[str, str]:
         f"{manifest.consumed_tokens:,} tokens",
         "tensors": f"{len(manifest.tensors):,} in {n_chunks:,} chunks, "
         f"{len(sizes)} files, {format_bytes(sum(sizes))}",
-        "model": f"{run.model.n_layers} blocks, d_model {run.model.d_model}, "
+        "model": f"{format_number(run.model.n_layers, 'block')}, d_model {run.model.d_model}, "
         f"{run.model.n_heads} heads, sequences of {run.model.sequence_length}",
         "weights": _describe_weights(manifest),
         "optimizer": _describe_optimizer(manifest),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainyard.errors import MachineError
+from trainyard.units import format_number
 
 if TYPE_CHECKING:
     from trainyard.config.run import Run
@@ -61,10 +62,10 @@ def describe_layout_check(run: Run, check: LayoutCheck) -> str:
     """Describes the layouts under test, and what was reduced for the test."""
     from trainyard.plan.layout_check import describe_layout
 
-    whole = f"{run.name} on {_count(check.topology.n_ranks, 'rank')}: "
+    whole = f"{run.name} on {format_number(check.topology.n_ranks, 'rank')}: "
     facts = [("run", whole + describe_layout(run, check.topology))]
     n_layouts = len(check.layouts) - check.n_rings
-    tried = f"{_count(check.n_ranks, 'process')} on this machine"
+    tried = f"{format_number(check.n_ranks, 'process')} on this machine"
     if check.n_ranks == 1:
         tried += ": no axis is sharded; --ranks N checks the layout of N ranks"
     elif check.topology.n_ranks < check.n_ranks:
@@ -129,8 +130,3 @@ def refuse_differences(run: Run, results: list[Result]) -> None:
         f"({', '.join(kinds)})",
         hint,
     )
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("s") else "s"
-    return f"{number:,} {noun}{'' if number == 1 else plural}"

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.units import format_seconds
+from trainyard.units import format_number, format_seconds
 
 COLUMNS = (
     *("step", "tokens", "time", "loss", "learning_rate", "gradient_norm", "loss_scale"),
@@ -88,7 +88,7 @@ class RunMetrics:
 
     Attributes:
         train: one row each few steps.
-        abandoned: what was done again later, one table for each way.
+        abandoned: steps that were repeated later, one table per attempt.
         evaluations: held-out losses.
         samples: texts it wrote.
         events: restarts, rollbacks, skipped steps, failed saves and stops.
@@ -153,14 +153,14 @@ class History:
         self._samples: dict[tuple[int, str], Line] = {}
         self._events: list[Event] = []
         if forgotten_steps:
-            text = f"began anew; {forgotten_steps:,} steps of before are not shown"
+            text = f"started over; {forgotten_steps:,} earlier steps are not shown"
             self._note("restart", 0, text)
         self._is_begun = False
         self._saves: list[Line] = []
         self._seconds = 0.0
         self._device = self._reason = ""
         self.last_step = 0
-        """Where the newest way is."""
+        """Of the current attempt."""
         self._last_time: float | None = None
 
     def add(self, line: Line) -> None:
@@ -208,7 +208,7 @@ class History:
         if self._is_begun:
             text = f"resumed from step {step:,}"
             if n_again := max(0, self.last_step - step):
-                text += f"; {n_again:,} {'step is' if n_again == 1 else 'steps are'} done again"
+                text += f"; repeats {format_number(n_again, 'step')}"
             if time is not None and self._last_time is not None and time > self._last_time:
                 text += f", {format_seconds(time - self._last_time)} after the last line"
             self._note("restart", step, text)
@@ -251,9 +251,9 @@ class History:
 
 
 def _tell_apart(rows: Table, cuts: list[tuple[int, int]]) -> tuple[Table, list[Table]]:
-    """Gives the rows that count, by step, and the ways that were abandoned."""
+    """Separates the rows that count, by step, from those of abandoned attempts."""
     steps = rows["step"]
-    # The least step that any later start or rollback went on from: rows after it were done again.
+    # The least step that any later start or rollback went on from: rows after it were repeated.
     went_on_from = np.full(len(rows), math.inf)
     least = math.inf
     end = len(rows)
@@ -283,6 +283,6 @@ def _skipped(train: Table) -> list[Event]:
     for row in np.flatnonzero(grown > 0):
         n, first, last = int(grown[row]), int(before[row]) + 1, int(steps[row])
         where = f"step {last:,}" if first == last else f"steps {first:,} to {last:,}"
-        text = f"{n:,} of {where}: no update, for a spike or gradients that were not finite"
+        text = f"{n:,} of {where} skipped: a spike or non-finite gradients"
         events.append(Event("skipped", last, text, n))
     return events

@@ -40,7 +40,7 @@ HELD_OUT_POINTS = 60
 MARKS_LIMIT = 100
 NATS_TICKS = (0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 15, 20)
 
-HELD_OUT, UNIGRAM, ABANDONED = "held out", "token frequencies alone", "done again later"
+HELD_OUT, UNIGRAM, ABANDONED = "held out", "token frequencies alone", "repeated later"
 HELD_OUT_STYLE: Any = {"marker": "o", "markersize": 3.5, "linestyle": ""}
 MARKS: dict[EventKind, tuple[str, str]] = {
     "restart": ("restart", ":"),
@@ -163,7 +163,7 @@ def _draw_line(axes: Any, thin: Thin, style: dict[str, Any]) -> None:
 
 
 def _draw_marks(axes: Any, metrics: RunMetrics, colour: str | None) -> None:
-    """Marks where a run did not go straight on, in its own colour where there are several."""
+    """Marks the interruptions of a run, in its own colour if there are several runs."""
     across = axes.get_xaxis_transform()
     for kind, (label, style) in MARKS.items():
         steps = [event.step for event in metrics.events if event.kind == kind]

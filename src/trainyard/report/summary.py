@@ -119,7 +119,7 @@ def summarise(reported: ReportedRun) -> list[Figure]:
         Figure(
             "Held-out loss",
             show(evaluation.get("loss"), "{:.4f}"),
-            "nats per token, the last",
+            "nats per token, latest",
         ),
         Figure("Best held-out loss", show(best.get("loss"), "{:.4f}"), best_at),
         Figure("Training loss", show(train.last("loss"), "{:.4f}"), "at the last logged step"),
