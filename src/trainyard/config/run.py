@@ -311,8 +311,7 @@ class Checkpoint(Section):
     keep_every: int = Field(default=0, ge=0)
     """Keep checkpoints of steps that are a multiple of this for good; 0: none."""
     keep_best: int = Field(default=0, ge=0)
-    """Number of checkpoints with the lowest held-out loss to keep as well; only those whose step
-    was evaluated count."""
+    """Number of checkpoints with the lowest held-out loss to keep as well, of evaluated steps."""
     background: bool = True
     """Write asynchronously; training waits only for the copy to host memory."""
 
