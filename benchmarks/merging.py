@@ -29,7 +29,7 @@ from measuring import Figures, describe_machine, measure, publish
 
 from trainyard.corpus.merge import Part, merge_parts
 from trainyard.data.indexed import IndexedWriter, token_paths
-from trainyard.files import Block
+from trainyard.files import BlockChecksum
 
 DTYPE = np.dtype(np.uint16)
 
@@ -91,7 +91,9 @@ def make_parts(folder: Path, n_parts: int, n_bytes: int) -> list[Part]:
 
 
 def load_parts(folder: Path) -> list[Part]:
-    blocks = msgspec.json.decode((folder / "blocks.json").read_bytes(), type=dict[str, list[Block]])
+    blocks = msgspec.json.decode(
+        (folder / "blocks.json").read_bytes(), type=dict[str, list[BlockChecksum]]
+    )
     return [Part(Path(prefix), found) for prefix, found in blocks.items()]
 
 

@@ -36,7 +36,7 @@ from trainyard.plan.size import padded_vocabulary_size, parameter_shapes
 
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.load import load_into
-from trainyard.checkpoint.save import Ranks, save_checkpoint
+from trainyard.checkpoint.save import SavingRank, save_checkpoint
 from trainyard.config.load import load_run
 from trainyard.errors import CheckpointError
 from trainyard.model.init import TensorShard
@@ -59,7 +59,7 @@ def ours() -> Format:
         tensors = {name: local_part(tensor) for name, tensor in state.items()}
         places = {name: place(tensor, None, TensorShard(0, 1)) for name, tensor in state.items()}
         n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-        ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.barrier)
+        ranks = SavingRank(dist.get_rank(), dist.get_world_size(), dist.barrier)
         save_checkpoint(folder, FACTS, tensors, places, ranks, n_bytes)
 
     def read(state: State, folder: Path) -> None:

@@ -29,7 +29,7 @@ from measuring import describe_machine, publish
 
 from trainyard.config.corpus import Corpus
 from trainyard.corpus.preparation import progress, work_folder
-from trainyard.corpus.preparation.plan import CorpusPlan, Output
+from trainyard.corpus.preparation.plan import Output, PreparationPlan
 from trainyard.corpus.preparation.progress import ProgressReader
 from trainyard.corpus.preparation.work_folder import Claim, WorkerState, WorkFolder
 from trainyard.corpus.preparation.worker import BEAT_SECONDS, CorpusWorker, piece_names
@@ -109,7 +109,7 @@ class Simulation:
             Output(f"o{n}", range(n * per_join, min((n + 1) * per_join, n_units)), range(1))
             for n in range(n_joins)
         ]
-        plan = CorpusPlan(corpus, cast(Any, None), cast(Any, None), units, outputs)
+        plan = PreparationPlan(corpus, cast(Any, None), cast(Any, None), units, outputs)
         self.path = path / "out.work"
         WorkFolder.create(self.path, "{}", piece_names(plan), "first-1-1")
         self.workers = [self._build(plan, n) for n in range(n_workers)]
@@ -117,7 +117,7 @@ class Simulation:
         self.events: list[tuple[float, int, Callable[[], float | None]]] = []
         self.n_events = 0
 
-    def _build(self, plan: CorpusPlan, number: int) -> Worker:
+    def _build(self, plan: PreparationPlan, number: int) -> Worker:
         folder = OldFolder(self.path, f"node{number // 32}.4026-{number}-7")
         return Worker(folder, CorpusWorker(plan, folder, cast(Any, None), quarantine=False))
 

@@ -116,7 +116,7 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class BlockChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Consecutive bytes of a file and their checksum."""
 
     n_bytes: int
@@ -126,7 +126,7 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file that was written, block by block from its first byte on."""
 
-    blocks: list[Block]
+    blocks: list[BlockChecksum]
 
     @property
     def size_bytes(self) -> int:
@@ -145,7 +145,7 @@ class BlockWriter:
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
-        self.blocks: list[Block] = []
+        self.blocks: list[BlockChecksum] = []
         self._digest = hashlib.sha256()
         self._n_bytes = 0
 
@@ -157,9 +157,9 @@ class BlockWriter:
         if self._n_bytes >= BLOCK_BYTES:
             self.close_block()
 
-    def close_block(self) -> list[Block]:
+    def close_block(self) -> list[BlockChecksum]:
         """Ends the block here, and returns all so far."""
         if self._n_bytes:
-            self.blocks.append(Block(self._n_bytes, self._digest.hexdigest()))
+            self.blocks.append(BlockChecksum(self._n_bytes, self._digest.hexdigest()))
             self._digest, self._n_bytes = hashlib.sha256(), 0
         return self.blocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -86,6 +87,16 @@ def test_what_one_must_load_to_follow_training() -> None:
     closure = closure_of({SOURCE / "train" / "worker.py"})
     with_code = {path for path in closure if path.stat().st_size}
     assert len(with_code) <= TRAINING_CLOSURE_FILES, sorted(map(name_of, with_code))
+
+
+def test_one_class_under_each_name() -> None:
+    names = [
+        node.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert not [name for name, count in Counter(names).items() if count > 1]
 
 
 def test_picture_of_packages_is_current() -> None:

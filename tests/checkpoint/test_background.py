@@ -16,7 +16,7 @@ from tests.waiting import WATCHDOG_SECONDS
 from trainyard.checkpoint.background import AsyncCheckpointer, Retention, probe, remove_old
 from trainyard.checkpoint.format import list_checkpoints, read_manifest
 from trainyard.checkpoint.load import load_into, load_tensors, newest_checkpoint
-from trainyard.checkpoint.save import ALONE, Ranks, save_checkpoint
+from trainyard.checkpoint.save import ALONE, SavingRank, save_checkpoint
 from trainyard.errors import MachineError
 from trainyard.parallel.placement import whole
 
@@ -52,7 +52,7 @@ class Gate:
 
 def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, make_facts):
     gate = Gate()
-    saver = AsyncCheckpointer(tmp_path, Ranks(0, 1, gate), Retention(1), background=True)
+    saver = AsyncCheckpointer(tmp_path, SavingRank(0, 1, gate), Retention(1), background=True)
     bits = torch.randint(-(2**63), 2**63 - 1, (257,), generator=torch.Generator().manual_seed(0))
     tensors = {
         "model.fp32": bits.view(torch.float32).reshape(2, 257),  # with nan, inf and subnormals
@@ -88,7 +88,7 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, make_fac
 
 def test_training_goes_on_while_the_writer_is_held_and_the_next_save_waits(tmp_path, make_facts):
     gate = Gate()
-    saver = AsyncCheckpointer(tmp_path, Ranks(0, 1, gate), Retention(2), background=True)
+    saver = AsyncCheckpointer(tmp_path, SavingRank(0, 1, gate), Retention(2), background=True)
     value = torch.ones(3)
     saver.save(make_facts(1), {"model.a": value}, {}, 12)
     assert newest_checkpoint(tmp_path) is None
@@ -171,7 +171,9 @@ def test_an_old_one_that_cannot_be_removed_is_told_and_the_new_one_counts(
 
     tensors = {"model.a": torch.ones(3)}
     save_checkpoint(tmp_path, make_facts(1), tensors)
-    saver = AsyncCheckpointer(tmp_path, Ranks(0, 1, block), Retention(1), background=background)
+    saver = AsyncCheckpointer(
+        tmp_path, SavingRank(0, 1, block), Retention(1), background=background
+    )
     saver.save(make_facts(2), tensors, {}, 12)
     saver.wait()
     assert steps_in(tmp_path) == [2, 1]
@@ -188,7 +190,7 @@ def test_a_bug_in_the_writer_is_raised(tmp_path, make_facts, background):
     def lost() -> None:
         raise RuntimeError("Connection closed by peer")
 
-    saver = AsyncCheckpointer(tmp_path, Ranks(0, 1, lost), Retention(1), background=background)
+    saver = AsyncCheckpointer(tmp_path, SavingRank(0, 1, lost), Retention(1), background=background)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         saver.save(make_facts(1), {"model.a": torch.ones(3)}, {}, 12)
         while True:
@@ -204,7 +206,7 @@ def test_ranks_save_together_and_fail_together(tmp_path, make_facts):
 
     def one(rank: int) -> None:
         saver = AsyncCheckpointer(
-            tmp_path, Ranks(rank, 2, barrier.wait), Retention(1), background=True
+            tmp_path, SavingRank(rank, 2, barrier.wait), Retention(1), background=True
         )
         place = {"model.a": whole((8,)).cut(0, rank, 2)}
         for step, n_bytes in ((1, 32), (2, 2**60), (3, 32)):
@@ -231,8 +233,8 @@ def test_a_writer_that_waits_for_a_dead_rank_does_not_keep_the_process(tmp_path)
         "import sys, threading, torch; from pathlib import Path\n"
         "from trainyard.checkpoint.background import Retention, AsyncCheckpointer\n"
         "from trainyard.checkpoint.format import Facts\n"
-        "from trainyard.checkpoint.save import Ranks\n"
-        "ranks = Ranks(0, 2, threading.Event().wait)\n"
+        "from trainyard.checkpoint.save import SavingRank\n"
+        "ranks = SavingRank(0, 2, threading.Event().wait)\n"
         "saver = AsyncCheckpointer(Path(sys.argv[1]), ranks, Retention(1), background=True)\n"
         "facts = Facts(step=1, consumed_sequences=0, consumed_tokens=0, run={})\n"
         "saver.save(facts, {'model.a': torch.ones(3)}, {}, 12)\n"
@@ -315,7 +317,7 @@ def test_what_an_end_between_save_and_removal_left_goes_at_the_next_start(tmp_pa
     for step in (1, 2, 3):
         save(step)
     (tmp_path / ".step-00000000.old.partial").mkdir()
-    AsyncCheckpointer(tmp_path, Ranks(1, 2, Gate()), Retention(2), background=True)
+    AsyncCheckpointer(tmp_path, SavingRank(1, 2, Gate()), Retention(2), background=True)
     assert steps_in(tmp_path) == [3, 2, 1], "another rank than the first removes nothing"
     AsyncCheckpointer(tmp_path, ALONE, Retention(2), background=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]

@@ -16,7 +16,7 @@ from tests.waiting import WATCHDOG_SECONDS
 from torch import Tensor
 
 from trainyard.checkpoint.format import MANIFEST, Facts
-from trainyard.checkpoint.save import Ranks, save_checkpoint
+from trainyard.checkpoint.save import SavingRank, save_checkpoint
 from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.data.vocabulary import Vocabulary
 from trainyard.errors import CheckpointError
@@ -43,7 +43,7 @@ def save_with_ranks(
                 places[name] = whole(tuple(tensor.shape)).cut(0, rank, N_RANKS)
             elif index % N_RANKS == rank:
                 held[name] = tensor
-        ranks = Ranks(rank, N_RANKS, barrier.wait)
+        ranks = SavingRank(rank, N_RANKS, barrier.wait)
         return save_checkpoint(folder, facts, held, places, ranks, None, vocabulary)
 
     with ThreadPoolExecutor(N_RANKS) as pool:

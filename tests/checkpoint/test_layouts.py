@@ -28,7 +28,7 @@ from trainyard.checkpoint.load import (
     load_into,
     load_tensors,
 )
-from trainyard.checkpoint.save import Ranks, save_checkpoint
+from trainyard.checkpoint.save import SavingRank, save_checkpoint
 from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
@@ -142,13 +142,13 @@ def hold(run: Run, layout: Layout, wholes: Mapping[str, Tensor], rank: int) -> d
     return held
 
 
-def call_ranks(n: int, call: Callable[[Ranks], Any]) -> list[Any]:
+def call_ranks(n: int, call: Callable[[SavingRank], Any]) -> list[Any]:
     """Calls a function for each rank at once; gives results, or errors in their place."""
     barrier = threading.Barrier(n, timeout=WATCHDOG_SECONDS)
 
     def one(rank: int) -> Any:
         try:
-            return call(Ranks(rank, n, barrier.wait))
+            return call(SavingRank(rank, n, barrier.wait))
         except Exception as error:
             return error
 
@@ -159,7 +159,7 @@ def call_ranks(n: int, call: Callable[[Ranks], Any]) -> list[Any]:
 def save(
     folder: Path, facts: Any, run: Run, layout: Layout, wholes: Mapping[str, Tensor]
 ) -> list[Any]:
-    def one(ranks: Ranks) -> Path:
+    def one(ranks: SavingRank) -> Path:
         held = {n: h for n, h in hold(run, layout, wholes, ranks.rank).items() if h.writes}
         tensors = {name: h.values for name, h in held.items()}
         places = {name: h.placement for name, h in held.items()}
@@ -248,7 +248,7 @@ def thirds(tmp_path, make_facts) -> Path:
     """A tensor of 12 rows, four of each of three ranks."""
     rows = torch.arange(24.0).reshape(12, 2)
 
-    def one(ranks: Ranks) -> Path:
+    def one(ranks: SavingRank) -> Path:
         place = whole(rows.shape).cut(0, ranks.rank, 3)
         tensors = {"model.a": rows.chunk(3)[ranks.rank]}
         return save_checkpoint(tmp_path, make_facts(1), tensors, {"model.a": place}, ranks)
@@ -290,7 +290,7 @@ Change = Callable[[int, dict[str, Tensor], dict[str, Placement]], None]
 def save_changed(folder: Path, make_facts: Any, change: Change) -> list[Any]:
     """Saves a tensor in halves of two ranks, after a change to what one of them gives."""
 
-    def one(ranks: Ranks) -> Path:
+    def one(ranks: SavingRank) -> Path:
         place = whole((8,)).cut(0, ranks.rank, 2)
         tensors, places = {"model.a": torch.zeros(4)}, {"model.a": place}
         change(ranks.rank, tensors, places)
@@ -309,7 +309,7 @@ def before(tmp_path, make_facts) -> Iterator[Path]:
 
 
 def test_no_room_for_all_ranks_together_fails_all_before_anything_is_written(before, make_facts):
-    def one(ranks: Ranks) -> Path:
+    def one(ranks: SavingRank) -> Path:
         tensors = {"model.a": torch.empty(2**58, device="meta")}
         return save_checkpoint(before.parent, make_facts(2), tensors, ranks=ranks)
 
@@ -382,7 +382,7 @@ def test_a_folder_that_rank_0_cannot_make_fails_all(tmp_path, make_facts):
 def test_large_parts_are_spread_over_files(tmp_path, make_facts, monkeypatch):
     monkeypatch.setattr("trainyard.checkpoint.save.split_in_shards.__defaults__", (20,))
 
-    def one(ranks: Ranks) -> Path:
+    def one(ranks: SavingRank) -> Path:
         tensors = {f"model.{name}": torch.full((4,), float(ranks.rank)) for name in "ab"}
         places = dict.fromkeys(tensors, whole((8,)).cut(0, ranks.rank, 2))
         return save_checkpoint(tmp_path, make_facts(1), tensors, places, ranks)

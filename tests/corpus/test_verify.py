@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from tests.data.records import EOD, VOCABULARY_SIZE, record_file, write_record
 
-from trainyard.corpus.block_checker import BlockChecker, Finding, Span
+from trainyard.corpus.block_checker import BlockChecker, BlockErrors, Span
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.corpus.verify import DataReport, check_data
 from trainyard.data.indexed import IndexedDataset, IndexedWriter
 from trainyard.data.sidecar import TokenizerRecord
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
 from trainyard.errors import DataError
-from trainyard.files import Block, FileRecord
+from trainyard.files import BlockChecksum, FileRecord
 
 SUFFIXES = (".bin", ".idx", ".json")
 DOCUMENTS = [[5, 6, EOD], [], [7, 8, 9, 10, EOD], [11, EOD], []]
@@ -232,7 +232,10 @@ def test_an_end_is_found_wherever_the_reading_is_cut(
         ({"sequences": 5}, "sequences is 5, the files have 3"),
         ({"tokens": 9}, "tokens is 9, the files have 10"),
         ({"dtype": "int32"}, "dtype is int32, the files have uint16"),
-        ({"bin": FileRecord([Block(0, ""), Block(20, "")])}, "blocks of corpus.bin have sizes"),
+        (
+            {"bin": FileRecord([BlockChecksum(0, ""), BlockChecksum(20, "")])},
+            "blocks of corpus.bin have sizes",
+        ),
         (
             {"tokenizer": TokenizerRecord("small", "f", 300, 300, "text"), "append_eod": False},
             "eod_id 300 is outside the vocabulary of 300 tokens",
@@ -296,7 +299,7 @@ def test_bytes_that_cannot_be_read_are_not_good(prefix: str) -> None:
     with path.open("rb") as file:
         span = Span(path, file.fileno(), 0, 21, record_file(path, 20).blocks[0].sha256)
         assert checker.check(span).error == "truncated while being read"
-        assert checker.check(replace(span, n_bytes=20)) == Finding()
+        assert checker.check(replace(span, n_bytes=20)) == BlockErrors()
     assert checker.check(span).error == "Bad file descriptor"
 
 

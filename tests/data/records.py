@@ -11,7 +11,7 @@ import numpy as np
 
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.sidecar import Sidecar, TokenizerRecord, save_sidecar
-from trainyard.files import Block, FileRecord
+from trainyard.files import BlockChecksum, FileRecord
 
 VOCABULARY_SIZE, EOD = 300, 299
 
@@ -19,7 +19,7 @@ VOCABULARY_SIZE, EOD = 300, 299
 def record_file(path: Path, block_bytes: int) -> FileRecord:
     data = path.read_bytes()
     blocks = [data[first : first + block_bytes] for first in range(0, len(data), block_bytes)]
-    return FileRecord([Block(len(b), hashlib.sha256(b).hexdigest()) for b in blocks])
+    return FileRecord([BlockChecksum(len(b), hashlib.sha256(b).hexdigest()) for b in blocks])
 
 
 def write_record(prefix: Path, block_bytes: int = 7, **changes: Any) -> Sidecar:

@@ -21,7 +21,7 @@ from trainyard.data.sidecar import (
     save_sidecar,
 )
 from trainyard.errors import DataError, MachineError
-from trainyard.files import BLOCK_BYTES, Block, BlockWriter, FileRecord, publish_text
+from trainyard.files import BLOCK_BYTES, BlockChecksum, BlockWriter, FileRecord, publish_text
 
 from .records import write_record
 
@@ -114,7 +114,9 @@ def test_blocks_end_between_two_writes(tmp_path: Path) -> None:
         blocks = writer.close_block()
         assert writer.close_block() == blocks
     sizes = [BLOCK_BYTES, BLOCK_BYTES + 5, 3]
-    assert blocks == [Block(size, hashlib.sha256(bytes(size)).hexdigest()) for size in sizes]
+    assert blocks == [
+        BlockChecksum(size, hashlib.sha256(bytes(size)).hexdigest()) for size in sizes
+    ]
     record = FileRecord(blocks)
     assert record.size_bytes == (tmp_path / "file").stat().st_size
     assert record.sha256 != FileRecord(blocks[::-1]).sha256

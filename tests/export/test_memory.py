@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from trainyard.architecture import padded_vocabulary_size, parameter_shapes
 from trainyard.checkpoint.format import Facts
-from trainyard.checkpoint.save import Ranks, save_checkpoint
+from trainyard.checkpoint.save import SavingRank, save_checkpoint
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.export.from_huggingface import import_huggingface
@@ -74,7 +74,7 @@ def write_two_ranks(folder: Path, run: Run) -> None:
     def save(rank: int) -> None:
         places = {f"model.{name}": whole(shape).cut(0, rank, 2) for name, shape in shapes.items()}
         tensors = {name: torch.full(place.local_shape, 0.5) for name, place in places.items()}
-        save_checkpoint(folder, facts, tensors, places, Ranks(rank, 2, barrier.wait))
+        save_checkpoint(folder, facts, tensors, places, SavingRank(rank, 2, barrier.wait))
 
     threads = [threading.Thread(target=save, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -12,7 +12,7 @@ from pathlib import Path
 from trainyard.errors import UserError
 from trainyard.launch.environment import read_process
 from trainyard.launch.lock import hold
-from trainyard.launch.supervise import Job, supervise
+from trainyard.launch.supervise import SupervisedJob, supervise
 from trainyard.log import build_logger
 
 PROGRAM = str(Path(__file__).parent / "pulsing_rank.py")
@@ -26,7 +26,9 @@ def main() -> None:
     try:
         with ExitStack() as closing:
             locks = closing.enter_context(hold(folder, 0.5)) if process.rank == 0 else []
-            sys.exit(supervise(Job(process, n_ranks, folder, lambda _attempt: command, locks)))
+            sys.exit(
+                supervise(SupervisedJob(process, n_ranks, folder, lambda _attempt: command, locks))
+            )
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainyard.config.run import Fp8
-from trainyard.model.linear import Product
+from trainyard.model.linear import MatmulFunction
 
 # Bits after the point, smallest exponent of a number with all of them, largest number.
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)
@@ -53,7 +53,7 @@ class _ByHand(torch.autograd.Function):
         return of_x.view(x.shape), of_weight, None
 
 
-def build_product_by_hand(fp8: Fp8) -> Product:
+def build_product_by_hand(fp8: Fp8) -> MatmulFunction:
     """Stands in for `build_product`, for inputs of fp64 that need a gradient."""
 
     by_rows = fp8.scaling == "rowwise"

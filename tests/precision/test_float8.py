@@ -17,7 +17,7 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Fp8, Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.model.gpt import GPT
-from trainyard.model.linear import Linear, PlainProduct, Product
+from trainyard.model.linear import Linear, MatmulFunction, PlainProduct
 from trainyard.precision.float8 import (
     blocks_in_fp8,
     build_product,
@@ -40,7 +40,7 @@ SMALL = {
 
 
 def forward_and_backward(
-    product: Product, x: Tensor, weight: Tensor, gradient: Tensor
+    product: MatmulFunction, x: Tensor, weight: Tensor, gradient: Tensor
 ) -> list[Tensor]:
     """Gives the output, and the gradients of input and weight, of three sequences."""
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from trainyard.config.load import render_run
-from trainyard.config.run import Blend, Data, Evaluate, Run, Tokenizer
+from trainyard.config.run import Blend, Data, Evaluate, Run, TokenizerChoice
 from trainyard.data.indexed import IndexedWriter, optimal_dtype
 from trainyard.errors import ConfigError, UserError
 from trainyard.launch.environment import hide_secrets
@@ -132,7 +132,7 @@ def prepare_run(run: Run, steps: Steps, folder: Path) -> Run:
     """
     train = run.train.model_copy(update={"batch_ramp": None})
     # The step needs no tokenizer: it neither prints text nor counts its bytes.
-    run = run.model_copy(update={"train": train, "tokenizer": Tokenizer()})
+    run = run.model_copy(update={"train": train, "tokenizer": TokenizerChoice()})
     if not names_data(run):
         run = _with_random_tokens(run, steps, folder)
     return Run.model_validate(run.model_dump())

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from trainyard.checkpoint.format import Facts, Manifest, list_checkpoints, read_manifest
 from trainyard.checkpoint.save import (
-    Ranks,
+    SavingRank,
     remove_checkpoint,
     remove_partials,
     require_space,
@@ -95,7 +95,7 @@ class AsyncCheckpointer:
     def __init__(
         self,
         folder: Path,
-        ranks: Ranks,
+        ranks: SavingRank,
         keep: Retention,
         *,
         background: bool,

@@ -4,7 +4,7 @@ Everything is written and flushed under a hidden name; one rename makes it a che
 
     .step-00002000.partial/  ->  step-00002000/
 
-Ranks save together through that folder, synchronised only by barriers:
+SavingRank save together through that folder, synchronised only by barriers:
 
     rank 0       checks free space, and creates the folder
     ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
@@ -66,7 +66,7 @@ _RANK_0_KNOWS = "rank 0 failed; see its message"
 
 
 @dataclass(frozen=True)
-class Ranks:
+class SavingRank:
     """This rank among those that save a checkpoint together."""
 
     rank: int
@@ -75,7 +75,7 @@ class Ranks:
     """Waits until every rank has called it."""
 
 
-ALONE = Ranks(0, 1, lambda: None)
+ALONE = SavingRank(0, 1, lambda: None)
 
 
 class Failure(BaseModel):
@@ -98,7 +98,7 @@ def save_checkpoint(
     facts: Facts,
     tensors: Mapping[str, Tensor],
     placements: Mapping[str, Placement] | None = None,
-    ranks: Ranks = ALONE,
+    ranks: SavingRank = ALONE,
     total_bytes: int | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> Path:
@@ -203,7 +203,10 @@ def _prepare(folder: Path, partial: Path, total_bytes: int) -> None:
 
 
 def _write_parts(
-    partial: Path, tensors: Mapping[str, Tensor], placements: Mapping[str, Placement], ranks: Ranks
+    partial: Path,
+    tensors: Mapping[str, Tensor],
+    placements: Mapping[str, Placement],
+    ranks: SavingRank,
 ) -> None:
     """Writes this rank's files and manifest; removes them on failure."""
     if not partial.is_dir():
@@ -234,7 +237,7 @@ def _write_parts(
 
 
 def _named_shards(
-    tensors: Mapping[str, Tensor], ranks: Ranks
+    tensors: Mapping[str, Tensor], ranks: SavingRank
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yields files: model-RANK-of-RANKS, plus -FILE-of-FILES if a rank has several."""
     for part in dict.fromkeys(name.partition(".")[0] for name in tensors):
@@ -249,7 +252,7 @@ def _named_shards(
 
 
 def _join_and_publish(
-    partial: Path, final: Path, facts: Facts, ranks: Ranks, vocabulary: Vocabulary | None
+    partial: Path, final: Path, facts: Facts, ranks: SavingRank, vocabulary: Vocabulary | None
 ) -> None:
     tensors, files = join_parts(read_parts(partial, ranks.n_ranks))
     tokenizer = write_tokenizer(partial, vocabulary)

@@ -19,7 +19,7 @@ from trainyard.extras import require
 from trainyard.launch.environment import Process, read_process, read_start
 from trainyard.launch.lock import hold
 from trainyard.launch.restarts import note_refusal
-from trainyard.launch.supervise import Job, exit_code_below, supervise
+from trainyard.launch.supervise import SupervisedJob, exit_code_below, supervise
 from trainyard.units import format_figure, format_seconds
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _supervise(
         watched = [sys.executable, "-P", "-m", "trainyard.launch.watched"]
         return [*watched, "trainyard.train.worker", str(folder), "--resume", how, "--log", log]
 
-    return supervise(Job(process, n_ranks, folder, command, inherited))
+    return supervise(SupervisedJob(process, n_ranks, folder, command, inherited))
 
 
 def wait_for_run_folder(

@@ -147,7 +147,7 @@ class Data(Section):
         return self
 
 
-class Tokenizer(Section):
+class TokenizerChoice(Section):
     """The tokenizer that made the data; needed to print text and to count bytes."""
 
     path: str = ""
@@ -374,7 +374,7 @@ class Run(Section):
     """Model shape."""
     data: Data = Data()
     """Training and held-out data."""
-    tokenizer: Tokenizer = Tokenizer()
+    tokenizer: TokenizerChoice = TokenizerChoice()
     """Tokenizer of the data."""
     train: Train = Train()
     """Batches and length."""

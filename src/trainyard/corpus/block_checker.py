@@ -38,7 +38,7 @@ class Span:
 
 
 @dataclass
-class Finding:
+class BlockErrors:
     """What is wrong within a span; places are counted in tokens of the whole .bin."""
 
     error: str = ""
@@ -61,9 +61,9 @@ class BlockChecker:
         self.vocabulary_size = vocabulary_size
         self.eod_id = eod_id
 
-    def check(self, span: Span) -> Finding:
+    def check(self, span: Span) -> BlockErrors:
         """Reads a span and compares it with its checksum and with the rules for ids."""
-        finding = Finding()
+        finding = BlockErrors()
         checksum = hashlib.sha256()
         dataset = self.dataset if span.path.suffix == ".bin" else None
         itemsize = dataset.dtype.itemsize if dataset is not None else 1
@@ -90,7 +90,7 @@ class BlockChecker:
         finding.differs = span.sha256 is not None and checksum.hexdigest() != span.sha256
         return finding
 
-    def _check_ids(self, ids: Array, first: int, finding: Finding) -> None:
+    def _check_ids(self, ids: Array, first: int, finding: BlockErrors) -> None:
         limit = self.vocabulary_size
         if (limit is None or ids.max() < limit) and (ids.dtype.kind == "u" or ids.min() >= 0):
             return
@@ -100,7 +100,7 @@ class BlockChecker:
         finding.n_bad_ids += int(np.count_nonzero(bad))
 
     def _check_ends(
-        self, dataset: IndexedDataset, ids: Array, first: int, finding: Finding
+        self, dataset: IndexedDataset, ids: Array, first: int, finding: BlockErrors
     ) -> None:
         """Looks at the last id of each document that ends within `ids`, the tokens from `first`."""
         if self.eod_id is None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from trainyard.data.indexed import Array, IndexedDataset, token_paths, write_index
 from trainyard.errors import DataError, MachineError
-from trainyard.files import Block, BlockWriter, FileRecord, explain_disk_errors
+from trainyard.files import BlockChecksum, BlockWriter, FileRecord, explain_disk_errors
 
 _COPY_BYTES = 16 * 2**20
 _NOT_BY_THE_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
@@ -30,7 +30,7 @@ class Part:
     """Token files of a unit, the checksums of the .bin, and which documents stay (None: all)."""
 
     prefix: Path
-    blocks: list[Block]
+    blocks: list[BlockChecksum]
     stays: NDArray[np.bool_] | None = None
 
 
@@ -46,7 +46,7 @@ def merge_parts(
     bin_path, idx_path = token_paths(prefix)
     n_sequences = n_documents = 0
     with explain_disk_errors(bin_path), bin_path.open("wb") as file:
-        blocks: list[Block] = []
+        blocks: list[BlockChecksum] = []
         for part in parts:
             dataset = IndexedDataset(part.prefix)
             if part.stays is None or part.stays.all():
@@ -106,7 +106,9 @@ def _copy(source: BinaryIO, target: BinaryIO, n_bytes: int) -> None:
         left -= len(data)
 
 
-def _copy_some(dataset: IndexedDataset, stays: NDArray[np.bool_], target: BinaryIO) -> list[Block]:
+def _copy_some(
+    dataset: IndexedDataset, stays: NDArray[np.bool_], target: BinaryIO
+) -> list[BlockChecksum]:
     """Copies the sequences of the documents that stay, run by run."""
     checked = BlockWriter(target)
     sequences = np.repeat(stays, np.diff(dataset.document_indices)).astype(np.int8)

@@ -28,7 +28,7 @@ import numpy as np
 
 from trainyard.corpus.block_checker import (
     BlockChecker,
-    Finding,
+    BlockErrors,
     Span,
     document_of,
     sequence_of,
@@ -37,7 +37,7 @@ from trainyard.data.indexed import IndexedDataset, token_paths
 from trainyard.data.sidecar import Sidecar, load_sidecar
 from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import DataError
-from trainyard.files import BLOCK_BYTES, Block, open_file
+from trainyard.files import BLOCK_BYTES, BlockChecksum, open_file
 
 # Takes bytes done and bytes in all.
 Progress = Callable[[int, int], None]
@@ -221,7 +221,7 @@ def _open_spans(
         except OSError as error:
             problems.add(f"{path}: {error.strerror}")
             continue
-        blocks: list[Block] = []
+        blocks: list[BlockChecksum] = []
         if written is not None:
             if written.size_bytes != size_bytes:
                 problems.add(
@@ -235,7 +235,9 @@ def _open_spans(
         yield from _cut(path, file_descriptor, size_bytes, blocks)
 
 
-def _cut(path: Path, file_descriptor: int, size_bytes: int, blocks: list[Block]) -> Iterator[Span]:
+def _cut(
+    path: Path, file_descriptor: int, size_bytes: int, blocks: list[BlockChecksum]
+) -> Iterator[Span]:
     """Cuts a file into its recorded blocks; what no whole block covers comes without checksum."""
     first = 0
     for block in blocks:
@@ -254,7 +256,7 @@ def _check_spans(
     """Checks all spans and puts what was found into words."""
     total_bytes, done_bytes = sum(span.n_bytes for span in spans), 0
     damaged: list[list[Span]] = []
-    sum_of = Finding()
+    sum_of = BlockErrors()
     with ThreadPoolExecutor(_THREADS) as pool:
         for span, finding in zip(spans, pool.map(checker.check, spans), strict=True):
             if finding.error:
@@ -295,7 +297,7 @@ def _describe_damage(run: list[Span], dataset: IndexedDataset | None) -> str:
 
 
 def _describe_ids(
-    finding: Finding, checker: BlockChecker, dataset: IndexedDataset, problems: _Problems
+    finding: BlockErrors, checker: BlockChecker, dataset: IndexedDataset, problems: _Problems
 ) -> None:
     bin_path, _ = token_paths(dataset.prefix)
     if finding.bad_ids:

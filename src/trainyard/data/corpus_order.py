@@ -59,7 +59,7 @@ class SequenceSettings:
 
 
 @dataclass(frozen=True)
-class CorpusPlan:
+class EpochPlan:
     """How often the documents of one split are laid out, and how many sequences that makes."""
 
     n_epochs: int
@@ -70,7 +70,7 @@ class CorpusPlan:
 
 def plan_corpus(
     epoch_tokens: int, asked: int | None, settings: SequenceSettings, drop_last_partial: bool = True
-) -> CorpusPlan:
+) -> EpochPlan:
     """Returns the number of epochs for the requested sequences; one if None."""
     length, extra = settings.sequence_length, int(settings.extra_token)
     n_epochs = 1 if asked is None else max(1, -(-(asked * length + extra) // epoch_tokens))
@@ -83,7 +83,7 @@ def plan_corpus(
     n_sequences = total // length
     if not drop_last_partial:  # in single precision, because Megatron-LM's is
         n_sequences = int(np.ceil(np.float32(total) / np.float32(length)))
-    return CorpusPlan(n_epochs, apart, n_sequences, n_before_last)
+    return EpochPlan(n_epochs, apart, n_sequences, n_before_last)
 
 
 class CorpusOrder:
@@ -99,7 +99,7 @@ class CorpusOrder:
         self,
         dataset: IndexedDataset,
         settings: SequenceSettings,
-        plan: CorpusPlan,
+        plan: EpochPlan,
         arrays: tuple[Array, Array, Array],
     ) -> None:
         self.dataset = dataset
@@ -199,7 +199,7 @@ def build_corpus_order(
 def _load_or_build(
     lengths: NDArray[np.int32],
     first_document: int,
-    plan: CorpusPlan,
+    plan: EpochPlan,
     settings: SequenceSettings,
     cache: IndexCache,
     key: str,
@@ -229,7 +229,7 @@ def _load_or_build(
 
 
 def _shuffled_documents(
-    n_documents: int, plan: CorpusPlan, random: np.random.RandomState
+    n_documents: int, plan: EpochPlan, random: np.random.RandomState
 ) -> NDArray[np.int64]:
     """Lays the documents out epoch after epoch, shuffled over all epochs at once.
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from trainyard.data.indexed import token_paths
 from trainyard.errors import MachineError
-from trainyard.files import BLOCK_BYTES, Block, FileRecord, open_file, parse_json, read_file
+from trainyard.files import BLOCK_BYTES, BlockChecksum, FileRecord, open_file, parse_json, read_file
 
 FORMAT_VERSION = 1
 
@@ -139,9 +139,9 @@ class IndexCache:
         Raises:
             MachineError: the disk is full or the folder cannot be written.
         """
-        blocks: dict[Path, list[Block]] = {path: [] for path in unread.paths}
+        blocks: dict[Path, list[BlockChecksum]] = {path: [] for path in unread.paths}
         for block, digest in zip(unread.blocks, digests, strict=True):
-            blocks[block.path].append(Block(block.n_bytes, digest.hex()))
+            blocks[block.path].append(BlockChecksum(block.n_bytes, digest.hex()))
         checksums = [FileRecord(each).sha256 for each in blocks.values()]
         with _replacing(unread.memory) as file:
             file.write(json.dumps({"states": unread.states, "sha256": checksums}).encode())

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.errors import DataError
-from trainyard.files import Block, BlockWriter, explain_disk_errors, open_file
+from trainyard.files import BlockChecksum, BlockWriter, explain_disk_errors, open_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -258,7 +258,7 @@ class IndexedWriter:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype)
         self.n_tokens = 0
-        self.bin_blocks: list[Block] = []
+        self.bin_blocks: list[BlockChecksum] = []
         self._sequence_lengths = array("i")
         self._sequences_per_document = array("i")
         self._file: BinaryIO
@@ -346,7 +346,7 @@ def write_index(
     dtype: np.dtype[Any],
     counts: tuple[int, int],
     read_slabs: Callable[[], Iterable[tuple[Array, Array]]],
-) -> list[Block]:
+) -> list[BlockChecksum]:
     """Writes a .idx from pieces that are asked for three times, and gives its checksums.
 
     Args:

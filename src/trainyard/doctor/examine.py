@@ -26,7 +26,7 @@ from trainyard.plan.hardware import GIGA
 from trainyard.units import format_bytes
 
 if TYPE_CHECKING:
-    from trainyard.parallel.start import Ranks
+    from trainyard.parallel.start import StartedRank
 
 LEAST_BYTES_PER_SECOND = 20e6
 """Lowest rate of a slow disk that is not hung."""
@@ -149,7 +149,7 @@ def _find_wrong_interface() -> tuple[str, str] | None:
     return network.find_wrong_interface(settings, network.interface_names())
 
 
-def _examine_device(own: Examination, ranks: Ranks, order: Order, group: RankGroup) -> None:
+def _examine_device(own: Examination, ranks: StartedRank, order: Order, group: RankGroup) -> None:
     import torch
 
     from trainyard.doctor.matmuls import measure_device

@@ -28,7 +28,7 @@ from trainyard.export.pickle_machine import (
     Made,
     PickleMachine,
     RefusedError,
-    Stored,
+    StoredView,
     plain,
 )
 
@@ -88,7 +88,7 @@ class _Found:
             return
         if path in self.values or path in self.tensors:
             raise RefusedError(f"it has {path} twice")
-        if isinstance(node, Stored):
+        if isinstance(node, StoredView):
             self.tensors[path] = self._place(path, node)
         elif isinstance(node, list | tuple):
             items = [plain(item) for item in node[:_LIST_LIMIT]]
@@ -96,7 +96,7 @@ class _Found:
         else:
             self.values[path] = plain(node)
 
-    def _place(self, path: str, tensor: Stored) -> dict[str, Any]:
+    def _place(self, path: str, tensor: StoredView) -> dict[str, Any]:
         begin, n_values = self.begins.get(tensor.storage.key, (0, 0))
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
         if 0 not in tensor.shape and tensor.first + last >= n_values:

@@ -47,7 +47,7 @@ from trainyard.export.megatron import (
 from trainyard.export.megatron_files import Grid, find_grid
 from trainyard.export.run_folder import build_run, load_fitting, require_new, write_run_folder
 from trainyard.export.stream import outline
-from trainyard.export.torch_file import Contents, StoredTensor, describe_file, read_tensor
+from trainyard.export.torch_file import Contents, TorchTensor, describe_file, read_tensor
 
 logger = logging.getLogger("trainyard")
 
@@ -60,7 +60,7 @@ class _Source:
     """A tensor rank's shard of a parameter."""
 
     path: Path
-    tensor: StoredTensor
+    tensor: TorchTensor
 
 
 _Sources = dict[str, list[_Source]]
@@ -216,7 +216,7 @@ def _name_tensors(grid: Grid, contents: Mapping[Path, Contents], arguments: Argu
     return sources
 
 
-_Piece = dict[str, StoredTensor]
+_Piece = dict[str, TorchTensor]
 
 
 def _pieces(grid: Grid, contents: Mapping[Path, Contents]) -> list[list[tuple[Path, _Piece]]]:

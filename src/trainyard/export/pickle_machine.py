@@ -4,7 +4,7 @@ A pickle is a program for a small stack machine. Usual readers call whatever it 
 records the names and arguments:
 
     c torch._utils _rebuild_tensor_v2       Named("torch._utils._rebuild_tensor_v2")
-    ( ... t R                               Stored(Storage("0", ...), first=0, shape=(4, 2), ...)
+    ( ... t R                               StoredView(Storage("0", ...), 0, shape=(4, 2), ...)
     c megatron.model.enums AttnMaskType     Named("megatron.model.enums.AttnMaskType")
     K 2 ... R                               Made(..., arguments=(2,)), shown as "AttnMaskType(2)"
     c posix system                          rejected by name
@@ -98,7 +98,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredView:
     """A tensor: part of a storage."""
 
     storage: Storage
@@ -237,7 +237,7 @@ def _make(what: Any, arguments: Any) -> Any:
             raise RefusedError("a tensor in it has no storage")
         if any(type(n) is not int or n < 0 for n in (first, *shape, *strides)):
             raise RefusedError("the shape of a tensor in it has entries that are not counts")
-        return Stored(storage, storage.first + first, tuple(shape), tuple(strides))
+        return StoredView(storage, storage.first + first, tuple(shape), tuple(strides))
     if what.name in _REBUILD_PARAMETER:
         return arguments[0]
     if what.name in _DICTS:

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import require_space
 from trainyard.config.load import render_run
-from trainyard.config.run import Model, Run, Tokenizer
+from trainyard.config.run import Model, Run, TokenizerChoice
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary
 from trainyard.errors import CheckpointError, DataError, MachineError
 from trainyard.export.stream import Make, write_weights
@@ -54,7 +54,7 @@ def load_fitting(source: str | Path, model: Model) -> Vocabulary:
 def build_run(output: Path, model: Model, description: str, *, has_tokenizer: bool) -> Run:
     """Builds the run: its model, and defaults elsewhere."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", output.name).lstrip("._-")[:100] or "imported"
-    tokenizer = Tokenizer(path=str(output / TOKENIZER_FOLDER) if has_tokenizer else "")
+    tokenizer = TokenizerChoice(path=str(output / TOKENIZER_FOLDER) if has_tokenizer else "")
     return Run(name=name, description=description, model=model, tokenizer=tokenizer)
 
 

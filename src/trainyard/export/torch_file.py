@@ -24,7 +24,7 @@ _TIMEOUT_SECONDS = 600
 _NO_CHECKPOINT = "it is damaged, or was not written by Megatron; none of its code was run"
 
 
-class StoredTensor(BaseModel):
+class TorchTensor(BaseModel):
     """The location of a tensor's values in its file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -41,7 +41,7 @@ class Contents(BaseModel):
 
     values: dict[str, JsonValue]
     """Numbers, booleans and text; None for others."""
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, TorchTensor]
 
 
 def describe_file(path: Path) -> Contents:
@@ -81,7 +81,7 @@ def describe_file(path: Path) -> Contents:
     raise CheckpointError(f"{path} cannot be read: {problem}", _NO_CHECKPOINT)
 
 
-def read_tensor(path: Path, stored: StoredTensor) -> Tensor:
+def read_tensor(path: Path, stored: TorchTensor) -> Tensor:
     """Reads one tensor.
 
     Raises:

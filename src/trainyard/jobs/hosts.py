@@ -59,7 +59,7 @@ def _bind(launch: Launch, n_ranks: int) -> list[str]:
     return ["--cpu-bind", f"list:{lists}"] if lists and launch.mpiexec == "pals" else []
 
 
-class LocalMachine(Scheduler):
+class LocalScheduler(Scheduler):
     """This machine alone."""
 
     parts = ("local.sh",)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from trainyard.jobs.hosts import LocalMachine, MpiHosts, SshHosts
+from trainyard.jobs.hosts import LocalScheduler, MpiHosts, SshHosts
 from trainyard.jobs.pbs import Pbs
 from trainyard.jobs.scheduler import Scheduler
 from trainyard.jobs.slurm import Slurm
 
 SCHEDULERS: dict[str, Scheduler] = {
-    "local": LocalMachine(),
+    "local": LocalScheduler(),
     "slurm": Slurm(),
     "pbs": Pbs(),
     "mpi": MpiHosts(),

@@ -69,7 +69,7 @@ INTENDED_CODES = (0, EXIT_REQUEUE, EXIT_HOLD)
 
 
 @dataclass(frozen=True)
-class Job:
+class SupervisedJob:
     """The job to run."""
 
     process: Process
@@ -88,7 +88,7 @@ class Job:
         return self.process.n_ranks > 1
 
 
-def supervise(job: Job) -> int:
+def supervise(job: SupervisedJob) -> int:
     """Runs a job to its end, with restarts while it makes progress.
 
     Returns:
@@ -130,7 +130,7 @@ class _Outcome:
 class _Attempt:
     """One start of all workers of this process."""
 
-    job: Job
+    job: SupervisedJob
     hang_reports: HangReports
     received: list[signal.Signals]
     """Signals received so far."""
@@ -151,7 +151,9 @@ class _Attempt:
 
     @classmethod
     @contextmanager
-    def start(cls, job: Job, attempt: int, received: list[signal.Signals]) -> Iterator[_Attempt]:
+    def start(
+        cls, job: SupervisedJob, attempt: int, received: list[signal.Signals]
+    ) -> Iterator[_Attempt]:
         """Starts the workers; kills all that remain at the end of the block."""
         new = cls(job, HangReports(job.folder / "logs" / f"attempt-{attempt}"), received)
         with _open_own_places(job) as places:
@@ -305,7 +307,7 @@ class _Attempt:
 
 
 @contextmanager
-def _open_own_places(job: Job) -> Iterator[list[Process]]:
+def _open_own_places(job: SupervisedJob) -> Iterator[list[Process]]:
     if not job.is_launched:
         with open_places(job.n_ranks) as places:
             yield places

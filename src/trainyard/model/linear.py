@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainyard.architecture import LayerSpec
 
 
-class Product(Protocol):
+class MatmulFunction(Protocol):
     """A matmul of (..., in) with a weight (out, in), plus a bias, like `F.linear`."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
@@ -74,7 +74,7 @@ class Linear(Layer):
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
-        self.product: Product = PlainProduct()
+        self.product: MatmulFunction = PlainProduct()
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., inputs) to (..., outputs)."""

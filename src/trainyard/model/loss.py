@@ -42,7 +42,7 @@ from trainyard.architecture import count_logit_chunks
 IGNORE_INDEX = -100
 
 
-class VocabularyShard(Protocol):
+class ShardedVocabulary(Protocol):
     """This rank's rows of the weight, and reductions over the others."""
 
     first_row: int
@@ -76,7 +76,7 @@ def summed_cross_entropy(
     labels: Tensor,
     vocabulary_size: int,
     scale: float | Tensor = 1.0,
-    shard: VocabularyShard | None = None,
+    shard: ShardedVocabulary | None = None,
 ) -> Tensor:
     """Sums the cross entropy of every labelled token.
 
@@ -112,7 +112,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         vocabulary_size: int,
         scale: float | Tensor | None,
-        shard: VocabularyShard | None,
+        shard: ShardedVocabulary | None,
     ) -> Tensor:
         precise = torch.promote_types(torch.float32, hidden.dtype)
         scale = scale.to(precise) if isinstance(scale, Tensor) else scale
@@ -170,7 +170,7 @@ def _shared_log_softmax(
     targets: Tensor,
     is_here: Tensor,
     vocabulary_size: int,
-    shard: VocabularyShard,
+    shard: ShardedVocabulary,
 ) -> tuple[Tensor, Tensor]:
     """Computes the log probabilities, (n, V/tp), of a shard, and those of targets, (n, 1).
 

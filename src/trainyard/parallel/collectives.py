@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from trainyard.model.linear import Product
+from trainyard.model.linear import MatmulFunction
 
 TOKENS = 1
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
@@ -89,7 +89,7 @@ class _GatheredProduct(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        product: Product,
+        product: MatmulFunction,
         group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -128,7 +128,11 @@ def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def product_of_gathered(
-    x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, group: dist.ProcessGroup
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    product: MatmulFunction,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """Multiplies gathered tokens; the backward pass gathers them again."""
     out: Tensor = _GatheredProduct.apply(x, weight, bias, product, group)  # type: ignore[no-untyped-call]

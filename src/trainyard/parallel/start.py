@@ -1,6 +1,6 @@
 """Starts the process group, or reports one error on all ranks.
 
-Ranks with different versions, runs or data would train nonsense, and a missing rank keeps the
+StartedRank with different versions, runs or data would train nonsense, and a missing rank keeps the
 others waiting. So a roll call precedes the process group, in a store that all ranks reach (a file
 on one machine, else a small server of rank 0):
 
@@ -49,7 +49,7 @@ Facts = Callable[[], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class Ranks:
+class StartedRank:
     """This rank among all ranks."""
 
     process: Process
@@ -61,7 +61,7 @@ class Ranks:
 @contextmanager
 def start_ranks(
     process: Process, device: torch.device, facts: Facts, timeout_seconds: float = 60.0
-) -> Iterator[Ranks]:
+) -> Iterator[StartedRank]:
     """Initialises the process group of all ranks inside its block; does nothing for one rank.
 
     Args:
@@ -76,7 +76,7 @@ def start_ranks(
         LostRankError: another rank died without a report.
     """
     if process.n_ranks == 1:
-        yield Ranks(process, device, None)
+        yield StartedRank(process, device, None)
         return
     if process.parent_pipe is not None:
         end_with_parent(process.parent_pipe)
@@ -84,7 +84,7 @@ def start_ranks(
     meeting.call_roll(facts)
     try:
         _init_group(process, device, meeting)
-        yield Ranks(process, device, meeting.store)
+        yield StartedRank(process, device, meeting.store)
     except BaseException as error:
         reason = meeting.tell_failure(error)
         # Interrupted communication can keep this from returning.

@@ -33,7 +33,7 @@ from trainyard.errors import MachineError
 from trainyard.plan.hardware import Machine
 from trainyard.plan.resolve import Plan
 from trainyard.plan.traffic import FP32_BYTES, Traffic
-from trainyard.plan.work import Pass, Product, Program, Stage, Work, count_work
+from trainyard.plan.work import Matmul, Program, Stage, StagePass, Work, count_work
 from trainyard.topology import Topology
 
 Parts = dict[str, float]
@@ -178,7 +178,7 @@ class _Prices:
         backward = {axis: talk[axis] - seconds for axis, seconds in forward.items()}
         return self._pass(stage.forward, forward), self._pass(stage.backward, backward)
 
-    def _pass(self, work: Pass, talk: Parts) -> Parts:
+    def _pass(self, work: StagePass, talk: Parts) -> Parts:
         """Times one pass of a micro batch through a stage."""
         parts = {
             "matmuls": sum(map(self._product_seconds, work.products)),
@@ -191,7 +191,7 @@ class _Prices:
         seconds = (device_seconds**HIDING + host_seconds**HIDING) ** (1 / HIDING)
         return parts | {"overhead": seconds - device_seconds}
 
-    def _product_seconds(self, product: Product) -> float:
+    def _product_seconds(self, product: Matmul) -> float:
         a, b, c = product.rows, product.inner, product.columns
         peak, operand_bytes = self.other_peak, float(self.value_bytes)
         if product.in_fp8:

@@ -24,7 +24,7 @@ StageSeconds = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Pass:
+class TimedPass:
     """One pass of a micro batch through a stage."""
 
     kind: Kind
@@ -37,7 +37,7 @@ class Pass:
 
 def lay_out(
     schedule: str, n_ranks: int, n_micro_batches: int, stage_seconds: StageSeconds
-) -> list[list[Pass]]:
+) -> list[list[TimedPass]]:
     """Returns the passes of a step by rank, in time order.
 
     Args:
@@ -84,7 +84,7 @@ class _Rank:
     """One rank's passes so far."""
 
     def __init__(self) -> None:
-        self.passes: list[Pass] = []
+        self.passes: list[TimedPass] = []
         self.weights: deque[tuple[int, int, float]] = deque()
         self.free_at = 0.0
 
@@ -94,7 +94,7 @@ class _Rank:
             self._do_weights()
         start = max(self.free_at, needs)
         self.free_at = start + seconds
-        self.passes.append(Pass(kind, stage, micro_batch, start, self.free_at))
+        self.passes.append(TimedPass(kind, stage, micro_batch, start, self.free_at))
 
     def finish(self) -> None:
         """Schedules the remaining passes."""
@@ -104,7 +104,7 @@ class _Rank:
     def _do_weights(self) -> None:
         stage, micro_batch, seconds = self.weights.popleft()
         end = self.free_at + seconds
-        self.passes.append(Pass("W", stage, micro_batch, self.free_at, end))
+        self.passes.append(TimedPass("W", stage, micro_batch, self.free_at, end))
         self.free_at = end
 
 

@@ -90,7 +90,7 @@ UNCOMPILED = replace(OURS, stream_bytes=24, inner_bytes=6, logit_bytes=24, block
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """Equal matmuls: `rows x inner` times `inner x columns`."""
 
     rows: int
@@ -101,27 +101,27 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Pass:
+class StagePass:
     """One pass of a micro batch through a stage."""
 
-    products: tuple[Product, ...] = ()
+    products: tuple[Matmul, ...] = ()
     attention_flops: float = 0
     """Of fused attention."""
     memory_bytes: float = 0
     """Read and written by everything else."""
     kernels: float = 0
 
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(
+    def __add__(self, other: StagePass) -> StagePass:
+        return StagePass(
             self.products + other.products,
             self.attention_flops + other.attention_flops,
             self.memory_bytes + other.memory_bytes,
             self.kernels + other.kernels,
         )
 
-    def times(self, n: float, attention: float | None = None) -> Pass:
+    def times(self, n: float, attention: float | None = None) -> StagePass:
         """Repeats it; attention as often as the rest by default."""
-        return Pass(
+        return StagePass(
             tuple(replace(each, count=each.count * n) for each in self.products),
             self.attention_flops * (n if attention is None else attention),
             self.memory_bytes * n,
@@ -133,8 +133,8 @@ class Pass:
 class Stage:
     """Work of one micro batch at one pipeline stage."""
 
-    forward: Pass
-    backward: Pass
+    forward: StagePass
+    backward: StagePass
     n_blocks: int
     n_parameters: int
     """On one of its tensor ranks."""
@@ -224,9 +224,9 @@ class _Counter:
         if n_fp8:
             forward_fp8, backward_fp8 = self._blocks(n_fp8, in_fp8=True)
             forward, backward = forward + forward_fp8, backward + backward_fp8
-        head = self._head() if blocks[1] == self.model.n_layers else Pass()
+        head = self._head() if blocks[1] == self.model.n_layers else StagePass()
         n_parameters = self._parameters(blocks)
-        summing = Pass(memory_bytes=n_parameters * self.program.gradient_bytes)
+        summing = StagePass(memory_bytes=n_parameters * self.program.gradient_bytes)
         return Stage(
             forward=forward + head,
             backward=backward + head.times(BACKWARD) + summing,
@@ -234,11 +234,11 @@ class _Counter:
             n_parameters=n_parameters,
         )
 
-    def _blocks(self, n: int, *, in_fp8: bool) -> tuple[Pass, Pass]:
+    def _blocks(self, n: int, *, in_fp8: bool) -> tuple[StagePass, StagePass]:
         """Counts the forward and the backward pass of a number of equal blocks."""
         attention = self._half("attention", in_fp8) + self._scores()
         block = attention + self._half("mlp", in_fp8)
-        again = {"none": Pass(), "attention": attention, "block": block}
+        again = {"none": StagePass(), "attention": attention, "block": block}
         backward = block.times(BACKWARD, ATTENTION_BACKWARD) + again[self.run.parallel.recompute]
         return block.times(n), backward.times(n)
 
@@ -254,32 +254,34 @@ class _Counter:
         )
         return gathers * n_fp8_blocks * matrices * self.run.precision.fp8.all_gather
 
-    def _half(self, part: str, in_fp8: bool) -> Pass:
+    def _half(self, part: str, in_fp8: bool) -> StagePass:
         """The attention or the MLP of a block, with norm and sum, but without scores."""
         n, layers = self.n_tokens, matmuls(self.model, part, self.tensor)
-        products = (Product(n, each.n_inputs, each.n_outputs, in_fp8=in_fp8) for each in layers)
+        products = (Matmul(n, each.n_inputs, each.n_outputs, in_fp8=in_fp8) for each in layers)
         inner = sum(each.n_outputs for each in layers if each.sharding == "column")
         memory_bytes = self._stream_bytes() / 2 + self.program.inner_bytes * n * inner
-        return Pass(tuple(products), 0, memory_bytes * self.wide, self.program.block_kernels / 2)
+        return StagePass(
+            tuple(products), 0, memory_bytes * self.wide, self.program.block_kernels / 2
+        )
 
-    def _scores(self) -> Pass:
+    def _scores(self) -> StagePass:
         """Attention scores, and values weighted by them."""
         model, n, T = self.model, self.n_tokens, self.model.sequence_length
         if not self.program.score_bytes:
-            return Pass(attention_flops=2.0 * n * T * (model.d_model // self.tensor))
+            return StagePass(attention_flops=2.0 * n * T * (model.d_model // self.tensor))
         # All of the square, head by head: scores, then values.
         n_heads = n / T * model.n_heads / self.tensor
-        product = Product(T, model.d_model // model.n_heads, T, count=2 * n_heads)
+        product = Matmul(T, model.d_model // model.n_heads, T, count=2 * n_heads)
         memory_bytes = self.program.score_bytes * n_heads * T * T
-        return Pass((product,), memory_bytes=memory_bytes * self.wide)
+        return StagePass((product,), memory_bytes=memory_bytes * self.wide)
 
     def _stream_bytes(self) -> float:
         shares = self.tensor if self.run.parallel.sequence else 1
         return self.program.stream_bytes * self.n_tokens * self.model.d_model / shares
 
-    def _head(self) -> Pass:
+    def _head(self) -> StagePass:
         """The output matrix and the loss."""
         n, head = self.n_tokens, head_layer(self.model, self.padded_vocabulary_size, self.tensor)
-        product = Product(n, head.n_inputs, head.n_outputs)
+        product = Matmul(n, head.n_inputs, head.n_outputs)
         n_bytes = self.program.logit_bytes / (1 + BACKWARD) * n * head.n_outputs * self.wide
-        return Pass((product,), 0, n_bytes, self.program.block_kernels)
+        return StagePass((product,), 0, n_bytes, self.program.block_kernels)

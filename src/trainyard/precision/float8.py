@@ -33,7 +33,7 @@ from trainyard.config.fp8_rules import fp8_blocks
 from trainyard.config.run import Fp8, Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.model.gpt import GPT, Block
-from trainyard.model.linear import Linear, Product
+from trainyard.model.linear import Linear, MatmulFunction
 
 FIRST_CAPABILITY = (8, 9)
 """Compute capabilities of NVIDIA GPUs with fp8: Ada, then Hopper."""
@@ -62,7 +62,7 @@ def blocks_in_fp8(model: GPT, run: Run) -> dict[str, Block]:
     }
 
 
-def build_product(fp8: Fp8) -> Product:
+def build_product(fp8: Fp8) -> MatmulFunction:
     """Builds an fp8 replacement of `F.linear`, for inputs of any precision."""
     with quiet_import():
         from torchao.float8.config import Float8LinearConfig

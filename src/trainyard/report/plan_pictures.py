@@ -16,7 +16,7 @@ from trainyard.plan.hardware import GIB
 from trainyard.plan.memory import RankMemory
 from trainyard.plan.resolve import Plan
 from trainyard.plan.time import StepTime
-from trainyard.plan.timeline import Kind, Pass, lay_out
+from trainyard.plan.timeline import Kind, TimedPass, lay_out
 from trainyard.report.pictures import ALERT, MUTED, TEXT, drawing_style
 from trainyard.units import format_figure
 
@@ -168,7 +168,7 @@ def _draw_step(axes: Any, run: Run, plan: Plan, time: StepTime) -> None:
     _add_legend(axes)
 
 
-def _label(axes: Any, rank: int, each: Pass, end: float) -> None:
+def _label(axes: Any, rank: int, each: TimedPass, end: float) -> None:
     """Writes the number of a micro batch if there is room for it."""
     if each.end - each.start > 0.012 * end:
         middle = (each.start + each.end) / 2

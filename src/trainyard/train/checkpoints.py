@@ -21,7 +21,7 @@ from trainyard.checkpoint.load import (
     load_into,
 )
 from trainyard.checkpoint.resume import check_resumable
-from trainyard.checkpoint.save import ALONE, Ranks
+from trainyard.checkpoint.save import ALONE, SavingRank
 from trainyard.config.precisions import EXPONENTS, SCALED_COLUMNS
 from trainyard.errors import EXIT_HOLD, CheckpointError, MachineError
 from trainyard.launch.environment import read_versions
@@ -45,7 +45,7 @@ def build_saver(context: TrainContext) -> AsyncCheckpointer:
     mesh, settings = context.model.mesh, context.run.checkpoint
     ranks = ALONE
     if mesh.topology.n_ranks > 1:
-        ranks = Ranks(mesh.rank, mesh.topology.n_ranks, mesh.saving_barrier)
+        ranks = SavingRank(mesh.rank, mesh.topology.n_ranks, mesh.saving_barrier)
     keep = Retention(settings.keep_last, settings.keep_every, settings.keep_best)
     folder = checkpoint_folder(context.folder)
     vocabulary = context.tokenizer.vocabulary if context.tokenizer else None

@@ -10,7 +10,12 @@ import msgspec
 import pytest
 
 from trainyard.config.corpus import Corpus
-from trainyard.corpus.preparation.plan import CorpusPlan, Identity, output_prefixes, plan_corpus
+from trainyard.corpus.preparation.plan import (
+    Identity,
+    PreparationPlan,
+    output_prefixes,
+    plan_corpus,
+)
 from trainyard.corpus.preparation.worker import piece_names
 from trainyard.data.sidecar import TokenizerRecord
 from trainyard.errors import DataError
@@ -27,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def plan(folder: Path, record: TokenizerRecord = TOKENIZER, **options: Any) -> CorpusPlan:
+def plan(folder: Path, record: TokenizerRecord = TOKENIZER, **options: Any) -> PreparationPlan:
     unit_bytes = options.pop("unit_bytes", 40)
     given = {"inputs": (str(folder),), "output": "data/web", "tokenizer": "gpt2", **options}
     return plan_corpus(Corpus.model_validate(given), record, unit_bytes)

@@ -35,7 +35,7 @@ from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 LISTING_HINT = "try again later; or describe the corpus in a .toml file of your own"
 
 
-class Corpus(BaseModel):
+class KnownCorpus(BaseModel):
     """Where a corpus comes from, and what a person must know before fetching it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,7 +97,7 @@ def corpus_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir())
 
 
-def find_corpus(name: str) -> Corpus:
+def find_corpus(name: str) -> KnownCorpus:
     """Reads `wikipedia`, `wikipedia@20261101` (at a revision) or `my-corpus.toml`.
 
     Raises:
@@ -118,7 +118,7 @@ def find_corpus(name: str) -> Corpus:
         hint = f"shipped: {', '.join(corpus_names())}; a corpus file of your own ends in .toml"
         raise ConfigError(f"no corpus named {stem!r}", hint)
     try:
-        corpus = Corpus.model_validate(parse_toml(text, stem))
+        corpus = KnownCorpus.model_validate(parse_toml(text, stem))
         re.compile(corpus.files)
     except ValidationError as error:
         first = error.errors()[0]
@@ -140,7 +140,7 @@ def describe(name: str) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def list_files(corpus: Corpus, reader: Reader) -> Listing:
+def list_files(corpus: KnownCorpus, reader: Reader) -> Listing:
     """Asks the server for the files of a corpus and pins its revision.
 
     Raises:
@@ -184,7 +184,7 @@ def check_paths(listing: Listing) -> None:
         seen.add(file.path)
 
 
-def _list_wikimedia(corpus: Corpus, reader: Reader) -> tuple[str, list[RemoteFile]]:
+def _list_wikimedia(corpus: KnownCorpus, reader: Reader) -> tuple[str, list[RemoteFile]]:
     wiki = corpus.repository
     url = f"{corpus.host}/{wiki}/{corpus.revision}/{wiki}-{corpus.revision}-sha1sums.txt"
     text = reader.read(url)[0].decode(errors="replace")
@@ -224,7 +224,7 @@ class _Entry(msgspec.Struct):
     lfs: _LargeFile | None = None
 
 
-def _list_huggingface(corpus: Corpus, reader: Reader) -> tuple[str, list[RemoteFile]]:
+def _list_huggingface(corpus: KnownCorpus, reader: Reader) -> tuple[str, list[RemoteFile]]:
     api = f"{corpus.host}/api/datasets/{corpus.repository}"
     url = f"{api}/revision/{quote(corpus.revision, safe='')}"
     revision = quote(_decode(url, reader.read(url)[0], _Commit).sha, safe="")
@@ -243,7 +243,7 @@ def _list_huggingface(corpus: Corpus, reader: Reader) -> tuple[str, list[RemoteF
     return revision, files
 
 
-def _huggingface_file(corpus: Corpus, revision: str, entry: _Entry) -> RemoteFile:
+def _huggingface_file(corpus: KnownCorpus, revision: str, entry: _Entry) -> RemoteFile:
     url = f"{corpus.host}/datasets/{corpus.repository}/resolve/{revision}/{quote(entry.path)}"
     if entry.lfs is None:
         return RemoteFile(url, entry.path, entry.size, ("", ""))

@@ -34,7 +34,7 @@ import urllib3
 from urllib3.exceptions import HTTPError
 
 from trainyard.corpus.fetching.catalogue import (
-    Corpus,
+    KnownCorpus,
     Listing,
     RemoteFile,
     check_paths,
@@ -114,7 +114,9 @@ def fetch(
     return FetchResult(listing.revision, listing.licence, len(files), n_bytes, len(missing))
 
 
-def _pin_listing(corpus: Corpus, revision_given: bool, folder: Path, client: Client) -> Listing:
+def _pin_listing(
+    corpus: KnownCorpus, revision_given: bool, folder: Path, client: Client
+) -> Listing:
     """Reads the listing of the folder; asks the server for it where there is none yet."""
     path = folder / LISTING_NAME
     if not path.exists():

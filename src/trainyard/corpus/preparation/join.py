@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainyard.corpus.merge import Part, merge_parts, publish_files
-from trainyard.corpus.preparation.plan import CorpusPlan, Output
+from trainyard.corpus.preparation.plan import Output, PreparationPlan
 from trainyard.corpus.preparation.unit import (
     PLACES_PER_KIND,
     Place,
@@ -50,7 +50,7 @@ class EmptyCorpusError(DataError):
     """No document with text in it came through, so there is nothing to publish."""
 
 
-def check_not_empty(plan: CorpusPlan, units: list[FinishedUnit]) -> None:
+def check_not_empty(plan: PreparationPlan, units: list[FinishedUnit]) -> None:
     """Rejects a corpus without text, with the fates of its documents.
 
     Raises:
@@ -77,7 +77,7 @@ def empty_corpus(documents: int, steps: list[StepCount], places: list[str]) -> E
 
 
 def join_output(
-    plan: CorpusPlan, output: Output, units: list[FinishedUnit], scratch: Path
+    plan: PreparationPlan, output: Output, units: list[FinishedUnit], scratch: Path
 ) -> Sidecar:
     """Merges the parts of an output into its token files and writes its record.
 
@@ -118,14 +118,14 @@ def join_output(
     return sidecar
 
 
-def _is_of_another(plan: CorpusPlan, output: Output) -> bool:
+def _is_of_another(plan: PreparationPlan, output: Output) -> bool:
     try:
         return load_sidecar(output.prefix).recipe != plan.recipe
     except DataError:
         return True
 
 
-def find_stale(plan: CorpusPlan) -> list[Path]:
+def find_stale(plan: PreparationPlan) -> list[Path]:
     """Lists outputs of the corpus that is being replaced which nothing will replace."""
     kept = {output.prefix for output in plan.outputs}
     try:
@@ -168,7 +168,7 @@ def check_unchanged(sources: Sequence[SourceRecord]) -> None:
 class _Totals:
     """Adds up units, less the documents that repeat an earlier one."""
 
-    def __init__(self, plan: CorpusPlan) -> None:
+    def __init__(self, plan: PreparationPlan) -> None:
         self._comparing = [step.kind for step in plan.corpus.comparing_steps]
         self.result = UnitResult(
             steps=[StepCount(kind="read")]

@@ -107,7 +107,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class CorpusPlan:
+class PreparationPlan:
     """The pieces of work of a corpus, in order."""
 
     corpus: Corpus
@@ -169,7 +169,7 @@ def plan_corpus(
     tokenizer: TokenizerRecord,
     unit_bytes: int,
     sources: list[SourceRecord] | None = None,
-) -> CorpusPlan:
+) -> PreparationPlan:
     """Cuts a corpus into units of about `unit_bytes` of input, and units into outputs.
 
     Args:
@@ -202,7 +202,7 @@ def plan_corpus(
         tokenizer=tokenizer.fingerprint,
         sources=sources,
     )
-    return CorpusPlan(corpus, tokenizer, identity, units, outputs)
+    return PreparationPlan(corpus, tokenizer, identity, units, outputs)
 
 
 def _version(corpus: Corpus) -> str:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from trainyard.corpus.preparation.plan import CorpusPlan
+from trainyard.corpus.preparation.plan import PreparationPlan
 from trainyard.corpus.preparation.work_folder import MAX_ATTEMPTS, WorkFolder, name_process
 from trainyard.corpus.preparation.worker import CorpusWorker, is_prepared
 from trainyard.data.tokenizer import load_tokenizer
@@ -43,7 +43,7 @@ class _Child:
 
 
 def work_in_processes(
-    plan: CorpusPlan,
+    plan: PreparationPlan,
     folder: WorkFolder,
     workers: int,
     on_beat: Callable[[], None],
@@ -110,7 +110,7 @@ class _Deaths:
             )
 
 
-def _start(plan: CorpusPlan, path: Path, quarantine: bool) -> _Child:
+def _start(plan: PreparationPlan, path: Path, quarantine: bool) -> _Child:
     # Spawned, because a forked copy of a process with threads can hang.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -153,7 +153,7 @@ def _was_killed(child: _Child) -> bool:
     return code < 0
 
 
-def _work(connection: Connection, plan: CorpusPlan, path: Path, quarantine: bool) -> None:
+def _work(connection: Connection, plan: PreparationPlan, path: Path, quarantine: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     build_logger(hide_secrets)
     try:

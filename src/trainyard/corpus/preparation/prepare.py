@@ -35,9 +35,9 @@ from trainyard.config.corpus import Corpus
 from trainyard.corpus.preparation.join import EmptyCorpusError, empty_corpus, find_stale
 from trainyard.corpus.preparation.lead import Lead, name_inputs
 from trainyard.corpus.preparation.plan import (
-    CorpusPlan,
     Identity,
     Output,
+    PreparationPlan,
     list_sources,
     plan_corpus,
 )
@@ -110,7 +110,7 @@ def prepare(
 
 
 def _work(
-    plan: CorpusPlan,
+    plan: PreparationPlan,
     folder: WorkFolder,
     workers: int,
     on_progress: Callable[[Progress], None] | None,
@@ -135,7 +135,7 @@ def _work(
         raise
 
 
-def _load_results(plan: CorpusPlan, on_error: OnError) -> list[Sidecar]:
+def _load_results(plan: PreparationPlan, on_error: OnError) -> list[Sidecar]:
     sidecars = [load_sidecar(output.prefix) for output in plan.outputs]
     places = [place for sidecar in sidecars for place in sidecar.quarantined_places]
     if places and on_error == "stop":
@@ -260,7 +260,7 @@ def _record_tokenizer(corpus: Corpus) -> TokenizerRecord:
     )
 
 
-def _enter(folder: WorkFolder, plan: CorpusPlan, overwrite: bool) -> None:
+def _enter(folder: WorkFolder, plan: PreparationPlan, overwrite: bool) -> None:
     """Makes the work folder, or takes up the one that is there if it is of the same work."""
     inputs = {"inputs": name_inputs(plan.corpus.inputs)}
     text = msgspec.json.encode(msgspec.structs.asdict(plan.identity) | inputs).decode()
@@ -289,7 +289,7 @@ def _enter(folder: WorkFolder, plan: CorpusPlan, overwrite: bool) -> None:
         folder.forgive()
 
 
-def _find_unchanged(plan: CorpusPlan, done: Path) -> dict[str, str]:
+def _find_unchanged(plan: PreparationPlan, done: Path) -> dict[str, str]:
     """Maps the names of finished units whose files did not change to those of the plan."""
     numbers = {plan.unit_inputs(number): number for number in range(len(plan.units))}
     kept = {}
@@ -314,7 +314,7 @@ def _read_identity(folder: WorkFolder) -> Identity | None:
         ) from error
 
 
-def _check_output(plan: CorpusPlan, overwrite: bool) -> None:
+def _check_output(plan: PreparationPlan, overwrite: bool) -> None:
     """Finds out before the work what would spoil its end."""
     folder = Path(plan.outputs[0].prefix).parent
     for item in map(Path, plan.corpus.inputs):
@@ -347,7 +347,7 @@ def make_output_folder(corpus: Corpus) -> None:
         raise MachineError(f"the output folder {folder} cannot be written", "choose another")
 
 
-def _check_space(folder: Path, plan: CorpusPlan) -> None:
+def _check_space(folder: Path, plan: PreparationPlan) -> None:
     # Half of what English text takes with GPT-2's vocabulary: below it no run can succeed. Parts
     # and the joined files are on the disk together.
     kinds = [(source, format_of(Path(source.path))) for source in plan.identity.sources]
@@ -363,7 +363,7 @@ def _check_space(folder: Path, plan: CorpusPlan) -> None:
         )
 
 
-def _check_absent(plan: CorpusPlan, output: Output) -> None:
+def _check_absent(plan: PreparationPlan, output: Output) -> None:
     """Refuses to replace token files, and names the difference."""
     paths = [Path(f"{output.prefix}{suffix}") for suffix in (".bin", ".idx", ".json")]
     existing = next((path for path in paths if path.exists()), None)

@@ -21,7 +21,7 @@ from trainyard.data.indexed import Array, IndexedWriter, optimal_dtype
 from trainyard.data.sidecar import GroupCount, StepCount
 from trainyard.data.tokenizer import Encoded, Tokenizer
 from trainyard.errors import DataError, printable
-from trainyard.files import Block, explain_disk_errors
+from trainyard.files import BlockChecksum, explain_disk_errors
 
 # Takes what was done since the last call: bytes of input, documents, tokens.
 Report = Callable[[int, int, int], None]
@@ -70,7 +70,7 @@ class UnitResult(msgspec.Struct, kw_only=True):
     groups: dict[str, GroupCount] = msgspec.field(default_factory=dict)
     quarantined: dict[str, int] = msgspec.field(default_factory=dict)
     places: list[Place] = msgspec.field(default_factory=list)
-    blocks: list[Block] = msgspec.field(default_factory=list)
+    blocks: list[BlockChecksum] = msgspec.field(default_factory=list)
 
 
 class UnreadableDocumentError(Exception):

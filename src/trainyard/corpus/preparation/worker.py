@@ -30,7 +30,7 @@ from trainyard.corpus.preparation.join import (
     check_unchanged,
     join_output,
 )
-from trainyard.corpus.preparation.plan import CorpusPlan
+from trainyard.corpus.preparation.plan import PreparationPlan
 from trainyard.corpus.preparation.unit import (
     Place,
     UnitResult,
@@ -67,20 +67,20 @@ def compare_name(number: int) -> str:
     return f"compare-{number:03d}"
 
 
-def list_compares(plan: CorpusPlan) -> list[tuple[int, list[int]]]:
+def list_compares(plan: PreparationPlan) -> list[tuple[int, list[int]]]:
     """Lists what repeats are looked for by: the number of a comparing step, and columns of keys."""
     steps = enumerate(plan.corpus.comparing_steps)
     return [(number, columns) for number, step in steps for columns in compared_columns(step)]
 
 
-def piece_names(plan: CorpusPlan) -> list[str]:
+def piece_names(plan: PreparationPlan) -> list[str]:
     """Lists all pieces of work of a corpus."""
     names = [unit_name(number) for number in range(len(plan.units))]
     names += [compare_name(number) for number in range(len(list_compares(plan)))]
     return names + [join_name(number) for number in range(len(plan.outputs))]
 
 
-def is_prepared(plan: CorpusPlan) -> bool:
+def is_prepared(plan: PreparationPlan) -> bool:
     """Returns whether every output exists and was made from this plan."""
     try:
         for output in plan.outputs:
@@ -97,7 +97,7 @@ class CorpusWorker:
     """One of the processes that work on a corpus."""
 
     def __init__(
-        self, plan: CorpusPlan, folder: WorkFolder, tokenizer: Tokenizer, *, quarantine: bool
+        self, plan: PreparationPlan, folder: WorkFolder, tokenizer: Tokenizer, *, quarantine: bool
     ) -> None:
         self._plan = plan
         self._folder = folder

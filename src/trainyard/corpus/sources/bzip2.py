@@ -28,7 +28,7 @@ _READ_BYTES = 256 * 2**10
 _MAX_BLOCK_BYTES = 2 * 2**20
 
 
-class Chunk(NamedTuple):
+class UnpackedChunk(NamedTuple):
     """Unpacked bytes, and how many bytes of the range they took.
 
     A chunk that is not `is_own` lies behind the range that was asked for; its `n_bytes` is 0.
@@ -56,7 +56,7 @@ def _build_patterns() -> list[tuple[int, bool, bytes]]:
 _PATTERNS = _build_patterns()
 
 
-def read_bzip2_blocks(path: Path, start: int, end: int) -> Iterator[Chunk]:
+def read_bzip2_blocks(path: Path, start: int, end: int) -> Iterator[UnpackedChunk]:
     """Yields the blocks that begin in bytes [start, end), then, as long as asked, those behind.
 
     Raises:
@@ -68,7 +68,7 @@ def read_bzip2_blocks(path: Path, start: int, end: int) -> Iterator[Chunk]:
         yield from _read_blocks(file, start, end)
 
 
-def _read_blocks(file: BinaryIO, start: int, end: int) -> Iterator[Chunk]:
+def _read_blocks(file: BinaryIO, start: int, end: int) -> Iterator[UnpackedChunk]:
     buffer = b""
     base = start  # the byte of the file that `buffer` begins with
     searched = start * 8  # no magic number before this bit is unknown
@@ -80,7 +80,7 @@ def _read_blocks(file: BinaryIO, start: int, end: int) -> Iterator[Chunk]:
             if block is not None:
                 data = _unpack(buffer, block - base * 8, magic.bit - base * 8, block // 8)
                 is_own = block // 8 < end
-                yield Chunk(data, magic.bit // 8 - block // 8 if is_own else 0, is_own)
+                yield UnpackedChunk(data, magic.bit // 8 - block // 8 if is_own else 0, is_own)
             block = magic.bit if magic.is_block else None
             searched = magic.bit + 1
         searched = max(searched, (base + len(buffer)) * 8 - _MAGIC_BITS + 1)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from trainyard.corpus.sources.batch import Batch, Fault
 from trainyard.corpus.sources.blocks import DamagedFileError, read_blocks
-from trainyard.corpus.sources.bzip2 import Chunk, read_bzip2_blocks
+from trainyard.corpus.sources.bzip2 import UnpackedChunk, read_bzip2_blocks
 from trainyard.corpus.sources.files import Segment, format_of
 from trainyard.corpus.sources.wikitext import clean_wikitext
 
@@ -156,19 +156,19 @@ def _split(page: _Page) -> tuple[bytes, bytes, str]:
     return page.data[: tag.start()], text, ""
 
 
-def _read_chunks(segment: Segment) -> Iterator[Chunk]:
+def _read_chunks(segment: Segment) -> Iterator[UnpackedChunk]:
     """Yields the segment's own data, then, as long as asked, what follows it."""
     _, compression = format_of(segment.path)
     if compression == ".bz2":
         yield from read_bzip2_blocks(segment.path, segment.start, segment.end)
     elif compression:
-        yield from (Chunk(data, n_bytes, True) for data, n_bytes in read_blocks(segment))
+        yield from (UnpackedChunk(data, n_bytes, True) for data, n_bytes in read_blocks(segment))
     else:
         with segment.path.open("rb") as file:
             file.seek(segment.start)
             left = segment.end - segment.start
             while data := file.read(min(_READ_BYTES, left) if left > 0 else _READ_BYTES // 8):
-                yield Chunk(data, len(data) if left > 0 else 0, left > 0)
+                yield UnpackedChunk(data, len(data) if left > 0 else 0, left > 0)
                 left -= len(data)
 
 
