@@ -27,6 +27,7 @@ Length = Annotated[units.Length, BeforeValidator(units.parse_length), PlainSeria
 Prefixes = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 Recompute = Literal["none", "attention", "block"]
+Rate = Annotated[float, Field(ge=0, lt=1)]
 NoneByName = BeforeValidator(lambda value: None if value == "none" else value)
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 MOST_PREFIXES = 32_766  # a corpus is a 16-bit number in the order
@@ -190,7 +191,7 @@ class Optimizer(Section):
 
     learning_rate: float = Field(default=6e-4, gt=0)
     """Peak learning rate, reached after warmup."""
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[tuple[Rate, Rate], Field(strict=False)] = (0.9, 0.95)
     """Decay rates of the first and second moments."""
     epsilon: float = Field(default=1e-8, gt=0)
     """Added to the square root of the second moment."""
@@ -198,12 +199,6 @@ class Optimizer(Section):
     """Weight decay of weight matrices and embeddings; biases and norms have none."""
     clip_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """Maximum global gradient norm; inf: no clipping."""
-
-    @model_validator(mode="after")
-    def _betas_are_rates(self) -> Self:
-        if any(not 0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be at least 0 and below 1 (got {list(self.betas)})")
-        return self
 
 
 class Schedule(Section):

@@ -15,7 +15,7 @@ import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import get_args
@@ -60,7 +60,7 @@ from trainyard.plan.saving import checkpoint_bytes
 from trainyard.precision.float8 import refuse_device
 from trainyard.topology import name_ranks
 from trainyard.train.checkpoints import build_saver, load_state
-from trainyard.train.loop import train
+from trainyard.train.loop import Show, train
 from trainyard.train.metrics import LogLines, Metrics
 from trainyard.train.run_folder import (
     TOKENIZER_FOLDER,
@@ -75,7 +75,6 @@ from trainyard.units import format_large
 
 logger = logging.getLogger("trainyard")
 
-Show = Callable[[int, str], None]
 OUTCOME = "outcome.json"
 BLOCKS_A_ROUND = 64
 """Blocks of 16 MiB that a rank reads between synchronisations."""
