@@ -91,7 +91,7 @@ def build_our_model(cell: Cell) -> Any:
 
     from trainyard.config.run import Model
     from trainyard.model.gpt import GPT
-    from trainyard.model.init import initialise
+    from trainyard.model.init import initialize
 
     shape = Model(
         n_layers=cell.n_layers,
@@ -103,7 +103,7 @@ def build_our_model(cell: Cell) -> Any:
         dropout=0.0,
     )
     model = GPT(shape, cell.vocabulary_size, getattr(torch, cell.dtype))
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     return model
 
 

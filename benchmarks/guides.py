@@ -206,7 +206,7 @@ def _of_plan(answer: Figures) -> Figures:
         "milliseconds_per_step": round(1000 * step["seconds"], 3),
         "tokens_per_second_per_device": round(step["tokens_per_second_per_device"], 1),
         "tflops_per_second_per_device": round(step["tflops_per_second_per_device"], 1),
-        "model_flops_utilisation": step["model_flops_utilisation"],
+        "model_flops_utilization": step["model_flops_utilization"],
         "cheapest_change": next((each["change"] for each in answer.get("remedies", [])), None),
     }
 

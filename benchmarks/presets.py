@@ -176,7 +176,7 @@ def show(row: Row, found: dict[str, Any]) -> None:
         print(f"{name:<18} {found['failed']}: {found['said'].splitlines()[:1]}", flush=True)
     else:
         each = found["record"]["candidates"][0]
-        share = each["model_flops_utilisation"]
+        share = each["model_flops_utilization"]
         print(
             f"{name:<18}{row.n_parameters / 1e6:>10.1f} M{each['precision']:>10}{row.recompute:>10}"
             f"{row.sequences * row.run.model.sequence_length:>8}"

@@ -3,7 +3,7 @@
     pip install -r benchmarks/peers.txt
     python benchmarks/tokenizing.py novels.jsonl gpt2/ --megabytes 1000 --output record.json
 
-Two files are made of the corpus. "repeated" is the corpus again and again, so a tokeniser that
+Two files are made of the corpus. "repeated" is the corpus again and again, so a tokenizer that
 remembers words knows nearly all of them. In "fresh" every repetition has its own alphabet for all
 words outside the 4,096 most frequent, so each brings as many new words as the first one did; web
 text lies between the two. Lengths in bytes are the same.

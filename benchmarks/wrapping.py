@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.model.gpt import GPT
-from trainyard.model.init import initialise
+from trainyard.model.init import initialize
 from trainyard.optim.adamw import AdamW
 from trainyard.optim.clip import StepStats, reduce_step_stats
 from trainyard.parallel.mesh import Mesh, keep_freed_memory
@@ -67,7 +67,7 @@ def batch(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
 
 def build_plain(run: Run) -> Step:
     model = GPT(run.model, resolve(run, 1).padded_vocabulary_size)
-    initialise(model, run.train.seed)
+    initialize(model, run.train.seed)
     parameters = list(model.parameters())
     optimizer = AdamW(parameters, run.optimizer)
     tokens, labels = batch(run)

@@ -96,7 +96,7 @@ def show(part: str, found: Figures) -> None:
         told = "; ".join(
             f"{each['name']} {each['tokens_per_second_per_device']:.0f} tokens/s "
             f"{each['tflops_per_second_per_device']:.1f} TFLOP/s "
-            f"MFU {each['model_flops_utilisation'] or 0:.3f} "
+            f"MFU {each['model_flops_utilization'] or 0:.3f} "
             f"{each['peak_memory_bytes'] / 2**30:.1f} GiB"
             for each in last["record"]["candidates"]
         )

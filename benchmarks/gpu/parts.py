@@ -70,7 +70,7 @@ def _against_aim(session: Session, size: str, figures: Figures) -> Figures:
     aim, rate = session.sizes[size].aim, figures["tflops_per_second"]
     return {
         "aim": aim,
-        "reached": None if aim is None else (figures["model_flops_utilisation"] or 0) >= aim,
+        "reached": None if aim is None else (figures["model_flops_utilization"] or 0) >= aim,
         "of_ceiling": round(rate / session.ceiling, 6) if session.ceiling else None,
     }
 

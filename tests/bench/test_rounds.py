@@ -52,7 +52,7 @@ def test_a_record_and_its_table() -> None:
     assert first["peak_memory_bytes"] == 2**30 + 1
     assert first["startup_seconds"] == {"imports": 2.5, "first step": 1.0, "total": 3.5}
     assert first["split"]["overhead"] == pytest.approx(0.25)
-    assert first["model_flops_utilisation"] > 0
+    assert first["model_flops_utilization"] > 0
     rows = {line[:30].strip(): line[30:].split() for line in render_table(record).splitlines()}
     assert rows["times as fast as the first"] == ["1.000", "3.000"]
     assert rows["lowest - highest round"] == ["1.000", "-", "1.000", "2.000", "-", "4.000"]

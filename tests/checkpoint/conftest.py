@@ -16,7 +16,7 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.data.vocabulary import Vocabulary, build_vocabulary, byte_symbols
 from trainyard.model.gpt import GPT
-from trainyard.model.init import initialise
+from trainyard.model.init import initialize
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,7 @@ def make_facts(run: Run) -> Callable[[int], Facts]:
 @pytest.fixture
 def model(run: Run) -> GPT:
     model = GPT(run.model, padded_vocabulary_size(run.model))
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     return model.eval()
 
 

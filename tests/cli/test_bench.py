@@ -37,8 +37,8 @@ def check_candidate(record: dict[str, Any], candidate: dict[str, Any]) -> None:
     assert candidate["tokens_per_second_per_device"] == pytest.approx(tokens / seconds)
     tflops = tokens / seconds * run["model_flops_per_token"] / 1e12
     assert candidate["tflops_per_second_per_device"] == pytest.approx(tflops)
-    assert candidate["model_flops_utilisation"] is None
-    assert candidate["hardware_flops_utilisation"] is None
+    assert candidate["model_flops_utilization"] is None
+    assert candidate["hardware_flops_utilization"] is None
     assert candidate["peak_memory_bytes"] > 50 * 2**20
     split = candidate["split"]
     assert list(split["milliseconds"]) == PARTS
@@ -67,7 +67,7 @@ def test_a_run_on_one_rank_leaves_a_record_with_everything(folder: Path) -> None
     assert list(candidate) == [
         *("name", "baseline", "precision", "milliseconds_per_step", "samples_per_second"),
         *("tokens_per_second_per_device", "tflops_per_second_per_device"),
-        *("model_flops_utilisation", "hardware_flops_utilisation", "peak_memory_bytes", "split"),
+        *("model_flops_utilization", "hardware_flops_utilization", "peak_memory_bytes", "split"),
         *("startup_seconds", "speed_over_first", "first_loss", "last_loss", "n_threads"),
         *("profile", "rounds"),
     ]

@@ -7,7 +7,7 @@ import torch
 
 from trainyard.config.load import load_run
 from trainyard.model.gpt import GPT
-from trainyard.model.init import initialise
+from trainyard.model.init import initialize
 
 SEQUENCE_LENGTH = 16
 VOCABULARY_SIZE = 50
@@ -28,7 +28,7 @@ def model() -> GPT:
         ],
     ).run
     model = GPT(run.model, PADDED)
-    initialise(model, seed=3)
+    initialize(model, seed=3)
     with torch.no_grad():  # a padded id that were ever looked at would win everywhere
         model.embedding.weight[VOCABULARY_SIZE:] = 100.0
     return model.eval()

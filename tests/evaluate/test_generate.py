@@ -73,7 +73,7 @@ def test_top_p_keeps_the_fewest_that_reach_it() -> None:
 
 
 def test_temperature_sharpens_and_flattens() -> None:
-    # squared and normalised: 0.8^2 / (0.8^2 + 0.2^2)
+    # squared and normalized: 0.8^2 / (0.8^2 + 0.2^2)
     cold = draw([0.2, 0.8], Sampling(0.5, 0, 1))
     assert cold[1] == pytest.approx(0.64 / 0.68, abs=0.02)
     assert draw([0.2, 0.8], Sampling(100.0, 0, 1))[1] == pytest.approx(0.5, abs=0.03)

@@ -23,7 +23,7 @@ from trainyard.errors import CheckpointError, ConfigError, DataError
 from trainyard.evaluate.inputs import count_training_tokens, load_trained, read_documents
 from trainyard.evaluate.loss import unigram_loss
 from trainyard.model.gpt import GPT
-from trainyard.model.init import initialise
+from trainyard.model.init import initialize
 from trainyard.plan.resolve import resolve
 
 TEXT = "It was a dark and stormy night, and the café 漢 was closed; it was late. " * 3
@@ -69,7 +69,7 @@ def save_untrained(folder: Path, *overrides: str, scale: float = 1.0) -> None:
         ],
     ).run
     model = GPT(run.model, 320)
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     facts = Facts(
         step=7, consumed_sequences=56, consumed_tokens=3584, run=run.model_dump(mode="json")
     )

@@ -41,7 +41,7 @@ from trainyard.corpus.preparation.prepare import prepare
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.export.to_huggingface import export_huggingface
 from trainyard.model.gpt import GPT
-from trainyard.model.init import initialise
+from trainyard.model.init import initialize
 from trainyard.plan.resolve import resolve
 
 pytestmark = pytest.mark.exhaustive
@@ -269,7 +269,7 @@ def write_run() -> None:
     Path("run.toml").write_text(render_run(run))
     Path("child.toml").write_text('extends = "base.toml"\n')
     model = GPT(run.model, resolve(run).padded_vocabulary_size)
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     facts = Facts(
         step=1,
         consumed_sequences=8,

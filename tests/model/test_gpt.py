@@ -10,7 +10,7 @@ from trainyard.bench.baselines import build_transformers
 from trainyard.config.run import Model, Recompute
 from trainyard.model.dropout import Dropout, sequence_seeds
 from trainyard.model.gpt import GPT, compile_blocks
-from trainyard.model.init import initialise
+from trainyard.model.init import initialize
 
 SHAPE = Model(
     n_layers=2,
@@ -30,7 +30,7 @@ def build(
     recompute: Recompute = "none",
 ) -> GPT:
     model = GPT(shape, 64, dtype, recompute)
-    initialise(model, seed=3)
+    initialize(model, seed=3)
     # Biases and norms too, so that nothing is trivially right.
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -8,14 +8,14 @@ import torch
 from trainyard.architecture import ParameterSpec, parameters_of, stage_layers
 from trainyard.config.run import Model
 from trainyard.model.gpt import GPT
-from trainyard.model.init import initial_value, initialise
+from trainyard.model.init import initial_value, initialize
 
 SHAPE = Model(n_layers=3, d_model=64, n_heads=4, d_ff=256, sequence_length=32, vocabulary_size=500)
 
 
 def build(shape: Model, seed: int) -> dict[str, torch.Tensor]:
     model = GPT(shape, 512)
-    initialise(model, seed)
+    initialize(model, seed)
     return dict(model.named_parameters())
 
 

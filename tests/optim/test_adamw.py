@@ -4,7 +4,7 @@ import torch
 
 from trainyard.config.run import Model, Optimizer
 from trainyard.model.gpt import GPT
-from trainyard.model.init import initialise
+from trainyard.model.init import initialize
 from trainyard.optim.adamw import build_adamw
 
 SHAPE = Model(n_layers=2, d_model=16, n_heads=2, d_ff=32, sequence_length=8, vocabulary_size=50)
@@ -22,7 +22,7 @@ def test_matrices_and_embeddings_are_decayed_biases_and_norms_are_not() -> None:
 
 def test_settings_arrive_and_the_step_is_that_of_the_paper() -> None:
     model = GPT(SHAPE, 64)
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     settings = Optimizer(learning_rate=0.01, betas=(0.8, 0.9), epsilon=1e-6, weight_decay=0.5)
     optimizer = build_adamw(list(model.parameters()), settings)
     weight = model.blocks["1"].mlp.up.weight

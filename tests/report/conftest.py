@@ -39,7 +39,7 @@ def train_line(step: int, loss: float, **values: Any) -> dict[str, Any]:
         "sequences_per_second": 8.0,
         "tokens_per_second_per_device": 512.0,
         "tflops_per_second_per_device": 0.02,
-        "model_flops_utilisation": None,
+        "model_flops_utilization": None,
         "memory_bytes": 3 * 2**30,
         "skipped_steps": 2 if step > 4 else 0,
         "seconds_left": 50.0 - step,

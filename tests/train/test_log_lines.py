@@ -25,7 +25,7 @@ VALUES: dict[str, Any] = {
     "sequences_per_second": 240.0,
     "tokens_per_second_per_device": 61_234.0,
     "tflops_per_second_per_device": 0.1,
-    "model_flops_utilisation": None,
+    "model_flops_utilization": None,
     "memory_bytes": 2**30,
     "skipped_steps": 0,
     "seconds_left": 112.0,
@@ -37,7 +37,7 @@ VALUES: dict[str, Any] = {
     [
         ({}, "step   240 of 3,310 | loss 2.513 | 61,234 tokens/s | 1m 52s left"),
         (
-            {"model_flops_utilisation": 0.412, "skipped_steps": 3, "step": 3310, "seconds_left": 0},
+            {"model_flops_utilization": 0.412, "skipped_steps": 3, "step": 3310, "seconds_left": 0},
             "step 3,310 of 3,310 | loss 2.513 | 61,234 tokens/s | MFU 41.2% | 3 skipped "
             "| 0.0s left",
         ),

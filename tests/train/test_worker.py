@@ -133,7 +133,7 @@ def test_run_folder_says_everything(tiny_run: Run, tmp_path: Path) -> None:
     train = lines[12]
     assert (train["step"], train["sequences"], train["tokens"]) == (12, 96, 96 * 64)
     assert all(train[key] > 0 for key in ("loss", "gradient_norm", "milliseconds_per_step"))
-    assert train["model_flops_utilisation"] is None
+    assert train["model_flops_utilization"] is None
     assert list((folder / "tensorboard").glob("events*"))
     versions = json.loads((folder / "versions.json").read_text())
     assert versions["torch"] == torch.__version__.partition("+")[0] or versions["torch"]

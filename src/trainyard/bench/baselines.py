@@ -28,7 +28,7 @@ from trainyard.data.loader import Loader, build_orders
 from trainyard.errors import ConfigError, LaunchError, MachineError
 from trainyard.export.gpt2 import config_of, their_name, to_theirs
 from trainyard.model.gpt import GPT
-from trainyard.model.init import initialise
+from trainyard.model.init import initialize
 from trainyard.optim.adamw import build_adamw
 from trainyard.optim.optimizer import learning_rate
 from trainyard.plan.batches import BatchSchedule
@@ -207,7 +207,7 @@ def build_baseline(
     """Builds the training of a baseline accepted by `refuse_baseline`."""
     baseline: Baseline
     ours = GPT(run.model, plan.padded_vocabulary_size)
-    initialise(ours, run.train.seed)
+    initialize(ours, run.train.seed)
     if name == MEGATRON_CORE:
         from trainyard.bench.megatron_core import MegatronBaseline
 

@@ -32,8 +32,8 @@ FORMULA = "megatron_causal"
 FORMULAS = {
     "tokens_per_second_per_device": "tokens of the timed steps / their time / ranks",
     "tflops_per_second_per_device": f"model FLOP a token ({FORMULA}) x tokens/s/device / 1e12",
-    "model_flops_utilisation": "that / the device's peak for the precision",
-    "hardware_flops_utilisation": "the same with the matmuls that parallel.recompute repeats",
+    "model_flops_utilization": "that / the device's peak for the precision",
+    "hardware_flops_utilization": "the same with the matmuls that parallel.recompute repeats",
 }
 
 
@@ -55,8 +55,8 @@ class Figures:
     samples_per_second: float
     tokens_per_second_per_device: float
     tflops_per_second_per_device: float
-    model_flops_utilisation: float | None
-    hardware_flops_utilisation: float | None
+    model_flops_utilization: float | None
+    hardware_flops_utilization: float | None
 
     def as_json(self) -> dict[str, Any]:
         """Returns the figures as JSON can hold them."""
@@ -87,8 +87,8 @@ def compute_figures(
         tflops_per_second_per_device=tflops_per_second_per_gpu(
             flops, tokens_per_second, plan.n_ranks
         ),
-        model_flops_utilisation=model_flops_utilization(flops, per_device, peak),
-        hardware_flops_utilisation=model_flops_utilization(
+        model_flops_utilization=model_flops_utilization(flops, per_device, peak),
+        hardware_flops_utilization=model_flops_utilization(
             flops + recomputed_flops_per_token(run), per_device, peak
         ),
     )

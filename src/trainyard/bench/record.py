@@ -173,8 +173,8 @@ def _rows(candidates: list[Any]) -> list[tuple[str, Callable[[Any], str]]]:
         ("samples/s", lambda c: format_figure(c["samples_per_second"], 4)),
         ("tokens/s/GPU", lambda c: format_figure(c["tokens_per_second_per_device"], 5)),
         ("TFLOP/s/GPU", lambda c: format_figure(c["tflops_per_second_per_device"], 4)),
-        ("MFU", lambda c: _show_share(c["model_flops_utilisation"])),
-        ("HFU", lambda c: _show_share(c["hardware_flops_utilisation"])),
+        ("MFU", lambda c: _show_share(c["model_flops_utilization"])),
+        ("HFU", lambda c: _show_share(c["hardware_flops_utilization"])),
         ("peak memory", lambda c: format_bytes(c["peak_memory_bytes"])),
         ("loss, first and last", lambda c: f"{c['first_loss']:.4f}  {c['last_loss']:.4f}"),
     ]

@@ -9,7 +9,7 @@ hooks to detect the end of forward passes. A step of two micro batches:
 
     so  data wait 0.1    forward 5.0 + 5.0    backward 10.1 + 10.1    optimizer 3.7
 
-On a GPU a mark is an event in the kernel stream: it does not synchronise, and measures the device's
+On a GPU a mark is an event in the kernel stream: it does not synchronize, and measures the device's
 time. "data wait" is then the time the device idles while the host waits for, or sends, data.
 """
 

@@ -67,7 +67,7 @@ def bench(
         typer.Option(help="File to write the record to. Default: a new one in runs/bench."),
     ] = None,
 ) -> None:
-    """Time the training step of a run: throughput, MFU, memory, and the parts of a step.
+    """Time the training step: throughput, MFU, memory, its parts.
 
     Example: trainyard bench gpt3-350m train.micro_batch_size=8 --compare bf16,fp8
 

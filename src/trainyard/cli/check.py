@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 check = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Verify that token files or checkpoints are intact, or that a layout computes correctly.",
+    help="Verify token files, checkpoints, or the layout of a run.",
 )
 check.command()(layout)
 
@@ -37,7 +37,7 @@ def data(
         str, typer.Option(help="Expected tokenizer: gpt2 or a folder; also checks token ids.")
     ] = "",
 ) -> None:
-    """Verify every byte of token files against their checksums and the file format.
+    """Verify every byte of token files.
 
     Checks the checksum of every block of .bin and .idx, the structure of the .idx, the counts,
     every token id and the end of every document. Lists all problems with their locations. Exit
@@ -94,11 +94,12 @@ def checkpoint(
         typer.Option("--all", help="Check every checkpoint of a run folder, not only the newest."),
     ] = False,
 ) -> None:
-    """Verify every byte of checkpoints against their checksums, and describe the contents.
+    """Verify every byte of checkpoints.
 
     Checks the manifest's own checksum, the header and every value of every file, and that no tensor
-    or file is missing, misplaced or extra. Lists all problems with their locations. Checks only the
-    newest checkpoint of a run folder. Exit code 2 if it finds a problem.
+    or file is missing, misplaced or extra. Lists all problems with their locations, and describes
+    the contents. Checks only the newest checkpoint of a run folder. Exit code 2 if it finds a
+    problem.
 
     Example: trainyard check checkpoint runs/demo --all
     """

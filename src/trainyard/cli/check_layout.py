@@ -33,7 +33,7 @@ def layout(
         ),
     ] = None,
 ) -> None:
-    """Verify that the layout of a run computes what a single device computes.
+    """Verify that a layout computes what a single device computes.
 
     Trains a small model for three steps in the layout of the run, every degree reduced to 2 (the
     ring's also to 3 and 4), with up to 8 processes on this machine's CPU, and on a single device.

@@ -42,7 +42,9 @@ NOT_PYTHONS_OWN_WRITING = {"site-packages", "dist-packages", "encodings"}
 
 
 def demo() -> None:
-    """Train a small GPT on Python's source code: text to report in minutes, no network.
+    """Train a small GPT on Python's source code, in minutes.
+
+    The whole path from text to report, without a network.
 
     Example: trainyard demo
 
@@ -149,7 +151,7 @@ def _standard_library_sources() -> Iterator[str]:
 
 
 def _prepare_tokens() -> None:
-    from trainyard.cli.prepare import tokenise
+    from trainyard.cli.prepare import tokenize
     from trainyard.config.corpus import Corpus
     from trainyard.corpus.preparation.prepare import train_on_inputs
 
@@ -165,7 +167,7 @@ def _prepare_tokens() -> None:
             train_on_inputs(corpus, VOCABULARY_SIZE, overwrite=True)
         else:
             _announce(f"prepare {text} -o {output} --tokenizer {tokenizer}")
-        tokenise(corpus, overwrite=True)
+        tokenize(corpus, overwrite=True)
 
 
 def _train() -> None:

@@ -46,7 +46,7 @@ def doctor(
     ] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Describe this machine, measure it, and report what is wrong with it.
+    """Describe and measure this machine, and report what is wrong.
 
     Reports versions, devices, limits and network; tests the run folder's file system; measures
     matmuls, memory, collectives and disk and compares them with the cluster's figures: pass, warn

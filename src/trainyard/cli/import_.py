@@ -21,7 +21,7 @@ def import_(
         typer.Option(help="The model's tokenizer: gpt2 or a folder; default: the one in FOLDER."),
     ] = "",
 ) -> None:
-    """Create a run folder from a Hugging Face GPT-2 or a Megatron checkpoint.
+    """Create a run folder from a Hugging Face or Megatron model.
 
     Example: trainyard import gpt2 --output runs/gpt2
 

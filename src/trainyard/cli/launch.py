@@ -43,7 +43,7 @@ def launch(
         bool, typer.Option("--dry-run", help="Print the script; do not write or submit it.")
     ] = False,
 ) -> None:
-    """Write a run's job script and submit it to a cluster's scheduler.
+    """Write a run's job script and submit it to the scheduler.
 
     The script is runs/NAME/job.sh. The job requeues itself until the run is done: after the time
     limit, a preemption, or a failed node or rank. Without a scheduler (local, mpi, ssh) it runs

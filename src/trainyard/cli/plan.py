@@ -75,7 +75,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Compute memory, time and cost of a run before it is queued, without a GPU or torch.
+    """Compute memory, time and cost of a run, without a GPU or torch.
 
     Shows memory by item, against a device's memory; the time breakdown of a step; days,
     device-hours and price of the whole run, including failures; and the epochs over its data. Exit

@@ -198,7 +198,7 @@ def speeds(report: Report) -> dict[str, float | None]:
         "samples_per_second": samples,
         "tokens_per_second_per_device": tokens,
         "tflops_per_second_per_device": plan.model_flops_per_token * tokens / 1e12,
-        "model_flops_utilisation": model_flops_utilization(
+        "model_flops_utilization": model_flops_utilization(
             plan.model_flops_per_token, tokens, peak
         ),
     }

@@ -86,7 +86,7 @@ def prepare(
         str, typer.Option(help="Your e-mail address or web page, required by Wikimedia's server.")
     ] = "",
 ) -> None:
-    """Tokenise raw text into Megatron-LM token files: .bin and .idx, with a record in .json.
+    """Tokenize raw text into Megatron-LM token files.
 
     Reads JSON Lines and plain text (.jsonl .ndjson .json .txt, also .gz .bz2 .xz .zst), Parquet,
     and Wikipedia dumps (.xml .xml.bz2). Reads any other file you name as plain text.
@@ -133,14 +133,14 @@ def prepare(
         _print_skipped(scan_inputs(corpus.inputs)[1])
         train_on_inputs(corpus, train_tokenizer, overwrite=overwrite, on_error=on_error)
     on_skipped = None if train_tokenizer else _print_skipped
-    sidecars = tokenise(corpus, workers, on_error, on_skipped, overwrite=overwrite)
+    sidecars = tokenize(corpus, workers, on_error, on_skipped, overwrite=overwrite)
     run_file = write_run_file(corpus, sidecars)
     typer.echo(run_file.note)
     if run_file.command:
         typer.echo(f"train with: {run_file.command}")
 
 
-def tokenise(
+def tokenize(
     corpus: Corpus,
     workers: int = 1,
     on_error: OnError = "stop",
@@ -152,7 +152,7 @@ def tokenise(
     from trainyard.corpus.preparation.prepare import prepare as prepare_tokens
     from trainyard.log import show_progress
 
-    with show_progress("tokenising") as update:
+    with show_progress("tokenizing") as update:
 
         def report(progress: Progress) -> None:
             detail = f"{progress.documents:,} documents, {progress.tokens:,} tokens"

@@ -17,13 +17,14 @@ def report(
         Path | None, typer.Option(help="A folder for the curves as PNG files, for papers.")
     ] = None,
 ) -> None:
-    """Write curves, samples and settings of runs to one self-contained HTML file.
+    """Write curves, samples and settings of runs to one HTML page.
 
     Example: trainyard report runs/tiny
 
     Example: trainyard report runs/small runs/large --output compare.html --png figures
 
-    The run may still be training, or have been killed; trainyard status --follow shows it live.
+    The page needs no other file. The run may still be training, or have been killed; trainyard
+    status --follow shows it live.
     """
     from trainyard.report.page import write_report
 

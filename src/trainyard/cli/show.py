@@ -33,7 +33,9 @@ def show(
         Path | None, typer.Option(help="For order: write the sequences to this .npz file.")
     ] = None,
 ) -> None:
-    """Show a preset, run, token file, checkpoint, tokenizer, cluster, or the training order.
+    """Show a preset, run, token file, checkpoint or cluster.
+
+    It also shows tokenizers, and the order of training sequences.
 
     Examples:
     trainyard show gpt3-13b

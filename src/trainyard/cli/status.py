@@ -29,7 +29,7 @@ def status(
         bool, typer.Option("--follow", "-f", help="Show it live until the run ends.")
     ] = False,
 ) -> None:
-    """Show a run's status: state, step, loss, speed, ETA, last checkpoint, restarts and why.
+    """Show a run's state, step, loss, speed, ETA and restarts.
 
     Example: trainyard status gpt3-13b --follow
 

@@ -113,7 +113,7 @@ Step = Annotated[DocumentStep | Deduplicate | NearDeduplicate, Field(discriminat
 
 
 class Corpus(Section):
-    """What to tokenise, and how: every setting that affects the bytes of the token files."""
+    """What to tokenize, and how: every setting that affects the bytes of the token files."""
 
     inputs: Texts = ()
     """Files, folders and globs, in document order."""
@@ -133,7 +133,7 @@ class Corpus(Section):
     count_by: str = ""
     """Dotted path of the metadata to count documents by; empty: no counts."""
     steps: Annotated[tuple[Step, ...], Field(strict=False)] = ()
-    """Steps applied to documents before tokenisation."""
+    """Steps applied to documents before tokenization."""
 
     @model_validator(mode="after")
     def _comparing_steps_come_last(self) -> Self:

@@ -56,7 +56,7 @@ class CausalAttention(nn.Module):
         self.dropout = dropout
         self.site = site
         self.first_head = 0
-        # No buffer: a model built on "meta" gets uninitialised memory for its buffers.
+        # No buffer: a model built on "meta" gets uninitialized memory for its buffers.
         self.positions = torch.arange(sequence_length, device="cpu")
 
     def forward(
@@ -112,7 +112,7 @@ class Attention(nn.Module):
         """Attends from each token of `x`, (B, T, D), to itself and those before it.
 
         Args:
-            x: the normalised residual stream.
+            x: the normalized residual stream.
             dropout_seeds: dropout seeds of the block, (B,); None for no dropout.
             cache: keys and values of the tokens before `x`, when generating.
         """

@@ -33,7 +33,7 @@ from trainyard.model.loss import CrossEntropy
 class GPT(nn.Module):
     """Token embedding, a stack of blocks and final norm, or a stage of them.
 
-    Weights are uninitialised: `initialise` or a checkpoint fills them.
+    Weights are uninitialized: `initialize` or a checkpoint fills them.
 
     Args:
         model: the shape of the whole.
@@ -67,7 +67,7 @@ class GPT(nn.Module):
         self.vocabulary_size = model.vocabulary_size
         self.d_model = model.d_model
         self.takes_tokens = blocks[0] == 0
-        # No buffers: a model built on "meta" gets uninitialised memory for its buffers.
+        # No buffers: a model built on "meta" gets uninitialized memory for its buffers.
         self.token_positions = torch.arange(model.sequence_length, device="cpu")
         self.residual_positions = self.token_positions
         self.embedding = _embedding(self.layers.get("embedding"))
@@ -158,7 +158,7 @@ def _norm(spec: LayerSpec, model: Model) -> Layer:
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on the normalised residual stream and added back to it."""
+    """Attention, then MLP, each on the normalized residual stream and added back to it."""
 
     def __init__(self, model: Model, recompute: Recompute) -> None:
         super().__init__()

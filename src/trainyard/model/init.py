@@ -22,8 +22,8 @@ class TensorShard:
     n_ranks: int
 
 
-def initialise(model: GPT, seed: int, tensor: TensorShard = TensorShard(0, 1)) -> None:
-    """Initialises every parameter like GPT-2 and Megatron-LM.
+def initialize(model: GPT, seed: int, tensor: TensorShard = TensorShard(0, 1)) -> None:
+    """Initializes every parameter like GPT-2 and Megatron-LM.
 
     Weights and embeddings are normal with `init_std`, residual outputs with init_std / sqrt(2 L);
     biases are zero, norms one.

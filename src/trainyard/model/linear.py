@@ -83,14 +83,14 @@ class Linear(Layer):
 
 
 class LayerNorm(Layer):
-    """Layer normalisation over the last dimension, in the precision of the input."""
+    """Layer normalization over the last dimension, in the precision of the input."""
 
     def __init__(self, spec: LayerSpec, epsilon: float) -> None:
         super().__init__(spec)
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises (..., D)."""
+        """Normalizes (..., D)."""
         weight, bias = self.cast(x.dtype)
         return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
 

@@ -1,4 +1,4 @@
-"""Fused output head and cross entropy, without materialising all logits.
+"""Fused output head and cross entropy, without materializing all logits.
 
 At vocabulary 50,304 the logits of a micro batch are the largest tensor of a training step: for 16
 sequences of 256 tokens, 824 MB each for logits, log-probabilities and gradient.
@@ -158,7 +158,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        if not (upstream.is_cpu and upstream.item() == 1.0):  # on a GPU it would synchronise
+        if not (upstream.is_cpu and upstream.item() == 1.0):  # on a GPU it would synchronize
             # Not in place: a pipeline may need one of the two now and the other later.
             hidden_gradient = hidden_gradient * upstream
             weight_gradient = weight_gradient * upstream

@@ -22,7 +22,7 @@ from trainyard.architecture import parameters_of
 from trainyard.config.precisions import Stored
 from trainyard.config.run import Run
 from trainyard.model.gpt import GPT, compile_blocks
-from trainyard.model.init import TensorShard, initialise
+from trainyard.model.init import TensorShard, initialize
 from trainyard.parallel.context import apply_context_parallel, take_shard
 from trainyard.parallel.data import apply_fsdp, prepare_micro_batch
 from trainyard.parallel.mesh import Mesh
@@ -164,7 +164,7 @@ class ParallelModel:
                 gathers_again=parallel.gathers_again,
             )
         self._precision.convert_matmuls(model)
-        initialise(model, run.train.seed, self.tensor_shard)
+        initialize(model, run.train.seed, self.tensor_shard)
         self._precision.convert_weights(model)
         on_gpu = mesh.device.type == "cuda"
         if run.train.compile == "always" or (run.train.compile == "gpu" and on_gpu):

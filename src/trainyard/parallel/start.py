@@ -62,7 +62,7 @@ class StartedRank:
 def start_ranks(
     process: Process, device: torch.device, facts: Facts, timeout_seconds: float = 60.0
 ) -> Iterator[StartedRank]:
-    """Initialises the process group of all ranks inside its block; does nothing for one rank.
+    """Initializes the process group of all ranks inside its block; does nothing for one rank.
 
     Args:
         process: from `read_process`.

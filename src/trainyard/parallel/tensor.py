@@ -134,7 +134,7 @@ _SHARDED: dict[Sharding, type[ColumnLinear | RowLinear | VocabularyEmbedding]] =
 def apply_tensor_parallel(
     model: GPT, group: dist.ProcessGroup, *, sequence: bool, gathers_again: bool
 ) -> None:
-    """Reduces `model` to this rank's part of every layer, with uninitialised weights.
+    """Reduces `model` to this rank's part of every layer, with uninitialized weights.
 
     Args:
         model: the single-device model, or a pipeline stage of it.

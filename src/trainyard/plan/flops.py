@@ -17,7 +17,7 @@ and the backward pass twice that. The formulas differ in how many such passes th
 | deepspeed_2024     | 3; recomputing: 4      | 3 or 4    | as blocks | ALCF's fork, as [DS]       |
 
 Only `megatron_causal` counts exactly the mathematics of a causal model, whatever the kernels do, so
-it defines model FLOPs and MFU. Figures with recomputed work are hardware utilisation, not
+it defines model FLOPs and MFU. Figures with recomputed work are hardware utilization, not
 comparable with MFU.
 """
 

@@ -106,7 +106,7 @@ class Costs:
 
 
 def balanced_stages(costs: Costs, n_layers: int, n_stages: int, n_ranks: int) -> Stages:
-    """Splits the blocks to minimise the time of the slowest stage.
+    """Splits the blocks to minimize the time of the slowest stage.
 
     Blocks cost the same, so greedily adding each to the cheapest stage is optimal. Ties go to the
     stage on the less loaded rank, then to the later stage, whose rank holds fewer micro batches in

@@ -28,7 +28,7 @@ from trainyard.units import format_number, format_seconds
 
 COLUMNS = (
     *("step", "tokens", "time", "loss", "learning_rate", "gradient_norm", "loss_scale"),
-    *("tokens_per_second_per_device", "tflops_per_second_per_device", "model_flops_utilisation"),
+    *("tokens_per_second_per_device", "tflops_per_second_per_device", "model_flops_utilization"),
     *("memory_bytes", "skipped_steps", "seconds_left", "milliseconds_per_step"),
 )
 N_SAVES = 100

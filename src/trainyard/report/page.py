@@ -23,7 +23,7 @@ from trainyard.report.plots import (
     build_plots,
 )
 from trainyard.report.style import STYLE
-from trainyard.report.summary import UNKNOWN, ReportedRun, load_reported_run, summarise
+from trainyard.report.summary import UNKNOWN, ReportedRun, load_reported_run, summarize
 from trainyard.report.tables import as_text, render_events, render_settings, render_table
 
 SAMPLES_SHOWN = 8  # of each prompt, from the first to the last
@@ -144,14 +144,14 @@ def _render_tiles(reported: ReportedRun) -> str:
         f'<div class="card tile"><dt>{escape(figure.label)}</dt>'
         f'<dd class="value">{escape(figure.value)}</dd>'
         f"<dd><small>{escape(figure.meaning)}</small></dd></div>"
-        for figure in summarise(reported)
+        for figure in summarize(reported)
         if figure.value != UNKNOWN
     )
     return f'<dl class="tiles">\n{tiles}\n</dl>'
 
 
 def _render_comparison(runs: list[ReportedRun]) -> str:
-    columns = [{figure.label: figure.value for figure in summarise(run)} for run in runs]
+    columns = [{figure.label: figure.value for figure in summarize(run)} for run in runs]
     known = {key for column in columns for key, value in column.items() if value != UNKNOWN}
     columns = [{key: column[key] for key in column if key in known} for column in columns]
     return render_table(columns, [reported.name for reported in runs])

@@ -22,8 +22,8 @@ def compare_with_plan(reported: ReportedRun) -> dict[str, tuple[str, str]]:
     n_parameters, n_tokens = _number(plan, "n_parameters"), _number(plan, "n_tokens")
     per_token, tokens = _number(plan, "model_flops_per_token"), train.last("tokens")
     tflops = train.median("tflops_per_second_per_device")
-    utilisation = train.median("model_flops_utilisation")
-    peak = tflops / utilisation if tflops and utilisation else None
+    utilization = train.median("model_flops_utilization")
+    peak = tflops / utilization if tflops and utilization else None
     rate = train.median("tokens_per_second_per_device")
     n_ranks = _number(plan, "n_ranks")
     all_tokens_per_second = rate * n_ranks if rate and n_ranks else None

@@ -104,7 +104,7 @@ def load_facts(path: Path) -> dict[str, Any]:
     return content
 
 
-def summarise(reported: ReportedRun) -> list[Figure]:
+def summarize(reported: ReportedRun) -> list[Figure]:
     """Lists the key figures of a run, most important first."""
     metrics, evaluation, train = reported.metrics, reported.evaluation, reported.metrics.train
     step, n_steps = train.last("step"), reported.plan.get("n_steps")
@@ -112,8 +112,8 @@ def summarise(reported: ReportedRun) -> list[Figure]:
     best = min(metrics.held_out_losses, key=lambda line: line["loss"], default={})
     best_at = f"nats per token, at step {best['step']:,}" if best else ""
     tflops = show(train.median("tflops_per_second_per_device"), "{:.3g}")
-    utilisation = train.median("model_flops_utilisation")
-    of_peak = "" if utilisation is None else f", {utilisation:.1%} of its peak"
+    utilization = train.median("model_flops_utilization")
+    of_peak = "" if utilization is None else f", {utilization:.1%} of its peak"
     n_restarts, n_back = metrics.count("restart"), metrics.count("rollback")
     return [
         Figure(

@@ -4,7 +4,7 @@ The real code runs in it. Tensors have shapes but no values, so a rank of 175B p
 laptop; messages go nowhere, so one process can be any rank of 1,024.
 
 Fake tensors could claim to be on a GPU, but without one their backward passes cannot run, and
-attention falls back to its slowest form. So they are on "cpu", and GPU behaviour is patched in:
+attention falls back to its slowest form. So they are on "cpu", and GPU behavior is patched in:
 
     Tensor.is_cpu                   False: chunks of the loss, norms of gradients, as on a GPU
     F.scaled_dot_product_attention  saves what the flash kernel saves, with and without dropout
@@ -16,7 +16,7 @@ missing. Fake tensors and fake ranks need these patches:
 
     nn.Module.to                    would replace the memory of parameters, or swap tensors that
                                     have weak references: fake ones refuse both
-    parallel.model.initialise       its threads are not in fake mode, and would draw the weights
+    parallel.model.initialize       its threads are not in fake mode, and would draw the weights
     DeviceMesh                      six methods compute with real numbers
     dist.new_group                  makes groups of the fake backend
     _set_pg_timeout                 a fake group has none
@@ -78,7 +78,7 @@ def fake_tensors(*, on_gpu: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(nn.Module, "to", _to))
         # Its threads are not in fake mode, and would draw billions of numbers.
-        stack.enter_context(replaced(parallel_model, "initialise", lambda *_: None))
+        stack.enter_context(replaced(parallel_model, "initialize", lambda *_: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Values())  # type: ignore[no-untyped-call]
         if on_gpu:

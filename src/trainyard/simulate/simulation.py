@@ -140,7 +140,7 @@ def simulate(run: Run, n_ranks: int, rank: int, *, on_gpu: bool = True) -> Simul
         run: the run.
         n_ranks: all processes.
         rank: the rank to simulate.
-        on_gpu: simulate GPU behaviour.
+        on_gpu: simulate GPU behavior.
 
     Raises:
         ConfigError: the run does not fit `n_ranks`, or cannot be trained.

@@ -107,7 +107,7 @@ class Metrics:
             "tflops_per_second_per_device": tflops_per_second_per_gpu(
                 flops_per_token, tokens_per_second, context.plan.n_ranks
             ),
-            "model_flops_utilisation": model_flops_utilization(
+            "model_flops_utilization": model_flops_utilization(
                 flops_per_token, tokens_per_second / context.plan.n_ranks, self._peak_flops
             ),
             "memory_bytes": peak_memory_bytes(context.device),
@@ -201,8 +201,8 @@ def render_short_line(values: dict[str, Any], plan: Plan) -> str:
         f"loss {values['loss']:.3f}",
         f"{values['tokens_per_second_per_device'] * plan.n_ranks:,.0f} tokens/s",
     ]
-    if values["model_flops_utilisation"] is not None:
-        columns.append(f"MFU {values['model_flops_utilisation']:.1%}")
+    if values["model_flops_utilization"] is not None:
+        columns.append(f"MFU {values['model_flops_utilization']:.1%}")
     if values["skipped_steps"]:
         columns.append(f"{values['skipped_steps']} skipped")
     return " | ".join([*columns, f"{format_seconds(values['seconds_left'])} left"])
@@ -210,7 +210,7 @@ def render_short_line(values: dict[str, Any], plan: Plan) -> str:
 
 def render_full_line(values: dict[str, Any], plan: Plan) -> str:
     """Renders every metric."""
-    utilisation = values["model_flops_utilisation"]
+    utilization = values["model_flops_utilization"]
     columns = [
         f"step {values['step']:>6}/{plan.n_steps}",
         f"sequences {format_large(values['sequences']):>6}",
@@ -223,7 +223,7 @@ def render_full_line(values: dict[str, Any], plan: Plan) -> str:
         f"{values['sequences_per_second']:.2f} sequences/s",
         f"{values['tokens_per_second_per_device']:.0f} tokens/s/GPU",
         f"{format_figure(values['tflops_per_second_per_device'])} TFLOP/s/GPU (model)",
-        "MFU -" if utilisation is None else f"MFU {utilisation:.1%}",
+        "MFU -" if utilization is None else f"MFU {utilization:.1%}",
         f"memory {format_bytes(values['memory_bytes'])}",
         f"skipped {values['skipped_steps']}",
         f"ETA {format_seconds(values['seconds_left'])}",

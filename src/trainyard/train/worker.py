@@ -77,7 +77,7 @@ logger = logging.getLogger("trainyard")
 
 OUTCOME = "outcome.json"
 BLOCKS_A_ROUND = 64
-"""Blocks of 16 MiB that a rank reads between synchronisations."""
+"""Blocks of 16 MiB that a rank reads between synchronizations."""
 
 
 def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -> StopReason:
@@ -130,7 +130,7 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
 def read_unread(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> None:
     """Reads token files missing from records and caches: each block once, by one rank.
 
-    Ranks that see the same files share the work. They synchronise every round, so that no rank
+    Ranks that see the same files share the work. They synchronize every round, so that no rank
     waits long and all send heartbeats.
 
     Args:

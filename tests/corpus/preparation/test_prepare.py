@@ -1,4 +1,4 @@
-"""Tests of tokenising: Megatron-LM's bytes, any number of workers, faults, and taking up again."""
+"""Tests of tokenizing: Megatron-LM's bytes, any number of workers, faults, and taking up again."""
 
 from __future__ import annotations
 

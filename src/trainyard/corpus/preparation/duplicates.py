@@ -1,9 +1,9 @@
 """Finds exact and near duplicates of earlier documents, in corpora of any size.
 
-Any number of processes tokenise the units of a corpus, and store a few 64-bit keys per document.
+Any number of processes tokenize the units of a corpus, and store a few 64-bit keys per document.
 Afterwards any number of them compare the keys of all units, in corpus order, one band each:
 
-    np.save("unit-7.keys.npy", document_keys(step, texts))               # while tokenising
+    np.save("unit-7.keys.npy", document_keys(step, texts))               # while tokenizing
     for band, columns in enumerate(compared_columns(step)):              # afterwards
         ends = find_repeats(columns, [.., "unit-7.keys.npy", ..], f"{band}.mask")
     np.memmap("3.mask", bool)[ends[7] : ends[8]]     # True for each document of unit 7 whose key

@@ -72,7 +72,7 @@ def prepare(
     on_progress: Callable[[Progress], None] | None = None,
     on_skipped: Callable[[Counter[str]], None] | None = None,
 ) -> list[Sidecar]:
-    """Tokenises a corpus; what an earlier call left unfinished is taken up, what is done is kept.
+    """Tokenizes a corpus; what an earlier call left unfinished is taken up, what is done is kept.
 
     Args:
         corpus: what decides the bytes of the token files.
@@ -171,7 +171,7 @@ def choose_tokenizer(corpus: Corpus, vocabulary_size: int = 0) -> tuple[Corpus, 
     """Chooses the tokenizer of a corpus that names none.
 
     Args:
-        corpus: to be tokenised.
+        corpus: to be tokenized.
         vocabulary_size: of the tokenizer to train; 0: chosen from the size of the inputs.
 
     Returns:

@@ -26,7 +26,7 @@ KEPT = ""
 """The reason of a document that is not dropped."""
 
 _BULLETS = ("•", "‣", "▪", "●", "◦", "○", "■", "□", "►", "\N{EN DASH}", "-", "*")
-# What normalising takes out of a text; all else that is no control character stays.
+# What normalizing takes out of a text; all else that is no control character stays.
 _ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ufeff]")
 _LINE_ENDS = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
 

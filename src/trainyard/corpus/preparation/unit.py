@@ -1,4 +1,4 @@
-"""Processes one unit of a corpus: reads it, applies the steps, tokenises, writes a part."""
+"""Processes one unit of a corpus: reads it, applies the steps, tokenizes, writes a part."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One worker process of a corpus: takes pieces of work until none is left.
 
-    units     read -> filter -> clean -> tokenise -> a part         any number at a time
+    units     read -> filter -> clean -> tokenize -> a part         any number at a time
     compares  find repeated documents, band by band                 when all units are done
     joins     parts -> token files and their record                 when all of these are done
 

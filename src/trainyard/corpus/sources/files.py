@@ -115,7 +115,7 @@ def scan_inputs(inputs: Sequence[str]) -> tuple[list[Path], Counter[str]]:
         real = str(path.resolve()) if path.is_symlink() else f"{folders[folder]}{os.sep}{name}"
         if real in seen:
             raise DataError(
-                f"{printable(path)} is given twice; every document in it would be tokenised twice",
+                f"{printable(path)} is given twice; every document in it would be tokenized twice",
                 "name each input once, or use folders and globs that do not overlap",
             )
         seen.add(real)
