@@ -107,7 +107,7 @@ def test_several_outputs_are_listed(folder: Path) -> None:
     ("text", "problem"),
     [
         ('input = ["in"]', "input: unknown field; did you mean 'inputs'?  [web.toml]"),
-        ('tokenizer = "x"', "tokenizer: unknown field; did you mean 'tokenizer'?  [web.toml]"),
+        ('tokeniser = "x"', "tokeniser: unknown field; did you mean 'tokenizer'?  [web.toml]"),
         ("json_key = 3", "json_key: Input should be a valid string (got 3)  [web.toml]"),
         (
             'inputs = "in"',
