@@ -64,7 +64,7 @@ def show_progress(title: str, *, plain_lines: bool = True) -> Iterator[ProgressU
 
     Args:
         title: name of the job.
-        plain_lines: print a line every few seconds if there is no terminal.
+        plain_lines: without a terminal, print a line every few seconds.
     """
     # Imported here: every verb imports this file, few show progress.
     from rich.console import Console

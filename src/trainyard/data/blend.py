@@ -10,7 +10,7 @@ and 0.2:
     2    0.0  -0.4   0.4         corpus 2   1 1 1
     3    0.5  -0.1  -0.4         corpus 0   2 1 1
 
-Each draw depends on all before it, to the last bit of rounding, so there is no formula. But the
+Each draw depends on all earlier draws, down to the rounding, so it has no closed form. But the
 rule converges: from any sensible counts it soon reaches the true ones. So the draws are split into
 lanes that run in parallel, each from estimated counts. If a lane ends with other counts than the
 next one started with, the next one runs again from there, until every lane starts where the

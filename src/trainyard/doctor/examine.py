@@ -55,7 +55,7 @@ class Examination:
     rank: int
     host: str
     device: str = ""
-    """Device name in torch; empty: there is no torch."""
+    """Device name in torch; empty without torch."""
     n_devices: int = 0
     """GPUs that it sees."""
     facts: environment.Facts = field(default_factory=dict)

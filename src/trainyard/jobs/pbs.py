@@ -114,7 +114,7 @@ class Pbs(BatchScheduler):
 
 
 def seconds_of(time: str) -> str:
-    """Returns the seconds of HOURS:MINUTES:SECONDS; empty if there is no limit."""
+    """Returns the seconds of HOURS:MINUTES:SECONDS; empty without a limit."""
     if not time:
         return ""
     hours, minutes, seconds = (int(part) for part in time.split(":"))

@@ -58,7 +58,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def programs(self, job: Job) -> Sequence[str]:
-        """Returns names of the program that starts a job, of which this machine must have one."""
+        """Returns the programs that can start a job; this machine must have one of them."""
 
     def by_hand(self, job: Job) -> str:
         """Returns the command that starts a script again."""

@@ -63,7 +63,7 @@ def run_here(script: Path) -> NoReturn:
     """Replaces this process with the script, including output, exit code and signals.
 
     Raises:
-        LaunchError: there is no bash.
+        LaunchError: bash is not installed.
     """
     try:
         os.execvp("bash", ["bash", str(script)])

@@ -90,7 +90,7 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
         """Drops out elements of (B, T, D), whose tokens are at `positions`, (T,).
 
-        `seeds`, (B,), are those of the model or the block; without them there is no dropout.
+        `seeds`, (B,), are those of the model or the block; None disables dropout.
         """
         return x if seeds is None else dropout(x, self.rate, at_site(seeds, self.site), positions)
 

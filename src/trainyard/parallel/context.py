@@ -94,7 +94,7 @@ class RingAttention(nn.Module):
     ) -> Tensor:
         """Attends from this rank's tokens, (B, H, T/p, K), to themselves and all before them.
 
-        There is no dropout: `dropout_seeds` is None.
+        Without dropout: `dropout_seeds` is None.
         """
         assert dropout_seeds is None, "rules.py refuses dropout with the ring"
         out: Tensor = _Ring.apply(q, k, v, self._group)  # type: ignore[no-untyped-call]

@@ -120,7 +120,7 @@ class StagePass:
         )
 
     def times(self, n: float, attention: float | None = None) -> StagePass:
-        """Repeats it; attention as often as the rest by default."""
+        """Repeats it; by default, attention and the rest equally often."""
         return StagePass(
             tuple(replace(each, count=each.count * n) for each in self.products),
             self.attention_flops * (n if attention is None else attention),

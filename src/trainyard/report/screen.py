@@ -93,7 +93,7 @@ def describe_line(line: Line, n_steps: int | None) -> str:
 def draw_curve(
     x: Curve, y: Curve, width: int, n_rows: int, *, in_unicode: bool = True
 ) -> list[str]:
-    """Draws a curve in characters, from minimum to maximum; empty if there is no room.
+    """Draws a curve in characters, from minimum to maximum; empty where it does not fit.
 
     Of more lines than dots, each dot shows the mean of equally many.
     """

@@ -236,7 +236,7 @@ class NewestCheckpoint:
 
 
 class StatusReader:
-    """Reads the status of a run, as often as wanted.
+    """Reads the status of a run, once or repeatedly.
 
     Args:
         folder: of the run.
