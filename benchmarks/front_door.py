@@ -5,7 +5,7 @@
     taskset -c 1 python benchmarks/front_door.py test --conditions one-core   # not the first core
 
 Each run clones the commit into an empty folder and adds a line to the record: exit code, seconds of
-set-up and of the command, and the demo's bits per byte. `user` and `no-home` run as `nobody` (which
+set-up and of the command, the demo's bits per byte, and the ten slowest tests. `user` and `no-home` run as `nobody` (which
 only root can start), with a PATH that lacks the optional system packages; `no-home` also has a
 read-only home. A folder `shared` beside this checkout is linked beside the clone.
 """
@@ -103,6 +103,7 @@ def run(target: str, condition: str) -> dict[str, Any]:
             print(f"failed; its output is in {kept}", file=sys.stderr)
     bits = re.search(r"([0-9.]+) bits per byte on held-out", said)
     tests = re.search(r"(\d+ failed, )?\d+ passed.*", said)
+    slowest = re.findall(r"^([0-9.]+)s (?:call|setup|teardown) +(\S.*)$", said, re.MULTILINE)
     return {
         "target": target,
         "condition": condition,
@@ -111,6 +112,7 @@ def run(target: str, condition: str) -> dict[str, Any]:
         "seconds": seconds[1],
         "bits_per_byte": float(bits[1]) if bits else None,
         "tests": tests[0].strip("= ") if tests else None,
+        "slowest_seconds": {name: float(seconds) for seconds, name in slowest},
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "commit": git("rev-parse", "--short", "HEAD"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
