@@ -29,7 +29,7 @@ def measure(script: str, *options: str) -> dict[str, Any]:
 
 
 def test_many_workers_neither_storm_the_file_system_nor_collide() -> None:
-    found = measure("sharing.py", "--workers=256", "--units=280", "--joins=4", "--dead=4")
+    found = measure("sharing.py", "--workers=128", "--units=140", "--joins=4", "--dead=4")
     assert found["calls_per_second_at_rest_max"] <= 10
     assert found["failed_claims_per_unit_mean"] <= 2
     assert found["progress_calls_per_second"] <= 10

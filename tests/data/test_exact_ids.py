@@ -106,6 +106,7 @@ def test_hostile_texts_have_the_ids_of_the_reference(
     assert_exact(gpt2, reference, texts)
 
 
+@pytest.mark.exhaustive
 def test_words_of_one_and_two_megabytes_have_the_ids_of_the_reference(
     gpt2: Tokenizer, reference: tiktoken.Encoding, novels: list[str]
 ) -> None:

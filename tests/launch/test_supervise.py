@@ -75,13 +75,16 @@ def test_three_restarts_without_progress(folder: Path) -> None:
     assert starts(folder) == [0, 0, 4, 4, 4]
 
 
+ENDS = [
+    ("refuse", 2, "error: token 7 is damaged\n", 1),
+    ("refuse", 2, "error: token 7 is damaged\n", 0),
+    ("give up", 93, "error: the loss is not finite\n", 1),
+]
+
+
 @pytest.mark.parametrize(
     ("fault", "code", "shown", "rank"),
-    [
-        ("refuse", 2, "error: token 7 is damaged\n", 0),
-        ("refuse", 2, "error: token 7 is damaged\n", 1),
-        ("give up", 93, "error: the loss is not finite\n", 1),
-    ],
+    everyday(ENDS, ENDS[:1]),
 )
 def test_some_ends_are_for_good(folder: Path, fault: str, code: int, shown: str, rank: int) -> None:
     done = supervise(folder, wanted([rank, 3, fault, 99]))

@@ -32,6 +32,7 @@ def faults_of_twenty_more_times_100_mib(argument: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_freed_memory_is_used_again_without_page_faults() -> None:
     # Without it every page is faulted in again, of 4 KiB, or of 2 MiB where the kernel likes; with

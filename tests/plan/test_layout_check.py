@@ -158,6 +158,7 @@ def test_a_number_of_ranks_that_cannot_be_is_refused() -> None:
         plan_layout_check(load(str(RECIPES / "azure" / "175b.toml")), 1000)
 
 
+@pytest.mark.exhaustive
 def test_every_run_that_can_be_can_be_tried() -> None:
     space = {
         "pipeline": (1, 2, 4),

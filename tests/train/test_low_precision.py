@@ -193,6 +193,7 @@ class Chain:
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
+@pytest.mark.exhaustive
 def test_it_learns_as_bf16_does() -> None:
     found = {}
     for kind in ("bf16", "fp8_lowbit"):
