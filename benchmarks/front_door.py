@@ -5,9 +5,10 @@
     taskset -c 1 python benchmarks/front_door.py test --conditions one-core   # not the first core
 
 Each run clones the commit into an empty folder and adds a line to the record: exit code, seconds of
-set-up and of the command, the demo's bits per byte, and the ten slowest tests. `user` and `no-home` run as `nobody` (which
-only root can start), with a PATH that lacks the optional system packages; `no-home` also has a
-read-only home. A folder `shared` beside this checkout is linked beside the clone.
+set-up and of the command, the demo's bits per byte, and the ten slowest tests. `user` and `no-home`
+run as `nobody` (which only root can start), with a PATH that lacks the optional system packages;
+`no-home` also has a read-only home. A folder `shared` beside this checkout is linked beside the
+clone.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ def main() -> None:
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=["idle"])
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--beside", default="", help="what else runs on this machine")
+    parser.add_argument("--loops", type=int, default=BUSY_LOOPS, help="to start, for `busy`")
     parser.add_argument("--record", type=Path, default=record_of_today())
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the busy loops too
     failed = False
     for condition in arguments.conditions:
         for _ in range(arguments.times):
-            row = run(arguments.target, condition) | {"beside": arguments.beside}
+            row = run(arguments.target, condition, arguments.loops) | {"beside": arguments.beside}
             append(arguments.record, row)
             print(json.dumps(row), flush=True)
             failed |= row["exit_code"] != 0
@@ -61,8 +63,8 @@ def record_of_today() -> Path:
     return ROOT / "benchmarks" / "records" / f"{time.strftime('%Y-%m-%d')}-front-door.jsonl"
 
 
-def run(target: str, condition: str) -> dict[str, Any]:
-    """Clones, sets up and runs one target under one condition."""
+def run(target: str, condition: str, n_loops: int) -> dict[str, Any]:
+    """Clones, sets up and runs one target under one condition; `busy` starts `n_loops` loops."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainyard-door-")))
         clone = folder / ("a path with spaces" if condition == "spaces" else "clone")
@@ -71,7 +73,7 @@ def run(target: str, condition: str) -> dict[str, Any]:
             (folder / "shared").symlink_to(ROOT.parent / "shared")
         settings = surroundings(condition, folder)
         if condition == "busy":
-            stack.enter_context(busy_loops())
+            stack.enter_context(busy_loops(n_loops))
         log = (folder / "log.txt").open("w+")
         stack.callback(log.close)
         seconds, code = [], 0
@@ -146,10 +148,10 @@ def surroundings(condition: str, folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def busy_loops() -> Iterator[None]:
+def busy_loops(count: int) -> Iterator[None]:
     """Keeps this machine busy with other processes."""
     yes = shutil.which("yes") or "yes"
-    loops = [subprocess.Popen([yes], stdout=subprocess.DEVNULL) for _ in range(BUSY_LOOPS)]
+    loops = [subprocess.Popen([yes], stdout=subprocess.DEVNULL) for _ in range(count)]
     try:
         yield
     finally:
