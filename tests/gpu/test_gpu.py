@@ -15,7 +15,8 @@ from trainyard.bench.measure import OurTraining
 from trainyard.bench.timeline import DeviceClock, Timeline
 from trainyard.config.load import load_run
 from trainyard.config.run import Fp8
-from trainyard.parallel.mesh import build_mesh
+from trainyard.launch.environment import Process
+from trainyard.parallel.mesh import build_mesh, choose_device
 from trainyard.plan.resolve import resolve
 from trainyard.train.metrics import peak_memory_bytes
 from trainyard.train.state import TrainContext
@@ -27,14 +28,17 @@ pytestmark = [
 ]
 SHAPE = (
     *("model.n_layers=4", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024"),
-    *("model.dropout=0.0", "train.micro_batch_size=4", "train.global_batch_size=8"),
+    *("train.micro_batch_size=4", "train.global_batch_size=8"),
 )
+WITHOUT, WITH = "model.dropout=0.0", "model.dropout=0.1"
+with_and_without_dropout = pytest.mark.parametrize("dropout", [WITHOUT, WITH])
 Build = Callable[..., TrainContext]
 
 
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
     """`build(kind, *overrides)` gives the context of a small run on the GPU."""
+    choose_device(Process())
 
     def build_on_gpu(kind: str, *overrides: str) -> TrainContext:
         folder = Path(mkdtemp(dir=tmp_path))
@@ -87,12 +91,13 @@ def test_products_in_fp8_are_those_that_emulation_computes(scaling: str) -> None
     ],
 )
 @pytest.mark.parametrize("compiles", ["never", "gpu"])
+@with_and_without_dropout
 def test_low_precision_trains_as_bf16_does(
-    build: Build, kind: str, overrides: tuple[str, ...], compiles: str
+    build: Build, kind: str, overrides: tuple[str, ...], compiles: str, dropout: str
 ) -> None:
     needs_fp8()
-    compiling = f"train.compile={compiles}"
-    ours, reference = build(kind, *overrides, compiling), build("bf16", compiling)
+    same = (dropout, f"train.compile={compiles}")
+    ours, reference = build(kind, *overrides, *same), build("bf16", *same)
     low, high = OurTraining(ours), OurTraining(reference)
     for _ in range(6):
         assert low.step().item() == pytest.approx(high.step().item(), abs=3e-2)
@@ -100,10 +105,11 @@ def test_low_precision_trains_as_bf16_does(
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "fp8", "fp8_lowbit"])
-def test_a_step_does_not_wait_for_the_device(build: Build, kind: str) -> None:
+@with_and_without_dropout
+def test_a_step_does_not_wait_for_the_device(build: Build, kind: str, dropout: str) -> None:
     if kind.startswith("fp8"):
         needs_fp8()
-    training = OurTraining(build(kind))
+    training = OurTraining(build(kind, dropout))
     for _ in range(3):  # compiles, and makes the optimizer's state
         training.step()
     torch.cuda.synchronize()
@@ -115,8 +121,25 @@ def test_a_step_does_not_wait_for_the_device(build: Build, kind: str) -> None:
     assert all(torch.isfinite(loss) for loss in losses)
 
 
+@pytest.mark.parametrize(
+    ("kind", "kernel"),
+    [("fp32", "efficient_attention"), ("bf16", "flash_attention"), ("fp16", "flash_attention")],
+)
+@pytest.mark.parametrize("rate", [0.0, 0.0625, 0.1])
+def test_dropout_does_not_choose_the_kernel_of_attention(
+    build: Build, kind: str, kernel: str, rate: float
+) -> None:
+    context = build(kind, f"model.dropout={rate}", "train.compile=never")
+    assert context.attention_kernel == context.versions["attention"] == kernel
+    with torch.profiler.profile() as profile:
+        OurTraining(context).step()
+    names = {event.key for event in profile.key_averages()}
+    assert f"aten::_scaled_dot_product_{kernel}" in names
+    assert "aten::_scaled_dot_product_cudnn_attention" not in names
+
+
 def test_memory_is_that_of_the_device(build: Build) -> None:
-    context = build("bf16", "train.compile=never")
+    context = build("bf16", WITH, "train.compile=never")
     torch.cuda.reset_peak_memory_stats()
     OurTraining(context).step()
     peak = peak_memory_bytes(context.device)
@@ -141,7 +164,7 @@ def test_a_baseline_trains_as_ours_does(
 ) -> None:
     packages = {"gpt2-transformers": "transformers", "megatron-core": "megatron.core"}
     pytest.importorskip(packages.get(baseline, "torch"))
-    context = build(kind, "train.compile=never", f"parallel.recompute={recompute}")
+    context = build(kind, WITHOUT, "train.compile=never", f"parallel.recompute={recompute}")
     ours = OurTraining(context)
     timeline = Timeline(DeviceClock())
     theirs = build_baseline(baseline, context.run, context.plan, context.device, timeline)

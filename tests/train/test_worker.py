@@ -239,6 +239,17 @@ def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device(started_by_us)
 
 
+def test_sums_inside_matmuls_are_fp32_and_attention_is_flash(tiny_run: Run, tmp_path: Path) -> None:
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    start(tmp_path, tiny_run)
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
 def test_token_outside_the_vocabulary(tiny_run: Run, tmp_path: Path) -> None:
     small = with_fields(tiny_run, model={"vocabulary_size": 300})
     with pytest.raises(DataError, match=r"token id \d+ is outside the model's vocabulary of 300"):

@@ -71,6 +71,7 @@ def _build(
     folder: Path, run: Run, plan: Plan, mesh: Mesh, job: BenchJob, timeline: Timeline
 ) -> TimedTraining:
     if job.baseline:
+        torch.backends.cuda.enable_cudnn_sdp(enabled=True)  # baselines compute as torch chooses
         return build_baseline(job.baseline, run, plan, mesh.device, timeline)
     return OurTraining(build_context(folder, run, plan, mesh, timeline))
 

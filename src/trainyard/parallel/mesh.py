@@ -20,11 +20,16 @@ TEXT_BYTES = 256
 
 
 def choose_device(process: Process) -> torch.device:
-    """Chooses the GPU of this rank, or the CPU where there is none.
+    """Chooses the GPU of this rank, or the CPU where there is none, and how torch computes there.
 
     Raises:
         MachineError: the machine has fewer GPUs than ranks.
     """
+    # Sums inside a matmul stay in fp32, where cuBLAS would add up parts of them in its format.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    # Flash attention for every run: cuDNN's takes few dropout rates and is not deterministic.
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     if not torch.cuda.is_available():
         return torch.device("cpu")
     n_devices = torch.cuda.device_count()
