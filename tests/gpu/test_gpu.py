@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
@@ -18,8 +19,9 @@ from trainyard.config.run import Fp8
 from trainyard.launch.environment import Process
 from trainyard.parallel.mesh import build_mesh, choose_device
 from trainyard.plan.resolve import resolve
-from trainyard.train.metrics import peak_memory_bytes
-from trainyard.train.state import TrainContext
+from trainyard.train.metrics import Metrics, peak_memory_bytes
+from trainyard.train.state import State, TrainContext
+from trainyard.train.step import train_step
 from trainyard.train.worker import build_context
 
 pytestmark = [
@@ -136,6 +138,24 @@ def test_dropout_does_not_choose_the_kernel_of_attention(
     names = {event.key for event in profile.key_averages()}
     assert f"aten::_scaled_dot_product_{kernel}" in names
     assert "aten::_scaled_dot_product_cudnn_attention" not in names
+
+
+def test_speed_is_the_devices(build: Build) -> None:
+    context = build("bf16", "train.compile=never", "log.tensorboard=false")
+    state, metrics = State.at_start(context), Metrics(context)
+    clock = DeviceClock()
+    for _ in range(4):
+        begun = clock.mark()
+        with metrics.timing():
+            torch.cuda._sleep(10**8)  # cycles, 0.05 s or more: far longer than to queue the step
+            result = train_step(context, state)
+        end = clock.mark()
+        metrics.add(result, 8)
+        metrics.write_steps(state, result)
+        expected = 1000 * clock.seconds(begun, end)
+        (*_, line) = (context.folder / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(line)["milliseconds_per_step"] == pytest.approx(expected, rel=0.01)
+    metrics.close()
 
 
 def test_memory_is_that_of_the_device(build: Build) -> None:

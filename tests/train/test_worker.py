@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -35,7 +36,7 @@ from trainyard.errors import (
 )
 from trainyard.launch.environment import Process
 from trainyard.launch.heartbeat import Heartbeat
-from trainyard.parallel.mesh import build_mesh, choose_device
+from trainyard.parallel.mesh import HostClock, build_mesh, choose_device
 from trainyard.topology import Topology
 from trainyard.train.run_folder import write_run_folder
 from trainyard.train.stop import DONE, Stop, StopReason
@@ -248,6 +249,28 @@ def test_sums_inside_matmuls_are_fp32_and_attention_is_flash(tiny_run: Run, tmp_
     assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()
+
+
+class DeviceTime(HostClock):
+    """A device on which a step takes 2 seconds and whatever follows it a minute."""
+
+    def __init__(self) -> None:
+        self._now, self._intervals = 0.0, itertools.cycle([60.0, 2.0])
+
+    def mark(self) -> float:
+        self._now += next(self._intervals)
+        return self._now
+
+
+def test_speed_is_the_devices(
+    tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainyard.train.metrics.build_clock", lambda _device: DeviceTime())
+    run = with_fields(tiny_run, log={"interval": 3}, evaluate={"interval": 2})
+    start(tmp_path, with_fields(run, checkpoint={"interval": 2}))
+    lines = lines_of(tmp_path, "train")
+    assert [line["milliseconds_per_step"] for line in lines] == [2000.0] * 4
+    assert [line["sequences_per_second"] for line in lines] == [8 / 2] * 4
 
 
 def test_token_outside_the_vocabulary(tiny_run: Run, tmp_path: Path) -> None:

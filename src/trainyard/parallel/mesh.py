@@ -1,11 +1,12 @@
-"""The device and memory of a rank, and its process groups, axis by axis."""
+"""The device, its clock and memory of a rank, and its process groups, axis by axis."""
 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,58 @@ def keep_freed_memory() -> bool:
     largest = 2**31 - 1
     wanted = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: largest, M_TOP_PAD: 64 * 2**20}
     return all(mallopt(parameter, value) == 1 for parameter, value in wanted.items())
+
+
+class Clock(Protocol):
+    """Measures the time between two marks."""
+
+    def mark(self) -> Any:
+        """Notes the time."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Returns the time between two marks that have passed."""
+
+    def wait(self) -> None:
+        """Returns when all marks have passed."""
+
+
+class HostClock:
+    """The clock of a CPU."""
+
+    def mark(self) -> float:
+        """Notes the time."""
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        """Returns the time between two marks."""
+        return end - start
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+class DeviceClock:
+    """Events between the kernels of a GPU's current stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        """Records when the kernels so far will be done."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Returns the time between two events that have passed."""
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1000
+
+    def wait(self) -> None:
+        """Returns when the device has nothing left to do."""
+        torch.cuda.synchronize()
+
+
+def build_clock(device: torch.device) -> Clock:
+    """Returns the clock of a device."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 @dataclass(frozen=True)
