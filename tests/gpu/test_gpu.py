@@ -16,13 +16,15 @@ from trainyard.bench.measure import OurTraining
 from trainyard.bench.timeline import DeviceClock, Timeline
 from trainyard.config.load import load_run
 from trainyard.config.run import Fp8
+from trainyard.errors import MachineError
 from trainyard.launch.environment import Process
 from trainyard.parallel.mesh import build_mesh, choose_device
 from trainyard.plan.resolve import resolve
 from trainyard.train.metrics import Metrics, peak_memory_bytes
+from trainyard.train.run_folder import write_run_folder
 from trainyard.train.state import State, TrainContext
 from trainyard.train.step import train_step
-from trainyard.train.worker import build_context
+from trainyard.train.worker import build_context, run_worker
 
 pytestmark = [
     pytest.mark.gpu,
@@ -165,6 +167,22 @@ def test_memory_is_that_of_the_device(build: Build) -> None:
     peak = peak_memory_bytes(context.device)
     state = 16 * context.plan.n_parameters
     assert state < peak < state + 2**30
+
+
+def test_a_full_gpu_is_one_message(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    large = ("model.d_model=1024", "model.n_layers=12", "model.d_ff=4096", "train.compile=never")
+    run = prepare_run(load_run("tiny", [*SHAPE, *large]).run, Steps(2, 8), tmp_path)
+    write_run_folder(folder, run, "auto")
+    share = 2**28 / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        with pytest.raises(MachineError, match="does not fit into the memory of") as found:
+            run_worker(folder)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert found.value.hint.startswith("train.micro_batch_size=2, or ")
 
 
 @pytest.mark.filterwarnings("default")

@@ -36,7 +36,8 @@ from trainyard.errors import (
 )
 from trainyard.launch.environment import Process
 from trainyard.launch.heartbeat import Heartbeat
-from trainyard.parallel.mesh import HostClock, build_mesh, choose_device
+from trainyard.parallel.mesh import HostClock, build_mesh, choose_device, name_full_memory
+from trainyard.plan.resolve import resolve
 from trainyard.topology import Topology
 from trainyard.train.run_folder import write_run_folder
 from trainyard.train.stop import DONE, Stop, StopReason
@@ -271,6 +272,36 @@ def test_speed_is_the_devices(
     lines = lines_of(tmp_path, "train")
     assert [line["milliseconds_per_step"] for line in lines] == [2000.0] * 4
     assert [line["sequences_per_second"] for line in lines] == [8 / 2] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "n_ranks", "hint"),
+    [
+        (
+            {"micro_batch_size": 4},
+            2,
+            'train.micro_batch_size=2, or parallel.recompute="attention", or '
+            "parallel.zero_stage=3, or more ranks; see trainyard plan",
+        ),
+        ({"micro_batch_size": 1}, 1, 'parallel.recompute="attention", or more ranks; see '),
+    ],
+)
+def test_a_full_gpu_is_one_message(
+    tiny_run: Run, changes: dict[str, int], n_ranks: int, hint: str
+) -> None:
+    run = with_fields(tiny_run, train={**changes, "global_batch_size": 8})
+    told = "CUDA out of memory. Tried to allocate 2 GiB. Of the allocated memory 1 is .."
+    plan, device = resolve(run, n_ranks), torch.device("cpu")
+    with (
+        pytest.raises(MachineError, match="does not fit into") as error,
+        name_full_memory(run, plan, device),
+    ):
+        raise torch.OutOfMemoryError(told)
+    assert error.value.problem.endswith(
+        "the memory of cpu: CUDA out of memory. Tried to allocate 2 GiB."
+    )
+    assert error.value.hint.startswith(hint)
+    assert error.value.exit_code == 2
 
 
 def test_token_outside_the_vocabulary(tiny_run: Run, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -12,9 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainyard.config.run import Run
 from trainyard.errors import MachineError
 from trainyard.launch.environment import Process
 from trainyard.parallel.start import COLLECTIVE_TIMEOUT
+from trainyard.plan.layout import memory_hint
+from trainyard.plan.resolve import Plan
 from trainyard.topology import Coordinates, Topology
 
 TEXT_BYTES = 256
@@ -71,6 +75,23 @@ def keep_freed_memory() -> bool:
     largest = 2**31 - 1
     wanted = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: largest, M_TOP_PAD: 64 * 2**20}
     return all(mallopt(parameter, value) == 1 for parameter, value in wanted.items())
+
+
+@contextmanager
+def name_full_memory(run: Run, plan: Plan, device: torch.device) -> Iterator[None]:
+    """Turns a full GPU into one message with what needs less.
+
+    Raises:
+        MachineError: the run does not fit.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        found = str(error).splitlines()[0].partition(" Of the allocated")[0]
+        raise MachineError(
+            f"{run.name} does not fit into the memory of {device_name(device)}: {found}",
+            memory_hint(run, plan.n_ranks),
+        ) from None
 
 
 class Clock(Protocol):

@@ -49,7 +49,14 @@ from trainyard.launch.environment import (
 from trainyard.launch.heartbeat import Heartbeat
 from trainyard.log import build_logger, show_progress
 from trainyard.optim.optimizer import build_optimizer
-from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name, keep_freed_memory
+from trainyard.parallel.mesh import (
+    Mesh,
+    build_mesh,
+    choose_device,
+    device_name,
+    keep_freed_memory,
+    name_full_memory,
+)
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.plan.batches import BatchSchedule
@@ -119,7 +126,7 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
             probe(checkpoint_folder(folder), n_bytes)
         return gather_facts(run_text, describe_data(run)) | started_from
 
-    with start_ranks(process, device, facts):
+    with start_ranks(process, device, facts), name_full_memory(run, plan, device):
         _warn_of_slow_precision(run, device)
         mesh = build_mesh(plan.topology, process.rank, device)
         read_unread(run, mesh, heartbeat, keeps=process.local_rank == 0)
