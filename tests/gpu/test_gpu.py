@@ -17,7 +17,7 @@ from trainyard.bench.timeline import DeviceClock, Timeline
 from trainyard.config.load import load_run
 from trainyard.config.run import Fp8
 from trainyard.errors import MachineError
-from trainyard.launch.environment import Process
+from trainyard.launch.environment import Process, chooses_allocator
 from trainyard.parallel.mesh import build_mesh, choose_device
 from trainyard.plan.resolve import resolve
 from trainyard.train.metrics import Metrics, peak_memory_bytes
@@ -158,6 +158,14 @@ def test_speed_is_the_devices(build: Build) -> None:
         (*_, line) = (context.folder / "metrics.jsonl").read_text().splitlines()
         assert json.loads(line)["milliseconds_per_step"] == pytest.approx(expected, rel=0.01)
     metrics.close()
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="not set on ROCm")
+def test_the_allocator_has_expandable_segments(build: Build) -> None:
+    if chooses_allocator():
+        pytest.skip("the environment configures the allocator")
+    build("bf16", "train.compile=never")
+    assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
 
 def test_memory_is_that_of_the_device(build: Build) -> None:

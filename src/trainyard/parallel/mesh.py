@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainyard.config.run import Run
 from trainyard.errors import MachineError
-from trainyard.launch.environment import Process
+from trainyard.launch.environment import Process, chooses_allocator
 from trainyard.parallel.start import COLLECTIVE_TIMEOUT
 from trainyard.plan.layout import memory_hint
 from trainyard.plan.resolve import Plan
@@ -49,6 +49,10 @@ def choose_device(process: Process) -> torch.device:
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    # Memory that one stream freed serves all of its later sizes. On ROCm it crashes or hangs
+    # (torch 2.13; pytorch/pytorch#187343, #192259).
+    if torch.version.hip is None and not chooses_allocator():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     return device
 
 
