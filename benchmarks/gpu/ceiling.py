@@ -1,4 +1,4 @@
-"""What the device itself reaches: matrix products in bf16 and fp8 on random data, and copies.
+"""What the device itself reaches: products and attention on random data, and copies.
 
     python -m benchmarks.gpu.ceiling [--small]
 
@@ -14,10 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 WIDTHS = {"350M": 1024, "1.3B": 2048, "2.7B": 2560, "6.7B": 4096}
 VOCABULARY = 50304
 REPEATS, ROUNDS = 10, 5
+ATTENTION = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+RATES = (0.0, 0.0625, 0.1)  # cuDNN draws dropout in multiples of 1/16
 
 
 def seconds_of(work: Callable[[], Any], on_gpu: bool) -> float:
@@ -72,11 +76,30 @@ def multiply(kind: str, shape: tuple[int, int, int], device: torch.device) -> Ca
     )
 
 
+def attend(
+    kernel: str, rate: float, small: bool, device: torch.device
+) -> tuple[Callable[[], Any], int]:
+    """Gives causal attention, forward and backward, in bf16 and a kernel; and its FLOP."""
+    heads, tokens, width = (2, 64, 32) if small else (16, 2048, 128)
+    shape = (1 if small else 8, heads, tokens, width)
+    made = torch.randn(4, *shape, device=device, dtype=torch.bfloat16)
+    q, k, v = (each.detach().requires_grad_() for each in made[:3])
+
+    def work() -> object:
+        with sdpa_kernel(SDPBackend.__members__[kernel]):
+            out = scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        return torch.autograd.grad(out, (q, k, v), made[3])
+
+    # Two products forward and five backward, of half of the scores.
+    return work, 7 * shape[0] * heads * tokens**2 * width
+
+
 def measure(small: bool) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     name = torch.cuda.get_device_name() if on_gpu else "cpu"
-    found: dict[str, Any] = {"device": name, "tflops_per_second": {}, "failed": {}}
+    found: dict[str, Any] = {"device": name, "tflops_per_second": {}}
+    found |= {"attention_tflops_per_second": {}, "failed": {}}
     for kind in ("bf16", "fp8 tensorwise", "fp8 rowwise"):
         rates: dict[str, float] = {}
         for label, shape in products(small).items():
@@ -87,6 +110,16 @@ def measure(small: bool) -> dict[str, Any]:
                 continue
             rates[label] = round(2 * shape[0] * shape[1] * shape[2] / seconds / 1e12, 4)
         found["tflops_per_second"][kind] = rates
+    for kernel in ATTENTION[: 1 if small else None]:
+        for rate in RATES[: 1 if small else None]:
+            label = f"{kernel.lower()} dropout {rate}"
+            try:
+                work, flop = attend(kernel, rate, small, device)
+                found["attention_tflops_per_second"][label] = round(
+                    flop / seconds_of(work, on_gpu) / 1e12, 4
+                )
+            except RuntimeError as error:
+                found["failed"][label] = str(error).splitlines()[0][:300]
     n_bytes = 2**22 if small else 2**32
     source = torch.randint(0, 255, (n_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

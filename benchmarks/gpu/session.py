@@ -24,6 +24,7 @@ class Size:
 
 
 NO_DROPOUT = "model.dropout=0.0"  # as peers and published figures have it
+OWN_DROPOUT = "model.dropout=0.1"  # of every GPT-3 preset
 SIZES = {
     "1.3B": Size("gpt3-1.3b", 32, {"none": (16, 8, 4), "block": (16,)}, 0.60),
     "350M": Size("gpt3-350m", 64, {"none": (32, 16, 8), "block": (16,)}, 0.50),

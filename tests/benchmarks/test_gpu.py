@@ -98,7 +98,9 @@ def test_the_rehearsal_leaves_records(tmp_path: Path) -> None:
     assert ceiling["tflops_per_second"]["bf16"]["large"] > 0
     assert ceiling["failed"] == {}
     (sizes,) = (json.loads(path.read_text()) for path in tmp_path.glob("*-gpu-sizes.json"))
-    assert [item.get("failed") for item in sizes["items"]] == [None] * 3
+    assert [item.get("failed") for item in sizes["items"]] == [None] * 5
+    assert sizes["summary"]["6.7B"]["with_dropout"]["tokens_per_second"] > 0
+    assert list(ceiling["attention_tflops_per_second"]) == ["flash_attention dropout 0.0"]
     assert sizes["summary"]["6.7B"]["of_ceiling"] > 0
     assert sizes["rehearsal"] is True
 

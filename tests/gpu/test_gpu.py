@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
@@ -15,11 +16,15 @@ from trainyard.bench.measure import OurTraining
 from trainyard.bench.timeline import DeviceClock, Timeline
 from trainyard.config.load import load_run
 from trainyard.config.run import Fp8
-from trainyard.parallel.mesh import build_mesh
+from trainyard.errors import MachineError
+from trainyard.launch.environment import Process, chooses_allocator
+from trainyard.parallel.mesh import build_mesh, choose_device
 from trainyard.plan.resolve import resolve
-from trainyard.train.metrics import peak_memory_bytes
-from trainyard.train.state import TrainContext
-from trainyard.train.worker import build_context
+from trainyard.train.metrics import Metrics, peak_memory_bytes
+from trainyard.train.run_folder import write_run_folder
+from trainyard.train.state import State, TrainContext
+from trainyard.train.step import train_step
+from trainyard.train.worker import build_context, run_worker
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,14 +32,17 @@ pytestmark = [
 ]
 SHAPE = (
     *("model.n_layers=4", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024"),
-    *("model.dropout=0.0", "train.micro_batch_size=4", "train.global_batch_size=8"),
+    *("train.micro_batch_size=4", "train.global_batch_size=8"),
 )
+WITHOUT, WITH = "model.dropout=0.0", "model.dropout=0.1"
+with_and_without_dropout = pytest.mark.parametrize("dropout", [WITHOUT, WITH])
 Build = Callable[..., TrainContext]
 
 
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
     """`build(kind, *overrides)` gives the context of a small run on the GPU."""
+    choose_device(Process())
 
     def build_on_gpu(kind: str, *overrides: str) -> TrainContext:
         folder = Path(mkdtemp(dir=tmp_path))
@@ -87,12 +95,13 @@ def test_products_in_fp8_are_those_that_emulation_computes(scaling: str) -> None
     ],
 )
 @pytest.mark.parametrize("compiles", ["never", "gpu"])
+@with_and_without_dropout
 def test_low_precision_trains_as_bf16_does(
-    build: Build, kind: str, overrides: tuple[str, ...], compiles: str
+    build: Build, kind: str, overrides: tuple[str, ...], compiles: str, dropout: str
 ) -> None:
     needs_fp8()
-    compiling = f"train.compile={compiles}"
-    ours, reference = build(kind, *overrides, compiling), build("bf16", compiling)
+    same = (dropout, f"train.compile={compiles}")
+    ours, reference = build(kind, *overrides, *same), build("bf16", *same)
     low, high = OurTraining(ours), OurTraining(reference)
     for _ in range(6):
         assert low.step().item() == pytest.approx(high.step().item(), abs=3e-2)
@@ -100,10 +109,11 @@ def test_low_precision_trains_as_bf16_does(
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "fp8", "fp8_lowbit"])
-def test_a_step_does_not_wait_for_the_device(build: Build, kind: str) -> None:
+@with_and_without_dropout
+def test_a_step_does_not_wait_for_the_device(build: Build, kind: str, dropout: str) -> None:
     if kind.startswith("fp8"):
         needs_fp8()
-    training = OurTraining(build(kind))
+    training = OurTraining(build(kind, dropout))
     for _ in range(3):  # compiles, and makes the optimizer's state
         training.step()
     torch.cuda.synchronize()
@@ -115,13 +125,72 @@ def test_a_step_does_not_wait_for_the_device(build: Build, kind: str) -> None:
     assert all(torch.isfinite(loss) for loss in losses)
 
 
+@pytest.mark.parametrize(
+    ("kind", "kernel"),
+    [("fp32", "efficient_attention"), ("bf16", "flash_attention"), ("fp16", "flash_attention")],
+)
+@pytest.mark.parametrize("rate", [0.0, 0.0625, 0.1])
+def test_dropout_does_not_choose_the_kernel_of_attention(
+    build: Build, kind: str, kernel: str, rate: float
+) -> None:
+    context = build(kind, f"model.dropout={rate}", "train.compile=never")
+    assert context.attention_kernel == context.versions["attention"] == kernel
+    with torch.profiler.profile() as profile:
+        OurTraining(context).step()
+    names = {event.key for event in profile.key_averages()}
+    assert f"aten::_scaled_dot_product_{kernel}" in names
+    assert "aten::_scaled_dot_product_cudnn_attention" not in names
+
+
+def test_speed_is_the_devices(build: Build) -> None:
+    context = build("bf16", "train.compile=never", "log.tensorboard=false")
+    state, metrics = State.at_start(context), Metrics(context)
+    clock = DeviceClock()
+    for _ in range(4):
+        begun = clock.mark()
+        with metrics.timing():
+            torch.cuda._sleep(10**8)  # cycles, 0.05 s or more: far longer than to queue the step
+            result = train_step(context, state)
+        end = clock.mark()
+        metrics.add(result, 8)
+        metrics.write_steps(state, result)
+        expected = 1000 * clock.seconds(begun, end)
+        (*_, line) = (context.folder / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(line)["milliseconds_per_step"] == pytest.approx(expected, rel=0.01)
+    metrics.close()
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="not set on ROCm")
+def test_the_allocator_has_expandable_segments(build: Build) -> None:
+    if chooses_allocator():
+        pytest.skip("the environment configures the allocator")
+    build("bf16", "train.compile=never")
+    assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+
+
 def test_memory_is_that_of_the_device(build: Build) -> None:
-    context = build("bf16", "train.compile=never")
+    context = build("bf16", WITH, "train.compile=never")
     torch.cuda.reset_peak_memory_stats()
     OurTraining(context).step()
     peak = peak_memory_bytes(context.device)
     state = 16 * context.plan.n_parameters
     assert state < peak < state + 2**30
+
+
+def test_a_full_gpu_is_one_message(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    large = ("model.d_model=1024", "model.n_layers=12", "model.d_ff=4096", "train.compile=never")
+    run = prepare_run(load_run("tiny", [*SHAPE, *large]).run, Steps(2, 8), tmp_path)
+    write_run_folder(folder, run, "auto")
+    share = 2**28 / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        with pytest.raises(MachineError, match="does not fit into the memory of") as found:
+            run_worker(folder)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert found.value.hint.startswith("train.micro_batch_size=2, or ")
 
 
 @pytest.mark.filterwarnings("default")
@@ -141,7 +210,7 @@ def test_a_baseline_trains_as_ours_does(
 ) -> None:
     packages = {"gpt2-transformers": "transformers", "megatron-core": "megatron.core"}
     pytest.importorskip(packages.get(baseline, "torch"))
-    context = build(kind, "train.compile=never", f"parallel.recompute={recompute}")
+    context = build(kind, WITHOUT, "train.compile=never", f"parallel.recompute={recompute}")
     ours = OurTraining(context)
     timeline = Timeline(DeviceClock())
     theirs = build_baseline(baseline, context.run, context.plan, context.device, timeline)

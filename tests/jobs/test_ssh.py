@@ -7,6 +7,7 @@ machines with sshd are in tests/cluster.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 from tests.launch.processes import is_running
 from tests.waiting import WATCHDOG_SECONDS, wait_until
 
-LIB = Path(__file__).parents[2] / "src" / "trainyard" / "jobs" / "lib"
+LIB = shlex.quote(str(Path(__file__).parents[2] / "src" / "trainyard" / "jobs" / "lib"))
 SSH = """#!/bin/bash
 while [[ $1 == -* ]]; do shift 2; done
 host=$1

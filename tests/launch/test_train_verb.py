@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.command import trainyard
 from tests.launch.test_environment import TORCHRUN
 from tests.waiting import WATCHDOG_SECONDS
 
@@ -65,3 +66,30 @@ def test_the_run_folder_is_not_there(tmp_path: Path, there: bool) -> None:
         wait_for_run_folder(tmp_path, run, RANK_1, timeout_seconds=0.2)
     what = "holds a different run from this rank's" if there else "is missing"
     assert caught.value.problem == f"rank 1 of 2: {tmp_path}/run.toml {what}, 0.2 s after its start"
+
+
+@pytest.mark.parametrize(
+    ("n_gpus", "options", "problem"),
+    [
+        (
+            1,
+            ["--ranks", "2"],
+            "2 ranks on this machine, where torch sees 1 GPU\nhint: --ranks 1; or",
+        ),
+        (3, ["parallel.tensor=4"], "4 ranks on this machine, where torch sees 3 GPUs\n"),
+        (4, ["--ranks", "4", "train.micro_batch_size=1"], "data.blend.prefixes is empty"),
+        (0, ["--ranks", "2", "train.micro_batch_size=1"], "data.blend.prefixes is empty"),
+    ],
+)
+def test_more_ranks_than_gpus_do_not_start(
+    n_gpus: int,
+    options: list[str],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainyard.cli.train.list_gpus", lambda: ["NVIDIA H200"] * 4)
+    monkeypatch.setattr("trainyard.cli.train._count_gpus", lambda: n_gpus)
+    done = trainyard("train", "tiny", *options, "--force", folder=tmp_path)
+    assert done.returncode == 2
+    assert problem in done.stderr

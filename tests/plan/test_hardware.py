@@ -53,6 +53,7 @@ def test_devices_are_found_by_torchs_name(
         "NVIDIA L40",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GB200",
+        "NVIDIA GH200 480GB",
         "NVIDIA A100-PCIE-40GB",
         "",
         "x",

@@ -16,12 +16,25 @@ pytestmark = [
 ]
 
 
+BOUNDS = {"fp32": 1e-4, "fp16": 4e-3, "bf16": 3e-2}
+
+
 def losses(folder: Path, run: Run) -> list[float]:
     start(folder, run)
     return [line["loss"] for line in lines_of(folder, "train")]
 
 
-@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("fp16", 4e-3), ("bf16", 3e-2)])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_losses_with_dropout_are_the_same_compiled(
+    tiny_run: Run, tmp_path: Path, precision: str
+) -> None:
+    fields = {"kind": precision, "loss_scale": {"initial": 4096.0}}
+    run = with_fields(tiny_run, model={"dropout": 0.1}, precision=fields)
+    eager = losses(tmp_path / "eager", with_fields(run, train={"compile": "never"}))
+    assert losses(tmp_path / "compiled", run) == pytest.approx(eager, abs=BOUNDS[precision])
+
+
+@pytest.mark.parametrize(("precision", "bound"), BOUNDS.items())
 def test_losses_equal_the_cpus(
     tiny_run: Run,
     tmp_path: Path,

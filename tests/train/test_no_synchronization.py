@@ -74,12 +74,14 @@ class Gpu(TorchDispatchMode):
     Attributes:
         may_wait: lets the host send something and wait until it is there, as before training.
         n_done: operations on the GPU.
+        sent: shapes of the tensors sent to it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.may_wait = True
         self.n_done = 0
+        self.sent: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -97,6 +99,7 @@ class Gpu(TorchDispatchMode):
             raise HostWaitsError(f"{func} gives as many elements as the values say")
         # One number from the host travels as an argument of a kernel.
         sent = [each for each in tensors if each.is_cpu and each.ndim > 0]
+        self.sent += [tuple(each.shape) for each in sent]
         if sent and not self.may_wait and not _is_non_blocking(func, args, kwargs):
             raise HostWaitsError(f"{func} sends {tuple(sent[0].shape)} and waits")
         is_brought = "cpu" in places or (func is torch.ops.aten.copy_.default and args[0].is_cpu)
@@ -162,9 +165,12 @@ def test_steps_never_wait(gpu: Gpu, name: str) -> None:
     with gpu.training():
         for _ in range(2):  # the moments of the optimizer are there from the second on
             before = gpu.n_done
+            gpu.sent.clear()
             result = train_step(context, state)
             state.step += 1
             assert gpu.n_done > before + 100
+    batch = (context.run.train.global_batch_size, context.run.model.sequence_length)
+    assert {batch} <= set(gpu.sent) <= {batch, batch[:1]}, "more than token ids, labels and seeds"
     assert {result.loss.device, result.gradient_norm.device, result.skipped.device} == {DEVICE}
 
 

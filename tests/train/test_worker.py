@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -35,7 +36,8 @@ from trainyard.errors import (
 )
 from trainyard.launch.environment import Process
 from trainyard.launch.heartbeat import Heartbeat
-from trainyard.parallel.mesh import build_mesh, choose_device
+from trainyard.parallel.mesh import HostClock, build_mesh, choose_device, name_full_memory
+from trainyard.plan.resolve import resolve
 from trainyard.topology import Topology
 from trainyard.train.run_folder import write_run_folder
 from trainyard.train.stop import DONE, Stop, StopReason
@@ -237,6 +239,69 @@ def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     started_by_us = Process(1, 2, 1, 2, store_file=Path("store"))
     with pytest.raises(MachineError, match="rank 1 is number 1 on its machine, which has 1 GPU\n"):
         choose_device(started_by_us)
+
+
+def test_sums_inside_matmuls_are_fp32_and_attention_is_flash(tiny_run: Run, tmp_path: Path) -> None:
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    start(tmp_path, tiny_run)
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+class DeviceTime(HostClock):
+    """A device on which a step takes 2 seconds and whatever follows it a minute."""
+
+    def __init__(self) -> None:
+        self._now, self._intervals = 0.0, itertools.cycle([60.0, 2.0])
+
+    def mark(self) -> float:
+        self._now += next(self._intervals)
+        return self._now
+
+
+def test_speed_is_the_devices(
+    tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainyard.train.metrics.build_clock", lambda _device: DeviceTime())
+    run = with_fields(tiny_run, log={"interval": 3}, evaluate={"interval": 2})
+    start(tmp_path, with_fields(run, checkpoint={"interval": 2}))
+    lines = lines_of(tmp_path, "train")
+    assert [line["milliseconds_per_step"] for line in lines] == [2000.0] * 4
+    assert [line["sequences_per_second"] for line in lines] == [8 / 2] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "n_ranks", "hint"),
+    [
+        (
+            {"micro_batch_size": 4},
+            2,
+            'train.micro_batch_size=2, or parallel.recompute="attention", or '
+            "parallel.zero_stage=3, or more ranks; see trainyard plan",
+        ),
+        ({"micro_batch_size": 1}, 1, 'parallel.recompute="attention", or more ranks; see '),
+    ],
+)
+def test_a_full_gpu_is_one_message(
+    tiny_run: Run, changes: dict[str, int], n_ranks: int, hint: str
+) -> None:
+    run = with_fields(tiny_run, train={**changes, "global_batch_size": 8})
+    told = "CUDA out of memory. Tried to allocate 2 GiB. Of the allocated memory 1 is .."
+    plan, device = resolve(run, n_ranks), torch.device("cpu")
+    with (
+        pytest.raises(MachineError, match="does not fit into") as error,
+        name_full_memory(run, plan, device),
+    ):
+        raise torch.OutOfMemoryError(told)
+    assert error.value.problem.endswith(
+        "the memory of cpu: CUDA out of memory. Tried to allocate 2 GiB."
+    )
+    assert error.value.hint.startswith(hint)
+    assert error.value.exit_code == 2
 
 
 def test_token_outside_the_vocabulary(tiny_run: Run, tmp_path: Path) -> None:

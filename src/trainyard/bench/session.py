@@ -16,9 +16,8 @@ from trainyard.bench.timeline import Timeline, build_clock
 from trainyard.config.load import load_run, render_run
 from trainyard.config.run import Data, Run
 from trainyard.data.loader import build_orders, data_fingerprint
-from trainyard.errors import MachineError
 from trainyard.launch.environment import Process
-from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name
+from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name, name_full_memory
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.precision.float8 import refuse_device
@@ -43,24 +42,17 @@ def run_job(folder: Path, process: Process, start: StartupTimes) -> None:
     device = choose_device(process)
     refuse_device(run, device)
     began = time.perf_counter()
-    with start_ranks(process, device, lambda: _facts(run)):
+    with start_ranks(process, device, lambda: _facts(run)), name_full_memory(run, plan, device):
         mesh = build_mesh(plan.topology, process.rank, device)
         start.seconds["ranks"] = time.perf_counter() - began
         timeline = Timeline(build_clock(device))
-        try:
-            with start.timing("data"):
-                # Building the context does it again, from the cache filled here.
-                if process.rank == 0:
-                    build_orders(run, plan, ("train", "valid"))
-            with start.timing("model"):
-                candidate = _build(folder, run, plan, mesh, job, timeline)
-            found = measure(candidate, job, timeline, mesh, folder)
-        except torch.OutOfMemoryError as error:
-            raise MachineError(
-                f"{run.name} does not fit into the memory of {device_name(device)}: "
-                f"{str(error).splitlines()[0]}",
-                "a smaller train.micro_batch_size, parallel.recompute=block, or more ranks",
-            ) from None
+        with start.timing("data"):
+            # Building the context does it again, from the cache filled here.
+            if process.rank == 0:
+                build_orders(run, plan, ("train", "valid"))
+        with start.timing("model"):
+            candidate = _build(folder, run, plan, mesh, job, timeline)
+        found = measure(candidate, job, timeline, mesh, folder)
     if process.rank == 0:
         start.seconds["first step"] = found.pop("first_step_seconds")
         found |= {"device": device_name(device), "startup_seconds": start.seconds}
@@ -71,6 +63,7 @@ def _build(
     folder: Path, run: Run, plan: Plan, mesh: Mesh, job: BenchJob, timeline: Timeline
 ) -> TimedTraining:
     if job.baseline:
+        torch.backends.cuda.enable_cudnn_sdp(enabled=True)  # baselines compute as torch chooses
         return build_baseline(job.baseline, run, plan, mesh.device, timeline)
     return OurTraining(build_context(folder, run, plan, mesh, timeline))
 

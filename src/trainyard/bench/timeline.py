@@ -15,18 +15,20 @@ time. "data wait" is then the time the device idles while the host waits for, or
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from trainyard.launch.heartbeat import Heartbeat, Phase
+from trainyard.parallel.mesh import Clock
+from trainyard.parallel.mesh import DeviceClock as DeviceClock
+from trainyard.parallel.mesh import HostClock as HostClock
+from trainyard.parallel.mesh import build_clock as build_clock
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, END = "data wait", "forward", "backward", "optimizer", ""
 PARTS: Final = (DATA, FORWARD, BACKWARD, OPTIMIZER)
@@ -34,58 +36,6 @@ PART_OF_PHASE: Final = {"data": DATA, "forward and backward": FORWARD, "update":
 ANNOTATION: Final = "trainyard: "
 Mark = tuple[str, Any]
 """A part and its start."""
-
-
-class Clock(Protocol):
-    """Measures the time between two marks."""
-
-    def mark(self) -> Any:
-        """Notes the time."""
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Returns the time between two marks that have passed."""
-
-    def wait(self) -> None:
-        """Returns when all marks have passed."""
-
-
-class HostClock:
-    """The clock of a CPU."""
-
-    def mark(self) -> float:
-        """Notes the time."""
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        """Returns the time between two marks."""
-        return end - start
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-
-class DeviceClock:
-    """Events between the kernels of a GPU's current stream."""
-
-    def mark(self) -> torch.cuda.Event:
-        """Records when the kernels so far will be done."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Returns the time between two events that have passed."""
-        milliseconds: float = start.elapsed_time(end)
-        return milliseconds / 1000
-
-    def wait(self) -> None:
-        """Returns when the device has nothing left to do."""
-        torch.cuda.synchronize()
-
-
-def build_clock(device: torch.device) -> Clock:
-    """Returns the clock of a device."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 class Timeline(Heartbeat):

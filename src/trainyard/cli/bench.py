@@ -56,6 +56,13 @@ def bench(
         int | None,
         typer.Option(min=1, help="Rounds per candidate. Default: 3 when comparing, else 1."),
     ] = None,
+    roofline: Annotated[
+        str | None,
+        typer.Option(
+            help="Predict a step on this GPU, such as h200, kernel by kernel, instead of timing it "
+            "here. Needs no GPU."
+        ),
+    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also write a trace and its top operators.")
     ] = False,
@@ -79,6 +86,9 @@ def bench(
     from trainyard.config.load import load_run
     from trainyard.plan.resolve import resolve
 
+    if roofline is not None:
+        _predict(load_run(run_file, overrides).run, roofline, as_json=as_json)
+        return
     counted = parse_steps(steps, warm_up)
     process = read_process()
     if ranks is not None and process.n_ranks > 1:
@@ -106,6 +116,16 @@ def bench(
                 stamp = time.strftime("%Y-%m-%d-%H%M%S")
                 output = RECORDS_FOLDER / f"{stamp}-{run.name}.json"
             _write(outcomes, order, describe_data(run), output, as_json=as_json)
+
+
+def _predict(run: Run, gpu: str, *, as_json: bool) -> None:
+    """Prints the roofline of a step."""
+    from dataclasses import asdict
+
+    from trainyard.bench.roofline import predict, render
+
+    found = predict(run, gpu)
+    typer.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(render(found)))
 
 
 def _list_candidates(

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trainyard.config.run import Run
-from trainyard.errors import LaunchError, UserError
+from trainyard.errors import LaunchError, MachineError, UserError
 from trainyard.extras import require
 from trainyard.launch.environment import Process, read_process, read_start
 from trainyard.launch.lock import hold
 from trainyard.launch.restarts import note_refusal
 from trainyard.launch.supervise import SupervisedJob, exit_code_below, supervise
+from trainyard.plan.hardware import list_gpus
 from trainyard.units import format_figure, format_seconds
 
 if TYPE_CHECKING:
@@ -137,7 +138,20 @@ def _load_run(
     require("torch")
     if ranks is None:
         plan = resolve(run, max(plan.n_ranks, _count_gpus()))
+    if process.n_ranks == 1 and plan.n_ranks > 1:
+        _refuse_missing_gpus(plan.n_ranks)
     return run, plan
+
+
+def _refuse_missing_gpus(n_ranks: int) -> None:
+    """Refuses more ranks than GPUs, before they start; without GPUs they train on the CPU."""
+    n_gpus = _count_gpus() if list_gpus() else 0
+    if 0 < n_gpus < n_ranks:
+        raise MachineError(
+            f"{n_ranks} ranks on this machine, where torch sees {n_gpus} GPU"
+            f"{'s' if n_gpus > 1 else ''}",
+            f"--ranks {n_gpus}; or, to train on the CPU, hide GPUs with CUDA_VISIBLE_DEVICES=",
+        )
 
 
 def _begun_run(folder: Path) -> Run | None:

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trainyard.doctor.timing import seconds_of
 from trainyard.doctor.verdict import ATTENTION, MATMULS, MEMORY
+from trainyard.model.attention import attention_kernel
 from trainyard.plan.hardware import GIGA, TERA
 from trainyard.units import format_bytes
 
@@ -63,7 +64,9 @@ def measure_device(
         seconds, n_calls = seconds_of(_attention(fastest, size, device), device, budget_seconds)
         # A causal model needs half of the scores, and two matmuls.
         flops = 2 * size.sequence**2 * size.heads * HEAD_WIDTH
+        kernel = attention_kernel(HEAD_WIDTH, DTYPES[fastest], device).replace("_", " ")
         how = f"{size.heads} heads of {HEAD_WIDTH}, sequence {size.sequence}, median of {n_calls}"
+        how += f", {kernel}" if device.type == "cuda" else ""
         yield f"{ATTENTION} {fastest}", flops / seconds / TERA, "TFLOP/s", how
     source = torch.ones(size.copied_bytes // 4, device=device)
     target = torch.empty_like(source)

@@ -24,7 +24,9 @@ from trainyard.data.tokenizer import Tokenizer, tokenizer_name
 from trainyard.errors import ConfigError, DataError
 from trainyard.evaluate.loss import Ids
 from trainyard.files import FILE_LIMIT_BYTES, read_file
+from trainyard.launch.environment import Process
 from trainyard.model.gpt import GPT
+from trainyard.parallel.mesh import choose_device
 from trainyard.precision.block_scaled import torch_dtype
 
 FREQUENCY_TOKENS = 20_000_000  # of the training data: enough for its frequencies
@@ -66,7 +68,7 @@ def load_trained(path: Path) -> Trained:
     checkpoint = find_checkpoint(path)
     manifest = read_manifest(checkpoint)
     run = manifest.build_run()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device(Process())
     dtype = torch.float32
     if device.type == "cuda":
         dtype = torch_dtype(run.precision.formats.compute)

@@ -45,6 +45,7 @@ PROMISE = "TRAINYARD_DEVICES"
 END = "TRAINYARD_END"
 """Set by job scripts: when the scheduler ends the job, in seconds since 1970."""
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 MEANING = "start all ranks with torchrun, srun or mpiexec, or one process without its variables"
 ADDRESS_HINT = "export MASTER_ADDR, the name of the first machine, and MASTER_PORT to every rank"
 
@@ -230,6 +231,11 @@ def let_idle_threads_sleep() -> None:
     spinning made it nine times slower (docs/log.md). A policy set in the environment is kept.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def chooses_allocator(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user has configured torch's memory allocator."""
+    return any(name in environment for name in ALLOCATOR)
 
 
 def keep_off_the_network() -> None:

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from trainyard.architecture import block_layers
 from trainyard.config.run import Model
@@ -125,11 +126,25 @@ class Attention(nn.Module):
             mixed = self.core(q, k, v, dropout_seeds)
         else:
             k, v = cache.append(k, v)
-            mask = _new_tokens_see_all_before(T, k.shape[2], x.device)
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            is_start = k.shape[2] == T
+            # Flash attention takes no mask; one new token needs none.
+            mask = None if is_start or T == 1 else _new_see_all_before(T, k.shape[2], x.device)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_start)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
         return out
 
 
-def _new_tokens_see_all_before(new: int, total: int, device: torch.device) -> Tensor:
+def attention_kernel(d_head: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Names the kernel of attention on a GPU, with and without dropout; "cpu" on a CPU.
+
+    `choose_device` leaves torch one choice: "flash_attention" in bf16 and fp16, which has no fp32,
+    and "efficient_attention" there; "math" if neither takes the device or the size of heads.
+    """
+    if device.type != "cuda":
+        return device.type
+    x = torch.empty(1, 1, 1, d_head, dtype=dtype, device=device, requires_grad=True)
+    return str(SDPBackend(torch._fused_sdp_choice(x, x, x, is_causal=True)).name).lower()
+
+
+def _new_see_all_before(new: int, total: int, device: torch.device) -> Tensor:
     return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)

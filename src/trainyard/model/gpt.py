@@ -49,7 +49,7 @@ class GPT(nn.Module):
         blocks: by number in the whole model.
         cross_entropy: of a stage with the loss.
         token_positions: of the tokens in a sequence, int64, on the CPU.
-        residual_positions: of the tokens in the residual stream.
+        residual_positions: of the tokens in the residual stream, on the device after a pass.
     """
 
     def __init__(
@@ -107,8 +107,9 @@ class GPT(nn.Module):
             dropout_seeds = None
         start = caches[0].n_tokens if caches else 0
         x = self.embedding(x) if self.takes_tokens and self.embedding is not None else x
+        # Kept there: each copy from ordinary memory would go through a buffer of the driver.
+        self.residual_positions = self.residual_positions.to(x.device, non_blocking=True)
         positions = self.residual_positions[start : start + x.shape[1]]
-        positions = positions.to(x.device, non_blocking=True)
         if self.positions is not None:
             x = (x + self.positions(positions)).to(self.compute_dtype)  # (B, T, D)
             x = self.dropout(x, dropout_seeds, positions)

@@ -1,30 +1,40 @@
-"""The device and memory of a rank, and its process groups, axis by axis."""
+"""The device, its clock and memory of a rank, and its process groups, axis by axis."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainyard.config.run import Run
 from trainyard.errors import MachineError
-from trainyard.launch.environment import Process
+from trainyard.launch.environment import Process, chooses_allocator
 from trainyard.parallel.start import COLLECTIVE_TIMEOUT
+from trainyard.plan.layout import memory_hint
+from trainyard.plan.resolve import Plan
 from trainyard.topology import Coordinates, Topology
 
 TEXT_BYTES = 256
 
 
 def choose_device(process: Process) -> torch.device:
-    """Chooses the GPU of this rank, or the CPU where there is none.
+    """Chooses the GPU of this rank, or the CPU where there is none, and how torch computes there.
 
     Raises:
         MachineError: the machine has fewer GPUs than ranks.
     """
+    # Sums inside a matmul stay in fp32, where cuBLAS would add up parts of them in its format.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    # Flash attention for every run: cuDNN's takes few dropout rates and is not deterministic.
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     if not torch.cuda.is_available():
         return torch.device("cpu")
     n_devices = torch.cuda.device_count()
@@ -39,6 +49,10 @@ def choose_device(process: Process) -> torch.device:
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    # Memory that one stream freed serves all of its later sizes. On ROCm it crashes or hangs
+    # (torch 2.13; pytorch/pytorch#187343, #192259).
+    if torch.version.hip is None and not chooses_allocator():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     return device
 
 
@@ -65,6 +79,75 @@ def keep_freed_memory() -> bool:
     largest = 2**31 - 1
     wanted = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: largest, M_TOP_PAD: 64 * 2**20}
     return all(mallopt(parameter, value) == 1 for parameter, value in wanted.items())
+
+
+@contextmanager
+def name_full_memory(run: Run, plan: Plan, device: torch.device) -> Iterator[None]:
+    """Turns a full GPU into one message with what needs less.
+
+    Raises:
+        MachineError: the run does not fit.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        found = str(error).splitlines()[0].partition(" Of the allocated")[0]
+        raise MachineError(
+            f"{run.name} does not fit into the memory of {device_name(device)}: {found}",
+            memory_hint(run, plan.n_ranks),
+        ) from None
+
+
+class Clock(Protocol):
+    """Measures the time between two marks."""
+
+    def mark(self) -> Any:
+        """Notes the time."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Returns the time between two marks that have passed."""
+
+    def wait(self) -> None:
+        """Returns when all marks have passed."""
+
+
+class HostClock:
+    """The clock of a CPU."""
+
+    def mark(self) -> float:
+        """Notes the time."""
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        """Returns the time between two marks."""
+        return end - start
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+class DeviceClock:
+    """Events between the kernels of a GPU's current stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        """Records when the kernels so far will be done."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Returns the time between two events that have passed."""
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1000
+
+    def wait(self) -> None:
+        """Returns when the device has nothing left to do."""
+        torch.cuda.synchronize()
+
+
+def build_clock(device: torch.device) -> Clock:
+    """Returns the clock of a device."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 @dataclass(frozen=True)

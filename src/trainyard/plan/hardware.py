@@ -75,7 +75,7 @@ DEVICES = (
     ),
     # NVIDIA H200 datasheet (2024), SXM5.
     Device(
-        *("H200", r"H200(?! NVL)", HOPPER, 141 * GIB, 4.8 * TERA, 450 * GIGA),
+        *("H200", r"\bH200(?! NVL)", HOPPER, 141 * GIB, 4.8 * TERA, 450 * GIGA),
         *HOPPER_SHARES,
     ),
     # NVIDIA HGX B200 datasheet (2025).

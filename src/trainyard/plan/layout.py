@@ -22,6 +22,8 @@ from trainyard.topology import Topology
 from trainyard.units import format_number
 
 Stages = tuple[tuple[int, int], ...]
+RECOMPUTE = ("none", "attention", "block")
+"""Least computation first."""
 FARTHEST = 8
 """Suggest rank counts up to this multiple, or down to this fraction, of the given one."""
 MOST_TENSOR = 8
@@ -160,6 +162,31 @@ def _problems(run: Run, n_ranks: int) -> list[str]:
         refused = [size for size, count in counts.items() if not takes_micro_batches(run, count)]
         problems += [_schedule_problem(run, n_ranks, size, counts[size]) for size in refused[:1]]
     return problems
+
+
+def ways_to_save_memory(run: Run) -> list[list[rules.Changes]]:
+    """Lists ways to save memory on the same ranks, each as changes to try, smallest first."""
+    parallel, micro = run.parallel, run.train.micro_batch_size
+    smaller = [n for n in reversed(rules.divisors(micro)) if n < micro]
+    more = RECOMPUTE[RECOMPUTE.index(parallel.recompute) + 1 :]
+    return [
+        [{"train.micro_batch_size": n} for n in smaller],
+        [{"parallel.recompute": kind} for kind in more],
+        [{"parallel.zero_stage": stage} for stage in range(parallel.zero_stage + 1, 4)],
+    ]
+
+
+def memory_hint(run: Run, n_ranks: int) -> str:
+    """Suggests the smallest step of each way to save memory on the same ranks."""
+
+    def works(changed: Run) -> bool:
+        return not rules.broken_rules(changed) and not _problems(changed, n_ranks)
+
+    ways = ways_to_save_memory(run)
+    if n_ranks == ranks_per_replica(run):
+        ways.pop()  # ZeRO has nobody to share with
+    steps = [rules.describe(run, rules.first_working(run, way, works)) for way in ways]
+    return f"{', or '.join(filter(None, [*steps, 'more ranks']))}; see trainyard plan"
 
 
 def _schedule_problem(run: Run, n_ranks: int, batch_size: int, n_micro_batches: int) -> str:

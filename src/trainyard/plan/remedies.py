@@ -16,9 +16,9 @@ from trainyard.config.load import field_value
 from trainyard.config.precisions import FORMATS, PrecisionKind
 from trainyard.config.run import Run
 from trainyard.plan.hardware import Machine
+from trainyard.plan.layout import ways_to_save_memory
 from trainyard.plan.search import (
     FIELDS,
-    RECOMPUTE,
     Candidate,
     fits,
     is_legal,
@@ -63,18 +63,6 @@ def smallest_changes(run: Run, machine: Machine, n_devices: int) -> list[Remedy]
     if not found:
         found = list(_searched(run, machine, n_devices))
     return sorted(found, key=lambda remedy: remedy.device_seconds)
-
-
-def ways_to_save_memory(run: Run) -> list[list[rules.Changes]]:
-    """Lists ways to save memory on the same ranks, each as changes to try, smallest first."""
-    parallel, micro = run.parallel, run.train.micro_batch_size
-    smaller = [n for n in reversed(rules.divisors(micro)) if n < micro]
-    more = RECOMPUTE[RECOMPUTE.index(parallel.recompute) + 1 :]
-    return [
-        [{"train.micro_batch_size": n} for n in smaller],
-        [{"parallel.recompute": kind} for kind in more],
-        [{"parallel.zero_stage": stage} for stage in range(parallel.zero_stage + 1, 4)],
-    ]
 
 
 def _from(run: Run, start: Run, machine: Machine, n_devices: int) -> Iterator[Remedy]:

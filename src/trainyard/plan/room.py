@@ -14,8 +14,9 @@ from trainyard.config import rules
 from trainyard.config.run import Run
 from trainyard.errors import MachineError
 from trainyard.plan.hardware import find_device, list_gpus
+from trainyard.plan.layout import ways_to_save_memory
 from trainyard.plan.memory import busiest_memory
-from trainyard.plan.remedies import SPARING, ways_to_save_memory
+from trainyard.plan.remedies import SPARING
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.plan.saving import checkpoint_bytes
 from trainyard.plan.search import USABLE_SHARE, is_legal

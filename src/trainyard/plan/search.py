@@ -31,7 +31,13 @@ from trainyard.plan import saving
 from trainyard.plan.batches import batch_sizes
 from trainyard.plan.flops import matmul_flops, model_flops_per_token
 from trainyard.plan.hardware import Machine
-from trainyard.plan.layout import Stages, find_stages, ranks_per_replica, takes_micro_batches
+from trainyard.plan.layout import (
+    RECOMPUTE,
+    Stages,
+    find_stages,
+    ranks_per_replica,
+    takes_micro_batches,
+)
 from trainyard.plan.memory import RankMemory, busiest_memory, rank_memory
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.plan.shapes import FASTEST, list_shapes
@@ -42,7 +48,6 @@ USABLE_SHARE = 0.98
 """Share of the nominal memory: drivers reserve up to 2 per cent."""
 SURE_SHARE = 0.9
 """Share of a time without data parallel communication: pipelines of one kind differ by less."""
-RECOMPUTE = ("none", "attention", "block")
 SPARING: rules.Changes = {"zero_stage": 3, "data_replicate": 1, "recompute": "block"}
 """The variant of a shape with least memory."""
 FIELDS = (

@@ -45,7 +45,7 @@ COLLECTIVES = {
 NO_MESSAGE = {"recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier"}
 _INHERITED = object()
 # torch's FLOP table lacks CPU attention.
-_CPU_ATTENTION: dict[str, Callable[..., int]] = {
+ATTENTION: dict[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop_count,
     "_scaled_dot_product_flash_attention_for_cpu_backward": flop_counter.sdpa_backward_flop_count,
 }
@@ -141,13 +141,9 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._enter_tensor(leaf, name)
         if self.counts_messages and "c10d" in function.namespace and name not in NO_MESSAGE:
             self._count_message(name, tree_leaves((args, kwargs, out)))
-        formula = flop_counter.flop_registry.get(function.overloadpacket)
-        if formula is not None:
-            self.flops[name] += formula(*args, **kwargs, out_val=out)
-        elif name in _CPU_ATTENTION:
-            first = 1 if name.endswith("backward") else 0
-            shapes = [x.shape for x in args[: 3 + first]]
-            self.flops[name] += _CPU_ATTENTION[name](*shapes)
+        flops = count_flops(function, args, kwargs, out)
+        if flops:
+            self.flops[name] += flops
         return out
 
     def _count_message(self, name: str, leaves: list[Any]) -> None:
@@ -192,6 +188,19 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._paused -= 1
+
+
+def count_flops(function: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Counts the FLOP of an operation: those of matmuls and attention, else 0.
+
+    Attention counts as if every token saw all others.
+    """
+    name = function._opname
+    if name in ATTENTION:
+        first = 1 if name.endswith("backward") else 0
+        return ATTENTION[name](*(x.shape for x in args[: 3 + first]))
+    formula = flop_counter.flop_registry.get(function.overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 def _is_shell(kind: type) -> bool:

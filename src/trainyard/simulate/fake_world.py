@@ -24,9 +24,9 @@ missing. Fake tensors and fake ranks need these patches:
                                     `_get_init_p2p_neighbors_ops`
 
 `accounting.py` patches two methods to observe them: `UntypedStorage.resize_`, which no dispatcher
-sees, and those by which DTensor infers shapes. Nothing else in Trainyard replaces code of others
-(tested), and everything private to PyTorch that differs between 2.11 and 2.13 is in these two
-files.
+sees, and those by which DTensor infers shapes; `kernels.py` patches one by which Inductor would
+write code. Nothing else in Trainyard replaces code of others (tested), and everything private to
+PyTorch that differs between 2.11 and 2.13 is in these three files.
 """
 
 from __future__ import annotations
@@ -171,6 +171,11 @@ def _to(module: nn.Module, target: torch.device | torch.dtype) -> nn.Module:
 
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Returns 1 when a program reads a tensor's value."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Lets TorchDynamo compile under this mode."""
+        return True
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

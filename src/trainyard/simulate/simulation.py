@@ -29,6 +29,7 @@ from torch import Tensor
 from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.data.loader import Loader
+from trainyard.launch.heartbeat import Heartbeat
 from trainyard.optim.optimizer import build_optimizer
 from trainyard.parallel.mesh import Mesh, build_mesh
 from trainyard.parallel.model import ParallelModel
@@ -206,23 +207,10 @@ def count_steps(
         numbers: micro batches of each step.
     """
     run = run.model_copy(update={"train": run.train.model_copy(update={"compile": "never"})})
-    batches = _Batches(run)
+    batches = FakeBatches(run)
     parallel_model = ParallelModel(run, plan, mesh)
     labels = PhaseLabels(books, parallel_model)
-    context = TrainContext(
-        folder=Path(),
-        run=run,
-        plan=plan,
-        batches=BatchSchedule(run),
-        model=parallel_model,
-        optimizer=build_optimizer(parallel_model, run),
-        train_data=cast(Loader, batches),
-        valid_order=None,
-        tokenizer=None,
-        data_fingerprint="",
-        heartbeat=labels,
-    )
-    context.optimizer.prepare_state(0)  # which every step but the first has
+    context = build_fake_context(run, plan, parallel_model, batches, labels)
     state = State.at_start(context)
     counts = []
     for step, n in enumerate(numbers):
@@ -275,7 +263,28 @@ def _axis_and_kind(group: str, kind: str, mesh: Mesh, run: Run) -> tuple[str, st
     return axis, "send" if is_ring else kind
 
 
-class _Batches:
+def build_fake_context(
+    run: Run, plan: Plan, parallel_model: ParallelModel, batches: FakeBatches, labels: Heartbeat
+) -> TrainContext:
+    """Builds what `train_step` needs, with the moments that every step but the first has."""
+    context = TrainContext(
+        folder=Path(),
+        run=run,
+        plan=plan,
+        batches=BatchSchedule(run),
+        model=parallel_model,
+        optimizer=build_optimizer(parallel_model, run),
+        train_data=cast(Loader, batches),
+        valid_order=None,
+        tokenizer=None,
+        data_fingerprint="",
+        heartbeat=labels,
+    )
+    context.optimizer.prepare_state(0)
+    return context
+
+
+class FakeBatches:
     """Replaces the loader."""
 
     def __init__(self, run: Run) -> None:

@@ -24,7 +24,6 @@ from trainyard.checkpoint.resume import check_resumable
 from trainyard.checkpoint.save import ALONE, SavingRank
 from trainyard.config.precisions import EXPONENTS, SCALED_COLUMNS
 from trainyard.errors import EXIT_HOLD, CheckpointError, MachineError
-from trainyard.launch.environment import read_versions
 from trainyard.parallel.placement import Placement, is_writer, local_part, place
 from trainyard.plan.saving import checkpoint_bytes, rank_bytes
 from trainyard.train.metrics import Metrics
@@ -77,7 +76,7 @@ def save_state(
         consumed_tokens=consumed * context.run.model.sequence_length,
         run=context.run.model_dump(mode="json"),
         plan=context.plan.as_json(),
-        versions=read_versions(),
+        versions=context.versions,
         data_fingerprint=context.data_fingerprint,
         training=training,
     )

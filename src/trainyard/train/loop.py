@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -51,11 +50,11 @@ def train(
     saves = Saves(saver, metrics, show)
     ending: StopReason | None = None
     while state.step < plan.n_steps and ending is None:
-        started = time.perf_counter()
-        result = train_step(context, state)
+        with metrics.timing():
+            result = train_step(context, state)
         n_sequences = context.batches.batch_size(state.step)
         state.step += 1
-        metrics.add(result, n_sequences, time.perf_counter() - started)
+        metrics.add(result, n_sequences)
         show(state.step, "")
 
         request = context.model.mesh.agree(saves.stop_request(state.step) or stop.stop_request())

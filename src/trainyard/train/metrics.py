@@ -1,6 +1,7 @@
 """Training's output: a log line, metrics.jsonl, TensorBoard, and Weights & Biases if configured.
 
-Throughput counts only the time of steps, not evaluation or saving.
+Throughput counts only the time of steps, not evaluation or saving: on a GPU the device's time, from
+events in its stream, as the host only queues a step there and is done long before.
 TFLOP/s is model FLOP per token x tokens per second (`plan.flops.model_flops_per_token`;
 recomputation is not counted); MFU is that over the device's peak for the precision in use.
 """
@@ -25,7 +26,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
-from trainyard.parallel.mesh import device_name
+from trainyard.parallel.mesh import build_clock, device_name
 from trainyard.plan.flops import model_flops_utilization, tflops_per_second_per_gpu
 from trainyard.plan.hardware import find_device
 from trainyard.plan.resolve import Plan
@@ -52,17 +53,22 @@ class Metrics:
         self._peak_flops = _peak_flops_per_second(context.run, context.device)
         self._loss_sum = torch.zeros((), device=context.device)
         self._skipped = torch.zeros((), device=context.device)
-        self._n_steps = 0
-        self._step_seconds = 0.0
+        self._clock = build_clock(context.device)
+        self._steps: list[tuple[Any, Any]] = []
         self._tokens = 0
 
-    def add(self, result: StepResult, n_sequences: int, seconds: float) -> None:
-        """Adds one step."""
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Times the step of its block, without waiting for the device."""
+        start = self._clock.mark()
+        yield
+        self._steps.append((start, self._clock.mark()))
+
+    def add(self, result: StepResult, n_sequences: int) -> None:
+        """Adds the step that was timed last."""
         finite = result.skipped == 0
         self._loss_sum += torch.where(finite, result.loss, torch.zeros_like(result.loss))
         self._skipped += result.skipped
-        self._n_steps += 1
-        self._step_seconds += seconds
         self._tokens += n_sequences * self._context.run.model.sequence_length
 
     def write_steps(self, state: State, result: StepResult) -> str:
@@ -71,7 +77,8 @@ class Metrics:
         self.write("train", values)
         self._loss_sum.zero_()
         self._skipped.zero_()
-        self._n_steps, self._step_seconds, self._tokens = 0, 0.0, 0
+        self._steps.clear()
+        self._tokens = 0
         return self._render(values, self._context.plan)
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
@@ -86,9 +93,9 @@ class Metrics:
 
     def _values(self, state: State, result: StepResult) -> dict[str, Any]:
         context = self._context
-        n_finite = self._n_steps - int(self._skipped.item())
+        n_finite = len(self._steps) - int(self._skipped.item())  # waits for the device
         loss = self._loss_sum.item() / n_finite if n_finite else math.nan
-        seconds = max(self._step_seconds, 1e-9)
+        seconds = max(sum(self._clock.seconds(*step) for step in self._steps), 1e-9)
         tokens_per_second = self._tokens / seconds
         flops_per_token = context.plan.model_flops_per_token
         consumed = context.batches.consumed(state.step)
@@ -101,7 +108,7 @@ class Metrics:
             "loss": loss,
             "gradient_norm": float(result.gradient_norm.item()),
             "loss_scale": 1.0 if state.scaler is None else state.scaler.scale.item(),
-            "milliseconds_per_step": 1000 * seconds / self._n_steps,
+            "milliseconds_per_step": 1000 * seconds / len(self._steps),
             "sequences_per_second": tokens_per_second / context.run.model.sequence_length,
             "tokens_per_second_per_device": tokens_per_second / context.plan.n_ranks,
             "tflops_per_second_per_device": tflops_per_second_per_gpu(

@@ -18,11 +18,14 @@ from trainyard.data.loader import Loader
 from trainyard.data.order import SequenceOrder
 from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import CheckpointError
+from trainyard.launch.environment import read_versions
 from trainyard.launch.heartbeat import Heartbeat
+from trainyard.model.attention import attention_kernel
 from trainyard.optim.optimizer import LocalOptimizer
 from trainyard.parallel.model import ParallelModel
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import Plan
+from trainyard.precision.block_scaled import torch_dtype
 from trainyard.precision.scaler import LossScaler, SavedScale
 from trainyard.train.spikes import SavedWindow, SpikeWindow
 
@@ -242,6 +245,17 @@ class TrainContext:
     def device(self) -> torch.device:
         """Where this rank computes."""
         return self.model.mesh.device
+
+    @property
+    def attention_kernel(self) -> str:
+        """The kernel that computes attention on this device."""
+        model, dtype = self.run.model, torch_dtype(self.run.precision.formats.compute)
+        return attention_kernel(model.d_model // model.n_heads, dtype, self.device)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """What can change a result besides the run: versions of software, and kernels."""
+        return read_versions() | {"attention": self.attention_kernel}
 
     @property
     def is_first_rank(self) -> bool:

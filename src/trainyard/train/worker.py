@@ -43,14 +43,20 @@ from trainyard.files import publish_text
 from trainyard.launch.environment import (
     hide_secrets,
     read_process,
-    read_versions,
     refuse_missing_devices,
     seconds_left,
 )
 from trainyard.launch.heartbeat import Heartbeat
 from trainyard.log import build_logger, show_progress
 from trainyard.optim.optimizer import build_optimizer
-from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name, keep_freed_memory
+from trainyard.parallel.mesh import (
+    Mesh,
+    build_mesh,
+    choose_device,
+    device_name,
+    keep_freed_memory,
+    name_full_memory,
+)
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.plan.batches import BatchSchedule
@@ -120,7 +126,7 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
             probe(checkpoint_folder(folder), n_bytes)
         return gather_facts(run_text, describe_data(run)) | started_from
 
-    with start_ranks(process, device, facts):
+    with start_ranks(process, device, facts), name_full_memory(run, plan, device):
         _warn_of_slow_precision(run, device)
         mesh = build_mesh(plan.topology, process.rank, device)
         read_unread(run, mesh, heartbeat, keeps=process.local_rank == 0)
@@ -182,21 +188,20 @@ def _number(text: str) -> int:
 
 
 def _train_on(context: TrainContext, resume: Resume, log: LogLines) -> StopReason:
-    folder, run, plan = context.folder, context.run, context.plan
+    folder, run = context.folder, context.run
     context.heartbeat.enter("load", 0)
     state = load_state(context, resume)
     device = context.device
     try:
         if context.is_first_rank:
-            _write_facts(folder, plan)
+            _write_facts(context)
         metrics = Metrics(context, log)
     except OSError as error:
         raise MachineError(
             f"cannot write to {folder}: {error}", "free space or quota there, or make it writable"
         ) from error
-    metrics.write(
-        "start", {"step": state.step, "resumed": state.step > 0, "device": device_name(device)}
-    )
+    start = {"step": state.step, "resumed": state.step > 0, "device": device_name(device)}
+    metrics.write("start", start | {"attention": context.attention_kernel})
     stop_folder = folder if context.is_first_rank else None
     stop = Stop(stop_folder, run.train.stop_after_minutes, seconds_left())
     saver = build_saver(context)
@@ -327,9 +332,10 @@ def _check_vocabularies(run: Run, tokenizer: Tokenizer | None) -> None:
             )
 
 
-def _write_facts(folder: Path, plan: Plan) -> None:
+def _write_facts(context: TrainContext) -> None:
+    folder = context.folder
     (folder / OUTCOME).unlink(missing_ok=True)  # of an earlier start
-    for name, facts in (("plan", plan.as_json()), ("versions", read_versions())):
+    for name, facts in (("plan", context.plan.as_json()), ("versions", context.versions)):
         (folder / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,0 +1,209 @@
+"""Predicts a training step from its kernels, without the device: `trainyard bench --roofline`.
+
+A kernel takes the longer of two times:
+
+                 limit: datasheet        predicted: what such kernels reach
+    its FLOP     / peak                  / (peak x matmul or attention share x sustained share)
+    its bytes    / memory bandwidth      / (bandwidth x memory share)
+
+The shares are those of `plan` (plan/hardware.py), as is the host's time to launch a kernel, which
+overlaps the device's. `simulate/kernels.py` counts the kernels.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainyard.config.run import Run
+from trainyard.errors import ConfigError, MachineError
+from trainyard.plan.clusters import find_machine
+from trainyard.plan.flops import model_flops_per_token, model_flops_utilization
+from trainyard.plan.hardware import TERA, Machine
+from trainyard.plan.resolve import resolve
+from trainyard.plan.time import HIDING
+from trainyard.simulate.kernels import Kernel, count_kernels
+from trainyard.units import format_count
+
+N_SHOWN = 24
+_FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class PricedKernel:
+    """Equal kernels of a step."""
+
+    place: str
+    name: str
+    launches: int
+    bytes: int
+    flops: int
+    limit_seconds: float
+    """By datasheet figures."""
+    seconds: float
+    """Predicted."""
+    bound: str
+    """By "memory" or by "FLOP"."""
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A predicted step; nothing here is measured."""
+
+    run: str
+    device: str
+    sequences: int
+    micro_batches: int
+    kernels: tuple[PricedKernel, ...]
+    """The longest first."""
+    limit_seconds: float
+    device_seconds: float
+    host_seconds: float
+    """To launch all kernels."""
+    step_seconds: float
+    limit_mfu: float
+    mfu: float
+
+
+def predict(run: Run, gpu: str) -> Roofline:
+    """Predicts a step of train.global_batch_size on one GPU.
+
+    Args:
+        run: the run, for one device.
+        gpu: a name that `plan --gpu` takes.
+
+    Raises:
+        UserError: there is no such GPU, its figures are unknown, or the run needs several.
+    """
+    machine = find_machine(gpu=gpu)
+    plan = resolve(run)
+    if plan.n_ranks > 1:
+        raise ConfigError(
+            f"--roofline predicts one device; the layout of {run.name} has {plan.n_ranks}",
+            "set the parallel sizes to 1: the parts of a layout are in trainyard plan",
+        )
+    kernels = price(count_kernels(run), machine)
+    shares = machine.efficiencies
+    device_seconds = sum(each.seconds for each in kernels)
+    limit_seconds = sum(each.limit_seconds for each in kernels)
+    host_seconds = shares.launch_seconds * sum(each.launches for each in kernels)
+    seconds = (device_seconds**HIDING + host_seconds**HIDING) ** (1 / HIDING)
+    n_tokens = run.train.global_batch_size * run.model.sequence_length
+    flops = model_flops_per_token(run.model, plan.padded_vocabulary_size)
+    peak = machine.device.peak_flops_per_second(run.precision.kind)
+
+    def utilization(of: float) -> float:
+        return model_flops_utilization(flops, n_tokens / of, peak) or 0.0
+
+    return Roofline(
+        run=run.name,
+        device=machine.device.name,
+        sequences=run.train.global_batch_size,
+        micro_batches=run.train.global_batch_size // run.train.micro_batch_size,
+        kernels=tuple(kernels),
+        limit_seconds=limit_seconds,
+        device_seconds=device_seconds,
+        host_seconds=host_seconds,
+        step_seconds=seconds,
+        limit_mfu=utilization(limit_seconds),
+        mfu=utilization(seconds),
+    )
+
+
+def price(kernels: Counter[Kernel], machine: Machine) -> list[PricedKernel]:
+    """Prices the kernels of a step; the longest first.
+
+    Raises:
+        MachineError: the device's bandwidth, or its peak for a kernel's format, is unknown.
+    """
+    shares, bandwidth = machine.efficiencies, machine.device.memory_bytes_per_second
+    if bandwidth is None:
+        raise MachineError(
+            f"the memory bandwidth of {machine.device.name} is unknown",
+            "name another GPU: trainyard bench RUN --roofline h200",
+        )
+    priced = []
+    for kernel, n in kernels.items():
+        bytes_seconds = kernel.n_bytes / bandwidth
+        flops_seconds = kernel.flops / _peak(kernel, machine) if kernel.flops else 0.0
+        share = shares.attention_share if kernel.is_attention else shares.matmul_share
+        reached = (
+            bytes_seconds / shares.memory_share,
+            flops_seconds / (share * shares.sustained_share),
+        )
+        priced.append(
+            PricedKernel(
+                place=kernel.place,
+                name=kernel.name,
+                launches=n * kernel.n_launches,
+                bytes=n * kernel.n_bytes,
+                flops=n * kernel.flops,
+                limit_seconds=n * max(bytes_seconds, flops_seconds),
+                seconds=n * max(reached),
+                bound="memory" if reached[0] >= reached[1] else "FLOP",
+            )
+        )
+    return sorted(priced, key=lambda each: each.seconds, reverse=True)
+
+
+def _peak(kernel: Kernel, machine: Machine) -> float:
+    name = str(kernel.dtype).removeprefix("torch.")
+    dtype = "fp8" if name.startswith("float8") else _FORMATS.get(name, name)
+    peak = machine.device.peaks.get(dtype)
+    if peak is None:
+        raise MachineError(
+            f"{machine.device.name} has no known peak for {dtype} matmuls",
+            f"set precision.kind to one with a known peak: {', '.join(machine.device.peaks)}",
+        )
+    return peak
+
+
+def render(roofline: Roofline) -> Iterator[str]:
+    """Yields the lines of a table."""
+    found, kernels = roofline, roofline.kernels
+    yield (f"{found.run} on one {found.device}: PREDICTED from the kernels of a step, not measured")
+    yield f"{found.sequences} sequences in {found.micro_batches} micro batches"
+    yield ""
+    yield f"{'ms':>9}{'limit':>9}{'launches':>10}{'GB':>9}{'TFLOP':>9}  bound   place and kernel"
+    for each in kernels[:N_SHOWN]:
+        yield _line(each, f"{each.bound:<7} {each.place}: {_shorten(each.name)}")
+    rest = kernels[N_SHOWN:]
+    if rest:
+        yield _line(_sum(rest), f"        {len(rest)} other kernels")
+    for place in dict.fromkeys(each.place for each in kernels):
+        yield _line(_sum([e for e in kernels if e.place == place]), f"        all of: {place}")
+    yield _line(_sum(kernels), "        all on the device")
+    yield ""
+    launches = format_count(sum(each.launches for each in kernels))
+    yield f"the host needs {1000 * found.host_seconds:,.1f} ms for {launches} launches"
+    yield f"predicted step {1000 * found.step_seconds:,.1f} ms, MFU {found.mfu:.1%}"
+    yield (
+        f"limit of these kernels by the datasheet: {1000 * found.limit_seconds:,.1f} ms, "
+        f"MFU {found.limit_mfu:.1%}"
+    )
+
+
+def _sum(kernels: list[PricedKernel] | tuple[PricedKernel, ...]) -> PricedKernel:
+    return PricedKernel(
+        place="",
+        name="",
+        launches=sum(each.launches for each in kernels),
+        bytes=sum(each.bytes for each in kernels),
+        flops=sum(each.flops for each in kernels),
+        limit_seconds=sum(each.limit_seconds for each in kernels),
+        seconds=sum(each.seconds for each in kernels),
+        bound="",
+    )
+
+
+def _line(each: PricedKernel, label: str) -> str:
+    return (
+        f"{1000 * each.seconds:>9.3f}{1000 * each.limit_seconds:>9.3f}{each.launches:>10,}"
+        f"{each.bytes / 1e9:>9.3f}{each.flops / TERA:>9.3f}  {label}"
+    )
+
+
+def _shorten(name: str) -> str:
+    parts = name.split("+")
+    return name if len(parts) <= 4 else f"{'+'.join(parts[:4])}+{len(parts) - 4} more"
