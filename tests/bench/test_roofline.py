@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.circles import everyday
 from tests.command import trainyard
 
 from trainyard.architecture import head_layer, matmuls, parameter_count
@@ -50,7 +51,12 @@ def total_flops(kernels: Counter[Kernel], *, attention: bool) -> int:
     )
 
 
-@pytest.mark.parametrize("changes", ["", "train.compile=never", "parallel.recompute=block"])
+COMPILED_OR_NOT = ["", "train.compile=never"]
+
+
+@pytest.mark.parametrize(
+    "changes", everyday([*COMPILED_OR_NOT, "parallel.recompute=block"], COMPILED_OR_NOT)
+)
 def test_flop_is_that_of_the_plan(changes: str, compiled: Counter[Kernel]) -> None:
     kernels = count(*changes.split()) if changes else compiled
     run = tiny(*changes.split())

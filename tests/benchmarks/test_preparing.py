@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.waiting import WATCHDOG_SECONDS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -28,6 +29,7 @@ def measure(script: str, *options: str) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.exhaustive
 def test_many_workers_neither_storm_the_file_system_nor_collide() -> None:
     found = measure("sharing.py", "--workers=128", "--units=140", "--joins=4", "--dead=4")
     assert found["calls_per_second_at_rest_max"] <= 10

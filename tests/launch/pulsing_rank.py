@@ -122,6 +122,7 @@ def train(process: Process, folder: Path, wanted: dict[str, Any]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda got, _frame: note(got))
     heartbeat.enter("start", 0)
+    folder.mkdir(parents=True, exist_ok=True)  # a launcher may start the others before rank 0
     (folder / f"{process.rank}.pid").write_text(str(os.getpid()))
     manifests = (folder / "checkpoints").glob("step-*/manifest.json")
     steps = [int(path.parent.name.removeprefix("step-")) for path in manifests]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.circles import everyday
 from tests.command import Fork
 from tests.parallel.starting_rank import run_rank
 from tests.waiting import WATCHDOG_SECONDS
@@ -225,7 +224,7 @@ def test_a_rank_is_killed(meeting: dict[str, Any], dying: int) -> None:
     assert all("error" in answer for answer in answers)
 
 
-@pytest.mark.parametrize("meeting", everyday(["file", "port"], ["file"]), indirect=True)
+@pytest.mark.exhaustive
 def test_a_rank_is_killed_after_the_roll_call(meeting: dict[str, Any]) -> None:
     ranks = ranks_at(meeting, timeout=10.0)  # to connect too, which the dead never does
     ranks[2]["do"] = "die early"
