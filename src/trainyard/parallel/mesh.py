@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,8 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainyard.config.run import Run
-from trainyard.errors import MachineError
-from trainyard.launch.environment import Process, chooses_allocator
+from trainyard.errors import ConfigError, MachineError
+from trainyard.launch.environment import (
+    Process,
+    chooses_allocator,
+    make_libraries_deterministic,
+)
 from trainyard.parallel.start import COLLECTIVE_TIMEOUT
 from trainyard.plan.layout import memory_hint
 from trainyard.plan.resolve import Plan
@@ -24,8 +29,12 @@ from trainyard.topology import Coordinates, Topology
 TEXT_BYTES = 256
 
 
-def choose_device(process: Process) -> torch.device:
+def choose_device(process: Process, *, deterministic: bool = False) -> torch.device:
     """Chooses the GPU of this rank, or the CPU where there is none, and how torch computes there.
+
+    Args:
+        process: this rank.
+        deterministic: only with kernels that add up in a fixed order.
 
     Raises:
         MachineError: the machine has fewer GPUs than ranks.
@@ -35,6 +44,13 @@ def choose_device(process: Process) -> torch.device:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     # Flash attention for every run: cuDNN's takes few dropout rates and is not deterministic.
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+    torch.use_deterministic_algorithms(deterministic)
+    # Nothing here reads uninitialized memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if deterministic:
+        inductor: Any = import_module("torch._inductor.config")  # here, as it takes long
+        inductor.deterministic = True  # else it times kernels to choose from
+        make_libraries_deterministic()
     if not torch.cuda.is_available():
         return torch.device("cpu")
     n_devices = torch.cuda.device_count()
@@ -82,11 +98,12 @@ def keep_freed_memory() -> bool:
 
 
 @contextmanager
-def name_full_memory(run: Run, plan: Plan, device: torch.device) -> Iterator[None]:
-    """Turns a full GPU into one message with what needs less.
+def name_device_errors(run: Run, plan: Plan, device: torch.device) -> Iterator[None]:
+    """Turns what a device cannot do into one message, with a change of the run that helps.
 
     Raises:
-        MachineError: the run does not fit.
+        MachineError: the run does not fit into the memory.
+        ConfigError: a deterministic run needs a kernel that adds up in any order.
     """
     try:
         yield
@@ -96,6 +113,15 @@ def name_full_memory(run: Run, plan: Plan, device: torch.device) -> Iterator[Non
             f"{run.name} does not fit into the memory of {device_name(device)}: {found}",
             memory_hint(run, plan.n_ranks),
         ) from None
+    except RuntimeError as error:
+        name, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not (found and run.train.deterministic):
+            raise
+        raise ConfigError(
+            f"train.deterministic=true, but {name} has no deterministic kernel for "
+            f"{device_name(device)}",
+            "train.deterministic=false; a resumed run then differs by rounding",
+        ) from error
 
 
 class Clock(Protocol):
