@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -242,6 +243,52 @@ class Mesh:
         """Rank and size in data parallelism, which splits batches equally."""
         here = self.coordinates
         return here.replicate * self.topology.shard + here.shard, self.topology.data
+
+
+class StopVote:
+    """Agrees at the end of each step on what ranks request, by one number between the devices.
+
+    Hosts exchange texts (`Mesh.agree`) only after a step in which a rank had one. The number of a
+    GPU is read a step later, when it has long arrived: so its host is at most a step ahead, and
+    waits only while the device has the next step to do.
+
+        step       1    2    3
+        number     0    1    1
+        is read         0    1: texts are exchanged
+
+    Args:
+        mesh: of this rank.
+        n_late: steps until a number is read; absent: 1 on a GPU, else 0.
+    """
+
+    def __init__(self, mesh: Mesh, n_late: int | None = None) -> None:
+        self._mesh = mesh
+        self._n_late = int(mesh.device.type == "cuda") if n_late is None else n_late
+        self._text: str | None = None
+        self._sent: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+
+    def cast(self, text: str | None) -> str | None:
+        """Casts this rank's request, if any; returns the one that all ranks agree on, or None."""
+        if self._mesh.topology.n_ranks == 1:
+            return text
+        self._text = self._text or text
+        number = torch.full((), int(self._text is not None), device=self._mesh.device)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        arrival = None
+        number = number.to("cpu", non_blocking=True)
+        if self._mesh.device.type == "cuda":
+            arrival = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            arrival.record()
+        self._sent.append((number, arrival))
+        if len(self._sent) <= self._n_late:
+            return None
+        number, arrival = self._sent.popleft()
+        if arrival is not None:
+            arrival.synchronize()
+        if not number:
+            return None
+        found, self._text = self._mesh.agree(self._text), None
+        return found
 
 
 def build_mesh(topology: Topology, rank: int, device: torch.device) -> Mesh:
