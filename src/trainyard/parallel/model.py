@@ -23,7 +23,7 @@ from trainyard.config.precisions import Stored
 from trainyard.config.run import Run
 from trainyard.model.gpt import GPT, compile_blocks
 from trainyard.model.init import TensorShard, initialize
-from trainyard.parallel.context import apply_context_parallel, take_shard
+from trainyard.parallel.context import apply_context_parallel, refuse_ring, take_shard
 from trainyard.parallel.data import apply_fsdp, prepare_micro_batch
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.pipeline import Pipeline
@@ -155,6 +155,7 @@ class ParallelModel:
         padded = plan.padded_vocabulary_size
         model = GPT(run.model, padded, self._precision.compute_dtype, parallel.recompute, blocks)
         if mesh.context is not None:
+            refuse_ring(run, mesh.device)
             apply_context_parallel(model, mesh.context, parallel.context_method)
         if mesh.tensor is not None:
             apply_tensor_parallel(
