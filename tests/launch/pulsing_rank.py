@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,15 @@ def die_unseen() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def fail_after_rank_0() -> None:
+    """Raises an error once rank 0 has died of it."""
+    pid = int((Path(sys.argv[1]) / "0.pid").read_text())
+    with suppress(OSError):  # it is gone once its parent has noticed
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+    raise ValueError("a bug")
+
+
 FAULTS: dict[str, Callable[[], object]] = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -70,6 +79,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "segfault": lambda: ctypes.string_at(0),
     "abort": os.abort,
     "exception": lambda: raise_error(ValueError("a bug")),
+    "late exception": fail_after_rank_0,
     "refuse": lambda: raise_error(DataError("token 7 is damaged", "prepare it again")),
     "give up": lambda: raise_error(GuardError("the loss is not finite", "look")),
     "regex": search_for_ever,

@@ -191,3 +191,12 @@ def test_it_learns_as_bf16_does(scaling: str) -> None:
     assert found[0] != found[1]
     assert last == pytest.approx(expected, rel=1e-2)
     assert last < first
+
+
+def test_compiled_kernels_take_maxima_without_the_instructions_that_break_fp8_stores() -> None:
+    """Else a neighboring transposed store of fp8 writes NaN (triton-lang/triton#11111)."""
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    build_product(Fp8())
+    assert "tl.where" in TritonOverrides.maximum("a", "b")
+    assert "tl.where" in TritonOverrides.minimum("a", "b")

@@ -232,6 +232,8 @@ class MLP(nn.Module):
 
 
 def compile_blocks(model: GPT) -> None:
-    """Compiles each block in place; keeps parameter names."""
+    """Compiles each block in place, and the loss; keeps parameter names."""
     for block in model.blocks.values():
         block.compile()
+    if isinstance(model.cross_entropy, CrossEntropy):
+        model.cross_entropy.compiles = True

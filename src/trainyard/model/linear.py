@@ -3,6 +3,13 @@
 Master weights stay fp32. The cast to the compute precision is part of the graph, so their gradients
 accumulate in fp32. Casts are explicit, without autocast: the forward pass shows what runs in which
 precision.
+
+Casts and sums of gradients move up to 26 bytes per weight and micro batch. `cast_once` casts once
+for all micro batches; `add_to_gradients` makes backward passes add to the gradients of earlier
+ones, and the matmul of a weight's gradient do it itself:
+
+    autograd      matmul -> bf16 -> fp32 -> added to the sum      2 + (2 + 4) + (4 + 4 + 4) bytes
+    here          matmul, which adds to the sum                   4 + 4 bytes
 """
 
 from __future__ import annotations
@@ -45,11 +52,14 @@ class Layer(nn.Module):
 
     Attributes:
         casts: of both, while passes share them (`cast_once`).
+        sums: of both gradients, for backward passes to add to (`add_to_gradients`); None inside:
+            there is none yet.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     casts: tuple[Tensor, Tensor | None] | None = None
+    sums: tuple[Tensor | None, Tensor | None] | None = None
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
@@ -61,8 +71,11 @@ class Layer(nn.Module):
         if self.casts is None:
             return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
         weight, bias = self.casts
-        shared: Tensor = _KnownCast.apply(self.weight, weight)  # type: ignore[no-untyped-call]
-        return shared, None if bias is None else _KnownCast.apply(self.bias, bias)  # type: ignore[no-untyped-call]
+        sum_of_weight, sum_of_bias = self.sums or (None, None)
+        shared: Tensor = _KnownCast.apply(self.weight, weight, sum_of_weight)  # type: ignore[no-untyped-call]
+        return shared, (
+            None if bias is None else _KnownCast.apply(self.bias, bias, sum_of_bias)  # type: ignore[no-untyped-call]
+        )
 
 
 class Linear(Layer):
@@ -79,7 +92,16 @@ class Linear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., inputs) to (..., outputs)."""
         weight, bias = self.cast(x.dtype)
-        return self.product(x, weight, bias)
+        return self.multiply(x, weight, bias)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiplies by the cast weight and adds the cast bias."""
+        if self.casts is None or self.sums is None or not isinstance(self.product, PlainProduct):
+            return self.product(x, weight, bias)
+        out: Tensor = _SummingProduct.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.casts[0], self.sums[0], bias
+        )
+        return out
 
 
 class LayerNorm(Layer):
@@ -106,24 +128,122 @@ def cast_once(layers: Iterable[Layer], dtype: torch.dtype) -> Iterator[None]:
         dtype: of their inputs.
     """
     cast = [each for each in layers if each.weight.dtype != dtype]
+    known = [p.detach() for each in cast for p in (each.weight, each.bias) if p is not None]
+    casts = [torch.empty_like(parameter, dtype=dtype) for parameter in known]
+    if casts:
+        torch._foreach_copy_(casts, known)  # one kernel for many
+    unused = iter(casts)
     for each in cast:
-        bias = None if each.bias is None else each.bias.detach().to(dtype)
-        each.casts = each.weight.detach().to(dtype), bias
+        each.casts = next(unused), None if each.bias is None else next(unused)
+    del known, casts, unused
     try:
         yield
     finally:
         for each in cast:
-            each.casts = None
+            each.casts = each.sums = None
+
+
+def add_to_gradients(layers: Iterable[Layer]) -> None:
+    """Makes the next backward pass add to the gradients of layers under `cast_once`.
+
+    Their parameters then get no gradient from autograd. Call it before each forward pass, whose
+    backward pass must follow before the next.
+    """
+    for each in layers:
+        if each.casts is not None:
+            each.sums = each.weight.grad, None if each.bias is None else each.bias.grad
 
 
 class _KnownCast(torch.autograd.Function):
     """A cast whose values already exist: only adds the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, cast: Tensor) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, cast: Tensor, total: Tensor | None) -> Tensor:
         ctx.dtype = parameter.dtype
+        ctx.save_for_backward(total)
         return cast.view_as(cast)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.to(ctx.dtype), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        (total,) = ctx.saved_tensors
+        if total is None:
+            return gradient.to(ctx.dtype), None, None
+        total.add_(gradient)
+        return None, None, None
+
+
+class _SummingProduct(torch.autograd.Function):
+    """`F.linear` whose weight has its gradient summed in fp32 by the matmul.
+
+    `weight` is only there to receive the gradient; `cast` has its values.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        cast: Tensor,
+        total: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, cast, total)
+        ctx.has_bias = bias is not None
+        return F.linear(x, cast, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, cast, total = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        of_x = gradient @ cast
+        of_weight = sum_product(total, rows.t(), x.flatten(0, -2))
+        of_bias = rows.sum(0) if ctx.has_bias else None
+        return of_x, of_weight if total is None else None, None, None, of_bias
+
+
+def sum_product(total: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    """Adds scale x a @ b to `total` in place, or to zero without one; returns the sum, fp32."""
+    if total is None:
+        product: Tensor = torch.ops.trainyard.product(a, b, scale)
+        return product
+    torch.ops.trainyard.add_product(total, a, b, scale)
+    return total
+
+
+# Operations of their own, because Inductor would add in a kernel after the matmul.
+_LIBRARY: Any = torch.library.Library("trainyard", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("add_product(Tensor(a!) total, Tensor a, Tensor b, float scale) -> ()")
+_LIBRARY.define("product(Tensor a, Tensor b, float scale) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "add_product", "CompositeExplicitAutograd")
+def _add_product(total: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    if _has_mixed_matmuls(a):
+        torch.addmm(total, a, b, out_dtype=total.dtype, alpha=scale, out=total)
+    else:
+        total.add_(a @ b, alpha=scale)
+
+
+@torch.library.impl(_LIBRARY, "product", "CompositeExplicitAutograd")
+def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    if _has_mixed_matmuls(a):
+        total = torch.empty(len(a), b.shape[1], dtype=torch.float32, device=a.device)
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=0, alpha=scale, out=total)
+        return total
+    total = torch.zeros(len(a), b.shape[1], dtype=torch.float32, device=a.device)
+    return total.add_(a @ b, alpha=scale)
+
+
+@torch.library.impl(_LIBRARY, "add_product", "Meta")
+def _shape_of_added(total: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    assert total.shape == (len(a), b.shape[1]), (total.shape, a.shape, b.shape)
+
+
+@torch.library.impl(_LIBRARY, "product", "Meta")
+def _shape_of_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return a.new_empty(len(a), b.shape[1], dtype=torch.float32)
+
+
+def _has_mixed_matmuls(x: Tensor) -> bool:
+    """Whether matmuls of 16-bit values can give and add fp32: on NVIDIA GPUs."""
+    return x.is_cuda and x.element_size() == 2 and torch.version.hip is None

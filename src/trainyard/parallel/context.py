@@ -31,11 +31,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 
+from trainyard.config.run import Run
+from trainyard.errors import ConfigError
 from trainyard.model.attention import Attention, CausalAttention
 from trainyard.model.gpt import GPT
 from trainyard.parallel.collectives import exchange_parts
 
 Method = Literal["ulysses", "ring"]
+_HEAD_SIZE_MULTIPLE = 8
+"""Of the flash attention kernels on a GPU."""
 
 
 class UlyssesAttention(nn.Module):
@@ -228,6 +232,26 @@ def take_shard(x: Tensor, rank: int, n_ranks: int, method: Method, dimension: in
     if method == "ulysses":
         return chunks[rank]
     return torch.cat((chunks[rank], chunks[-1 - rank]), dimension)
+
+
+def refuse_ring(run: Run, device: torch.device) -> None:
+    """Rejects ring attention that has no kernel on a GPU.
+
+    Raises:
+        ConfigError: names the precision or the head size.
+    """
+    if run.parallel.context_method != "ring" or device.type != "cuda":
+        return
+    head_size = run.model.d_model // run.model.n_heads
+    problems = ["precision.kind='fp32'"] if run.precision.kind == "fp32" else []
+    if head_size % _HEAD_SIZE_MULTIPLE:
+        problems.append(f"heads of {head_size} values")
+    if problems:
+        raise ConfigError(
+            f"parallel.context_method='ring' on a GPU is incompatible with {' and '.join(problems)}"
+            f": flash attention needs bf16 or fp16, and a multiple of {_HEAD_SIZE_MULTIPLE}",
+            "parallel.context_method=ulysses, or precision.kind=bf16 and another model.n_heads",
+        )
 
 
 def apply_context_parallel(model: GPT, group: dist.ProcessGroup, method: Method) -> None:

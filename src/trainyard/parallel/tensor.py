@@ -64,7 +64,7 @@ class RowLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T, in_features/tp) to (B, T or T/tp, out_features)."""
         weight, bias = self.cast(x.dtype)
-        out = self._collect(self.product(x, weight), self._group)
+        out = self._collect(self.multiply(x, weight, None), self._group)
         return out if bias is None else out + bias
 
 

@@ -125,5 +125,4 @@ class MicroBatch:
         rows = value * n_rows * self.run.model.d_model
         forward = matrix + hidden + logits + (weight + rows if n_chunks > 1 else 0)
         products = matrix + hidden + weight + matrix + n_rows * V * value + 2 * rows
-        backward = (2 * hidden + 2 * weight) if self.on_gpu else hidden + weight
-        return max(forward, products, backward) + NUMBERS_OF_A_TOKEN * self.n_tokens
+        return max(forward, products) + NUMBERS_OF_A_TOKEN * self.n_tokens

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from trainyard.architecture import Shape, matmuls, shapes_of, stage_layers
 from trainyard.config.run import Run
 from trainyard.plan.activations import FP32_BYTES, ID_BYTES, MicroBatch
-from trainyard.plan.flops import matmul_flops
 from trainyard.plan.resolve import Plan
 from trainyard.plan.saving import host_bytes
 
@@ -128,9 +127,9 @@ class _Rank:
         self.state_bytes = sum(each.state_bytes(n) for each, n in stored)
         self.n_blocks = sum(end - first for first, end in self.stages)
         self.one_block = self.block_values // self.n_blocks
-        # Without FSDP, all micro batches of a pipeline share one cast of each weight.
+        # Without FSDP, micro batches share one cast of each weight, except in recomputed blocks.
         self.casts = run.precision.formats.matrices.weight != run.precision.formats.compute
-        self.shares_casts = self.casts and self.is_piped and not self.is_shared
+        self.shares_casts = self.casts and not self.is_shared
         self.shares_casts &= run.parallel.recompute != "block"
 
     def _share(self, shape: Shape) -> int:
@@ -217,6 +216,8 @@ class _Rank:
         """Of the largest matrix, before accumulation; of all when sharded."""
         layers = matmuls(self.run.model, tensor=self.topology.tensor)
         largest = max(math.prod(layer.weight) for layer in layers)
+        if self.shares_casts and not self.is_piped:  # its matmul adds to the sum, if there is one
+            return largest * (FP32_BYTES if self.n_micro_batches == 1 else self.value)
         if not self.is_shared:
             return largest * (self.value + (FP32_BYTES if self.value < FP32_BYTES else 0))
         if self.zero >= 2 and not self.is_piped:
@@ -232,14 +233,7 @@ class _Rank:
         if not self.is_shared:
             if not self.casts:
                 return 0
-            if self.shares_casts:
-                return self.value * self.block_values
-            # Recomputed blocks keep no cast.
-            model = self.run.model
-            of_mlp = matmul_flops(matmuls(model, "mlp")) / matmul_flops(matmuls(model))
-            kept = {"none": 1.0, "attention": of_mlp, "block": 0.0}
-            share = kept[self.run.parallel.recompute]
-            return self.value * self.one_block * (share * self.n_blocks + (1 - share))
+            return self.value * (self.block_values if self.shares_casts else self.one_block)
         n_blocks = self.n_blocks if self.zero < 3 else min(self.n_blocks, n_at_once)
         rest = FP32_BYTES * self.rest_values
         return rest + self.value * self.one_block * n_blocks

@@ -65,10 +65,14 @@ def blocks_in_fp8(model: GPT, run: Run) -> dict[str, Block]:
 def build_product(fp8: Fp8) -> MatmulFunction:
     """Builds an fp8 replacement of `F.linear`, for inputs of any precision."""
     with quiet_import():
+        from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
         from torchao.float8.config import Float8LinearConfig
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
         from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
 
+    # What torchao's own `convert_to_float8_training` does, against NaN in compiled fp8 kernels of
+    # torch 2.14 (triton-lang/triton#11111).
+    _patch_inductor_min_max_codegen()
     recipe = Float8LinearConfig.from_recipe_name(fp8.scaling)
     config = replace(recipe, emulate=fp8.emulate, round_scales_to_power_of_2=True)
     gemms = (
