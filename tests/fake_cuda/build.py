@@ -78,7 +78,7 @@ def main() -> None:
     call(["gcc", "-O1", "-fPIC", "-c", "rest.c", "-o", "rest.o"])
     call(["g++", "-shared", *objects, "rest.o", "-ldl", "-o", LIBRARY])
     said = output(["readelf", "-d", *map(str, torch)])
-    for name in {"libcuda.so.1", *CUDA_LIBRARY.findall(said)}:
+    for name in {"libcuda.so.1", "libnvidia-ml.so.1", *CUDA_LIBRARY.findall(said)}:
         linked = ["-L.", "-Wl,--no-as-needed", "-lfake_cuda", "-Wl,-rpath,$ORIGIN/.."]
         call(["gcc", "-shared", f"-Wl,-soname,{name}", *linked, "-o", f"lib/{name}"])
 

@@ -162,8 +162,8 @@ EXPORT cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMalloc(void** start, size_t n_bytes) {
-  *start = Memory::instance().allocate(n_bytes, Place::DEVICE);
-  return *start ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+  *start = n_bytes ? Memory::instance().allocate(n_bytes, Place::DEVICE) : nullptr;
+  return *start || !n_bytes ? cudaSuccess : fail(cudaErrorMemoryAllocation);
 }
 EXPORT cudaError_t cudaFree(void* start) {
   bool is_known = !start || Memory::instance().release(start);
