@@ -61,7 +61,9 @@ class Measured:
 
 def measure_run(overrides: Sequence[str]) -> Measured:
     """Trains a small model and evaluates it, on one device."""
-    context = build_on_device(load_run("tiny", [*SMALL, *overrides]).run, DEVICE)
+    run = load_run("tiny", [*SMALL, *overrides]).run
+    device = choose_device(Process(), deterministic=run.train.deterministic)
+    context = build_on_device(run, device)
     return measure_steps(context, OurTraining(context))
 
 

@@ -22,6 +22,8 @@ COMPILED_WITHOUT_DROPOUT = ("nothing recomputed",)
 """Compiled rows take most of the time: the other recomputations are compiled with dropout."""
 OTHERS = {
     "untied embeddings, eager": ("model.tied_embeddings=false", "train.compile=never"),
+    "deterministic, compiled": ("train.deterministic=true",),
+    "deterministic, eager": ("train.deterministic=true", "train.compile=never"),
     "rowwise, compiled": ("precision.fp8.scaling=rowwise",),
     "rowwise, eager": ("precision.fp8.scaling=rowwise", "train.compile=never"),
 }

@@ -146,8 +146,8 @@ def count_kept(run: Run, *, gathers_again: bool, compiled: bool) -> float:
     model = GPT(run.model, run.model.vocabulary_size, torch.bfloat16)
     apply_tensor_parallel(model, dist.group.WORLD, sequence=True, gathers_again=gathers_again)
     (block,) = model.blocks.values()
-    if compiled:  # as on a GPU, but for its kernels
-        block.compile(backend="aot_eager_decomp_partition")
+    if compiled:
+        block.compile()
     weights = {parameter.shape.numel() for parameter in block.parameters()}
     kept: dict[int, tuple[Tensor, int]] = {}
 

@@ -82,6 +82,18 @@ class _Collective(torch.autograd.Function):
         return ctx.backward_collective(gradient, ctx.group), None, None, None
 
 
+def sent_again(x: Tensor, gradient: Tensor) -> Tensor:
+    """Returns `x`, for a backward pass to send as the forward pass did.
+
+    A compiler takes the same message for that of the forward pass, and keeps what arrived then. So
+    this depends on `gradient`; Inductor would drop a term times 0.
+    """
+    if not torch.compiler.is_compiling():
+        return x
+    first = gradient.flatten()[0]
+    return torch.where(first.isnan(), first, x)
+
+
 class _GatheredProduct(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -99,9 +111,7 @@ class _GatheredProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        if torch.compiler.is_compiling():
-            # Else the compiler sees the forward pass's gather again, and keeps its result.
-            x = x + 0 * gradient.flatten()[0]
+        x = sent_again(x, gradient)
         gathered = _gather_all(x, ctx.group)
         of_gathered, of_weight = ctx.product.backward(gradient, gathered, weight)
         of_x = _reduce_part(of_gathered, ctx.group)

@@ -35,7 +35,7 @@ from trainyard.config.run import Run
 from trainyard.errors import ConfigError
 from trainyard.model.attention import Attention, CausalAttention
 from trainyard.model.gpt import GPT
-from trainyard.parallel.collectives import exchange_parts
+from trainyard.parallel.collectives import exchange_parts, sent_again
 
 Method = Literal["ulysses", "ring"]
 _HEAD_SIZE_MULTIPLE = 8
@@ -131,7 +131,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse, *random = ctx.saved_tensors
         group: dist.ProcessGroup = ctx.group
-        kv = torch.stack((k, v))
+        kv = torch.stack((sent_again(k, gradient), sent_again(v, gradient)))
         arriving = _start_shift(kv, group)
         # Given the lse over all keys, each shard of keys yields its part of the whole gradient.
         parts = _attend_backward((gradient, q, out, lse), kv, random, causal=True)
@@ -139,7 +139,7 @@ class _Ring(torch.autograd.Function):
             part.to(torch.promote_types(q.dtype, torch.float32)) for part in parts
         )
         # Circulates with the keys, and is back once every other rank has added its part.
-        following = torch.zeros_like(kv_gradient)
+        following: Tensor | None = None
         for step in range(1, group.size()):
             kv = _finish_shift(arriving, kv)
             if step < group.size() - 1:
@@ -149,9 +149,13 @@ class _Ring(torch.autograd.Function):
             q_part, kv_part = _attend_backward(rows, kv[:, :, :, seen], random, causal=False)
             q_gradient[:, :, queries] += q_part
             # Wait only now: the transfer overlapped the computation above.
-            following = _finish_shift(following, kv_gradient)
-            following[:, :, :, seen] += kv_part
-            following = _start_shift(following, group)
+            if following is None:
+                total = torch.zeros_like(kv_gradient)
+            else:
+                total = _finish_shift(following, kv_gradient)
+            total[:, :, :, seen] += kv_part
+            following = _start_shift(total, group)
+        assert following is not None, "there are two ranks or more"
         kv_gradient += _finish_shift(following, kv_gradient)
         k_gradient, v_gradient = kv_gradient.to(q.dtype).unbind()
         return q_gradient.to(q.dtype), k_gradient, v_gradient, None

@@ -1,7 +1,7 @@
 // What the stubs share: how functions become visible, counters, and settings of the fake device.
 //
 // Settings are environment variables, read at each use, so that a fork may change them:
-//   FAKE_CUDA_DEVICES=1  FAKE_CUDA_CAPABILITY=90  FAKE_CUDA_NAME="NVIDIA H200"  FAKE_CUDA_GB=141
+//   FAKE_CUDA_DEVICES=1  FAKE_CUDA_CAPABILITY=90  FAKE_CUDA_NAME="NVIDIA H200"  FAKE_CUDA_MB=141000
 #pragma once
 #include <atomic>
 #include <cstddef>

@@ -21,7 +21,7 @@ class Memory {
     return *memory;
   }
 
-  static size_t total_bytes() { return setting("FAKE_CUDA_GB", 141) * 1000 * 1000 * 1000; }
+  static size_t total_bytes() { return setting("FAKE_CUDA_MB", 141000) * 1000 * 1000; }
   size_t used_bytes() { return used; }
 
   // Maps zeros; gives null where they do not fit.
