@@ -1,6 +1,6 @@
 """The planned memory of large models against what PyTorch's CUDA allocator hands out in a step.
 
-Each device has as much memory as the plan asks for, and what it leaves free of a small one: so a run
+Each device has the memory that the plan asks for, and what it leaves free of a small one: so a run
 that fits by the plan but not on the device fails here.
 """
 
