@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 
 import pytest
+import torch
 from tests.fake_cuda.device import in_fork
 from tests.fake_cuda.steps import measure_run, train_baseline
 
@@ -57,6 +58,13 @@ def test_a_step_is_as_it_must_be(name: str, note_launches: Callable[[int], None]
     measured = in_fork(lambda: measure_run(settings), device)
     measured.judge()
     note_launches(measured.counts.launches)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
+def test_a_step_in_the_code_for_rocm(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    settings = (f"precision.kind={kind}", "model.dropout=0.1", "train.compile=never")
+    in_fork(lambda: measure_run(settings), {}).judge()
 
 
 @pytest.mark.parametrize("name", ["plain-torch", "gpt2-transformers"])
