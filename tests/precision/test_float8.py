@@ -42,11 +42,13 @@ SMALL = {
 def forward_and_backward(
     product: MatmulFunction, x: Tensor, weight: Tensor, gradient: Tensor
 ) -> list[Tensor]:
-    """Gives the output, and the gradients of input and weight, of three sequences."""
+    """Gives the output, and the gradients of input and weight (twice), of three sequences."""
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     out = product(leaves[0].view(3, 16, 32), leaves[1])
     out.backward(gradient.view(3, 16, 64))  # type: ignore[no-untyped-call]
-    return [out.detach().flatten(0, 1), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    alone = [product.input_gradient(gradient, weight), product.weight_gradient(gradient, x)]
+    return [out.detach().flatten(0, 1), *gradients, *alone]
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
@@ -63,7 +65,7 @@ def test_products_are_those_of_numbers_rounded_by_hand(scaling: str) -> None:
     by_hand = build_product_by_hand(Fp8(scaling=scaling))  # type: ignore[arg-type]
     found = forward_and_backward(product, x, weight, gradient)
     expected = forward_and_backward(by_hand, x.double(), weight.double(), gradient.double())
-    plain = [x @ weight.T, gradient @ weight, gradient.T @ x]
+    plain = [x @ weight.T, *([gradient @ weight, gradient.T @ x] * 2)]
     for one, reference, unrounded in zip(found, expected, plain, strict=True):
         size = reference.norm()
         assert (one - reference).norm() < 1e-6 * size  # sums in fp32

@@ -31,8 +31,11 @@ class MatmulFunction(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         """Returns (..., out), in the precision of `x` and of the weight."""
 
-    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of `x` and of the weight, given that of the output."""
+    def input_gradient(self, gradient: Tensor, weight: Tensor, /) -> Tensor:
+        """Returns the gradient of the input, given that of the output."""
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor, /) -> Tensor:
+        """Returns the gradient of the weight, given that of the output."""
 
 
 class PlainProduct:
@@ -42,9 +45,33 @@ class PlainProduct:
         """Multiplies."""
         return F.linear(x, weight, bias)
 
-    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Computes both matmuls."""
-        return gradient @ weight, gradient.flatten(0, -2).T @ x.flatten(0, -2)
+    def input_gradient(self, gradient: Tensor, weight: Tensor, /) -> Tensor:
+        """Multiplies."""
+        return gradient @ weight
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor, /) -> Tensor:
+        """Multiplies."""
+        return gradient.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+class SharedInput(Protocol):
+    """The input of a matmul whose weight is sharded by outputs: every rank needs all of it."""
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether the backward pass gathers it again instead of keeping it."""
+
+    def start(self, x: Tensor, gradient: Tensor | None = None) -> Tensor:
+        """Starts to gather it from this rank's `x`; again, for the backward pass of `gradient`."""
+
+    def finish(self, started: Tensor) -> Tensor:
+        """Returns all of it."""
+
+    def start_sum(self, gradient: Tensor) -> Tensor:
+        """Starts to sum the gradient of all of it over ranks."""
+
+    def finish_sum(self, started: Tensor) -> Tensor:
+        """Returns the gradient of this rank's `x`."""
 
 
 class Layer(nn.Module):
@@ -83,11 +110,13 @@ class Linear(Layer):
 
     Attributes:
         product: computes the matmul; replaceable.
+        shared_input: whose input it multiplies; None: its own.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
         self.product: MatmulFunction = PlainProduct()
+        self.shared_input: SharedInput | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., inputs) to (..., outputs)."""
@@ -96,10 +125,13 @@ class Linear(Layer):
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiplies by the cast weight and adds the cast bias."""
-        if self.casts is None or self.sums is None or not isinstance(self.product, PlainProduct):
+        values, total = weight, None
+        if self.casts and self.sums and isinstance(self.product, PlainProduct):
+            weight, values, total = self.weight, self.casts[0], self.sums[0]
+        elif self.shared_input is None:
             return self.product(x, weight, bias)
-        out: Tensor = _SummingProduct.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.casts[0], self.sums[0], bias
+        out: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x, weight, values, total, bias, (self.product, self.shared_input)
         )
         return out
 
@@ -172,10 +204,11 @@ class _KnownCast(torch.autograd.Function):
         return None, None, None
 
 
-class _SummingProduct(torch.autograd.Function):
-    """`F.linear` whose weight has its gradient summed in fp32 by the matmul.
+class _Product(torch.autograd.Function):
+    """A matmul whose backward pass sums in fp32, and computes while ranks exchange its input.
 
-    `weight` is only there to receive the gradient; `cast` has its values.
+    `weight` receives the gradient; `values` are those to multiply by. If `weight` is wider than
+    they are, its gradient is summed in fp32 by the matmul.
     """
 
     @staticmethod
@@ -183,22 +216,35 @@ class _SummingProduct(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        cast: Tensor,
+        values: Tensor,
         total: Tensor | None,
         bias: Tensor | None,
+        how: tuple[MatmulFunction, SharedInput | None],
     ) -> Tensor:
-        ctx.save_for_backward(x, cast, total)
-        ctx.has_bias = bias is not None
-        return F.linear(x, cast, bias)
+        product, shared = how
+        whole = x if shared is None else shared.finish(shared.start(x))
+        again = shared is not None and shared.gathers_again
+        ctx.save_for_backward(x if again else whole, values, total)
+        ctx.how, ctx.again = how, shared if again else None
+        ctx.sums, ctx.has_bias = weight.dtype != values.dtype, bias is not None
+        return product(whole, values, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, cast, total = ctx.saved_tensors
+        x, values, total = ctx.saved_tensors
+        product, shared = ctx.how
+        arriving = ctx.again.start(x, gradient) if ctx.again else x
+        of_whole = product.input_gradient(gradient, values)
+        summed = shared.start_sum(of_whole) if shared else of_whole
+        whole = ctx.again.finish(arriving) if ctx.again else arriving
         rows = gradient.flatten(0, -2)
-        of_x = gradient @ cast
-        of_weight = sum_product(total, rows.t(), x.flatten(0, -2))
+        if ctx.sums:
+            of_weight = sum_product(total, rows.t(), whole.flatten(0, -2))
+        else:
+            of_weight = product.weight_gradient(gradient, whole)
         of_bias = rows.sum(0) if ctx.has_bias else None
-        return of_x, of_weight if total is None else None, None, None, of_bias
+        of_x = shared.finish_sum(summed) if shared else summed
+        return of_x, of_weight if total is None else None, None, None, of_bias, None
 
 
 def sum_product(total: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:

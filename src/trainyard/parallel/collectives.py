@@ -7,54 +7,85 @@
     reduce-scatter    all-gather        out of a row-parallel layer, with sequence parallelism
     all-to-all        all-to-all        heads for tokens, in attention over a sharded sequence
 
-Tokens are dimension 1, in equal parts. On a GPU all run asynchronously until their result is used.
+Tokens are dimension 1, in equal parts. A started collective runs beside computation until it is
+finished.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as collectives
-
-from trainyard.model.linear import MatmulFunction
 
 TOKENS = 1
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
-# torch 2.13 renamed them, and warns about the old names.
-_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
-_reduce_scatter = (
-    getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
-)
+# torch.distributed's functional collectives wait at once where they are compiled; these never do.
+_started = torch.ops._c10d_functional
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
+    """Starts to reduce a tensor over all ranks; `finish` returns the result."""
+    out: Tensor = _started.all_reduce(x.contiguous(), operation, group.group_name)
+    return out
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Starts to gather the tensors of all ranks; `finish_all_gather` returns them."""
+    out: Tensor = _started.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+    return out
+
+
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
+    """Starts to sum a tensor over ranks; `finish` returns this rank's part along a dimension."""
+    parts = torch.cat(x.chunk(group.size(), dimension)) if dimension else x.contiguous()
+    out: Tensor = _started.reduce_scatter_tensor(parts, "sum", group.size(), group.group_name)
+    return out
+
+
+def start_all_to_all(
+    x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Starts to send `sent[i]` rows to rank i; `finish` returns `received[i]` rows of each rank."""
+    out: Tensor = _started.all_to_all_single(x.contiguous(), received, sent, group.group_name)
+    return out
+
+
+def finish(started: Tensor) -> Tensor:
+    """Waits for a collective: on a GPU, only its stream waits."""
+    out: Tensor = _started.wait_tensor(started)
+    return out
+
+
+def finish_all_gather(started: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
+    """Concatenates the gathered tensors along a dimension, in rank order."""
+    gathered = finish(started)
+    return torch.cat(gathered.chunk(group.size()), dimension) if dimension else gathered
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
     """Reduces a tensor over all ranks into a new tensor; not differentiable."""
-    return _wait(collectives.all_reduce(x.contiguous(), operation, group))
+    return finish(start_all_reduce(x, group, operation))
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
     """Concatenates the tensors of all ranks along a dimension, in rank order."""
-    return _wait(_gather(x.contiguous(), dimension, group))
+    return finish_all_gather(start_all_gather(x, group), group, dimension)
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
     """Sums a tensor over ranks and keeps this rank's part along a dimension."""
-    return _wait(_reduce_scatter(x.contiguous(), "sum", dimension, group))
+    return finish(start_reduce_scatter(x, group, dimension))
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sends `x[i]` to rank i, for every rank; not differentiable."""
-    return _wait(collectives.all_to_all_single(x.contiguous(), None, None, group))
-
-
-def _wait(x: Tensor) -> Tensor:
-    out: Tensor = collectives.wait_tensor(x)  # type: ignore[no-untyped-call]
-    return out
+    rows = [1] * group.size()
+    return finish(start_all_to_all(x, rows, rows, group))
 
 
 def _same(x: Tensor, _group: dist.ProcessGroup) -> Tensor:
@@ -94,29 +125,39 @@ def sent_again(x: Tensor, gradient: Tensor) -> Tensor:
     return torch.where(first.isnan(), first, x)
 
 
-class _GatheredProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        product: MatmulFunction,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.product, ctx.group, ctx.has_bias = product, group, bias is not None
-        return product(_gather_all(x, group), weight, bias)
+@dataclass(frozen=True)
+class InputOfGroup:
+    """An input that all ranks of a group multiply by their shard of a weight (`SharedInput`).
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        x = sent_again(x, gradient)
-        gathered = _gather_all(x, ctx.group)
-        of_gathered, of_weight = ctx.product.backward(gradient, gathered, weight)
-        of_x = _reduce_part(of_gathered, ctx.group)
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return of_x, of_weight, of_bias, None, None
+    Attributes:
+        group: the ranks.
+        by_tokens: each has its tokens of the input; otherwise all have all of it.
+    """
+
+    group: dist.ProcessGroup
+    by_tokens: bool
+    gathers_again: bool
+
+    def start(self, x: Tensor, gradient: Tensor | None = None) -> Tensor:
+        """Starts to gather it."""
+        if not self.by_tokens:
+            return x
+        x = x if gradient is None else sent_again(x, gradient)
+        return start_all_gather(x, self.group)
+
+    def finish(self, started: Tensor) -> Tensor:
+        """Returns all of it."""
+        return finish_all_gather(started, self.group, TOKENS) if self.by_tokens else started
+
+    def start_sum(self, gradient: Tensor) -> Tensor:
+        """Starts to sum its gradient."""
+        if self.by_tokens:
+            return start_reduce_scatter(gradient, self.group, TOKENS)
+        return start_all_reduce(gradient, self.group)
+
+    def finish_sum(self, started: Tensor) -> Tensor:
+        """Returns the gradient of this rank's part."""
+        return finish(started)
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -134,18 +175,6 @@ def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gathers (B, T/tp, ...) of all ranks to (B, T, ...); sums gradients in the backward pass."""
     out: Tensor = _Collective.apply(x, group, _gather_all, _reduce_part)  # type: ignore[no-untyped-call]
-    return out
-
-
-def product_of_gathered(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    product: MatmulFunction,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    """Multiplies gathered tokens; the backward pass gathers them again."""
-    out: Tensor = _GatheredProduct.apply(x, weight, bias, product, group)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -29,13 +29,17 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as collectives
 
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
 from trainyard.model.attention import Attention, CausalAttention
 from trainyard.model.gpt import GPT
-from trainyard.parallel.collectives import exchange_parts, sent_again
+from trainyard.parallel.collectives import (
+    exchange_parts,
+    finish,
+    sent_again,
+    start_all_to_all,
+)
 
 Method = Literal["ulysses", "ring"]
 _HEAD_SIZE_MULTIPLE = 8
@@ -174,13 +178,11 @@ def _start_shift(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     to_next[(group.rank() + 1) % group.size()] = x.numel()
     from_last[group.rank() - 1] = x.numel()
     # One dimension, because gloo splits along the first.
-    out: Tensor = collectives.all_to_all_single(x.flatten(), from_last, to_next, group)
-    return out
+    return start_all_to_all(x.flatten(), to_next, from_last, group)
 
 
 def _finish_shift(arriving: Tensor, like: Tensor) -> Tensor:
-    arrived: Tensor = collectives.wait_tensor(arriving)  # type: ignore[no-untyped-call]
-    return arrived.view_as(like)
+    return finish(arriving).view_as(like)
 
 
 def _attend(q: Tensor, kv: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, list[Tensor]]:

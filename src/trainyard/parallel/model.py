@@ -159,12 +159,7 @@ class ParallelModel:
             refuse_ring(run, mesh.device)
             apply_context_parallel(model, mesh.context, parallel.context_method)
         if mesh.tensor is not None:
-            apply_tensor_parallel(
-                model,
-                mesh.tensor,
-                sequence=parallel.sequence,
-                gathers_again=parallel.gathers_again,
-            )
+            apply_tensor_parallel(model, mesh.tensor, parallel)
         self._precision.convert_matmuls(model)
         initialize(model, run.train.seed, self.tensor_shard)
         self._precision.convert_weights(model)

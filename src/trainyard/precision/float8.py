@@ -24,7 +24,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +68,15 @@ def build_product(fp8: Fp8) -> MatmulFunction:
         from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
         from torchao.float8.config import Float8LinearConfig
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-        from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+        from torchao.float8.float8_scaling_utils import (
+            get_maybe_axiswise_dim,
+            hp_tensor_to_float8_dynamic,
+        )
+        from torchao.float8.float8_training_tensor import (
+            GemmInputRole,
+            LinearMMConfig,
+            ScaledMMConfig,
+        )
 
     # What torchao's own `convert_to_float8_training` does, against NaN in compiled fp8 kernels of
     # torch 2.14 (triton-lang/triton#11111).
@@ -82,21 +90,53 @@ def build_product(fp8: Fp8) -> MatmulFunction:
     )
     kernels = LinearMMConfig(*(ScaledMMConfig(fp8.emulate, gemm.use_fast_accum) for gemm in gemms))
 
+    def cast(x: Tensor, cast_config: Any, role: Any, dimension: int) -> Tensor:
+        granularity = cast_config.scaling_granularity
+        out: Tensor = hp_tensor_to_float8_dynamic(
+            x,
+            cast_config.target_dtype,
+            kernels,
+            gemm_input_role=role,
+            scaling_granularity=granularity,
+            axiswise_dim=get_maybe_axiswise_dim(dimension, granularity),
+            round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+        )
+        return out
+
+    # As in the backward pass of torchao's own function, which computes both gradients at once.
     @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator] # as the forward pass is
-    def differentiate(gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        saved = (x, weight.t())
-        context = SimpleNamespace(saved_tensors=saved, linear_mm_config=kernels, config=config)
-        of_x, of_weight, *_ = matmul_with_hp_or_float8_args.backward(context, gradient)
-        return of_x, of_weight.t()
+    def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+        rows = cast(
+            gradient.flatten(0, -2), config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT, -1
+        )
+        turned = cast(
+            weight.t(), config.cast_config_weight_for_grad_input, GemmInputRole.WEIGHT, -1
+        )
+        return torch.mm(rows, turned.t()).view(*gradient.shape[:-1], -1)
+
+    @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+    def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+        kind = config.cast_config_grad_output_for_grad_weight
+        columns = cast(gradient.flatten(0, -2), kind, GemmInputRole.GRAD_OUTPUT, 0)
+        return torch.mm(
+            columns.t(),
+            cast(
+                x.flatten(0, -2), config.cast_config_input_for_grad_weight, GemmInputRole.INPUT, 0
+            ),
+        )
 
     class Float8Product:
         def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
             out: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), kernels, config)
             return out if bias is None else out + bias
 
-        def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensor]:
-            of_x, of_weight = differentiate(gradient, x, weight)
-            return of_x, of_weight
+        def input_gradient(self, gradient: Tensor, weight: Tensor, /) -> Tensor:
+            out: Tensor = input_gradient(gradient, weight)
+            return out
+
+        def weight_gradient(self, gradient: Tensor, x: Tensor, /) -> Tensor:
+            out: Tensor = weight_gradient(gradient, x)
+            return out
 
     return Float8Product()
 
