@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TOKENS = 1
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 # torch.distributed's functional collectives wait at once where they are compiled; these never do.
@@ -35,15 +34,17 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum"
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Starts to gather the tensors of all ranks; `finish_all_gather` returns them."""
+    """Starts to gather tokens, (B, T/n, ...), of all ranks; `finish_all_gather` returns them."""
     out: Tensor = _started.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
     return out
 
 
-def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
-    """Starts to sum a tensor over ranks; `finish` returns this rank's part along a dimension."""
-    parts = torch.cat(x.chunk(group.size(), dimension)) if dimension else x.contiguous()
-    out: Tensor = _started.reduce_scatter_tensor(parts, "sum", group.size(), group.group_name)
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Starts to sum (B, T, ...) over ranks; `finish` returns this rank's tokens, (B, T/n, ...)."""
+    n_ranks = group.size()
+    split = x.unflatten(1, (n_ranks, -1))  # type: ignore[no-untyped-call]
+    parts = split.transpose(0, 1).flatten(0, 1).contiguous()
+    out: Tensor = _started.reduce_scatter_tensor(parts, "sum", n_ranks, group.group_name)
     return out
 
 
@@ -61,10 +62,11 @@ def finish(started: Tensor) -> Tensor:
     return out
 
 
-def finish_all_gather(started: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
-    """Concatenates the gathered tensors along a dimension, in rank order."""
-    gathered = finish(started)
-    return torch.cat(gathered.chunk(group.size()), dimension) if dimension else gathered
+def finish_all_gather(started: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the tokens of all ranks, (B, T, ...), in rank order."""
+    split = finish(started).unflatten(0, (group.size(), -1))  # type: ignore[no-untyped-call]
+    out: Tensor = split.transpose(0, 1).flatten(1, 2)  # of one sequence: a view
+    return out
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
@@ -72,14 +74,14 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> T
     return finish(start_all_reduce(x, group, operation))
 
 
-def all_gather(x: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
-    """Concatenates the tensors of all ranks along a dimension, in rank order."""
-    return finish_all_gather(start_all_gather(x, group), group, dimension)
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gathers the tokens of all ranks, (B, T/n, ...) each, in rank order; not differentiable."""
+    return finish_all_gather(start_all_gather(x, group), group)
 
 
-def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
-    """Sums a tensor over ranks and keeps this rank's part along a dimension."""
-    return finish(start_reduce_scatter(x, group, dimension))
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sums (B, T, ...) over ranks and keeps this rank's tokens; not differentiable."""
+    return finish(start_reduce_scatter(x, group))
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -90,14 +92,6 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _same(x: Tensor, _group: dist.ProcessGroup) -> Tensor:
     return x.view_as(x)
-
-
-def _gather_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return all_gather(x, group, TOKENS)
-
-
-def _reduce_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return reduce_scatter(x, group, TOKENS)
 
 
 class _Collective(torch.autograd.Function):
@@ -147,12 +141,12 @@ class InputOfGroup:
 
     def finish(self, started: Tensor) -> Tensor:
         """Returns all of it."""
-        return finish_all_gather(started, self.group, TOKENS) if self.by_tokens else started
+        return finish_all_gather(started, self.group) if self.by_tokens else started
 
     def start_sum(self, gradient: Tensor) -> Tensor:
         """Starts to sum its gradient."""
         if self.by_tokens:
-            return start_reduce_scatter(gradient, self.group, TOKENS)
+            return start_reduce_scatter(gradient, self.group)
         return start_all_reduce(gradient, self.group)
 
     def finish_sum(self, started: Tensor) -> Tensor:
@@ -174,13 +168,13 @@ def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gathers (B, T/tp, ...) of all ranks to (B, T, ...); sums gradients in the backward pass."""
-    out: Tensor = _Collective.apply(x, group, _gather_all, _reduce_part)  # type: ignore[no-untyped-call]
+    out: Tensor = _Collective.apply(x, group, all_gather, reduce_scatter)  # type: ignore[no-untyped-call]
     return out
 
 
 def scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sums (B, T, ...) over ranks and keeps this rank's (B, T/tp, ...)."""
-    out: Tensor = _Collective.apply(x, group, _reduce_part, _gather_all)  # type: ignore[no-untyped-call]
+    out: Tensor = _Collective.apply(x, group, reduce_scatter, all_gather)  # type: ignore[no-untyped-call]
     return out
 
 
