@@ -125,7 +125,7 @@ class Linear(Layer):
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiplies by the cast weight and adds the cast bias."""
-        values, total = weight, None
+        values = total = None
         if self.casts and self.sums and isinstance(self.product, PlainProduct):
             weight, values, total = self.weight, self.casts[0], self.sums[0]
         elif self.shared_input is None:
@@ -207,8 +207,8 @@ class _KnownCast(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     """A matmul whose backward pass sums in fp32, and computes while ranks exchange its input.
 
-    `weight` receives the gradient; `values` are those to multiply by. If `weight` is wider than
-    they are, its gradient is summed in fp32 by the matmul.
+    `weight` receives the gradient, and has the values to multiply by. With others in `values`, the
+    gradient is summed in fp32 by the matmul.
     """
 
     @staticmethod
@@ -216,7 +216,7 @@ class _Product(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        values: Tensor,
+        values: Tensor | None,
         total: Tensor | None,
         bias: Tensor | None,
         how: tuple[MatmulFunction, SharedInput | None],
@@ -224,17 +224,18 @@ class _Product(torch.autograd.Function):
         product, shared = how
         whole = x if shared is None else shared.finish(shared.start(x))
         again = shared is not None and shared.gathers_again
-        ctx.save_for_backward(x if again else whole, values, total)
+        factor = weight if values is None else values
+        ctx.save_for_backward(x if again else whole, factor, total)
         ctx.how, ctx.again = how, shared if again else None
-        ctx.sums, ctx.has_bias = weight.dtype != values.dtype, bias is not None
-        return product(whole, values, bias)
+        ctx.sums, ctx.has_bias = values is not None, bias is not None
+        return product(whole, factor, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, values, total = ctx.saved_tensors
+        x, factor, total = ctx.saved_tensors
         product, shared = ctx.how
         arriving = ctx.again.start(x, gradient) if ctx.again else x
-        of_whole = product.input_gradient(gradient, values)
+        of_whole = product.input_gradient(gradient, factor)
         summed = shared.start_sum(of_whole) if shared else of_whole
         whole = ctx.again.finish(arriving) if ctx.again else arriving
         rows = gradient.flatten(0, -2)
