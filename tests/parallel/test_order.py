@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.circles import everyday
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.model.gpt import GPT
+from trainyard.model.gpt import GPT, compile_blocks
 from trainyard.parallel.tensor import apply_tensor_parallel
 
 LETTERS = {
@@ -47,13 +48,14 @@ def backward_order(run: Run, *, compiled: bool) -> str:
     apply_tensor_parallel(model, dist.group.WORLD, run.parallel)
     (block,) = model.blocks.values()
     if compiled:
-        block.compile()
+        compile_blocks(model, in_order=True)
     n_tokens = len(model.residual_positions)
     x = torch.ones(1, n_tokens, run.model.d_model, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(2):
         out = block(x, None, model.residual_positions)
         with _Watch() as watch:
             out.sum().backward()
+    assert not counters["graph_break"]
     return watch.order
 
 

@@ -165,7 +165,7 @@ class ParallelModel:
         self._precision.convert_weights(model)
         on_gpu = mesh.device.type == "cuda"
         if run.train.compile == "always" or (run.train.compile == "gpu" and on_gpu):
-            compile_blocks(model)
+            compile_blocks(model, in_order=mesh.tensor is not None or mesh.context is not None)
         if mesh.data is not None:
             apply_fsdp(model, mesh.data, parallel.zero_stage)
             self._precision.convert_messages(model)

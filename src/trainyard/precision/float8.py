@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,16 +62,26 @@ def blocks_in_fp8(model: GPT, run: Run) -> dict[str, Block]:
     }
 
 
+@dataclass(frozen=True)
+class _Float8Product:
+    """A matmul and its gradients; see `MatmulFunction`."""
+
+    matmul: Callable[[Tensor, Tensor], Tensor]
+    input_gradient: Callable[[Tensor, Tensor], Tensor]
+    weight_gradient: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        out = self.matmul(x, weight)
+        return out if bias is None else out + bias
+
+
 def build_product(fp8: Fp8) -> MatmulFunction:
     """Builds an fp8 replacement of `F.linear`, for inputs of any precision."""
     with quiet_import():
         from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
         from torchao.float8.config import Float8LinearConfig
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-        from torchao.float8.float8_scaling_utils import (
-            get_maybe_axiswise_dim,
-            hp_tensor_to_float8_dynamic,
-        )
+        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import (
             GemmInputRole,
             LinearMMConfig,
@@ -89,56 +99,39 @@ def build_product(fp8: Fp8) -> MatmulFunction:
         config.gemm_config_grad_weight,
     )
     kernels = LinearMMConfig(*(ScaledMMConfig(fp8.emulate, gemm.use_fast_accum) for gemm in gemms))
+    by_rows = fp8.scaling == "rowwise"
 
-    def cast(x: Tensor, cast_config: Any, role: Any, dimension: int) -> Tensor:
-        granularity = cast_config.scaling_granularity
+    def cast(x: Tensor, how: Any, role: Any, dimension: int) -> Tensor:
         out: Tensor = hp_tensor_to_float8_dynamic(
             x,
-            cast_config.target_dtype,
+            how.target_dtype,
             kernels,
             gemm_input_role=role,
-            scaling_granularity=granularity,
-            axiswise_dim=get_maybe_axiswise_dim(dimension, granularity),
-            round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+            scaling_granularity=how.scaling_granularity,
+            axiswise_dim=dimension if by_rows else None,
+            round_scales_to_power_of_2=True,
         )
         return out
 
+    def matmul(x: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), kernels, config)
+        return out
+
     # As in the backward pass of torchao's own function, which computes both gradients at once.
-    @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator] # as the forward pass is
     def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
-        rows = cast(
-            gradient.flatten(0, -2), config.cast_config_grad_output, GemmInputRole.GRAD_OUTPUT, -1
-        )
-        turned = cast(
-            weight.t(), config.cast_config_weight_for_grad_input, GemmInputRole.WEIGHT, -1
-        )
-        return torch.mm(rows, turned.t()).view(*gradient.shape[:-1], -1)
+        role, rows = GemmInputRole, gradient.flatten(0, -2)
+        a = cast(rows, config.cast_config_grad_output, role.GRAD_OUTPUT, -1)
+        b = cast(weight.t(), config.cast_config_weight_for_grad_input, role.WEIGHT, -1)
+        return torch.mm(a, b.t()).view(*gradient.shape[:-1], -1)
 
-    @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
     def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-        kind = config.cast_config_grad_output_for_grad_weight
-        columns = cast(gradient.flatten(0, -2), kind, GemmInputRole.GRAD_OUTPUT, 0)
-        return torch.mm(
-            columns.t(),
-            cast(
-                x.flatten(0, -2), config.cast_config_input_for_grad_weight, GemmInputRole.INPUT, 0
-            ),
-        )
+        role, rows = GemmInputRole, gradient.flatten(0, -2)
+        a = cast(rows, config.cast_config_grad_output_for_grad_weight, role.GRAD_OUTPUT, 0)
+        b = cast(x.flatten(0, -2), config.cast_config_input_for_grad_weight, role.INPUT, 0)
+        return torch.mm(a.t(), b)
 
-    class Float8Product:
-        def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
-            out: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), kernels, config)
-            return out if bias is None else out + bias
-
-        def input_gradient(self, gradient: Tensor, weight: Tensor, /) -> Tensor:
-            out: Tensor = input_gradient(gradient, weight)
-            return out
-
-        def weight_gradient(self, gradient: Tensor, x: Tensor, /) -> Tensor:
-            out: Tensor = weight_gradient(gradient, x)
-            return out
-
-    return Float8Product()
+    in_graph = torch.compiler.allow_in_graph  # as torchao's function is
+    return _Float8Product(matmul, in_graph(input_gradient), in_graph(weight_gradient))  # type: ignore[no-untyped-call]
 
 
 @contextmanager
