@@ -1,4 +1,5 @@
-# make demo | test | test-all | check | bench; each sets up .venv first (tools/set_up.py).
+# make demo | test | test-all | check | bench; each sets up .venv first (tools/set_up.py);
+# make test-cuda sets up .venv-cuda.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +7,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -q
 
-.PHONY: demo test test-all check bench set-up-train set-up-dev clean
+.PHONY: demo test test-all test-cuda check bench set-up-train set-up-dev set-up-cuda clean
 
 demo: set-up-train
 	$(BIN)/trainyard demo
@@ -17,11 +18,15 @@ test: set-up-dev
 test-all: set-up-dev
 	$(PYTEST) -m ''
 
+test-cuda: set-up-cuda
+	.venv-cuda/bin/python tests/fake_cuda/start.py -m pytest -n 2 --dist worksteal -q tests/fake_cuda
+
 check: set-up-dev
 	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/ruff check src tests benchmarks tools
 	$(BIN)/mypy
 	$(BIN)/mypy --strict tools/set_up.py
+	$(BIN)/mypy -p tests.fake_cuda
 	$(BIN)/lint-imports
 	$(BIN)/shellcheck --shell=bash --exclude=SC2034,SC2154 src/trainyard/jobs/lib/*.sh
 	$(BIN)/codespell src tests docs recipes benchmarks tools README.md CHANGELOG.md CONTRIBUTING.md
@@ -33,9 +38,9 @@ bench: set-up-dev
 	$(BIN)/python benchmarks/wrapping.py
 	$(BIN)/python benchmarks/cpu_step.py
 
-set-up-train set-up-dev:
+set-up-train set-up-dev set-up-cuda:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Trainyard needs Python 3.11 or newer\nhint: make PYTHON=python3.12 ...")'
 	@$(PYTHON) tools/set_up.py $(@:set-up-%=%)
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-cuda runs

@@ -52,7 +52,7 @@ class Case:
     changes: str = ""
 
     def load(self) -> Run:
-        base = f"{BASE} {SMALL}" if self.source == "tiny" else ""
+        base = f"{BASE} {SMALL}" if self.source == "tiny" else "train.compile=never"
         words = [word if "." in word else f"parallel.{word}" for word in self.changes.split()]
         return load_run(self.source, [*base.split(), *words]).run
 

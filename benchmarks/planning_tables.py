@@ -39,7 +39,7 @@ MEGATRON_DEEPSPEED = Program(
     cast_bytes=0,
     shown_data=1,
     hides_in_pipeline=False,
-    hides_tensor=False,
+    hides_tensor="none",
 )
 # Its softmax kernel wants a multiple of 4 matrices; otherwise five plain ones take its place.
 UNFUSED_SOFTMAX = replace(MEGATRON_DEEPSPEED, score_bytes=20, block_kernels=85)
@@ -56,7 +56,7 @@ MEGATRON_CORE = replace(
     block_kernels=30,
     shown_data=0,
     hides_in_pipeline=True,
-    hides_tensor=True,
+    hides_tensor="all",
     attention_share=1.4,  # cuDNN's on H100, where ours is FlashAttention-2
 )
 # Of 2023: FSDP that gathers weights late (BACKWARD_POST), and sums gradients in bf16. The speed of

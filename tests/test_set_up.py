@@ -17,6 +17,8 @@ import pytest
 from tests.waiting import WATCHDOG_SECONDS
 
 SCRIPT = Path(__file__).parent.parent / "tools" / "set_up.py"
+RECORD = Path(".venv/.set-up.json")
+OWN_CACHE = Path(".venv/.cache")
 # In `log`: a line for each start; the file `fails` has patterns of those that are to fail.
 PROGRAM = """#!/bin/sh
 echo "$(basename "$0") $* index=$UV_INDEX" >> log
@@ -35,6 +37,9 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copy(SCRIPT, folder / "tools")
     for name in ("pyproject.toml", "constraints.txt", "log", "fails"):
         (folder / name).write_text("")
+    (folder / "tests" / "fake_cuda" / "stubs").mkdir(parents=True)
+    for name in ("requirements.txt", "build.py", "stubs/runtime.cpp"):
+        (folder / "tests" / "fake_cuda" / name).write_text("")
     write_programs(folder)
     return folder
 
@@ -51,7 +56,7 @@ def set_up(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.delenv("TORCH_INDEX", raising=False)
     monkeypatch.delenv("UV_INDEX", raising=False)
 
-    def create() -> None:
+    def create(_venv: object) -> None:
         write_programs(checkout)
         with (checkout / "log").open("a") as log:
             log.write("created\n")
@@ -61,11 +66,12 @@ def set_up(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def write_programs(folder: Path) -> None:
-    (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
-    for name in ("python", "uv"):
-        program = folder / ".venv" / "bin" / name
-        program.write_text(PROGRAM)
-        program.chmod(0o755)
+    for venv in (".venv", ".venv-cuda"):
+        (folder / venv / "bin").mkdir(parents=True, exist_ok=True)
+        for name in ("python", "uv"):
+            program = folder / venv / "bin" / name
+            program.write_text(PROGRAM)
+            program.chmod(0o755)
 
 
 def start(module: ModuleType, purpose: str) -> list[str]:
@@ -74,6 +80,7 @@ def start(module: ModuleType, purpose: str) -> list[str]:
     sys.argv = ["set_up.py", purpose]
     module.main()
     words = {"created": "created", "-q -c constraints.txt uv": "uv", "-e .[train,dev]": "dev"}
+    words |= {"--no-deps": "cuda", "fake_cuda/build.py": "stubs"}
     words["-e .[train]"] = "train"
     return [
         f"{line.split()[0]} {word}"
@@ -100,6 +107,57 @@ def test_what_is_set_up_is_not_set_up_again(
     assert capsys.readouterr() == ("", "")
 
 
+def test_the_fake_gpu_has_an_environment_of_its_own(
+    set_up: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(set_up, "find_missing_for_cuda", lambda: "")
+    monkeypatch.setenv("TORCH_INDEX", "http://cpu/simple")  # has no CUDA
+    assert start(set_up, "cuda") == ["created created", "python uv", "uv cuda", "python stubs"]
+    install = Path("log").read_text().splitlines()[-2]
+    assert install.endswith("-e . index=http://mirror/simple")
+    assert "Setting up .venv-cuda with what tests on a fake GPU need" in capsys.readouterr().out
+    assert start(set_up, "cuda") == []
+    assert start(set_up, "dev")[1:] == ["python uv", "uv dev"]
+    Path("tests/fake_cuda/stubs/runtime.cpp").write_text("// changed\n")
+    assert start(set_up, "cuda") == ["python stubs"]
+    Path("tests/fake_cuda/requirements.txt").write_text("torch===3.0\n")
+    assert start(set_up, "cuda") == ["python uv", "uv cuda", "python stubs"]
+    assert start(set_up, "cuda") == start(set_up, "dev") == []
+
+
+@pytest.mark.parametrize(
+    ("missing", "fails", "why"),
+    [
+        ("", "install", "the package index has no CUDA build of torch for this Python"),
+        ("g++", "", "its stubs cannot be compiled without g++"),
+        ("Linux", "", "this is Darwin on arm64, and its stubs stand for libraries of Linux"),
+    ],
+)
+def test_where_there_can_be_no_fake_gpu_one_line_says_why(
+    missing: str,
+    fails: str,
+    why: str,
+    set_up: ModuleType,
+    checkout: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    system, machine = ("Darwin", "arm64") if missing == "Linux" else ("Linux", "x86_64")
+    monkeypatch.setattr(set_up.platform, "system", lambda: system)
+    monkeypatch.setattr(set_up.platform, "machine", lambda: machine)
+    monkeypatch.setattr(set_up.shutil, "which", lambda name: None if name == missing else name)
+    Path("fails").write_text(fails)
+    said = "No matching distribution found for torch===2.13.0"
+    for name in ("python", "uv"):
+        program = checkout / ".venv-cuda" / "bin" / name
+        program.write_text(PROGRAM.replace("no route to host", said))
+    monkeypatch.setattr(set_up, "create", lambda _venv: None)
+    with pytest.raises(SystemExit) as ended:
+        start(set_up, "cuda")
+    assert ended.value.code == 3
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"no fake GPU here: {why}")
+
+
 @pytest.mark.parametrize("change", ["unfinished", "moved", "other torch", "no python"])
 def test_what_cannot_be_added_to_is_made_anew(
     change: str, set_up: ModuleType, monkeypatch: pytest.MonkeyPatch
@@ -107,16 +165,16 @@ def test_what_cannot_be_added_to_is_made_anew(
     start(set_up, "train")
     leftover = Path(".venv/leftover")
     leftover.touch()
-    state = json.loads(set_up.STATE.read_text())
+    state = json.loads(RECORD.read_text())
     assert state["folder"] == str(Path.cwd())
     if change == "unfinished":
-        set_up.STATE.write_text("")
+        RECORD.write_text("")
     elif change == "moved":
-        set_up.STATE.write_text(json.dumps(state | {"folder": "/elsewhere"}))
+        RECORD.write_text(json.dumps(state | {"folder": "/elsewhere"}))
     elif change == "other torch":
         monkeypatch.setenv("TORCH_INDEX", "http://cpu/simple")
     else:
-        set_up.PYTHON.unlink()
+        Path(".venv/bin/python").unlink()
     assert start(set_up, "train")[0] == "created created"
     assert not leftover.exists()
     monkeypatch.delenv("TORCH_INDEX", raising=False)
@@ -229,7 +287,7 @@ def test_uv_finds_what_pip_finds(set_up: ModuleType, tmp_path: Path) -> None:
         "cert": str(SCRIPT),
         "timeout": "20",
     }
-    assert set_up.uv_environment(settings, {"HOME": str(tmp_path)}) == {
+    assert set_up.uv_environment(settings, {"HOME": str(tmp_path)}, OWN_CACHE) == {
         "UV_DEFAULT_INDEX": "http://mirror",
         "UV_INDEX": "http://one http://two",
         "UV_FIND_LINKS": "/a,/b",
@@ -237,7 +295,7 @@ def test_uv_finds_what_pip_finds(set_up: ModuleType, tmp_path: Path) -> None:
         "UV_HTTP_TIMEOUT": "20",
         "UV_INDEX_STRATEGY": "unsafe-best-match",
     }
-    folder = set_up.uv_environment({"cert": str(tmp_path)}, {"HOME": str(tmp_path)})
+    folder = set_up.uv_environment({"cert": str(tmp_path)}, {"HOME": str(tmp_path)}, OWN_CACHE)
     assert folder["SSL_CERT_DIR"] == str(tmp_path)
 
 
@@ -255,8 +313,8 @@ def test_a_cache_that_cannot_be_written_is_replaced(
     environment: dict[str, str], is_own: bool, set_up: ModuleType, tmp_path: Path
 ) -> None:
     environment = {key: text.replace("HERE", str(tmp_path)) for key, text in environment.items()}
-    found = set_up.uv_environment({}, environment).get("UV_CACHE_DIR")
-    assert found == (None if is_own else ".venv/.cache")
+    found = set_up.uv_environment({}, environment, OWN_CACHE).get("UV_CACHE_DIR")
+    assert found == (None if is_own else str(OWN_CACHE))
 
 
 def start_process(checkout: Path) -> subprocess.Popen[str]:

@@ -1,9 +1,14 @@
-"""Sets up `.venv` for the Makefile: `set_up.py train` for training, `set_up.py dev` for tests too.
+"""Sets up the environments of the Makefile.
+
+    set_up.py train    .venv for training
+    set_up.py dev      .venv for tests and checks too
+    set_up.py cuda     .venv-cuda for tests on a fake GPU (tests/fake_cuda); exits with 3 and one
+                       line where this machine cannot have it
 
 uv installs in seconds what takes pip minutes, so pip installs uv, and takes over if uv fails. uv
 gets pip's settings (index, mirror, local wheels, certificates), so both find the same packages.
-`.venv/.set-up.json` records what is installed. It is written last: an interrupted set-up starts
-anew.
+`.set-up.json` in the environment records what is installed. It is written last: an interrupted
+set-up starts anew.
 """
 
 from __future__ import annotations
@@ -14,26 +19,33 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 SCRIPT = Path(__file__).resolve()
 ROOT = SCRIPT.parent.parent
-VENV = Path(".venv")
-PYTHON = VENV / "bin" / "python"
-STATE = VENV / ".set-up.json"
 EXTRAS = {"train": ["train"], "dev": ["train", "dev"]}
 CONTENTS = {
-    "train": "what training needs: 70 packages, 350 MB",
-    "dev": "what training, tests and checks need: 90 packages, 400 MB",
+    "train": "what training needs: 70 packages, 350 MB unless cached (3 GB if torch comes with "
+    "CUDA), 10 seconds to a few minutes",
+    "dev": "what training, tests and checks need: 90 packages, 400 MB unless cached (3 GB if torch "
+    "comes with CUDA), 10 seconds to a few minutes",
+    "cuda": "what tests on a fake GPU need: 90 packages, 1.1 GB unless cached, without NVIDIA's "
+    "libraries, half a minute to a few minutes; 2.5 GB on disk",
 }
+FILES = ["pyproject.toml", "constraints.txt"]
+FAKE_CUDA = Path("tests") / "fake_cuda"
+CUDA_REQUIREMENTS = FAKE_CUDA / "requirements.txt"
+COMPILERS = ("gcc", "g++", "nm", "readelf")
+EXIT_NOT_HERE = 3
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
@@ -42,92 +54,148 @@ class SetUpError(Exception):
     """The set-up failed in a way the user can fix; the message says how."""
 
 
+class NotHereError(Exception):
+    """This machine cannot have the environment; the message says why, in one line."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment in the checkout."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, purpose: str) -> Environment:
+        """Returns the one for a purpose."""
+        return cls(Path(".venv-cuda" if purpose == "cuda" else ".venv"))
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.folder / "bin" / "python"
+
+    @property
+    def record(self) -> Path:
+        """The file of its `State`."""
+        return self.folder / ".set-up.json"
+
+
 @dataclass(frozen=True)
 class State:
-    """What is installed in `.venv`.
+    """What is installed in an environment.
 
     Attributes:
-        folder: the checkout, which the commands in `.venv/bin` name.
+        folder: the checkout, which the commands in its `bin` name.
         torch_index: where torch comes from; empty for PyPI, or pip's settings.
-        files: the checksum of pyproject.toml and constraints.txt.
-        extras: of Trainyard.
+        files: the checksum of the files that name packages.
+        extras: of Trainyard; "cuda" for the packages of tests/fake_cuda.
+        stubs: the checksum of what the fake GPU is built from; empty without one.
     """
 
     folder: str
     torch_index: str
     files: str
     extras: list[str]
+    stubs: str = ""
 
 
 def main() -> None:
-    """Sets up `.venv` unless it is set up already."""
+    """Sets up the environment of a purpose unless it is set up already."""
     os.chdir(ROOT)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     purpose = sys.argv[1]
+    venv = Environment.of(purpose)
     try:
-        if needs(read_state(), purpose) == read_state():
+        if purpose == "cuda" and (reason := find_missing_for_cuda()):
+            raise NotHereError(reason)
+        if needs(read_state(venv), purpose) == read_state(venv):
             return
         with lock():
-            before = read_state()  # another make may have set it up meanwhile
+            before = read_state(venv)  # another make may have set it up meanwhile
             wanted = needs(before, purpose)
             if wanted != before:
-                set_up(before, wanted)
+                set_up(venv, before, wanted)
+    except NotHereError as error:
+        print(f"no fake GPU here: {error}", flush=True)
+        sys.exit(EXIT_NOT_HERE)
     except SetUpError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("\ninterrupted; the same command starts the set-up anew")
 
 
+def find_missing_for_cuda() -> str:
+    """Returns why this machine cannot have the fake GPU; empty if it can."""
+    here = f"{platform.system()} on {platform.machine()}"
+    if here != "Linux on x86_64":
+        return f"this is {here}, and its stubs stand for libraries of Linux on x86_64"
+    missing = [name for name in COMPILERS if shutil.which(name) is None]
+    return f"its stubs cannot be compiled without {', '.join(missing)}" if missing else ""
+
+
 def needs(before: State | None, purpose: str) -> State:
-    """Gives the state that a target needs; keeps what other targets need."""
-    files = b"".join(Path(name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
+    """Returns the state that a target needs; keeps what other targets need."""
+    if purpose == "cuda":
+        sources = [FAKE_CUDA / "build.py", *sorted((FAKE_CUDA / "stubs").iterdir())]
+        files = checksum([*map(Path, FILES), CUDA_REQUIREMENTS])
+        return State(str(ROOT), "", files, ["cuda"], checksum(sources))
     asked = os.environ.get("TORCH_INDEX", "")
-    wanted = State(str(ROOT), asked, hashlib.sha256(files).hexdigest(), EXTRAS[purpose])
+    wanted = State(str(ROOT), asked, checksum(map(Path, FILES)), EXTRAS[purpose])
     if before is None:
         return wanted
     extras = max(wanted.extras, before.extras, key=len)
     return replace(wanted, torch_index=asked or before.torch_index, extras=extras)
 
 
-def set_up(before: State | None, wanted: State) -> None:
-    """Makes `.venv`, or adds to it.
+def checksum(paths: Iterable[Path]) -> str:
+    """Returns the checksum of files together."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def set_up(venv: Environment, before: State | None, wanted: State) -> None:
+    """Makes an environment, or adds to it.
 
     Raises:
         SetUpError: it failed; it can be run again, and what worked before still works.
+        NotHereError: there is no CUDA build of torch for this machine.
     """
     started = time.monotonic()
-    print(
-        f"Setting up .venv with {CONTENTS[wanted.extras[-1]]} unless cached (3 GB if torch comes "
-        "with CUDA), 10 seconds to a few minutes",
-        flush=True,
-    )
+    if before and before == replace(wanted, stubs=before.stubs):
+        print(f"Building the fake GPU in {venv.folder} anew", flush=True)
+        venv.record.write_text("", encoding="utf-8")
+        build_stubs(venv)
+        write(venv, wanted)
+        return
+    print(f"Setting up {venv.folder} with {CONTENTS[wanted.extras[-1]]}", flush=True)
     same = before and replace(wanted, files=before.files, extras=before.extras) == before
     if not same:
-        if STATE.exists() or not PYTHON.exists():  # else it was made by hand
-            shutil.rmtree(VENV, ignore_errors=True)
-        create()
-    STATE.write_text("", encoding="utf-8")
+        if venv.record.exists() or not venv.python.exists():  # else it was made by hand
+            shutil.rmtree(venv.folder, ignore_errors=True)
+        create(venv)
+    venv.record.write_text("", encoding="utf-8")
     try:
-        install(wanted.extras, wanted.torch_index)
+        install(venv, wanted.extras, wanted.torch_index)
+        if wanted.stubs:
+            build_stubs(venv)
     except SetUpError:
         # Most likely nothing was installed: both uv and pip download everything first.
         if before and same:
-            write(before)
+            write(venv, before)
         else:
-            STATE.unlink()
+            venv.record.unlink()
         raise
-    write(wanted)
+    write(venv, wanted)
     print(f"Set up in {time.monotonic() - started:.0f} s", flush=True)
 
 
-def create() -> None:
-    """Makes `.venv` with pip; one made by hand keeps its Python and packages.
+def create(venv: Environment) -> None:
+    """Makes an environment with pip; one made by hand keeps its Python and packages.
 
     Raises:
         SetUpError: this Python cannot make virtual environments.
     """
-    maker = str(PYTHON) if PYTHON.exists() else sys.executable
-    failure = run("virtual environment", [maker, "-m", "venv", str(VENV)], {})
+    maker = str(venv.python) if venv.python.exists() else sys.executable
+    failure = run("virtual environment", [maker, "-m", "venv", str(venv.folder)], {})
     if failure is not None:
         raise SetUpError(
             f"{maker} cannot make a virtual environment:\n{tail(failure)}\n"
@@ -135,40 +203,58 @@ def create() -> None:
         )
 
 
-def install(extras: list[str], torch_index: str) -> None:
+def install(venv: Environment, extras: list[str], torch_index: str) -> None:
     """Installs Trainyard with its extras, with uv or else with pip.
 
     Raises:
         SetUpError: neither could.
+        NotHereError: there is no CUDA build of torch for this machine.
     """
-    pip = [str(PYTHON), "-m", "pip"]
-    common = ["-c", "constraints.txt"]
-    packages = ["-e", f".[{','.join(extras)}]"]
+    pip = [str(venv.python), "-m", "pip"]
+    constraints = ["-c", "constraints.txt"]
+    packages = [*constraints, "-e", f".[{','.join(extras)}]"]
+    if extras == ["cuda"]:
+        # All that is pinned, and nothing that torch would bring: 2 GB of NVIDIA's libraries.
+        packages = ["--no-deps", "-r", "constraints.txt", "-r", str(CUDA_REQUIREMENTS), "-e", "."]
     variables = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-    failure = run("installer (uv)", [*pip, "install", "-q", *common, "uv"], variables)
+    failure = run("installer (uv)", [*pip, "install", "-q", *constraints, "uv"], variables)
     listing = subprocess.run([*pip, "config", "list"], capture_output=True, text=True)
     settings = pip_settings(listing.stdout)
     if torch_index:
         more = f"{settings.get('extra-index-url', '')} {torch_index}".strip()
         settings["extra-index-url"] = variables["PIP_EXTRA_INDEX_URL"] = more
-    elif gets_needless_cuda(settings):
+    elif extras != ["cuda"] and gets_needless_cuda(settings):
         print(f"  torch comes with CUDA; without: make ... TORCH_INDEX={CPU_INDEX}", flush=True)
     if failure is None:
-        uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), *common]
+        uv = [str(venv.folder / "bin" / "uv"), "pip", "install", "--python", str(venv.python)]
         uv += ["--build-constraints", "constraints.txt"]
-        failure = run("packages", [*uv, *packages], uv_environment(settings, os.environ))
+        environment = uv_environment(settings, os.environ, venv.folder / ".cache")
+        failure = run("packages", [*uv, *packages], environment)
     if failure is not None:
         print(
             f"  uv failed ({tail(failure, 1).strip()}); pip installs instead, in minutes",
             flush=True,
         )
-        failure = run("packages", [*pip, "install", "-q", *common, *packages], variables)
+        failure = run("packages", [*pip, "install", "-q", *packages], variables)
     if failure is not None:
+        if "No matching distribution found for torch===" in failure:
+            raise NotHereError("the package index has no CUDA build of torch for this Python")
         raise SetUpError(
             f"pip cannot install the packages:\n{tail(failure)}\n"
             "hint: check the network; set a proxy or a mirror with `pip config`; `make clean` "
-            "removes .venv for a fresh start"
+            f"removes {venv.folder} for a fresh start"
         )
+
+
+def build_stubs(venv: Environment) -> None:
+    """Builds what stands for NVIDIA's libraries.
+
+    Raises:
+        SetUpError: a stub cannot be compiled.
+    """
+    failure = run("fake GPU", [str(venv.python), str(FAKE_CUDA / "build.py")], {})
+    if failure is not None:
+        raise SetUpError(f"the stubs of {FAKE_CUDA} cannot be built:\n{tail(failure)}")
 
 
 def gets_needless_cuda(settings: dict[str, str]) -> bool:
@@ -189,8 +275,16 @@ def pip_settings(listing: str) -> dict[str, str]:
     return {key: value for key, value in settings.items() if value}
 
 
-def uv_environment(settings: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Gives the variables that make uv find the packages that pip would."""
+def uv_environment(
+    settings: Mapping[str, str], environment: Mapping[str, str], own_cache: Path
+) -> dict[str, str]:
+    """Gives the variables that make uv find the packages that pip would.
+
+    Args:
+        settings: of pip.
+        environment: of this process.
+        own_cache: the folder for uv's cache if its usual one cannot be written.
+    """
     certificates = "SSL_CERT_DIR" if Path(settings.get("cert", "")).is_dir() else "SSL_CERT_FILE"
     names = {
         "index-url": "UV_DEFAULT_INDEX",
@@ -214,7 +308,7 @@ def uv_environment(settings: Mapping[str, str], environment: Mapping[str, str]) 
     home = environment.get("HOME", os.devnull)
     caches = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
     if not can_write(Path(environment.get("UV_CACHE_DIR") or f"{caches}/uv")):
-        variables["UV_CACHE_DIR"] = str(VENV / ".cache")
+        variables["UV_CACHE_DIR"] = str(own_cache)
     return variables
 
 
@@ -273,18 +367,18 @@ def tail(text: str, n_lines: int = 15) -> str:
     return "\n".join(lines[-n_lines:])
 
 
-def read_state() -> State | None:
+def read_state(venv: Environment) -> State | None:
     """Reads what is installed; None if nothing is, or not all of it."""
     try:
-        state = State(**json.loads(STATE.read_text(encoding="utf-8")))
+        state = State(**json.loads(venv.record.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    return state if PYTHON.exists() else None
+    return state if venv.python.exists() else None
 
 
-def write(state: State) -> None:
+def write(venv: Environment, state: State) -> None:
     """Writes what is installed."""
-    STATE.write_text(json.dumps(asdict(state)), encoding="utf-8")
+    venv.record.write_text(json.dumps(asdict(state)), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -298,7 +392,7 @@ def lock() -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("waiting for another make, which is setting up .venv", flush=True)
+            print("waiting for another make, which is setting up", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             pass

@@ -15,10 +15,11 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,31 @@ def raise_error(error: Exception) -> None:
 
 def die_unseen() -> None:
     """Leaves a process behind that keeps all connections open, as a broken network does."""
-    n_starts = count_starts()
-    if os.fork() == 0:
-        for number in (1, 2):
-            os.close(number)
-        while count_starts() == n_starts:
-            time.sleep(0.01)
-        os._exit(0)
+    wait = (
+        "import pathlib, sys, time\n"
+        "while len(list(pathlib.Path(sys.argv[1]).glob('starts-*/*'))) == int(sys.argv[2]):\n"
+        "    time.sleep(0.01)"
+    )
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with suppress(OSError):
+            os.set_inheritable(int(path.name), True)
+    # A fork without a new program could stay behind for ever: other threads may hold locks.
+    subprocess.Popen(
+        [sys.executable, "-c", wait, sys.argv[1], str(count_starts())],
+        close_fds=False,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_after_rank_0() -> None:
+    """Raises an error once rank 0 has died of it."""
+    pid = int((Path(sys.argv[1]) / "0.pid").read_text())
+    with suppress(OSError):  # it is gone once its parent has noticed
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+    raise ValueError("a bug")
 
 
 FAULTS: dict[str, Callable[[], object]] = {
@@ -70,6 +88,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "segfault": lambda: ctypes.string_at(0),
     "abort": os.abort,
     "exception": lambda: raise_error(ValueError("a bug")),
+    "late exception": fail_after_rank_0,
     "refuse": lambda: raise_error(DataError("token 7 is damaged", "prepare it again")),
     "give up": lambda: raise_error(GuardError("the loss is not finite", "look")),
     "regex": search_for_ever,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from tests.command import Fork
 from tests.waiting import wait_until
 
 from trainyard.launch.environment import Process, rank_environment
@@ -21,6 +23,7 @@ from trainyard.launch.heartbeat import (
     HeartbeatReader,
     HeartbeatState,
 )
+from trainyard.launch.watched import MOST_FILES, be_watched
 
 
 @pytest.fixture
@@ -100,3 +103,15 @@ def test_a_watched_module_shows_its_stack_while_it_holds_the_lock_of_python(
     wait_until(is_in_module)
     running.kill()
     running.wait()
+
+
+def test_a_worker_may_open_as_many_files_as_this_machine_allows() -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+    def be_worker() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, most))
+        be_watched(Process())
+        sys.stdout.write(str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+
+    said = Fork(be_worker).wait().stdout
+    assert int(said) == (MOST_FILES if most == resource.RLIM_INFINITY else min(most, MOST_FILES))

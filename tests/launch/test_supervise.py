@@ -62,6 +62,14 @@ def test_a_death_is_named_and_the_run_starts_again(
     assert starts(folder) == [0, 4]
 
 
+def test_who_is_aborted_for_the_death_of_another_is_not_named(folder: Path) -> None:
+    """NCCL ends with SIGABRT who loses another rank, before that one has ended."""
+    done = supervise(folder, wanted([0, 5, "abort", 1], [2, 5, "late exception", 1]))
+    assert done.code == 0, done.said
+    named = re.findall(r"rank \d of 3 on .* at step", done.said)
+    assert named == [f"rank 2 of 3 on {HOST} ended with code 1 at step"]
+
+
 @pytest.mark.exhaustive
 def test_three_restarts_without_progress(folder: Path) -> None:
     done = supervise(folder, wanted([1, 1, "SIGKILL", 1], [1, 5, "SIGKILL", 99]))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 
 from trainyard.architecture import LayerSpec
-from trainyard.model.linear import LayerNorm, Linear, cast_once
+from trainyard.model.linear import LayerNorm, Linear, add_to_gradients, cast_once
 
 SQUARE = LayerSpec("square", "linear", (8, 8), "replicated", has_bias=True)
 NORM = LayerSpec("norm", "norm", (8,), "replicated", has_bias=True)
@@ -54,3 +57,51 @@ def test_weights_in_that_precision_already_are_left_alone() -> None:
     with cast_once([layer], torch.float32):
         assert layer.casts is None
         assert layer.cast(torch.float32)[0] is layer.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_added_to_the_same_memory_with_the_same_bits(dtype: torch.dtype) -> None:
+    layer, norm = Linear(SQUARE), LayerNorm(NORM, 1e-5)
+    parameters = (*layer.parameters(), *norm.parameters())
+    for parameter in parameters:
+        torch.nn.init.normal_(parameter)
+    inputs = torch.randn(3, 2, 4, 8, dtype=dtype)
+
+    def compute(add: Callable[[], None]) -> list[list[torch.Tensor]]:
+        found = []
+        for x in inputs:
+            add()
+            norm(layer(x)).square().sum().backward()
+            found.append([parameter.grad for parameter in parameters])
+        for parameter in parameters:
+            parameter.grad = None
+        return found
+
+    by_autograd = compute(lambda: None)[-1]
+    with cast_once([layer, norm], dtype):
+        first, *_, last = compute(lambda: add_to_gradients([layer, norm]))
+    assert layer.sums is None
+    assert all(torch.equal(a, b) for a, b in zip(by_autograd, last, strict=True))
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(first, last, strict=True))
+
+
+@pytest.mark.parametrize("n_micro_batches", [1, 3])
+def test_compiled_backward_passes_add_without_a_pass_of_their_own(n_micro_batches: int) -> None:
+    layer = Linear(SQUARE)
+    torch.nn.init.normal_(layer.weight)
+    torch.nn.init.zeros_(layer.bias)
+    x = torch.randn(n_micro_batches, 4, 8, dtype=torch.bfloat16)
+    found = []
+    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        with cast_once([layer], torch.bfloat16):
+            for each in x:
+                add_to_gradients([layer])
+                function(each).float().square().sum().backward()
+        found.append([layer.weight.grad, layer.bias.grad])
+        layer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_matmuls_of_gradients_exist_in_torch() -> None:
+    schema = str(torch.ops.aten.addmm.dtype_out._schema)
+    assert "ScalarType out_dtype" in schema and "Tensor(a!) out" in schema

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Barrier
 
 import pytest
@@ -52,29 +53,40 @@ def test_fp64_value_and_gradients_are_those_of_cross_entropy(
         assert relative(mine, other) < 1e-12
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
-def test_lower_precisions_stay_near_fp64(dtype: torch.dtype, bound: float) -> None:
+def test_lower_precisions_stay_near_fp64(
+    dtype: torch.dtype, bound: float, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its mathematics, without the compiler.
+    monkeypatch.setattr("trainyard.model.loss._compiled", lambda function: function)
+    sum_up = partial(summed_cross_entropy, compiles=is_compiled)
     made = make(dtype, n_rows=400, D=32)
     exact = tuple(
         x.detach().to(dtype).double().requires_grad_() if x.is_floating_point() else x for x in made
     )
-    found, expected = summed_cross_entropy(*made, 50), plain(*exact, 50)
+    found, expected = sum_up(*made, 50), plain(*exact, 50)
     assert found.dtype == torch.float32
     assert abs(found.item() / expected.item() - 1) < bound
     for mine, other in zip(gradients(found, made), gradients(expected, exact), strict=True):
         assert relative(mine, other) < bound
-    hidden_gradient, weight_gradient = gradients(summed_cross_entropy(*made, 50), made)
+    hidden_gradient, weight_gradient = gradients(sum_up(*made, 50), made)
     assert hidden_gradient.dtype == dtype
     assert weight_gradient.dtype == torch.float32
 
 
-def test_padding_changes_nothing_and_gets_no_gradient() -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_padding_changes_nothing_and_gets_no_gradient(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainyard.model.loss._compiled", lambda function: function)
+    sum_up = partial(summed_cross_entropy, compiles=is_compiled)
     hidden, weight, labels = make()
-    first = summed_cross_entropy(hidden, weight, labels, 50)
+    first = sum_up(hidden, weight, labels, 50)
     huge = weight.detach().clone()
     huge[50:] = 1e6
     huge.requires_grad_()
-    second = summed_cross_entropy(hidden, huge, labels, 50)
+    second = sum_up(hidden, huge, labels, 50)
     assert torch.equal(first, second)
     hidden_gradient, weight_gradient = gradients(second, (hidden, huge, labels))
     assert torch.equal(hidden_gradient, gradients(first, (hidden, weight, labels))[0])

@@ -13,9 +13,17 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainyard.config.load import build_run
+from trainyard.errors import ConfigError
 from trainyard.model.attention import CausalAttention
 from trainyard.parallel import context
-from trainyard.parallel.context import Method, RingAttention, UlyssesAttention, take_shard
+from trainyard.parallel.context import (
+    Method,
+    RingAttention,
+    UlyssesAttention,
+    refuse_ring,
+    take_shard,
+)
 
 RunRanks = Callable[..., list[Any]]
 METHODS: tuple[Method, ...] = ("ulysses", "ring")
@@ -133,7 +141,7 @@ def test_ring_computes_on_keys_while_the_next_arrive(run_ranks: RunRanks) -> Non
     for forward, backward, most_received in run_ranks(4, watched_ring):
         assert forward == "sc wsc wsc wc".replace(" ", "")
         # Each rank's part of the gradients of the keys is sent after its computation.
-        assert backward == "sc wsc ws wsc ws wc ws w".replace(" ", "")
+        assert backward == "sc wsc s wsc ws wc ws w".replace(" ", "")
         assert most_received == 2
 
 
@@ -155,3 +163,26 @@ def test_kernels_of_a_gpu_take_what_the_ring_gives_them() -> None:
         assert out.shape == q_part.shape == queries.shape
         assert lse.shape == queries.shape[:3]
         assert kv_part.shape == kv.shape
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_heads", "device", "problem"),
+    [
+        ("fp32", 4, "cuda", "precision.kind='fp32': flash attention"),
+        ("bf16", 6, "cuda", "heads of 10 values: flash attention needs bf16 or fp16, and a mult"),
+        ("fp32", 6, "cuda", "precision.kind='fp32' and heads of 10 values"),
+        ("fp32", 6, "cpu", ""),
+        ("bf16", 4, "cuda", ""),
+    ],
+)
+def test_a_ring_without_a_kernel_is_refused(
+    kind: str, n_heads: int, device: str, problem: str
+) -> None:
+    model = {"d_model": 60 if n_heads == 6 else 64, "n_heads": n_heads, "dropout": 0.0}
+    parallel = {"context": 2, "context_method": "ring"}
+    run = build_run({"model": model, "parallel": parallel, "precision": {"kind": kind}})
+    if not problem:
+        refuse_ring(run, torch.device(device))
+        return
+    with pytest.raises(ConfigError, match=f"'ring' on a GPU is incompatible with {problem}"):
+        refuse_ring(run, torch.device(device))

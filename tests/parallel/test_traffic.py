@@ -141,13 +141,13 @@ def test_ranks_send_what_the_plan_says(
         assert counted, "some axis is longer than 1"
 
 
-def count_kept(run: Run, *, gathers_again: bool, compiled: bool) -> float:
+def count_kept(run: Run, *, compiled: bool) -> float:
     """Counts what a block keeps for its backward pass, in times the whole residual stream."""
     model = GPT(run.model, run.model.vocabulary_size, torch.bfloat16)
-    apply_tensor_parallel(model, dist.group.WORLD, sequence=True, gathers_again=gathers_again)
+    apply_tensor_parallel(model, dist.group.WORLD, run.parallel)
     (block,) = model.blocks.values()
-    if compiled:  # as on a GPU, but for its kernels
-        block.compile(backend="aot_eager_decomp_partition")
+    if compiled:
+        block.compile()
     weights = {parameter.shape.numel() for parameter in block.parameters()}
     kept: dict[int, tuple[Tensor, int]] = {}
 
@@ -168,12 +168,11 @@ def count_kept(run: Run, *, gathers_again: bool, compiled: bool) -> float:
 def test_gathered_tokens_are_gathered_again_instead_of_kept(
     compiled: bool, run_ranks: Callable[..., list[float]]
 ) -> None:
-    run = build_run("model.n_layers=1 model.sequence_length=160")
-    once, again = (
-        run_ranks(2, partial(count_kept, run, gathers_again=choice, compiled=compiled))
-        for choice in (False, True)
-    )
-    assert not build_run("tensor=2 sequence=true recompute=block").parallel.gathers_again
+    changes = "tensor=2 sequence=true model.n_layers=1 model.sequence_length=160"
+    # Only what ranks exchange follows from `recompute`: the model itself keeps everything.
+    runs = [build_run(f"{changes} recompute={choice}") for choice in ("block", "none")]
+    assert [run.parallel.gathers_again for run in runs] == [False, True]
+    once, again = (run_ranks(2, partial(count_kept, run, compiled=compiled)) for run in runs)
     # Inputs of two products: whole, or as cut; a compiled block computes even those again.
     assert min(once) - max(again) >= 2 * (1 - 1 / 2)
 

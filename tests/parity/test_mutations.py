@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainyard.config.run import Parallel
 from trainyard.data.loader import Loader
 from trainyard.model.gpt import GPT
 from trainyard.optim import clip
@@ -78,8 +79,8 @@ def clipped_by_the_local_norm(patch: pytest.MonkeyPatch) -> None:
 def dropout_shared_across_the_cut(patch: pytest.MonkeyPatch) -> None:
     right = tensor.apply_tensor_parallel
 
-    def wrong(model: GPT, group: dist.ProcessGroup, **options: bool) -> None:
-        right(model, group, **options)
+    def wrong(model: GPT, group: dist.ProcessGroup, parallel: Parallel) -> None:
+        right(model, group, parallel)
         for block in model.blocks.values():
             block.attention.core.first_head = 0
 

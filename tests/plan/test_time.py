@@ -259,3 +259,37 @@ def test_measured_steps_are_predicted_as_well_as_the_documentation_says(shared_d
     for table in ("multi", "single"):
         choice = figures[table]["choice"]["jobs_of_2_layouts_or_more"]
         assert choice["first_three_within_10_per_cent"] >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("changes", "n_hidden"),
+    [
+        ("", 2),
+        ("parallel.sequence=true", 4),
+        ("parallel.sequence=true parallel.recompute=block", 2),
+        ("parallel.schedule=zero_bubble parallel.pipeline=2 parallel.chunks=2", 0),
+    ],
+)
+def test_tensor_ranks_exchange_beside_matmuls_in_the_backward_pass(
+    changes: str, n_hidden: int
+) -> None:
+    fixed = ("parallel.tensor=2", "parallel.zero_stage=1", "train.compile=never")
+    run = run_of(*fixed, *changes.split())
+    plan = resolve(run, 8)
+    programs = (replace(OURS, hides_tensor="none"), OURS)
+
+    def hidden(machine: Machine) -> float:
+        exposed = [step_time(run, plan, machine, each).parts["tensor"] for each in programs]
+        return exposed[0] - exposed[1]
+
+    n_blocks = run.model.n_layers // plan.topology.pipeline
+    n_passes = n_blocks * 256 // plan.topology.data // run.train.micro_batch_size
+    values = run.train.micro_batch_size * run.model.sequence_length * run.model.d_model
+    rounds = 1 if run.parallel.sequence else 2
+    n_bytes = rounds * n_hidden * values * 2 / 2  # half of it is another rank's
+    link = with_shares(replace(H100, link_latency_seconds=0.0), link_share=1.0)
+    expected = (1 - OURS.shown_data) * n_passes * n_bytes / link.link_bytes_per_second
+    assert hidden(link) == pytest.approx(expected, rel=1e-9)
+    # No more than the matmuls take, on any slower link.
+    slow, slower = (replace(link, link_bytes_per_second=speed) for speed in (1e7, 1e6))
+    assert hidden(slow) == pytest.approx(hidden(slower))

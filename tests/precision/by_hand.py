@@ -6,7 +6,6 @@ adds up in fp32, of which another order makes, now and then, another number when
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,12 +44,21 @@ class _ByHand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        gradient, flat = gradients[0].flatten(0, -2), x.flatten(0, -2)
-        numbers = E4M3 if ctx.by_rows else E5M2
-        along, across = (1, 0) if ctx.by_rows else (None, None)
-        of_x = round_by_hand(gradient, numbers, along) @ round_by_hand(weight, E4M3, across)
-        of_weight = round_by_hand(gradient, numbers, across).T @ round_by_hand(flat, E4M3, across)
-        return of_x.view(x.shape), of_weight, None
+        of_x = _input_gradient(gradients[0], weight, ctx.by_rows)
+        return of_x, _weight_gradient(gradients[0], x, ctx.by_rows), None
+
+
+def _input_gradient(gradient: Tensor, weight: Tensor, by_rows: bool) -> Tensor:
+    numbers, along, across = (E4M3, 1, 0) if by_rows else (E5M2, None, None)
+    rounded = round_by_hand(gradient.flatten(0, -2), numbers, along)
+    of_x = rounded @ round_by_hand(weight, E4M3, across)
+    return of_x.view(*gradient.shape[:-1], -1)
+
+
+def _weight_gradient(gradient: Tensor, x: Tensor, by_rows: bool) -> Tensor:
+    numbers, across = (E4M3, 0) if by_rows else (E5M2, None)
+    rounded = round_by_hand(gradient.flatten(0, -2), numbers, across)
+    return rounded.T @ round_by_hand(x.flatten(0, -2), E4M3, across)
 
 
 def build_product_by_hand(fp8: Fp8) -> MatmulFunction:
@@ -63,8 +71,10 @@ def build_product_by_hand(fp8: Fp8) -> MatmulFunction:
             out: Tensor = _ByHand.apply(x, weight, by_rows)  # type: ignore[no-untyped-call]
             return out if bias is None else out + bias
 
-        def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensor]:
-            saved = SimpleNamespace(saved_tensors=(x, weight), by_rows=by_rows)
-            return _ByHand.backward(saved, gradient)[:2]
+        def input_gradient(self, gradient: Tensor, weight: Tensor, /) -> Tensor:
+            return _input_gradient(gradient, weight, by_rows)
+
+        def weight_gradient(self, gradient: Tensor, x: Tensor, /) -> Tensor:
+            return _weight_gradient(gradient, x, by_rows)
 
     return ByHand()

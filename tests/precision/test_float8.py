@@ -42,11 +42,13 @@ SMALL = {
 def forward_and_backward(
     product: MatmulFunction, x: Tensor, weight: Tensor, gradient: Tensor
 ) -> list[Tensor]:
-    """Gives the output, and the gradients of input and weight, of three sequences."""
+    """Gives the output, and the gradients of input and weight (twice), of three sequences."""
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     out = product(leaves[0].view(3, 16, 32), leaves[1])
     out.backward(gradient.view(3, 16, 64))  # type: ignore[no-untyped-call]
-    return [out.detach().flatten(0, 1), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    alone = [product.input_gradient(gradient, weight), product.weight_gradient(gradient, x)]
+    return [out.detach().flatten(0, 1), *gradients, *alone]
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
@@ -63,7 +65,7 @@ def test_products_are_those_of_numbers_rounded_by_hand(scaling: str) -> None:
     by_hand = build_product_by_hand(Fp8(scaling=scaling))  # type: ignore[arg-type]
     found = forward_and_backward(product, x, weight, gradient)
     expected = forward_and_backward(by_hand, x.double(), weight.double(), gradient.double())
-    plain = [x @ weight.T, gradient @ weight, gradient.T @ x]
+    plain = [x @ weight.T, *([gradient @ weight, gradient.T @ x] * 2)]
     for one, reference, unrounded in zip(found, expected, plain, strict=True):
         size = reference.norm()
         assert (one - reference).norm() < 1e-6 * size  # sums in fp32
@@ -191,3 +193,12 @@ def test_it_learns_as_bf16_does(scaling: str) -> None:
     assert found[0] != found[1]
     assert last == pytest.approx(expected, rel=1e-2)
     assert last < first
+
+
+def test_compiled_kernels_take_maxima_without_the_instructions_that_break_fp8_stores() -> None:
+    """Else a neighboring transposed store of fp8 writes NaN (triton-lang/triton#11111)."""
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    build_product(Fp8())
+    assert "tl.where" in TritonOverrides.maximum("a", "b")
+    assert "tl.where" in TritonOverrides.minimum("a", "b")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from tests.train.conftest import lines_of, start, with_fields
 
+from trainyard.checkpoint.load import load_tensors, newest_checkpoint
 from trainyard.config.run import Run
 
 pytestmark = [
@@ -50,3 +52,24 @@ def test_losses_equal_the_cpus(
     on_cpu = losses(tmp_path / "cpu", with_fields(run, precision={"kind": "fp32"}))
     assert on_gpu == pytest.approx(on_cpu, abs=bound)
     assert compiled == pytest.approx(on_cpu, abs=bound)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "fp8", "fp8_lowbit"])
+@pytest.mark.parametrize("compiles", ["never", "gpu"])
+def test_a_deterministic_run_resumes_bitwise(
+    tiny_run: Run, tmp_path: Path, precision: str, compiles: str
+) -> None:
+    if precision.startswith("fp8") and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no products in fp8 on this GPU")
+    train = {"deterministic": True, "compile": compiles}
+    run = with_fields(tiny_run, train=train, precision={"kind": precision})
+    run = with_fields(run, checkpoint={"interval": 6}, model={"dropout": 0.1})
+    start(tmp_path / "whole", run)
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-00000012")
+    start(tmp_path / "parts", run, "must")
+    whole, parts = (
+        newest_checkpoint(tmp_path / name / "checkpoints") for name in ("whole", "parts")
+    )
+    expected, found = (load_tensors(path, "") for path in (whole, parts))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)

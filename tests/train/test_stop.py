@@ -5,7 +5,15 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainyard.parallel.mesh import Mesh, StopVote, build_mesh
+from trainyard.topology import Topology
 from trainyard.train.stop import TWICE_SECONDS, Stop
 
 PROGRAM = """
@@ -47,3 +55,26 @@ def test_the_first_signal_says_why() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert stop.stop_request() == "93 received SIGINT"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("n_late", [0, 1])
+def test_all_ranks_get_the_request_of_one_in_the_same_step(
+    n_late: int, run_ranks: Callable[..., list[Any]]
+) -> None:
+    requests = {(1, 1): "SAVE", (4, 0): "75 SIGTERM", (4, 1): "93 SIGINT"}
+
+    def vote() -> tuple[list[str | None], int]:
+        rank = dist.get_rank()
+        mesh = build_mesh(Topology(shard=2), rank, torch.device("cpu"))
+        exchanges: list[str | None] = []
+        with pytest.MonkeyPatch.context() as patch:
+            agree = Mesh.agree
+            patch.setattr(Mesh, "agree", lambda *args: exchanges.append(None) or agree(*args))
+            ballot = StopVote(mesh, n_late)
+            found = [ballot.cast(requests.get((step, rank))) for step in range(7)]
+        return found, len(exchanges)
+
+    for found, n_exchanges in run_ranks(2, vote):
+        expected = {1 + n_late: "SAVE", 4 + n_late: "75 SIGTERM"}
+        assert found == [expected.get(step) for step in range(7)]
+        assert n_exchanges == 2 + 2 * n_late, "of texts, after a request only"

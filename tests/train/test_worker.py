@@ -36,7 +36,7 @@ from trainyard.errors import (
 )
 from trainyard.launch.environment import Process
 from trainyard.launch.heartbeat import Heartbeat
-from trainyard.parallel.mesh import HostClock, build_mesh, choose_device, name_full_memory
+from trainyard.parallel.mesh import HostClock, build_mesh, choose_device, name_device_errors
 from trainyard.plan.resolve import resolve
 from trainyard.topology import Topology
 from trainyard.train.run_folder import write_run_folder
@@ -294,7 +294,7 @@ def test_a_full_gpu_is_one_message(
     plan, device = resolve(run, n_ranks), torch.device("cpu")
     with (
         pytest.raises(MachineError, match="does not fit into") as error,
-        name_full_memory(run, plan, device),
+        name_device_errors(run, plan, device),
     ):
         raise torch.OutOfMemoryError(told)
     assert error.value.problem.endswith(
@@ -302,6 +302,24 @@ def test_a_full_gpu_is_one_message(
     )
     assert error.value.hint.startswith(hint)
     assert error.value.exit_code == 2
+
+
+def test_a_deterministic_run_has_the_same_losses(tiny_run: Run, tmp_path: Path) -> None:
+    start(tmp_path / "fixed", with_fields(tiny_run, train={"deterministic": True}))
+    assert torch.are_deterministic_algorithms_enabled()
+    start(tmp_path / "free", tiny_run)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert train_losses(tmp_path / "fixed") == train_losses(tmp_path / "free")
+
+
+def test_what_has_no_deterministic_kernel_is_named(tiny_run: Run) -> None:
+    run = with_fields(tiny_run, train={"deterministic": True})
+    device = choose_device(Process(), deterministic=True)
+    with (
+        pytest.raises(ConfigError, match="put_ has no deterministic kernel for cpu"),
+        name_device_errors(run, resolve(run, 1), device),
+    ):
+        torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
 
 
 def test_token_outside_the_vocabulary(tiny_run: Run, tmp_path: Path) -> None:

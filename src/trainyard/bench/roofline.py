@@ -24,7 +24,6 @@ from trainyard.plan.hardware import TERA, Machine
 from trainyard.plan.resolve import resolve
 from trainyard.plan.time import HIDING
 from trainyard.simulate.kernels import Kernel, count_kernels
-from trainyard.units import format_count
 
 N_SHOWN = 24
 _FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -175,8 +174,8 @@ def render(roofline: Roofline) -> Iterator[str]:
         yield _line(_sum([e for e in kernels if e.place == place]), f"        all of: {place}")
     yield _line(_sum(kernels), "        all on the device")
     yield ""
-    launches = format_count(sum(each.launches for each in kernels))
-    yield f"the host needs {1000 * found.host_seconds:,.1f} ms for {launches} launches"
+    launches = sum(each.launches for each in kernels)
+    yield f"the host needs {1000 * found.host_seconds:,.1f} ms for {launches:,} launches"
     yield f"predicted step {1000 * found.step_seconds:,.1f} ms, MFU {found.mfu:.1%}"
     yield (
         f"limit of these kernels by the datasheet: {1000 * found.limit_seconds:,.1f} ms, "

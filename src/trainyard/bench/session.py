@@ -17,7 +17,7 @@ from trainyard.config.load import load_run, render_run
 from trainyard.config.run import Data, Run
 from trainyard.data.loader import build_orders, data_fingerprint
 from trainyard.launch.environment import Process
-from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name, name_full_memory
+from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name, name_device_errors
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.plan.resolve import Plan, resolve
 from trainyard.precision.float8 import refuse_device
@@ -39,10 +39,10 @@ def run_job(folder: Path, process: Process, start: StartupTimes) -> None:
         job = BenchJob.read(folder)
         run = load_run(str(folder / RUN)).run
         plan = resolve(run, process.n_ranks)
-    device = choose_device(process)
+    device = choose_device(process, deterministic=run.train.deterministic)
     refuse_device(run, device)
     began = time.perf_counter()
-    with start_ranks(process, device, lambda: _facts(run)), name_full_memory(run, plan, device):
+    with start_ranks(process, device, lambda: _facts(run)), name_device_errors(run, plan, device):
         mesh = build_mesh(plan.topology, process.rank, device)
         start.seconds["ranks"] = time.perf_counter() - began
         timeline = Timeline(build_clock(device))

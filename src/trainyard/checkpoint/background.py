@@ -294,7 +294,7 @@ class _HostMemory:
 def _allocate(n_bytes: int, *, page_locked: bool) -> Tensor:
     """Allocates exactly this much; torch rounds pinned memory up to powers of two."""
     room = torch.empty(n_bytes, dtype=torch.uint8)
-    if page_locked:
+    if page_locked and n_bytes:  # CUDA refuses to register 0 bytes
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(runtime.cudaHostRegister(room.data_ptr(), n_bytes, 0))
         release: Callable[[int], object] = runtime.cudaHostUnregister

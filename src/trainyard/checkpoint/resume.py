@@ -20,7 +20,7 @@ FREE = (
     # Files may move: their fingerprint is compared, not their paths.
     *("data.cache_folder", "data.blend.prefixes", "data.train.prefixes"),
     *("data.valid.prefixes", "data.test.prefixes"),
-    *("train.micro_batch_size", "train.stop_after_minutes", "train.compile"),
+    *("train.micro_batch_size", "train.stop_after_minutes", "train.compile", "train.deterministic"),
     *("model.vocabulary_multiple", "precision.fp8.all_gather", "precision.fp8.emulate"),
 )
 REFUSED = {

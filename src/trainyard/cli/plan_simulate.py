@@ -51,8 +51,9 @@ def print_simulation(run: Run, n_ranks: int, rank: int | None, *, as_json: bool)
 
 
 def _planned_bytes(run: Run, plan: Plan, rank: int) -> int:
-    """Returns the bytes of the same tensors by the formulas."""
-    memory = rank_memory(run, plan, plan.topology.coordinates(rank).pipeline)
+    """Returns the bytes of the same tensors by the formulas, not compiled either."""
+    uncompiled = run.model_copy(update={"train": run.train.model_copy(update={"compile": "never"})})
+    memory = rank_memory(uncompiled, plan, plan.topology.coordinates(rank).pipeline)
     return memory.peak_bytes - memory.items["context and libraries"]
 
 

@@ -184,6 +184,8 @@ class Train(Section):
     """Seed of initial weights, dropout and data order."""
     compile: Literal["gpu", "always", "never"] = "gpu"
     """Where to torch.compile the blocks; on a CPU it rarely repays its start-up time."""
+    deterministic: bool = False
+    """Use deterministic kernels only: slower on a GPU, but a resumed run is bitwise the same."""
 
 
 class Optimizer(Section):

@@ -203,7 +203,10 @@ def _describe_devices() -> dict[str, str]:
     if not torch.cuda.is_available():
         return facts | {"GPUs": "none visible to torch"}
     # On ROCm these are MIOpen and RCCL.
-    facts["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    try:
+        facts["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # torch finds another version than it was built for
+        facts["cuDNN"] = str(error).split(". ")[0]
     if torch.distributed.is_nccl_available():
         version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         facts["NCCL"] = ".".join(map(str, version))

@@ -45,7 +45,6 @@ PROMISE = "TRAINYARD_DEVICES"
 END = "TRAINYARD_END"
 """Set by job scripts: when the scheduler ends the job, in seconds since 1970."""
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 MEANING = "start all ranks with torchrun, srun or mpiexec, or one process without its variables"
 ADDRESS_HINT = "export MASTER_ADDR, the name of the first machine, and MASTER_PORT to every rank"
 
@@ -235,7 +234,14 @@ def let_idle_threads_sleep() -> None:
 
 def chooses_allocator(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the user has configured torch's memory allocator."""
-    return any(name in environment for name in ALLOCATOR)
+    return not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}.isdisjoint(environment)
+
+
+def make_libraries_deterministic() -> None:
+    """Rejects algorithms whose sums depend on timing; call it before cuBLAS and NCCL start."""
+    # From cuBLAS's manual, and NCCL without sums inside its switches; both may be set otherwise.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")
 
 
 def keep_off_the_network() -> None:

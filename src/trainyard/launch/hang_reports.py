@@ -35,7 +35,7 @@ STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk or device", "
 # Code in which a thread waits for others: in a collective, behind one, or in the rendezvous.
 OF_THE_WAIT, OF_A_SAVE = "/checkpoint/background.py", "/checkpoint/save.py"
 OF_COMMUNICATION = re.compile(
-    r"/torch/(distributed/|autograd/|_ops\.py)|/trainyard/parallel/start\.py"
+    r"/torch/(distributed/|autograd/|cuda/streams\.py|_ops\.py)|/trainyard/parallel/start\.py"
 )
 
 

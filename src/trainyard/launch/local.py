@@ -270,9 +270,10 @@ def signal_name(number: int) -> str:
 
 
 def _severity(code: int) -> int:
-    if code < 0:
+    if code < 0 and code != -signal.SIGABRT:
         return 0
-    return {2: 2, EXIT_HOLD: 3, EXIT_REQUEUE: 4}.get(code, 1)
+    # NCCL aborts ranks that lose another.
+    return {-signal.SIGABRT: 2, 2: 3, EXIT_HOLD: 4, EXIT_REQUEUE: 5}.get(code, 1)
 
 
 def _count_cores() -> int:

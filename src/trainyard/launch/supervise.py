@@ -7,7 +7,8 @@ Every worker of a run with several ranks has a parent that watches it, under any
 
     a worker ..                                    the parent ..
     ends with 0, 2, 75 or 93                       ends with the same code once all have ended
-    dies by a signal, or ends with another code    names it, with the end of its log
+    dies by a signal, or ends with another code    names it, with the end of its log; of several
+                                                   one that NCCL did not abort (SIGABRT)
     makes no progress within its limit             shows all stacks, names the culprit, kills
     lost another rank                              leaves the report to that rank's parent
 
@@ -213,6 +214,10 @@ class _Attempt:
 
     def _report_failure(self, dead: Worker) -> _Outcome:
         """Reports the dead worker, and ends the others."""
+        if dead.running.returncode == -signal.SIGABRT:
+            if self._another_died_otherwise():
+                return _Outcome(EXIT_REQUEUE, is_failure=True)
+            dead = find_first_death(self.workers) or dead
         code = dead.running.returncode
         if self.job.is_launched:
             self.hang_reports.write([status_of_dead(dead)])
@@ -221,6 +226,24 @@ class _Attempt:
         self._name(dead)
         end(self.workers)
         return _Outcome(EXIT_REQUEUE if code < 0 else code, is_failure=code != 2)
+
+    def _another_died_otherwise(self) -> bool:
+        """Waits for the death that made NCCL abort a worker; returns if another parent reports it.
+
+        NCCL aborts the ranks that lose another, often before that one has ended.
+        """
+        deadline = time.monotonic() + TESTIMONY_SECONDS
+        while time.monotonic() < deadline:
+            if self.job.is_launched:
+                reports = self.hang_reports.read()
+                if any(seen.has_failed and "SIGABRT" not in seen.state for seen in reports):
+                    return True
+            else:
+                dead = find_first_death(self.workers)
+                if dead is not None and dead.running.returncode != -signal.SIGABRT:
+                    return False
+            time.sleep(POLL_SECONDS)
+        return False
 
     def _name(self, dead: Worker) -> None:
         """Logs how a worker ended, unless its own output shows it."""

@@ -72,7 +72,7 @@ def dropout(
         columns: what the last dimension is, (N,), int64; 0 to N - 1 if not given.
     """
     if columns is None:
-        columns = torch.arange(x.shape[-1], device=x.device)
+        columns = number_columns(x.shape[-1], x.device)
     bits = mix(seeds.view(-1, *[1] * rows.ndim) + rows * INCREMENT)[..., None]  # (B, *R, 1)
     factors = mix(columns * INCREMENT).to(torch.int32)  # (N)
     dropped: Tensor = _Dropout.apply(x, rate, bits, factors)  # type: ignore[no-untyped-call]
@@ -116,6 +116,15 @@ def _apply(x: Tensor, rate: float, bits: Tensor, factors: Tensor) -> Tensor:
     kept.add_(kept * kept, alpha=QUADRATIC_FACTOR)
     kept.ge_(int(rate * 2**32) - 2**31)  # 1 or 0 in int32: in eager mode, bool is ten times slower
     return kept.to(x.dtype).mul_(x).mul_(1 / (1 - rate))
+
+
+def number_columns(count: int, device: torch.device) -> Tensor:
+    """Returns 0 to `count` - 1, int64, which compiled code multiplies in 64 bits.
+
+    Inductor folds a multiplied `torch.arange` into an index, which has 32 bits on a GPU, too few
+    for `INCREMENT` (torch 2.13). It does not fold an exclusive or.
+    """
+    return torch.arange(count, device=device) ^ 0
 
 
 def mix(x: Tensor) -> Tensor:

@@ -231,7 +231,16 @@ class MLP(nn.Module):
         return out
 
 
-def compile_blocks(model: GPT) -> None:
-    """Compiles each block in place; keeps parameter names."""
+def compile_blocks(model: GPT, *, in_order: bool = False) -> None:
+    """Compiles each block in place, and the loss; keeps parameter names.
+
+    Args:
+        model: this rank's part.
+        in_order: keep the order of operations. Otherwise Inductor may change it to save memory, and
+            computes weight gradients last instead of beside what ranks exchange.
+    """
+    options = {"reorder_for_peak_memory": False} if in_order else None
     for block in model.blocks.values():
-        block.compile()
+        block.compile(options=options)
+    if isinstance(model.cross_entropy, CrossEntropy):
+        model.cross_entropy.compiles = True

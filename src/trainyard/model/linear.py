@@ -3,6 +3,13 @@
 Master weights stay fp32. The cast to the compute precision is part of the graph, so their gradients
 accumulate in fp32. Casts are explicit, without autocast: the forward pass shows what runs in which
 precision.
+
+Casts and sums of gradients move up to 26 bytes per weight and micro batch. `cast_once` casts once
+for all micro batches; `add_to_gradients` makes backward passes add to the gradients of earlier
+ones, and the matmul of a weight's gradient do it itself:
+
+    autograd      matmul -> bf16 -> fp32 -> added to the sum      2 + (2 + 4) + (4 + 4 + 4) bytes
+    here          matmul, which adds to the sum                   4 + 4 bytes
 """
 
 from __future__ import annotations
@@ -24,8 +31,11 @@ class MatmulFunction(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         """Returns (..., out), in the precision of `x` and of the weight."""
 
-    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of `x` and of the weight, given that of the output."""
+    def input_gradient(self, gradient: Tensor, weight: Tensor, /) -> Tensor:
+        """Returns the gradient of the input, given that of the output."""
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor, /) -> Tensor:
+        """Returns the gradient of the weight, given that of the output."""
 
 
 class PlainProduct:
@@ -35,9 +45,33 @@ class PlainProduct:
         """Multiplies."""
         return F.linear(x, weight, bias)
 
-    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Computes both matmuls."""
-        return gradient @ weight, gradient.flatten(0, -2).T @ x.flatten(0, -2)
+    def input_gradient(self, gradient: Tensor, weight: Tensor, /) -> Tensor:
+        """Multiplies."""
+        return gradient @ weight
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor, /) -> Tensor:
+        """Multiplies."""
+        return gradient.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+class SharedInput(Protocol):
+    """The input of a matmul whose weight is sharded by outputs: every rank needs all of it."""
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether the backward pass gathers it again instead of keeping it."""
+
+    def start(self, x: Tensor, gradient: Tensor | None = None) -> Tensor:
+        """Starts to gather it from this rank's `x`; again, for the backward pass of `gradient`."""
+
+    def finish(self, started: Tensor) -> Tensor:
+        """Returns all of it."""
+
+    def start_sum(self, gradient: Tensor) -> Tensor:
+        """Starts to sum the gradient of all of it over ranks."""
+
+    def finish_sum(self, started: Tensor) -> Tensor:
+        """Returns the gradient of this rank's `x`."""
 
 
 class Layer(nn.Module):
@@ -45,11 +79,14 @@ class Layer(nn.Module):
 
     Attributes:
         casts: of both, while passes share them (`cast_once`).
+        sums: of both gradients, for backward passes to add to (`add_to_gradients`); None inside:
+            there is none yet.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     casts: tuple[Tensor, Tensor | None] | None = None
+    sums: tuple[Tensor | None, Tensor | None] | None = None
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
@@ -61,8 +98,11 @@ class Layer(nn.Module):
         if self.casts is None:
             return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
         weight, bias = self.casts
-        shared: Tensor = _KnownCast.apply(self.weight, weight)  # type: ignore[no-untyped-call]
-        return shared, None if bias is None else _KnownCast.apply(self.bias, bias)  # type: ignore[no-untyped-call]
+        sum_of_weight, sum_of_bias = self.sums or (None, None)
+        shared: Tensor = _KnownCast.apply(self.weight, weight, sum_of_weight)  # type: ignore[no-untyped-call]
+        return shared, (
+            None if bias is None else _KnownCast.apply(self.bias, bias, sum_of_bias)  # type: ignore[no-untyped-call]
+        )
 
 
 class Linear(Layer):
@@ -70,16 +110,30 @@ class Linear(Layer):
 
     Attributes:
         product: computes the matmul; replaceable.
+        shared_input: whose input it multiplies; None: its own.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
         self.product: MatmulFunction = PlainProduct()
+        self.shared_input: SharedInput | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., inputs) to (..., outputs)."""
         weight, bias = self.cast(x.dtype)
-        return self.product(x, weight, bias)
+        return self.multiply(x, weight, bias)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiplies by the cast weight and adds the cast bias."""
+        values = total = None
+        if self.casts and self.sums and isinstance(self.product, PlainProduct):
+            weight, values, total = self.weight, self.casts[0], self.sums[0]
+        elif self.shared_input is None:
+            return self.product(x, weight, bias)
+        out: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x, weight, values, total, bias, (self.product, self.shared_input)
+        )
+        return out
 
 
 class LayerNorm(Layer):
@@ -106,24 +160,137 @@ def cast_once(layers: Iterable[Layer], dtype: torch.dtype) -> Iterator[None]:
         dtype: of their inputs.
     """
     cast = [each for each in layers if each.weight.dtype != dtype]
+    known = [p.detach() for each in cast for p in (each.weight, each.bias) if p is not None]
+    casts = [torch.empty_like(parameter, dtype=dtype) for parameter in known]
+    if casts:
+        torch._foreach_copy_(casts, known)  # one kernel for many
+    unused = iter(casts)
     for each in cast:
-        bias = None if each.bias is None else each.bias.detach().to(dtype)
-        each.casts = each.weight.detach().to(dtype), bias
+        each.casts = next(unused), None if each.bias is None else next(unused)
+    del known, casts, unused
     try:
         yield
     finally:
         for each in cast:
-            each.casts = None
+            each.casts = each.sums = None
+
+
+def add_to_gradients(layers: Iterable[Layer]) -> None:
+    """Makes the next backward pass add to the gradients of layers under `cast_once`.
+
+    Their parameters then get no gradient from autograd. Call it before each forward pass, whose
+    backward pass must follow before the next.
+    """
+    for each in layers:
+        if each.casts is not None:
+            each.sums = each.weight.grad, None if each.bias is None else each.bias.grad
 
 
 class _KnownCast(torch.autograd.Function):
     """A cast whose values already exist: only adds the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, cast: Tensor) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, cast: Tensor, total: Tensor | None) -> Tensor:
         ctx.dtype = parameter.dtype
+        ctx.save_for_backward(total)
         return cast.view_as(cast)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.to(ctx.dtype), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        (total,) = ctx.saved_tensors
+        if total is None:
+            return gradient.to(ctx.dtype), None, None
+        total.add_(gradient)
+        return None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """A matmul whose backward pass sums in fp32, and computes while ranks exchange its input.
+
+    `weight` receives the gradient, and has the values to multiply by. With others in `values`, the
+    gradient is summed in fp32 by the matmul.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        values: Tensor | None,
+        total: Tensor | None,
+        bias: Tensor | None,
+        how: tuple[MatmulFunction, SharedInput | None],
+    ) -> Tensor:
+        product, shared = how
+        whole = x if shared is None else shared.finish(shared.start(x))
+        again = shared is not None and shared.gathers_again
+        factor = weight if values is None else values
+        ctx.save_for_backward(x if again else whole, factor, total)
+        ctx.how, ctx.again = how, shared if again else None
+        ctx.sums, ctx.has_bias = values is not None, bias is not None
+        return product(whole, factor, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, factor, total = ctx.saved_tensors
+        product, shared = ctx.how
+        arriving = ctx.again.start(x, gradient) if ctx.again else x
+        of_whole = product.input_gradient(gradient, factor)
+        summed = shared.start_sum(of_whole) if shared else of_whole
+        whole = ctx.again.finish(arriving) if ctx.again else arriving
+        rows = gradient.flatten(0, -2)
+        if ctx.sums:
+            of_weight = sum_product(total, rows.t(), whole.flatten(0, -2))
+        else:
+            of_weight = product.weight_gradient(gradient, whole)
+        of_bias = rows.sum(0) if ctx.has_bias else None
+        of_x = shared.finish_sum(summed) if shared else summed
+        return of_x, of_weight if total is None else None, None, None, of_bias, None
+
+
+def sum_product(total: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    """Adds scale x a @ b to `total` in place, or to zero without one; returns the sum, fp32."""
+    if total is None:
+        product: Tensor = torch.ops.trainyard.product(a, b, scale)
+        return product
+    torch.ops.trainyard.add_product(total, a, b, scale)
+    return total
+
+
+# Operations of their own, because Inductor would add in a kernel after the matmul.
+_LIBRARY: Any = torch.library.Library("trainyard", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("add_product(Tensor(a!) total, Tensor a, Tensor b, float scale) -> ()")
+_LIBRARY.define("product(Tensor a, Tensor b, float scale) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "add_product", "CompositeExplicitAutograd")
+def _add_product(total: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    if _has_mixed_matmuls(a):
+        torch.addmm(total, a, b, out_dtype=total.dtype, alpha=scale, out=total)
+    else:
+        total.add_(a @ b, alpha=scale)
+
+
+@torch.library.impl(_LIBRARY, "product", "CompositeExplicitAutograd")
+def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    if _has_mixed_matmuls(a):
+        total = torch.empty(len(a), b.shape[1], dtype=torch.float32, device=a.device)
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=0, alpha=scale, out=total)
+        return total
+    total = torch.zeros(len(a), b.shape[1], dtype=torch.float32, device=a.device)
+    return total.add_(a @ b, alpha=scale)
+
+
+@torch.library.impl(_LIBRARY, "add_product", "Meta")
+def _shape_of_added(total: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    assert total.shape == (len(a), b.shape[1]), (total.shape, a.shape, b.shape)
+
+
+@torch.library.impl(_LIBRARY, "product", "Meta")
+def _shape_of_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return a.new_empty(len(a), b.shape[1], dtype=torch.float32)
+
+
+def _has_mixed_matmuls(x: Tensor) -> bool:
+    """Whether matmuls of 16-bit values can give and add fp32: on NVIDIA GPUs."""
+    return x.is_cuda and x.element_size() == 2 and torch.version.hip is None

@@ -15,6 +15,9 @@ backward matmuls and drops the logits. The upstream gradient is one number; `sca
 advance, so that the large gradient need not be read again. In fp16 it is applied after the matmuls,
 whose largest factor is 1, so it cannot overflow them.
 
+Compiled, two kernels read the logits, and one of them writes the gradient over them; with the three
+matmuls that is 12 bytes per 16-bit logit. Otherwise log softmax is in fp32: 26 bytes.
+
 If tensor ranks shard the rows of the weight, each has the logits of its rows. Ranks reduce small
 tensors, but no logits:
 
@@ -29,8 +32,10 @@ tensors, but no logits:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +43,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainyard.architecture import count_logit_chunks
+from trainyard.model.linear import sum_product
 
 IGNORE_INDEX = -100
 
@@ -56,7 +62,13 @@ class ShardedVocabulary(Protocol):
 
 
 class CrossEntropy(nn.Module):
-    """The model's loss; tensor parallelism replaces it."""
+    """The model's loss; tensor parallelism replaces it.
+
+    Attributes:
+        compiles: whether to compile what reads the logits.
+    """
+
+    compiles = False
 
     def forward(
         self,
@@ -67,7 +79,9 @@ class CrossEntropy(nn.Module):
         scale: float | Tensor,
     ) -> Tensor:
         """Sums over the labels, like `summed_cross_entropy`."""
-        return summed_cross_entropy(hidden, weight, labels, vocabulary_size, scale)
+        return summed_cross_entropy(
+            hidden, weight, labels, vocabulary_size, scale, compiles=self.compiles
+        )
 
 
 def summed_cross_entropy(
@@ -77,8 +91,13 @@ def summed_cross_entropy(
     vocabulary_size: int,
     scale: float | Tensor = 1.0,
     shard: ShardedVocabulary | None = None,
+    *,
+    compiles: bool = False,
 ) -> Tensor:
     """Sums the cross entropy of every labelled token.
+
+    On a GPU it must be the root of a backward pass: an upstream gradient of 1, which the device
+    checks.
 
     Args:
         hidden: final hidden states, (B, T, D), in the compute precision.
@@ -89,6 +108,7 @@ def summed_cross_entropy(
             scalar tensor stays on its device.
         shard: which rows `weight` has, if ranks shard them, (V/tp, D) each. The sum is then the
             same on all; the gradient of `hidden` is partial, for the caller to sum.
+        compiles: compile what reads the logits; for the loss of one device.
 
     Returns:
         a scalar in fp32, in nats; it can be differentiated once.
@@ -96,9 +116,17 @@ def summed_cross_entropy(
     rows, targets = hidden.flatten(0, -2), labels.flatten()  # (N, D), (N)
     factor = scale if torch.is_grad_enabled() else None
     loss: Tensor = _SummedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows, weight, targets, vocabulary_size, factor, shard
+        rows, weight, targets, factor, _Vocabulary(vocabulary_size, shard, compiles)
     )
     return loss if torch.is_grad_enabled() else scale * loss
+
+
+class _Vocabulary(NamedTuple):
+    """How to compute with the logits; see `summed_cross_entropy`."""
+
+    size: int
+    shard: ShardedVocabulary | None
+    compiles: bool
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -110,10 +138,10 @@ class _SummedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        vocabulary_size: int,
         scale: float | Tensor | None,
-        shard: ShardedVocabulary | None,
+        vocabulary: _Vocabulary,
     ) -> Tensor:
+        shard = vocabulary.shard
         precise = torch.promote_types(torch.float32, hidden.dtype)
         scale = scale.to(precise) if isinstance(scale, Tensor) else scale
         matrix = weight.to(hidden.dtype)
@@ -125,9 +153,12 @@ class _SummedCrossEntropy(torch.autograd.Function):
             nothing = targets == IGNORE_INDEX  # (n, 1)
             targets = targets.masked_fill(nothing, 0)
             logits = F.linear(rows, matrix)  # (n, V)
-            if shard is None:
-                is_here = None
-                logits[:, vocabulary_size:] = -torch.inf
+            is_here = error = None
+            if vocabulary.compiles and shard is None:
+                target = _compiled(_to_error)(logits, targets, vocabulary.size)
+                error = logits
+            elif shard is None:
+                logits[:, vocabulary.size :] = -torch.inf
                 log_probabilities = F.log_softmax(logits, -1, dtype=precise)
                 target = log_probabilities.gather(1, targets)  # (n, 1)
             else:
@@ -135,16 +166,18 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 is_here = (row >= 0) & (row < weight.shape[0])
                 targets = row.masked_fill(~is_here, 0)
                 log_probabilities, target = _shared_log_softmax(
-                    logits, targets, is_here, vocabulary_size, shard
+                    logits, targets, is_here, vocabulary.size, shard
                 )
             loss -= target.masked_fill(nothing, 0.0).sum()
             if scale is not None:
-                error = torch.exp(log_probabilities, out=logits)
-                del logits, log_probabilities  # two at once are enough
-                less_one = torch.expm1(target).to(error.dtype)
-                if is_here is not None:
-                    less_one = torch.where(is_here, less_one, error.gather(1, targets))
-                error.scatter_(1, targets, less_one)
+                if error is None:
+                    error = torch.exp(log_probabilities, out=logits)
+                    del log_probabilities  # two at once are enough
+                    less_one = torch.expm1(target).to(error.dtype)
+                    if is_here is not None:
+                        less_one = torch.where(is_here, less_one, error.gather(1, targets))
+                    error.scatter_(1, targets, less_one)
+                del logits
                 # Rows without a label are zeroed here, where they are D wide instead of V.
                 product = (error @ matrix).masked_fill_(nothing, 0.0)
                 hidden_gradient[start:end] = _scaled(product, scale)
@@ -158,11 +191,34 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        if not (upstream.is_cpu and upstream.item() == 1.0):  # on a GPU it would synchronize
+        if not upstream.is_cpu:  # to read it would synchronize; to multiply, take a copy
+            torch._assert_async(upstream == 1)
+        elif upstream.item() != 1.0:
             # Not in place: a pipeline may need one of the two now and the other later.
             hidden_gradient = hidden_gradient * upstream
             weight_gradient = weight_gradient * upstream
-        return hidden_gradient, weight_gradient, None, None, None, None
+        return hidden_gradient, weight_gradient, None, None, None
+
+
+@cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=False)  # chunks have two sizes at most
+
+
+def _to_error(logits: Tensor, targets: Tensor, vocabulary_size: int) -> Tensor:
+    """Replaces logits, (n, V), by their gradient; returns the log probabilities of targets, (n, 1).
+
+    In one precision wider than that of the logits; padding gets no probability.
+    """
+    precise = torch.promote_types(torch.float32, logits.dtype)
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    x = logits.to(precise).masked_fill(columns >= vocabulary_size, -torch.inf)
+    largest = x.amax(1, keepdim=True)
+    log_sum = (x - largest).exp().sum(1, keepdim=True).log() + largest
+    target = logits.gather(1, targets).to(precise) - log_sum
+    error = torch.where(columns == targets, torch.expm1(target), torch.exp(x - log_sum))
+    logits.copy_(error)
+    return target
 
 
 def _shared_log_softmax(
@@ -218,11 +274,11 @@ def _add_product(
     total: Tensor | None, a: Tensor, b: Tensor, scale: float | Tensor, like: Tensor
 ) -> Tensor:
     """Adds scale x a @ b to `total`, if given, in the precision of `like`."""
-    if a.dtype != like.dtype or isinstance(scale, Tensor):
+    if isinstance(scale, Tensor):
         total = torch.zeros_like(like) if total is None else total
-        if isinstance(scale, Tensor):
-            return total.addcmul_(a @ b, scale)
-        return total.add_(a @ b, alpha=scale)
+        return total.addcmul_(a @ b, scale)
+    if a.dtype != like.dtype:
+        return sum_product(total, a, b, scale)
     if total is None:
         return torch.addmm(like, a, b, beta=0.0, alpha=scale)
     return total.addmm_(a, b, alpha=scale)

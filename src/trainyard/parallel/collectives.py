@@ -7,66 +7,91 @@
     reduce-scatter    all-gather        out of a row-parallel layer, with sequence parallelism
     all-to-all        all-to-all        heads for tokens, in attention over a sharded sequence
 
-Tokens are dimension 1, in equal parts. On a GPU all run asynchronously until their result is used.
+Tokens are dimension 1, in equal parts. A started collective runs beside computation until it is
+finished.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as collectives
 
-from trainyard.model.linear import MatmulFunction
-
-TOKENS = 1
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
-# torch 2.13 renamed them, and warns about the old names.
-_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
-_reduce_scatter = (
-    getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
-)
+# torch.distributed's functional collectives wait at once where they are compiled; these never do.
+_started = torch.ops._c10d_functional
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
+    """Starts to reduce a tensor over all ranks; `finish` returns the result."""
+    out: Tensor = _started.all_reduce(x.contiguous(), operation, group.group_name)
+    return out
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Starts to gather tokens, (B, T/n, ...), of all ranks; `finish_all_gather` returns them."""
+    out: Tensor = _started.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+    return out
+
+
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Starts to sum (B, T, ...) over ranks; `finish` returns this rank's tokens, (B, T/n, ...)."""
+    n_ranks = group.size()
+    split = x.unflatten(1, (n_ranks, -1))  # type: ignore[no-untyped-call]
+    parts = split.transpose(0, 1).flatten(0, 1).contiguous()
+    out: Tensor = _started.reduce_scatter_tensor(parts, "sum", n_ranks, group.group_name)
+    return out
+
+
+def start_all_to_all(
+    x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Starts to send `sent[i]` rows to rank i; `finish` returns `received[i]` rows of each rank."""
+    out: Tensor = _started.all_to_all_single(x.contiguous(), received, sent, group.group_name)
+    return out
+
+
+def finish(started: Tensor) -> Tensor:
+    """Waits for a collective: on a GPU, only its stream waits."""
+    out: Tensor = _started.wait_tensor(started)
+    return out
+
+
+def finish_all_gather(started: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the tokens of all ranks, (B, T, ...), in rank order."""
+    split = finish(started).unflatten(0, (group.size(), -1))  # type: ignore[no-untyped-call]
+    out: Tensor = split.transpose(0, 1).flatten(1, 2)  # of one sequence: a view
+    return out
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
     """Reduces a tensor over all ranks into a new tensor; not differentiable."""
-    return _wait(collectives.all_reduce(x.contiguous(), operation, group))
+    return finish(start_all_reduce(x, group, operation))
 
 
-def all_gather(x: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
-    """Concatenates the tensors of all ranks along a dimension, in rank order."""
-    return _wait(_gather(x.contiguous(), dimension, group))
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gathers the tokens of all ranks, (B, T/n, ...) each, in rank order; not differentiable."""
+    return finish_all_gather(start_all_gather(x, group), group)
 
 
-def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
-    """Sums a tensor over ranks and keeps this rank's part along a dimension."""
-    return _wait(_reduce_scatter(x.contiguous(), "sum", dimension, group))
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sums (B, T, ...) over ranks and keeps this rank's tokens; not differentiable."""
+    return finish(start_reduce_scatter(x, group))
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sends `x[i]` to rank i, for every rank; not differentiable."""
-    return _wait(collectives.all_to_all_single(x.contiguous(), None, None, group))
-
-
-def _wait(x: Tensor) -> Tensor:
-    out: Tensor = collectives.wait_tensor(x)  # type: ignore[no-untyped-call]
-    return out
+    rows = [1] * group.size()
+    return finish(start_all_to_all(x, rows, rows, group))
 
 
 def _same(x: Tensor, _group: dist.ProcessGroup) -> Tensor:
     return x.view_as(x)
-
-
-def _gather_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return all_gather(x, group, TOKENS)
-
-
-def _reduce_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return reduce_scatter(x, group, TOKENS)
 
 
 class _Collective(torch.autograd.Function):
@@ -82,31 +107,51 @@ class _Collective(torch.autograd.Function):
         return ctx.backward_collective(gradient, ctx.group), None, None, None
 
 
-class _GatheredProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        product: MatmulFunction,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.product, ctx.group, ctx.has_bias = product, group, bias is not None
-        return product(_gather_all(x, group), weight, bias)
+def sent_again(x: Tensor, gradient: Tensor) -> Tensor:
+    """Returns `x`, for a backward pass to send as the forward pass did.
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        if torch.compiler.is_compiling():
-            # Else the compiler sees the forward pass's gather again, and keeps its result.
-            x = x + 0 * gradient.flatten()[0]
-        gathered = _gather_all(x, ctx.group)
-        of_gathered, of_weight = ctx.product.backward(gradient, gathered, weight)
-        of_x = _reduce_part(of_gathered, ctx.group)
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return of_x, of_weight, of_bias, None, None
+    A compiler takes the same message for that of the forward pass, and keeps what arrived then. So
+    this depends on `gradient`; Inductor would drop a term times 0.
+    """
+    if not torch.compiler.is_compiling():
+        return x
+    first = gradient.flatten()[0]
+    return torch.where(first.isnan(), first, x)
+
+
+@dataclass(frozen=True)
+class InputOfGroup:
+    """An input that all ranks of a group multiply by their shard of a weight (`SharedInput`).
+
+    Attributes:
+        group: the ranks.
+        by_tokens: each has its tokens of the input; otherwise all have all of it.
+    """
+
+    group: dist.ProcessGroup
+    by_tokens: bool
+    gathers_again: bool
+
+    def start(self, x: Tensor, gradient: Tensor | None = None) -> Tensor:
+        """Starts to gather it."""
+        if not self.by_tokens:
+            return x
+        x = x if gradient is None else sent_again(x, gradient)
+        return start_all_gather(x, self.group)
+
+    def finish(self, started: Tensor) -> Tensor:
+        """Returns all of it."""
+        return finish_all_gather(started, self.group) if self.by_tokens else started
+
+    def start_sum(self, gradient: Tensor) -> Tensor:
+        """Starts to sum its gradient."""
+        if self.by_tokens:
+            return start_reduce_scatter(gradient, self.group)
+        return start_all_reduce(gradient, self.group)
+
+    def finish_sum(self, started: Tensor) -> Tensor:
+        """Returns the gradient of this rank's part."""
+        return finish(started)
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -123,25 +168,13 @@ def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gathers (B, T/tp, ...) of all ranks to (B, T, ...); sums gradients in the backward pass."""
-    out: Tensor = _Collective.apply(x, group, _gather_all, _reduce_part)  # type: ignore[no-untyped-call]
-    return out
-
-
-def product_of_gathered(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    product: MatmulFunction,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    """Multiplies gathered tokens; the backward pass gathers them again."""
-    out: Tensor = _GatheredProduct.apply(x, weight, bias, product, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _Collective.apply(x, group, all_gather, reduce_scatter)  # type: ignore[no-untyped-call]
     return out
 
 
 def scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sums (B, T, ...) over ranks and keeps this rank's (B, T/tp, ...)."""
-    out: Tensor = _Collective.apply(x, group, _reduce_part, _gather_all)  # type: ignore[no-untyped-call]
+    out: Tensor = _Collective.apply(x, group, reduce_scatter, all_gather)  # type: ignore[no-untyped-call]
     return out
 
 

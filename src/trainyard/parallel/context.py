@@ -29,13 +29,21 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as collectives
 
+from trainyard.config.run import Run
+from trainyard.errors import ConfigError
 from trainyard.model.attention import Attention, CausalAttention
 from trainyard.model.gpt import GPT
-from trainyard.parallel.collectives import exchange_parts
+from trainyard.parallel.collectives import (
+    exchange_parts,
+    finish,
+    sent_again,
+    start_all_to_all,
+)
 
 Method = Literal["ulysses", "ring"]
+_HEAD_SIZE_MULTIPLE = 8
+"""Of the flash attention kernels on a GPU."""
 
 
 class UlyssesAttention(nn.Module):
@@ -127,7 +135,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse, *random = ctx.saved_tensors
         group: dist.ProcessGroup = ctx.group
-        kv = torch.stack((k, v))
+        kv = torch.stack((sent_again(k, gradient), sent_again(v, gradient)))
         arriving = _start_shift(kv, group)
         # Given the lse over all keys, each shard of keys yields its part of the whole gradient.
         parts = _attend_backward((gradient, q, out, lse), kv, random, causal=True)
@@ -135,7 +143,7 @@ class _Ring(torch.autograd.Function):
             part.to(torch.promote_types(q.dtype, torch.float32)) for part in parts
         )
         # Circulates with the keys, and is back once every other rank has added its part.
-        following = torch.zeros_like(kv_gradient)
+        following: Tensor | None = None
         for step in range(1, group.size()):
             kv = _finish_shift(arriving, kv)
             if step < group.size() - 1:
@@ -145,9 +153,13 @@ class _Ring(torch.autograd.Function):
             q_part, kv_part = _attend_backward(rows, kv[:, :, :, seen], random, causal=False)
             q_gradient[:, :, queries] += q_part
             # Wait only now: the transfer overlapped the computation above.
-            following = _finish_shift(following, kv_gradient)
-            following[:, :, :, seen] += kv_part
-            following = _start_shift(following, group)
+            if following is None:
+                total = torch.zeros_like(kv_gradient)
+            else:
+                total = _finish_shift(following, kv_gradient)
+            total[:, :, :, seen] += kv_part
+            following = _start_shift(total, group)
+        assert following is not None, "there are two ranks or more"
         kv_gradient += _finish_shift(following, kv_gradient)
         k_gradient, v_gradient = kv_gradient.to(q.dtype).unbind()
         return q_gradient.to(q.dtype), k_gradient, v_gradient, None
@@ -166,13 +178,11 @@ def _start_shift(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     to_next[(group.rank() + 1) % group.size()] = x.numel()
     from_last[group.rank() - 1] = x.numel()
     # One dimension, because gloo splits along the first.
-    out: Tensor = collectives.all_to_all_single(x.flatten(), from_last, to_next, group)
-    return out
+    return start_all_to_all(x.flatten(), to_next, from_last, group)
 
 
 def _finish_shift(arriving: Tensor, like: Tensor) -> Tensor:
-    arrived: Tensor = collectives.wait_tensor(arriving)  # type: ignore[no-untyped-call]
-    return arrived.view_as(like)
+    return finish(arriving).view_as(like)
 
 
 def _attend(q: Tensor, kv: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -228,6 +238,26 @@ def take_shard(x: Tensor, rank: int, n_ranks: int, method: Method, dimension: in
     if method == "ulysses":
         return chunks[rank]
     return torch.cat((chunks[rank], chunks[-1 - rank]), dimension)
+
+
+def refuse_ring(run: Run, device: torch.device) -> None:
+    """Rejects ring attention that has no kernel on a GPU.
+
+    Raises:
+        ConfigError: names the precision or the head size.
+    """
+    if run.parallel.context_method != "ring" or device.type != "cuda":
+        return
+    head_size = run.model.d_model // run.model.n_heads
+    problems = ["precision.kind='fp32'"] if run.precision.kind == "fp32" else []
+    if head_size % _HEAD_SIZE_MULTIPLE:
+        problems.append(f"heads of {head_size} values")
+    if problems:
+        raise ConfigError(
+            f"parallel.context_method='ring' on a GPU is incompatible with {' and '.join(problems)}"
+            f": flash attention needs bf16 or fp16, and a multiple of {_HEAD_SIZE_MULTIPLE}",
+            "parallel.context_method=ulysses, or precision.kind=bf16 and another model.n_heads",
+        )
 
 
 def apply_context_parallel(model: GPT, group: dist.ProcessGroup, method: Method) -> None:

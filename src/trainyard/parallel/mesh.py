@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,8 +16,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainyard.config.run import Run
-from trainyard.errors import MachineError
-from trainyard.launch.environment import Process, chooses_allocator
+from trainyard.errors import ConfigError, MachineError
+from trainyard.launch.environment import (
+    Process,
+    chooses_allocator,
+    make_libraries_deterministic,
+)
 from trainyard.parallel.start import COLLECTIVE_TIMEOUT
 from trainyard.plan.layout import memory_hint
 from trainyard.plan.resolve import Plan
@@ -24,8 +30,12 @@ from trainyard.topology import Coordinates, Topology
 TEXT_BYTES = 256
 
 
-def choose_device(process: Process) -> torch.device:
+def choose_device(process: Process, *, deterministic: bool = False) -> torch.device:
     """Chooses the GPU of this rank, or the CPU where there is none, and how torch computes there.
+
+    Args:
+        process: this rank.
+        deterministic: only with kernels that add up in a fixed order.
 
     Raises:
         MachineError: the machine has fewer GPUs than ranks.
@@ -35,6 +45,13 @@ def choose_device(process: Process) -> torch.device:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     # Flash attention for every run: cuDNN's takes few dropout rates and is not deterministic.
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+    torch.use_deterministic_algorithms(deterministic)
+    # Nothing here reads uninitialized memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if deterministic:
+        inductor: Any = import_module("torch._inductor.config")  # here, as it takes long
+        inductor.deterministic = True  # else it times kernels to choose from
+        make_libraries_deterministic()
     if not torch.cuda.is_available():
         return torch.device("cpu")
     n_devices = torch.cuda.device_count()
@@ -82,11 +99,12 @@ def keep_freed_memory() -> bool:
 
 
 @contextmanager
-def name_full_memory(run: Run, plan: Plan, device: torch.device) -> Iterator[None]:
-    """Turns a full GPU into one message with what needs less.
+def name_device_errors(run: Run, plan: Plan, device: torch.device) -> Iterator[None]:
+    """Turns what a device cannot do into one message, with a change of the run that helps.
 
     Raises:
-        MachineError: the run does not fit.
+        MachineError: the run does not fit into the memory.
+        ConfigError: a deterministic run needs a kernel that adds up in any order.
     """
     try:
         yield
@@ -96,6 +114,15 @@ def name_full_memory(run: Run, plan: Plan, device: torch.device) -> Iterator[Non
             f"{run.name} does not fit into the memory of {device_name(device)}: {found}",
             memory_hint(run, plan.n_ranks),
         ) from None
+    except RuntimeError as error:
+        name, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not (found and run.train.deterministic):
+            raise
+        raise ConfigError(
+            f"train.deterministic=true, but {name} has no deterministic kernel for "
+            f"{device_name(device)}",
+            "train.deterministic=false; a resumed run then differs by rounding",
+        ) from error
 
 
 class Clock(Protocol):
@@ -216,6 +243,52 @@ class Mesh:
         """Rank and size in data parallelism, which splits batches equally."""
         here = self.coordinates
         return here.replicate * self.topology.shard + here.shard, self.topology.data
+
+
+class StopVote:
+    """Agrees at the end of each step on what ranks request, by one number between the devices.
+
+    Hosts exchange texts (`Mesh.agree`) only after a step in which a rank had one. The number of a
+    GPU is read a step later, when it has long arrived: so its host is at most a step ahead, and
+    waits only while the device has the next step to do.
+
+        step       1    2    3
+        number     0    1    1
+        is read         0    1: texts are exchanged
+
+    Args:
+        mesh: of this rank.
+        n_late: steps until a number is read; absent: 1 on a GPU, else 0.
+    """
+
+    def __init__(self, mesh: Mesh, n_late: int | None = None) -> None:
+        self._mesh = mesh
+        self._n_late = int(mesh.device.type == "cuda") if n_late is None else n_late
+        self._text: str | None = None
+        self._sent: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+
+    def cast(self, text: str | None) -> str | None:
+        """Casts this rank's request, if any; returns the one that all ranks agree on, or None."""
+        if self._mesh.topology.n_ranks == 1:
+            return text
+        self._text = self._text or text
+        number = torch.full((), int(self._text is not None), device=self._mesh.device)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        arrival = None
+        number = number.to("cpu", non_blocking=True)
+        if self._mesh.device.type == "cuda":
+            arrival = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            arrival.record()
+        self._sent.append((number, arrival))
+        if len(self._sent) <= self._n_late:
+            return None
+        number, arrival = self._sent.popleft()
+        if arrival is not None:
+            arrival.synchronize()
+        if not number:
+            return None
+        found, self._text = self._mesh.agree(self._text), None
+        return found
 
 
 def build_mesh(topology: Topology, rank: int, device: torch.device) -> Mesh:

@@ -23,10 +23,11 @@ from trainyard.config.precisions import Stored
 from trainyard.config.run import Run
 from trainyard.model.gpt import GPT, compile_blocks
 from trainyard.model.init import TensorShard, initialize
-from trainyard.parallel.context import apply_context_parallel, take_shard
+from trainyard.model.linear import add_to_gradients, cast_once
+from trainyard.parallel.context import apply_context_parallel, refuse_ring, take_shard
 from trainyard.parallel.data import apply_fsdp, prepare_micro_batch
 from trainyard.parallel.mesh import Mesh
-from trainyard.parallel.pipeline import Pipeline
+from trainyard.parallel.pipeline import Pipeline, layers_in_flight
 from trainyard.parallel.placement import local_part
 from trainyard.parallel.tensor import apply_tensor_parallel
 from trainyard.plan.resolve import Plan
@@ -155,20 +156,16 @@ class ParallelModel:
         padded = plan.padded_vocabulary_size
         model = GPT(run.model, padded, self._precision.compute_dtype, parallel.recompute, blocks)
         if mesh.context is not None:
+            refuse_ring(run, mesh.device)
             apply_context_parallel(model, mesh.context, parallel.context_method)
         if mesh.tensor is not None:
-            apply_tensor_parallel(
-                model,
-                mesh.tensor,
-                sequence=parallel.sequence,
-                gathers_again=parallel.gathers_again,
-            )
+            apply_tensor_parallel(model, mesh.tensor, parallel)
         self._precision.convert_matmuls(model)
         initialize(model, run.train.seed, self.tensor_shard)
         self._precision.convert_weights(model)
         on_gpu = mesh.device.type == "cuda"
         if run.train.compile == "always" or (run.train.compile == "gpu" and on_gpu):
-            compile_blocks(model)
+            compile_blocks(model, in_order=mesh.tensor is not None or mesh.context is not None)
         if mesh.data is not None:
             apply_fsdp(model, mesh.data, parallel.zero_stage)
             self._precision.convert_messages(model)
@@ -242,16 +239,19 @@ class ParallelModel:
         (model,) = self.stages.values()
         total = torch.zeros((), device=self.mesh.device)
         size = self._micro_batch_size
-        for start in range(0, len(tokens), size):
-            here = slice(start, start + size)
-            is_last = start + size >= len(tokens)
-            if start == 0 or is_last:  # nothing changes between
-                prepare_micro_batch(model, self._parallel.zero_stage, is_last=is_last)
-            self._is_last_backward = is_last
-            hidden = model(tokens[here], None if dropout_seeds is None else dropout_seeds[here])
-            loss = model.summed_loss(hidden, labels[here], scale)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total = total + loss.detach()
+        layers = list(layers_in_flight(model))
+        with cast_once(layers, model.compute_dtype):
+            for start in range(0, len(tokens), size):
+                here = slice(start, start + size)
+                is_last = start + size >= len(tokens)
+                if start == 0 or is_last:  # nothing changes between
+                    prepare_micro_batch(model, self._parallel.zero_stage, is_last=is_last)
+                self._is_last_backward = is_last
+                add_to_gradients(layers)
+                hidden = model(tokens[here], None if dropout_seeds is None else dropout_seeds[here])
+                loss = model.summed_loss(hidden, labels[here], scale)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total = total + loss.detach()
         return total
 
     @torch.no_grad()

@@ -173,7 +173,7 @@ class Pipeline:
             for number, model in stages.items()
         ]
         self._last = stages.get(n_stages - 1)
-        self._layers = [layer for model in stages.values() for layer in _layers_in_flight(model)]
+        self._layers = [layer for model in stages.values() for layer in layers_in_flight(model)]
         self._dtype = next(iter(stages.values())).compute_dtype
 
     def forward_backward(
@@ -235,8 +235,8 @@ class Pipeline:
         return self._last.summed_loss(hidden, labels, self._scale)
 
 
-def _layers_in_flight(model: GPT) -> Iterator[Layer]:
-    """Returns the layers whose casts each micro batch in flight would hold.
+def layers_in_flight(model: GPT) -> Iterator[Layer]:
+    """Returns the layers whose casts each micro batch in flight would make and hold.
 
     FSDP already holds one of each weight, and recomputed blocks hold none.
     """

@@ -18,39 +18,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainyard.architecture import LayerSpec, Sharding
+from trainyard.config.run import Parallel
 from trainyard.model.attention import Attention
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import Linear
 from trainyard.model.loss import summed_cross_entropy
 from trainyard.parallel.collectives import (
+    InputOfGroup,
     all_reduce,
     copy_to_group,
     gather_tokens,
-    product_of_gathered,
     reduce_from_group,
     scatter_tokens,
 )
 
 
 class ColumnLinear(Linear):
-    """A linear layer sharded by outputs.
-
-    Attributes:
-        gathers_again: whether the backward pass gathers the input again instead of keeping it.
-    """
+    """A linear layer sharded by outputs."""
 
     def __init__(self, spec: LayerSpec, group: dist.ProcessGroup, *, sequence: bool) -> None:
         super().__init__(spec)
         self._group = group
         self._spread = gather_tokens if sequence else copy_to_group
-        self.gathers_again = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T or T/tp, in_features) to (B, T, out_features/tp)."""
-        if self.gathers_again:
-            weight, bias = self.cast(x.dtype)
-            return product_of_gathered(x, weight, bias, self.product, self._group)
-        return super().forward(self._spread(x, self._group))
+        return super().forward(x if self.shared_input else self._spread(x, self._group))
 
 
 class RowLinear(Linear):
@@ -64,7 +57,7 @@ class RowLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T, in_features/tp) to (B, T or T/tp, out_features)."""
         weight, bias = self.cast(x.dtype)
-        out = self._collect(self.product(x, weight), self._group)
+        out = self._collect(self.multiply(x, weight, None), self._group)
         return out if bias is None else out + bias
 
 
@@ -131,22 +124,22 @@ _SHARDED: dict[Sharding, type[ColumnLinear | RowLinear | VocabularyEmbedding]] =
 }
 
 
-def apply_tensor_parallel(
-    model: GPT, group: dist.ProcessGroup, *, sequence: bool, gathers_again: bool
-) -> None:
+def apply_tensor_parallel(model: GPT, group: dist.ProcessGroup, parallel: Parallel) -> None:
     """Reduces `model` to this rank's part of every layer, with uninitialized weights.
 
     Args:
         model: the single-device model, or a pipeline stage of it.
         group: the tensor ranks.
-        sequence: shard the residual stream by tokens between sharded layers.
-        gathers_again: gather those tokens again in the backward pass instead of keeping them.
+        parallel: decides what the ranks exchange, and when.
     """
+    sequence = parallel.sequence
+    shared = InputOfGroup(group, sequence, parallel.gathers_again)
     for name, spec in model.layers.items():
         if spec.sharding != "replicated":
             part = _SHARDED[spec.sharding](spec.shard(group.size()), group, sequence=sequence)
-            if isinstance(part, ColumnLinear):
-                part.gathers_again = gathers_again
+            # A split backward pass (zero bubble) needs the gradients' matmuls apart.
+            if isinstance(part, ColumnLinear) and parallel.schedule != "zero_bubble":
+                part.shared_input = shared
             model.set_submodule(name, part)
     for module in model.modules():
         if isinstance(module, Attention):

@@ -1,4 +1,4 @@
-"""Activation memory of a micro batch on one rank, layer by layer, without compilation.
+"""Activation memory of a micro batch on one rank, layer by layer.
 
 For each token, a block keeps these values for its backward pass, in the compute precision, with D
 and F as in the model and t tensor ranks:
@@ -13,6 +13,12 @@ Values inside attention and MLP are outputs of column-parallel and inputs of row
 
 With sequence parallelism, the residual stream and the inputs of both are D / t; the backward pass
 gathers the inputs again. Zero bubble and recomputed blocks keep them gathered.
+
+A compiled block keeps other values (torch 2.13): with dropout also a byte for each value of the
+MLP's output; recomputing attention, no stream between attention and MLP; no inputs of attention and
+MLP where they would be gathered again, or in fp8, and there not the MLP's second F / t either. The
+compiled loss keeps no fp32 copy of the logits. tests/fake_cuda/test_memory.py compares all of this
+with CUDA's allocator.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from __future__ import annotations
 import math
 
 from trainyard.architecture import count_logit_chunks, head_layer, inner_values, matmuls
+from trainyard.config.fp8_rules import fp8_blocks
 from trainyard.config.precisions import FP16
 from trainyard.config.run import Run
 from trainyard.plan.resolve import Plan
@@ -35,6 +42,7 @@ class MicroBatch:
 
     Attributes:
         value: of a number in the compute precision.
+        compiles: whether blocks and the loss are compiled.
         n_tokens: on a rank.
         n_residual: of those, tokens in the residual stream.
         vocabulary: rows of the head on a rank.
@@ -47,6 +55,7 @@ class MicroBatch:
         self.run, self.topology, self.on_gpu = run, plan.topology, on_gpu
         model, train, topology = run.model, run.train, plan.topology
         self.value = run.precision.formats.compute.n_bytes
+        self.compiles = train.compile == "always" or (train.compile == "gpu" and on_gpu)
         self.n_tokens = train.micro_batch_size * model.sequence_length // topology.context
         self.n_residual = self.n_tokens // (topology.tensor if run.parallel.sequence else 1)
         head = head_layer(model, plan.padded_vocabulary_size, topology.tensor)
@@ -55,19 +64,26 @@ class MicroBatch:
         self.hidden = self.value * self.n_tokens * model.d_model
         self.head_gradient = FP32_BYTES * self.vocabulary * model.d_model
 
-    def block(self, recompute: str) -> float:
-        """Bytes a block keeps of a micro batch."""
+    def block(self, recompute: str, number: int) -> float:
+        """Bytes that the block of a number keeps of a micro batch."""
         statistics = 2 * FP32_BYTES * self.n_residual
         if recompute == "block":
             return self.stream
         parallel = self.run.parallel
         are_whole = parallel.sequence and not parallel.gathers_again
         inputs = self.hidden if are_whole else self.stream
-        mlp = self.value * self.n_tokens * inner_values(self.run.model, "mlp", self.topology.tensor)
-        kept = 2 * (self.stream + statistics + self._dropout_keys()) + inputs + mlp
+        inner = inner_values(self.run.model, "mlp", self.topology.tensor)
+        mlp: float = self.value * self.n_tokens * inner
+        kept = 2 * (self.stream + statistics + self._dropout_keys())
+        if self.compiles:
+            kept += self.stream / self.value if self.run.model.dropout else 0
+            kept -= self.stream if recompute == "attention" else 0
+            is_fp8 = number in fp8_blocks(self.run)
+            inputs = 0 if is_fp8 or parallel.gathers_again else inputs
+            mlp /= 2 if is_fp8 else 1
         if recompute == "attention":
-            return kept + self.stream
-        return kept + inputs + self._attention()
+            return kept + inputs + mlp + (self.stream if inputs else 0)
+        return kept + 2 * inputs + mlp + self._attention()
 
     def _attention(self) -> float:
         model, t = self.run.model, self.topology.tensor
@@ -100,8 +116,10 @@ class MicroBatch:
         flowing = 2 * self.value * stream
         if self.run.parallel.sequence:
             flowing += self.hidden * (2 if self.run.parallel.gathers_again else 1)
-        wide = self.value * self.n_tokens * inner_values(self.run.model, "mlp", t)
+        wide: float = self.value * self.n_tokens * inner_values(self.run.model, "mlp", t)
         dropout = 2 * FP32_BYTES * stream if self.run.model.dropout else 0
+        if self.compiles:  # in one kernel each
+            wide, dropout = wide / 2, 0
         return flowing + max(wide, dropout)
 
     def between_layers(self) -> float:
@@ -121,9 +139,11 @@ class MicroBatch:
         hidden, weight = self.hidden, self.head_gradient
         # Only the GPU kernel for fp16 computes fp32 log probabilities without an fp32 copy first.
         has_copy = is_cast and not (self.on_gpu and self.run.precision.formats.compute == FP16)
-        logits = n_rows * V * (value + (2 if has_copy else 1) * FP32_BYTES)
+        n_precise = 2 if has_copy else 1
+        if self.compiles and self.topology.tensor == 1:
+            n_precise = 0
+        logits = n_rows * V * (value + n_precise * FP32_BYTES)
         rows = value * n_rows * self.run.model.d_model
         forward = matrix + hidden + logits + (weight + rows if n_chunks > 1 else 0)
         products = matrix + hidden + weight + matrix + n_rows * V * value + 2 * rows
-        backward = (2 * hidden + 2 * weight) if self.on_gpu else hidden + weight
-        return max(forward, products, backward) + NUMBERS_OF_A_TOKEN * self.n_tokens
+        return max(forward, products) + NUMBERS_OF_A_TOKEN * self.n_tokens

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from trainyard.architecture import Shape, matmuls, shapes_of, stage_layers
 from trainyard.config.run import Run
 from trainyard.plan.activations import FP32_BYTES, ID_BYTES, MicroBatch
-from trainyard.plan.flops import matmul_flops
 from trainyard.plan.resolve import Plan
 from trainyard.plan.saving import host_bytes
 
@@ -124,13 +123,16 @@ class _Rank:
         self.rest_values = whole.total() - self.block_values
         self.held_values = held.total()
         stored = [(run.stored(*kind), n) for kind, n in held.items()]
+        # FSDP sums in fp32; without it a gradient has the format of its weight.
+        formats = [(run.stored(*kind).weight.n_bytes, n) for kind, n in whole.items()]
+        self.gradient_bytes = sum(n * (FP32_BYTES if self.is_shared else b) for b, n in formats)
         self.weight_bytes = sum(each.weight.bytes_of(n) for each, n in stored)
         self.state_bytes = sum(each.state_bytes(n) for each, n in stored)
         self.n_blocks = sum(end - first for first, end in self.stages)
         self.one_block = self.block_values // self.n_blocks
-        # Without FSDP, all micro batches of a pipeline share one cast of each weight.
+        # Without FSDP, micro batches share one cast of each weight, except in recomputed blocks.
         self.casts = run.precision.formats.matrices.weight != run.precision.formats.compute
-        self.shares_casts = self.casts and self.is_piped and not self.is_shared
+        self.shares_casts = self.casts and not self.is_shared
         self.shares_casts &= run.parallel.recompute != "block"
 
     def _share(self, shape: Shape) -> int:
@@ -165,9 +167,7 @@ class _Rank:
             "gathered weights": self._gathered(n_at_once=3),
             "activations": self._activations(self._in_flight()),
             "logits and loss": self._waiting_gradient() + self._other_losses(),
-            "recomputing": self.micro.block("none") - self.micro.block("block")
-            if self.run.parallel.recompute == "block"
-            else 0,
+            "recomputing": self._recomputed() if self.run.parallel.recompute == "block" else 0,
             "buffers": self._batch() + self.micro.flowing() + self._last_message(),
         }
 
@@ -193,34 +193,32 @@ class _Rank:
         largest = max(self.one_block, self.rest_values // len(self.stages))
         buffers = 2 * largest * FP32_BYTES if self.is_shared else 0
         return {
-            "gradients": FP32_BYTES
-            * (self._whole() if self.is_piped or not self.is_shared else self.held_values),
+            "gradients": self.gradient_bytes
+            if self.is_piped or not self.is_shared
+            else FP32_BYTES * self.held_values,
             "gathered weights": self._gathered(n_at_once=1) if self.is_piped else 0,
             "buffers": self._batch() + buffers,
         }
 
     # ---- items
 
-    def _whole(self) -> int:
-        return self.block_values + self.rest_values
-
     def _gradients(self, *, at_end: bool = False) -> float:
         """Gradients of earlier micro batches, or, at the end of the first, of this one."""
-        is_whole = self.zero <= 1 or self.is_piped
+        is_whole = self.zero <= 1 or self.is_piped or not self.is_shared
         if self.n_micro_batches == 1 and not self.is_piped:
             if not at_end:
                 return 0
             is_whole = not self.is_shared
-        return FP32_BYTES * (self._whole() if is_whole else self.held_values)
+        return self.gradient_bytes if is_whole else FP32_BYTES * self.held_values
 
     def _gradients_of_a_block(self) -> float:
         """Of the largest matrix, before accumulation; of all when sharded."""
         layers = matmuls(self.run.model, tensor=self.topology.tensor)
         largest = max(math.prod(layer.weight) for layer in layers)
+        if self.shares_casts and not self.is_piped:  # its matmul adds to the sum, if there is one
+            return largest * (FP32_BYTES if self.n_micro_batches == 1 else self.value)
         if not self.is_shared:
             return largest * (self.value + (FP32_BYTES if self.value < FP32_BYTES else 0))
-        if self.zero >= 2 and not self.is_piped:
-            return self.one_block * (self.value + 2 * FP32_BYTES)
         return self.one_block * (self.value + FP32_BYTES)
 
     def _gathered(self, n_at_once: int) -> float:
@@ -232,14 +230,7 @@ class _Rank:
         if not self.is_shared:
             if not self.casts:
                 return 0
-            if self.shares_casts:
-                return self.value * self.block_values
-            # Recomputed blocks keep no cast.
-            model = self.run.model
-            of_mlp = matmul_flops(matmuls(model, "mlp")) / matmul_flops(matmuls(model))
-            kept = {"none": 1.0, "attention": of_mlp, "block": 0.0}
-            share = kept[self.run.parallel.recompute]
-            return self.value * self.one_block * (share * self.n_blocks + (1 - share))
+            return self.value * (self.block_values if self.shares_casts else self.one_block)
         n_blocks = self.n_blocks if self.zero < 3 else min(self.n_blocks, n_at_once)
         rest = FP32_BYTES * self.rest_values
         return rest + self.value * self.one_block * n_blocks
@@ -266,10 +257,15 @@ class _Rank:
             counts[step // in_a_round % chunks] += 1
         return counts
 
+    def _recomputed(self) -> float:
+        last = self.stages[-1][1] - 1
+        return self.micro.block("none", last) - self.micro.block("block", last)
+
     def _activations(self, in_flight: list[int]) -> float:
         total = 0.0
         for n, (first, end) in zip(in_flight, self.stages, strict=True):
-            total += n * (end - first) * self.micro.block(self.run.parallel.recompute)
+            recompute = self.run.parallel.recompute
+            total += n * sum(self.micro.block(recompute, number) for number in range(first, end))
             total += n * (self.micro.embedding() if first == 0 else 0)
             total += n * self.micro.stream  # the stage's output
             is_split = self.is_piped and self.run.parallel.schedule == "zero_bubble"

@@ -27,12 +27,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from trainyard.architecture import matmuls
 from trainyard.config.precisions import MASTER, DType
 from trainyard.config.run import Run
 from trainyard.errors import MachineError
 from trainyard.plan.hardware import Machine
 from trainyard.plan.resolve import Plan
-from trainyard.plan.traffic import FP32_BYTES, Traffic
+from trainyard.plan.traffic import FP32_BYTES, Collective, Traffic
 from trainyard.plan.work import Matmul, Program, Stage, StagePass, Work, count_work
 from trainyard.topology import Topology
 
@@ -170,13 +171,38 @@ class _Prices:
         for kind in traffic:
             if kind.axis in talk and not _is_of_data(kind):
                 talk[kind.axis] += self.talk_seconds(kind) / n
-        if self.program.hides_tensor:  # all except the first part
+        if self.program.hides_tensor == "all":  # except the first part
             talk["tensor"] /= self.topology.tensor
         first = FORWARD_SHARE[self.parallel.recompute]
         shares = {"tensor": first, "context": first, "pipeline": 1 / 2}
         forward = {axis: talk[axis] * share for axis, share in shares.items()}
         backward = {axis: talk[axis] - seconds for axis, seconds in forward.items()}
+        if self.program.hides_tensor == "backward":
+            backward["tensor"] -= stage.n_blocks * self._hidden_seconds()
         return self._pass(stage.forward, forward), self._pass(stage.backward, backward)
+
+    def _hidden_seconds(self) -> float:
+        """Times what tensor ranks exchange beside matmuls, in a block's backward pass.
+
+        Of a column-parallel layer, they sum the gradient of the input beside the matmul of the
+        weight's gradient, and gather tokens again beside that of the input's.
+        """
+        run, parallel = self.work.run, self.parallel
+        if self.topology.tensor == 1 or parallel.schedule == "zero_bubble":
+            return 0.0
+        n_tokens = run.train.micro_batch_size * run.model.sequence_length // self.topology.context
+        n_bytes = n_tokens * run.model.d_model * self.value_bytes
+        kinds: list[Collective] = ["reduce-scatter" if parallel.sequence else "all-reduce"]
+        kinds += ["all-gather"] * parallel.gathers_again
+        talks = [self.talk_seconds(Traffic("tensor", kind, 1, n_bytes)) for kind in kinds]
+        in_fp8, shown = run.precision.formats.multiplies_in_fp8, self.program.shown_data
+        hidden = 0.0
+        for layer in matmuls(run.model, tensor=self.topology.tensor):
+            if layer.sharding == "column":
+                beside = Matmul(n_tokens, layer.n_inputs, layer.n_outputs, in_fp8=in_fp8)
+                seconds = self._product_seconds(beside)
+                hidden += sum(min(seconds, (1 - shown) * talk) for talk in talks)
+        return hidden
 
     def _pass(self, work: StagePass, talk: Parts) -> Parts:
         """Times one pass of a micro batch through a stage."""

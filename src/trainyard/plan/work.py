@@ -14,6 +14,7 @@ program. `OURS` describes this one; benchmarks/planning_tables.py describes meas
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from trainyard.architecture import (
     block_layers,
@@ -56,12 +57,13 @@ class Program:
     cast_bytes: float
     """Moved per operand of an fp8 matmul to convert it."""
     shown_data: float
-    """Share of data parallel communication that is exposed despite overlap: 1 without overlap, else
-    its slowdown of computation."""
+    """Share of communication that is exposed despite overlap, by data ranks and by tensor ranks
+    with `hides_tensor`: 1 without overlap, else its slowdown of computation."""
     hides_in_pipeline: bool
     """Whether data ranks below ZeRO 3 overlap in a pipeline too."""
-    hides_tensor: bool
-    """Whether tensor ranks overlap communication with matmuls."""
+    hides_tensor: Literal["none", "backward", "all"]
+    """What tensor ranks exchange beside matmuls: of column-parallel layers' backward passes, or all
+    but a first part."""
     attention_share: float = 1.0
     """Speed of its fused attention relative to ours."""
 
@@ -83,7 +85,7 @@ OURS = Program(
     cast_bytes=3.3,
     shown_data=0.2,
     hides_in_pipeline=False,
-    hides_tensor=False,
+    hides_tensor="backward",
 )
 # Every operation of a block is a separate kernel; estimates.
 UNCOMPILED = replace(OURS, stream_bytes=24, inner_bytes=6, logit_bytes=24, block_kernels=40)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from trainyard.config.precisions import SCALED_COLUMNS as COLUMNS
 from trainyard.config.precisions import DType
-from trainyard.model.dropout import INCREMENT, QUADRATIC_FACTOR, mix
+from trainyard.model.dropout import INCREMENT, QUADRATIC_FACTOR, mix, number_columns
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
 
@@ -148,7 +148,7 @@ def noise(key: Tensor, numbers: Tensor) -> Tensor:
         numbers: of blocks in the whole matrix, (n, 1), int64.
     """
     bits = mix(key + numbers * INCREMENT)
-    factors = mix(torch.arange(COLUMNS, device=numbers.device) * INCREMENT).to(torch.int32)
+    factors = mix(number_columns(COLUMNS, numbers.device) * INCREMENT).to(torch.int32)
     x = ((bits >> 32).to(torch.int32) | 1) * factors + bits.to(torch.int32)
     x = x + QUADRATIC_FACTOR * (x * x)
     highest: Tensor = (x >> (32 - _NOISE_BITS)) & (2**_NOISE_BITS - 1)

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,13 +62,35 @@ def blocks_in_fp8(model: GPT, run: Run) -> dict[str, Block]:
     }
 
 
+@dataclass(frozen=True)
+class _Float8Product:
+    """A matmul and its gradients; see `MatmulFunction`."""
+
+    matmul: Callable[[Tensor, Tensor], Tensor]
+    input_gradient: Callable[[Tensor, Tensor], Tensor]
+    weight_gradient: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        out = self.matmul(x, weight)
+        return out if bias is None else out + bias
+
+
 def build_product(fp8: Fp8) -> MatmulFunction:
     """Builds an fp8 replacement of `F.linear`, for inputs of any precision."""
     with quiet_import():
+        from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
         from torchao.float8.config import Float8LinearConfig
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-        from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+        from torchao.float8.float8_training_tensor import (
+            GemmInputRole,
+            LinearMMConfig,
+            ScaledMMConfig,
+        )
 
+    # What torchao's own `convert_to_float8_training` does, against NaN in compiled fp8 kernels of
+    # torch 2.14 (triton-lang/triton#11111).
+    _patch_inductor_min_max_codegen()
     recipe = Float8LinearConfig.from_recipe_name(fp8.scaling)
     config = replace(recipe, emulate=fp8.emulate, round_scales_to_power_of_2=True)
     gemms = (
@@ -77,24 +99,39 @@ def build_product(fp8: Fp8) -> MatmulFunction:
         config.gemm_config_grad_weight,
     )
     kernels = LinearMMConfig(*(ScaledMMConfig(fp8.emulate, gemm.use_fast_accum) for gemm in gemms))
+    by_rows = fp8.scaling == "rowwise"
 
-    @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator] # as the forward pass is
-    def differentiate(gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        saved = (x, weight.t())
-        context = SimpleNamespace(saved_tensors=saved, linear_mm_config=kernels, config=config)
-        of_x, of_weight, *_ = matmul_with_hp_or_float8_args.backward(context, gradient)
-        return of_x, of_weight.t()
+    def cast(x: Tensor, how: Any, role: Any, dimension: int) -> Tensor:
+        out: Tensor = hp_tensor_to_float8_dynamic(
+            x,
+            how.target_dtype,
+            kernels,
+            gemm_input_role=role,
+            scaling_granularity=how.scaling_granularity,
+            axiswise_dim=dimension if by_rows else None,
+            round_scales_to_power_of_2=True,
+        )
+        return out
 
-    class Float8Product:
-        def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
-            out: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), kernels, config)
-            return out if bias is None else out + bias
+    def matmul(x: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), kernels, config)
+        return out
 
-        def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensor]:
-            of_x, of_weight = differentiate(gradient, x, weight)
-            return of_x, of_weight
+    # As in the backward pass of torchao's own function, which computes both gradients at once.
+    def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+        role, rows = GemmInputRole, gradient.flatten(0, -2)
+        a = cast(rows, config.cast_config_grad_output, role.GRAD_OUTPUT, -1)
+        b = cast(weight.t(), config.cast_config_weight_for_grad_input, role.WEIGHT, -1)
+        return torch.mm(a, b.t()).view(*gradient.shape[:-1], -1)
 
-    return Float8Product()
+    def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+        role, rows = GemmInputRole, gradient.flatten(0, -2)
+        a = cast(rows, config.cast_config_grad_output_for_grad_weight, role.GRAD_OUTPUT, 0)
+        b = cast(x.flatten(0, -2), config.cast_config_input_for_grad_weight, role.INPUT, 0)
+        return torch.mm(a.t(), b)
+
+    in_graph = torch.compiler.allow_in_graph  # as torchao's function is
+    return _Float8Product(matmul, in_graph(input_gradient), in_graph(weight_gradient))  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -51,6 +51,11 @@ ATTENTION: dict[str, Callable[..., int]] = {
 }
 
 
+# Our own operations.
+_MATMULS = {"add_product": 1, "product": 0}
+"""Matmuls that sum gradients (model/linear.py), and the place of their first factor."""
+
+
 class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Accounts of one rank; active as a context manager, which may be re-entered.
 
@@ -196,6 +201,9 @@ def count_flops(function: Any, args: Any, kwargs: Any, out: Any) -> int:
     Attention counts as if every token saw all others.
     """
     name = function._opname
+    if name in _MATMULS:
+        a, b = args[_MATMULS[name] : _MATMULS[name] + 2]
+        return int(flop_counter.mm_flop(a.shape, b.shape))
     if name in ATTENTION:
         first = 1 if name.endswith("backward") else 0
         return ATTENTION[name](*(x.shape for x in args[: 3 + first]))

@@ -134,13 +134,14 @@ class _KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         kernels: found so far.
         phase: of the step.
+        is_in_loss: whether the forward pass of the loss runs.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: Counter[Kernel] = Counter()
         self.phase = ""
-        self._is_in_loss = False
+        self.is_in_loss = False
         self._is_paused = False
 
     @classmethod
@@ -152,7 +153,7 @@ class _KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Tells the operations of the loss from others."""
 
         def mark(is_inside: bool) -> None:
-            self._is_in_loss = is_inside
+            self.is_in_loss = is_inside
 
         for model in parallel_model.stages.values():
             if model.cross_entropy is not None:
@@ -176,7 +177,7 @@ class _KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_counted = not self._is_paused and self.phase != "data"  # which the host prepares
         if is_counted and _launches(function):
             place = self.phase
-            if self._is_in_loss:
+            if self.is_in_loss:
                 place = "head and loss"
             elif self.phase == "forward and backward":
                 is_backward = torch._C._current_graph_task_id() != -1
@@ -219,7 +220,7 @@ def _of_operation(place: str, function: Any, args: Any, kwargs: Any, out: Any) -
         n_bytes *= 2 if not fresh else 1
         n_bytes += sum(map(_size, fresh))
     flops = count_flops(function, args, kwargs, out)
-    found = _with_flops(place, name, n_bytes, flops, inputs[0].dtype if inputs else None)
+    found = _with_flops(place, name, n_bytes, flops, _narrowest(inputs) if flops else None)
     if lists and name.startswith(("_foreach", "_fused")):
         return replace(found, n_launches=_launches_of_lists(lists))
     return found
@@ -256,6 +257,8 @@ def _lowered_only(counter: _KernelCounter) -> Iterator[None]:
         graph.init_wrapper_code()
         graph._update_scheduler()
         place = f"blocks, {'backward' if graph.is_backward else 'forward'}"
+        if counter.is_in_loss:
+            place = "head and loss"
         kernels = [each for node in graph.scheduler.nodes for each in _of_node(place, node)]
 
         def call(arguments: list[Any]) -> list[Any]:
@@ -324,5 +327,10 @@ def _library_calls(origin: Any) -> Iterator[tuple[int, str, torch.dtype]]:
             tensors = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
             flops = count_flops(function, inputs, kwargs, origin.meta["val"])
             if tensors:
-                yield flops, function._opname, tensors[0].dtype
+                yield flops, function._opname, _narrowest(tensors)
             return
+
+
+def _narrowest(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Returns the format of a matmul's factors, to which it may add wider values."""
+    return min((each.dtype for each in tensors), key=lambda dtype: dtype.itemsize)

@@ -179,7 +179,7 @@ def simulate(run: Run, n_ranks: int, rank: int, *, on_gpu: bool = True) -> Simul
 def _differences(run: Run) -> Iterator[str]:
     is_compiled = run.train.compile != "never"
     if is_compiled:
-        yield "blocks are not compiled here; compiled ones keep less"
+        yield "nothing is compiled here; compiled blocks and losses keep other values"
     if run.precision.formats.multiplies_in_fp8 and run.precision.fp8.emulate:
         yield "precision.fp8.emulate=true: fp8 matmuls are emulated with fp32 copies"
     elif run.precision.formats.multiplies_in_fp8:

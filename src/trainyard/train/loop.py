@@ -9,6 +9,7 @@ from trainyard.checkpoint.background import AsyncCheckpointer
 from trainyard.data.loader import held_out_batches
 from trainyard.evaluate.generate import Sampling, generate
 from trainyard.evaluate.loss import evaluate_sequences
+from trainyard.parallel.mesh import StopVote
 from trainyard.train.checkpoints import Saves, save_state
 from trainyard.train.guard import describe_spikes, require_equal_copies, roll_back, stop_if_stuck
 from trainyard.train.metrics import Metrics
@@ -47,7 +48,7 @@ def train(
         MachineError: the last checkpoint could not be written.
     """
     run, plan = context.run, context.plan
-    saves = Saves(saver, metrics, show)
+    saves, vote = Saves(saver, metrics, show), StopVote(context.model.mesh)
     ending: StopReason | None = None
     while state.step < plan.n_steps and ending is None:
         with metrics.timing():
@@ -57,7 +58,7 @@ def train(
         metrics.add(result, n_sequences)
         show(state.step, "")
 
-        request = context.model.mesh.agree(saves.stop_request(state.step) or stop.stop_request())
+        request = vote.cast(saves.stop_request(state.step) or stop.stop_request())
         is_last = state.step == plan.n_steps
         ending = StopReason.of(request)
         log_now = is_last or every(state.step, run.log.interval)

@@ -55,7 +55,7 @@ from trainyard.parallel.mesh import (
     choose_device,
     device_name,
     keep_freed_memory,
-    name_full_memory,
+    name_device_errors,
 )
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.start import gather_facts, start_ranks
@@ -113,7 +113,7 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
     plan = resolve(run, process.n_ranks)
     refuse_what_is_not_built(run)
     refuse_missing_devices(torch.cuda.device_count())
-    device = choose_device(process)
+    device = choose_device(process, deterministic=run.train.deterministic)
     refuse_device(run, device)
     n_bytes = checkpoint_bytes(run, plan.n_parameters)
     if process.n_ranks == 1:
@@ -126,7 +126,7 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
             probe(checkpoint_folder(folder), n_bytes)
         return gather_facts(run_text, describe_data(run)) | started_from
 
-    with start_ranks(process, device, facts), name_full_memory(run, plan, device):
+    with start_ranks(process, device, facts), name_device_errors(run, plan, device):
         _warn_of_slow_precision(run, device)
         mesh = build_mesh(plan.topology, process.rank, device)
         read_unread(run, mesh, heartbeat, keeps=process.local_rank == 0)

@@ -29,6 +29,7 @@ needs=()
 environment=(
   TRAINYARD_DEVICES=1
   NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
+  GLOO_SOCKET_IFNAME=hsn0
   'NCCL_NET=AWS Libfabric'
   NCCL_NET_GDR_LEVEL=PHB
   NCCL_CROSS_NIC=1

@@ -1,0 +1,47 @@
+"""Cases on the fake device: collected only where there is one, by `make test-cuda`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+
+import pytest
+from tests.fake_cuda.start import has_started
+
+RECORD = "RECORD_LAUNCHES"
+
+if has_started():
+    # Forks of the cases have it all; importing takes longer than most of them.
+    from tests.fake_cuda.steps import LAUNCHES, judge_launches, read_launches
+
+else:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture
+def note_launches(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> Callable[[int], None]:
+    """`note_launches(n)` fails where the row has more launches a step than launches.json says."""
+
+    def note(n: int) -> None:
+        record_property("launches", n)
+        if RECORD not in os.environ:
+            judge_launches(request.node.callspec.id, n)
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Writes the launches of all rows that ran, where asked to."""
+    found = {
+        report.nodeid.partition("[")[2].removesuffix("]"): value
+        for report in terminalreporter.getreports("passed")
+        if report.when == "call"
+        for name, value in report.user_properties
+        if name == "launches"
+    }
+    if RECORD in os.environ and found:
+        text = json.dumps(read_launches() | found, indent=0, sort_keys=True)
+        LAUNCHES.write_text(text + "\n", encoding="utf-8")

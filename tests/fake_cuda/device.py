@@ -1,0 +1,147 @@
+"""The fake device as the cases use it: counters, contexts on it, and forks that may use it."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, TypeVar
+
+import torch
+from tests.waiting import WATCHDOG_SECONDS, prepare_fork
+
+from trainyard.bench.job import Steps, prepare_run
+from trainyard.bench.timeline import DeviceClock, Timeline
+from trainyard.config.run import Run
+from trainyard.parallel.mesh import build_mesh
+from trainyard.plan.resolve import resolve
+from trainyard.train.state import TrainContext
+from trainyard.train.worker import build_context
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the device was asked for; stubs/fake.h says what each is."""
+
+    kernels: int
+    triton_kernels: int
+    matmuls: int
+    collectives: int
+    waits: int
+    pageable_copies: int
+
+    @classmethod
+    def now(cls) -> Counts:
+        """Reads the counters of this process."""
+        function = ctypes.CDLL(None).fake_cuda_count
+        function.restype = ctypes.c_long
+        return cls(**{name: function(name.encode()) for name in cls.__dataclass_fields__})
+
+    def since(self, before: Counts) -> Counts:
+        """Gives what came after `before`."""
+        earlier = asdict(before)
+        return Counts(**{name: n - earlier[name] for name, n in asdict(self).items()})
+
+    @property
+    def launches(self) -> int:
+        """All that the host starts on the device, but for copies."""
+        return self.kernels + self.triton_kernels + self.matmuls + self.collectives
+
+
+def build_on_device(
+    run: Run, device: torch.device, rank: int = 0, n_ranks: int = 1
+) -> TrainContext:
+    """Builds the context of a run as `bench` does, with random tokens to read."""
+    folder = Path(mkdtemp())
+    run = prepare_run(run, Steps(2, 8), folder)
+    plan = resolve(run, n_ranks)
+    mesh = build_mesh(plan.topology, rank, device)
+    return build_context(folder, run, plan, mesh, Timeline(DeviceClock()))
+
+
+def in_fork(function: Callable[[], Found], settings: Mapping[str, str]) -> Found:
+    """Calls a function in a fork of this process, like `in_forks`."""
+    (found,) = in_forks(1, lambda _: function(), settings)
+    return found
+
+
+def in_forks(
+    n_forks: int, function: Callable[[int], Found], settings: Mapping[str, str]
+) -> list[Found]:
+    """Calls a function in forks of this process, which has imported everything.
+
+    Args:
+        n_forks: how many.
+        function: uses the device, which this process must never have; gets the number of its fork.
+        settings: of the fake device, as environment variables.
+
+    Raises:
+        RuntimeError: the first error of any fork, as text, or the death of one.
+    """
+    prepare_fork()
+    fork = multiprocessing.get_context("fork")
+    pipes = [fork.Pipe(duplex=False) for _ in range(n_forks)]
+    forks = [
+        fork.Process(target=_be_fork, args=(number, pipes, function, settings))
+        for number in range(n_forks)
+    ]
+    for process in forks:
+        process.start()
+    for _, sender in pipes:
+        sender.close()
+    receivers = {receiver: number for number, (receiver, _) in enumerate(pipes)}
+    found: dict[int, Found] = {}
+    try:
+        while len(found) < n_forks:
+            waiting = [receiver for receiver, number in receivers.items() if number not in found]
+            ready = wait(waiting, WATCHDOG_SECONDS)
+            if not ready:
+                raise TimeoutError(f"forks not done after {WATCHDOG_SECONDS:g} s")
+            for receiver in waiting:
+                if receiver in ready:
+                    found[receivers[receiver]] = _receive(receiver, receivers[receiver])
+    finally:
+        for process in forks:
+            process.kill()
+            process.join()
+        for receiver in receivers:
+            receiver.close()
+    return [found[number] for number in range(n_forks)]
+
+
+def _receive(receiver: Connection, number: int) -> Any:
+    try:
+        found, trace = receiver.recv()
+    except EOFError:
+        raise RuntimeError(f"fork {number} died") from None
+    if trace:
+        raise RuntimeError(f"in fork {number}:\n{trace}")
+    return found
+
+
+def _be_fork(
+    number: int,
+    pipes: list[tuple[Connection, Connection]],
+    function: Callable[[int], object],
+    settings: Mapping[str, str],
+) -> None:
+    for other, (receiver, sender) in enumerate(pipes):
+        receiver.close()
+        if other != number:  # open here, it would outlive its own fork
+            sender.close()
+    sender = pipes[number][1]
+    os.environ.update(settings)
+    warnings.simplefilter("default")  # compilers warn of themselves
+    try:
+        sender.send((function(number), ""))
+    except BaseException:
+        sender.send((None, traceback.format_exc()))

@@ -1,0 +1,154 @@
+"""Training steps on the fake device, and what is demanded of each."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.fake_cuda.device import Counts, build_on_device
+from torch import Tensor
+from torch._dynamo.utils import counters as dynamo
+from triton.backends.nvidia.compiler import CUDABackend
+
+from trainyard.bench.baselines import build_baseline
+from trainyard.bench.measure import OurTraining, TimedTraining
+from trainyard.bench.timeline import DeviceClock, Timeline
+from trainyard.config.load import load_run
+from trainyard.config.run import Run
+from trainyard.launch.environment import Process
+from trainyard.parallel.mesh import choose_device
+from trainyard.parallel.start import start_ranks
+from trainyard.train.state import TrainContext
+
+SMALL = (
+    *("model.n_layers=3", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024"),
+    *("model.sequence_length=256", "train.micro_batch_size=4", "train.global_batch_size=8"),
+)
+LAUNCHES = Path(__file__).parent / "launches.json"
+MORE_LAUNCHES = 1.02
+DEVICE = torch.device("cuda", 0)
+WARM_UP_STEPS = 2
+"""The optimizer makes its state in the first; the second is the first that is like all later."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step after the warm-up took."""
+
+    counts: Counts
+    places: list[str]
+    """Kinds of devices that hold weights, gradients and the optimizer's state."""
+    graph_breaks: list[str]
+    late_graphs: int
+    """Compiled after the warm-up."""
+    refused_kernels: list[str]
+    """Configurations that ptxas refused, by its words."""
+
+    def judge(self) -> None:
+        """Fails unless the step is as every step must be."""
+        assert self.places == ["cuda"], f"tensors are on {self.places}"
+        assert self.counts.waits == 0, f"the host waits {self.counts.waits} times in a step"
+        assert self.graph_breaks == [], f"graph breaks: {self.graph_breaks}"
+        assert self.late_graphs == 0, f"{self.late_graphs} graphs compiled after the warm-up"
+        assert self.refused_kernels == [], f"ptxas refuses: {self.refused_kernels}"
+
+
+def measure_run(overrides: Sequence[str]) -> Measured:
+    """Trains a small model and evaluates it, on one device."""
+    run = load_run("tiny", [*SMALL, *overrides]).run
+    device = choose_device(Process(), deterministic=run.train.deterministic)
+    context = build_on_device(run, device)
+    return measure_steps(context, OurTraining(context))
+
+
+def measure_rank(run: Run, rank: int, n_ranks: int, store: Path) -> Measured:
+    """Trains as one rank of several, each on a device of its own; they meet in a file."""
+    process = Process(rank, n_ranks, rank, n_ranks, store_file=store)
+    device = choose_device(process)
+    with start_ranks(process, device, dict):
+        context = build_on_device(run, device, rank, n_ranks)
+        return measure_steps(context, OurTraining(context))
+
+
+def train_baseline(name: str, overrides: Sequence[str]) -> None:
+    """Trains another project's model on the same data; it may wait, as transformers does."""
+    context = build_on_device(load_run("tiny", [*SMALL, *overrides]).run, DEVICE)
+    timeline = Timeline(DeviceClock())
+    baseline = build_baseline(name, context.run, context.plan, context.device, timeline)
+    for _ in range(WARM_UP_STEPS):
+        baseline.step()
+
+
+def measure_steps(context: TrainContext, training: TimedTraining) -> Measured:
+    """Does steps, of which the one after the warm-up counts, and computes a loss without gradients.
+
+    Raises:
+        RuntimeError: torch refuses a tensor on another device, or a wait for the device.
+    """
+    with note_refused_kernels() as refused:
+        for _ in range(WARM_UP_STEPS):
+            training.step()
+        n_graphs = dynamo["stats"]["unique_graphs"]
+        before = Counts.now()
+        with no_waiting():
+            training.step()
+        counts = Counts.now().since(before)
+        late_graphs = dynamo["stats"]["unique_graphs"] - n_graphs
+        run = context.run
+        ids = torch.zeros(run.train.global_batch_size, run.model.sequence_length, dtype=torch.long)
+        context.model.held_out_loss(ids, ids)
+    locals_ = context.model.local_parameters
+    tensors: list[Tensor] = [local.parameter for local in locals_]
+    tensors += [t for local in locals_ for t in context.optimizer.state_of(local).values()]
+    breaks = [re.sub(r"\s+", " ", str(reason))[:300] for reason in dynamo["graph_break"]]
+    places = sorted({tensor.device.type for tensor in tensors})
+    return Measured(counts, places, breaks, late_graphs, refused)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Lets torch refuse what waits for the device, where it knows."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def note_refused_kernels() -> Iterator[list[str]]:
+    """Yields a list of the errors of ptxas: Inductor goes on while another configuration works."""
+    refused: list[str] = []
+    original = CUDABackend.make_cubin
+
+    def noted(*arguments: Any) -> Any:
+        try:
+            return original(*arguments)
+        except Exception as error:
+            refused.append(str(error)[-300:])
+            raise
+
+    CUDABackend.make_cubin = noted
+    try:
+        yield refused
+    finally:
+        CUDABackend.make_cubin = original
+
+
+def read_launches() -> dict[str, int]:
+    """Reads how many launches a step of each row has."""
+    found: dict[str, int] = json.loads(LAUNCHES.read_text(encoding="utf-8"))
+    return found
+
+
+def judge_launches(row: str, n: int) -> None:
+    """Fails where a step has more launches than before."""
+    budgets = read_launches()
+    assert row in budgets, "no budget: RECORD_LAUNCHES=1 make test-cuda"
+    assert n <= MORE_LAUNCHES * budgets[row], f"{n} launches a step, not {budgets[row]}"

@@ -1,0 +1,73 @@
+"""Every layout of the parity table, its ranks on fake devices of their own.
+
+Nothing is exchanged, so this shows no number: it shows that groups, buffers, streams and the logic
+of the host get through a step, and that no rank waits in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.fake_cuda.device import in_forks
+from tests.fake_cuda.steps import Measured, measure_rank
+from tests.parity.layouts import Row
+from tests.parity.test_parity import TABLE
+from torch.distributed.pipelining import PipelineStage
+
+from trainyard.config.run import Run
+
+REFUSED = {"fp32 cp2 ring": "on a GPU is incompatible with precision.kind='fp32'"}
+KIND_FOR = {"fp64": "bf16"}
+"""fp64 is no precision of training."""
+
+
+def build_run(row: Row) -> Run:
+    """Builds the run of a row in a precision of training, without emulation."""
+    run = row.build_run()
+    kind = row.precision.get("kind", row.computed_in)
+    fp8 = run.precision.fp8.model_copy(update={"emulate": False, "precise_blocks": 0})
+    changes = {"kind": KIND_FOR.get(kind, kind), "fp8": fp8}
+    return run.model_copy(update={"precision": run.precision.model_copy(update=changes)})
+
+
+def agree(stage: PipelineStage, *arguments: Any, **keywords: Any) -> torch.Tensor:
+    """Stands for the vote of the stages, a product on the device, where nothing is computed."""
+    vote(stage, *arguments, **keywords)
+    return torch.ones(1, dtype=torch.int32)
+
+
+vote = PipelineStage._warmup_backward_result
+
+
+def measure_ranks(row: Row, folder: Path) -> list[Measured]:
+    """Trains all ranks of a row."""
+    run, n_ranks, store = build_run(row), row.n_ranks, folder / "store"
+
+    def work(rank: int) -> Measured:
+        return measure_rank(run, rank, n_ranks, store)
+
+    return in_forks(n_ranks, work, {"FAKE_CUDA_DEVICES": str(n_ranks)})
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if name not in REFUSED])
+def test_all_ranks_get_through_a_step(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    note_launches: Callable[[int], None],
+) -> None:
+    monkeypatch.setattr(PipelineStage, "_warmup_backward_result", agree)
+    ranks = measure_ranks(TABLE[name], tmp_path)
+    for measured in ranks:
+        measured.judge()
+    note_launches(max(measured.counts.launches for measured in ranks))
+
+
+@pytest.mark.parametrize(("name", "why"), REFUSED.items())
+def test_what_a_gpu_cannot_do_is_refused(name: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=why):
+        measure_ranks(TABLE[name], tmp_path)

@@ -1,0 +1,74 @@
+"""Every precision, with and without dropout, recomputed or not, compiled or not, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+import torch
+from tests.fake_cuda.device import in_fork
+from tests.fake_cuda.steps import measure_run, train_baseline
+
+KINDS = ("fp32", "bf16", "fp16", "fp8", "fp8_lowbit")
+DROPOUT = {"dropout": "model.dropout=0.1", "no dropout": "model.dropout=0"}
+RECOMPUTE = {
+    "nothing recomputed": "parallel.recompute=none",
+    "attention recomputed": "parallel.recompute=attention",
+    "blocks recomputed": "parallel.recompute=block",
+}
+COMPILE = {"compiled": "train.compile=gpu", "eager": "train.compile=never"}
+AXES = (DROPOUT, RECOMPUTE, COMPILE)
+COMPILED_WITHOUT_DROPOUT = ("nothing recomputed",)
+"""Compiled rows take most of the time: the other recomputations are compiled with dropout."""
+OTHERS = {
+    "untied embeddings, eager": ("model.tied_embeddings=false", "train.compile=never"),
+    "deterministic, compiled": ("train.deterministic=true",),
+    "deterministic, eager": ("train.deterministic=true", "train.compile=never"),
+    "rowwise, compiled": ("precision.fp8.scaling=rowwise",),
+    "rowwise, eager": ("precision.fp8.scaling=rowwise", "train.compile=never"),
+}
+
+
+def rows() -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Gives for each row its name, the capability of the device, and the settings of its run."""
+    for kind, capability in product(KINDS, ("90", "80")):
+        is_fp8 = kind.startswith("fp8")
+        if is_fp8 and capability == "80":
+            continue
+        for names in product(*AXES):
+            dropout, recompute, compiles = names
+            needed = dropout == "dropout" or recompute in COMPILED_WITHOUT_DROPOUT
+            if compiles == "eager" or needed:
+                settings = tuple(axis[name] for axis, name in zip(AXES, names, strict=True))
+                name = ", ".join([f"{kind} on sm_{capability}", *names])
+                yield name, capability, (f"precision.kind={kind}", *settings)
+        for other, settings in OTHERS.items():
+            if capability == "90" and (is_fp8 or not other.startswith("rowwise")):
+                yield f"{kind} on sm_90, {other}", "90", (f"precision.kind={kind}", *settings)
+
+
+ROWS = {name: (capability, settings) for name, capability, settings in rows()}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_step_is_as_it_must_be(name: str, note_launches: Callable[[int], None]) -> None:
+    capability, settings = ROWS[name]
+    device = {"FAKE_CUDA_CAPABILITY": capability}
+    measured = in_fork(lambda: measure_run(settings), device)
+    measured.judge()
+    note_launches(measured.counts.launches)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
+def test_a_step_in_the_code_for_rocm(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    settings = (f"precision.kind={kind}", "model.dropout=0.1", "train.compile=never")
+    in_fork(lambda: measure_run(settings), {}).judge()
+
+
+@pytest.mark.parametrize("name", ["plain-torch", "gpt2-transformers"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_a_baseline_trains(name: str, kind: str) -> None:
+    settings = [f"precision.kind={kind}", "train.compile=never"]
+    in_fork(lambda: train_baseline(name, settings), {})
