@@ -33,7 +33,7 @@ folder=$FOLDER tasks_per_node=2 environment=() ssh_options=() scratch= device_va
 local_rank=LOCAL_RANK cpus_of_rank=() command=(bash -c "$PROGRAM") script=$FOLDER/job.sh
 . {LIB}/rank.sh
 . {LIB}/ssh.sh
-others_seconds=0 TRAINYARD_JOB=j-1 MASTER_PORT=12345 hosts=("$@")
+others_seconds=$OTHERS_SECONDS TRAINYARD_JOB=j-1 MASTER_PORT=12345 hosts=("$@")
 start_ranks
 """
 
@@ -48,12 +48,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def started(folder: Path, rank: str, *hosts: str) -> Iterator[subprocess.Popen[str]]:
+def started(
+    folder: Path, rank: str, *hosts: str, others_seconds: int = 0
+) -> Iterator[subprocess.Popen[str]]:
     argv = ["bash", str(folder / "job.sh"), *hosts]
     given = os.environ | {
         "PATH": f"{folder}:{os.environ['PATH']}",
         "PROGRAM": rank,
         "FOLDER": str(folder),
+        "OTHERS_SECONDS": str(others_seconds),
     }
     with subprocess.Popen(argv, env=given, stderr=subprocess.PIPE, text=True) as running:
         try:
@@ -116,7 +119,10 @@ def test_nothing_stays_when_the_process_on_a_host_is_killed(folder: Path) -> Non
 
 
 def test_a_host_that_is_lost(folder: Path) -> None:
-    with started(folder, "sleep 0.5; exit 75", "n1", "me@nobody") as running:
+    # The ranks of the other host end by themselves, and are not asked to.
+    with started(
+        folder, "exit 75", "n1", "me@nobody", others_seconds=int(WATCHDOG_SECONDS)
+    ) as running:
         assert running.wait(WATCHDOG_SECONDS) == 75
         assert running.stderr is not None
         assert "me@nobody is lost: ssh has ended" in running.stderr.read()
@@ -124,7 +130,8 @@ def test_a_host_that_is_lost(folder: Path) -> None:
 
 
 def test_ranks_of_other_hosts_are_asked_to_save_after_a_failure(folder: Path) -> None:
-    fails = '[ "$RANK" -ge 2 ] || exit 1\n'
+    others_run = '[ "$(find "$FOLDER" -name "rank-*" | wc -l)" = 2 ]'
+    fails = f'[ "$RANK" -ge 2 ] || {{ until {others_run}; do sleep 0.1; done; exit 1; }}\n'
     with started(folder, fails + WAITS, "n1", "n2") as running:
         assert running.wait(WATCHDOG_SECONDS) == 1
     assert len(list(folder.glob("asked-*"))) == 2
