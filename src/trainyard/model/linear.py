@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from trainyard.architecture import LayerSpec
 
@@ -258,12 +258,12 @@ def sum_product(total: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0) 
 
 
 # Operations of their own, because Inductor would add in a kernel after the matmul.
-_LIBRARY: Any = torch.library.Library("trainyard", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY: Any = library.Library("trainyard", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("add_product(Tensor(a!) total, Tensor a, Tensor b, float scale) -> ()")
 _LIBRARY.define("product(Tensor a, Tensor b, float scale) -> Tensor")
 
 
-@torch.library.impl(_LIBRARY, "add_product", "CompositeExplicitAutograd")
+@library.impl(_LIBRARY, "add_product", "CompositeExplicitAutograd")
 def _add_product(total: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     if _has_mixed_matmuls(a):
         torch.addmm(total, a, b, out_dtype=total.dtype, alpha=scale, out=total)
@@ -271,7 +271,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
         total.add_(a @ b, alpha=scale)
 
 
-@torch.library.impl(_LIBRARY, "product", "CompositeExplicitAutograd")
+@library.impl(_LIBRARY, "product", "CompositeExplicitAutograd")
 def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     if _has_mixed_matmuls(a):
         total = torch.empty(len(a), b.shape[1], dtype=torch.float32, device=a.device)
@@ -281,12 +281,12 @@ def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return total.add_(a @ b, alpha=scale)
 
 
-@torch.library.impl(_LIBRARY, "add_product", "Meta")
+@library.impl(_LIBRARY, "add_product", "Meta")
 def _shape_of_added(total: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     assert total.shape == (len(a), b.shape[1]), (total.shape, a.shape, b.shape)
 
 
-@torch.library.impl(_LIBRARY, "product", "Meta")
+@library.impl(_LIBRARY, "product", "Meta")
 def _shape_of_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return a.new_empty(len(a), b.shape[1], dtype=torch.float32)
 
