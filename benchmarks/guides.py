@@ -275,7 +275,9 @@ def write_page(rows: Mapping[str, Figures], record_name: str, commit: str) -> st
         "- **step**: in the recipe's layout; tokens/s per device.",
         "- **simulated**: peak of the real step on fake tensors, for the rank in the middle of the "
         "pipeline, and how far the",
-        "  formula exceeds it. It excludes context and libraries, which **memory** includes.",
+        "  formula exceeds it. It excludes context and libraries, which **memory** includes, "
+        "and is not compiled: compiled",
+        "  blocks mostly need less.",
         "- **best**: the fastest layout that fits, and its gain. A layout that does "
         "not fit is not slower.",
     ]

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.model.gpt import GPT, compile_blocks
-from trainyard.parallel.tensor import apply_tensor_parallel
+from trainyard.parallel.mesh import build_mesh
+from trainyard.parallel.model import ParallelModel
+from trainyard.plan.resolve import resolve
 
 LETTERS = {
     "all_gather": "g",
@@ -41,14 +42,12 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def backward_order(run: Run, *, compiled: bool) -> str:
+def backward_order(run: Run, n_ranks: int) -> str:
     """Runs the second backward pass of a block."""
-    model = GPT(run.model, run.model.vocabulary_size, torch.bfloat16)
-    assert dist.group.WORLD is not None
-    apply_tensor_parallel(model, dist.group.WORLD, run.parallel)
+    plan = resolve(run, n_ranks)
+    mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
+    model = ParallelModel(run, plan, mesh, torch.bfloat16).stages[0]
     (block,) = model.blocks.values()
-    if compiled:
-        compile_blocks(model, in_order=True)
     n_tokens = len(model.residual_positions)
     x = torch.ones(1, n_tokens, run.model.d_model, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(2):
@@ -62,14 +61,19 @@ def backward_order(run: Run, *, compiled: bool) -> str:
 # The matmuls of a row-parallel layer, then of the column-parallel one before it; MLP and attention.
 WHOLE = 2 * "mm mrmw"
 BY_TOKENS = 2 * "gw mm gmrwmw"
+TENSOR = "parallel.tensor=2 parallel.sequence="
 
 
-@pytest.mark.parametrize("compiled", everyday([False, True], [False]))
-@pytest.mark.parametrize(("sequence", "order"), [("false", WHOLE), ("true", BY_TOKENS)])
+@pytest.mark.parametrize("compiled", everyday(["never", "always"], ["never"]))
+@pytest.mark.parametrize(
+    ("layout", "order"),
+    [(f"{TENSOR}false", WHOLE), (f"{TENSOR}true", BY_TOKENS)],
+    ids=["tensor", "sequence"],
+)
 def test_tensor_ranks_exchange_beside_matmuls_in_the_backward_pass(
-    sequence: str, order: str, compiled: bool, run_ranks: Callable[..., list[str]]
+    layout: str, order: str, compiled: str, run_ranks: Callable[..., list[str]]
 ) -> None:
-    layout = ["parallel.tensor=2", f"parallel.sequence={sequence}"]
-    run = load_run("tiny", [*layout, "model.n_layers=1", "model.dropout=0"]).run
-    found = run_ranks(2, partial(backward_order, run, compiled=compiled))
+    small = ["precision.kind=bf16", "model.n_layers=1", "model.dropout=0"]
+    run = load_run("tiny", [*layout.split(), *small, f"train.compile={compiled}"]).run
+    found = run_ranks(2, partial(backward_order, run, 2))
     assert found == [order.replace(" ", "")] * 2
