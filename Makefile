@@ -1,5 +1,5 @@
 # make demo | test | test-all | check | bench; each sets up .venv first (tools/set_up.py);
-# make test-cuda sets up .venv-cuda.
+# make test-cuda sets up .venv-cuda; make wheels downloads into wheels/.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,7 +7,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -q
 
-.PHONY: demo test test-all test-cuda check bench set-up-train set-up-dev set-up-cuda clean
+.PHONY: demo test test-all test-cuda check bench wheels set-up-train set-up-dev set-up-cuda clean
 
 demo: set-up-train
 	$(BIN)/trainyard demo
@@ -38,9 +38,14 @@ bench: set-up-dev
 	$(BIN)/python benchmarks/wrapping.py
 	$(BIN)/python benchmarks/cpu_step.py
 
+# For machines without network that have this Python and platform.
+wheels:
+	$(PYTHON) -m pip wheel -c constraints.txt --wheel-dir wheels $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) '.[train]'
+	@echo "there: python3 -m pip install --no-index --find-links wheels 'trainyard-gpt[train]'"
+
 set-up-train set-up-dev set-up-cuda:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Trainyard needs Python 3.11 or newer\nhint: make PYTHON=python3.12 ...")'
 	@$(PYTHON) tools/set_up.py $(@:set-up-%=%)
 
 clean:
-	rm -rf .venv .venv-cuda runs
+	rm -rf .venv .venv-cuda runs wheels

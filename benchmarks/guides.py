@@ -1,18 +1,17 @@
 """Every run file of recipes/ planned, searched and simulated, on the machine of its guide.
 
-    python -m benchmarks.guides --output record.json [--table docs/guides-planned.md] [--only lumi]
+`python -m benchmarks.pages` collects the record and writes docs/guides-planned.md of it.
 
 For each job the command line, in processes of their own: `trainyard plan --json`, `--search`, and
 `--simulate` of the rank in the middle of the pipeline, or of all ranks. Jobs whose step is the same
 are simulated once. A command that takes longer than the limit is ended, and the record says so.
 
-Goes on where a record that is there already ends; what failed is tried again. No GPU is needed. As
-many jobs at once as there are cores, two at most: ten minutes on two.
+What failed is tried again, and the record is written after each answer. No GPU is needed. As many
+jobs at once as there are cores, two at most: ten minutes on two.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -33,6 +32,8 @@ from trainyard.plan.resolve import resolve
 RECIPES = Path(__file__).parent.parent / "recipes"
 GIB = 2**30
 MOST_AT_ONCE = 2
+LIMIT_SECONDS = 900.0
+"""Of each command."""
 PARTS = ("plan", "search", "simulation")
 
 
@@ -266,8 +267,7 @@ def write_page(rows: Mapping[str, Figures], record_name: str, commit: str) -> st
         "machine of its guide. Accuracy of the predictions: "
         "[planning-accuracy.md](planning-accuracy.md).",
         "",
-        "    python -m benchmarks.guides --table docs/guides-planned.md \\",
-        f"        --output benchmarks/records/{record_name}",
+        "    python -m benchmarks.pages",
         "",
         f"Record: `benchmarks/records/{record_name}`, commit {commit}.",
         "",
@@ -290,9 +290,7 @@ def write_page(rows: Mapping[str, Figures], record_name: str, commit: str) -> st
 
 
 def _table(rows: list[Figures]) -> Iterator[str]:
-    yield (
-        "| recipe, devices | as it is cut | memory, GiB | step | tokens/s | simulated, GiB | best |"
-    )
+    yield ("| recipe, devices | layout | memory, GiB | step | tokens/s | simulated, GiB | best |")
     yield "|---|---|---|---|---|---|---|"
     for row in rows:
         n_devices = row["command"].rsplit(" ", 1)[1]
@@ -354,35 +352,33 @@ def _first_line(part: Figures) -> str:
     return str(part["failed"]).splitlines()[0][:160]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--table", type=Path, help="write the page of docs too")
-    parser.add_argument("--only", default="", help="jobs with this in their name")
-    parser.add_argument("--limit-seconds", type=float, default=420.0, help="of each command")
-    arguments = parser.parse_args()
-    jobs = list_jobs(arguments.only)
-    before = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    rows: dict[str, Figures] = {row["recipe"]: row for row in before.get("jobs", [])}
-    record: Figures = describe_machine(["torch", "torchao"])
-    record["command"] = record["command"].replace("benchmarks/guides.py", "-m benchmarks.guides")
+def collect(output: Path, anew: str, only: str = "") -> None:
+    """Asks for what a record lacks.
+
+    Args:
+        output: the record.
+        anew: `PARTS` to ask for again, comma-separated.
+        only: jobs with this in their name.
+    """
+    jobs = list_jobs(only)
+    before = json.loads(output.read_text()) if output.exists() else {}
+    known = {job.name for job in list_jobs()}
+    rows = {row["recipe"]: row for row in before.get("jobs", []) if row["recipe"] in known}
+    for job in jobs:
+        row = rows.setdefault(job.name, {}) | begin_row(job)
+        kept = {part: row[part] for part in row.keys() & {*PARTS} - {*anew.split(",")}}
+        rows[job.name] = {name: row[name] for name in row if name not in PARTS} | kept
+    missing = list_missing(jobs, rows)
+    if not missing:
+        return
+    record = describe_machine(["torch", "torchao"])
     with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
-        asked = {
-            pool.submit(examine, job, part, arguments.limit_seconds): (job, part)
-            for job, part in list_missing(jobs, rows)
-        }
+        asked = {pool.submit(examine, *each, LIMIT_SECONDS): each for each in missing}
         for each in as_completed(asked):
             job, part = asked[each]
-            found = rows.setdefault(job.name, begin_row(job))[part] = each.result()
-            arguments.output.write_text(render({**record, "jobs": list(rows.values())}))
+            found = rows[job.name][part] = each.result()
+            output.write_text(render({**record, "jobs": list(rows.values())}))
             outcome = _first_line(found) if "failed" in found else "done"
             print(
                 f"{job.name:<34} {part:<12}{found['wall_seconds']:>6.1f} s  {outcome}", flush=True
             )
-    if arguments.table:
-        page = write_page(rows, arguments.output.name, record["commit"])
-        arguments.table.write_text(page)
-
-
-if __name__ == "__main__":
-    main()

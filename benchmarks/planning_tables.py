@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +20,12 @@ from trainyard.config.run import Fp8, Model, Parallel, Precision, Run, Train
 from trainyard.plan.clusters import find_machine
 from trainyard.plan.flops import flops_per_token
 from trainyard.plan.hardware import Machine
+from trainyard.plan.memory import rank_memory
 from trainyard.plan.resolve import resolve
 from trainyard.plan.time import step_time
+from trainyard.plan.traffic import busiest_rank
 from trainyard.plan.work import Program
+from trainyard.units import format_figure
 
 # Without torch.compile: norm, bias, dropout and sum, GELU and the heads' order are kernels of their
 # own; 60 in a block is an estimate. Softmax and dropout of the scores: read 1 (the
@@ -84,22 +88,39 @@ class Published:
     machine: Machine
     program: Program
     seconds: float | None
-    """None where they did not measure it."""
+    """Of a step; None where they did not measure it."""
+    memory: float | None = None
+    """Of a device, where they say it; GB as they count, which is GiB."""
+    exchanged: float | None = None
+    """Bytes of weights and their gradients that a device exchanges in a step, in the same unit."""
 
     def compare(self) -> dict[str, Any]:
         plan = resolve(self.run, self.n_devices)
         time = step_time(self.run, plan, self.machine, self.program)
+        ours = step_time(self.run, plan, self.machine)
         flops = flops_per_token(self.run.model, plan.padded_vocabulary_size, "megatron_causal")
-        tokens = self.run.train.global_batch_size * self.run.model.sequence_length
+        batch = self.run.train.global_batch_size
+        tokens = batch * self.run.model.sequence_length
         return {
             "table": self.table,
             "row": self.row,
+            "batch": batch,
             "predicted_seconds": time.seconds,
+            "our_seconds": ours.seconds,
             "published_seconds": self.seconds,
             "error": None if self.seconds is None else time.seconds / self.seconds - 1,
             "model_tflops_per_device": flops * tokens / time.seconds / self.n_devices / 1e12,
             "parts": time.parts,
         }
+
+    def compare_sizes(self) -> tuple[float, float]:
+        """Plans memory and exchanged weights of a device, in GiB."""
+        plan = resolve(self.run, self.n_devices)
+        stages = range(plan.topology.pipeline)
+        peak = max(rank_memory(self.run, plan, stage).peak_bytes for stage in stages)
+        traffic = busiest_rank(self.run, plan)
+        exchanged = sum(each.n_bytes for each in traffic if each.axis in ("shard", "replicate"))
+        return peak / 2**30, exchanged / 2**30
 
 
 def gpt(
@@ -116,44 +137,47 @@ def gpt(
     )
 
 
+FP8_LM = {
+    # Devices, batch and layout; then precision, micro batch, samples/s, GB of memory, GB exchanged.
+    "7B": (gpt(32, 4096, 32, 100_000), (1, 1), 32, 2048),
+    "13B": (gpt(40, 5120, 40, 100_000), (2, 1), 32, 1280),
+    "175B": (gpt(96, 12288, 96, 100_000), (8, 4), 128, 2048),
+}
+FP8_LM_ROWS = (
+    ("7B", "bf16", 2, 159.2, 69.6, 37.2),
+    ("7B", "fp8", 2, 224.5, 77.3, 37.2),
+    ("7B", "fp8_lowbit", 2, 219.8, 49.4, 13.9),
+    ("7B", "fp8_lowbit", 4, 230.5, 69.3, 13.9),
+    ("13B", "bf16", 2, 79.3, 68.2, 34.3),
+    ("13B", "fp8", 2, 111.7, 76.4, 34.3),
+    ("13B", "fp8_lowbit", 2, 109.5, 48.9, 12.4),
+    ("13B", "fp8_lowbit", 4, 121.5, 67.8, 12.4),
+    ("175B", "bf16", 1, 22.4, 66.1, 23.4),
+    ("175B", "fp8", 1, 28.7, 69.6, 23.4),
+    ("175B", "fp8_lowbit", 1, 27.1, 40.3, 8.2),
+    ("175B", "fp8_lowbit", 4, 39.3, 57.7, 8.2),
+)
+
+
 def fp8_lm() -> list[Published]:
     """H100, table in the documentation of MS-AMP; batches of the 7B and 13B are its examples',
     that of 175B is assumed."""
     machine, rows = find_machine("azure-ndv5"), []
-    for name, model, (tensor, pipeline), devices, batch, measured in (
-        (
-            "7B",
-            gpt(32, 4096, 32, 100_000),
-            (1, 1),
-            32,
-            2048,
-            {("bf16", 2): 159.2, ("fp8", 2): 224.5},
-        ),
-        (
-            "13B",
-            gpt(40, 5120, 40, 100_000),
-            (2, 1),
-            32,
-            1280,
-            {("bf16", 2): 79.3, ("fp8", 2): 111.7},
-        ),
-        (
-            "175B",
-            gpt(96, 12288, 96, 100_000),
-            (8, 4),
-            128,
-            2048,
-            {("bf16", 1): 22.4, ("fp8", 1): 28.7},
-        ),
-    ):
+    for name, kind, micro, samples, memory, exchanged in FP8_LM_ROWS:
+        model, (tensor, pipeline), devices, batch = FP8_LM[name]
         parallel = Parallel(zero_stage=1, tensor=tensor, pipeline=pipeline, sequence=tensor > 1)
-        for (kind, micro), samples in measured.items():
-            run = make_run(model, (batch, micro), parallel, kind)
-            seconds = batch / samples
-            rows.append(
-                Published("FP8-LM", f"{name} {kind}", run, devices, machine, MEGATRON_LM, seconds)
-            )
+        run = make_run(model, (batch, micro), parallel, kind)
+        row, seconds = f"{name} {kind}, micro batch {micro}", batch / samples
+        how = (devices, machine, MEGATRON_LM, seconds, memory, exchanged)
+        rows.append(Published("FP8-LM", row, run, *how))
     return rows
+
+
+def msamp_345m() -> list[Published]:
+    """H100, MS-AMP with 8 GPUs (by the formula of the TFLOP/s beside it): pull request 140."""
+    run = make_run(gpt(24, 1024, 16, sequence=1024), (64, 8), Parallel(zero_stage=1), "fp8_lowbit")
+    machine = find_machine("azure-ndv5")
+    return [Published("MS-AMP", "345M fp8_lowbit", run, 8, machine, MEGATRON_LM, 64 / 519.5)]
 
 
 def megatron_core() -> list[Published]:
@@ -210,8 +234,21 @@ def lumi() -> list[Published]:
     ):
         parallel = Parallel(tensor=tensor, pipeline=pipeline, zero_stage=stage, recompute="block")
         run = make_run(gpt(40, 5120, 40), (1024, 2), parallel, "fp16")
-        name = f"{devices} GCDs, pipeline {pipeline}, tensor {tensor}, ZeRO {stage}"
+        name = f"13B, {devices} GCDs, pipeline {pipeline}, tensor {tensor}, ZeRO {stage}"
         seconds = samples and 1024 / samples
+        rows.append(Published("LUMI", name, run, devices, machine, FLASH_ATTENTION, seconds))
+    return rows
+
+
+def lumi_125m() -> list[Published]:
+    """The same, 125M: printed as 2/1/4, 8 devices; 16 devices and a vocabulary padded for tensor 2,
+    which give its 11.94 TFLOP/s (tensor 1: 11.93), are 2/2/4."""
+    machine, rows = find_machine("lumi"), []
+    for devices, tensor, samples in ((16, 1, 76.843), (16, 2, 76.843)):
+        parallel = Parallel(tensor=tensor, pipeline=2, zero_stage=1, recompute="block")
+        run = make_run(gpt(12, 768, 12), (256, 2), parallel, "fp16")
+        name = f"125M, {devices} GCDs, pipeline 2, tensor {tensor}"
+        seconds = 256 / samples
         rows.append(Published("LUMI", name, run, devices, machine, FLASH_ATTENTION, seconds))
     return rows
 
@@ -222,7 +259,7 @@ def benchmark_175b() -> list[Published]:
     machine = find_machine(gpu="a100-80g")
     return [
         Published("64 GPUs", name, run, 64, machine, FLASH_ATTENTION, seconds)
-        for name, seconds in (("175B, steps 5 to 10", 346.0), ("175B, step 2400", 315.9))
+        for name, seconds in (("175B, steps 5 to 10", 346.0), ("175B, step 2400", 315.88))
     ]
 
 
@@ -280,6 +317,7 @@ def fill_gaps(rows: Sequence[dict[str, Any]]) -> None:
         ratios = [
             math.log(each["published_seconds"] / each["predicted_seconds"])
             for each in rows
+            if each["batch"] == row["batch"]  # LUMI's 13B, without its 125M
             if each["table"] == row["table"] and each["published_seconds"]
         ]
         if row["published_seconds"] is None:
@@ -288,23 +326,71 @@ def fill_gaps(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    lines = ["| table | row | predicted s | published s | error |", "|---|---|---|---|---|"]
+    """Formats rows in samples/s; in brackets how many times as fast as published."""
+    lines = [
+        "| table | row | published, samples/s | predicted for its program | for Trainyard |",
+        "|---|---|---|---|---|",
+    ]
     for row in rows:
-        published, error = row["published_seconds"], row["error"]
-        lines.append(
-            f"| {row['table']} | {row['row']} | {row['predicted_seconds']:.2f} | "
-            + (
-                f"{published:.2f} | {error:+.0%} |"
-                if published
-                else f"{row['scaled_seconds']:.0f} by its table | ±{row['scaled_error_bar']:.0%} |"
+        if row["published_seconds"]:
+            lines.append(
+                f"| {row['table']} | {row['row']} | {samples(row, 'published_seconds')} | "
+                f"{faster(row, 'predicted_seconds')} | {faster(row, 'our_seconds')} |"
             )
+    return "\n".join(lines)
+
+
+def samples(row: dict[str, Any], key: str) -> str:
+    return format_figure(row["batch"] / row[key], 4)
+
+
+def faster(row: dict[str, Any], key: str) -> str:
+    return f"{samples(row, key)} ({row['published_seconds'] / row[key]:.2f} x)"
+
+
+def show_sizes() -> str:
+    """Formats memory and exchanged weights of FP8-LM's rows beside Trainyard's."""
+    lines = [
+        "| row | memory, published | planned | exchanged in a step, published | planned |",
+        "|---|---|---|---|---|",
+    ]
+    for row in fp8_lm():
+        assert row.memory and row.exchanged
+        memory, exchanged = row.compare_sizes()
+        lines.append(
+            f"| {row.row} | {row.memory} | {memory:.1f} ({memory / row.memory:.2f} x) | "
+            f"{row.exchanged} | {exchanged:.1f} ({exchanged / row.exchanged:.2f} x) |"
+        )
+    return "\n".join(lines)
+
+
+def show_gaps(rows: Sequence[dict[str, Any]], multi_node_error: float = 0.1) -> str:
+    """Formats what `fill_gaps` filled; the error of multi-node rows adds to the bar."""
+    lines = [
+        "| pipeline x tensor x data | samples/s, the guide's program | samples/s, Trainyard |",
+        "|---|---|---|",
+    ]
+    for row in rows:
+        if row["published_seconds"]:
+            continue
+        bar = math.hypot(row["scaled_error_bar"], multi_node_error)
+        seconds = row["scaled_seconds"]
+        low, high = (row["batch"] / (seconds * factor) for factor in (1 + bar, 1 - bar))
+        numbers = re.findall(r"(?:pipeline|tensor) (\d+)", row["row"])
+        data = 16 // math.prod(map(int, numbers))
+        lines.append(
+            f"| {' x '.join(numbers)} x {data} | **{row['batch'] / seconds:.1f}** ({low:.1f} to "
+            f"{high:.1f}) | {samples(row, 'our_seconds')} |"
         )
     return "\n".join(lines)
 
 
 def published_rows() -> list[dict[str, Any]]:
-    """Compares all tables."""
-    tables = (fp8_lm(), megatron_core(), nemo(), lumi(), benchmark_175b())
+    """Compares all tables: those of the guides first."""
+    tables = (
+        *(msamp_345m(), fp8_lm(), lumi(), lumi_125m(), benchmark_175b()),
+        *(megatron_core(), nemo()),
+    )
     rows = [row.compare() for table in tables for row in table]
     fill_gaps(rows)
     return rows

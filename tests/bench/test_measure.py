@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +14,11 @@ from trainyard.bench.measure import OurTraining, measure
 from trainyard.bench.timeline import HostClock, Timeline
 from trainyard.config.load import load_run
 from trainyard.parallel.mesh import build_mesh
+from trainyard.plan.flops import flops_per_token
 from trainyard.plan.resolve import resolve
+from trainyard.train.metrics import Metrics
+from trainyard.train.state import State, TrainContext
+from trainyard.train.step import train_step
 
 
 class StepClock(HostClock):
@@ -57,3 +64,27 @@ def test_a_run_shorter_than_its_benchmark_begins_again(build: Any) -> None:
     for _ in range(n_steps + 2):
         training.step()
     assert training._state.step == 2
+
+
+def test_training_logs_the_formula_that_is_asked_for(
+    build: Callable[..., tuple[TrainContext, Timeline]], tmp_path: Path
+) -> None:
+    """Of a run that recomputes: 4 passes of 3, and 3/4 of the head; no peak is known of a CPU."""
+    context, _ = build("log.flop_formula=megatron_deepspeed", "parallel.recompute=block")
+    state, metrics = State.at_start(context), Metrics(context)
+    with metrics.timing():
+        result = train_step(context, state)
+    metrics.add(result, context.run.train.global_batch_size)
+    line = metrics.write_steps(state, result)
+    metrics.close()
+    written = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert written["flop_formula"] == "megatron_deepspeed"
+    assert written["formula_share_of_peak"] is None
+    flops = flops_per_token(
+        context.run.model, context.plan.padded_vocabulary_size, "megatron_deepspeed", "block"
+    )
+    ratio = flops / context.plan.model_flops_per_token
+    assert ratio > 1.1
+    tflops = written["tflops_per_second_per_device"]
+    assert written["formula_tflops_per_second_per_device"] == pytest.approx(ratio * tflops)
+    assert "flop_formula" not in line  # the short line has MFU alone

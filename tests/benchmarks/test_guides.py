@@ -6,21 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.guides import (
+    PARTS,
+    begin_row,
+    examine,
+    list_jobs,
+    list_missing,
+    write_page,
+)
 
 from trainyard.plan.clusters import find_machine
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-@pytest.fixture(autouse=True)
-def _benchmarks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(RECIPES.parent))
-
-
 def test_every_run_file_is_a_job() -> None:
-    from benchmarks.guides import list_jobs
-
-    files = (p.relative_to(RECIPES) for p in RECIPES.rglob("*.toml") if p.parent.name != "data")
+    files = (p.relative_to(RECIPES) for p in RECIPES.glob("*/*.toml"))
     jobs = list_jobs()
     assert sorted(job.name for job in jobs) == sorted(str(p.with_suffix("")) for p in files)
     for job in jobs:
@@ -35,8 +36,6 @@ def test_every_run_file_is_a_job() -> None:
 
 @pytest.mark.exhaustive
 def test_a_job_and_its_line_of_the_page() -> None:
-    from benchmarks.guides import PARTS, begin_row, examine, list_jobs, list_missing, write_page
-
     (job,) = list_jobs("gpt-10m")
     row = begin_row(job)
     assert [part for _, part in list_missing([job], {})] == list(PARTS)
@@ -54,8 +53,6 @@ def test_a_job_and_its_line_of_the_page() -> None:
 
 
 def test_what_fails_is_said_and_asked_again() -> None:
-    from benchmarks.guides import PARTS, begin_row, list_jobs, list_missing, write_page
-
     (job,) = list_jobs("lumi/13b")
     failed: dict[str, Any] = {part: {"failed": "ended after 1 s"} for part in PARTS}
     row = begin_row(job) | failed

@@ -25,7 +25,7 @@ def test_every_field_is_either_free_or_refused_with_a_reason():
         *("model.sequence_length", "model.vocabulary_size", "model.tied_embeddings"),
         *("model.init_std", "model.layer_norm_epsilon", "data.split"),
         *(f"data.{name}.weights" for name in ("blend", "train", "valid", "test")),
-        *(f"train.{name}" for name in ("length", "global_batch_size", "seed")),
+        *("train.global_batch_size", "train.seed"),
         *(f"train.batch_ramp.{name}" for name in ("start", "increment", "length")),
         *(f"optimizer.{name}" for name in ("learning_rate", "betas", "epsilon")),
         *("optimizer.weight_decay", "optimizer.clip_norm"),
@@ -59,19 +59,24 @@ def test_changes_are_listed_with_both_values():
 
 
 def test_refused_changes_are_told_all_at_once():
-    wanted = _run("train.length=60 steps", "model.dropout=0.0", "log.interval=5")
+    wanted = _run("train.length=9 steps", "model.dropout=0.0", "log.interval=5")
     with pytest.raises(CheckpointError) as raised:
         check_resumable(_manifest(), wanted, "other", "")
     assert raised.value.problem == (
         "the checkpoint of step 10 belongs to another run:\n"
         "  model.dropout: 0.1 in the checkpoint, now 0.0; "
         "it fixes the weights' shapes and the dropout they were trained with\n"
-        "  train.length: 50 steps in the checkpoint, now 60 steps; "
-        "the data order depends on the length\n"
+        "  train.length='9 steps' ends at step 9, before the checkpoint's step 10\n"
         "  data: the token files have fingerprint 'abc' in the checkpoint, now 'other'"
     )
     assert "start a run with another name; free to change: name, description" in raised.value.hint
     assert all(name.removesuffix(".") in raised.value.hint for name in FREE)
+
+
+@pytest.mark.parametrize("n_steps", [10, 60])
+def test_the_length_may_change_down_to_the_step_reached(n_steps: int):
+    (change,) = check_resumable(_manifest(), _run(f"train.length={n_steps} steps"), "abc", "")
+    assert str(change) == f"train.length: 50 steps in the checkpoint, now {n_steps} steps"
 
 
 def test_another_tokenizer_is_refused():

@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,8 +13,11 @@ from tests.command import call
 from tests.faults.small_run import small_overrides, write_tokens
 
 from trainyard.cli.launch import launch
+from trainyard.cli.launch_jobs import Request, makes, plan_jobs
 from trainyard.cli.show import show
+from trainyard.config.corpus import Corpus
 from trainyard.config.load import load_run, render_run
+from trainyard.data.patterns import find_token_files
 from trainyard.errors import (
     ConfigError,
     DataError,
@@ -85,7 +90,7 @@ def test_a_launch(project: Path) -> None:
         "said", "runs/small/job.sh", "runs/small/job.toml", "runs/small/run.toml"
     }  # fmt: skip
     assert (project / "said").read_text() == f"--parsable {folder}/job.sh\n"
-    assert os.access(folder / "job.sh", os.X_OK)
+    assert stat.S_IMODE((folder / "job.sh").stat().st_mode) == 0o700, "it may have a password"
     assert "#SBATCH --time=00:10:00" in (folder / "job.sh").read_text()
     record = read_submission(folder)
     assert record is not None
@@ -117,14 +122,14 @@ def test_stages_wait_for_each_other(project: Path) -> None:
     assert (project / "said").read_text().splitlines() == [
         f"--parsable {jobs}/jobs/download-openwebtext.sh",
         f"--parsable --dependency=afterok:4712 {after} {jobs}/jobs/prepare-openwebtext.sh",
-        f"--parsable {jobs}/jobs/download-wikipedia.sh",
+        f"--parsable {jobs}/jobs/download-wikipedia-20220301.sh",
         f"--parsable --dependency=afterok:4714 {after} {jobs}/jobs/prepare-wikipedia.sh",
         f"--parsable --dependency=afterok:4713:4715 {after} {jobs}/job.sh",
     ]
     script = (jobs / "jobs" / "prepare-wikipedia.sh").read_text()
     assert "#SBATCH --array=0-3\n" in script
     assert "prepare recipes/benchmark64/data/wikipedia.toml --workers 32" in script
-    assert "data/wikipedia_text_document.json" in (jobs / "job.sh").read_text()
+    assert "data/wikipedia_20220301_en_text_document.json" in (jobs / "job.sh").read_text()
     assert "after prepare-wikipedia: job 4715" in text
 
 
@@ -135,9 +140,38 @@ def test_stages_mount_nothing_of_the_nodes_with_gpus(project: Path) -> None:
     assert [mount.count("/opt/microsoft") for mount in mounts] == [0, 0, 2]
 
 
+def test_training_names_the_stages_it_waits_for(project: Path) -> None:
+    def after(stages: str) -> Sequence[str]:
+        request = Request("recipes/lumi/13b.toml", cluster="slurm", stages=stages)
+        return plan_jobs(request, project)[1]["train"].after
+
+    assert after("all") == ["prepare-oscar"]
+    assert after("download,train") == ["download-oscar-1gb"]
+    assert list(after("train")) == []
+
+
+def test_stages_in_an_allocation_use_its_cpus(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    for is_here, workers in ((True, "3"), (False, "32")):
+        request = Request(
+            "recipes/lumi/13b.toml", cluster="slurm", stages="prepare", is_here=is_here
+        )
+        job = plan_jobs(request, project)[1]["prepare-oscar"]
+        assert job.arguments[-2:] == ["--workers", workers]
+
+
 def test_some_stages(project: Path) -> None:
-    text = run("recipes/lumi/13b.toml", "--cluster", "slurm", "--stages", "prepare,download")
-    assert text == "prepare-oscar: job 4712\n", "there is no Oscar to download"
+    text = run("recipes/lumi/13b.toml", "--cluster", "slurm", "--stages", "prepare,download",
+               "--contact", "me@example.org; touch marker")  # fmt: skip
+    assert text == "download-oscar-1gb: job 4712\nprepare-oscar: job 4713\n"
+    script = (project / "runs/lumi-13b/jobs/download-oscar-1gb.sh").read_text()
+    command = [line for line in script.splitlines() if not line.startswith("#")]
+    assert "me@example.org; touch marker" in "\n".join(command)
+    said = (project / "runs/lumi-13b/jobs/prepare-oscar.sh").read_text().splitlines()
+    assert not [line for line in said if "--contact" in line and not line.startswith("#")]
     run("recipes/lumi/125m.toml", "--cluster", "frontier", "--stages", "prepare")
     script = next((project / "runs" / "lumi-125m" / "jobs").iterdir()).read_text()
     assert "#SBATCH --cpus-per-task=48\n" in script, "a CPU for each worker, unless options say"
@@ -170,8 +204,13 @@ def test_some_stages(project: Path) -> None:
         (["--cluster", "own.toml", "name=a\ntouch marker"], ConfigError, "name: ", ""),
         (["--cluster", "own.toml", "--stages", "tokenize"], LaunchError,
          "no stage named 'tokenize'", "all, or some of download, prepare, train"),
-        (["--cluster", "local", "--stages", "all"], LaunchError,
-         "this cluster has none (local)", "trainyard prepare DATA_FILE first"),
+        (["--cluster", "own.toml", "--here"], LaunchError,
+         "--here: this shell is not inside an allocation",
+         "start one (salloc --nodes=1 and your options), or omit --here to submit a job"),
+        (["--cluster", "pbs", "--ranks-per-node", "1", "--nodes", "2", "--here"], LaunchError,
+         "--here: this shell is not inside an allocation", "qsub -I -l select=2"),
+        (["--cluster", "local", "--here"], LaunchError,
+         "--here is for the allocations of Slurm and PBS", "omit --here"),
         (["--cluster", "own.toml", "--stages", "all"], ConfigError, "no data file in data", ""),
         (["--cluster", "lumi", "--ranks-per-node", "2", "--image", "no.sif",
           "model.d_model=262144"], MachineError,
@@ -207,12 +246,35 @@ def test_no_word_of_a_script_ends_what_bash_is_to_read(project: Path) -> None:
     assert files(project) == set()
 
 
-def test_the_stages_make_the_files_of_all_splits_that_training_needs(project: Path) -> None:
+def test_the_stages_make_the_files_that_training_needs(project: Path) -> None:
     run("recipes/azure/175b.toml", "--cluster", "slurm", "--nodes", "16", "--stages", "all")
     assert (project / "data" / "slimpajama").is_dir()
-    script = (project / "runs/azure-175b/job.sh").read_text()
-    numbers = re.findall(r"^  data/slimpajama/train_chunk_(\d\d)_text_document.json", script, re.M)
-    assert sorted(map(int, numbers)) == list(range(72))
+    # Patterns stay until their files are there.
+    kept = load_run(str(project / "runs/azure-175b/run.toml")).run.data
+    assert kept.valid.prefixes == ("data/slimpajama/train_chunk_*_text_document[-15:]",)
+    assert "_text_document" not in (project / "runs/azure-175b/job.sh").read_text()
+    run("recipes/benchmark64/tgs.toml", "--cluster", "slurm", "--nodes", "8", "--stages", "all")
+    script = (project / "runs/benchmark64-tgs/job.sh").read_text()
+    made = re.findall(r"data/\w+_text_document.json", script)
+    assert made == [
+        "data/wikipedia_20220301_en_text_document.json",
+        "data/openwebtext_Skylion007_text_document.json",
+    ]
+
+
+def test_stages_of_a_run_that_has_trained_keep_its_files(project: Path) -> None:
+    (project / "data/slimpajama").mkdir(parents=True)
+    for number in range(40):
+        name = f"data/slimpajama/train_chunk_{number:02d}_text_document.bin"
+        (project / name).write_bytes(bytes(8))
+    begun = find_token_files(load_run("recipes/azure/175b.toml").run)
+    (project / "runs/azure-175b/checkpoints/step-00000004").mkdir(parents=True)
+    (project / "runs/azure-175b/run.toml").write_text(render_run(begun))
+    (project / "data/slimpajama/train_chunk_40_text_document.bin").write_bytes(bytes(8))
+    run("recipes/azure/175b.toml", "--cluster", "slurm", "--nodes", "16", "--stages", "all")
+    kept = load_run(str(project / "runs/azure-175b/run.toml")).run
+    assert kept.data == begun.data
+    assert len(kept.data.train.prefixes) == 10
 
 
 def test_a_missing_image_is_found_before_the_queue(project: Path) -> None:
@@ -292,3 +354,28 @@ def test_show_cluster(capsys: pytest.CaptureFixture[str], project: Path) -> None
     assert capsys.readouterr().out.startswith("clusters: azure-ndv5, azure-ndv5-h200, frontier")
     with pytest.raises(MachineError, match="no cluster named 'lumy'"):
         show(["cluster", "lumy"])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "is_made"),
+    [
+        ("data/web_text_document", True),
+        ("data/web_*_document", True),
+        ("./data/*_text_document[:-1]", True),
+        ("dat*/**/web_text_*", True),
+        ("data/sub*/*_text_document", False),
+        ("data/web_x_text_document", False),
+        ("data/web_[0-9]*_text_document", False),
+        ("*_text_document", False),
+    ],
+)
+def test_which_prefixes_a_data_file_makes(prefix: str, is_made: bool) -> None:
+    corpus = Corpus(inputs=("web",), output="data/web", tokenizer="gpt2")
+    assert makes(corpus, prefix) == is_made
+    # Several outputs have numbers.
+    corpus = corpus.model_copy(update={"files_per_output": 2})
+    assert makes(corpus, "data/web_[0-9]*_text_document[:5]")
+    assert makes(corpus, "data/web_1?_text_document")
+    assert makes(corpus, "data/web_999_text_document")
+    assert not makes(corpus, "data/web_text_document")
+    assert not makes(corpus, "data/we_[0-9]*_text_document")

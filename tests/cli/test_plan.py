@@ -5,21 +5,24 @@ import math
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 from tests.circles import everyday
 from tests.command import call
 
+from trainyard.cli.bench import bench
 from trainyard.cli.plan import plan
 from trainyard.config.load import load_run, preset_names
+from trainyard.config.run import FlopFormula
 from trainyard.data.indexed import IndexedWriter, optimal_dtype
 from trainyard.errors import ConfigError, MachineError, UserError
 from trainyard.plan.hardware import ATTENTION_SHARE
 from trainyard.units import parse_duration
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+FORMULA_FIGURES = ("tflops_per_second_per_device", "share_of_peak")
 LUMI = ["--cluster", "lumi", "--nodes", "2"]
 
 
@@ -313,3 +316,42 @@ def test_every_preset_and_recipe_gets_an_answer(name: str) -> None:
         assert error.hint
     else:
         assert found["fits"] is True
+
+
+def test_tflops_by_the_formula_of_a_guide() -> None:
+    """One way to name them: the option is the field."""
+    recipe = str(RECIPES / "lumi" / "13b.toml")
+    plain, by_option, by_field = (
+        as_json(recipe, *LUMI, *words)["step"]
+        for words in (
+            [],
+            ["--flop-formula", "megatron_deepspeed"],
+            ["log.flop_formula=megatron_deepspeed"],
+        )
+    )
+    assert by_option == by_field
+    assert by_field.pop("flop_formula") == "megatron_deepspeed"
+    tflops, share = (by_field.pop(f"formula_{name}") for name in FORMULA_FIGURES)
+    assert by_field == plain
+    assert share == pytest.approx(tflops / 191.5)
+    text = run_plan(recipe, *LUMI, "--flop-formula", "megatron_deepspeed")
+    assert f"{tflops:.4g} TFLOP/s per device by megatron_deepspeed, {share:.2%} of the peak" in text
+
+
+def test_an_unknown_formula_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_plan("gpt3-125m", "--flop-formula", "megatron_deepsped")
+    assert "(got 'megatron_deepsped'); did you mean 'megatron_deepspeed'?" in caught.value.problem
+
+
+@pytest.mark.parametrize("verb", [plan, bench])
+def test_help_lists_the_formulas(verb: Any) -> None:
+    (option,) = get_type_hints(verb, include_extras=True)["flop_formula"].__metadata__
+    assert all(name in option.help for name in get_args(FlopFormula))
+
+
+def test_a_long_evaluation_is_said_with_what_leaves_it_out() -> None:
+    words = [str(RECIPES / "benchmark64" / "tgs.toml"), "--gpu", "a100-80g", "--gpus", "64"]
+    hint = re.compile(r"evaluation takes \d+% of that: evaluate.batches=0 leaves it out")
+    assert hint.search(run_plan(*words))
+    assert not hint.search(run_plan(*words, "evaluate.batches=0"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -53,6 +55,20 @@ def trainyard(
         folder=folder,
         environment=environment,
     )
+
+
+def write_commands(folder: Path) -> dict[str, str]:
+    """Writes `trainyard` into a folder of programs, for lines of bash that call it by name.
+
+    Returns:
+        The variables that those lines need.
+    """
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "trainyard").write_text(f'#!/bin/sh\nexec {shlex.join(TRAINYARD)} "$@"\n')
+    (programs / "trainyard").chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    return {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "PATH": path}
 
 
 def read_losses(folder: Path) -> dict[tuple[str, int], float]:

@@ -47,6 +47,20 @@ def test_preset_then_file_then_command_line(tmp_path: Path) -> None:
     assert "guard.skipped_steps_limit" not in origins
 
 
+def test_a_run_that_has_begun_is_given_by_folder_or_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine", "tiny"):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        write(folder, "run.toml", f'name = "{name}"\n[train]\nseed = 5\n')
+    monkeypatch.chdir(tmp_path)
+    for source in ("mine", "runs/mine", "runs/mine/", str(folder.parent / "mine")):
+        assert load_run(source, ["train.length=7 steps"]).run.train.seed == 5
+    assert load_run("tiny").run.train.seed == 1234  # a preset goes first
+    assert load_run("runs/tiny").run.train.seed == 5
+
+
 def test_extends_one_level_only(tmp_path: Path) -> None:
     write(tmp_path, "base.toml", 'extends = "tiny"\n')
     child = write(tmp_path, "child.toml", 'extends = "base.toml"\n')
@@ -165,7 +179,7 @@ def test_all_problems_at_once_with_where_each_came_from(tmp_path: Path) -> None:
         f"  model.n_layer: unknown field; did you mean 'n_layers'?  [{path}]",
         f"  train.seed: Input should be a valid integer (got 'x')  [{path}]",
         "  precision.kind: Input should be 'fp32', 'fp16', 'bf16', 'fp8' or 'fp8_lowbit' "
-        "(got 'bf17')  [command line]",
+        "(got 'bf17'); did you mean 'bf16'?  [command line]",
     ]
     assert error.hint == "trainyard show --fields lists every field with its meaning"
 

@@ -17,6 +17,7 @@ from trainyard.data.order import (
     SequenceSettings,
     build_order,
     parse_split,
+    repeats_alike,
     splits_by_tokens,
 )
 from trainyard.errors import DataError
@@ -32,6 +33,25 @@ CASES = [
     "synth_single",
 ]
 CUT = SequenceSettings(8, 1234)
+
+
+@pytest.mark.parametrize("weights", [(), (0.3, 0.7)])
+def test_passes_are_counted_without_the_order(tmp_path: Path, weights: tuple[float, ...]) -> None:
+    prefixes = tuple(str(tmp_path / name) for name in ("a", "b"))
+    for number, prefix in enumerate(prefixes):
+        with IndexedWriter(Path(prefix), np.dtype(np.uint16)) as writer:
+            for length in range(120):
+                writer.add_document(np.zeros(5 + length + number, np.uint16))
+    blend = Blend(prefixes=prefixes if weights else prefixes[:1], weights=weights)
+    sizes = (200, 500, 900, 1000, 1900, 5000)
+    orders = [build_order(blend, None, (size, 0, 0), CUT)["train"] for size in sizes]
+    n_alike = 0
+    for one in filter(None, orders):
+        for size, other in zip(sizes, filter(None, orders), strict=True):
+            plans = [[corpus.plan for corpus in order.corpora] for order in (one, other)]
+            assert repeats_alike(one, blend, size) == (plans[0] == plans[1])
+            n_alike += plans[0] == plans[1]
+    assert len(sizes) < n_alike < len(sizes) ** 2
 
 
 def sha256(array: np.ndarray, dtype: str) -> str:
@@ -199,6 +219,35 @@ def test_other_settings_get_another_order(
 
     build()
     assert build(**change) != build()
+
+
+@pytest.mark.parametrize(
+    ("n_corpora", "weights", "short", "long", "too_long"),
+    [(1, (), 30, 45, 50), (2, (0.3, 0.7), 30, 45, 70), (2, (), 30, 45, None)],
+)
+def test_within_one_pass_the_order_does_not_depend_on_the_size(
+    tmp_path: Path,
+    n_corpora: int,
+    weights: tuple[float, ...],
+    short: int,
+    long: int,
+    too_long: int | None,
+) -> None:
+    """A run that is extended reads on as one begun with the greater length; see docs."""
+    # 47 sequences each
+    prefixes = [write_corpus(tmp_path / f"{n}", [20, 5, 11, 2, 9] * 8) for n in range(n_corpora)]
+    blend = Blend(prefixes=tuple(prefixes), weights=weights)
+
+    def first(size: int) -> np.ndarray:
+        order = build_order(blend, "1", (size, 0, 0), CUT)["train"]
+        assert order is not None
+        return order.sequences(0, short)
+
+    assert np.array_equal(first(short), first(long))
+    if too_long is None:  # such a blend starts over
+        assert np.array_equal(first(short), first(10 * long))
+    else:
+        assert not np.array_equal(first(short), first(too_long))
 
 
 def test_splits_that_nobody_asks_for_are_left_out(corpora: tuple[str, str]) -> None:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data import tokenizer as subject
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
-from trainyard.data.vocabulary import Vocabulary, byte_symbols, load_vocabulary
+from trainyard.data.vocabulary import Vocabulary, byte_symbols, holds_tokenizer, load_vocabulary
 from trainyard.errors import DataError, MachineError
 
 EOT = "<|endoftext|>"
@@ -247,6 +247,23 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(DataError, match=r"has no merges.txt"):
         load_vocabulary(tmp_path)
+    (tmp_path / "vocab.json").rename(tmp_path / "gpt2-vocab.json")
+    with pytest.raises(DataError, match=r"has no gpt2-merges.txt"):
+        load_vocabulary(tmp_path / "gpt2-vocab.json")
+
+
+@pytest.mark.parametrize("prefix", ["", "gpt2-"])
+def test_either_name_and_any_file_of_the_pair(
+    trained_folder: Path, tmp_path: Path, prefix: str
+) -> None:
+    own = load_vocabulary(trained_folder)
+    write_gpt2_layout(tmp_path, own)
+    files = [tmp_path / f"{prefix}{name}" for name in ("vocab.json", "merges.txt")]
+    for file in files:
+        (tmp_path / file.name.removeprefix("gpt2-")).rename(file)
+    assert holds_tokenizer(tmp_path)
+    for source in (tmp_path, *files):
+        assert load_vocabulary(source).fingerprint == own.fingerprint
 
 
 def _drop(token: str) -> Callable[[Any], Any]:

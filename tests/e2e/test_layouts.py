@@ -169,7 +169,8 @@ def test_a_layout_trains_as_one_process(
     assert [line["step"] for line in lines(folder, "train")] == list(range(1, N_STEPS + 1))
     assert losses(folder) == pytest.approx(losses(alone), rel=CLOSE)
     assert losses(folder, "evaluate") == pytest.approx(losses(alone, "evaluate"), rel=CLOSE)
-    assert [line["step"] for line in lines(folder, "evaluate")] == [4, 8]
+    of_splits = [(line.get("split", "valid"), line["step"]) for line in lines(folder, "evaluate")]
+    assert of_splits == [("valid", 4), ("valid", 8), ("test", 8)]
     for line in lines(folder, "train"):
         tokens_per_second = line["sequences_per_second"] * SEQUENCE_LENGTH
         assert line["tokens_per_second_per_device"] * n_ranks == pytest.approx(tokens_per_second)

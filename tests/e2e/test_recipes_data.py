@@ -21,7 +21,6 @@ from tests.command import trainyard
 from tests.e2e.test_recipes_planned import commands
 
 from trainyard.cli.launch_jobs import read_prefixes
-from trainyard.config.corpus import load_corpus
 from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.sidecar import load_sidecar
@@ -72,7 +71,9 @@ def prepare(project: Path, guide: str) -> None:
     """Runs the lines of a README that prepare data, in one process."""
     text = (project / "recipes" / guide / "README.md").read_text(encoding="utf-8")
     lines = [words[1:] for words in commands(text) if words[1] == "prepare"]
-    lines = [words for words in lines if "--fetch" not in words]
+    lines = [
+        words for words in lines if "--fetch" not in words and "/alternatives/" not in words[1]
+    ]
     assert lines
     for words in lines:
         if "--workers" in words:
@@ -85,10 +86,11 @@ def train(project: Path, recipe: str, *more: str) -> Path:
     """Trains a recipe's small likeness; gives its run folder."""
     done = trainyard("train", f"recipes/{recipe}.toml", *SMALL, *more, folder=project)
     assert done.returncode == 0, done.stderr
-    run = load_run(str(project / f"recipes/{recipe}.toml")).run
+    name = load_run(str(project / f"recipes/{recipe}.toml")).run.name
+    run = load_run(str(project / "runs" / name / "run.toml")).run
     for prefix in read_prefixes(run):
         assert (project / f"{prefix}.idx").exists(), f"{prefix} is read and not made"
-    return project / "runs" / run.name
+    return project / "runs" / name
 
 
 def lines_of(run: Path, kind: str) -> list[dict[str, float]]:
@@ -117,19 +119,41 @@ def test_slimpajama_makes_the_files_of_three_splits(project: Path, shared_data: 
     assert json.loads(done.stdout)["n_tokens"] > 0
 
 
-def test_the_blend_of_wikipedia_and_openwebtext(project: Path, shared_data: Path) -> None:
-    wikipedia, openwebtext = project / "corpora/wikipedia", project / "corpora/openwebtext"
-    wikipedia.mkdir(parents=True)
-    shutil.copy(shared_data / "corpora" / DUMP, wikipedia)
-    for part in range(2):
-        path = openwebtext / f"plain_text/train-0000{part}-of-00002.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = {"text": list(texts(shared_data, 40))}
+def test_a_sample_of_slimpajama_takes_its_place(project: Path, shared_data: Path) -> None:
+    folder = project / "corpora/slimpajama-6b/data"
+    folder.mkdir(parents=True)
+    for number in range(48):
+        path = folder / f"train-{number:05d}-of-00048-0123456789abcdef.parquet"
+        sources = ["RedPajamaC4"] * 6 + ["RedPajamaBook"]
+        rows = {
+            "text": list(texts(shared_data, 7)),
+            "meta": [{"redpajama_set_name": source} for source in sources],
+            "__index_level_0__": list(range(7)),
+        }
         pyarrow.parquet.write_table(pyarrow.table(rows), path)
+    data_file = "recipes/azure/data/alternatives/slimpajama-6b.toml"
+    done = trainyard("prepare", data_file, folder=project)
+    assert done.returncode == 0, done.stderr
+    sidecar = load_sidecar(str(project / "data/slimpajama/train_chunk_33_text_document"))
+    assert sidecar.documents == 6
+    run = train(project, "azure/64m", "log.interval=1")
+    data = load_run(str(run / "run.toml")).run.data
+    lists = (data.train.prefixes, data.test.prefixes, data.valid.prefixes)
+    assert [len(prefixes) for prefixes in lists] == [18, 15, 15]
+    assert lines_of(run, "evaluate")
+
+
+def test_the_blend_of_wikipedia_and_openwebtext(project: Path, shared_data: Path) -> None:
+    for folder in ("wikipedia-20220301/data/20220301.en", "openwebtext/plain_text"):
+        for part in range(2):
+            path = project / f"corpora/{folder}/train-0000{part}-of-00002.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = {"id": [*"a" * 40], "text": list(texts(shared_data, 40))}
+            pyarrow.parquet.write_table(pyarrow.table(rows), path)
     prepare(project, "benchmark64")
     lengths = [
         len(IndexedDataset(project / f"data/{name}_text_document").stream)
-        for name in ("wikipedia", "openwebtext")
+        for name in ("wikipedia_20220301_en", "openwebtext_Skylion007")
     ]
     assert min(lengths) > 1000
     run = train(project, "benchmark64/tgs", "train.length='10 steps'")
@@ -140,12 +164,12 @@ def test_the_blend_of_wikipedia_and_openwebtext(project: Path, shared_data: Path
     last = [json.loads(line) for line in found][-6:]
     assert [line["step"] for line in last] == [5, 6, 7, 8, 9, 10]
     assert np.isfinite([line["tokens_per_second_per_device"] for line in last]).all()
-    # The same dump in the same way is what the guide of MS-AMP reads.
-    msamp, ours = (
-        load_corpus(ROOT / f"recipes/{guide}/data/wikipedia.toml", {})
-        for guide in ("msamp", "benchmark64")
-    )
-    assert msamp == ours
+    # The guide of MS-AMP reads a dump.
+    (project / "corpora/wikipedia").mkdir()
+    shutil.copy(shared_data / "corpora" / DUMP, project / "corpora/wikipedia")
+    for path in (project / "data").glob("wikipedia*"):
+        path.unlink()
+    prepare(project, "msamp")
     # A processor has no products in fp8, and a model of two blocks none between first and last.
     emulated = ["precision.fp8.emulate=true", "precision.fp8.precise_blocks=0"]
     run = train(project, "msamp/345m-fp8-lowbit", "log.interval=1", *emulated)
@@ -153,8 +177,8 @@ def test_the_blend_of_wikipedia_and_openwebtext(project: Path, shared_data: Path
 
 
 def test_oscar_from_its_archive(project: Path, shared_data: Path) -> None:
-    archive = project / "corpora/oscar-1GB.jsonl.xz"
-    archive.parent.mkdir()
+    archive = project / "corpora/oscar-1gb/stas/oscar-1GB.jsonl.xz"
+    archive.parent.mkdir(parents=True)
     lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(texts(shared_data, 60))]
     archive.write_bytes(lzma.compress("\n".join(lines).encode()))
     prepare(project, "lumi")

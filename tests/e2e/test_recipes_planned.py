@@ -1,35 +1,30 @@
-"""The recipes' plan tables are what `trainyard plan` says today, and their launch lines render.
-
-python -m tests.e2e.test_recipes_planned      writes the tables anew; look at the difference
-"""
+"""The recipes' launch lines render, and their overrides are fields; test_pages.py: their tables."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shlex
+import subprocess
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
+from benchmarks.pages import ROW
 from tests.command import call
-from typer.testing import CliRunner
 
 from trainyard.cli.launch import launch
+from trainyard.cli.main import app
 from trainyard.cli.plan import plan
-from trainyard.cli.plan_table import describe_step
 from trainyard.config.load import all_fields, load_run, preset_names
-from trainyard.errors import MachineError
+from trainyard.corpus.fetching.catalogue import find_corpus
+from trainyard.errors import ConfigError, MachineError
 from trainyard.plan.resolve import resolve
-from trainyard.units import format_seconds
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "recipes").glob("*/README.md"))
+OF_GUIDES = [path for path in GUIDES if path.parent.name != "laptop"]
 RECIPES = sorted((ROOT / "recipes").glob("*/*.toml"))
-ROW = re.compile(r"^\| `(\S+\.toml [^`]*)` \|.*\|$", re.MULTILINE)
 # What a cluster wants besides: a project that pays, an image.
 OWN = {
     "lumi": ["--account", "project_465000001", "--image", "trainyard.sif"],
@@ -44,42 +39,9 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if re.match(r"(    )?trainyard ", line)]
 
 
-def planned_row(arguments: str) -> str:
-    """The row of a table: what `trainyard plan` is given, and what it says."""
-    app = typer.Typer()
-    app.command()(plan)
-    result = CliRunner().invoke(app, [*shlex.split(arguments), "--json"])
-    does_not_fit = isinstance(result.exception, MachineError)
-    if result.exception is not None and not does_not_fit:
-        raise result.exception
-    found: dict[str, Any] = json.loads(result.stdout)
-    assert found["fits"] is not does_not_fit
-    memory = f"{max(rank['peak_bytes'] for rank in found['memory']) / 2**30:.1f}"
-    if found["usable_bytes"]:
-        memory += f" of {found['usable_bytes'] / 2**30:.1f}"
-    if does_not_fit:
-        memory = f"**{memory}: does not fit**"
-    step, cost = found["step"], found["cost"]
-    speed = f"{step['tokens_per_second_per_device']:,.0f}"
-    cells = [f"`{arguments}`", memory, describe_step(step["seconds"]), speed]
-    return f"| {' | '.join([*cells, format_seconds(cost['seconds'])])} |"
-
-
-def plan_again(text: str) -> str:
-    """A page with its plans of today."""
-    return ROW.sub(lambda row: planned_row(row[1]), text)
-
-
 @pytest.fixture(autouse=True)
 def _from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-
-
-@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.parent.name)
-def test_plan_tables_are_those_of_today(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert ROW.search(text)
-    assert text == plan_again(text), "if so: python -m tests.e2e.test_recipes_planned"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -103,19 +65,54 @@ def test_what_is_planned_can_be_launched(
         if "--nodes" in words:
             with pytest.raises(MachineError) if "does not fit" in row[0] else nullcontext():
                 assert call(launch, *words, *OWN[cluster], "--dry-run").startswith("#!/bin/bash")
+    for line in re.findall(r"^    (printf '.*' .*> mine\.toml)$", text, re.MULTILINE):
+        subprocess.run(["bash", "-c", line], check=True)
     written = [words[2:] for words in commands(text) if words[1] == "launch"]
     assert written
+    hosts = [f"n{number}" for number in range(4)]  # an allocation, for --here
+    Path("hosts").write_text("\n".join(hosts))
+    allocation = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4", "PBS_NODEFILE": "hosts"}
     for words in written:
-        script = call(launch, *words, "--dry-run")
+        with monkeypatch.context() as patch:
+            for name, value in allocation.items() if "--here" in words else ():
+                patch.setenv(name, value)
+            script = call(launch, *words, "--dry-run")
         assert script.startswith("#!/bin/bash")
         if "--stages" in words:
             assert " prepare recipes/" in script
 
 
+@pytest.mark.parametrize("path", OF_GUIDES, ids=lambda path: path.parent.name)
+def test_five_commands_lead_to_the_first_step(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    section = text.partition("\n## From an account to the first step\n")[2].partition("\n## ")[0]
+    block = re.findall(r"(?:^    .*\n)+", section, re.MULTILINE)[0]
+    lines = [line.strip() for line in block.splitlines()]
+    assert len(lines) <= 5
+    assert lines[0].startswith("git clone REPOSITORY trainyard && cd trainyard && ")
+    assert shlex.split(lines[-1])[:2] in (["trainyard", "train"], ["trainyard", "launch"])
+    assert "--dry-run" not in lines[-1]
+
+
+@pytest.mark.parametrize("path", OF_GUIDES, ids=lambda path: path.parent.name)
+def test_commands_are_those_of_the_program(path: Path) -> None:
+    """They parse; what needs no cluster, and fetches nothing, runs."""
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    written = commands(path.read_text(encoding="utf-8"))
+    assert {"plan", "launch", "status", "evaluate", "export"} <= {words[1] for words in written}
+    for _, verb, *words in written:
+        verbs[verb].make_context(verb, list(words))
+        if "--fetch" in words:
+            find_corpus(words[words.index("--fetch") + 1])
+        if verb == "plan" and "mine.toml" not in words:
+            assert ": fits, " in call(plan, *words)
+
+
 def test_any_key_of_polaris_by_override() -> None:
     """The README's line for one key, with every other."""
     text = (ROOT / "recipes" / "polaris" / "README.md").read_text(encoding="utf-8")
-    (words,) = [words for words in commands(text) if words[2].startswith("polaris-")]
+    launched = [words for words in commands(text) if words[1] == "launch"]
+    (words,) = [words for words in launched if words[2].startswith("polaris-")]
     fields = [word for word in words if re.match(r"[a-z_.]+=", word)]
     keys = [name for name in preset_names() if name.startswith("polaris-")]
     assert len(keys) == 40
@@ -137,21 +134,41 @@ def test_overrides_that_pages_name_are_fields() -> None:
         assert fields <= set(all_fields())
 
 
-def test_what_the_polaris_guide_does_is_overrides_away() -> None:
-    text = (ROOT / "recipes" / "polaris" / "README.md").read_text(encoding="utf-8")
-    table = text.partition("| there, as overrides |\n")[2].partition("\n\n")[0]
-    values = [word for word in overrides_in(table) if word != "train.seed=N"]
+def differences(path: Path) -> list[tuple[str, str]]:
+    """The first and the last cell of each row of a guide's table of differences: ours, theirs."""
+    table = path.read_text(encoding="utf-8").partition("| here | there | why | theirs |\n")[2]
+    lines = table.partition("\n\n")[0].splitlines()[1:]
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    assert {len(row) for row in rows} == {4}
+    return [(row[0], row[-1]) for row in rows]
+
+
+def is_set(recipe: str, override: str) -> bool:
+    """Whether a recipe has this value already."""
+    try:
+        return load_run(recipe, [override]).run == load_run(recipe).run
+    except ConfigError:
+        return False
+
+
+@pytest.mark.parametrize("path", OF_GUIDES, ids=lambda path: path.parent.name)
+def test_what_a_guide_does_is_overrides_away(path: Path) -> None:
+    recipes = [str(each) for each in sorted(path.parent.glob("*.toml"))]
+    n_checked = 0
+    for ours, theirs in differences(path):
+        others = [word for word in overrides_in(theirs) if word != "train.seed=N"]
+        for word in overrides_in(ours):
+            assert any(is_set(recipe, word) for recipe in recipes), f"no recipe has {word}"
+        for word in others:
+            assert not all(is_set(recipe, word) for recipe in recipes), f"{word} changes nothing"
+        n_checked += len(overrides_in(ours)) + len(others)
+    assert n_checked >= 6
+
+
+def test_polaris_as_its_guide_runs_it() -> None:
+    rows = differences(ROOT / "recipes" / "polaris" / "README.md")
+    values = [word for _, theirs in rows for word in overrides_in(theirs) if word != "train.seed=N"]
     run = load_run("recipes/polaris/gpt25b.toml", values).run
     plan = resolve(run, 64)
     assert (plan.topology.tensor, plan.n_steps, plan.n_sequences) == (64, 10, 10)
     assert run.optimizer.clip_norm == float("inf")
-
-
-def main() -> None:
-    os.chdir(ROOT)
-    for path in GUIDES:
-        path.write_text(plan_again(path.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

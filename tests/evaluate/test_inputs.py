@@ -208,7 +208,7 @@ def test_generated_text_continues_the_prompt_the_same_each_time(run_folder: Path
 
 def test_a_run_without_a_tokenizer_cannot_generate(run_folder: Path) -> None:
     trained = load_trained(run_folder)
-    without = type(trained)(trained.checkpoint, trained.model, trained.run, None)
+    without = type(trained)(trained.checkpoint, trained.run, None, trained.model)
     with pytest.raises(ConfigError, match=r"has no tokenizer.path, so it cannot read text"):
         without.require_tokenizer()
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from trainyard.errors import DataError
 from trainyard.evaluate.loss import (
     HeldOut,
+    Predictor,
     count_bytes,
     evaluate_documents,
     evaluate_sequences,
@@ -37,6 +38,10 @@ def some_ids(n: int, seed: int = 0, below: int = 50) -> np.ndarray[Any, Any]:
 
 def loss_of(model: GPT, *batches: tuple[torch.Tensor, torch.Tensor]) -> HeldOut:
     return held_out_loss(loss_of_model(model), batches, model.vocabulary_size)
+
+
+def predictor(model: GPT, batch_size: int = 8) -> Predictor:
+    return Predictor(loss_of_model(model), T, model.vocabulary_size, batch_size)
 
 
 def test_held_out_loss_equals_the_direct_computation(model: GPT) -> None:
@@ -79,7 +84,7 @@ def test_every_token_of_documents_is_predicted_once(
 ) -> None:
     stream = some_ids(n_tokens, below=5)
     documents = np.split(stream, [n_tokens // 3, n_tokens // 3, n_tokens // 2])
-    found = evaluate_documents(model, documents, letters, batch_size=2)
+    found = evaluate_documents(predictor(model, 2), documents, letters)
     whole = [letters.eod_id, *stream.tolist()]
     expected = sum(
         direct_loss(model, whole[start : start + T + 1]) for start in range(0, n_tokens, T)
@@ -93,7 +98,7 @@ def test_windows_that_overlap_give_each_token_more_to_see(
     model: GPT, letters: Any, stride: int
 ) -> None:
     stream = some_ids(41, below=5)
-    found = evaluate_documents(model, [stream], letters, stride=stride, batch_size=3)
+    found = evaluate_documents(predictor(model, 3), [stream], letters, stride=stride)
     whole = [letters.eod_id, *stream.tolist()]
     expected = 0.0
     for start in range(1, len(whole), stride):
@@ -107,7 +112,7 @@ def test_windows_that_overlap_give_each_token_more_to_see(
 
 def test_without_a_tokenizer_the_first_token_is_only_read(model: GPT) -> None:
     stream = some_ids(T + 1)
-    found = evaluate_documents(model, [stream], None)
+    found = evaluate_documents(predictor(model), [stream], None)
     assert (found.n_tokens, found.n_bytes) == (T, None)
     assert found.summed_loss == pytest.approx(direct_loss(model, stream.tolist()), rel=1e-6)
 
@@ -125,7 +130,7 @@ def test_bits_per_byte_by_hand() -> None:
 def test_bytes_are_those_of_the_text_without_ends_of_documents(letters: Any, model: GPT) -> None:
     ids = np.array([1, 3, 4, 0, 2, 0])  # "aé漢" and "b": 1 + 2 + 3 and 1 bytes
     assert count_bytes(ids, letters) == 7
-    assert evaluate_documents(model, [ids[:4], ids[4:]], letters).n_bytes == 7
+    assert evaluate_documents(predictor(model), [ids[:4], ids[4:]], letters).n_bytes == 7
 
 
 def test_sequences_of_a_split_count_the_bytes_of_what_is_predicted(
@@ -147,10 +152,10 @@ def test_unigram_loss_by_hand() -> None:
 def test_an_id_of_another_vocabulary_is_named(model: GPT) -> None:
     documents = [np.array([1, 2]), np.array([3, 50])]
     with pytest.raises(DataError, match=r"document 1: token id 50 is outside .* vocabulary of 50"):
-        evaluate_documents(model, documents, None)
+        evaluate_documents(predictor(model), documents, None)
 
 
 @pytest.mark.parametrize("stride", [-1, T + 1])
 def test_a_stride_beyond_the_window_is_refused(model: GPT, stride: int) -> None:
     with pytest.raises(DataError, match=f"stride {stride} is not between 1 and .* {T}"):
-        evaluate_documents(model, [some_ids(5)], None, stride=stride)
+        evaluate_documents(predictor(model), [some_ids(5)], None, stride=stride)

@@ -9,6 +9,7 @@ numbers; one of them is there.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from trainyard.cli.launch_jobs import Request, plan_jobs
@@ -18,6 +19,7 @@ from trainyard.jobs.script import render_header
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "jobs"
 PROJECT = Path("/project/me")
+PYTHON = "/project/me/.venv/bin/python"
 
 LUMI = {"account": "project_465000001", "image": "/project/me/trainyard.sif"}
 AZURE = {"image": "/project/me/trainyard.sqsh"}
@@ -122,7 +124,8 @@ def all_jobs() -> dict[str, Job]:
 
 def golden_files(jobs: dict[str, Job]) -> dict[str, str]:
     """Contents of the golden files by their names."""
-    return {f"{name}.sh": render_header(jobs[name]) for name in GOLDEN}
+    found = {f"{name}.sh": render_header(jobs[name]) for name in GOLDEN}
+    return {name: text.replace(sys.executable, PYTHON) for name, text in found.items()}
 
 
 if __name__ == "__main__":

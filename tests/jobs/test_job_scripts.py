@@ -198,6 +198,29 @@ def test_nothing_in_a_value_is_obeyed(tmp_path: Path, scheduler: str) -> None:
     assert all(stat.S_IMODE(each.stat().st_mode) == 0o700 for each in left)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "file", "user", "expected"),
+    [
+        ("h100", {}, {}, "WARN"),
+        ("h100", {}, {"NCCL_DEBUG": "INFO"}, "INFO"),
+        ("h100", {"NCCL_DEBUG": "TRACE"}, {"NCCL_DEBUG": "INFO"}, "TRACE"),
+        ("cpu", {}, {}, ""),
+    ],
+)
+def test_nccl_warns_unless_told_otherwise(
+    gpu: str, file: dict[str, str], user: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    python = write_program(tmp_path / "python", f"echo -n $NCCL_DEBUG > {tmp_path}/out")
+    write_program(tmp_path / "srun", 'case $* in *bash\\ -c*) exec bash -c "${@: -1}";; esac')
+    launch = {"scheduler": "slurm", "python": python, "scratch": f"{tmp_path}/s"}
+    cluster = Cluster(gpu=gpu, launch=Launch.model_validate(launch | {"environment": file}))
+    job = Job("run", cluster, 1, 1, ("train",), tmp_path / "runs/run", "test")
+    job.folder.mkdir(parents=True)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", **user}
+    subprocess.run(["bash", "-c", render(job)], env=given, timeout=WATCHDOG_SECONDS, check=True)
+    assert (tmp_path / "out").read_text() == expected
+
+
 @pytest.mark.parametrize("is_link", [True, False])
 def test_compiled_code_of_others_is_not_loaded(tmp_path: Path, is_link: bool) -> None:
     folder = tmp_path / NASTY / "scratch" / "trainyard-1-0"

@@ -27,10 +27,15 @@ shift
 echo "$host: $*" >> "$FOLDER/said"
 exec bash -c "$*"
 """
+# python -P PROGRAM, and the check before it.
+PYTHON = """#!/bin/bash
+[ "$3" = trainyard.launch.installed ] || exec bash -c "$2"
+"""
 # What the header of a script sets, and hosts.sh.
 SCRIPT = f"""
 folder=$FOLDER tasks_per_node=2 environment=() ssh_options=() scratch= device_variable=
-local_rank=LOCAL_RANK cpus_of_rank=() command=(bash -c "$PROGRAM") script=$FOLDER/job.sh
+local_rank=LOCAL_RANK cpus_of_rank=() script=$FOLDER/job.sh
+container=() python=$FOLDER/python command=("$PROGRAM") is_stage=
 . {LIB}/rank.sh
 . {LIB}/ssh.sh
 others_seconds=$OTHERS_SECONDS TRAINYARD_JOB=j-1 MASTER_PORT=12345 hosts=("$@")
@@ -40,7 +45,7 @@ start_ranks
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, text in (("ssh", SSH), ("job.sh", SCRIPT)):
+    for name, text in (("ssh", SSH), ("python", PYTHON), ("job.sh", SCRIPT)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "logs").mkdir()

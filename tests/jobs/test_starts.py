@@ -26,6 +26,7 @@ pytestmark = pytest.mark.exhaustive
 # CODE!HOST with a rank that died there by itself, CODE=SAID with another code in outcome.json, or
 # CODE?REFUSED with that of another rank, which will not start.
 RANK = """\
+[ "$3" != trainyard.launch.installed ] || exit 0
 n=$(cat starts 2> /dev/null || echo 0)
 echo $((n + 1)) > starts
 words=($(cat plan))
@@ -153,7 +154,10 @@ def test_a_person_stops_it(
     (folder / "ssh").write_text(ssh)
     (folder / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    rank = "trap 'echo saved > saved; exit 75' USR1\necho > ready\nwhile true; do sleep 0.1; done\n"
+    rank = "[ $3 != trainyard.launch.installed ] || exit 0\n"
+    rank += (
+        "trap 'echo saved > saved; exit 75' USR1\necho > ready\nwhile true; do sleep 0.1; done\n"
+    )
     (folder / "rank").write_text(f"#!/bin/bash\n{rank}")
     script = write_script(folder, scheduler=scheduler)
     shutil.copy(script, folder / "runs" / "run")

@@ -20,6 +20,8 @@ from trainyard.jobs.submission import (
     Submission,
     describe_submission,
     read_submission,
+    run_here,
+    run_stage,
     write_submission,
 )
 
@@ -145,6 +147,45 @@ def test_a_script_takes_over(tmp_path: Path) -> None:
         assert int(running.stdout.readline()) == running.pid
         running.send_signal(signal.SIGUSR1)
     assert running.returncode == 75
+
+
+STAGE = """
+import sys
+from pathlib import Path
+from trainyard.errors import LaunchError
+from trainyard.jobs.submission import run_stage
+try:
+    run_stage("prepare", Path(sys.argv[1]))
+except LaunchError as error:
+    print(error.problem, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_stage_is_stopped(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    name = number.name.removeprefix("SIG")
+    text = f"trap 'echo stopped; exit {code}' {name}; echo ready; while true; do sleep 0.05; done"
+    argv = [sys.executable, "-c", STAGE, str(script(tmp_path, text))]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "ready\n"
+        running.send_signal(number)
+        said = running.communicate(timeout=WATCHDOG_SECONDS)[0]
+    assert said == (f"stopped\nprepare ended with exit code {code}: later stages are not started\n")
+
+
+def test_a_stage_that_is_killed(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="prepare ended with SIGKILL: later stages are not"):
+        run_stage("prepare", script(tmp_path, "kill -KILL $$"))
+
+
+def test_no_bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    says = f"bash {tmp_path}/job.sh cannot be started: No such file or directory"
+    for start in (lambda path: run_stage("prepare", path), run_here):
+        with pytest.raises(LaunchError, match=says):
+            start(tmp_path / "job.sh")
 
 
 def test_the_record_is_read_as_written(tmp_path: Path) -> None:

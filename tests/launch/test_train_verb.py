@@ -93,3 +93,13 @@ def test_more_ranks_than_gpus_do_not_start(
     done = trainyard("train", "tiny", *options, "--force", folder=tmp_path)
     assert done.returncode == 2
     assert problem in done.stderr
+
+
+def test_two_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "tiny", "train.length=20 steps", "--minutes", "1"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: --minutes and train.length= both set the length of the run\n"
+        "hint: omit one of them\n"
+    )

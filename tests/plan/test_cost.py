@@ -78,6 +78,26 @@ def test_evaluation_is_forward_passes() -> None:
     assert cost.evaluation_seconds == pytest.approx(16 * 10 * time.seconds / 3)
 
 
+@pytest.mark.parametrize(
+    ("n_steps", "data", "n_evaluations"),
+    [
+        (40, [], 4 + 1),
+        (41, [], 5 + 1),
+        (41, ["data.split='9,1'"], 5),
+        (41, ["data.split='1'"], 0),
+        (40, ["data.train.prefixes=['a']", "data.test.prefixes=['b']"], 1),
+    ],
+)
+def test_evaluations_of_each_split_are_counted(
+    n_steps: int, data: list[str], n_evaluations: int
+) -> None:
+    length = f"train.length='{n_steps} steps'"
+    run, plan, _, time = planned(length, "evaluate.interval=10", "evaluate.batches=2", *data)
+    even = replace(time, stage_seconds=((1.0, 2.0),), parts={"optimizer": 0.0})
+    seconds = run_cost(run, plan, AZURE, even).evaluation_seconds
+    assert seconds == pytest.approx(n_evaluations * 2 * time.seconds / 3)
+
+
 def test_a_job_that_never_ends() -> None:
     cost = run_cost(*planned("train.length='100_000 steps'", "checkpoint.interval=0"))
     assert cost.useful_share == 0

@@ -7,10 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainyard.config.load import load_run
-from trainyard.config.run import Model, Recompute
+from trainyard.config.run import FlopFormula, Model, Recompute
 from trainyard.model.gpt import GPT
 from trainyard.plan.flops import (
-    FormulaName,
+    describe_formula,
+    figures_by_formula,
     flops_per_token,
     model_flops_per_token,
     model_flops_utilization,
@@ -97,7 +98,7 @@ def test_deepspeed_2024_adds_what_recomputes() -> None:
 
 
 @pytest.mark.parametrize("formula", ["megatron_causal", "megatron"])
-def test_model_flops_do_not_count_recomputation(formula: FormulaName) -> None:
+def test_model_flops_do_not_count_recomputation(formula: FlopFormula) -> None:
     once = flops_per_token(Model(), 50304, formula)
     assert flops_per_token(Model(), 50304, formula, "block") == once
 
@@ -120,3 +121,16 @@ def test_mfu() -> None:
     share = model_flops_utilization(per_token, 155.6, 312e12)
     assert share == pytest.approx(0.5296, abs=0.0001)
     assert model_flops_utilization(per_token, 155.6, None) is None
+
+
+def test_lumi_prints_its_formula_and_percent_of_peak() -> None:
+    """The row of 13B with ZeRO 2: 5.166 sequences/s on 16 devices of 191.5 TFLOP/s."""
+    overrides = ["parallel.recompute=block", "log.flop_formula=megatron_deepspeed"]
+    run = load_run("mds-13b", overrides).run
+    found = figures_by_formula(run, 50304, 5.166 * 2048 / 16, 191.5e12)
+    assert describe_formula(found) == (
+        "72.02 TFLOP/s per device by megatron_deepspeed, 37.61% of the peak"
+    )
+    unknown = figures_by_formula(run, 50304, 5.166 * 2048 / 16, None)
+    assert describe_formula(unknown) == "72.02 TFLOP/s per device by megatron_deepspeed"
+    assert describe_formula(figures_by_formula(load_run("mds-13b").run, 50304, 1.0, 1.0)) == ""

@@ -47,6 +47,9 @@ def test_everything_about_the_run_is_there() -> None:
         "step 20: a checkpoint was not saved: no room",
     ):
         assert part in text, part
+    by_formula = [line | {"formula_tflops_per_second_per_device": 72.021} for line in run_lines()]
+    text = " ".join(show(by_formula).split())
+    assert "0.02 TFLOP/s per device (72.02 by log.flop_formula)" in text
 
 
 @pytest.mark.parametrize("height", [16, 24, 40, 100])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -41,6 +42,16 @@ VALUES: dict[str, Any] = {
             "step 3,310 of 3,310 | loss 2.513 | 61,234 tokens/s | MFU 41.2% | 3 skipped "
             "| 0.0s left",
         ),
+        (
+            {"loss": math.nan, "loss_scale": 2.0**31, "skipped_steps": 1},
+            "step   240 of 3,310 | skipped: gradients overflowed, loss scale now 2.14748e+09 "
+            "| 61,234 tokens/s | 1 skipped | 1m 52s left",
+        ),
+        (
+            {"loss": math.nan, "skipped_steps": 1},
+            "step   240 of 3,310 | skipped: loss or gradients not finite | 61,234 tokens/s "
+            "| 1 skipped | 1m 52s left",
+        ),
     ],
 )
 def test_a_short_line_has_what_a_person_watches(changes: dict[str, Any], line: str) -> None:
@@ -57,6 +68,10 @@ def test_a_full_line_has_every_metric() -> None:
         "memory 1.0 GiB",
     ):
         assert text in line
+    assert " by " not in line
+    figures = {"formula_tflops_per_second_per_device": 72.02, "formula_share_of_peak": 0.3761}
+    line = render_full_line(VALUES | {"flop_formula": "megatron", **figures}, PLAN)
+    assert " | 72.02 TFLOP/s per device by megatron, 37.61% of the peak | " in line
 
 
 def test_the_bar_moves_with_every_step_and_logs_nothing_of_it(

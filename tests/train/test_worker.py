@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,9 @@ def test_run_folder_says_everything(tiny_run: Run, tmp_path: Path) -> None:
     start(folder, with_fields(tiny_run, log={"tensorboard": True}))
     plan = json.loads((folder / "plan.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    kinds = ["start", *["train"] * 12, "evaluate", "save", "end"]
+    kinds = ["start", *["train"] * 12, "evaluate", "evaluate", "save", "end"]
     assert [line["kind"] for line in lines] == kinds
-    assert (lines[14]["step"], lines[14]["bytes"]) == (12, 12 * plan["n_parameters"])
+    assert (lines[15]["step"], lines[15]["bytes"]) == (12, 12 * plan["n_parameters"])
     train = lines[12]
     assert (train["step"], train["sequences"], train["tokens"]) == (12, 96, 96 * 64)
     assert all(train[key] > 0 for key in ("loss", "gradient_norm", "milliseconds_per_step"))
@@ -392,6 +393,28 @@ def test_data_of_another_tokenizer_is_refused(tiny_run: Run, tmp_path: Path) -> 
         start(tmp_path / "run", run)
 
 
+HAS_WANDB = find_spec("wandb") is not None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not HAS_WANDB, reason="the extra wandb is not installed")
+def test_wandb_continues_one_run(
+    tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = with_fields(tiny_run, train={"length": "2 steps"}, log={"wandb_project": "yard"})
+    folder = tmp_path / "run"
+    for n_steps in (2, 4):
+        start(folder, with_fields(run, train={"length": f"{n_steps} steps"}))
+    written = list(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    known = (folder / "wandb-id").read_text().strip()
+    assert len(written) == 2
+    assert {path.name for path in written} == {f"run-{known}.wandb"}
+    write_run_folder(folder, run, "overwrite")
+    assert not (folder / "wandb-id").exists()
+
+
+@pytest.mark.skipif(HAS_WANDB, reason="the extra wandb is installed")
 def test_wandb_without_its_package(tiny_run: Run, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"log.wandb_project='yard' needs the package wandb"):
         start(tmp_path / "run", with_fields(tiny_run, log={"wandb_project": "yard"}))

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainyard.architecture import matmuls
 from trainyard.config.run import Run
 from trainyard.plan.flops import (
+    MODEL_FLOPS,
+    figures_by_formula,
     matmul_flops,
     model_flops_utilization,
     score_flops,
@@ -28,10 +30,9 @@ from trainyard.plan.flops import (
 from trainyard.plan.hardware import find_device
 from trainyard.plan.resolve import Plan
 
-FORMULA = "megatron_causal"
 FORMULAS = {
     "tokens_per_second_per_device": "tokens of the timed steps / their time / ranks",
-    "tflops_per_second_per_device": f"model FLOP a token ({FORMULA}) x tokens/s/device / 1e12",
+    "tflops_per_second_per_device": f"model FLOP a token ({MODEL_FLOPS}) x tokens/s/device / 1e12",
     "model_flops_utilization": "that / the device's peak for the precision",
     "hardware_flops_utilization": "the same with the matmuls that parallel.recompute repeats",
 }
@@ -57,10 +58,14 @@ class Figures:
     tflops_per_second_per_device: float
     model_flops_utilization: float | None
     hardware_flops_utilization: float | None
+    by_formula: dict[str, Any] = field(default_factory=dict)
+    """From `plan.flops.figures_by_formula`."""
 
     def as_json(self) -> dict[str, Any]:
         """Returns the figures as JSON can hold them."""
-        return asdict(self)
+        figures = asdict(self)
+        by_formula: dict[str, Any] = figures.pop("by_formula")
+        return figures | by_formula
 
 
 def compute_figures(
@@ -91,6 +96,7 @@ def compute_figures(
         hardware_flops_utilization=model_flops_utilization(
             flops + recomputed_flops_per_token(run), per_device, peak
         ),
+        by_formula=figures_by_formula(run, plan.padded_vocabulary_size, per_device, peak),
     )
 
 

@@ -13,11 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainyard.bench.figures import FORMULA, FORMULAS, compute_figures, recomputed_flops_per_token
+from trainyard.bench.figures import FORMULAS, compute_figures, recomputed_flops_per_token
 from trainyard.bench.rounds import BenchOptions, BenchResult
 from trainyard.launch.environment import hide_secrets, read_versions
+from trainyard.plan.flops import MODEL_FLOPS
 from trainyard.plan.hardware import find_device
 from trainyard.plan.resolve import resolve
+from trainyard.plan.traffic import busiest_rank
 from trainyard.units import format_bytes, format_figure
 
 LABEL_WIDTH, COLUMN_WIDTH = 30, 18
@@ -84,7 +86,8 @@ def build_record(outcomes: Sequence[BenchResult], order: BenchOptions, data: str
 def _describe(outcome: BenchResult, first: BenchResult, order: BenchOptions) -> dict[str, Any]:
     run, results, n_ranks = outcome.candidate.run, outcome.results, order.n_ranks
     device = results[0]["device"]
-    figures = compute_figures(run, resolve(run, n_ranks), outcome.step_seconds, device)
+    plan = resolve(run, n_ranks)
+    figures = compute_figures(run, plan, outcome.step_seconds, device)
     ratios = outcome.speed_over(first)
     split = results[0]["split"]
     startup = [result["startup_seconds"] for result in results]
@@ -94,6 +97,9 @@ def _describe(outcome: BenchResult, first: BenchResult, order: BenchOptions) -> 
         "baseline": outcome.candidate.baseline or None,
         "precision": run.precision.kind,
         **figures.as_json(),
+        "exchanged_weight_bytes": sum(
+            each.n_bytes for each in busiest_rank(run, plan) if each.axis in ("shard", "replicate")
+        ),
         "peak_memory_bytes": max(result["peak_memory_bytes"] for result in results),
         "split": split
         | {
@@ -175,6 +181,17 @@ def _rows(candidates: list[Any]) -> list[tuple[str, Callable[[Any], str]]]:
         ("TFLOP/s/GPU", lambda c: format_figure(c["tflops_per_second_per_device"], 4)),
         ("MFU", lambda c: _show_share(c["model_flops_utilization"])),
         ("HFU", lambda c: _show_share(c["hardware_flops_utilization"])),
+    ]
+    if "flop_formula" in candidates[0]:
+        name = candidates[0]["flop_formula"]
+        rows += [
+            (
+                f"TFLOP/s, {name}",
+                lambda c: format_figure(c["formula_tflops_per_second_per_device"], 4),
+            ),
+            ("  of the peak", lambda c: _show_share(c["formula_share_of_peak"], digits=2)),
+        ]
+    rows += [
         ("peak memory", lambda c: format_bytes(c["peak_memory_bytes"])),
         ("loss, first and last", lambda c: f"{c['first_loss']:.4f}  {c['last_loss']:.4f}"),
     ]
@@ -192,7 +209,7 @@ def _rows(candidates: list[Any]) -> list[tuple[str, Callable[[Any], str]]]:
 
 
 def _notes(record: Record) -> list[str]:
-    notes = [f"TFLOP/s and MFU: model FLOP by {FORMULA}; HFU: with recomputation"]
+    notes = [f"TFLOP/s and MFU: model FLOP by {MODEL_FLOPS}; HFU: with recomputation"]
     if not record["machine"]["peak_flops_per_second"]:
         notes.append("MFU, HFU: the peak of this device is not known")
     for each in record["candidates"]:
@@ -221,8 +238,8 @@ def _show_spread(candidate: Any) -> str:
     return f"{spread['p10']:.2f} - {spread['p90']:.2f}"
 
 
-def _show_share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
+def _show_share(share: float | None, digits: int = 1) -> str:
+    return "-" if share is None else f"{share:.{digits}%}"
 
 
 def _show_part(split: Any, part: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from trainyard.bench.job import Steps, names_data, prepare_run
 from trainyard.bench.rounds import BenchOptions, BenchRun, run_rounds
 from trainyard.config.run import Data, Run
+from trainyard.data.patterns import find_token_files
 from trainyard.errors import ConfigError, MachineError
 from trainyard.launch.environment import Process, read_process
 from trainyard.plan.hardware import Machine, find_device
@@ -104,6 +105,7 @@ def time_run(run: Run, n_ranks: int) -> float:
 
 def _with_data_that_is_here(run: Run) -> Run:
     """Replaces missing token files with random tokens, which are as fast."""
+    run = find_token_files(run, missing_ok=True)
     data = run.data
     prefixes = [*data.blend.prefixes, *data.train.prefixes]
     if names_data(run) and not all(Path(f"{prefix}.idx").is_file() for prefix in prefixes):

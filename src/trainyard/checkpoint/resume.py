@@ -1,7 +1,8 @@
 """Which fields may change when a run resumes from a checkpoint.
 
-Fields that change neither mathematics nor data are free, even if rounding changes. All others would
-make the rest of the run another experiment; an error names them.
+Fields that change neither mathematics nor data are free, even if rounding changes. The length may
+change down to the step reached. All other fields would make the rest of the run another experiment;
+an error names them.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ from pydantic import BaseModel
 from trainyard.checkpoint.format import Manifest
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
+from trainyard.plan.resolve import resolve
 
 FREE = (
     *("name", "description", "tokenizer.", "parallel."),
     *("checkpoint.", "evaluate.", "log.", "guard."),
     # Files may move: their fingerprint is compared, not their paths.
     *("data.cache_folder", "data.blend.prefixes", "data.train.prefixes"),
-    *("data.valid.prefixes", "data.test.prefixes"),
-    *("train.micro_batch_size", "train.stop_after_minutes", "train.compile", "train.deterministic"),
+    *("data.valid.prefixes", "data.test.prefixes", "data.blend.patterns"),
+    *("data.train.patterns", "data.valid.patterns", "data.test.patterns"),
+    *("train.length", "train.micro_batch_size", "train.stop_after_minutes", "train.compile"),
+    "train.deterministic",
     *("model.vocabulary_multiple", "precision.fp8.all_gather", "precision.fp8.emulate"),
 )
 REFUSED = {
     "model.": "it fixes the weights' shapes and the dropout they were trained with",
     "data.": "it changes the sequences, or their order",
-    "train.length": "the data order depends on the length",
     "train.global_batch_size": "it decides which data each step sees",
     "train.batch_ramp": "it decides which data each step sees",
     "train.seed": "it decides the data order and dropout",
@@ -85,10 +88,16 @@ def check_resumable(
         refused = [str(change) for change in of_model if change.field not in _FREE_AT_START]
     else:
         refused = [str(change) for change in changes if change.refusal]
+        n_steps = resolve(wanted).n_steps
+        if n_steps < manifest.step:
+            refused.append(
+                f"train.length={str(wanted.train.length)!r} ends at step {n_steps}, before the "
+                f"checkpoint's step {manifest.step}"
+            )
         if data_fingerprint and manifest.data_fingerprint != data_fingerprint:
             refused.append(
                 f"data: the token files have fingerprint {manifest.data_fingerprint!r} "
-                f"in the checkpoint, now {data_fingerprint!r}"
+                f"in the checkpoint, now {data_fingerprint!r}" + "".join(map(_count_files, changes))
             )
         saved = manifest.tokenizer.fingerprint if manifest.tokenizer else ""
         if saved and tokenizer_fingerprint and saved != tokenizer_fingerprint:
@@ -111,6 +120,15 @@ def refusal_of(field: str) -> str:
     if _is_in(field, FREE):
         return ""
     return next(reason for name, reason in REFUSED.items() if _is_in(field, (name,)))
+
+
+def _count_files(change: Change) -> str:
+    """Says how many files of a blend there were, if it has others now."""
+    saved, wanted = change.saved, change.wanted
+    if not (change.field.endswith(".prefixes") and isinstance(saved, tuple)):
+        return ""
+    n_wanted = len(wanted) if isinstance(wanted, tuple) else 0
+    return f"; {change.field}: {len(saved)} files in the checkpoint, now {n_wanted}"
 
 
 def _is_in(field: str, names: tuple[str, ...]) -> bool:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
 from trainyard.errors import LaunchError
 from trainyard.launch.environment import Process, read_process
 
 if TYPE_CHECKING:
+    from trainyard.bench.record import Record
     from trainyard.bench.rounds import BenchOptions, BenchResult, BenchRun
     from trainyard.config.run import Run
 
@@ -28,9 +30,12 @@ def bench(
         list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
     ] = None,
     steps: Annotated[
-        str,
-        typer.Option(help="Steps to time: a number, or a range such as 5-10 (inclusive)."),
-    ] = "10",
+        str | None,
+        typer.Option(
+            help="Steps to time: a number, or a range such as 5-10 (inclusive). Default: 10; with "
+            "--table tgs: 5-10."
+        ),
+    ] = None,
     warm_up: Annotated[
         int | None, typer.Option(min=0, help="Warm-up steps before those. Default: 3.")
     ] = None,
@@ -63,6 +68,14 @@ def bench(
             "here. Needs no GPU."
         ),
     ] = None,
+    flop_formula: FlopFormulaOption = None,
+    table: Annotated[
+        str | None,
+        typer.Option(
+            help="Print a guide's table, in Markdown: msamp, lumi, or tgs (the 64-GPU benchmark's "
+            "steps 5 to 10). Its formula is megatron_deepspeed, without --flop-formula."
+        ),
+    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also write a trace and its top operators.")
     ] = False,
@@ -81,22 +94,29 @@ def bench(
     Weights are discarded. A run without data reads random tokens. Under torchrun, srun or mpiexec
     this command is one rank: start it once per rank.
     """
-    from trainyard.bench.job import describe_data, parse_steps, prepare_run
+    from trainyard.bench.guide_tables import FORMULA, TGS_STEPS, refuse_table
+    from trainyard.bench.job import TIMED_STEPS, describe_data, parse_steps, prepare_run
+    from trainyard.bench.record import build_record
     from trainyard.bench.rounds import BenchOptions
     from trainyard.config.load import load_run
+    from trainyard.data.patterns import find_token_files
     from trainyard.plan.resolve import resolve
 
+    if table is not None:
+        refuse_table(table, flop_formula)
+        flop_formula = flop_formula or FORMULA
+    overrides = with_formula(overrides, flop_formula)
     if roofline is not None:
         _predict(load_run(run_file, overrides).run, roofline, as_json=as_json)
         return
-    counted = parse_steps(steps, warm_up)
+    counted = parse_steps(steps or (TGS_STEPS if table == "tgs" else str(TIMED_STEPS)), warm_up)
     process = read_process()
     if ranks is not None and process.n_ranks > 1:
         raise LaunchError(
             f"--ranks {ranks}: a launcher has already started {process.n_ranks} ranks",
             "omit --ranks, or the launcher",
         )
-    run = load_run(run_file, overrides).run
+    run = find_token_files(load_run(run_file, overrides).run)
     if process.n_ranks > 1:
         ranks = process.n_ranks
     plan = resolve(run, ranks)  # rejects impossible layouts before the slow import of torch
@@ -115,7 +135,20 @@ def bench(
             if output is None:
                 stamp = time.strftime("%Y-%m-%d-%H%M%S")
                 output = RECORDS_FOLDER / f"{stamp}-{run.name}.json"
-            _write(outcomes, order, describe_data(run), output, as_json=as_json)
+            record = build_record(outcomes, order, describe_data(run))
+            _write(record, outcomes, output)
+            _print(record, table, as_json=as_json)
+
+
+def _print(record: Record, table: str | None, *, as_json: bool) -> None:
+    """Prints the record, a guide's table of it, or ours."""
+    from trainyard.bench.guide_tables import render_guide_table
+    from trainyard.bench.record import render_table
+
+    if as_json:
+        typer.echo(json.dumps(record, indent=2))
+    else:
+        typer.echo(render_guide_table(record, table) if table else render_table(record))
 
 
 def _predict(run: Run, gpu: str, *, as_json: bool) -> None:
@@ -166,19 +199,14 @@ def _time(
     return run_rounds(candidates, order, process, folder)
 
 
-def _write(
-    outcomes: list[BenchResult], order: BenchOptions, data: str, output: Path, *, as_json: bool
-) -> None:
-    """Writes the record, and traces beside it; prints it or the table."""
-    from trainyard.bench.record import build_record, render_table
+def _write(record: Record, outcomes: list[BenchResult], output: Path) -> None:
+    """Writes the record, and traces beside it."""
     from trainyard.errors import MachineError
 
-    record = build_record(outcomes, order, data)
-    text = json.dumps(record, indent=2) + "\n"
     written = [output]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text, encoding="utf-8")
+        output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         for outcome in outcomes:
             for path in filter(None, (outcome.trace, outcome.operators)):
                 beside = output.with_name(f"{output.stem}-{outcome.candidate.name}-{path.name}")
@@ -188,6 +216,5 @@ def _write(
         raise MachineError(
             f"cannot write {output}: {error}", "choose another file with --output"
         ) from error
-    typer.echo(text if as_json else render_table(record), nl=not as_json)
     for path in written:
         typer.echo(f"wrote {path}", err=True)

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainyard.errors import CheckpointError, ConfigError, LaunchError
+from trainyard.extras import require
+from trainyard.launch.environment import Process, read_process
+
 if TYPE_CHECKING:
     from trainyard.data.order import SequenceOrder, Split
-    from trainyard.evaluate.inputs import Trained
-    from trainyard.evaluate.loss import HeldOut
+    from trainyard.evaluate.inputs import TrainedRun
+    from trainyard.evaluate.loss import HeldOut, Predictor
+
+logger = logging.getLogger("trainyard")
 
 Orders = dict[Any, "SequenceOrder | None"]
 
 
 def evaluate(
     source: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="With ranks: another layout than in training, parallel.field=value ..."
+        ),
+    ] = None,
     data: Annotated[
         str, typer.Option(help="A text file or a token file prefix; default: the test split.")
     ] = "",
@@ -30,6 +45,9 @@ def evaluate(
         int,
         typer.Option(min=0, help="With --data: tokens between windows; 0: no overlap."),
     ] = 0,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes on this machine, in the run's layout.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure loss, perplexity and bits per byte on held-out text.
@@ -38,19 +56,44 @@ def evaluate(
 
     Example: trainyard evaluate runs/tiny/checkpoints/step-00000100 --data book.txt --json
 
-    For a run folder, writes the result to its evaluation.json, for the report.
+    Example: trainyard evaluate runs/big --ranks 8 parallel.tensor=8 parallel.pipeline=1
+
+    On one device the whole model must fit there. With --ranks, or under torchrun, srun or mpiexec,
+    each rank loads its part of it, from a checkpoint of any layout. For a run folder, writes the
+    result to its evaluation.json, for the report.
     """
-    from trainyard.errors import CheckpointError
-    from trainyard.evaluate.inputs import count_training_tokens, load_trained
-    from trainyard.evaluate.loss import unigram_loss
+    from trainyard.evaluate.inputs import (
+        count_training_tokens,
+        read_documents,
+        read_trained_run,
+    )
+    from trainyard.evaluate.loss import evaluate_documents, unigram_loss
+    from trainyard.evaluate.ranks import open_predictor
     from trainyard.files import publish_text
 
-    trained = load_trained(source)
-    orders = _build_orders(trained, needed=not data)
-    if data:
-        found = _evaluate_data(trained, data, stride)
-    else:
-        found = _evaluate_test_split(trained, orders["test"], batches)
+    process = read_process()
+    if ranks > 1:
+        options = ["--data", data, "--batches", str(batches), "--stride", str(stride)]
+        options += ["--json"] if as_json else []
+        _start_ranks(ranks, process, [*options, "--", str(source), *(overrides or [])])
+        return
+    if process.rank > 0:
+        logger.setLevel(logging.ERROR)  # rank 0 logs for all
+    trained = read_trained_run(source)
+    inputs = f"{data or 'test split'}, {batches} batches, stride {stride}"
+    with open_predictor(trained, process, overrides or [], inputs) as predictor:
+        if process.rank > 0:  # the first rank fills the cache of orders
+            predictor.barrier()
+        orders = _build_orders(trained, needed=not data)
+        if process.rank == 0:
+            predictor.barrier()
+        if data:
+            documents = read_documents(data, trained.tokenizer)
+            found = evaluate_documents(predictor, documents, trained.tokenizer, stride or None)
+        else:
+            found = _evaluate_test_split(trained, predictor, orders["test"], batches)
+    if process.rank > 0:
+        return
     if not math.isfinite(found.mean_loss):
         raise CheckpointError(
             f"the loss of {trained.checkpoint} on {data or 'its test split'} is {found.mean_loss}",
@@ -59,7 +102,7 @@ def evaluate(
     result: dict[str, Any] = {**found.as_dict(), "unigram_loss": None}
     train_order = orders.get("train")
     if train_order is not None and found.token_counts is not None:
-        counts = count_training_tokens(train_order, trained.model.vocabulary_size)
+        counts = count_training_tokens(train_order, trained.run.model.vocabulary_size)
         result["unigram_loss"] = unigram_loss(counts, found.token_counts)
     text = json.dumps(result)
     if source != trained.checkpoint:
@@ -67,7 +110,22 @@ def evaluate(
     typer.echo(text if as_json else _render(result, trained.checkpoint, data or "test split"))
 
 
-def _build_orders(trained: Trained, *, needed: bool) -> Orders:
+def _start_ranks(n_ranks: int, process: Process, words: list[str]) -> None:
+    """Runs this verb once per rank."""
+    from trainyard.launch.local import run_ranks
+
+    if process.n_ranks > 1:
+        raise LaunchError(
+            f"--ranks: a launcher has already started {process.n_ranks} ranks",
+            "omit --ranks, or the launcher",
+        )
+    require("torch")
+    with tempfile.TemporaryDirectory(prefix="trainyard-") as logs:
+        command = [sys.executable, "-P", "-m", "trainyard.cli", "evaluate", *words]
+        run_ranks(n_ranks, command, Path(logs))
+
+
+def _build_orders(trained: TrainedRun, *, needed: bool) -> Orders:
     """Builds the run's orders; empty if only token frequencies need them and the data is absent."""
     from trainyard.config.run import Data
     from trainyard.data.loader import build_orders
@@ -86,20 +144,13 @@ def _build_orders(trained: Trained, *, needed: bool) -> Orders:
         return {}
 
 
-def _evaluate_data(trained: Trained, data: str, stride: int) -> HeldOut:
-    from trainyard.evaluate.inputs import read_documents
-    from trainyard.evaluate.loss import evaluate_documents
-
-    documents = read_documents(data, trained.tokenizer)
-    return evaluate_documents(trained.model, documents, trained.tokenizer, stride or None)
-
-
-def _evaluate_test_split(trained: Trained, order: SequenceOrder | None, batches: int) -> HeldOut:
+def _evaluate_test_split(
+    trained: TrainedRun, predictor: Predictor, order: SequenceOrder | None, batches: int
+) -> HeldOut:
     from trainyard.data.loader import held_out_batches
-    from trainyard.errors import ConfigError
-    from trainyard.evaluate.loss import evaluate_sequences, loss_of_model
+    from trainyard.evaluate.loss import evaluate_sequences
 
-    run = trained.run
+    run, vocabulary_size = trained.run, predictor.vocabulary_size
     n_sequences = (batches or run.evaluate.batches) * run.train.global_batch_size
     if order is None or n_sequences == 0:
         raise ConfigError(
@@ -107,15 +158,9 @@ def _evaluate_test_split(trained: Trained, order: SequenceOrder | None, batches:
             f"evaluate.batches={run.evaluate.batches}",
             "pass held-out text with --data",
         )
-    pieces = held_out_batches(
-        order,
-        min(n_sequences, len(order)),
-        run.train.micro_batch_size,
-        trained.model.vocabulary_size,
-    )
-    model = trained.model
-    loss_of = loss_of_model(model)
-    return evaluate_sequences(loss_of, pieces, model.vocabulary_size, trained.tokenizer)
+    n_sequences = min(n_sequences, len(order))
+    pieces = held_out_batches(order, n_sequences, predictor.batch_size, vocabulary_size)
+    return evaluate_sequences(predictor.loss_of, pieces, vocabulary_size, trained.tokenizer)
 
 
 def _render(result: dict[str, Any], checkpoint: Path, data: str) -> str:

@@ -12,6 +12,8 @@ from trainyard.errors import DataError, MachineError
 if TYPE_CHECKING:
     from trainyard.config.run import Run
     from trainyard.jobs.job import Job
+    from trainyard.jobs.scheduler import BatchScheduler
+    from trainyard.jobs.submission import Submission
 
 
 def launch(
@@ -22,7 +24,9 @@ def launch(
     cluster: Annotated[
         str, typer.Option(help="A cluster name, or your own cluster file: mine.toml.")
     ] = "local",
-    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Number of nodes. Default: 1; with --here all.")
+    ] = None,
     ranks_per_node: Annotated[
         int | None, typer.Option(min=1, help="Ranks per node. Default: one per device.")
     ] = None,
@@ -36,8 +40,15 @@ def launch(
     stages: Annotated[
         str, typer.Option(help="train, all, or a comma-separated list: download,prepare,train.")
     ] = "train",
+    contact: Annotated[
+        str, typer.Option(help="Your e-mail address or web page, for the servers of a download.")
+    ] = "",
     force: Annotated[
         bool, typer.Option("--force", help="Launch even if `trainyard plan` rejects the run.")
+    ] = False,
+    here: Annotated[
+        bool,
+        typer.Option("--here", help="Run now on the nodes of this allocation (salloc, qsub -I)."),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the script; do not write or submit it.")
@@ -46,16 +57,17 @@ def launch(
     """Write a run's job script and submit it to the scheduler.
 
     The script is runs/NAME/job.sh. The job requeues itself until the run is done: after the time
-    limit, a preemption, or a failed node or rank. Without a scheduler (local, mpi, ssh) it runs
-    immediately. Rejects what `trainyard plan` rejects on these nodes.
+    limit, a preemption, or a failed node or rank. Without a scheduler (local, mpi, ssh) and with
+    --here it runs immediately, one stage after the other. Rejects what `trainyard plan` rejects.
 
     Examples:
     trainyard launch recipes/lumi/13b.toml --cluster lumi --nodes 2 --account project_1 --dry-run
     trainyard launch recipes/azure/175b.toml --cluster azure-ndv5 --nodes 128 --stages all
     trainyard launch run.toml --cluster ssh --nodes 2 --hosts n1,n2
+    trainyard launch run.toml --cluster polaris --here
     """
     from trainyard.cli.launch_jobs import Request, plan_jobs
-    from trainyard.jobs.check import check_programs
+    from trainyard.jobs.check import check_image, check_programs
     from trainyard.jobs.script import render
 
     given = {
@@ -70,6 +82,8 @@ def launch(
         stages,
         {name: value for name, value in given.items() if value},
         force,
+        here,
+        contact,
     )
     run, jobs = plan_jobs(request, Path.cwd())
     if "train" in jobs and not force:
@@ -79,11 +93,13 @@ def launch(
         typer.echo("\n".join(scripts.values()), nl=False)
         return
     for job in jobs.values():
-        check_programs(job)
+        check_image(job)
+        if not here:  # the nodes of an allocation may lack them
+            check_programs(job)
         if job.arguments[0] == "prepare" and job.arguments[1] != "--fetch":
             make_ready(Path(job.arguments[1]))
     write_folder(run, jobs, scripts)
-    submit_jobs(cluster, jobs)
+    start_jobs(cluster, jobs, here)
 
 
 def refuse_unfit(run: Run, job: Job, cluster: str) -> None:
@@ -134,9 +150,10 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
         UserError: the run cannot be trained, is already launched, or cannot be written.
     """
     from trainyard.config.load import render_run
+    from trainyard.data.patterns import find_token_files
     from trainyard.files import publish_text
     from trainyard.jobs.status import refuse_second
-    from trainyard.train.run_folder import write_run_folder
+    from trainyard.train.run_folder import begun_run, write_run_folder
     from trainyard.train.stop import refuse_stopped
 
     folder = next(iter(jobs.values())).folder
@@ -151,51 +168,62 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
             f"{error.filename} cannot be written: {error.strerror}",
             "launch in a writable folder that every node of the cluster sees",
         ) from None
+    begun = begun_run(folder)
     if list(jobs) == ["train"]:
-        write_run_folder(folder, run, "auto")
-    else:  # the data does not exist yet
+        write_run_folder(folder, find_token_files(run, begun), "auto")
+    else:  # the data may not exist yet
         refuse_stopped(folder)
+        run = find_token_files(run, begun) if begun else run
         publish_text(folder / "run.toml", render_run(run))
     for stage, job in jobs.items():
         publish_text(job.script_path, scripts[stage])
-        job.script_path.chmod(0o755)
+        job.script_path.chmod(0o700)  # a proxy of the cluster file may have a password
 
 
-def submit_jobs(cluster: str, jobs: dict[str, Job]) -> None:
-    """Submits the scripts in order of their dependencies; prints how to follow them.
+def start_jobs(cluster: str, jobs: dict[str, Job], is_here: bool) -> None:
+    """Submits the scripts, or runs them in turn: in this allocation, or without a scheduler.
 
     Raises:
-        LaunchError: the scheduler rejects one of them.
+        LaunchError: the scheduler rejects one of them, or a stage failed.
     """
     from trainyard.jobs.scheduler import BatchScheduler
     from trainyard.jobs.schedulers import SCHEDULERS
-    from trainyard.jobs.submission import (
-        Submission,
-        describe_submission,
-        run_here,
-        write_submission,
-    )
+    from trainyard.jobs.submission import Submission, run_here, run_stage, write_submission
 
     last = list(jobs.values())[-1]
     name = last.cluster.launch.scheduler
     scheduler = SCHEDULERS[name]
     record = Submission(cluster=cluster, scheduler=name, n_nodes=last.n_nodes)
-    if not isinstance(scheduler, BatchScheduler):
-        write_submission(last.folder, record)
-        run_here(last.script_path)
+    if isinstance(scheduler, BatchScheduler) and not is_here:
+        submit_jobs(scheduler, jobs, record)
+        return
+    write_submission(last.folder, record)
+    arguments = ["here"] if is_here else []
+    for stage, job in jobs.items():
+        if stage == "train":
+            run_here(job.script_path, *arguments)
+        run_stage(stage, job.script_path, *arguments)
+
+
+def submit_jobs(scheduler: BatchScheduler, jobs: dict[str, Job], record: Submission) -> None:
+    """Submits the scripts in order of their dependencies; prints how to follow them.
+
+    Raises:
+        LaunchError: the scheduler rejects one of them.
+    """
+    from trainyard.jobs.submission import describe_submission, write_submission
+
     ids: dict[str, str] = {}
     for stage, job in jobs.items():
-        corpus = stage.partition("-")[2]
-        before = [f"download-{corpus}"] if stage.startswith("prepare-") else []
-        if stage == "train":
-            before = [other for other in ids if other.startswith("prepare-")] or list(ids)
-        ids[stage] = scheduler.submit(job.script_path, [ids[n] for n in before if n in ids])
+        before = [ids[other] for other in job.after if other in ids]
+        ids[stage] = scheduler.submit(job.script_path, before)
     waits_for = {stage: number for stage, number in ids.items() if stage != "train"}
     if "train" in ids:
         record = record.model_copy(update={"job": ids["train"], "waits_for": waits_for})
-        write_submission(last.folder, record)
-        log = last.folder / scheduler.log(ids["train"])
-        typer.echo(describe_submission(last.name, record, log))
+        folder = jobs["train"].folder
+        write_submission(folder, record)
+        log = folder / scheduler.log(ids["train"])
+        typer.echo(describe_submission(jobs["train"].name, record, log))
     else:
         for stage, number in ids.items():
             typer.echo(f"{stage}: job {number}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
 from trainyard.errors import ConfigError, DataError, MachineError
 from trainyard.plan.hardware import GIGA
 
@@ -67,6 +68,7 @@ def plan(
     price: Annotated[
         float | None, typer.Option(min=0, help="Price per device-hour, in any currency.")
     ] = None,
+    flop_formula: FlopFormulaOption = None,
     storage: Annotated[
         str, typer.Option(help="File system speeds in GB/s; costs assume the first.")
     ] = "5,20,100",
@@ -94,7 +96,7 @@ def plan(
     refuse_options(modes, measure=measure, rank=rank, all=all_stages)
     if picture is not None:
         refuse_picture(picture, is_of_plan=not modes)
-    loaded = load_run(run_file, overrides)
+    loaded = load_run(run_file, with_formula(overrides, flop_formula))
     machine = find_asked_machine(cluster, nodes, gpu)
     if (search or deadline is not None) and machine is None:
         raise ConfigError(f"{modes[0]} needs devices", "--cluster lumi --nodes 2")
@@ -224,6 +226,7 @@ def build_report(
     """
     from trainyard.cli.plan_table import Report
     from trainyard.config.rules import change
+    from trainyard.data.patterns import find_token_files
     from trainyard.plan.cost import corpora_use, run_cost
     from trainyard.plan.hardware import find_extremes
     from trainyard.plan.memory import rank_memory
@@ -242,7 +245,8 @@ def build_report(
         replace(rank_memory(without, planned, stage, on_gpu), host_bytes=n_host_bytes)
         for stage in range(planned.topology.pipeline)
     ]
-    corpora = corpora_use(run, planned, find_sizes(run))
+    found = find_token_files(run, missing_ok=True)
+    corpora = corpora_use(found, planned, find_sizes(found))
     if machine is None:
         return Report(run, planned, memories, corpora)
     time = step_time(run, planned, machine)

@@ -13,7 +13,7 @@ from rich.text import Text
 from trainyard.architecture import count_values, stage_layers
 from trainyard.config.run import Run
 from trainyard.plan.cost import CorpusUse, Cost
-from trainyard.plan.flops import model_flops_utilization
+from trainyard.plan.flops import describe_formula, figures_by_formula, model_flops_utilization
 from trainyard.plan.hardware import Machine
 from trainyard.plan.layout_check import describe_layout
 from trainyard.plan.memory import RankMemory
@@ -35,6 +35,8 @@ from trainyard.units import (
 
 BAR_WIDTH = 30
 MOST_CORPORA = 8
+LONG_EVALUATION = 0.2
+"""Share of a run from which a plan says how to leave evaluation out."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def link_of(traffic: Traffic, plan: Plan, machine: Machine | None) -> str:
     return f"  {'inside nodes' if inside else 'across nodes'}, {speed / 1e9:g} GB/s"
 
 
-def speeds(report: Report) -> dict[str, float | None]:
+def speeds(report: Report) -> dict[str, Any]:
     """Returns the throughput figures of a step by name."""
     assert report.time is not None
     assert report.machine is not None
@@ -201,6 +203,7 @@ def speeds(report: Report) -> dict[str, float | None]:
         "model_flops_utilization": model_flops_utilization(
             plan.model_flops_per_token, tokens, peak
         ),
+        **figures_by_formula(run, plan.padded_vocabulary_size, tokens, peak),
     }
 
 
@@ -211,8 +214,16 @@ def _time(report: Report) -> Iterator[tuple[str, str]]:
     yield "compute", f"{flops:.3e} model FLOP per step, {flops / plan.n_ranks:.3e} per device"
     if time is None:
         return
-    *rates, mfu = speeds(report).values()
-    samples, tokens, tflops = (format_figure(rate or 0, 4) for rate in rates)
+    found = speeds(report)
+    samples, tokens, tflops = (
+        format_figure(found[rate], 4)
+        for rate in (
+            "samples_per_second",
+            "tokens_per_second_per_device",
+            "tflops_per_second_per_device",
+        )
+    )
+    mfu = found["model_flops_utilization"]
     of_peak = f" (MFU {mfu:.1%})" if mfu is not None else ""
     between = ""
     if report.extremes and report.machine:
@@ -224,6 +235,8 @@ def _time(report: Report) -> Iterator[tuple[str, str]]:
         f"{describe_step(time.seconds)}{between}: {samples} samples/s, {tokens} tokens/s and "
         f"{tflops} TFLOP/s per device{of_peak}",
     )
+    if by_formula := describe_formula(found):
+        yield "", by_formula
     shares = {part: seconds for part, seconds in time.parts.items() if seconds > 0}
     yield from _bars(shares, lambda seconds: f"{seconds / time.seconds:.1%}")
 
@@ -269,6 +282,10 @@ def _whole_run(report: Report) -> Iterator[tuple[str, str]]:
             f"{format_seconds(cost.evaluation_seconds)}, {cost.n_failures:.1f} failures"
         ),
     )
+
+    share = cost.evaluation_seconds / cost.seconds
+    if share > LONG_EVALUATION:
+        yield "", f"evaluation takes {share:.0%} of that: evaluate.batches=0 leaves it out"
 
 
 def _data(report: Report) -> Iterator[tuple[str, str]]:

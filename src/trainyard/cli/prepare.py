@@ -73,7 +73,7 @@ def prepare(
         str,
         typer.Option(
             metavar="CORPUS",
-            help="Only download wikipedia, slimpajama or openwebtext into the folder --output.",
+            help="Only download a corpus into the folder --output (docs/fetching.md).",
         ),
     ] = "",
     only: Annotated[
@@ -191,7 +191,7 @@ def _print_skipped(skipped: Counter[str]) -> None:
 
 
 def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
-    from trainyard.corpus.preparation.plan import output_prefixes
+    from trainyard.config.corpus import output_prefixes
 
     prefixes = output_prefixes(corpus, len(sidecars))
     for prefix, sidecar in zip(prefixes, sidecars, strict=True):
@@ -239,19 +239,23 @@ def _fetch(name: str, folder: str, only: str, network: tuple[str, str]) -> None:
     from trainyard.corpus.fetching.catalogue import describe
     from trainyard.corpus.fetching.fetch import fetch
     from trainyard.corpus.fetching.web import Network
+    from trainyard.launch.environment import read_network
     from trainyard.log import show_progress
 
     if not folder:
         raise ConfigError("no folder to download to", f"pass -o, such as -o corpora/{name}")
     typer.echo(describe(name), err=True)
     mirror, contact = network
+    given = read_network()
+    token = given.get("hf_token", "").strip()
     with show_progress("fetching") as update:
         result = fetch(
             name,
             Path(folder),
             only=only,
-            network=Network(mirror=mirror, contact=contact),
+            network=Network(mirror, contact=contact, proxies=given, token=token),
             progress=update,
+            announce=lambda line: typer.echo(line, err=True),
         )
     typer.echo(
         f"{folder}: {result.n_files:,} files of {name}, revision {result.revision}, "

@@ -78,7 +78,8 @@ def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields
 
     path = Path(name)
     is_checkpoint = (path / "manifest.json").exists()
-    has_tokenizer = (path / "tokenizer.json").exists() or (path / "vocab.json").exists()
+    files = ("tokenizer.json", "vocab.json", "gpt2-vocab.json")
+    has_tokenizer = any((path / file).exists() for file in files)
     if name == GPT2 or (has_tokenizer and not is_checkpoint):
         from trainyard.cli.show_data import show_tokenizer
 

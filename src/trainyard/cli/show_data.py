@@ -241,11 +241,12 @@ def show_order(
     from trainyard.config.load import load_run
     from trainyard.data.loader import build_orders
     from trainyard.data.order import Split
+    from trainyard.data.patterns import find_token_files
     from trainyard.plan.resolve import resolve
 
     if not arguments:
         raise ConfigError("show order needs a run file", "trainyard show order run.toml")
-    run = load_run(arguments[0], arguments[1:]).run
+    run = find_token_files(load_run(arguments[0], arguments[1:]).run)
     names: dict[str, Split] = {name: name for name in get_args(Split)}
     if split not in names:
         raise ConfigError(f"--split {split!r} is not one of {', '.join(names)}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trainyard.config.run import Run
-from trainyard.errors import LaunchError, MachineError, UserError
+from trainyard.errors import ConfigError, LaunchError, MachineError, UserError
 from trainyard.extras import require
 from trainyard.launch.environment import Process, read_process, read_start
 from trainyard.launch.lock import hold
@@ -37,7 +37,9 @@ POLL_SECONDS = 0.1
 
 
 def train(
-    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or a preset name.")],
+    run_file: Annotated[
+        str, typer.Argument(help="A run file (.toml), a preset name, or a run in runs/.")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
     ] = None,
@@ -79,15 +81,22 @@ def train(
 
     Example: trainyard train web.toml --minutes 10
 
+    Example: trainyard train web train.length="2000 steps"
+
     Ctrl-C, SIGTERM, SIGUSR1 and a file STOP in the run folder save at the next step and exit; the
-    same command continues. Exit codes: 0 done; 75 start it again; 93 held, needs attention; 2 fix
-    the reported error. Under torchrun, srun or mpiexec this command is one rank: start it once per
-    rank.
+    same command continues, or with a greater train.length goes on beyond the end. Exit codes: 0
+    done; 75 start it again; 93 held, needs attention; 2 fix the reported error. Under torchrun,
+    srun or mpiexec this command is one rank: start it once per rank.
     """
+    from trainyard.data.patterns import find_token_files
     from trainyard.plan.room import refuse_without_room
-    from trainyard.train.run_folder import write_run_folder
+    from trainyard.train.run_folder import begun_run, write_run_folder
     from trainyard.train.stop import leave_when_told, refuse_stopped
 
+    if minutes is not None and any(text.startswith("train.length=") for text in overrides or ()):
+        raise ConfigError(
+            "--minutes and train.length= both set the length of the run", "omit one of them"
+        )
     process = read_process()
     for option, value in (("--ranks", ranks), ("--minutes", minutes), ("--overwrite", overwrite)):
         if value and process.n_ranks > 1:
@@ -99,6 +108,8 @@ def train(
         run, plan = _load_run(run_file, overrides, process, ranks)
         folder, n_ranks = RUNS_FOLDER / run.name, plan.n_ranks
         try:
+            begun = None if resume == "never" or overwrite else begun_run(folder)
+            run = find_token_files(run, begun)
             if not force and process.local_rank == 0:
                 n_local = process.n_local_ranks if process.n_ranks > 1 else n_ranks
                 refuse_without_room(run, plan, n_local, folder)
@@ -109,10 +120,7 @@ def train(
                 with hold(folder) as locks:
                     if minutes is not None:
                         refuse_stopped(folder)
-                        is_new = resume == "never" or overwrite
-                        run = _fit_into(
-                            minutes, run, n_ranks, None if is_new else _begun_run(folder)
-                        )
+                        run = _fit_into(minutes, run, n_ranks, begun)
                     how = "auto" if process.attempt else "overwrite" if overwrite else resume
                     write_run_folder(folder, run, how)
                     code = _train_first_rank(process, n_ranks, folder, resume, log, locks)
@@ -152,17 +160,6 @@ def _refuse_missing_gpus(n_ranks: int) -> None:
             f"{'s' if n_gpus > 1 else ''}",
             f"--ranks {n_gpus}; or, to train on the CPU, hide GPUs with CUDA_VISIBLE_DEVICES=",
         )
-
-
-def _begun_run(folder: Path) -> Run | None:
-    """Returns the run of a folder that has trained."""
-    from trainyard.config.load import load_run
-
-    run_file = folder / "run.toml"
-    steps = {path.name for path in (folder / "checkpoints").glob("step-*")}
-    if run_file.exists() and steps - {"step-00000000"}:  # step 0 is an imported checkpoint
-        return load_run(str(run_file)).run
-    return None
 
 
 def _fit_into(minutes: float, run: Run, n_ranks: int, begun: Run | None) -> Run:

@@ -117,7 +117,8 @@ class Container(Section):
     runtime: Literal["none", "pyxis", "apptainer", "singularity"] = "none"
     """pyxis is a plugin of srun that uses enroot; the others are programs on the nodes."""
     image: Line = ""
-    """Image file, or a name such as nvcr.io#nvidia/pytorch:25.03-py3."""
+    """Image file, or a name such as registry.example.org#lab/trainyard:1.0; it needs Trainyard and
+    torch."""
     mounts: Mounts = ()
     """SOURCE:PLACE or SOURCE:PLACE:ro; the launch folder is always mounted."""
     environment: Variables = ()
@@ -127,7 +128,10 @@ class Container(Section):
 
 
 class Prepare(Section):
-    """Jobs that download and prepare data: one node each, CPU only."""
+    """Jobs that download and prepare data: one node each, CPU only.
+
+    What is absent here is as for training.
+    """
 
     partition: Word = ""
     """Slurm partition or PBS queue; absent: that of training."""
@@ -138,9 +142,13 @@ class Prepare(Section):
     tasks: int = Field(default=4, ge=1)
     """Nodes that prepare a corpus in parallel."""
     workers: int = Field(default=32, ge=1)
-    """Processes per node, one core each."""
-    mounts: Mounts | None = None
-    """Replaces the container's mounts; absent: the same mounts."""
+    """Processes per node, one core each; without a scheduler at most the CPUs of this machine."""
+    environment: dict[Variable, Line] = Field(default={})
+    """Environment variables, besides those of training."""
+    python: Line = ""
+    """Python with Trainyard installed; torch is not needed."""
+    container: Container = Container()
+    """Fields that differ from training's container; runtime = "none" runs on the host."""
 
 
 class Launch(Section):
@@ -167,7 +175,8 @@ class Launch(Section):
     """Shell lines to run before the ranks start, such as "module load cray-python"; copied
     verbatim."""
     environment: dict[Variable, Line] = Field(default={})
-    """Environment variables of every rank, mostly for the network."""
+    """Environment variables of every rank, mostly for the network. Jobs on one node omit NCCL_NET;
+    jobs on GPUs have NCCL_DEBUG=WARN unless it is set here or where they are launched."""
     cpu_lists: CpuLists = ()
     """CPUs of local ranks 0, 1, .., near their devices, such as "48-55"."""
     device_variable: Annotated[str, AfterValidator(lambda t: t and _check_variable(t))] = ""
@@ -175,8 +184,8 @@ class Launch(Section):
     own device."""
     scratch: Line = "/tmp"
     """Folder on each node's local disk; compiled kernels go there, in one folder per job."""
-    python: Line = "python3"
-    """Python with Trainyard installed, on the nodes or in the container if there is one."""
+    python: Line = ""
+    """Python with Trainyard; absent: the one that runs `launch`, and python3 in a container."""
     container: Container = Container()
     """The container that ranks run in."""
     prepare: Prepare = Prepare()

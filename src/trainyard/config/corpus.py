@@ -120,8 +120,8 @@ class Corpus(Section):
     output: str = ""
     """Path prefix of the token files."""
     tokenizer: str = ""
-    """`gpt2` (included), or a folder with vocab.json and merges.txt or with a tokenizer.json;
-    empty: train one."""
+    """`gpt2` (included), or a folder with vocab.json and merges.txt, also named gpt2-vocab.json
+    and gpt2-merges.txt, or with a tokenizer.json; empty: train one."""
     json_key: str = "text"
     """JSON key, or Parquet column, of the text."""
     append_eod: bool = True
@@ -206,3 +206,12 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the data file {path}: {error}") from None
     return parse_toml(text, str(path))
+
+
+def output_prefixes(corpus: Corpus, n_outputs: int) -> list[str]:
+    """Names the token files as Megatron-LM does, without `.bin` or `.idx`."""
+    names = [corpus.output]
+    if corpus.files_per_output:
+        digits = max(2, len(str(n_outputs - 1)))
+        names = [f"{corpus.output}_{number:0{digits}d}" for number in range(n_outputs)]
+    return [f"{name}_{corpus.json_key}_document" for name in names]

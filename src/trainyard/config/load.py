@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -45,7 +46,7 @@ def load_run(source: str, overrides: list[str] | None = None) -> LoadedRun:
     """Reads a preset or a run file and applies `section.field=value` overrides.
 
     Args:
-        source: a preset's name, or the path of a TOML file.
+        source: a preset's name, the path of a TOML file, or a run folder or its name in `runs`.
         overrides: values in TOML syntax; what is not TOML is taken as a plain string.
 
     Raises:
@@ -55,11 +56,26 @@ def load_run(source: str, overrides: list[str] | None = None) -> LoadedRun:
     origins: dict[str, str] = {}
     for name, values in _layers(source):
         _merge(merged, values, name, origins)
-    for text in overrides or []:
+    return LoadedRun(_override(merged, overrides or [], origins, source), origins)
+
+
+def override_run(run: Run, overrides: Sequence[str]) -> Run:
+    """Applies `section.field=value` overrides to a run.
+
+    Raises:
+        ConfigError: as `load_run`.
+    """
+    return _override(run.model_dump(mode="json", exclude_none=True), overrides, {}, run.name)
+
+
+def _override(
+    tables: dict[str, Any], overrides: Sequence[str], origins: dict[str, str], source: str
+) -> Run:
+    for text in overrides:
         field, value = _parse_override(text)
-        _merge(merged, _nest(field, value), COMMAND_LINE, origins)
+        _merge(tables, _nest(field, value), COMMAND_LINE, origins)
     try:
-        return LoadedRun(build_run(merged), origins)
+        return build_run(tables)
     except ValidationError as error:
         raise explain_problems(error, Run, origins, source) from None
 
@@ -126,9 +142,12 @@ def _layers(source: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _read(source: str, folder: Path) -> tuple[str, dict[str, Any], Path]:
-    if not source.endswith(".toml"):
-        return source, _read_preset(source), folder
     path = folder / source
+    if not source.endswith(".toml"):
+        begun = None if source in preset_names() else _find_begun(path)
+        if begun is None:
+            return source, _read_preset(source), folder
+        path = begun
     try:
         text = read_file(path, SETTINGS_LIMIT_BYTES).decode()
     except FileNotFoundError:
@@ -137,6 +156,12 @@ def _read(source: str, folder: Path) -> tuple[str, dict[str, Any], Path]:
         problem = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"cannot read {path}: {problem}") from None
     return str(path), parse_toml(text, str(path)), path.parent
+
+
+def _find_begun(name: Path) -> Path | None:
+    """Finds the run file of a run folder, or of a run in `runs`."""
+    files = (folder / "run.toml" for folder in (name, Path("runs") / name))
+    return next((file for file in files if file.is_file()), None)
 
 
 def _read_preset(name: str) -> dict[str, Any]:
@@ -248,6 +273,10 @@ def _explain(problem: ErrorDetails, model: type[BaseModel], origins: dict[str, s
         message = f"{_WANTED[problem['type']]} (got {problem['input']!r})"
     elif problem["type"] != "value_error":
         message += f" (got {problem['input']!r})"
+        if problem["type"] == "literal_error" and isinstance(problem["input"], str):
+            values = re.findall(r"'([^']+)'", problem["msg"])
+            for close in difflib.get_close_matches(problem["input"], values, n=1):
+                message += f"; did you mean {close!r}?"
     if not field:  # conflicts of several fields, which name them themselves
         return [line + _place(line, origins) for line in message.splitlines()]
     return [f"{field}: {message}{_place(field, origins)}"]

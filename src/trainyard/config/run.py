@@ -27,6 +27,7 @@ Length = Annotated[units.Length, BeforeValidator(units.parse_length), PlainSeria
 Prefixes = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 Recompute = Literal["none", "attention", "block"]
+FlopFormula = Literal["megatron_causal", "megatron", "megatron_deepspeed", "deepspeed_2024"]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 NoneByName = BeforeValidator(lambda value: None if value == "none" else value)
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -103,9 +104,11 @@ class Blend(Section):
     """Token files to sample from, and their weights."""
 
     prefixes: Prefixes = ()
-    """Paths of token files without `.bin`/`.idx`, absolute or relative to the working folder."""
+    """Paths of token files without `.bin`/`.idx`, or patterns: `data/web_*_text_document[:-2]`."""
     weights: Numbers = ()
-    """Relative weight of each prefix, on any positive scale; empty: in proportion to size."""
+    """Relative weight of each entry, which files of a pattern share by size; empty: all by size."""
+    patterns: Prefixes = ()
+    """In a run folder: the patterns that `prefixes` were found with. Leave it empty."""
 
     @model_validator(mode="after")
     def _weights_fit(self) -> Self:
@@ -134,7 +137,7 @@ class Data(Section):
     valid: Blend = Blend()
     """Token files for evaluation during training; needs `train`."""
     test: Blend = Blend()
-    """Token files for the final evaluation; needs `train`."""
+    """Token files for one evaluation at the end of training; needs `train`."""
     cache_folder: str = "runs/cache"
     """Cache of the sequence order, so that a restart does not rebuild it."""
 
@@ -152,8 +155,8 @@ class TokenizerChoice(Section):
     """The tokenizer that made the data; needed to print text and to count bytes."""
 
     path: str = ""
-    """`gpt2` (included), or a folder with tokenizer.json or with vocab.json and merges.txt;
-    empty: token ids only."""
+    """`gpt2` (included), or a folder with tokenizer.json or with vocab.json and merges.txt, also
+    named gpt2-vocab.json and gpt2-merges.txt; empty: token ids only."""
 
 
 class BatchRamp(Section):
@@ -177,7 +180,7 @@ class Train(Section):
     batch_ramp: Annotated[BatchRamp | None, NoneByName] = None
     """Batch size ramp-up; absent or "none": global_batch_size throughout."""
     length: Length = units.Length(300 * 10**9, "tokens")
-    """Total training length."""
+    """Total training length; a run that has begun can be extended."""
     stop_after_minutes: float = Field(default=float("inf"), gt=0, allow_inf_nan=True)
     """Save and exit after this much wall-clock time; the run can be resumed."""
     seed: int = Field(default=1234, ge=0, lt=2**32)
@@ -236,9 +239,7 @@ class Parallel(Section):
     context_method: Literal["ulysses", "ring"] = "ulysses"
     """Attention over a sharded sequence; the ring has no dropout."""
     zero_stage: int = Field(
-        default_factory=lambda parallel: default_zero_stage(parallel.get("pipeline", 1)),
-        ge=0,
-        le=3,
+        default_factory=lambda parallel: default_zero_stage(parallel.get("pipeline", 1)), ge=0, le=3
     )
     """What data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters; with a
     pipeline, gradients stay unsharded until the end of a step. Absent: 2, or 1 with a pipeline."""
@@ -319,7 +320,7 @@ class Evaluate(Section):
     interval: int = Field(default=1000, ge=0)
     """Steps between evaluations; 0: only at the end."""
     batches: int = Field(default=10, ge=0)
-    """Global batches per evaluation; 0: no evaluation."""
+    """Global batches per evaluation, and of the test split at the end; 0: no evaluation."""
     sample_interval: int = Field(default=0, ge=0)
     """Steps between text samples; 0: no samples."""
     sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ("The",)
@@ -336,7 +337,9 @@ class Log(Section):
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
     wandb_project: str = ""
-    """Weights & Biases project; empty: none."""
+    """Weights & Biases project; empty: none. A resumed run continues its run there."""
+    flop_formula: FlopFormula = "megatron_causal"
+    """Also show TFLOP/s by this formula, and their share of the peak; MFU is by megatron_causal."""
 
 
 class Guard(Section):

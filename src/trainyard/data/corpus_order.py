@@ -62,6 +62,7 @@ class SequenceSettings:
 class EpochPlan:
     """How often the documents of one split are laid out, and how many sequences that makes."""
 
+    epoch_tokens: int
     n_epochs: int
     shuffle_last_epoch_apart: bool
     n_sequences: int
@@ -83,7 +84,7 @@ def plan_corpus(
     n_sequences = total // length
     if not drop_last_partial:  # in single precision, because Megatron-LM's is
         n_sequences = int(np.ceil(np.float32(total) / np.float32(length)))
-    return EpochPlan(n_epochs, apart, n_sequences, n_before_last)
+    return EpochPlan(epoch_tokens, n_epochs, apart, n_sequences, n_before_last)
 
 
 class CorpusOrder:

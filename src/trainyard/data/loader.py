@@ -10,6 +10,7 @@ sequences and 16 skipped, the last 16 of the run are sequences 0 to 15, for the 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,13 +23,23 @@ from trainyard.config import run as config
 from trainyard.data.corpus_order import SequenceSettings
 from trainyard.data.index_cache import IndexCache, Unread, describe_contents
 from trainyard.data.indexed import IndexedDataset
-from trainyard.data.order import SPLITS, SequenceOrder, Split, build_order, parse_split
+from trainyard.data.order import (
+    SPLITS,
+    SequenceOrder,
+    Split,
+    build_order,
+    parse_split,
+    repeats_alike,
+    without_vain_weight,
+)
 from trainyard.errors import ConfigError, DataError
 from trainyard.plan.batches import BatchSchedule
 from trainyard.plan.resolve import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_log = logging.getLogger("trainyard")
 
 Batch = tuple["Tensor", "Tensor"]
 """Token ids and the ids that follow them, (sequences, T) each, int64."""
@@ -54,7 +65,7 @@ class Loader:
         *,
         pin_memory: bool = False,
     ) -> None:
-        self._order = order
+        self.order = order
         self._batches = batches
         self._vocabulary_size = vocabulary_size
         self._share = share
@@ -83,15 +94,15 @@ class Loader:
         number, n_shards = self._share
         count = self._batches.batch_size(step) // n_shards
         first = self._batches.consumed(step) + offset + number * count
-        sequences = self._sequences(first % len(self._order), count)
+        sequences = self._sequences(first % len(self.order), count)
         tokens, labels = split_labels(sequences, self._vocabulary_size)
         return (tokens.pin_memory(), labels.pin_memory()) if self._pin_memory else (tokens, labels)
 
     def _sequences(self, first: int, count: int) -> NDArray[np.int64]:
         parts = []
         while count > 0:
-            n_here = min(count, len(self._order) - first)
-            parts.append(self._order.sequences(first, n_here))
+            n_here = min(count, len(self.order) - first)
+            parts.append(self.order.sequences(first, n_here))
             first, count = 0, count - n_here
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -148,6 +159,32 @@ def build_orders(
         settings,
         Path(data.cache_folder),
     )
+
+
+def build_training_orders(run: config.Run, plan: Plan) -> dict[Split, SequenceOrder | None]:
+    """Builds the orders of all splits; a share too small for a test sequence gives none.
+
+    Raises:
+        ConfigError, DataError: as `build_orders`.
+    """
+    try:
+        return build_orders(run, plan)
+    except DataError as error:
+        orders = build_orders(run, plan, ("train", "valid"))  # raises if one of these is the cause
+        if run.data.test.prefixes:
+            raise
+        _log.info("no final evaluation: %s", error.problem)
+        return orders
+
+
+def keeps_passes(run: config.Run, split: Split, order: SequenceOrder | None, other: Plan) -> bool:
+    """Returns whether a split's order makes as many passes over the data under another plan."""
+    if order is None:
+        return True
+    data, size = run.data, other.order_sequences[SPLITS.index(split)]
+    if data.blend.prefixes:
+        return repeats_alike(order, data.blend, size)
+    return repeats_alike(order, without_vain_weight(getattr(data, split)), size)
 
 
 def data_prefixes(run: config.Run) -> list[str]:

@@ -30,7 +30,12 @@ from numpy.typing import NDArray
 
 from trainyard.config.run import Blend
 from trainyard.data.blend import build_blend_index
-from trainyard.data.corpus_order import CorpusOrder, SequenceSettings, build_corpus_order
+from trainyard.data.corpus_order import (
+    CorpusOrder,
+    SequenceSettings,
+    build_corpus_order,
+    plan_corpus,
+)
 from trainyard.data.index_cache import IndexCache
 from trainyard.data.indexed import IndexedDataset
 from trainyard.errors import DataError
@@ -173,8 +178,8 @@ def build_order(
                 f"{size} {name} sequences requested, but split {split!r} leaves {name} empty",
                 f"give {name} a share in the split, or ask for 0 of them",
             )
-        if isinstance(blend, tuple) and len(each.prefixes) == 1:  # weighed against nothing
-            each = Blend(prefixes=each.prefixes)
+        if isinstance(blend, tuple):
+            each = without_vain_weight(each)
         drop_last_partial = settings.drop_last_partial or name != "valid"
         selected = [
             _select(datasets[prefix], part, name, by_tokens=prefix in by_tokens)
@@ -245,6 +250,11 @@ def _cut(dataset: IndexedDataset, span: range) -> IndexedDataset:
     return part
 
 
+def without_vain_weight(blend: Blend) -> Blend:
+    """Returns a blend whose only corpus, weighed against nothing, has no weight."""
+    return Blend(prefixes=blend.prefixes) if len(blend.prefixes) == 1 else blend
+
+
 def _asked(blend: Blend, size: int | None, surplus: float) -> list[int | None]:
     """Returns how many sequences each corpus must give; None is one pass over its documents."""
     if not blend.weights:
@@ -256,6 +266,17 @@ def _asked(blend: Blend, size: int | None, surplus: float) -> list[int | None]:
         )
     shares = _normalized(blend.weights)
     return [math.ceil(math.ceil(size * float(share)) * (1 + surplus)) for share in shares]
+
+
+def repeats_alike(order: SequenceOrder, blend: Blend, size: int) -> bool:
+    """Returns whether an order of `size` sequences of the blend makes as many passes as this."""
+    for corpus, asked in zip(order.corpora, _asked(blend, size, _SURPLUS), strict=True):
+        plan, other = corpus.plan, plan_corpus(corpus.plan.epoch_tokens, asked, corpus.settings)
+        if plan.n_epochs != other.n_epochs:
+            return False
+        if plan.shuffle_last_epoch_apart != other.shuffle_last_epoch_apart:
+            return False
+    return True
 
 
 def _blended(

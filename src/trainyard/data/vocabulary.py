@@ -5,6 +5,7 @@ Both hold the same content, so both give the same `Vocabulary` and the same fing
 
     load_vocabulary("gpt2")                     # GPT-2's, included in this package
     load_vocabulary("data/gpt2")                # vocab.json + merges.txt: the same fingerprint
+    load_vocabulary("data/gpt2-vocab.json")     # beside gpt2-merges.txt: the same fingerprint
     load_vocabulary("data/gpt2/tokenizer.json") # the same fingerprint
 
 The package includes only GPT-2's merges, compressed. Its tokens follow from them: the 256 bytes in
@@ -33,8 +34,10 @@ GPT2 = "gpt2"
 """The name of the included GPT-2 tokenizer."""
 # The splitting rule of GPT-2: its regular expression, and no space put before the first word.
 GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+_PAIRS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
 _HINT = (
-    "name a folder with vocab.json and merges.txt, or one with a tokenizer.json; "
+    "name a folder with vocab.json and merges.txt (or gpt2-vocab.json and gpt2-merges.txt), or one "
+    "with a tokenizer.json; "
     "the name gpt2 means GPT-2's, which ships with Trainyard"
 )
 
@@ -132,8 +135,9 @@ def load_vocabulary(source: str | Path) -> Vocabulary:
     """Reads and checks a tokenizer.
 
     Args:
-        source: a folder with vocab.json and merges.txt or with a tokenizer.json, or that file; the
-            string "gpt2" is the included tokenizer, while "./gpt2" and a `Path` are always files.
+        source: a folder with vocab.json and merges.txt, also named gpt2-vocab.json and
+            gpt2-merges.txt, or with a tokenizer.json; or one of these files. The string "gpt2" is
+            the included tokenizer, while "./gpt2" and a `Path` are always files.
 
     Raises:
         DataError: a file is missing or malformed, or it is not a byte-level BPE with
@@ -143,22 +147,27 @@ def load_vocabulary(source: str | Path) -> Vocabulary:
         return _load_gpt2()
     path = Path(source)
     if path.is_file():
-        return _from_tokenizer_json(path)
+        named = [pair for pair in _PAIRS if path.name in pair]
+        return _from_pair(path.parent, named[0]) if named else _from_tokenizer_json(path)
     if not path.is_dir():
         raise DataError(f"the tokenizer {source} does not exist", _HINT)
     if (path / "tokenizer.json").is_file():
         return _from_tokenizer_json(path / "tokenizer.json")
-    for name in ("vocab.json", "merges.txt"):
-        if not (path / name).is_file():
-            raise DataError(f"the tokenizer folder {source} has no {name}", _HINT)
-    ids = _read_json(path / "vocab.json")
-    merges = _read_merges(path / "merges.txt")
-    return build_vocabulary(path / "vocab.json", ids, merges)
+    there = [pair for pair in _PAIRS if any((path / name).is_file() for name in pair)]
+    return _from_pair(path, there[0] if there else _PAIRS[0])
+
+
+def _from_pair(folder: Path, names: tuple[str, str]) -> Vocabulary:
+    for name in names:
+        if not (folder / name).is_file():
+            raise DataError(f"the tokenizer folder {folder} has no {name}", _HINT)
+    vocabulary, merges = (folder / name for name in names)
+    return build_vocabulary(vocabulary, _read_json(vocabulary), _read_merges(merges))
 
 
 def holds_tokenizer(folder: Path) -> bool:
     """Returns whether a folder has the files of a tokenizer, in either layout."""
-    layouts = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+    layouts = (("tokenizer.json",), *_PAIRS)
     return any(all((folder / name).is_file() for name in names) for names in layouts)
 
 

@@ -34,11 +34,10 @@ _COUNTED_SEQUENCES = 256
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A model loaded from a checkpoint."""
+class TrainedRun:
+    """What a checkpoint holds besides its tensors."""
 
     checkpoint: Path
-    model: GPT
     run: Run
     tokenizer: Tokenizer | None
 
@@ -56,10 +55,15 @@ class Trained:
         return self.tokenizer
 
 
-def load_trained(path: Path) -> Trained:
-    """Loads the model of a checkpoint, or of the newest one of a run folder.
+@dataclass(frozen=True)
+class Trained(TrainedRun):
+    """A model loaded from a checkpoint, on one device."""
 
-    On a GPU it computes as trained, in fp16, fp32 or else bf16; on a CPU in fp32.
+    model: GPT
+
+
+def read_trained_run(path: Path) -> TrainedRun:
+    """Reads a checkpoint, or the newest one of a run folder, without its tensors.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -68,14 +72,29 @@ def load_trained(path: Path) -> Trained:
     checkpoint = find_checkpoint(path)
     manifest = read_manifest(checkpoint)
     run = manifest.build_run()
-    device = choose_device(Process())
-    dtype = torch.float32
-    if device.type == "cuda":
-        dtype = torch_dtype(run.precision.formats.compute)
     vocabulary = load_tokenizer_copy(checkpoint, manifest)
     tokenizer = Tokenizer(vocabulary, tokenizer_name(run.tokenizer.path)) if vocabulary else None
-    model, _, _ = build_model_from_checkpoint(checkpoint, device, dtype)
-    return Trained(checkpoint, model, run, tokenizer)
+    return TrainedRun(checkpoint, run, tokenizer)
+
+
+def load_trained(path: Path) -> Trained:
+    """Loads the model of a checkpoint, or of the newest one of a run folder.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        DataError: its tokenizer is missing.
+    """
+    trained = read_trained_run(path)
+    device = choose_device(Process())
+    dtype = choose_dtype(trained.run, device)
+    model, _, _ = build_model_from_checkpoint(trained.checkpoint, device, dtype)
+    return Trained(trained.checkpoint, trained.run, trained.tokenizer, model)
+
+
+def choose_dtype(run: Run, device: torch.device) -> torch.dtype:
+    """Chooses what a trained model computes in: fp32 on a CPU; as trained or bf16 on a GPU."""
+    on_gpu = device.type == "cuda"
+    return torch_dtype(run.precision.formats.compute) if on_gpu else torch.float32
 
 
 def read_documents(source: str, tokenizer: Tokenizer | None) -> Iterator[Ids]:

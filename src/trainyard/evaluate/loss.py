@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -40,6 +41,23 @@ from trainyard.model.loss import IGNORE_INDEX
 Ids = NDArray[Any]
 LossOf = Callable[[Tensor, Tensor], Tensor]
 """Returns the summed loss, in nats, of token ids and labels, (B, T) each."""
+
+
+def _no_wait() -> None:
+    """One rank waits for nobody."""
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A model that predicts, on one device or on the ranks of a job."""
+
+    loss_of: LossOf
+    sequence_length: int
+    vocabulary_size: int
+    batch_size: int
+    """Sequences of a batch."""
+    barrier: Callable[[], None] = _no_wait
+    """Waits for all ranks."""
 
 
 class Decoder(Protocol):
@@ -139,41 +157,45 @@ def held_out_loss(
     return HeldOut(summed_loss, n_tokens, token_counts=token_counts)
 
 
+def pad_batch(tokens: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Pads a batch, (B, T) each, with rows without labels to a multiple of `size`."""
+    missing = (0, 0, 0, -len(tokens) % size)
+    return F.pad(tokens, missing), F.pad(labels, missing, value=IGNORE_INDEX)
+
+
 def evaluate_documents(
-    model: GPT,
+    predictor: Predictor,
     documents: Iterable[Ids],
     tokenizer: Decoder | None,
     stride: int | None = None,
-    batch_size: int = 8,
 ) -> HeldOut:
     """Predicts every token of whole documents once, in windows as in the example above.
 
     Args:
-        model: sets the window length.
+        predictor: sets the window length.
         documents: token ids of one document each, with any end-of-document tokens.
         tokenizer: counts bytes and starts the first document; without one, the very first token
             is not predicted, and there are no bits per byte.
         stride: tokens predicted per window; by default a whole window, without overlap.
-        batch_size: windows per forward pass.
 
     Raises:
         DataError: a token id is outside the model's vocabulary, or there is nothing to predict.
     """
-    sequence_length = len(model.token_positions)
+    sequence_length, vocabulary_size = predictor.sequence_length, predictor.vocabulary_size
     n_bytes = 0
 
     def checked() -> Iterator[Ids]:
         nonlocal n_bytes
         for number, ids in enumerate(documents):
-            _check_ids(ids, number, model.vocabulary_size)
+            _check_ids(ids, number, vocabulary_size)
             if tokenizer:
                 n_bytes += count_bytes(ids, tokenizer)
             yield ids
 
     first = [tokenizer.eod_id] if tokenizer else []
     windows = _cut_windows(checked(), first, sequence_length, stride or sequence_length)
-    batches = _stack(windows, sequence_length, batch_size)
-    found = held_out_loss(loss_of_model(model), batches, model.vocabulary_size)
+    batches = _stack(windows, sequence_length, predictor.batch_size)
+    found = held_out_loss(predictor.loss_of, batches, vocabulary_size)
     return replace(found, n_bytes=n_bytes if tokenizer else None)
 
 

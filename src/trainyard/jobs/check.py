@@ -60,8 +60,16 @@ def check_programs(job: Job) -> None:
             f"there is no {names[-1]} here, which the scheduler {launch.scheduler} needs",
             "run this on a login node of the cluster; --dry-run prints the script anywhere",
         )
+
+
+def check_image(job: Job) -> None:
+    """Rejects an image file that does not exist.
+
+    Raises:
+        LaunchError: names it.
+    """
     is_file = job.image.startswith("/")
-    if launch.container.runtime != "none" and is_file and not os.path.lexists(job.image):
+    if job.container.runtime != "none" and is_file and not os.path.lexists(job.image):
         raise LaunchError(
             f"there is no image {job.image}",
             "build or copy it there, or set another: --image, or image in [launch.container]",
@@ -85,7 +93,7 @@ def _check_torchrun(job: Job) -> None:
 
 def _check_container(job: Job) -> None:
     launch = job.cluster.launch
-    container = launch.container
+    container = job.container
     if container.runtime == "none":
         if container.image:
             raise LaunchError(

@@ -7,11 +7,12 @@ among themselves.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainyard.config.cluster import Cluster
+from trainyard.config.cluster import Cluster, Container
 
 IMAGE_ENDINGS = (".sif", ".sqsh", ".img")
 
@@ -35,6 +36,8 @@ class Job:
     """The command that made the script."""
     is_stage: bool = False
     """Whether it is a data stage."""
+    after: Sequence[str] = ()
+    """Stages that it waits for, of those submitted with it."""
     needs: Sequence[str] = ()
     """Files from earlier stages that must exist when it starts."""
 
@@ -64,18 +67,37 @@ class Job:
         return str(self.folder.relative_to(self.project))
 
     @property
-    def image(self) -> str:
-        """Container image; a file by its absolute path, since pyxis takes `x.sqsh` for a name."""
-        image = self.cluster.launch.container.image
-        is_file = image.startswith(("/", "./")) or image.endswith(IMAGE_ENDINGS)
-        return str(self.project / image) if is_file else image
+    def container(self) -> Container:
+        """The container of its ranks or tasks."""
+        launch = self.cluster.launch
+        if not self.is_stage:
+            return launch.container
+        own = launch.prepare.container
+        if own.runtime == "none" and "runtime" in own.model_fields_set:
+            return Container()
+        return launch.container.model_copy(
+            update={name: getattr(own, name) for name in own.model_fields_set}
+        )
 
     @property
-    def mounts(self) -> Sequence[str]:
-        """Mounts of its container, besides the launch folder."""
+    def python(self) -> str:
+        """The Python that runs it, on its nodes or in its container."""
         launch = self.cluster.launch
-        own = launch.prepare.mounts if self.is_stage else None
-        return launch.container.mounts if own is None else own
+        named = (launch.prepare.python if self.is_stage else "") or launch.python
+        return named or (sys.executable if self.container.runtime == "none" else "python3")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables that the cluster file sets for it."""
+        launch = self.cluster.launch
+        return launch.environment | (launch.prepare.environment if self.is_stage else {})
+
+    @property
+    def image(self) -> str:
+        """Container image; a file by its absolute path, since pyxis takes `x.sqsh` for a name."""
+        image = self.container.image
+        is_file = image.startswith(("/", "./")) or image.endswith(IMAGE_ENDINGS)
+        return str(self.project / image) if is_file else image
 
     @property
     def script_path(self) -> Path:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from trainyard.config.cluster import Launch
 from trainyard.errors import LaunchError
@@ -31,6 +32,7 @@ from trainyard.jobs.scheduler import (
     limits,
     options,
 )
+from trainyard.launch.environment import read_variables
 
 STATES: dict[str, Phase] = {
     **dict.fromkeys("QHTW", "waiting"),
@@ -47,6 +49,7 @@ class Pbs(BatchScheduler):
     """PBS starts scripts without the login environment, such as modules."""
     launcher = staticmethod(mpiexec_launcher)
     submitter, lister, ender = ("qsub",), "qstat", "qdel"
+    allocator = "qsub -I -l select={nodes}"
 
     def describe(self, launch: Launch) -> str:
         """Returns `PBS, mpiexec of ..`."""
@@ -91,6 +94,14 @@ class Pbs(BatchScheduler):
     def after(self, jobs: Sequence[str]) -> list[str]:
         """Returns options of qsub."""
         return ["-W", f"depend=afterok:{':'.join(jobs)}"]
+
+    def count_nodes_here(self) -> int:
+        """Counts the hosts of PBS_NODEFILE, which may have several lines each."""
+        path = read_variables(re.compile("PBS_NODEFILE")).get("PBS_NODEFILE")
+        try:
+            return len(set(Path(path).read_text(encoding="utf-8").split())) if path else 0
+        except OSError:  # on another node than the first
+            return 0
 
     def log(self, job: str) -> str:
         """Returns the name that PBS gives to a log."""

@@ -92,12 +92,18 @@ class BatchScheduler(Scheduler):
     """The command that submits a script."""
     lister: str
     ender: str
+    allocator: str
+    """The command that starts a shell in an allocation."""
     job_id = re.compile(r"(?:^|\n)([A-Za-z0-9_.\[\]-]+)(?:;[^\n]*)?$")
     """Finds the id in what the submitter prints."""
 
     @abstractmethod
     def after(self, jobs: Sequence[str]) -> list[str]:
         """Returns the options with which a job waits for others, which must succeed."""
+
+    @abstractmethod
+    def count_nodes_here(self) -> int:
+        """Returns the nodes of the allocation that this process is in; 0 outside."""
 
     @abstractmethod
     def log(self, job: str) -> str:

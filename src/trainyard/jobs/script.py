@@ -79,7 +79,10 @@ def _describe(job: Job, scheduler: Scheduler) -> list[str]:
 def _settings(job: Job) -> Settings:
     """The variables of all scripts."""
     launch = job.cluster.launch
-    given = dict(launch.environment)
+    given = job.environment
+    if job.n_nodes == 1:
+        # On one node there may be no network for a plug-in, which would then fail (olcf-user-docs).
+        given.pop("NCCL_NET", None)
     if not job.is_stage and job.cluster.gpu != "cpu":
         devices = "1" if launch.device_variable else str(job.n_ranks_per_node)
         given = {PROMISE: devices} | given
@@ -98,20 +101,19 @@ def _settings(job: Job) -> Settings:
         "device_variable": "" if job.is_stage else launch.device_variable,
         "local_rank": "",
         "cpus_of_rank": [],
+        "container": _container(job),
+        "python": job.python,
         "command": _command(job),
     }
 
 
 def _command(job: Job) -> list[Sequence[object]]:
-    """The command of each rank or task, in the container if there is one."""
-    launch = job.cluster.launch
-    python = [launch.python, "-P"]
+    """The arguments of Python for each rank or task, line by line."""
     trainyard = ["-m", "trainyard.cli", *job.arguments]
     if not job.has_torchrun:
-        return [*_container(job), [*python, *trainyard]]
+        return [trainyard]
     return [
-        *_container(job),
-        [*python, "-m", "torch.distributed.run", "--rdzv-backend=c10d"],
+        ["-m", "torch.distributed.run", "--rdzv-backend=c10d"],
         [f"--nnodes={job.n_nodes}", f"--nproc-per-node={job.n_ranks_per_node}"],
         # It restarts ranks itself. Without the signals SIGUSR1 would end it.
         [f"--max-restarts={LIMIT}", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"],
@@ -121,10 +123,10 @@ def _command(job: Job) -> list[Sequence[object]]:
 
 def _container(job: Job) -> list[Sequence[object]]:
     """The command that enters a container, line by line; pyxis needs none."""
-    container, scratch = job.cluster.launch.container, job.cluster.launch.scratch
+    container, scratch = job.container, job.cluster.launch.scratch
     if container.runtime in ("none", "pyxis"):
         return []
-    mounts = [f"{job.project}:{job.project}", *job.mounts]
+    mounts = [f"{job.project}:{job.project}", *container.mounts]
     if scratch != "/tmp" and not job.is_stage:  # containers always mount /tmp
         mounts.insert(1, f"{scratch}:{scratch}")
     return [

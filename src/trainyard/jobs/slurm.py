@@ -10,6 +10,7 @@ scancel, preemption       SIGTERM also reaches the script: it leaves the job to 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from trainyard.config.cluster import Launch, cpu_mask
@@ -27,7 +28,7 @@ from trainyard.jobs.scheduler import (
     quote,
     split,
 )
-from trainyard.launch.environment import first_host
+from trainyard.launch.environment import first_host, read_variables
 
 WARNING_SECONDS = 180
 """Before the time limit; Slurm checks every 30 s."""
@@ -43,6 +44,7 @@ class Slurm(BatchScheduler):
     parts = ("starts.sh", "slurm.sh")
     has_steps = True
     submitter, lister, ender = ("sbatch", "--parsable"), "squeue", "scancel"
+    allocator = "salloc --nodes={nodes}"
 
     def describe(self, launch: Launch) -> str:
         """Returns `Slurm, srun`, or with torchrun."""
@@ -98,6 +100,11 @@ class Slurm(BatchScheduler):
         """Returns options of sbatch."""
         return [f"--dependency=afterok:{':'.join(jobs)}", "--kill-on-invalid-dep=yes"]
 
+    def count_nodes_here(self) -> int:
+        """Reads Slurm's variables."""
+        said = read_variables(re.compile("SLURM_JOB_ID|SLURM_JOB_NUM_NODES"))
+        return int(said.get("SLURM_JOB_NUM_NODES", "1")) if "SLURM_JOB_ID" in said else 0
+
     def log(self, job: str) -> str:
         """Returns the name of `--output`."""
         return f"job-{job}.log"
@@ -135,16 +142,16 @@ def _bind(launch: Launch, n_ranks: int) -> list[str]:
 
 def _pyxis(job: Job) -> list[Sequence[object]]:
     """Options of pyxis; none without it."""
-    container, scratch = job.cluster.launch.container, job.cluster.launch.scratch
+    container, scratch = job.container, job.cluster.launch.scratch
     if container.runtime != "pyxis":
         return []
-    mounts = [f"{job.project}:{job.project}", f"{scratch}:{scratch}", *job.mounts]
+    mounts = [f"{job.project}:{job.project}", f"{scratch}:{scratch}", *container.mounts]
     rows: list[Sequence[object]] = [
         [f"--container-image={job.image}"],
         [f"--container-mounts={','.join(mounts)}"],
         [f"--container-workdir={job.project}"],
         *([word] for word in split(container.options)),
     ]
-    if container.environment and not job.is_stage:
+    if container.environment:
         rows.append([f"--container-env={','.join(container.environment)}"])
     return rows

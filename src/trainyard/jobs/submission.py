@@ -15,6 +15,9 @@ runs/NAME/job.toml:
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +31,7 @@ from trainyard.errors import ConfigError, LaunchError, MachineError
 from trainyard.files import read_file
 from trainyard.jobs.scheduler import BatchScheduler
 from trainyard.jobs.schedulers import SCHEDULERS
+from trainyard.launch.local import POLL_SECONDS, note_signals, signal_name
 from trainyard.units import format_number
 
 RECORD = "job.toml"
@@ -59,16 +63,51 @@ class Submission(Section):
         return f"{self.queue.ender} {self.job}" if self.queue else ""
 
 
-def run_here(script: Path) -> NoReturn:
+def run_here(script: Path, *arguments: str) -> NoReturn:
     """Replaces this process with the script, including output, exit code and signals.
 
     Raises:
         LaunchError: bash is not installed.
     """
     try:
-        os.execvp("bash", ["bash", str(script)])
+        os.execvp("bash", ["bash", str(script), *arguments])
     except OSError as error:
-        raise LaunchError(f"bash {script} cannot be started: {error.strerror}") from None
+        raise _no_bash(script, error) from None
+
+
+def run_stage(stage: str, script: Path, *arguments: str) -> None:
+    """Runs the script of a data stage to its end; forwards SIGINT, SIGTERM and SIGHUP to it.
+
+    Raises:
+        LaunchError: bash is not installed, or the stage failed and has printed why.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    forwarded = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
+    with note_signals(forwarded) as received:
+        try:
+            # In its own process group Ctrl-C on a terminal does not reach it twice.
+            running = subprocess.Popen(
+                ["bash", str(script), *arguments], stdin=subprocess.DEVNULL, process_group=0
+            )
+        except OSError as error:
+            raise _no_bash(script, error) from None
+        n_sent = 0
+        while running.poll() is None:
+            for number in received[n_sent:]:
+                os.killpg(running.pid, number)
+                n_sent += 1
+            time.sleep(POLL_SECONDS)
+    code = running.returncode
+    if code != 0 or received:
+        end = f"exit code {code}" if code >= 0 else signal_name(-code)
+        raise LaunchError(
+            f"{stage} ended with {end}: later stages are not started",
+            "see its message above; after a fix, launch again: finished work is skipped",
+        )
+
+
+def _no_bash(script: Path, error: OSError) -> LaunchError:
+    return LaunchError(f"bash {script} cannot be started: {error.strerror}")
 
 
 def write_submission(folder: Path, submission: Submission) -> None:

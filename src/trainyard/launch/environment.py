@@ -34,16 +34,13 @@ from trainyard.errors import LaunchError
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "gigatoken")
 LOOPBACK = "127.0.0.1"
-# Below the ephemeral ports of Linux.
-FIRST_PORT, N_PORTS = 12_000, 18_000
+FIRST_PORT, N_PORTS = 12_000, 18_000  # below the ephemeral ports of Linux
 # Variables that distinguish jobs, so that two on one machine use different ports.
 JOB_NAMES = ("PMIX_NAMESPACE", "PALS_APID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID")
 COMMAND = "TRAINYARD_COMMAND"
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
-PROMISE = "TRAINYARD_DEVICES"
-"""Set by job scripts: number of GPUs that each rank must see."""
-END = "TRAINYARD_END"
-"""Set by job scripts: when the scheduler ends the job, in seconds since 1970."""
+# Set by job scripts: number of GPUs that each rank must see; the job's end, in seconds since 1970.
+PROMISE, END = "TRAINYARD_DEVICES", "TRAINYARD_END"
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 MEANING = "start all ranks with torchrun, srun or mpiexec, or one process without its variables"
 ADDRESS_HINT = "export MASTER_ADDR, the name of the first machine, and MASTER_PORT to every rank"
@@ -136,7 +133,8 @@ def read_process(environment: Mapping[str, str] = os.environ) -> Process:
 def _read_launcher(environment: Mapping[str, str]) -> Process:
     in_step = "SLURM_STEP_ID" in environment
     if OURS.are_in(environment):
-        return _complete_ours(environment, _read_place(environment, OURS))
+        place = _read_place(environment, OURS)
+        return replace(place, store_file=Path(_text(environment, "TRAINYARD_STORE_FILE")))
     if TORCHRUN.are_in(environment):
         return _complete_torchrun(environment, _read_place(environment, TORCHRUN))
     if OPEN_MPI.are_in(environment):
@@ -246,10 +244,15 @@ def make_libraries_deterministic() -> None:
 
 def keep_off_the_network() -> None:
     """Restricts gloo and NCCL to the loopback interface; call it before they start."""
-    names = {name for _, name in socket.if_nameindex()}
-    for loopback in names & {"lo", "lo0"}:
+    for loopback in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
         os.environ["NCCL_SOCKET_IFNAME"] = loopback
+
+
+def read_network(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns http_proxy, https_proxy, no_proxy and hf_token; a lower-case variable wins."""
+    names = {"http_proxy", "https_proxy", "no_proxy", "hf_token"}
+    return {key.lower(): environment[key] for key in sorted(environment) if key.lower() in names}
 
 
 def hide_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -325,10 +328,6 @@ def _read_slurm_place(environment: Mapping[str, str]) -> Process:
     local = "SLURM_STEP_TASKS_PER_NODE"
     names = _Names(["SLURM_PROCID"], ["SLURM_STEP_NUM_TASKS"], ["SLURM_LOCALID"], [local])
     return _read_place({**environment, local: str(n_tasks[node])}, names)
-
-
-def _complete_ours(environment: Mapping[str, str], process: Process) -> Process:
-    return replace(process, store_file=Path(_text(environment, "TRAINYARD_STORE_FILE")))
 
 
 def _complete_torchrun(environment: Mapping[str, str], process: Process) -> Process:

@@ -261,7 +261,7 @@ class ParallelModel:
         tokens, labels = (self._take(ids.chunk(dp_size)[dp_rank]) for ids in (tokens, labels))
         for model in self.stages.values():
             model.eval()
-        total = torch.zeros((), device=self.mesh.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self._pipeline is not None:
             loss = self._pipeline.evaluate(tokens, labels, len(tokens) // self._micro_batch_size)
             total += 0.0 if loss is None else loss

@@ -144,12 +144,23 @@ def all_steps_seconds(run: Run, plan: Plan, machine: Machine, time: StepTime) ->
 
 def _evaluation_seconds(run: Run, plan: Plan, time: StepTime) -> float:
     """Returns the time of forward passes over held-out data."""
-    interval = run.evaluate.interval or plan.n_steps
-    n_batches = (plan.n_steps // interval + 1) * run.evaluate.batches
+    n_batches = _n_evaluations(run, plan) * run.evaluate.batches
     forward = sum(forward for forward, _ in time.stage_seconds)
     both = sum(sum(passes) for passes in time.stage_seconds)
     without_update = time.seconds - time.parts.get("optimizer", 0.0)
     return n_batches * without_update * (forward / both if both else 0.0)
+
+
+def _n_evaluations(run: Run, plan: Plan) -> int:
+    """Counts evaluations: every interval, at the end, and once of the test split."""
+    data, interval = run.data, run.evaluate.interval or plan.n_steps
+    n_held_out = math.ceil(plan.n_steps / interval)
+    if data.train.prefixes:
+        has_valid, has_test = bool(data.valid.prefixes), bool(data.test.prefixes)
+    else:
+        _, valid, test = units.parse_shares(data.split)
+        has_valid, has_test = valid > 0, test > 0
+    return n_held_out * has_valid + has_test
 
 
 def _saving(

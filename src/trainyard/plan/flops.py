@@ -17,20 +17,22 @@ and the backward pass twice that. The formulas differ in how many such passes th
 | deepspeed_2024     | 3; recomputing: 4      | 3 or 4    | as blocks | ALCF's fork, as [DS]       |
 
 Only `megatron_causal` counts exactly the mathematics of a causal model, whatever the kernels do, so
-it defines model FLOPs and MFU. Figures with recomputed work are hardware utilization, not
-comparable with MFU.
+it defines model FLOPs and MFU; `log.flop_formula` shows another one beside it. Figures with
+recomputed work are hardware utilization, not comparable with MFU.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from trainyard.architecture import LayerSpec, head_layer, matmuls
-from trainyard.config.run import Model, Recompute
+from trainyard.config.run import FlopFormula, Model, Recompute, Run
+from trainyard.units import format_figure
 
-FormulaName = Literal["megatron_causal", "megatron", "megatron_deepspeed", "deepspeed_2024"]
+MODEL_FLOPS: FlopFormula = "megatron_causal"
+"""The formula of model FLOPs and MFU."""
 
 
 def matmul_flops(layers: Iterable[LayerSpec]) -> int:
@@ -45,13 +47,13 @@ def score_flops(model: Model) -> int:
 
 def model_flops_per_token(model: Model, padded_vocabulary_size: int) -> float:
     """Counts the model FLOP of training on one token, which define MFU."""
-    return flops_per_token(model, padded_vocabulary_size, "megatron_causal")
+    return flops_per_token(model, padded_vocabulary_size, MODEL_FLOPS)
 
 
 def flops_per_token(
     model: Model,
     padded_vocabulary_size: int,
-    formula: FormulaName,
+    formula: FlopFormula,
     recompute: Recompute = "none",
 ) -> float:
     """Counts the FLOP of training on one token by `formula`.
@@ -96,3 +98,39 @@ def model_flops_utilization(
     if peak_flops_per_second is None:
         return None
     return model_flops_per_token * tokens_per_second_per_gpu / peak_flops_per_second
+
+
+def figures_by_formula(
+    run: Run, padded_vocabulary_size: int, tokens_per_second_per_gpu: float, peak: float | None
+) -> dict[str, Any]:
+    """Returns TFLOP/s per device by `log.flop_formula`, and their share of the peak.
+
+    Args:
+        run: the run; two of the formulas count what it recomputes.
+        padded_vocabulary_size: rows of the output head.
+        tokens_per_second_per_gpu: its speed.
+        peak: FLOP/s of the device for the run's precision; None if unknown, and so is the share.
+
+    Returns:
+        Nothing for `MODEL_FLOPS`: TFLOP/s and MFU are by that formula.
+    """
+    name = run.log.flop_formula
+    if name == MODEL_FLOPS:
+        return {}
+    flops = flops_per_token(run.model, padded_vocabulary_size, name, run.parallel.recompute)
+    return {
+        "flop_formula": name,
+        "formula_tflops_per_second_per_device": flops * tokens_per_second_per_gpu / 1e12,
+        "formula_share_of_peak": model_flops_utilization(flops, tokens_per_second_per_gpu, peak),
+    }
+
+
+def describe_formula(figures: Mapping[str, Any]) -> str:
+    """Describes `figures_by_formula`; empty without them."""
+    if "flop_formula" not in figures:
+        return ""
+    tflops, share = (
+        figures[key] for key in ("formula_tflops_per_second_per_device", "formula_share_of_peak")
+    )
+    of_peak = "" if share is None else f", {share:.2%} of the peak"
+    return f"{format_figure(tflops, 4)} TFLOP/s per device by {figures['flop_formula']}{of_peak}"

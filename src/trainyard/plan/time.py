@@ -14,7 +14,7 @@ With m micro batches of the slowest of p ranks, which have v stages each, a step
     m passes forward and backward through all stages of that rank
     bubble          one through the stages of all other ranks / v; zero bubble: a third of it
     data            data parallel communication that computation does not hide
-    optimizer       bytes of states and gradients, as memory-bound
+    optimizer       bytes of states and gradients, as memory-bound, or the launches of its kernels
 
 So matmuls of small matrices are slow: on an A100, at half of their best speed where rows, columns
 and inner size are all about 500. Shares and latencies belong to the machine;
@@ -104,7 +104,9 @@ def price(work: Work, topology: Topology, machine: Machine) -> StepTime:
         parts["bubble"] /= 3
     parts["data"] = max(map(prices.data_seconds, work.traffic, work.unpacked, seconds))
     n_update_bytes = _update_bytes(work.run) * max(work.updated)
-    parts["optimizer"] = prices.memory_seconds(n_update_bytes)
+    parts["optimizer"] = prices.with_launches(
+        prices.memory_seconds(n_update_bytes), work.update_kernels
+    )
     return StepTime(
         seconds=sum(parts.values()),
         parts={name: parts[name] for name in PARTS},
@@ -213,9 +215,13 @@ class _Prices:
             **talk,
         }
         device_seconds = sum(parts.values())
-        host_seconds = work.kernels * self.shares.launch_seconds
-        seconds = (device_seconds**HIDING + host_seconds**HIDING) ** (1 / HIDING)
+        seconds = self.with_launches(device_seconds, work.kernels)
         return parts | {"overhead": seconds - device_seconds}
+
+    def with_launches(self, device_seconds: float, kernels: float) -> float:
+        """Times kernels together with the host's time to launch them."""
+        host_seconds = kernels * self.shares.launch_seconds
+        return float((device_seconds**HIDING + host_seconds**HIDING) ** (1 / HIDING))
 
     def _product_seconds(self, product: Matmul) -> float:
         a, b, c = product.rows, product.inner, product.columns

@@ -23,6 +23,7 @@ from trainyard.architecture import (
     matmuls,
     rest_layers,
 )
+from trainyard.config.precisions import MASTER
 from trainyard.config.run import Run
 from trainyard.plan.resolve import Plan
 from trainyard.plan.traffic import Traffic, block_gathers, count_fp8_blocks, rank_traffic
@@ -66,13 +67,22 @@ class Program:
     but a first part."""
     attention_share: float = 1.0
     """Speed of its fused attention relative to ours."""
+    rest_kernels: int | None = None
+    """Launched outside the blocks: embedding, head, loss, sums of gradients. None: like a block."""
+    fp8_kernels: int = 0
+    """Launched in addition by a block with fp8 matmuls."""
+    matrix_kernels: int = 0
+    """Launched in a step for each matrix with low-precision state: its gradient is encoded, its
+    state decoded, updated and encoded."""
 
 
 # Compiled: dropout, residual sum and norm are one kernel (reads two values, writes two, at 2 bytes,
 # for each half of a block), GELU is another, heads are views. Logits: written, read for maximum and
 # sum, read and written for the gradient, which both products read. fp8: an operand is read to find
 # its scale, read again and written, 5 bytes; 4 such conversions serve the 6 operands of a layer's
-# three products. Exchanges take up to 24 of 108 to 132 multiprocessors: an estimate.
+# three products. Exchanges take up to 24 of 108 to 132 multiprocessors: an estimate. Kernels are
+# counted, in tests/fake_cuda/launches.json and by `bench --roofline`: a bf16 block has 32 in both
+# passes, an fp8 block 49 more, the rest 135, and a low-precision matrix 53 in a step.
 OURS = Program(
     name="trainyard",
     stream_bytes=16,
@@ -80,15 +90,26 @@ OURS = Program(
     score_bytes=0,
     logit_bytes=12,
     gradient_bytes=10,
-    block_kernels=20,
+    block_kernels=11,
     reduced_bytes=4,
     cast_bytes=3.3,
     shown_data=0.2,
     hides_in_pipeline=False,
     hides_tensor="backward",
+    rest_kernels=45,
+    fp8_kernels=16,
+    matrix_kernels=53,
 )
-# Every operation of a block is a separate kernel; estimates.
-UNCOMPILED = replace(OURS, stream_bytes=24, inner_bytes=6, logit_bytes=24, block_kernels=40)
+# Every operation of a block is a separate kernel; bytes are estimates, kernels are counted.
+UNCOMPILED = replace(
+    OURS,
+    stream_bytes=24,
+    inner_bytes=6,
+    logit_bytes=24,
+    block_kernels=47,
+    fp8_kernels=129,
+    matrix_kernels=336,
+)
 
 
 @dataclass(frozen=True)
@@ -154,6 +175,8 @@ class Work:
     """Of a whole step, by pipeline rank."""
     updated: tuple[int, ...]
     """Parameters of a rank's optimizer, by pipeline rank."""
+    update_kernels: int
+    """Launched by the update of low-precision state, on the rank with most blocks."""
     unpacked: tuple[int, ...]
     """Weights that arrive as fp8 in a step and are cast back to 16 bits, by pipeline rank."""
     n_micro_batches: int
@@ -192,6 +215,7 @@ def count_work(run: Run, plan: Plan, program: Program | None = None) -> Work:
         updated=tuple(
             sum(stages[kind].n_parameters for kind in of_rank) // n_shards for of_rank in ranks
         ),
+        update_kernels=counter.update_kernels(max(sum(n for n, *_ in each) for each in ranks)),
         unpacked=tuple(
             counter.unpacked_values(sum(kind[1] for kind in of_rank), block_gathers(run, topology))
             for of_rank in ranks
@@ -249,6 +273,15 @@ class _Counter:
         rest = rest_layers(self.model, self.padded_vocabulary_size, blocks, self.tensor)
         return (blocks[1] - blocks[0]) * count_values(self.block) + count_values(rest)
 
+    def update_kernels(self, n_blocks: int) -> int:
+        """Counts launches of the update of low-precision state.
+
+        Every data rank has a part of every matrix.
+        """
+        if MASTER not in self.run.stored(True, 2).states:
+            return 0
+        return n_blocks * len(matmuls(self.model)) * self.program.matrix_kernels
+
     def unpacked_values(self, n_fp8_blocks: int, gathers: int) -> int:
         """Counts weights that arrive as fp8 in a step and are cast back to 16 bits."""
         matrices = sum(
@@ -262,9 +295,8 @@ class _Counter:
         products = (Matmul(n, each.n_inputs, each.n_outputs, in_fp8=in_fp8) for each in layers)
         inner = sum(each.n_outputs for each in layers if each.sharding == "column")
         memory_bytes = self._stream_bytes() / 2 + self.program.inner_bytes * n * inner
-        return StagePass(
-            tuple(products), 0, memory_bytes * self.wide, self.program.block_kernels / 2
-        )
+        kernels = self.program.block_kernels + self.program.fp8_kernels * in_fp8
+        return StagePass(tuple(products), 0, memory_bytes * self.wide, kernels / 2)
 
     def _scores(self) -> StagePass:
         """Attention scores, and values weighted by them."""
@@ -286,4 +318,6 @@ class _Counter:
         n, head = self.n_tokens, head_layer(self.model, self.padded_vocabulary_size, self.tensor)
         product = Matmul(n, head.n_inputs, head.n_outputs)
         n_bytes = self.program.logit_bytes / (1 + BACKWARD) * n * head.n_outputs * self.wide
-        return StagePass((product,), 0, n_bytes, self.program.block_kernels)
+        rest_kernels = self.program.rest_kernels
+        kernels = self.program.block_kernels if rest_kernels is None else rest_kernels
+        return StagePass((product,), 0, n_bytes, kernels)

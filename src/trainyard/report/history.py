@@ -29,6 +29,7 @@ from trainyard.units import format_number, format_seconds
 COLUMNS = (
     *("step", "tokens", "time", "loss", "learning_rate", "gradient_norm", "loss_scale"),
     *("tokens_per_second_per_device", "tflops_per_second_per_device", "model_flops_utilization"),
+    "formula_tflops_per_second_per_device",
     *("memory_bytes", "skipped_steps", "seconds_left", "milliseconds_per_step"),
 )
 N_SAVES = 100
@@ -97,6 +98,7 @@ class RunMetrics:
         device: what it ran on, if it said so.
         reason: why it ended; empty while it runs, or when it was killed.
         damage: says which lines could not be read; empty where all could.
+        test: the final evaluation; empty before.
     """
 
     train: Table
@@ -109,6 +111,7 @@ class RunMetrics:
     device: str = ""
     reason: str = ""
     damage: str = ""
+    test: Line = field(default_factory=dict)
 
     def tokens_at(self, steps: list[int]) -> Curve:
         """Returns the tokens consumed at steps, interpolated between logged ones."""
@@ -150,6 +153,7 @@ class History:
         self._cuts: list[tuple[int, int]] = []
         """For each start and rollback: train lines before it, and the step it goes on from."""
         self._evaluations: dict[int, Line] = {}
+        self._test: Line = {}
         self._samples: dict[tuple[int, str], Line] = {}
         self._events: list[Event] = []
         if forgotten_steps:
@@ -181,7 +185,10 @@ class History:
                     math.nan if value is None or not -GREATEST < value < GREATEST else value
                 )
         elif kind == "evaluate":
-            self._evaluations[step] = line
+            if line.get("split") == "test":
+                self._test = line
+            else:
+                self._evaluations[step] = line
         elif kind == "sample":
             self._samples[step, str(line.get("prompt", ""))] = line
         else:
@@ -229,6 +236,7 @@ class History:
         self._cuts.append((len(self._train["step"]), step))
         self._evaluations = {at: line for at, line in self._evaluations.items() if at <= step}
         self._samples = {key: line for key, line in self._samples.items() if key[0] <= step}
+        self._test = self._test if self._test.get("step", 0) <= step else {}
 
     def metrics(self, damage: str) -> RunMetrics:
         """Returns the metrics so far."""
@@ -247,6 +255,7 @@ class History:
             self._device,
             self._reason,
             damage,
+            self._test,
         )
 
 

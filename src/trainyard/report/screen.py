@@ -78,7 +78,8 @@ def describe_line(line: Line, n_steps: int | None) -> str:
         return " | ".join(columns)
     texts = {
         "start": f"{'resumed' if line.get('resumed') else 'started'} on {line.get('device')}",
-        "evaluate": f"held-out loss {show(line.get('loss'), '{:.4f}')}",
+        "evaluate": f"{'test' if line.get('split') == 'test' else 'held-out'} loss "
+        f"{show(line.get('loss'), '{:.4f}')}",
         "sample": f"sample: {line.get('prompt')}{line.get('text')}",
         "save": f"saved {memory(line.get('bytes'))} in {_seconds(line.get('seconds'))}",
         "save failed": f"a checkpoint was not saved: {line.get('problem')}",

@@ -22,7 +22,7 @@ from trainyard.jobs.status import (
 )
 from trainyard.jobs.submission import Submission
 from trainyard.plan import saving
-from trainyard.report.history import History, Line, RunMetrics
+from trainyard.report.history import History, Line, RunMetrics, is_finite
 from trainyard.report.liveness import find_liveness
 from trainyard.report.metrics import MetricsFile
 from trainyard.report.summary import large, load_facts, load_run_of, memory, show
@@ -146,12 +146,17 @@ class Status:
         total = "" if self.n_steps is None else f" of {self.n_steps:,}"
         share = f" ({(step or 0) / self.n_steps:.0%})" if self.n_steps else ""
         left = self.seconds_left
-        held_out = self.metrics.held_out_losses[-1:]
+        held_out, test = self.metrics.held_out_losses[-1:], self.metrics.test
         facts = {
             "job": self._describe_job(),
             "step": NOT_KNOWN_YET if step is None else f"{step:,}{total}{share}",
             "loss": (NOT_KNOWN_YET if loss is None else f"{loss:.4f}")
-            + "".join(f"; held out {e['loss']:.4f} at step {e['step']:,}" for e in held_out),
+            + "".join(f"; held out {e['loss']:.4f} at step {e['step']:,}" for e in held_out)
+            + (
+                f"; test {test['loss']:.4f} at step {test['step']:,}"
+                if is_finite(test.get("loss"))
+                else ""
+            ),
             "speed": NOT_KNOWN_YET if rate is None else f"{format_large(rate)} tokens/s",
             "ETA": "" if left is None else format_seconds(left),
             "checkpoint": self.checkpoint.describe() if self.checkpoint else "none",
@@ -171,6 +176,8 @@ class Status:
         facts["step"] += f", {format_seconds(ago)} ago"
         facts["loss"] += f", best {best['loss']:.4f} at step {best['step']:,}" if best else ""
         facts["speed"] += f", {tflops} TFLOP/s per device"
+        if by_formula := last("formula_tflops_per_second_per_device"):
+            facts["speed"] += f" ({by_formula:.4g} by log.flop_formula)"
         facts["restarts"] += (
             f"; {show(last('skipped_steps'), '{:.0f}')} skipped steps, "
             f"{metrics.count('rollback')} rollbacks, {metrics.count('save failed')} failed saves"

@@ -111,9 +111,12 @@ def summarize(reported: ReportedRun) -> list[Figure]:
     of_steps = f"of {n_steps:,}" if is_finite(n_steps) else ""
     best = min(metrics.held_out_losses, key=lambda line: line["loss"], default={})
     best_at = f"nats per token, at step {best['step']:,}" if best else ""
+    test_at = f"nats per token, at step {metrics.test['step']:,}" if metrics.test else ""
     tflops = show(train.median("tflops_per_second_per_device"), "{:.3g}")
     utilization = train.median("model_flops_utilization")
     of_peak = "" if utilization is None else f", {utilization:.1%} of its peak"
+    by_formula = train.median("formula_tflops_per_second_per_device")
+    of_peak += "" if by_formula is None else f"; {by_formula:.4g} by log.flop_formula"
     n_restarts, n_back = metrics.count("restart"), metrics.count("rollback")
     return [
         Figure(
@@ -122,6 +125,7 @@ def summarize(reported: ReportedRun) -> list[Figure]:
             "nats per token, latest",
         ),
         Figure("Best held-out loss", show(best.get("loss"), "{:.4f}"), best_at),
+        Figure("Test loss", show(metrics.test.get("loss"), "{:.4f}"), test_at),
         Figure("Training loss", show(train.last("loss"), "{:.4f}"), "at the last logged step"),
         Figure("Perplexity", show(evaluation.get("perplexity"), "{:,.2f}"), "on held-out text"),
         Figure("Bits per byte", show(evaluation.get("bits_per_byte"), "{:.4f}"), "held-out text"),

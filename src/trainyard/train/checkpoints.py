@@ -23,8 +23,12 @@ from trainyard.checkpoint.load import (
 from trainyard.checkpoint.resume import check_resumable
 from trainyard.checkpoint.save import ALONE, SavingRank
 from trainyard.config.precisions import EXPONENTS, SCALED_COLUMNS
+from trainyard.config.rules import change
+from trainyard.data.loader import keeps_passes
 from trainyard.errors import EXIT_HOLD, CheckpointError, MachineError
+from trainyard.optim.optimizer import learning_rate
 from trainyard.parallel.placement import Placement, is_writer, local_part, place
+from trainyard.plan.resolve import resolve
 from trainyard.plan.saving import checkpoint_bytes, rank_bytes
 from trainyard.train.metrics import Metrics
 from trainyard.train.run_folder import Resume, checkpoint_folder, find_checkpoint
@@ -131,14 +135,33 @@ def _try(context: TrainContext, path: Path) -> tuple[str | None, State | None]:
     except CheckpointError as error:
         return error.problem, None
     tokenizer = context.tokenizer.fingerprint if context.tokenizer else ""
-    for change in check_resumable(manifest, context.run, context.data_fingerprint, tokenizer):
-        logger.info("changed since the checkpoint: %s", change)
+    for each in check_resumable(manifest, context.run, context.data_fingerprint, tokenizer):
+        logger.info("changed since the checkpoint: %s", each)
+        if each.field == "train.length" and manifest.step > 0 and context.is_first_rank:
+            logger.info("%s", describe_new_length(context, manifest))
     state = State.from_json(context, manifest.step, manifest.training)
     try:
         _fill(context, path, manifest, n_updates=manifest.step - state.skipped.total)
     except CheckpointError as error:
         return error.problem, None
     return None, state
+
+
+def describe_new_length(context: TrainContext, manifest: Manifest) -> str:
+    """Describes what another length than the checkpoint's does to learning rate and data."""
+    run, plan, step = context.run, context.plan, manifest.step
+    rates = [learning_rate(run, plan, context.batches.consumed(n)) for n in (step, plan.n_steps)]
+    text = f"the schedule is the same: learning rate {rates[0]:.3g} now, {rates[1]:.3g} at the end"
+    saved = change(run, {"train.length": manifest.build_run().train.length})
+    before = resolve(saved, plan.n_ranks)
+    if keeps_passes(run, "train", context.train_data.order, before):
+        text += "; the order of the training data is the same"
+    else:
+        text += "; the training data needs more or fewer passes, so its order is new from here, as "
+        text += "in Megatron-LM: some sequences come again early, others late"
+    if not keeps_passes(run, "valid", context.valid_order, before):
+        text += "; the held-out loss is of other sequences from here"
+    return text
 
 
 def _fill(context: TrainContext, path: Path, manifest: Manifest, n_updates: int) -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from trainyard.checkpoint.background import AsyncCheckpointer
 from trainyard.data.loader import held_out_batches
+from trainyard.data.order import Split
 from trainyard.evaluate.generate import Sampling, generate
-from trainyard.evaluate.loss import evaluate_sequences
+from trainyard.evaluate.loss import evaluate_sequences, pad_batch
 from trainyard.parallel.mesh import StopVote
 from trainyard.train.checkpoints import Saves, save_state
 from trainyard.train.guard import describe_spikes, require_equal_copies, roll_back, stop_if_stuck
@@ -96,22 +97,34 @@ def every(step: int, interval: int) -> bool:
 
 
 def evaluate(context: TrainContext, state: State, metrics: Metrics, show: Show) -> float | None:
-    """Measures and shows the loss on a fixed set of held-out sequences, if there are any."""
+    """Measures and shows the held-out loss, and at the end that of the test split, if any."""
+    held_out_loss = _evaluate(context, state, metrics, show, "valid")
+    if state.step == context.plan.n_steps and context.test_order is not None:
+        _evaluate(context, state, metrics, show, "test")
+    return held_out_loss
+
+
+def _evaluate(
+    context: TrainContext, state: State, metrics: Metrics, show: Show, split: Split
+) -> float | None:
+    """Measures the loss on a fixed set of sequences."""
     context.heartbeat.enter("evaluate", state.step)
-    train, vocabulary_size = context.run.train, context.run.model.vocabulary_size
-    order = context.valid_order
+    vocabulary_size, size = context.run.model.vocabulary_size, context.run.train.global_batch_size
+    order = context.test_order if split == "test" else context.valid_order
     if order is None:
         show(state.step, "no evaluation: the valid split is empty, or evaluate.batches is 0")
         return None
-    # As many as the order was built for: whole batches, split equally over ranks.
-    n_sequences = context.run.evaluate.batches * train.global_batch_size
-    batches = held_out_batches(order, n_sequences, train.global_batch_size, vocabulary_size)
+    # A blend without weights may be shorter; ranks split whole batches.
+    n_sequences = min(context.run.evaluate.batches * size, len(order))
+    found_batches = held_out_batches(order, n_sequences, size, vocabulary_size)
+    batches = (pad_batch(*batch, size) for batch in found_batches)
     loss_of = context.model.held_out_loss
     found = evaluate_sequences(loss_of, batches, vocabulary_size, context.tokenizer)
     consumed = context.batches.consumed(state.step) * context.run.model.sequence_length
-    values = {"step": state.step, "tokens": consumed, "split": "valid", **found.as_dict()}
+    values = {"step": state.step, "tokens": consumed, "split": split, **found.as_dict()}
     metrics.write("evaluate", values)
-    line = f"step {state.step}: held-out loss {found.mean_loss:.4f}"
+    name = "test" if split == "test" else "held-out"
+    line = f"step {state.step}: {name} loss {found.mean_loss:.4f}"
     line += f" | perplexity {found.perplexity:.2f}"
     bits = found.bits_per_byte
     show(state.step, line if bits is None else f"{line} | {bits:.3f} bits per byte")

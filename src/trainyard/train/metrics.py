@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Literal
 
 import torch
@@ -26,10 +27,17 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
+from trainyard.files import publish_text
 from trainyard.parallel.mesh import build_clock, device_name
-from trainyard.plan.flops import model_flops_utilization, tflops_per_second_per_gpu
+from trainyard.plan.flops import (
+    describe_formula,
+    figures_by_formula,
+    model_flops_utilization,
+    tflops_per_second_per_gpu,
+)
 from trainyard.plan.hardware import find_device
 from trainyard.plan.resolve import Plan
+from trainyard.train.run_folder import WANDB_ID
 from trainyard.train.state import State, TrainContext
 from trainyard.train.step import StepResult
 from trainyard.units import format_bytes, format_figure, format_large, format_seconds
@@ -97,6 +105,7 @@ class Metrics:
         loss = self._loss_sum.item() / n_finite if n_finite else math.nan
         seconds = max(sum(self._clock.seconds(*step) for step in self._steps), 1e-9)
         tokens_per_second = self._tokens / seconds
+        per_device = tokens_per_second / context.plan.n_ranks
         flops_per_token = context.plan.model_flops_per_token
         consumed = context.batches.consumed(state.step)
         tokens_left = context.plan.n_tokens - consumed * context.run.model.sequence_length
@@ -110,12 +119,15 @@ class Metrics:
             "loss_scale": 1.0 if state.scaler is None else state.scaler.scale.item(),
             "milliseconds_per_step": 1000 * seconds / len(self._steps),
             "sequences_per_second": tokens_per_second / context.run.model.sequence_length,
-            "tokens_per_second_per_device": tokens_per_second / context.plan.n_ranks,
+            "tokens_per_second_per_device": per_device,
             "tflops_per_second_per_device": tflops_per_second_per_gpu(
                 flops_per_token, tokens_per_second, context.plan.n_ranks
             ),
             "model_flops_utilization": model_flops_utilization(
-                flops_per_token, tokens_per_second / context.plan.n_ranks, self._peak_flops
+                flops_per_token, per_device, self._peak_flops
+            ),
+            **figures_by_formula(
+                context.run, context.plan.padded_vocabulary_size, per_device, self._peak_flops
             ),
             "memory_bytes": peak_memory_bytes(context.device),
             "skipped_steps": state.skipped.total,
@@ -138,7 +150,8 @@ class Outputs:
         finite = {k: v for k, v in values.items() if not _is_not_finite(v)}
         record = {"kind": kind, "time": time.time(), **dict.fromkeys(values), **finite}
         self._lines.add(json.dumps(record) + "\n")
-        numbers = {f"{kind}/{k}": v for k, v in finite.items() if isinstance(v, int | float)}
+        group = "test" if values.get("split") == "test" else kind
+        numbers = {f"{group}/{k}": v for k, v in finite.items() if isinstance(v, int | float)}
         step = values.get("step", 0)
         with self._without_tensorboard_if_it_fails():
             if self._tensorboard is not None:
@@ -205,7 +218,7 @@ def render_short_line(values: dict[str, Any], plan: Plan) -> str:
     """Renders the essential metrics."""
     columns = [
         f"step {values['step']:>{len(f'{plan.n_steps:,}')},} of {plan.n_steps:,}",
-        f"loss {values['loss']:.3f}",
+        _describe_loss(values, ".3f"),
         f"{values['tokens_per_second_per_device'] * plan.n_ranks:,.0f} tokens/s",
     ]
     if values["model_flops_utilization"] is not None:
@@ -213,6 +226,16 @@ def render_short_line(values: dict[str, Any], plan: Plan) -> str:
     if values["skipped_steps"]:
         columns.append(f"{values['skipped_steps']} skipped")
     return " | ".join([*columns, f"{format_seconds(values['seconds_left'])} left"])
+
+
+def _describe_loss(values: dict[str, Any], style: str) -> str:
+    """Describes the mean loss of the steps of a line; without one, why they were skipped."""
+    if math.isfinite(values["loss"]):
+        return f"loss {values['loss']:{style}}"
+    scale = values["loss_scale"]
+    if scale == 1.0:
+        return "skipped: loss or gradients not finite"
+    return f"skipped: gradients overflowed, loss scale now {scale:g}"
 
 
 def render_full_line(values: dict[str, Any], plan: Plan) -> str:
@@ -223,7 +246,7 @@ def render_full_line(values: dict[str, Any], plan: Plan) -> str:
         f"sequences {format_large(values['sequences']):>6}",
         f"tokens {format_large(values['tokens']):>6}",
         f"lr {values['learning_rate']:.3e}",
-        f"loss {values['loss']:7.4f}",
+        _describe_loss(values, "7.4f"),
         f"grad norm {values['gradient_norm']:6.3f}",
         f"loss scale {values['loss_scale']:g}",
         f"{values['milliseconds_per_step']:.1f} ms/step",
@@ -231,11 +254,12 @@ def render_full_line(values: dict[str, Any], plan: Plan) -> str:
         f"{values['tokens_per_second_per_device']:.0f} tokens/s/GPU",
         f"{format_figure(values['tflops_per_second_per_device'])} TFLOP/s/GPU (model)",
         "MFU -" if utilization is None else f"MFU {utilization:.1%}",
+        describe_formula(values),
         f"memory {format_bytes(values['memory_bytes'])}",
         f"skipped {values['skipped_steps']}",
         f"ETA {format_seconds(values['seconds_left'])}",
     ]
-    return " | ".join(columns)
+    return " | ".join(filter(None, columns))
 
 
 def _peak_flops_per_second(run: Run, device: torch.device) -> float | None:
@@ -264,9 +288,15 @@ def _start_wandb(folder: Path, run: Run) -> Any:
             f"log.wandb_project={run.log.wandb_project!r} needs the package wandb",
             "pip install wandb, or leave log.wandb_project empty",
         ) from None
+    # One run there for all starts here.
+    known = folder / WANDB_ID
+    if not known.exists():
+        publish_text(known, token_hex(4) + "\n")
     return wandb.init(
         project=run.log.wandb_project,
         name=run.name,
+        id=known.read_text(encoding="utf-8").strip(),
+        resume="allow",
         dir=str(folder),
         config=run.model_dump(mode="json"),
     )

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-from trainyard.config.load import render_run
+from trainyard.config.load import load_run, render_run
 from trainyard.config.run import Run
 from trainyard.data.loader import data_fingerprint, describe_data, find_unread
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary, save_vocabulary
@@ -21,6 +21,10 @@ from trainyard.train.stop import refuse_stopped
 Resume = Literal["auto", "must", "never"]
 TOKENIZER_FOLDER = "tokenizer"
 """In a run folder: the copy of the run's tokenizer, which all ranks read."""
+WANDB_ID = "wandb-id"
+"""In a run folder: the id of its run at Weights & Biases."""
+HISTORY_FOLDER = "history"
+"""In a run folder: the earlier runs it trained, `until-00001500.toml` up to step 1500."""
 FIRST_WITH_ZERO_BUBBLE = (2, 13)
 
 
@@ -44,11 +48,20 @@ def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite
     if resume == "overwrite":
         _remove_what_was_trained(folder)
     elif resume == "must" or (folder / "checkpoints").exists():
-        _refuse_another_run(folder, run, resume, fingerprint, vocabulary)
+        _keep_earlier_run(folder, run, resume, fingerprint, vocabulary)
     folder.mkdir(parents=True, exist_ok=True)
     if vocabulary is not None:
         write_tokenizer_folder(folder, vocabulary)
     publish_text(folder / "run.toml", render_run(run))
+
+
+def begun_run(folder: Path) -> Run | None:
+    """Returns the run of a folder that has trained."""
+    run_file = folder / "run.toml"
+    steps = {path.name for path in (folder / "checkpoints").glob("step-*")}
+    if run_file.exists() and steps - {"step-00000000"}:  # step 0 is an imported checkpoint
+        return load_run(str(run_file)).run
+    return None
 
 
 def write_tokenizer_folder(folder: Path, vocabulary: Vocabulary) -> None:
@@ -124,18 +137,25 @@ def _remove_what_was_trained(folder: Path) -> None:
     for path in list_checkpoints(checkpoint_folder(folder)):
         remove_checkpoint(path)
     remove_partials(checkpoint_folder(folder))
-    for name in ("metrics.jsonl", "outcome.json", "evaluation.json", "report.html"):
+    for name in ("metrics.jsonl", "outcome.json", "evaluation.json", "report.html", WANDB_ID):
         (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    for name in ("tensorboard", HISTORY_FOLDER):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def _refuse_another_run(
+def _keep_earlier_run(
     folder: Path, run: Run, resume: Resume, data: str, vocabulary: Vocabulary | None
 ) -> None:
+    """Checks that the run continues the one in the folder; keeps that one's run file if changed."""
     from trainyard.checkpoint.format import read_manifest
     from trainyard.checkpoint.resume import check_resumable
 
     checkpoint = find_checkpoint(folder, resume)
-    if checkpoint is not None:
-        tokenizer = vocabulary.fingerprint if vocabulary else ""
-        check_resumable(read_manifest(checkpoint), run, data, tokenizer)
+    if checkpoint is None:
+        return
+    manifest = read_manifest(checkpoint)
+    tokenizer = vocabulary.fingerprint if vocabulary else ""
+    earlier = folder / HISTORY_FOLDER / f"until-{manifest.step:08d}.toml"
+    if check_resumable(manifest, run, data, tokenizer) and manifest.step > 0:
+        earlier.parent.mkdir(exist_ok=True)
+        publish_text(earlier, render_run(manifest.build_run()))

@@ -238,6 +238,8 @@ class TrainContext:
     tokenizer: Tokenizer | None
     data_fingerprint: str
     """Identifies the contents of the token files."""
+    test_order: SequenceOrder | None = None
+    """Sequences of the final evaluation; None if there are none."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """Reports this process's phase to its parent."""
 

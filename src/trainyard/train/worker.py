@@ -29,7 +29,7 @@ from trainyard.config.run import Run
 from trainyard.data.index_cache import IndexCache
 from trainyard.data.loader import (
     Loader,
-    build_orders,
+    build_training_orders,
     data_fingerprint,
     data_prefixes,
     describe_data,
@@ -239,7 +239,7 @@ def build_context(
     # The first rank fills the cache of orders; the others read it.
     if mesh.rank > 0:
         mesh.barrier()
-    orders = build_orders(run, plan, ("train", "valid"))
+    orders = build_training_orders(run, plan)
     if mesh.rank == 0:
         mesh.barrier()
     if orders["train"] is None:
@@ -265,6 +265,7 @@ def build_context(
             pin_memory=mesh.device.type == "cuda",
         ),
         valid_order=orders["valid"],
+        test_order=orders["test"],
         tokenizer=tokenizer,
         data_fingerprint=data_fingerprint(run),
         heartbeat=heartbeat,

@@ -53,9 +53,9 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self.server_port}"
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        super().__init__((host, port), Handler)
+        self.address = f"http://{host}:{self.server_port}"
         self.files: dict[str, bytes] = {}
         self.faults: dict[str, list[str]] = {}
         self.requests: list[tuple[str, str, dict[str, str]]] = []
@@ -190,13 +190,15 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
-    with Server() as server:
+def serving(host: str = "127.0.0.1", port: int = 0) -> Iterator[Server]:
+    with Server(host, port) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture
@@ -546,7 +548,7 @@ def test_corpora_are_described() -> None:
     assert "Skylion007/openwebtext at abc" in describe("openwebtext@abc")
     with pytest.raises(ConfigError, match="no corpus named 'wiki'") as error:
         find_corpus("wiki")
-    assert "openwebtext, slimpajama, wikipedia" in error.value.hint
+    assert "openwebtext, oscar-1gb, slimpajama, slimpajama-6b" in error.value.hint
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from trainyard.config.corpus import Corpus
+from trainyard.config.corpus import Corpus, output_prefixes
 from trainyard.corpus.preparation.plan import (
     Identity,
     PreparationPlan,
-    output_prefixes,
     plan_corpus,
 )
 from trainyard.corpus.preparation.worker import piece_names

@@ -16,10 +16,9 @@ import pytest
 from tests.command import Fork
 from tests.waiting import wait_until
 
-from trainyard.config.corpus import Corpus
+from trainyard.config.corpus import Corpus, output_prefixes
 from trainyard.corpus.preparation import worker
 from trainyard.corpus.preparation.lead import Lead
-from trainyard.corpus.preparation.plan import output_prefixes
 from trainyard.corpus.preparation.prepare import prepare, read_status, train_on_inputs, work_path
 from trainyard.corpus.preparation.progress import Progress
 from trainyard.corpus.preparation.unit import UnitWorker

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainyard.corpus.sources import Segment, find_files, read_documents
-from trainyard.corpus.sources.files import describe_skipped, scan_inputs
+from trainyard.corpus.sources.files import LISTING_NAME, describe_skipped, scan_inputs
 from trainyard.errors import DataError
 
 
@@ -16,6 +16,13 @@ def touch(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
+
+
+def test_what_fetching_keeps_is_not_reported(tmp_path: Path) -> None:
+    touch(tmp_path, LISTING_NAME, "a/x.jsonl", "a/y.md")
+    files, skipped = scan_inputs([str(tmp_path)])
+    assert files == [tmp_path / "a/x.jsonl"]
+    assert describe_skipped(skipped) == "1 .md"
 
 
 def test_files_are_sorted_and_folders_searched(tmp_path: Path) -> None:

@@ -37,12 +37,16 @@ environment=(
   UCX_NET_DEVICES=mlx5_ib0:1
   OMPI_MCA_coll_hcoll_enable=0
   OMP_NUM_THREADS=12
+  NVIDIA_VISIBLE_DEVICES=void
+  MELLANOX_VISIBLE_DEVICES=void
 )
 scratch=''
 device_variable=''
 local_rank=SLURM_LOCALID
 cpus_of_rank=()
-command=(python3 -P -m trainyard.cli prepare recipes/msamp/data/wikipedia.toml --workers 32)
+container=()
+python=python3
+command=(-m trainyard.cli prepare recipes/msamp/data/wikipedia.toml --workers 32)
 is_torchrun=''
 step_options=(
   --container-image=/project/me/trainyard.sqsh

@@ -17,4 +17,6 @@ scratch=/tmp
 device_variable=''
 local_rank=''
 cpus_of_rank=()
-command=(python3 -P -m trainyard.cli train runs/wikipedia/run.toml)
+container=()
+python=/project/me/.venv/bin/python
+command=(-m trainyard.cli train runs/wikipedia/run.toml)

@@ -41,7 +41,7 @@ scratch=/tmp
 device_variable=ROCR_VISIBLE_DEVICES
 local_rank=SLURM_LOCALID
 cpus_of_rank=()
-command=(
+container=(
   singularity exec --rocm
   --bind /project/me:/project/me
   --bind /var/spool/slurmd
@@ -54,8 +54,9 @@ command=(
   --bind /appl
   --bind /pfs
   --pwd /project/me /project/me/trainyard.sif
-  python3 -P -m trainyard.cli train runs/lumi-125m/run.toml
 )
+python=python3
+command=(-m trainyard.cli train runs/lumi-125m/run.toml)
 is_torchrun=''
 step_options=(
   --cpu-bind=mask_cpu:0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000

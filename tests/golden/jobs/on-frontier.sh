@@ -13,12 +13,22 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=7
 #SBATCH -S 8
+#SBATCH --network=disable_rdzv_get
 #SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@180
 
 cd /project/me || exit 2
+
+# Setup of the cluster.
+module load PrgEnv-gnu/8.7.0
+module load cpe/26.03
+module load miniforge3/23.11.0-0
+module load rocm/7.1.1
+module load rccl-net-plugin
+module load craype-accel-amd-gfx90a
+export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH
 
 folder=runs/lumi-125m
 is_stage=''
@@ -49,7 +59,9 @@ scratch=/tmp
 device_variable=ROCR_VISIBLE_DEVICES
 local_rank=SLURM_LOCALID
 cpus_of_rank=()
-command=(python3 -P -m trainyard.cli train runs/lumi-125m/run.toml)
+container=()
+python=/project/me/.venv/bin/python
+command=(-m trainyard.cli train runs/lumi-125m/run.toml)
 is_torchrun=''
 step_options=(
   --cpu-bind=mask_cpu:0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000

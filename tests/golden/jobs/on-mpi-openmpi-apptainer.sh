@@ -17,13 +17,14 @@ scratch=/tmp
 device_variable=''
 local_rank=OMPI_COMM_WORLD_LOCAL_RANK
 cpus_of_rank=(0-7 8-15)
-command=(
+container=(
   apptainer exec --nv
   --bind /project/me:/project/me
   --bind /data
   --pwd /project/me /images/trainyard.sif
-  python3 -P -m trainyard.cli train runs/lumi-125m/run.toml
 )
+python=python3
+command=(-m trainyard.cli train runs/lumi-125m/run.toml)
 mpi=openmpi
 mpiexecs=(mpiexec.openmpi mpiexec)
 mpiexec_options=(--allow-run-as-root --mca plm_rsh_args '-p 2222')

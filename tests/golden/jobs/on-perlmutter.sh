@@ -26,12 +26,21 @@ n_nodes=4
 tasks_per_node=4
 restart_limit=3
 needs=()
-environment=(TRAINYARD_DEVICES=4 'NCCL_NET=AWS Libfabric' OMP_NUM_THREADS=16)
+environment=(
+  TRAINYARD_DEVICES=4
+  'NCCL_NET=AWS Libfabric'
+  NCCL_CROSS_NIC=1
+  NCCL_SOCKET_IFNAME=hsn
+  GLOO_SOCKET_IFNAME=hsn0
+  OMP_NUM_THREADS=16
+)
 scratch=/tmp
 device_variable=''
 local_rank=SLURM_LOCALID
 cpus_of_rank=()
-command=(python3 -P -m trainyard.cli train runs/lumi-125m/run.toml)
+container=()
+python=/project/me/.venv/bin/python
+command=(-m trainyard.cli train runs/lumi-125m/run.toml)
 is_torchrun=''
 step_options=(
   --cpu-bind=mask_cpu:0xffff000000000000ffff000000000000,0xffff000000000000ffff00000000,0xffff000000000000ffff0000,0xffff000000000000ffff

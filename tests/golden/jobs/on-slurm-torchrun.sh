@@ -33,8 +33,10 @@ scratch='/local disk/$USER'
 device_variable=''
 local_rank=SLURM_LOCALID
 cpus_of_rank=()
+container=()
+python=python3
 command=(
-  python3 -P -m torch.distributed.run --rdzv-backend=c10d
+  -m torch.distributed.run --rdzv-backend=c10d
   --nnodes=2 --nproc-per-node=8
   --max-restarts=3 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
   -m trainyard.cli train runs/lumi-125m/run.toml

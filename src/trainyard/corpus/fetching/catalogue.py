@@ -7,12 +7,14 @@ floating one:
     wikipedia    "latest"  ->  the date of the dump         20261101
     slimpajama   "main"    ->  the commit of the repository 2d0accdd58c5...
 
-A listing has the size and the checksum of every file before the first byte is fetched. Two kinds of
-servers are supported:
+A listing has the size and the checksum of every file before the first byte is fetched. Three kinds
+of corpora are supported:
 
 - `wikimedia`: `<wiki>-<date>-sha1sums.txt` has the names and the SHA-1 sums; HEAD gives the sizes.
 - `huggingface`: `/api/datasets/<repository>/tree/<commit>?recursive=true` has paths, sizes and
   SHA-256 sums, 1,000 files a page; the header `Link: <...>; rel="next"` leads to the next page.
+  With `repository_kind = "models"`, the same below `/api/models`.
+- `files`: the corpus file itself has addresses, sizes and SHA-256 sums.
 """
 
 from __future__ import annotations
@@ -31,8 +33,38 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trainyard.config.load import parse_toml
 from trainyard.errors import ConfigError, DataError
 from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
+from trainyard.units import format_figure
 
 LISTING_HINT = "try again later; or describe the corpus in a .toml file of your own"
+
+
+class KnownFile(BaseModel):
+    """A file of a corpus of kind `files`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    address: str = Field(pattern="^/")
+    """Its address on the host."""
+    path: str
+    """Its path in the folder."""
+    size_bytes: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class CorpusSize(BaseModel):
+    """What a whole corpus takes; the corpus file says where each figure is from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    download_gigabytes: float = Field(gt=0)
+    text_gigabytes: float = Field(default=0, ge=0)
+    """Unpacked text, UTF-8; 0: not a text to prepare."""
+    tokens_billions: float = Field(default=0, ge=0)
+    """GPT-2's tokens."""
+    core_hours: float = Field(default=0, ge=0)
+    """Of one core, to prepare it."""
+    source: str
+    """Where the figures come from, and which are estimates."""
 
 
 class KnownCorpus(BaseModel):
@@ -41,15 +73,20 @@ class KnownCorpus(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     title: str
-    kind: Literal["wikimedia", "huggingface"]
+    kind: Literal["wikimedia", "huggingface", "files"]
     host: str = Field(pattern=r"^https?://[^/]+$")
     repository: str
-    """The wiki (`enwiki`), or the owner and name of the data set."""
+    """The wiki (`enwiki`), the owner and name of the data set, or the folder of the files."""
+    repository_kind: Literal["datasets", "models"] = "datasets"
+    """Of Hugging Face."""
     revision: str
     """The date of a dump, or a commit, tag or branch."""
     files: str
     """Regular expression; the files whose whole path it matches belong to the corpus."""
+    listed: tuple[KnownFile, ...] = ()
+    """Of kind `files`: all files."""
     size: str
+    figures: CorpusSize | None = None
     licence: str
     note: str = ""
     max_connections: int = Field(ge=1)
@@ -136,8 +173,26 @@ def describe(name: str) -> str:
     """Describes a corpus in a few lines: contents, size, licence."""
     corpus = find_corpus(name)
     lines = [corpus.title, f"from {corpus.host}/{corpus.repository} at {corpus.revision}"]
-    lines += [f"size: {corpus.size}", f"licence: {corpus.licence}", corpus.note]
+    lines += [f"size: {corpus.size}", *_describe_figures(corpus.figures)]
+    lines += [f"licence: {corpus.licence}", corpus.note]
     return "\n".join(line for line in lines if line)
+
+
+def _describe_figures(figures: CorpusSize | None) -> list[str]:
+    if figures is None:
+        return []
+    lines = [f"download: {format_figure(figures.download_gigabytes)} GB"]
+    if figures.tokens_billions:
+        # GPT-2's ids take two bytes. Their parts stay until the last of them is joined.
+        token_gigabytes = 2 * figures.tokens_billions
+        disk = figures.download_gigabytes + 2 * token_gigabytes
+        lines[0] += (
+            f"; text: {format_figure(figures.text_gigabytes)} GB; "
+            f"token files: {format_figure(token_gigabytes)} GB with GPT-2's tokenizer; "
+            f"disk: {format_figure(disk)} GB until both are done"
+        )
+        lines += [f"preparing: about {format_figure(figures.core_hours)} core-hours"]
+    return [*lines, f"figures: {figures.source}"]
 
 
 def list_files(corpus: KnownCorpus, reader: Reader) -> Listing:
@@ -147,7 +202,9 @@ def list_files(corpus: KnownCorpus, reader: Reader) -> Listing:
         DataError: the server has no such revision or no file of the corpus, or an answer makes
             no sense, or names a file outside the folder.
     """
-    ask = {"wikimedia": _list_wikimedia, "huggingface": _list_huggingface}[corpus.kind]
+    ask = {
+        "wikimedia": _list_wikimedia, "huggingface": _list_huggingface, "files": _list_known
+    }[corpus.kind]  # fmt: skip
     revision, candidates = ask(corpus, reader)
     files = [file for file in candidates if re.fullmatch(corpus.files, file.path)]
     if not files:
@@ -204,6 +261,14 @@ def _list_wikimedia(corpus: KnownCorpus, reader: Reader) -> tuple[str, list[Remo
     return dates.pop(), files
 
 
+def _list_known(corpus: KnownCorpus, reader: Reader) -> tuple[str, list[RemoteFile]]:
+    del reader  # nothing is asked
+    return corpus.revision, [
+        RemoteFile(corpus.host + each.address, each.path, each.size_bytes, ("sha256", each.sha256))
+        for each in corpus.listed
+    ]
+
+
 def _with_size(file: RemoteFile, reader: Reader) -> RemoteFile:
     return RemoteFile(file.url, file.path, reader.size_of(file.url), file.checksum)
 
@@ -225,7 +290,7 @@ class _Entry(msgspec.Struct):
 
 
 def _list_huggingface(corpus: KnownCorpus, reader: Reader) -> tuple[str, list[RemoteFile]]:
-    api = f"{corpus.host}/api/datasets/{corpus.repository}"
+    api = f"{corpus.host}/api/{corpus.repository_kind}/{corpus.repository}"
     url = f"{api}/revision/{quote(corpus.revision, safe='')}"
     revision = quote(_decode(url, reader.read(url)[0], _Commit).sha, safe="")
     files: list[RemoteFile] = []
@@ -244,7 +309,8 @@ def _list_huggingface(corpus: KnownCorpus, reader: Reader) -> tuple[str, list[Re
 
 
 def _huggingface_file(corpus: KnownCorpus, revision: str, entry: _Entry) -> RemoteFile:
-    url = f"{corpus.host}/datasets/{corpus.repository}/resolve/{revision}/{quote(entry.path)}"
+    place = "" if corpus.repository_kind == "models" else f"{corpus.repository_kind}/"
+    url = f"{corpus.host}/{place}{corpus.repository}/resolve/{revision}/{quote(entry.path)}"
     if entry.lfs is None:
         return RemoteFile(url, entry.path, entry.size, ("", ""))
     digest = entry.lfs.oid.removeprefix("sha256:")

@@ -22,7 +22,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -42,12 +43,12 @@ from trainyard.corpus.fetching.catalogue import (
     list_files,
 )
 from trainyard.corpus.fetching.web import Client, Network, PassingError, StoppedError
+from trainyard.corpus.sources.files import LISTING_NAME
 from trainyard.errors import DataError, MachineError
 from trainyard.files import publish_text
 from trainyard.log import ProgressUpdate
 from trainyard.units import format_bytes
 
-LISTING_NAME = "fetch.listing"
 _CHUNK_BYTES = 2**20
 _MAX_WRONG_FILES = 3
 _AGAIN = "run the same command again: it resumes where it stopped"
@@ -75,6 +76,7 @@ def fetch(
     only: str = "*",
     network: Network | None = None,
     progress: ProgressUpdate | None = None,
+    announce: Callable[[str], object] | None = None,
 ) -> FetchResult:
     """Downloads a corpus into a folder, or the rest of it.
 
@@ -84,6 +86,7 @@ def fetch(
         only: shell pattern over the whole path: `train/chunk1/*`.
         network: how to talk to the servers.
         progress: gets bytes done, bytes in all and a text, from any thread, one at a time.
+        announce: gets a line with files, sizes, checksums and free space, before the download.
 
     Raises:
         ConfigError: there is no such corpus.
@@ -106,8 +109,16 @@ def fetch(
             some = ", ".join(file.path for file in listing.files[:3])
             raise DataError(f"no file matches only={only!r}", f"the paths look like {some}")
         missing = [file for file in files if not _is_whole(folder / file.path, file)]
-        shown.start(files, missing, folder)
-        _check_room(folder, missing)
+        needed, free = _bytes_to_fetch(folder, missing), shutil.disk_usage(folder).free
+        shown.start(files, missing, needed)
+        if announce and missing:
+            announce(_describe_download(files, missing, needed, free))
+        if needed > free:
+            raise MachineError(
+                f"{folder} has {format_bytes(free)} free; "
+                f"the files still to fetch take {format_bytes(needed)}",
+                "choose a folder on a larger disk, or fetch a part of the corpus",
+            )
         n_threads = max(1, min(network.connections, described.max_connections))
         _Downloads(folder, client, stop, shown).run(missing, n_threads)
     n_bytes = sum(file.size_bytes for file in files)
@@ -156,14 +167,17 @@ def _bytes_to_fetch(folder: Path, missing: Sequence[RemoteFile]) -> int:
     return sum(file.size_bytes - _size_of(_partial_of(folder / file.path)) for file in missing)
 
 
-def _check_room(folder: Path, missing: Sequence[RemoteFile]) -> None:
-    needed, free = _bytes_to_fetch(folder, missing), shutil.disk_usage(folder).free
-    if needed > free:
-        raise MachineError(
-            f"{folder} has {format_bytes(free)} free; "
-            f"the files still to fetch take {format_bytes(needed)}",
-            "choose a folder on a larger disk, or fetch a part of the corpus",
-        )
+def _describe_download(
+    files: Sequence[RemoteFile], missing: Sequence[RemoteFile], needed: int, free: int
+) -> str:
+    """Describes the files asked for and those still to fetch, with bytes needed and free."""
+    kinds = Counter(file.checksum[0] for file in missing)
+    checks = [f"{kind} for {count:,}" for kind, count in kinds.items() if kind]
+    checks += [f"size only for {kinds['']:,}"] if kinds[""] else []
+    return (
+        f"to fetch: {len(missing):,} of {len(files):,} files, {needed / 1e9:.3f} GB; "
+        f"verified by {', '.join(checks)}; free here: {free / 1e9:,.1f} GB"
+    )
 
 
 def _unwritable(path: Path, error: OSError) -> MachineError:
@@ -180,11 +194,11 @@ class _Progress:
         self._done_bytes = self._total_bytes = self._n_whole = self._n_files = 0
 
     def start(
-        self, files: Sequence[RemoteFile], missing: Sequence[RemoteFile], folder: Path
+        self, files: Sequence[RemoteFile], missing: Sequence[RemoteFile], needed: int
     ) -> None:
         self._n_files, self._n_whole = len(files), len(files) - len(missing)
         self._total_bytes = sum(file.size_bytes for file in files)
-        self._done_bytes = self._total_bytes - _bytes_to_fetch(folder, missing)
+        self._done_bytes = self._total_bytes - needed
 
     def add(self, n_bytes: int, n_whole: int = 0) -> None:
         with self._lock:

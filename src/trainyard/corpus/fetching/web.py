@@ -8,6 +8,9 @@ Only `Client.keep_trying` retries. An action raises `PassingError` for transient
 
 The wait doubles from one second to two minutes, unless the server specifies one (`Retry-After`, or
 Hugging Face's `RateLimit`). Received bytes reset the count of failures.
+
+Each redirect is a request of its own: it may need another proxy, must not leave https, and gets the
+access token only on Hugging Face itself. The large files lie on other hosts, at signed addresses.
 """
 
 from __future__ import annotations
@@ -16,12 +19,18 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
-from typing import TypeVar
-from urllib.parse import urlsplit
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import unquote, urljoin, urlsplit
 
 import urllib3
-from urllib3.exceptions import HTTPError, InvalidHeader, LocationValueError, MaxRetryError
+from urllib3.exceptions import (
+    HTTPError,
+    InvalidHeader,
+    LocationValueError,
+    ProxySchemeUnknown,
+    URLSchemeUnknown,
+)
 
 from trainyard import __version__
 from trainyard.errors import DataError
@@ -30,6 +39,10 @@ from trainyard.units import format_seconds
 _MAX_REDIRECTS = 5
 _LONGEST_BACKOFF_SECONDS = 120.0
 _LONGEST_WAIT_SECONDS = 3600.0
+_TAKES_THE_TOKEN = "https://huggingface.co/"
+_PROXIES = {"http": "http_proxy", "https": "https_proxy"}
+_PORTS = {"http": 80, "https": 443}
+_UNREACHABLE = "check the mirror, the proxy, or the certificates and the clock of this machine"
 
 T = TypeVar("T")
 
@@ -43,6 +56,10 @@ class Network:
     connections: int = 4
     contact: str = ""
     """An e-mail address or a web page, told to the server with every request."""
+    proxies: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """http_proxy, https_proxy and no_proxy, as in the environment."""
+    token: str = field(default="", repr=False)
+    """Access token of Hugging Face; no other host gets it."""
     attempts: int = 10
     """Failures in a row, with nothing received in between, after which the call ends."""
     backoff_seconds: float = 1.0
@@ -72,18 +89,17 @@ class Client:
         if not (network.contact.isascii() and network.contact.isprintable()):
             hint = "give an e-mail address or a web page"
             raise DataError(f"the contact {network.contact!r} has invalid characters", hint)
+        if not re.fullmatch("[!-~]*", network.token):
+            raise DataError("HF_TOKEN has invalid characters", "set it to the token alone, hf_...")
         self._network, self._stop, self._say = network, stop, say
         about = f"trainyard/{__version__}" + (f" ({network.contact})" if network.contact else "")
-        self._pool = urllib3.PoolManager(
-            maxsize=network.connections,
-            headers={"User-Agent": about},
-            timeout=urllib3.Timeout(network.timeout_seconds),
-            cert_reqs="CERT_REQUIRED",
-        )
+        self._headers = {"User-Agent": about}
+        self._pools = {name: _build_pool(network, name) for name in ("", *_PROXIES.values())}
 
     def close(self) -> None:
         """Closes the connections that are kept open for the next request."""
-        self._pool.clear()
+        for pool in self._pools.values():
+            pool.clear()
 
     def read(self, url: str) -> tuple[bytes, Mapping[str, str]]:
         """Returns the body and the headers of a small document."""
@@ -112,39 +128,54 @@ class Client:
     def open(
         self, method: str, url: str, headers: Mapping[str, str] | None = None
     ) -> urllib3.BaseHTTPResponse:
-        """Sends one request; gives answers 200, 206 and 416, whose body is still to be read."""
+        """Sends one request, also where it is redirected to.
+
+        Gives answers 200, 206 and 416, whose body is still to be read.
+        """
         parts = urlsplit(url)
         if self._network.mirror:
             query = f"?{parts.query}" if parts.query else ""
             url = f"{self._network.mirror.rstrip('/')}{parts.path}{query}"
         elif parts.scheme not in ("http", "https"):
             raise DataError(f"{url} is not an http(s) address", "correct the corpus file")
-        sent = {**self._pool.headers, **(headers or {})}
-        # Only redirects are urllib3's; every other repetition is `keep_trying`, which can be
-        # stopped while it waits and also covers bodies that end early.
-        once = urllib3.Retry(
-            total=None, connect=0, read=0, status=0, other=0, redirect=_MAX_REDIRECTS
-        )
-        try:
-            response = self._pool.request(
-                method, url, headers=sent, retries=once, preload_content=False
-            )
-        except HTTPError as error:
-            cause = error.reason if isinstance(error, MaxRetryError) else error
-            for_ever = "CERTIFICATE_VERIFY_FAILED" in str(cause) or "redirects" in str(cause)
-            if for_ever or isinstance(cause, LocationValueError):
-                hint = "check the mirror, or the certificates and the clock of this machine"
-                raise DataError(f"{url} cannot be reached: {cause}", hint) from error
-            raise PassingError(str(cause)) from error
-        hops = response.retries.history if response.retries else ()
-        lands_on = [(hop.redirect_location or "").lower() for hop in hops]
-        if url.startswith("https:") and any(place.startswith("http:") for place in lands_on):
-            response.close()
-            raise DataError(f"{url} redirects to an unencrypted address", "try a mirror")
+        place = url
+        for _ in range(_MAX_REDIRECTS + 1):
+            response = self._send(method, place, headers or {}, url)
+            target = response.get_redirect_location()
+            if not target:
+                break
+            response.drain_conn()
+            place, before = urljoin(place, target), place
+            if before.startswith("https:") and not place.startswith("https:"):
+                raise DataError(f"{url} redirects to an unencrypted address", "try a mirror")
+        else:
+            raise DataError(f"{url} cannot be reached: too many redirects", _UNREACHABLE)
         if response.status not in (200, 206, 416):
             response.close()
             raise _refusal(url, response.status, response.headers)
         return response
+
+    def _send(
+        self, method: str, place: str, headers: Mapping[str, str], url: str
+    ) -> urllib3.BaseHTTPResponse:
+        """Sends one request to a place that `url` leads to."""
+        sent = {**self._headers, **headers}
+        if self._network.token and place.startswith(_TAKES_THE_TOKEN):
+            sent["Authorization"] = f"Bearer {self._network.token}"
+        # Every repetition is `keep_trying`, which can be stopped while it waits and also covers
+        # bodies that end early.
+        try:
+            pool = self._pools[find_proxy(self._network.proxies, place)]
+            return pool.request(
+                method, place, headers=sent, retries=False, redirect=False, preload_content=False
+            )
+        except HTTPError as error:
+            for_ever = re.search(
+                "CERTIFICATE_VERIFY_FAILED|Tunnel connection failed: 4", str(error)
+            )
+            if for_ever or isinstance(error, LocationValueError):
+                raise DataError(f"{url} cannot be reached: {error}", _UNREACHABLE) from error
+            raise PassingError(str(error)) from error
 
     def keep_trying(
         self, what: str, action: Callable[[], T], received: Callable[[], int] = lambda: 0
@@ -173,15 +204,50 @@ class Client:
                     raise StoppedError from None
 
 
+def _build_pool(network: Network, name: str) -> urllib3.PoolManager:
+    """Returns connections through the proxy of this name, or direct ones."""
+    timeout = urllib3.Timeout(network.timeout_seconds)
+    shared: dict[str, Any] = {"maxsize": network.connections, "timeout": timeout}
+    shared["cert_reqs"] = "CERT_REQUIRED"
+    address = network.proxies.get(name, "")
+    if not address:
+        return urllib3.PoolManager(**shared)
+    scheme, _, rest = (address if "://" in address else f"http://{address}").partition("://")
+    login, _, host = rest.rstrip("/").rpartition("@")
+    try:
+        if not host or re.search("[/?#@]", login + host):
+            raise LocationValueError
+        headers = urllib3.make_headers(proxy_basic_auth=unquote(login)) if login else None
+        return urllib3.ProxyManager(f"{scheme}://{host}", proxy_headers=headers, **shared)
+    except (ProxySchemeUnknown, URLSchemeUnknown, ValueError):  # which may hold the password
+        hint = "http://USER:PASSWORD@HOST:PORT, with special characters as %XX"
+        raise DataError(f"{name} is not the address of an http(s) proxy", hint) from None
+
+
+def find_proxy(proxies: Mapping[str, str], url: str) -> str:
+    """Names the proxy for a URL; empty for none."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or _PORTS.get(parts.scheme)
+    for entry in proxies.get("no_proxy", "").lower().split(","):
+        match = re.fullmatch(r"(\[.+\]|[^:]+):([0-9]+)", entry.strip())
+        name, wanted = (match[1], int(match[2])) if match else (entry.strip(), port)
+        name = name.strip("[]").removeprefix("*.").lstrip(".")
+        if wanted == port and name and (name == "*" or f".{host}".endswith(f".{name}")):
+            return ""
+    return _PROXIES.get(parts.scheme, "")
+
+
 def _refusal(url: str, status: int, headers: Mapping[str, str]) -> Exception:
     if status in (408, 425, 429) or status >= 500:
         return PassingError(f"HTTP {status}", _wait_seconds(headers))
     hint = "the file or revision no longer exists: name another revision, or try a mirror"
     if status in (401, 403):
         hint = (
-            "the server wants a contact (give one), or the data set is gated: accept "
-            "its terms on its page, fetch it with the tool named there, and prepare that folder"
+            "Wikimedia wants a contact (give one); on Hugging Face the data set is gated or gone: "
+            "accept its terms on its page, and set HF_TOKEN to a token that may read it"
         )
+    if status == 407:
+        hint = "the proxy wants a login: http_proxy=http://USER:PASSWORD@HOST:PORT"
     return DataError(f"{url} is refused: HTTP {status}", hint)
 
 

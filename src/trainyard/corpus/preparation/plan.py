@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from trainyard import __version__
-from trainyard.config.corpus import Corpus
+from trainyard.config.corpus import Corpus, output_prefixes
 from trainyard.corpus.sources import Segment, scan_inputs, split_into_units
 from trainyard.data.sidecar import SourceRecord, TokenizerRecord
 from trainyard.errors import DataError, printable
@@ -139,15 +139,6 @@ class PreparationPlan:
         """A checksum of what a unit reads: parts of files, with their sizes and times of change."""
         spans = [(part.start, part.end) for part in self.units[number]]
         return hashlib.sha256(msgspec.json.encode((spans, self.unit_sources(number)))).hexdigest()
-
-
-def output_prefixes(corpus: Corpus, n_outputs: int) -> list[str]:
-    """Names the token files as Megatron-LM does, without `.bin` or `.idx`."""
-    names = [corpus.output]
-    if corpus.files_per_output:
-        digits = max(2, len(str(n_outputs - 1)))
-        names = [f"{corpus.output}_{number:0{digits}d}" for number in range(n_outputs)]
-    return [f"{name}_{corpus.json_key}_document" for name in names]
 
 
 def list_sources(corpus: Corpus) -> tuple[list[SourceRecord], Counter[str]]:

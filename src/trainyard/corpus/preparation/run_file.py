@@ -19,8 +19,7 @@ from pathlib import Path
 
 import tomli_w
 
-from trainyard.config.corpus import Corpus
-from trainyard.corpus.preparation.plan import output_prefixes
+from trainyard.config.corpus import Corpus, output_prefixes
 from trainyard.corpus.preparation.work_folder import name_process
 from trainyard.data.sidecar import Sidecar
 from trainyard.errors import printable

@@ -25,6 +25,8 @@ FORMATS = {
     ".xml": "wikipedia",
 }
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+LISTING_NAME = "fetch.listing"
+"""What fetching keeps in the folder of a corpus; it is no part of the text."""
 UNIT_BYTES = 128 * 2**20
 # Wikitext takes twenty times the work of a line of JSON, and bzip2 packs four bytes of it in one.
 _DUMP_UNITS = {("wikipedia", ""): 4, ("wikipedia", ".bz2"): 16}
@@ -230,7 +232,7 @@ def _list_folder(folder: Path, skipped: Counter[str]) -> Iterator[os.DirEntry[st
         for entry in entries:
             if entry.name.startswith("."):
                 skipped["hidden"] += 1
-            else:
+            elif entry.name != LISTING_NAME:
                 yield entry
 
 

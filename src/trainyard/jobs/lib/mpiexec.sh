@@ -2,6 +2,8 @@
 
 mpiexec=$(command -v "${mpiexecs[@]}" | head -n 1)
 
+# shellcheck disable=SC2034 # rank.sh reads it
+ends_by_kill=yes # Hydra
 start_ranks() {
   run_on_hosts $((n_nodes * tasks_per_node)) "$tasks_per_node" "${binding[@]}" bash -c "$rank"
 }

@@ -2,33 +2,40 @@
 
 # Since Slurm 22.05, srun no longer inherits this from sbatch.
 if [ -n "$SLURM_CPUS_PER_TASK" ]; then step_options+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi
+# The hooks of a container read these before its first program runs.
+[ "${#environment[@]}" = 0 ] || export "${environment[@]}"
+# The shell of an interactive job may be a step that holds the CPUs.
+if [ -n "$is_here" ]; then step_options+=(--overlap); fi
 if [ -n "$is_stage" ]; then
-  exec srun --nodes=1 --ntasks=1 --export=ALL "${step_options[@]}" bash -c "$(print_rank)"
+  exec srun --nodes=1 --ntasks=1 --export=ALL ${is_here:+--quit-on-interrupt} \
+    "${step_options[@]}" bash -c "$(print_rank)"
 fi
 
 job=$SLURM_JOB_ID start=${SLURM_RESTART_COUNT:-0}
-export TRAINYARD_JOB="$job-$start"
-if [ -n "$is_torchrun" ]; then
-  # Rendezvous on the first node, at a port of this start; torchrun reads the PET variables.
-  MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-  export MASTER_ADDR MASTER_PORT=$((12000 + (SLURM_JOB_ID + start) % 18000))
-  export PET_RDZV_ENDPOINT="$MASTER_ADDR:$MASTER_PORT" PET_RDZV_ID="$TRAINYARD_JOB"
-fi
+if [ -n "$is_here" ]; then start=${TRAINYARD_START:-0}; fi
+export TRAINYARD_JOB="$job-$start${is_here:+-$$}" # $$: others of the allocation
+exclude=()
 
 # All ranks end when one fails.
 start_ranks() {
   exec srun --nodes="$n_nodes" --ntasks=$((n_nodes * tasks_per_node)) \
     --ntasks-per-node="$tasks_per_node" --export=ALL --kill-on-bad-exit=1 \
-    "${step_options[@]}" bash -c "$rank"
+    "${exclude[@]}" "${step_options[@]}" bash -c "$rank"
 }
 
 clean_up() {
   timeout 10 srun --nodes="$n_nodes" --ntasks="$n_nodes" --ntasks-per-node=1 \
-    rm -rf "$scratch/trainyard-$TRAINYARD_JOB" 2> /dev/null
+    "${exclude[@]}" rm -rf "$scratch/trainyard-$TRAINYARD_JOB" 2> /dev/null
 }
 
 again() {
   local bad
+  if [ -n "$is_here" ]; then
+    # Not shortly before the end of the allocation, when the ranks have saved.
+    [ -n "$TRAINYARD_END" ] && [ $((TRAINYARD_END - $(date +%s))) -lt 600 ] && return
+    [ "$(squeue --noheader --jobs="$job" --format=%T)" = RUNNING ] && start_again
+    return
+  fi
   bad=$(bad_hosts | paste -sd,)
   # Only a queued job accepts excluded nodes; requeueing sends SIGTERM to this script.
   trap '' TERM
@@ -38,7 +45,7 @@ again() {
 
 # Nodes of the previous start that are down now have failed during it.
 find_lost_nodes() {
-  local last
+  local last hosts bad
   last=$(grep " start $job " "$folder/starts.log" 2> /dev/null | tail -n 1)
   if [ -n "$last" ]; then
     sinfo --noheader --Node --nodes="${last##* }" --states=down,fail,drain --format=%N | sort -u \
@@ -49,17 +56,36 @@ find_lost_nodes() {
     fi
     rm -f "$folder/logs/lost_hosts"
   fi
-  if [ -n "$(bad_hosts)" ] &&
-    scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -xF "$(bad_hosts)"; then
-    echo "failed twice and is excluded" >&2
+  [ -n "$(bad_hosts)" ] || return
+  mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  bad=$(printf '%s\n' "${hosts[@]}" | grep -xF "$(bad_hosts)" | paste -sd,)
+  [ -n "$bad" ] || return
+  echo "failed twice and is excluded: $bad" >&2
+  if [ -z "$is_here" ]; then
     again
     exit 75
   fi
+  [ "$(good_hosts "${hosts[@]}" | wc -l)" -ge "$n_nodes" ] || exit 93
+  exclude=(--exclude="$bad")
 }
 
-# Only the ranks can save.
-trap 'is_warned=yes; scancel --signal=USR1 "$job"' USR1
-trap '[ -n "$is_warned" ] || is_ended=yes' TERM
+if [ -n "$is_here" ]; then
+  end=$(squeue --noheader --jobs="$job" --format=%e 2> /dev/null)
+  # Nothing would be a date: today.
+  if [ -n "$end" ] && end=$(date -d "$end" +%s 2> /dev/null); then export TRAINYARD_END=$end; fi
+  save_when_stopped
+else
+  # Only the ranks can save.
+  trap 'is_warned=yes; scancel --signal=USR1 "$job"' USR1
+  trap '[ -n "$is_warned" ] || is_ended=yes' TERM
+fi
 begin
 find_lost_nodes
+if [ -n "$is_torchrun" ]; then
+  # Rendezvous on the first node, at a port of this start; torchrun reads the PET variables.
+  MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vxF "$(bad_hosts)" |
+    head -n 1)
+  export MASTER_ADDR MASTER_PORT=$((12000 + RANDOM % 18000))
+  export PET_RDZV_ENDPOINT="$MASTER_ADDR:$MASTER_PORT" PET_RDZV_ID="$TRAINYARD_JOB"
+fi
 run_job "$SLURM_JOB_NODELIST"

@@ -7,7 +7,8 @@
 
 save_seconds=60   # for ranks to save once no process waits for them
 others_seconds=20 # for ranks to notice that those of another host have ended
-ssh=(ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=2)
+# A host that is down must be found before the ranks of the others give up their rendezvous (60 s).
+ssh=(ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=2)
 
 # Sets $code to the worse of two exit codes: those that need attention, then a failure, then a stop.
 take_worse() {

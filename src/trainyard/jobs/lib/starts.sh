@@ -1,11 +1,28 @@
 # Starts of a job, and what follows their end.
 
+# `job.sh here` runs on the nodes of an allocation (salloc, qsub -I), which no scheduler requeues.
+is_here=""
+if [ "$1" = here ]; then is_here=yes; fi
+
+# Without a scheduler, this script starts itself again.
+start_again() {
+  sleep 1
+  TRAINYARD_START=$((start + 1)) exec bash "$0" ${is_here:+here}
+}
+
+# Stopped by a person: the ranks save. Their own process group keeps Ctrl-C from them.
+save_when_stopped() {
+  set -m
+  trap 'is_ended=yes; kill -USR1 "$step"' INT TERM HUP USR1
+}
+
 # A line for `trainyard status`.
 tell() { echo "$(date -u +%Y-%m-%dT%H:%M:%SZ) $*" >> "$folder/starts.log"; }
 
 # Files of an earlier start must not be taken for this one's.
 begin() {
-  mkdir -p "$folder/logs" && touch "$folder/logs/started" && rm -f "$folder/outcome.json" && return
+  mkdir -p "$folder/logs" && touch "$folder/logs/started" &&
+    rm -f "$folder/outcome.json" "$folder"/logs/{refused,unready}-* && return
   echo "error: $(hostname) cannot write to $PWD/$folder" >&2
   exit 2
 }
@@ -22,13 +39,18 @@ is_worth_it() {
   [ "$count" -lt "$restart_limit" ]
 }
 
-# Lost hosts, and hosts where a rank failed by itself in this start, as its parent recorded.
+# Lost hosts, hosts where a rank failed by itself in this start, as its parent recorded, and hosts
+# where none could start (rank.sh) unless training began.
 failing_hosts() {
   local file
   cat "$folder/logs/lost_hosts" 2> /dev/null
   for file in "$folder"/logs/attempt-*/rank-*.json; do
     [ "$file" -nt "$folder/logs/started" ] && grep -q '"has_failed": true' "$file" &&
       sed -n 's/.*"host": "\([A-Za-z0-9_-]*\).*/\1/p' "$file"
+  done
+  for file in "$folder"/logs/unready-*; do
+    file=${file##*/unready-}
+    [ "$file" = "*" ] || [ -e "$folder/outcome.json" ] || echo "${file%%.*}"
   done
 }
 
@@ -43,14 +65,23 @@ blame() {
   mv "$folder/bad_nodes.new" "$folder/bad_nodes"
 }
 bad_hosts() { awk '$2 >= 2 { print $1 }' "$folder/bad_nodes" 2> /dev/null; }
+# good_hosts HOST ..: prints the others.
+good_hosts() {
+  local host name
+  for host; do
+    name=${host#*@}
+    bad_hosts | grep -qxF -e "$name" -e "${name%%.*}" || echo "$host"
+  done
+}
 
 # Turns $code, the exit code of the launcher, into that of the job, and decides what is $next.
 judge() {
-  local said
+  local said refused="$folder/logs/refused-$TRAINYARD_JOB"
   # Training's own exit code has priority: launchers end ranks, with exit codes of their own.
   said=$(sed -n 's/.*"exit_code": *\([0-9]*\).*/\1/p' "$folder/outcome.json" 2> /dev/null)
-  said=${said:-$(cat "$folder/logs/refused-$TRAINYARD_JOB" 2> /dev/null)}
-  rm -f "$folder/logs/refused-$TRAINYARD_JOB"
+  said=${said:-$(head -n 1 "$refused" 2> /dev/null)}
+  tail -n +2 "$refused" >&2 2> /dev/null # a rank's message
+  rm -f "$refused"
   code=${said:-$code}
   # Hydra may exit with 0 after it forwards a signal, however its ranks ended.
   if [ "$code" = 0 ] && [ -z "$said" ] && [ -n "$is_ended$is_warned" ]; then code=75; fi
@@ -73,7 +104,7 @@ is_warned="" is_ended=""
 run_job() {
   rank=$(print_rank)
   tell start "$job" "$start" "$1"
-  start_ranks &
+  start_ranks < /dev/null &
   step=$!
   wait_for "$step"
   judge

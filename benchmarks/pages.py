@@ -1,0 +1,102 @@
+"""Writes all generated pages and tables of docs/ and recipes/.
+
+    python -m benchmarks.pages                       ten minutes on two cores; no GPU
+    python -m benchmarks.pages --anew plan,search    without new simulations
+    python -m benchmarks.pages --anew ""             docs/guides-planned.md from its record alone
+
+| where | what |
+|---|---|
+| recipes/*/README.md, docs/planning.md | rows that begin with the arguments of a `trainyard plan` |
+| docs/planning-accuracy.md, docs/planning.md | tables between "written by" and "end" comments |
+| docs/guides-planned.md | all of it, from benchmarks/records/2026-11-23-guides.json |
+
+tests/e2e/test_pages.py compares the pages with what this would write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+from benchmarks.guides import PARTS, collect, write_page
+from benchmarks.planning_tables import published_rows, show, show_gaps, show_sizes
+from typer.testing import CliRunner
+
+from trainyard.cli.plan import plan
+from trainyard.cli.plan_table import describe_step
+from trainyard.errors import MachineError
+from trainyard.units import format_seconds
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "benchmarks" / "records" / "2026-11-23-guides.json"
+PLANNED = ROOT / "docs" / "guides-planned.md"
+RECIPES = sorted((ROOT / "recipes").glob("*/README.md"))
+TEXTS = [*RECIPES, ROOT / "docs" / "planning.md", ROOT / "docs" / "planning-accuracy.md"]
+ROW = re.compile(r"^\| `(\S+\.toml [^`]*)` \|.*\|$", re.MULTILINE)
+TABLE = re.compile(
+    r"(<!-- (\w+): written by python -m benchmarks.pages -->\n).*?(<!-- end -->)", re.DOTALL
+)
+TABLES: Mapping[str, Callable[[], str]] = {
+    "published": lambda: show(published_rows()),
+    "sizes": show_sizes,
+    "gaps": lambda: show_gaps(published_rows()),
+}
+
+
+def write_anew(text: str) -> str:
+    """Returns a page with the plans and tables of today."""
+    text = ROW.sub(lambda row: planned_row(row[1]), text)
+    return TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def planned_row(arguments: str) -> str:
+    """Returns the row of a table: what `trainyard plan` is given, and what it says."""
+    app = typer.Typer()
+    app.command()(plan)
+    result = CliRunner().invoke(app, [*shlex.split(arguments), "--json"])
+    does_not_fit = isinstance(result.exception, MachineError)
+    if result.exception is not None and not does_not_fit:
+        raise result.exception
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert found["fits"] is not does_not_fit
+    memory = f"{max(rank['peak_bytes'] for rank in found['memory']) / 2**30:.1f}"
+    if found["usable_bytes"]:
+        memory += f" of {found['usable_bytes'] / 2**30:.1f}"
+    if does_not_fit:
+        memory = f"**{memory}: does not fit**"
+    step, cost = found["step"], found["cost"]
+    speed = f"{step['tokens_per_second_per_device']:,.0f}"
+    cells = [f"`{arguments}`", memory, describe_step(step["seconds"]), speed]
+    return f"| {' | '.join([*cells, format_seconds(cost['seconds'])])} |"
+
+
+def planned_page() -> str:
+    """Returns docs/guides-planned.md, by its record."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows = {row["recipe"]: row for row in record["jobs"]}
+    return write_page(rows, RECORD.name, record["commit"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--anew", default=",".join(PARTS), help="parts of the record of guides-planned.md to redo"
+    )
+    parser.add_argument("--only", default="", help="of that record: jobs with this in their name")
+    arguments = parser.parse_args()
+    os.chdir(ROOT)
+    for path in TEXTS:
+        path.write_text(write_anew(path.read_text(encoding="utf-8")), encoding="utf-8")
+    collect(RECORD, arguments.anew, arguments.only)
+    PLANNED.write_text(planned_page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

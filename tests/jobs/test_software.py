@@ -1,0 +1,175 @@
+"""Nodes without Python, Trainyard or torch: one message, exit code 93, and no second start."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.launch.test_installed import SOURCES, write_package
+from tests.waiting import WATCHDOG_SECONDS
+
+from trainyard.config.cluster import Cluster, Launch
+from trainyard.jobs.job import Job
+from trainyard.jobs.script import render
+
+HINT = (
+    "hint: install Trainyard and torch for Python 3.11 or newer (docs/installing.md), or set "
+    "python or the image in the cluster file; then launch again\n"
+)
+SSH = '#!/bin/bash\nwhile [ "$1" != n1 ]; do shift; done; shift; exec bash -c "$*"\n'
+SRUN = '#!/bin/bash\nexec bash -c "${@: -1}"\n'
+WAYS: dict[str, dict[str, Any]] = {
+    "local": {},
+    "slurm": {},
+    "ssh": {"hosts": ("n1",)},
+    "mpi": {"hosts": ("localhost",), "options": ("-launcher fork",)},
+}
+
+
+def write_program(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def run(
+    folder: Path, scheduler: str, python: str, is_stage: bool = False, **launch: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a job of two ranks, or a stage, by its script."""
+    fields = {"scheduler": scheduler, "python": python, "scratch": f"{folder}/scratch", **launch}
+    cluster = Cluster(gpu="cpu", launch=Launch.model_validate(fields | WAYS[scheduler]))
+    n_ranks = 1 if is_stage else 2
+    job = Job("run", cluster, 1, n_ranks, ("train",), folder / "runs/run", "test", is_stage)
+    job.script_path.parent.mkdir(parents=True)
+    (job.folder / "logs").mkdir()
+    job.script_path.write_text(render(job))
+    programs = folder / "bin"
+    programs.mkdir()
+    write_program(programs / "ssh", SSH)
+    write_program(programs / "srun", SRUN)
+    write_program(programs / "scontrol", '#!/bin/bash\necho "scontrol $*"\n')
+    return subprocess.run(
+        ["bash", str(job.script_path)],
+        env=os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"},
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
+    )
+
+
+def assert_held(done: subprocess.CompletedProcess[str], problem: str) -> None:
+    assert done.returncode == 93, done.stderr
+    said = done.stdout + done.stderr
+    assert said.count("error: ") == said.count("hint: ") == 1, said
+    assert f"error: {socket.gethostname()}: {problem}" in said
+    assert HINT in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("is_stage", [False, True])
+@pytest.mark.parametrize("scheduler", ["local", "slurm"])
+def test_no_python(scheduler: str, is_stage: bool, tmp_path: Path) -> None:
+    done = run(tmp_path, scheduler, "/opt/nothing/python", is_stage)
+    assert_held(done, "/opt/nothing/python: ")
+    assert "/opt/nothing/python: No such file or directory" in done.stderr
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "ssh", "mpi"])
+def test_no_trainyard(scheduler: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if scheduler == "mpi":
+        request.getfixturevalue("mpiexec")
+    python = write_program(
+        tmp_path / "python", f'#!/bin/bash\nunset PYTHONPATH\nexec {sys.executable} -S "$@"\n'
+    )
+    done = run(tmp_path, scheduler, python)
+    assert_held(done, f"{python}: ")
+    assert "No module named 'trainyard'" in done.stdout + done.stderr
+    starts = (tmp_path / "runs/run/starts.log").read_text()
+    assert re.findall(r" end \S+ (.*)", starts) == ["93 stay"]
+    assert not list((tmp_path / "runs/run/logs").glob("refused-*")), "another start may speak again"
+
+
+def test_a_python_that_is_too_old(tmp_path: Path) -> None:
+    """What Python 3.10 says of -P, which came with 3.11."""
+    says = "unknown option -P\nusage: python3 [option] ... [-c cmd | -m mod | file | -] [arg] ..."
+    python = write_program(tmp_path / "python", f"#!/bin/bash\necho '{says}' >&2\nexit 2\n")
+    assert_held(run(tmp_path, "slurm", python), f"{python}: unknown option -P usage: python3 ")
+
+
+def test_an_old_torch(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    write_package(tmp_path / "site", "torch", "2.7.0")
+    python = write_program(
+        tmp_path / "python",
+        f'#!/bin/bash\nPYTHONPATH={tmp_path}/site:{SOURCES} exec {sys.executable} "$@"\n',
+    )
+    done = run(tmp_path, "slurm", python)
+    problem = "torch 2.7.0 is installed, but Trainyard needs torch<2.14,>=2.11"
+    assert_held(done, f"{python}: {problem}\n")
+
+
+@pytest.mark.skipif(bool(shutil.which("singularity")), reason="singularity is installed")
+def test_no_container_runtime(tmp_path: Path) -> None:
+    container = {"runtime": "singularity", "image": "/images/some.sif"}
+    done = run(tmp_path, "slurm", "python3", container=container)
+    assert_held(done, "python3 in /images/some.sif: ")
+    assert "singularity: command not found" in done.stderr
+
+
+def run_failing(folder: Path, code: int, says: str) -> subprocess.CompletedProcess[str]:
+    """Runs a job whose Apptainer ends so, for the check and for the ranks."""
+    (folder / "first").mkdir()
+    write_program(folder / "first/apptainer", f"#!/bin/bash\necho '{says}' >&2\nexit {code}\n")
+    container = {"runtime": "apptainer", "image": "/images/some.sif"}
+    python, setup = "/opt/some/python", (f"PATH={folder}/first:$PATH",)
+    return run(folder, "slurm", python, container=container, setup=setup)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [  # Apptainer 1.4.5
+        "FATAL:   stat /opt/some/python: no such file or directory",
+        'FATAL:   "python3": executable file not found in $PATH',
+    ],
+)
+def test_an_image_without_python(says: str, tmp_path: Path) -> None:
+    assert_held(run_failing(tmp_path, 255, says), f"/opt/some/python in /images/some.sif: {says}")
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (255, "FATAL:   container creation failed: mount /scratch: mount source does not exist"),
+        (255, "FATAL:   could not open image /images/some.sif: stale file handle"),
+        (1, "OSError: [Errno 116] Stale file handle"),
+        (120, "OSError: [Errno 28] No space left on device"),
+    ],
+)
+def test_a_failure_that_may_pass(code: int, says: str, tmp_path: Path) -> None:
+    """The ranks fail themselves: the job is requeued, and their host blamed."""
+    done = run_failing(tmp_path, code, says)
+    folder = tmp_path / "runs/run"
+    assert done.returncode == code, done.stderr
+    assert HINT not in done.stderr
+    assert "scontrol requeue 1\n" in done.stdout
+    assert (folder / "starts.log").read_text().endswith(f" end 1 {code} requeue\n")
+    host = socket.gethostname().partition(".")[0]
+    assert (folder / "bad_nodes").read_text() == f"{host} 1\n"
+
+
+def test_a_run_folder_that_the_node_cannot_write(tmp_path: Path) -> None:
+    """Then all ranks speak."""
+    text = '#!/bin/bash\nrm -rf runs/run/logs; touch runs/run/logs; exec bash -c "${@: -1}"\n'
+    programs = tmp_path / "first"
+    programs.mkdir()
+    write_program(programs / "srun", text)
+    done = run(tmp_path, "slurm", "/opt/nothing/python", setup=(f"PATH={programs}:$PATH",))
+    assert done.returncode == 93
+    assert f"error: {socket.gethostname()}: /opt/nothing/python: " in done.stderr
