@@ -30,18 +30,22 @@ run_rank() {
 
 ends_by_kill="" # whether the other ranks end only if one is killed
 
-# Holds the job where Python, Trainyard or torch is missing: with one message, of the first rank.
-# A failure that may pass does not hold it.
+# Holds the job where Python, Trainyard or torch is missing, here or on a node whose rank said so
+# before, with the message of one rank. A failure that may pass does not hold it.
 # HOSTNAME would be the first node everywhere: Slurm passes on that of the script.
 refuse_without_software() {
-  local what=train refused="$folder/logs/refused-$TRAINYARD_JOB" said
+  local what=train refused="$folder/logs/refused-$TRAINYARD_JOB" mine said
   if [ -n "$is_stage" ]; then what=prepare; fi
   said=$("${container[@]}" "$python" -P -m trainyard.launch.installed "$what" 2>&1 < /dev/null)
   case $?:$said in
     93:* | 126:* | 127:* | [12]:*"No module named "* | \
       [12]:*"Unknown option"*-P* | [12]:*"unknown option"*-P*) ;;
     255:*" stat $python: no such file"* | 255:*"executable file not found in \$PATH"*) ;; # Apptainer
-    0:* | 13[0-9]:* | 14[0-9]:*) return ;; # signals are for the program itself
+    0:* | 13[0-9]:* | 14[0-9]:*) # signals are for the program itself
+      # Hydra lets ranks start on a node that it reaches after it ended the others.
+      [ ! -e "$refused" ] || end_refused
+      return
+      ;;
     *)
       # A mount, a disk: the program itself tells. `blame` counts it for this host.
       [ -n "$is_stage" ] || touch "$folder/logs/unready-$(hostname)" 2> /dev/null
@@ -52,13 +56,17 @@ refuse_without_software() {
   said="error: $(hostname): $python${container[0]:+ in ${container[-1]}}: $said
 hint: install Trainyard and torch for Python 3.11 or newer (docs/installing.md), or set python or\
  the image in the cluster file; then launch again"
-  # The script prints it: launchers may lose the output of a rank that ends the others.
-  if [ -n "$is_stage" ] || {
-    ! (set -o noclobber && printf '93\n%s\n' "$said" > "$refused") 2> /dev/null &&
-      [ ! -e "$refused" ]
-  }; then
+  # The script prints it: launchers may lose the output of a rank that ends the others. Another
+  # rank's end may kill this one at any moment: the file is there in full or not at all.
+  mine="$refused.$(hostname)-$$"
+  if [ -n "$is_stage" ] || ! printf '93\n%s\n' "$said" 2> /dev/null > "$mine"; then
     echo "$said" >&2
+  else
+    mv -f "$mine" "$refused"
   fi
+  end_refused
+}
+end_refused() {
   if [ -n "$ends_by_kill" ] && [ -z "$is_stage" ]; then kill -KILL $$; fi
   exit 93
 }
@@ -67,7 +75,7 @@ hint: install Trainyard and torch for Python 3.11 or newer (docs/installing.md),
 print_rank() {
   declare -p folder is_stage environment container python command cpus_of_rank scratch \
     device_variable local_rank ends_by_kill
-  declare -f run_rank refuse_without_software
+  declare -f run_rank refuse_without_software end_refused
   echo run_rank
 }
 

@@ -81,7 +81,7 @@ judge() {
   said=$(sed -n 's/.*"exit_code": *\([0-9]*\).*/\1/p' "$folder/outcome.json" 2> /dev/null)
   said=${said:-$(head -n 1 "$refused" 2> /dev/null)}
   tail -n +2 "$refused" >&2 2> /dev/null # a rank's message
-  rm -f "$refused"
+  rm -f "$refused"*
   code=${said:-$code}
   # Hydra may exit with 0 after it forwards a signal, however its ranks ended.
   if [ "$code" = 0 ] && [ -z "$said" ] && [ -n "$is_ended$is_warned" ]; then code=75; fi
