@@ -22,6 +22,8 @@ EXIT_REQUEUE = 75
 """Stopped early, or stopped by a failing machine: start the same command again."""
 EXIT_HOLD = 93
 """Held: needs attention before a restart."""
+EXIT_INTERRUPTED = 130
+"""Ended by Ctrl-C."""
 
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed

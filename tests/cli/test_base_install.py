@@ -36,6 +36,7 @@ WORKS = {
     "show": "show tiny",
     "show order": "show order tiny data.blend.prefixes=['corpus'] data.split='90,10,0'",
     "check data": "check data corpus",
+    "completion": "completion bash",
     "status": "status runs/a",
     "status --follow": "status runs/a --follow",
 }

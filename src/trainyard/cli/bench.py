@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
+from trainyard.cli.names import complete_override, complete_run_file
 from trainyard.errors import LaunchError
 from trainyard.launch.environment import Process, read_process
 
@@ -25,9 +26,16 @@ COMPARED_ROUNDS = 3
 
 
 def bench(
-    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or a preset name.")],
+    run_file: Annotated[
+        str,
+        typer.Argument(
+            help="A run file (.toml), a preset name, or a run in runs/.",
+            autocompletion=complete_run_file,
+        ),
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
+        list[str] | None,
+        typer.Argument(help="Overrides: section.field=value ...", autocompletion=complete_override),
     ] = None,
     steps: Annotated[
         str | None,

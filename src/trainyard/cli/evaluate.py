@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainyard.cli.names import complete_run, find_trained
 from trainyard.errors import CheckpointError, ConfigError, LaunchError
 from trainyard.extras import require
 from trainyard.launch.environment import Process, read_process
@@ -27,7 +28,10 @@ Orders = dict[Any, "SequenceOrder | None"]
 
 
 def evaluate(
-    source: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.")],
+    source: Annotated[
+        Path,
+        typer.Argument(help="A run, its folder or a checkpoint.", autocompletion=complete_run),
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -62,6 +66,7 @@ def evaluate(
     each rank loads its part of it, from a checkpoint of any layout. For a run folder, writes the
     result to its evaluation.json, for the report.
     """
+    source = find_trained(source)
     from trainyard.evaluate.inputs import (
         count_training_tokens,
         read_documents,

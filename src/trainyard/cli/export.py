@@ -8,11 +8,16 @@ from typing import Annotated, Literal
 
 import typer
 
+from trainyard.cli.names import complete_run, find_trained
+
 _VERIFIED_BYTES = 4 * 2**30
 
 
 def export(
-    source: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.")],
+    source: Annotated[
+        Path,
+        typer.Argument(help="A run, its folder or a checkpoint.", autocompletion=complete_run),
+    ],
     output: Annotated[Path, typer.Option(help="The folder to create.")],
     to: Annotated[Literal["huggingface"], typer.Option(help="Target format.")] = "huggingface",
     dtype: Annotated[
@@ -32,6 +37,7 @@ def export(
 
     Example: trainyard export runs/demo --output demo-half --dtype bfloat16
     """
+    source = find_trained(source)
     import torch
 
     from trainyard.checkpoint.load import find_checkpoint

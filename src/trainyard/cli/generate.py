@@ -10,9 +10,14 @@ from typing import Annotated
 
 import typer
 
+from trainyard.cli.names import complete_run, find_trained
+
 
 def generate(
-    source: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.")],
+    source: Annotated[
+        Path,
+        typer.Argument(help="A run, its folder or a checkpoint.", autocompletion=complete_run),
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue; empty: a new document.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens per sample.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: greedy decoding.")] = 0.8,
@@ -27,6 +32,7 @@ def generate(
 
     Example: trainyard generate runs/tiny --temperature 0
     """
+    source = find_trained(source)
     from trainyard.evaluate.generate import Sampling, generate_steps
     from trainyard.evaluate.generate import generate as generate_ids
     from trainyard.evaluate.inputs import load_trained
@@ -40,9 +46,11 @@ def generate(
         typer.echo(prompt, nl=False)
         steps = generate_steps(trained.model, prompt_ids, tokens, sampling, tokenizer.eod_id)
         ids = (int(step[0]) for step in steps)
-        for piece in stream_text(ids, tokenizer.decode, tokenizer.eod_id):
-            typer.echo(piece, nl=False)
-        typer.echo()
+        try:
+            for piece in stream_text(ids, tokenizer.decode, tokenizer.eod_id):
+                typer.echo(piece, nl=False)
+        finally:  # Ctrl-C leaves the shell's prompt on a line of its own
+            typer.echo()
         return
     found = generate_ids(
         trained.model, prompt_ids, tokens, sampling, tokenizer.eod_id, n_samples=samples

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainyard.cli.names import complete_cluster, complete_override, complete_run_file
 from trainyard.errors import DataError, MachineError
 
 if TYPE_CHECKING:
@@ -17,12 +18,23 @@ if TYPE_CHECKING:
 
 
 def launch(
-    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or a preset name.")],
+    run_file: Annotated[
+        str,
+        typer.Argument(
+            help="A run file (.toml), a preset name, or a run in runs/.",
+            autocompletion=complete_run_file,
+        ),
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
+        list[str] | None,
+        typer.Argument(help="Overrides: section.field=value ...", autocompletion=complete_override),
     ] = None,
     cluster: Annotated[
-        str, typer.Option(help="A cluster name, or your own cluster file: mine.toml.")
+        str,
+        typer.Option(
+            help="A cluster name, or your own cluster file: mine.toml.",
+            autocompletion=complete_cluster,
+        ),
     ] = "local",
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Number of nodes. Default: 1; with --here all.")

@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainyard.cli.train import RUNS_FOLDER
+from trainyard.cli.names import RUNS_FOLDER
 from trainyard.config.cluster import Launch, read_cluster
 from trainyard.config.corpus import Corpus, load_corpus, output_prefixes
 from trainyard.config.load import load_run

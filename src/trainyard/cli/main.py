@@ -1,15 +1,21 @@
 """The command line: one verb per file, heavy imports inside the verbs.
 
-Exit codes: 0 success, 2 user error (one message, no traceback), 1 bug.
+Results go to standard output, everything else to standard error. Exit codes: 0 success, 2 user
+error (one message, no traceback), 1 bug, 130 Ctrl-C, 141 closed pipe.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+from typer._completion_classes import completion_init
+from typer._completion_shared import get_completion_script
+from typer.exceptions import TyperException
 
 from trainyard import __version__
 from trainyard.cli.bench import bench
@@ -19,6 +25,7 @@ from trainyard.cli.doctor import doctor
 from trainyard.cli.evaluate import evaluate
 from trainyard.cli.export import export
 from trainyard.cli.generate import generate
+from trainyard.cli.help import Verb
 from trainyard.cli.import_ import import_
 from trainyard.cli.launch import launch
 from trainyard.cli.plan import plan
@@ -27,33 +34,34 @@ from trainyard.cli.report import report
 from trainyard.cli.show import show
 from trainyard.cli.status import status
 from trainyard.cli.train import train
-from trainyard.errors import UserError
+from trainyard.errors import EXIT_INTERRUPTED, UserError
 from trainyard.extras import missing_package
 from trainyard.launch.environment import hide_secrets, let_idle_threads_sleep
 from trainyard.log import build_logger
 
-EXIT_INTERRUPTED = 130
-"""Exit code of Ctrl-C where nothing is saved."""
+EXIT_CLOSED_PIPE = 141
+"""Exit code where the reader of the output has left, as `head` does."""
+PROGRAM = "trainyard"
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Pretrains GPT-3-class language models from raw text, from one run file.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"trainyard {__version__}")
+        typer.echo(f"{PROGRAM} {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def _options(
     debug: Annotated[
-        bool, typer.Option("--debug", help="Print tracebacks for user errors too.")
+        bool,
+        typer.Option("--debug", help="Print tracebacks for user errors too; at any place."),
     ] = False,
     version: Annotated[
         bool,
@@ -62,35 +70,85 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Pretrains GPT-3-class language models from raw text, from one run file."""
+    """Pretrains GPT-3-class language models from raw text, from one run file.
+
+    Every verb takes a run by its name in runs/ or by its folder. trainyard VERB -h shows examples.
+    """
 
 
-for verb in (
-    prepare, plan, launch, status, train, bench, evaluate, generate, report, show, demo,
-    doctor,
-):  # fmt: skip
-    app.command()(verb)
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell.")],
+) -> None:
+    """Print the script that completes verbs, options, runs, presets and fields.
+
+    Examples:
+    source <(trainyard completion bash)
+    trainyard completion zsh > ~/.zfunc/_trainyard
+    trainyard completion fish > ~/.config/fish/completions/trainyard.fish
+    """
+    variable = f"_{PROGRAM.upper()}_COMPLETE"
+    typer.echo(get_completion_script(prog_name=PROGRAM, complete_var=variable, shell=shell))
+
+
+for verb in (prepare, plan, train, launch, status, evaluate, generate, report, export):
+    app.command(cls=Verb)(verb)
+app.command("import", cls=Verb)(import_)
+app.command(cls=Verb)(show)
 app.add_typer(check, name="check")
-app.command("export")(export)
-app.command("import")(import_)
+for command in (doctor, bench, demo, completion):
+    app.command(cls=Verb)(command)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs one verb and exits with its exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    own = words.index("--") if "--" in words else len(words)
+    is_debug = "--debug" in words[:own]
+    words = [word for word in words[:own] if word != "--debug"] + words[own:]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # in any encoding
+            stream.reconfigure(errors="replace")
     build_logger(hide_secrets)
     let_idle_threads_sleep()
     try:
-        app(arguments)
-    except SystemExit as end:
-        if end.code == EXIT_INTERRUPTED:
-            typer.echo("interrupted", err=True)
-        raise
+        code = _run(words or ["--help"])
     except (UserError, ModuleNotFoundError) as error:
         told = missing_package(error) if isinstance(error, ModuleNotFoundError) else error
         if told is None:
             raise
-        if "--debug" in arguments:
+        if is_debug:
             typer.echo(hide_secrets(traceback.format_exc()), err=True)
         typer.echo(hide_secrets(f"error: {told}"), err=True)
-        sys.exit(told.exit_code)
+        code = told.exit_code
+    if code:
+        sys.exit(code)
+
+
+def _run(words: list[str]) -> int:
+    """Runs a verb; returns its exit code."""
+    completion_init()
+    try:
+        code = app(words, prog_name=PROGRAM, standalone_mode=False)
+        sys.stdout.flush()
+    except TyperException as error:
+        context = getattr(error, "ctx", None)
+        text = error.format_message()
+        if text.startswith("Usage:"):  # of a verb that has verbs, alone
+            typer.echo(text)
+            return 0
+        place = context.command_path if context else PROGRAM
+        text = f"error: {text[:1].lower()}{text[1:].rstrip('.')}\nhint: {place} --help"
+        typer.echo(text, err=True)
+        return 2
+    except BrokenPipeError:
+        code = 1
+    except SystemExit as end:  # 1: the parser has met a closed pipe
+        if end.code != 1:
+            raise
+        code = 1
+    if code == 1 and isinstance(sys.__stdout__, io.TextIOWrapper):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+        return EXIT_CLOSED_PIPE
+    if code == EXIT_INTERRUPTED:
+        typer.echo("interrupted", err=True)
+    return code if isinstance(code, int) else 0

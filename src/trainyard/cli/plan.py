@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
+from trainyard.cli.names import complete_cluster, complete_override, complete_run_file
 from trainyard.errors import ConfigError, DataError, MachineError
 from trainyard.plan.hardware import GIGA
 
@@ -22,12 +23,23 @@ PICTURES = (".png", ".svg")
 
 
 def plan(
-    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or a preset name.")],
+    run_file: Annotated[
+        str,
+        typer.Argument(
+            help="A run file (.toml), a preset name, or a run in runs/.",
+            autocompletion=complete_run_file,
+        ),
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
+        list[str] | None,
+        typer.Argument(help="Overrides: section.field=value ...", autocompletion=complete_override),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="A cluster name: polaris, lumi, azure-ndv5, local.")
+        str | None,
+        typer.Option(
+            help="A cluster name: polaris, lumi, azure-ndv5, local.",
+            autocompletion=complete_cluster,
+        ),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
     gpu: Annotated[

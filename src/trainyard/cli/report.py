@@ -7,9 +7,13 @@ from typing import Annotated
 
 import typer
 
+from trainyard.cli.names import complete_run, find_run
+
 
 def report(
-    run_folders: Annotated[list[Path], typer.Argument(help="One or more run folders.")],
+    run_folders: Annotated[
+        list[Path], typer.Argument(help="Runs, or their folders.", autocompletion=complete_run)
+    ],
     output: Annotated[
         Path | None, typer.Option(help="The file to write; default: report.html in the first run.")
     ] = None,
@@ -26,6 +30,7 @@ def report(
     The page needs no other file. The run may still be training, or have been killed; trainyard
     status --follow shows it live.
     """
+    run_folders = [find_run(name) for name in run_folders]
     from trainyard.report.page import write_report
 
     output = output or run_folders[0] / "report.html"

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainyard.cli.names import complete_shown
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -16,10 +18,16 @@ def show(
         list[str] | None,
         typer.Argument(
             help="A preset, a run file with overrides, a token file prefix, a checkpoint or run "
-            "folder, a tokenizer folder or gpt2; or: order RUN_FILE, cluster NAME."
+            "folder, a tokenizer folder or gpt2; or: order RUN_FILE, cluster NAME.",
+            autocompletion=complete_shown,
         ),
     ] = None,
-    fields: Annotated[bool, typer.Option("--fields", help="Describe every field.")] = False,
+    fields: Annotated[
+        bool, typer.Option("--fields", help="Describe every field, or those of a section.")
+    ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of run files, for editors.")
+    ] = False,
     all_fields: Annotated[
         bool, typer.Option("--all", help="Also show fields at their defaults.")
     ] = False,
@@ -43,6 +51,8 @@ def show(
     trainyard show data/wiki_text_document --tokenizer gpt2 --count 5
     trainyard show runs/demo
     trainyard show cluster lumi
+    trainyard show --fields train
+    trainyard show --schema > run.schema.json
     trainyard show order run.toml --split train --start 0 --count 2000 --output order.npz
     """
     from rich.console import Console
@@ -51,10 +61,14 @@ def show(
 
     console = Console(soft_wrap=True)
     names = what or []
-    if fields:
-        from trainyard.cli.show_run import render_fields
+    if schema:
+        from trainyard.config.schema import render_schema
 
-        console.print(render_fields())
+        typer.echo(render_schema(), nl=False)
+    elif fields:
+        from trainyard.cli.show_fields import render_fields
+
+        console.print(render_fields(names[0] if names else ""))
     elif names and names[0] == "order":
         from trainyard.cli.show_data import show_order
 
@@ -64,9 +78,9 @@ def show(
 
         show_cluster(names[1:], console)
     elif not names:
-        from trainyard.config.load import preset_names
+        from trainyard.cli.show_fields import render_families
 
-        console.print("presets: " + ", ".join(preset_names()), highlight=False)
+        typer.echo(render_families())
     elif Path(f"{without_ending(names[0])}.idx").exists():
         show_data(without_ending(names[0]), console, count=count, tokenizer_path=tokenizer)
     else:
@@ -74,6 +88,7 @@ def show(
 
 
 def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields: bool) -> None:
+    from trainyard.cli.show_fields import is_family
     from trainyard.data.vocabulary import GPT2
 
     path = Path(name)
@@ -84,6 +99,10 @@ def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields
         from trainyard.cli.show_data import show_tokenizer
 
         show_tokenizer(name, console)
+    elif is_family(name):
+        from trainyard.cli.show_fields import render_family
+
+        typer.echo(render_family(name))
     elif name.endswith(".toml") or not path.exists():
         from trainyard.cli.show_run import render_run_summary
         from trainyard.config.load import load_run

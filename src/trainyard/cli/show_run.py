@@ -1,27 +1,17 @@
-"""`trainyard show RUN`, `--fields` and `cluster NAME`: what run and cluster files say."""
+"""`trainyard show RUN` and `cluster NAME`: what run and cluster files say."""
 
 from __future__ import annotations
 
 import json
 import textwrap
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
 
 from trainyard.architecture import parameter_counts
 from trainyard.cli.show_data import facts_table
 from trainyard.config.cluster import Cluster, cluster_names, cluster_texts, cpu_mask, read_cluster
-from trainyard.config.corpus import (
-    Corpus,
-    Deduplicate,
-    Keep,
-    LengthLimits,
-    NearDeduplicate,
-    Normalize,
-    Quality,
-)
 from trainyard.config.load import LoadedRun, all_fields, field_value
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
@@ -54,35 +44,6 @@ def render_run_summary(loaded: LoadedRun, all_fields: bool = False) -> Text:
     text.append("\n\nfields" if all_fields else "\n\nfields that are set")
     text.append_text(_render_values(loaded, all_fields))
     return text
-
-
-def render_fields() -> Text:
-    """Describes every field of a run file and of a data file, with its default."""
-    text = Text("Every field of a run file, its default and its meaning.", style="bold")
-    _append_fields(text, Run())
-    text.append("\n\nEvery field of a data file, for trainyard prepare.", style="bold")
-    _append_fields(text, Corpus())
-    for kind in (Keep, Normalize, LengthLimits, Quality, Deduplicate, NearDeduplicate):
-        name = get_args(kind.model_fields["kind"].annotation)[0]
-        manual = textwrap.fill((kind.__doc__ or "").strip().splitlines()[0], WIDTH)
-        text.append(f'\nsteps, kind = "{name}"', style="cyan not bold")
-        text.append("\n" + textwrap.indent(manual, "    "), style="not bold")
-        for field, info in kind.model_fields.items():
-            if field != "kind":
-                default = None if info.is_required() else info.default
-                _append_field(text, f"  {field}", default, info.description or "")
-    return text
-
-
-def _append_fields(text: Text, defaults: BaseModel) -> None:
-    for field, manual in all_fields(type(defaults)).items():
-        _append_field(text, field, field_value(defaults, field), manual)
-
-
-def _append_field(text: Text, field: str, default: Any, manual: str) -> None:
-    shown = "" if default is None else f" = {_as_toml(default)}"
-    text.append(f"\n{field}", style="cyan not bold").append(shown, style="not bold")
-    text.append("\n" + textwrap.indent(textwrap.fill(manual, WIDTH), "    "), style="not bold")
 
 
 def _facts(run: Run, plan: Plan) -> dict[str, str]:
@@ -147,7 +108,7 @@ def _render_values(loaded: LoadedRun, with_defaults: bool) -> Text:
         value = field_value(loaded.run, field)
         origin = loaded.origins.get(field)
         if value is not None and field != "description" and (origin or with_defaults):
-            rows.append((field, _as_toml(value), origin or "default"))
+            rows.append((field, as_toml(value), origin or "default"))
     field_width = max((len(field) for field, _, _ in rows), default=0)
     value_width = max((len(value) for _, value, _ in rows if len(value) < 30), default=0)
     text = Text()
@@ -157,12 +118,12 @@ def _render_values(loaded: LoadedRun, with_defaults: bool) -> Text:
     return text
 
 
-def _as_toml(value: Any) -> str:
+def as_toml(value: Any) -> str:
     """Formats a value as in a run file; shortens long lists to their first entry."""
     if isinstance(value, Length):
         return f'"{value}"'
     if isinstance(value, tuple):
-        shown = [_as_toml(entry) for entry in value]
+        shown = [as_toml(entry) for entry in value]
         if len(shown) > 3:
             shown = [shown[0], f"... {len(shown) - 1} more"]
         return f"[{', '.join(shown)}]"

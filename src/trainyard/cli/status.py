@@ -6,12 +6,11 @@ import json
 import time
 from collections import deque
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainyard.cli.train import RUNS_FOLDER
+from trainyard.cli.names import complete_run, find_run
 from trainyard.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ INTERVAL_SECONDS = 1.0
 
 
 def status(
-    run: Annotated[str, typer.Argument(help="The name of a run, or its folder.")],
+    run: Annotated[str, typer.Argument(help="A run, or its folder.", autocompletion=complete_run)],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
     is_followed: Annotated[
         bool, typer.Option("--follow", "-f", help="Show it live until the run ends.")
@@ -41,8 +40,7 @@ def status(
 
     if as_json and is_followed:
         raise UserError("--follow prints no JSON", "choose --follow or --json")
-    named = RUNS_FOLDER / run
-    reader = StatusReader(named if named.is_dir() else Path(run))
+    reader = StatusReader(find_run(run))
     if is_followed:
         with suppress(KeyboardInterrupt):
             _follow(reader)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from trainyard.cli.names import RUNS_FOLDER, complete_override, complete_run_file
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError, LaunchError, MachineError, UserError
 from trainyard.extras import require
@@ -31,17 +32,21 @@ LogLines = Literal["short", "full"]
 
 logger = logging.getLogger("trainyard")
 
-RUNS_FOLDER = Path("runs")
 WAIT_SECONDS = 60.0
 POLL_SECONDS = 0.1
 
 
 def train(
     run_file: Annotated[
-        str, typer.Argument(help="A run file (.toml), a preset name, or a run in runs/.")
+        str,
+        typer.Argument(
+            help="A run file (.toml), a preset name, or a run in runs/.",
+            autocompletion=complete_run_file,
+        ),
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
+        list[str] | None,
+        typer.Argument(help="Overrides: section.field=value ...", autocompletion=complete_override),
     ] = None,
     resume: Annotated[
         Resume,
@@ -138,12 +143,15 @@ def _load_run(
     """Reads the run, and plans it for the ranks that train it."""
     from trainyard.config.load import load_run
     from trainyard.plan.resolve import resolve
+    from trainyard.train.run_folder import refuse_missing_inputs
 
     run = load_run(run_file, overrides).run
     if process.n_ranks > 1:
         ranks = process.n_ranks
     plan = resolve(run, ranks)  # rejects impossible layouts before the slow import of torch
     require("torch")
+    if process.rank == 0:
+        refuse_missing_inputs(run)
     if ranks is None:
         plan = resolve(run, max(plan.n_ranks, _count_gpus()))
     if process.n_ranks == 1 and plan.n_ranks > 1:

@@ -166,8 +166,17 @@ def _find_begun(name: Path) -> Path | None:
 
 def _read_preset(name: str) -> dict[str, Any]:
     if name not in preset_names():
+        if Path(name).suffix in (".yaml", ".yml", ".json"):
+            raise ConfigError(
+                f"{name}: a run file is TOML, and its name ends in .toml",
+                "write `a: 1` as `a = 1`, and a section as [train]; docs: trainyard show --fields",
+            )
+        if Path(name).is_file():
+            raise ConfigError(f"{name} is not a run file", "the name of a run file ends in .toml")
+        if Path(name).is_dir():
+            raise ConfigError(f"no run.toml in the folder {name}", "give a run file or a run")
         raise ConfigError(
-            f"no preset named {name!r}",
+            f"no preset named {name!r}, and no run",
             _closest(name, preset_names()) + "; a run file ends in .toml",
         )
     entry = resources.files("trainyard.config") / "presets" / f"{name}.toml"
@@ -183,7 +192,7 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
     try:
         if _DEEP_KEY.search(text):  # the parser takes quadratic time
             raise RecursionError
-        return tomllib.loads(text)
+        return tomllib.loads(text.removeprefix("\ufeff"))  # a byte-order mark
     except RecursionError:
         raise ConfigError(f"{name} nests too deeply", "put values in sections, no deeper") from None
     except ValueError as error:  # TOMLDecodeError, or a number with thousands of digits
@@ -302,6 +311,26 @@ def _place(text: str, origins: dict[str, str]) -> str:
     return f"  [{', '.join(places)}]" if places else ""
 
 
+_ELSEWHERE = {
+    "lr": "optimizer.learning_rate",
+    "learning_rate": "optimizer.learning_rate",
+    "batch_size": "train.global_batch_size",
+    "epochs": "train.length",
+    "max_steps": "train.length",
+    "train_iters": "train.length",
+    "hidden_size": "model.d_model",
+    "n_embd": "model.d_model",
+    "num_layers": "model.n_layers",
+    "n_layer": "model.n_layers",
+    "num_attention_heads": "model.n_heads",
+    "n_head": "model.n_heads",
+    "seq_length": "model.sequence_length",
+    "block_size": "model.sequence_length",
+    "vocab_size": "model.vocabulary_size",
+}
+"""What other trainers name a field."""
+
+
 def _suggest_field(field: str, model: type[BaseModel]) -> str:
     """Suggests the closest existing field, first in the same section, then anywhere."""
     if field == "extends":
@@ -310,10 +339,12 @@ def _suggest_field(field: str, model: type[BaseModel]) -> str:
     neighbours = _names_in(parent, model)
     if model is Run and not parent:
         neighbours.append("extends")
+    known = all_fields(model)
+    if model is Run and name in _ELSEWHERE:
+        return f"did you mean '{_ELSEWHERE[name]}'?"
     close = difflib.get_close_matches(name, neighbours, n=1)
     if close:
         return f"did you mean '{close[0]}'?"
-    known = all_fields(model)
     elsewhere = [full for full in known if full.rpartition(".")[2] == name]
     elsewhere += difflib.get_close_matches(field, known, n=1)
     if elsewhere:

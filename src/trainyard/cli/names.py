@@ -1,0 +1,103 @@
+"""Names of runs, presets, clusters and fields: found as every verb finds them, without torch.
+
+The functions `complete_...` return what a shell may offer at the word being typed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+from trainyard.errors import CheckpointError
+from trainyard.extras import require
+
+RUNS_FOLDER = Path("runs")
+
+
+def run_names() -> list[str]:
+    """Lists the runs in `runs`."""
+    return sorted(file.parent.name for file in RUNS_FOLDER.glob("*/run.toml"))
+
+
+def find_run(name: str | Path) -> Path:
+    """Finds a run by its name in `runs`, or a run or checkpoint folder by its path.
+
+    Raises:
+        CheckpointError: there is none; the hint names the closest run.
+    """
+    for folder in (RUNS_FOLDER / name, Path(name)):
+        if folder.is_dir():
+            return folder
+    close = difflib.get_close_matches(Path(name).name, run_names(), n=1, cutoff=0.5)
+    raise CheckpointError(
+        f"no folder {name}, and no run of that name in {RUNS_FOLDER}/",
+        f"did you mean {close[0]}?" if close else "give a run folder, such as runs/my-run",
+    )
+
+
+def find_trained(name: str | Path) -> Path:
+    """Finds a run or checkpoint folder, as `find_run`, that has weights.
+
+    Raises:
+        CheckpointError: there is none.
+        MachineError: torch, which reads them, is not installed.
+    """
+    require("torch")
+    folder = find_run(name)
+    is_step = (folder / "manifest.json").exists() or folder.name.startswith("step-")
+    if not is_step and not [*folder.glob("step-*"), *(folder / "checkpoints").glob("step-*")]:
+        raise CheckpointError(
+            f"no checkpoint in {folder}",
+            "give a run that has trained, or one of the step-... folders in its checkpoints/",
+        )
+    return folder
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Completes a run: its name, or the path of a folder."""
+    return _starting(incomplete, run_names()) + _paths(incomplete, "")
+
+
+def complete_run_file(incomplete: str) -> list[str]:
+    """Completes a run file, a preset or a run."""
+    from trainyard.config.load import preset_names
+
+    return _starting(incomplete, [*run_names(), *preset_names()]) + _paths(incomplete, ".toml")
+
+
+def complete_cluster(incomplete: str) -> list[str]:
+    """Completes a cluster: its name, or the path of a cluster file."""
+    from trainyard.config.cluster import cluster_names
+
+    return _starting(incomplete, cluster_names()) + _paths(incomplete, ".toml")
+
+
+def complete_override(incomplete: str) -> list[str]:
+    """Completes the field of an override."""
+    from trainyard.config.load import all_fields
+
+    return _starting(incomplete, [f"{field}=" for field in all_fields()])
+
+
+def complete_shown(incomplete: str) -> list[str]:
+    """Completes what `show` shows: a run, preset, recipe, or `cluster` and `order`."""
+    return _starting(incomplete, ["cluster", "order"]) + complete_run_file(incomplete)
+
+
+def _starting(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _paths(incomplete: str, ending: str) -> list[str]:
+    """Lists folders, with a slash, and files with the ending, that a path may go on to."""
+    folder, _, start = incomplete.rpartition("/")
+    base = f"{folder}/" if "/" in incomplete else ""
+    try:
+        found = sorted(Path(base or ".").iterdir())
+    except OSError:
+        return []
+    found = [path for path in found if path.name.startswith(start) and path.name[0] != "."]
+    return [f"{base}{path.name}/" for path in found if path.is_dir()] + [
+        base + path.name for path in found if ending and path.name.endswith(ending)
+    ]

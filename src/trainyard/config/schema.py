@@ -1,0 +1,54 @@
+"""The JSON schema of run files, for editors and validators; from the models of `config/run.py`.
+
+It checks names, types, ranges and choices of fields. Rules across fields need `trainyard show`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trainyard.config.run import Run
+
+_EXTENDS = {"type": "string", "description": "A preset, or another run file, to start from."}
+_LENGTH = {
+    "type": "string",
+    "pattern": r"^\s*[0-9][0-9_,]*(\.[0-9]+)?\s*[kKMBGT]? (tokens|sequences|steps)\s*$",
+    "examples": ["300B tokens", "1.5M sequences", "2000 steps"],
+}
+
+
+def run_schema() -> dict[str, Any]:
+    """Returns the schema (JSON Schema, draft 2020-12) of a run file."""
+    schema = Run.model_json_schema(mode="validation")
+    schema["$defs"]["Length"] = _LENGTH
+    schema["properties"] = {"extends": _EXTENDS, **schema["properties"]}
+    split = schema["$defs"]["Data"]["properties"]["split"]
+    split["type"] = ["string", "number"]
+    _let_none_be_named(schema)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "Trainyard run file",
+    }
+
+
+def render_schema() -> str:
+    """Returns the schema as the text of a file."""
+    return json.dumps(run_schema(), indent=1) + "\n"
+
+
+def _let_none_be_named(schema: Any) -> None:
+    """Replaces null, which TOML lacks, by the text "none"."""
+    if isinstance(schema, dict):
+        for choice in schema.get("anyOf", ()):
+            if choice == {"type": "null"}:
+                choice.clear()
+                choice["const"] = "none"
+        if schema.get("default", "") is None:
+            del schema["default"]
+        for inner in schema.values():
+            _let_none_be_named(inner)
+    elif isinstance(schema, list):
+        for inner in schema:
+            _let_none_be_named(inner)

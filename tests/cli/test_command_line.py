@@ -1,0 +1,201 @@
+"""Help, names, completion, encodings and pipes of the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.command import trainyard
+from typer.main import get_command
+
+from trainyard.cli import help as verb_help
+from trainyard.cli.main import app
+from trainyard.config.load import load_run, render_run
+
+ROOT = Path(__file__).parents[2]
+VERBS = [
+    "prepare", "plan", "train", "launch", "status", "evaluate", "generate", "report", "export",
+    "import", "show", "doctor", "bench", "demo", "completion", "check",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    run_folder = tmp_path / "runs" / "small"
+    run_folder.mkdir(parents=True)
+    (run_folder / "run.toml").write_text(render_run(load_run("tiny").run))
+    return tmp_path
+
+
+def start(*words: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "trainyard.cli", *words]
+    found = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, cwd=folder, env=found)
+
+
+def complete(words: str, folder: Path) -> list[str]:
+    environment = {
+        "_TRAINYARD_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
+    return trainyard(folder=folder, **environment).stdout.split()
+
+
+def test_verbs_in_the_order_of_the_work(tmp_path: Path) -> None:
+    shown = trainyard("-h", folder=tmp_path)
+    assert shown.returncode == 0
+    lines = shown.stdout.partition("Commands:")[2].splitlines()
+    found = [line.split()[0] for line in lines if line[:3].strip()]
+    assert set(VERBS) <= set(found)
+    assert [verb for verb in found if verb in VERBS] == VERBS
+    assert trainyard(folder=tmp_path).stdout == shown.stdout
+
+
+def test_every_group_of_options_has_options() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for verb, groups in verb_help.GROUPS.items():
+        named = {parameter.name for parameter in commands[verb].params}
+        assert {name for names in groups.values() for name in names.split()} <= named
+
+
+@pytest.mark.parametrize("columns", ["30", "200"])
+def test_examples_are_one_a_line(tmp_path: Path, columns: str) -> None:
+    shown = trainyard("plan", "-h", folder=tmp_path, COLUMNS=columns, TERMINAL_WIDTH=columns)
+    assert "\n  trainyard plan gpt3-13b --gpu h100-80g --gpus 64 --search\n" in shown.stdout
+    assert shown.stdout.index("Devices:") < shown.stdout.index("Searching:")
+    assert "list[str]" not in shown.stdout
+
+
+def test_debug_anywhere(tmp_path: Path) -> None:
+    for words in (["show", "--debug", "nope"], ["show", "nope", "--debug"]):
+        assert "Traceback" in trainyard(*words, folder=tmp_path).stderr
+    assert "Traceback" not in trainyard("show", "nope", folder=tmp_path).stderr
+    shown = trainyard("show", "--", "--debug", folder=tmp_path)
+    assert "no preset named '--debug'" in shown.stderr and "Traceback" not in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("plan laptop --debuk", "error: no such option: --debuk\nhint: trainyard plan --help"),
+        ("trian laptop", "error: no such command 'trian'"),
+        ("train", "error: missing argument 'run_file'\nhint: trainyard train --help"),
+        ("train run.yaml", "run.yaml: a run file is TOML"),
+        ("train notes", "notes is not a run file"),
+        ("train runs", "no run.toml in the folder runs"),
+        ("plan tiny optimizer.lr=3", "did you mean 'optimizer.learning_rate'?"),
+        ("show --fields trian", "hint: did you mean train?"),
+        ("generate smll", "no folder smll, and no run of that name in runs/\n"),
+        ("status smll", "hint: did you mean small?"),
+        ("report smll", "hint: did you mean small?"),
+        ("export small --output new", "error: no checkpoint in runs/small"),
+        ("evaluate runs/small", "error: no checkpoint in runs/small"),
+    ],
+)  # fmt: skip
+def test_refusals(folder: Path, words: str, message: str) -> None:
+    (folder / "notes").write_text("hello")
+    refused = trainyard(*words.split(), folder=folder)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert message in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["generate nowhere", "evaluate nowhere", "export nowhere --output x", "report nowhere",
+     "status nowhere", "train tiny", "train tiny data.blend.prefixes=['nowhere']",
+     "train tiny tokenizer.path=nowhere", "plan nowhere", "show nowhere", "launch nowhere"],
+)  # fmt: skip
+def test_nothing_imports_torch_before_input_is_checked(folder: Path, words: str) -> None:
+    code = (
+        "import sys\n"
+        "from trainyard.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print(sorted({'torch', 'matplotlib', 'pyarrow'} & set(sys.modules)))\n"
+    )
+    command = [sys.executable, "-c", code, *words.split()]
+    refused = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert (refused.returncode, refused.stdout) == (2, "[]\n"), refused.stderr
+
+
+def test_names_and_paths_alike(folder: Path) -> None:
+    for name in ("small", "runs/small"):
+        assert trainyard("status", name, folder=folder).returncode == 0
+        assert "runs/small/metrics.jsonl" in trainyard("report", name, folder=folder).stderr
+        assert trainyard("plan", name, folder=folder).returncode == 0
+        assert "no checkpoint in runs/small" in trainyard("generate", name, folder=folder).stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("trainyard sta", ["status"]),
+        ("trainyard status sm", ["small"]),
+        ("trainyard report runs/", ["runs/small/"]),
+        ("trainyard train gpt3-1", ["gpt3-1.3b", "gpt3-125m", "gpt3-13b", "gpt3-175b"]),
+        ("trainyard train mine", ["mine.toml"]),
+        ("trainyard train tiny train.len", ["train.length="]),
+        ("trainyard plan tiny --cluster lu", ["lumi"]),
+        ("trainyard show cl", ["cluster"]),
+        ("trainyard plan tiny --simu", ["--simulate"]),
+    ],
+)
+def test_completion(folder: Path, words: str, expected: list[str]) -> None:
+    (folder / "mine.toml").write_text("")
+    assert complete(words, folder) == expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_script(tmp_path: Path, shell: str) -> None:
+    printed = trainyard("completion", shell, folder=tmp_path)
+    assert printed.returncode == 0
+    assert f"_TRAINYARD_COMPLETE=complete_{shell}" in printed.stdout
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_any_encoding(folder: Path, encoding: str) -> None:
+    (folder / "run.toml").write_text(
+        'name = "r"\nextends = "tiny"\ndescription = "na\u00efve \u2013 \u4e2d"\n', encoding="utf-8"
+    )
+    shown = start("show", "run.toml", folder=folder, PYTHONIOENCODING=encoding)
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    kept = {"ascii": b"na?ve ? ?", "latin-1": b"na\xefve ? ?"}
+    assert kept.get(encoding, "na\u00efve \u2013 \u4e2d".encode()) in shown.stdout
+
+
+def test_a_byte_order_mark(folder: Path) -> None:
+    (folder / "run.toml").write_text('name = "r"\nextends = "tiny"\n', encoding="utf-8-sig")
+    assert trainyard("show", "run.toml", folder=folder).stdout.startswith("r\n")
+
+
+def test_a_closed_pipe_leaves_no_traceback(folder: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "trainyard.cli", "show", "--fields"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=folder)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_show_by_family(tmp_path: Path) -> None:
+    recipes = tmp_path / "recipes" / "lumi"
+    recipes.mkdir(parents=True)
+    for name in ("13b", "125m"):
+        (recipes / f"{name}.toml").write_text("")
+    shown = trainyard("show", "lumi", folder=tmp_path, COLUMNS="80").stdout
+    assert shown == (
+        "recipes  recipes/lumi/125m.toml, recipes/lumi/13b.toml\n"
+        "cluster  trainyard show cluster lumi\n"
+    )
+    table = trainyard("show", folder=tmp_path, COLUMNS="80").stdout
+    assert "\nmsamp    msamp-345m, msamp-6.7b, msamp-13b\n" in table
+    assert max(map(len, table.splitlines())) <= 80
+
+
+def test_fields_of_a_section(tmp_path: Path) -> None:
+    shown = trainyard("show", "--fields", "train", folder=tmp_path).stdout
+    assert "train.length" in shown and "model." not in shown.partition("\n")[2].split(" = ")[0]
+    assert "\nextends\n" in trainyard("show", "--fields", folder=tmp_path).stdout
