@@ -87,10 +87,10 @@ def test_a_cache_of_splits_asks_for_one(tmp_path: Path) -> None:
 def test_a_folder_that_is_incomplete_or_unreadable(tmp_path: Path) -> None:
     folder = shutil.copytree(WRITTEN / "saved", tmp_path / "saved")
     (folder / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(DataError, match="data-00001-of-00002.arrow is missing; state.json"):
+    with pytest.raises(DataError, match=r"data-00001-of-00002\.arrow is missing; state\.json"):
         find_files([str(folder)])
     (folder / "state.json").write_text('{"_data_files": 3}')
-    with pytest.raises(DataError, match="state.json is not of Hugging Face's") as error:
+    with pytest.raises(DataError, match=r"state\.json is not of Hugging Face's") as error:
         find_files([str(folder)])
     assert "name the .arrow files themselves" in error.value.hint
 

@@ -74,9 +74,7 @@ def read_rows(rows: Any, key: str, fields: Sequence[str], row: int, n_bytes: int
     good, texts, faults = _read_texts(rows.column(key), key, row)
     names = rows.schema.names
     metadata = {
-        field: _read_field(rows, field, good)
-        if field.split(".")[0] in names
-        else [""] * len(texts)
+        field: _read_field(rows, field, good) if field.split(".")[0] in names else [""] * len(texts)
         for field in fields
     }
     return Batch(texts, len(rows), n_bytes, faults, metadata)

@@ -1,9 +1,9 @@
 """Folders of Hugging Face's datasets library: which of their files are the text.
 
-    saved/      state.json lists the .arrow files; dataset_info.json        `save_to_disk`
-    splits/     dataset_dict.json lists the folders of the splits           of a DatasetDict
-    cache/      dataset_info.json lists the splits, in NAME-SPLIT.arrow or NAME-SPLIT-*.arrow;
-                cache-*.arrow are results of `map` and `filter`             `load_dataset`
+saved/      state.json lists the .arrow files; dataset_info.json        `save_to_disk`
+splits/     dataset_dict.json lists the folders of the splits           of a DatasetDict
+cache/      dataset_info.json lists the splits, in NAME-SPLIT.arrow or NAME-SPLIT-*.arrow;
+            cache-*.arrow are results of `map` and `filter`             `load_dataset`
 """
 
 from __future__ import annotations
