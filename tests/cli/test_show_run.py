@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from trainyard.cli.show_run import render_fields, render_run_summary
+from trainyard.cli.show_fields import render_fields
+from trainyard.cli.show_run import render_run_summary
 from trainyard.config.load import all_fields, load_run
 
 

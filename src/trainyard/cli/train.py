@@ -143,7 +143,6 @@ def _load_run(
     """Reads the run, and plans it for the ranks that train it."""
     from trainyard.config.load import load_run
     from trainyard.plan.resolve import resolve
-    from trainyard.train.run_folder import refuse_missing_inputs
 
     run = load_run(run_file, overrides).run
     if process.n_ranks > 1:
@@ -151,12 +150,23 @@ def _load_run(
     plan = resolve(run, ranks)  # rejects impossible layouts before the slow import of torch
     require("torch")
     if process.rank == 0:
-        refuse_missing_inputs(run)
+        _refuse_missing_inputs(run)
     if ranks is None:
         plan = resolve(run, max(plan.n_ranks, _count_gpus()))
     if process.n_ranks == 1 and plan.n_ranks > 1:
         _refuse_missing_gpus(plan.n_ranks)
     return run, plan
+
+
+def _refuse_missing_inputs(run: Run) -> None:
+    """Refuses a run without its data or tokenizer, before torch is imported."""
+    from trainyard.data.loader import describe_data
+    from trainyard.data.patterns import find_token_files
+    from trainyard.data.vocabulary import load_vocabulary
+
+    describe_data(find_token_files(run, missing_ok=True))
+    if run.tokenizer.path:
+        load_vocabulary(run.tokenizer.path)
 
 
 def _refuse_missing_gpus(n_ranks: int) -> None:

@@ -176,7 +176,7 @@ def _read_preset(name: str) -> dict[str, Any]:
         if Path(name).is_dir():
             raise ConfigError(f"no run.toml in the folder {name}", "give a run file or a run")
         raise ConfigError(
-            f"no preset named {name!r}, and no run",
+            f"no preset named {name!r}",
             _closest(name, preset_names()) + "; a run file ends in .toml",
         )
     entry = resources.files("trainyard.config") / "presets" / f"{name}.toml"
@@ -321,9 +321,7 @@ _ELSEWHERE = {
     "hidden_size": "model.d_model",
     "n_embd": "model.d_model",
     "num_layers": "model.n_layers",
-    "n_layer": "model.n_layers",
     "num_attention_heads": "model.n_heads",
-    "n_head": "model.n_heads",
     "seq_length": "model.sequence_length",
     "block_size": "model.sequence_length",
     "vocab_size": "model.vocabulary_size",

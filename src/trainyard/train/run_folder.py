@@ -13,7 +13,6 @@ from typing import Literal
 from trainyard.config.load import load_run, render_run
 from trainyard.config.run import Run
 from trainyard.data.loader import data_fingerprint, describe_data, find_unread
-from trainyard.data.patterns import find_token_files
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary, save_vocabulary
 from trainyard.errors import CheckpointError, ConfigError
 from trainyard.files import publish_text
@@ -54,17 +53,6 @@ def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite
     if vocabulary is not None:
         write_tokenizer_folder(folder, vocabulary)
     publish_text(folder / "run.toml", render_run(run))
-
-
-def refuse_missing_inputs(run: Run) -> None:
-    """Refuses a run without its data or tokenizer, in the time before torch is imported.
-
-    Raises:
-        DataError: one is missing.
-    """
-    describe_data(find_token_files(run, missing_ok=True))
-    if run.tokenizer.path:
-        load_vocabulary(run.tokenizer.path)
 
 
 def begun_run(folder: Path) -> Run | None:
