@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainyard.config.load import load_run
-from trainyard.optim.optimizer import learning_rate
+from trainyard.plan.learning_rate import learning_rate
 from trainyard.plan.resolve import resolve
 
 

@@ -1,12 +1,14 @@
 """Which fields may change when a run resumes from a checkpoint.
 
 Fields that change neither mathematics nor data are free, even if rounding changes. The length may
-change down to the step reached. All other fields would make the rest of the run another experiment;
-an error names them.
+change down to the step reached, the schedule if the learning rate does not jump, and the data if
+`data.from_step` is the checkpoint's step. All other fields would make the rest of the run another
+experiment; an error names them. A branch (`train.start_from`) may change everything but the shape.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pydantic import BaseModel
@@ -14,6 +16,7 @@ from pydantic import BaseModel
 from trainyard.checkpoint.format import Manifest
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
+from trainyard.plan.learning_rate import learning_rate
 from trainyard.plan.resolve import resolve
 
 FREE = (
@@ -30,6 +33,8 @@ FREE = (
 REFUSED = {
     "model.": "it fixes the weights' shapes and the dropout they were trained with",
     "data.": "it changes the sequences, or their order",
+    "train.start_from": "the run has begun",
+    "train.start_with": "the run has begun",
     "train.global_batch_size": "it decides which data each step sees",
     "train.batch_ramp": "it decides which data each step sees",
     "train.seed": "it decides the data order and dropout",
@@ -83,11 +88,21 @@ def check_resumable(
         CheckpointError: lists each field that must not change, with both values and the reason.
     """
     changes = run_changes(manifest.build_run(), wanted)
+    hint = ""
     if manifest.step == 0:
-        of_model = [change for change in changes if change.field.startswith("model.")]
-        refused = [str(change) for change in of_model if change.field not in _FREE_AT_START]
+        refused = [str(change) for change in shape_changes(manifest.build_run(), wanted)]
     else:
-        refused = [str(change) for change in changes if change.refusal]
+        kept = [change for change in changes if change.refusal]
+        jump = ""
+        if changes_data(manifest, wanted):
+            data_fingerprint = ""
+            kept = [change for change in kept if not change.field.startswith("data.")]
+        elif any(change.field.startswith("data.") for change in kept):
+            hint = f"; data.from_step={manifest.step} changes the data from here on"
+        if any(change.field.startswith("schedule.") for change in kept):
+            jump = _jump(manifest, wanted)
+            kept = [each for each in kept if jump or not each.field.startswith("schedule.")]
+        refused = [*map(str, kept), *filter(None, [jump])]
         n_steps = resolve(wanted).n_steps
         if n_steps < manifest.step:
             refused.append(
@@ -109,10 +124,36 @@ def check_resumable(
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} belongs to another run:\n"
             + "\n".join(f"  {line}" for line in refused),
-            "change these back, or start a run with another name; free to change: "
+            f"change these back{hint}; or start a run with another name, from these weights with "
+            f"train.start_from={manifest.build_run().name}@{manifest.step}; free to change: "
             + ", ".join(name.removesuffix(".") for name in FREE),
         )
     return changes
+
+
+def shape_changes(saved: Run, wanted: Run) -> list[Change]:
+    """Lists the fields of the model that differ, although weights alone are taken."""
+    return [
+        change
+        for change in run_changes(saved, wanted)
+        if change.field.startswith("model.") and change.field not in _FREE_AT_START
+    ]
+
+
+def changes_data(manifest: Manifest, wanted: Run) -> bool:
+    """Returns whether the data changes at this checkpoint."""
+    saved = manifest.build_run().data.from_step
+    return saved != wanted.data.from_step == manifest.step > 0
+
+
+def _jump(manifest: Manifest, wanted: Run) -> str:
+    """Describes how the schedules differ at the checkpoint; empty if they agree there."""
+    consumed = manifest.consumed_sequences
+    saved = manifest.build_run()
+    before, after = (learning_rate(run, resolve(run), consumed) for run in (saved, wanted))
+    if math.isclose(before, after, rel_tol=1e-6):
+        return ""
+    return f"learning rate at step {manifest.step}: {before:.3g} in the checkpoint, now {after:.3g}"
 
 
 def refusal_of(field: str) -> str:

@@ -151,6 +151,7 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
     """
     from trainyard.config.load import render_run
     from trainyard.data.patterns import find_token_files
+    from trainyard.export.start import convert_start
     from trainyard.files import publish_text
     from trainyard.jobs.status import refuse_second
     from trainyard.train.run_folder import begun_run, write_run_folder
@@ -170,6 +171,8 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
         ) from None
     begun = begun_run(folder)
     if list(jobs) == ["train"]:
+        if begun is None:
+            convert_start(run, folder)
         write_run_folder(folder, find_token_files(run, begun), "auto")
     else:  # the data may not exist yet
         refuse_stopped(folder)

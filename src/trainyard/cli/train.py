@@ -89,6 +89,7 @@ def train(
     srun or mpiexec this command is one rank: start it once per rank.
     """
     from trainyard.data.patterns import find_token_files
+    from trainyard.export.start import convert_start
     from trainyard.plan.room import refuse_without_room
     from trainyard.train.run_folder import begun_run, write_run_folder
     from trainyard.train.stop import leave_when_told, refuse_stopped
@@ -121,6 +122,8 @@ def train(
                     if minutes is not None:
                         refuse_stopped(folder)
                         run = _fit_into(minutes, run, n_ranks, begun)
+                    if begun is None:
+                        convert_start(run, folder)
                     how = "auto" if process.attempt else "overwrite" if overwrite else resume
                     write_run_folder(folder, run, how)
                     code = _train_first_rank(process, n_ranks, folder, resume, log, locks)
