@@ -12,10 +12,10 @@ from tests.e2e.test_layouts import lines, losses, said, train, weights
 from tests.faults.small_run import small_overrides, write_tokens
 
 from trainyard.checkpoint.format import manifest_sha256, read_manifest
+from trainyard.cli.train import convert_start
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, ConfigError, UserError
-from trainyard.export.start import convert_start
 from trainyard.export.to_huggingface import export_huggingface
 from trainyard.plan.resolve import resolve
 from trainyard.train.run_folder import read_history, write_run_folder
@@ -135,7 +135,7 @@ def test_it_resumes_without_its_ancestor_and_has_grandchildren(
         ),
         ([WITH_OPTIMIZER], "train.start_with='weights_and_optimizer' without train.start_from"),
         (["data.from_step=2"], "data.from_step=2, but the run has no checkpoint"),
-        (["data.from_step=6"], "data.from_step=6, but train.length='6 steps' ends at step 6"),
+        (["data.from_step=6"], "data.from_step=6, but train.length ends at step 6"),
         (["train.start_from=HERE"], "the folder of this run"),
     ],
 )

@@ -92,17 +92,11 @@ def check_resumable(
     if manifest.step == 0:
         refused = [str(change) for change in shape_changes(manifest.build_run(), wanted)]
     else:
-        kept = [change for change in changes if change.refusal]
-        jump = ""
+        refused = _refused(manifest, wanted, changes)
         if changes_data(manifest, wanted):
             data_fingerprint = ""
-            kept = [change for change in kept if not change.field.startswith("data.")]
-        elif any(change.field.startswith("data.") for change in kept):
+        elif manifest.data_fingerprint != data_fingerprint or "\ndata." in "\n".join(refused):
             hint = f"; data.from_step={manifest.step} changes the data from here on"
-        if any(change.field.startswith("schedule.") for change in kept):
-            jump = _jump(manifest, wanted)
-            kept = [each for each in kept if jump or not each.field.startswith("schedule.")]
-        refused = [*map(str, kept), *filter(None, [jump])]
         n_steps = resolve(wanted).n_steps
         if n_steps < manifest.step:
             refused.append(
@@ -144,6 +138,16 @@ def changes_data(manifest: Manifest, wanted: Run) -> bool:
     """Returns whether the data changes at this checkpoint."""
     saved = manifest.build_run().data.from_step
     return saved != wanted.data.from_step == manifest.step > 0
+
+
+def _refused(manifest: Manifest, wanted: Run, changes: list[Change]) -> list[str]:
+    """Lists the changes that are refused after the first step."""
+    kept = [change for change in changes if change.refusal]
+    if changes_data(manifest, wanted):
+        kept = [change for change in kept if not change.field.startswith("data.")]
+    others = [change for change in kept if not change.field.startswith("schedule.")]
+    jump = _jump(manifest, wanted) if len(others) < len(kept) else ""
+    return [*map(str, kept), jump] if jump else [*map(str, others)]
 
 
 def _jump(manifest: Manifest, wanted: Run) -> str:

@@ -149,9 +149,9 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
     Raises:
         UserError: the run cannot be trained, is already launched, or cannot be written.
     """
+    from trainyard.cli.train import convert_start
     from trainyard.config.load import render_run
     from trainyard.data.patterns import find_token_files
-    from trainyard.export.start import convert_start
     from trainyard.files import publish_text
     from trainyard.jobs.status import refuse_second
     from trainyard.train.run_folder import begun_run, write_run_folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import sys
 import time
@@ -89,7 +90,6 @@ def train(
     srun or mpiexec this command is one rank: start it once per rank.
     """
     from trainyard.data.patterns import find_token_files
-    from trainyard.export.start import convert_start
     from trainyard.plan.room import refuse_without_room
     from trainyard.train.run_folder import begun_run, write_run_folder
     from trainyard.train.stop import leave_when_told, refuse_stopped
@@ -133,6 +133,21 @@ def train(
     note_refusal(folder, read_start(), code)
     if code != 0:
         raise typer.Exit(code)
+
+
+def convert_start(run: Run, folder: Path) -> None:
+    """Converts `train.start_from` into the run folder, if it is a Hugging Face folder.
+
+    Raises:
+        UserError: as `import_huggingface`.
+    """
+    from trainyard.train.start import CONVERTED, is_huggingface
+
+    if is_huggingface(run.train.start_from):
+        from trainyard.export.from_huggingface import import_huggingface
+
+        shutil.rmtree(folder / CONVERTED, ignore_errors=True)
+        import_huggingface(Path(run.train.start_from), folder / CONVERTED)
 
 
 def _load_run(

@@ -73,11 +73,8 @@ def resolve(run: Run, n_ranks: int | None = None) -> Plan:
     n_steps = batches.steps_within(asked)
     n_sequences = batches.consumed(n_steps)
     if run.data.from_step >= n_steps:
-        raise ConfigError(
-            f"data.from_step={run.data.from_step}, but train.length={str(run.train.length)!r} ends "
-            f"at step {n_steps}",
-            "a greater train.length trains on the new data",
-        )
+        problem = f"data.from_step={run.data.from_step}, but train.length ends at step {n_steps}"
+        raise ConfigError(problem, "a greater train.length trains on the new data")
     return Plan(
         n_ranks=topology.n_ranks,
         data_parallel_size=topology.data,

@@ -5,6 +5,7 @@ The parent of several ranks does only this before it starts them; they import to
 
 from __future__ import annotations
 
+import json
 import shutil
 from importlib.metadata import version
 from itertools import pairwise
@@ -17,7 +18,7 @@ from trainyard.data.loader import data_fingerprint, describe_data, find_unread
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary, save_vocabulary
 from trainyard.errors import CheckpointError, ConfigError
 from trainyard.files import publish_text
-from trainyard.train.start import check_start, write_ancestry
+from trainyard.train.start import ANCESTRY, check_start
 from trainyard.train.stop import refuse_stopped
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite
     folder.mkdir(parents=True, exist_ok=True)
     if vocabulary is not None:
         write_tokenizer_folder(folder, vocabulary)
-    if is_new:
-        write_ancestry(folder, ancestors)
+    if is_new and (ancestors or (folder / ANCESTRY).exists()):
+        publish_text(folder / ANCESTRY, json.dumps(ancestors, indent=2) + "\n")
     publish_text(folder / "run.toml", render_run(run))
 
 

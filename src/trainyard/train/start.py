@@ -1,13 +1,11 @@
-"""Starts a run from the weights of another: finds them, checks that they fit, records the ancestry.
-
-    train.start_from = "runs/base@300"  ->  runs/branch/ancestry.json  ->  the weights of step 0
+"""Finds what a run starts from, checks that it fits, and records the ancestry.
 
 Only a run without a checkpoint reads its start, so the start may be removed afterwards.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +14,7 @@ from typing_extensions import TypedDict
 
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, ConfigError
-from trainyard.files import publish_text, read_file
+from trainyard.files import read_file
 
 if TYPE_CHECKING:
     from trainyard.checkpoint.format import Manifest
@@ -36,7 +34,6 @@ class Ancestor(TypedDict):
     sha256: str
     """Of the manifest, which has the checksums of all tensors."""
     path: str
-    """Of the step folder, as it was then."""
     taken: str
     """`train.start_with`."""
 
@@ -78,14 +75,7 @@ def is_huggingface(start: str) -> bool:
 
 
 def check_start(folder: Path, run: Run) -> list[Ancestor]:
-    """Checks that a new run can start as its file says.
-
-    Args:
-        folder: of the run.
-        run: about to take its first step.
-
-    Returns:
-        the ancestry, with the checkpoint of `train.start_from` last; empty without one.
+    """Checks that a new run can start as its file says; returns its ancestry.
 
     Raises:
         ConfigError: the run asks for what only a run that has begun can do.
@@ -96,23 +86,17 @@ def check_start(folder: Path, run: Run) -> list[Ancestor]:
 
     start, taken = run.train.start_from, run.train.start_with
     if run.data.from_step:
-        raise ConfigError(
-            f"data.from_step={run.data.from_step}, but the run has no checkpoint: its data begins "
-            "at step 0",
-            "data.from_step=0",
-        )
+        problem = f"data.from_step={run.data.from_step}, but the run has no checkpoint"
+        raise ConfigError(problem, "data.from_step=0")
+    if not start and taken != "weights":
+        problem = f"train.start_with={taken!r} without train.start_from"
+        raise ConfigError(problem, 'train.start_from="BASE"')
     if not start:
-        if taken != "weights":
-            raise ConfigError(
-                f"train.start_with={taken!r} without train.start_from", 'train.start_from="BASE"'
-            )
         return []
     path = find_start(start, folder)
     if (folder / "checkpoints" / "step-00000000").exists():
-        raise CheckpointError(
-            f"{folder} has imported weights of its own, and train.start_from={start!r} others",
-            "name=OTHER, or train.start_from=",
-        )
+        problem = f"{folder} has imported weights of its own, and train.start_from={start!r} others"
+        raise CheckpointError(problem, "name=OTHER, or train.start_from=")
     manifest = read_manifest(path)
     _require_fit(manifest, run, path)
     this = Ancestor(
@@ -123,14 +107,6 @@ def check_start(folder: Path, run: Run) -> list[Ancestor]:
         taken=taken,
     )
     return [*ancestors_of(manifest), this]
-
-
-def write_ancestry(folder: Path, ancestors: list[Ancestor]) -> None:
-    """Records the ancestry of a new run."""
-    if ancestors:
-        publish_text(folder / ANCESTRY, json.dumps(ancestors, indent=2) + "\n")
-    else:
-        (folder / ANCESTRY).unlink(missing_ok=True)
 
 
 def find_start(start: str, folder: Path) -> Path:
@@ -153,12 +129,9 @@ def find_start(start: str, folder: Path) -> Path:
             f"train.start_from={start!r}: no folder {name} or {source}",
             "name a run, RUN@STEP, a checkpoint folder, or a Hugging Face folder",
         )
-    if source.resolve() in (folder.resolve(), *folder.resolve().parents) or (
-        folder.resolve() in source.resolve().parents
-    ):
+    if source.resolve().is_relative_to(folder.resolve()):
         raise CheckpointError(
-            f"train.start_from={start!r} is in {folder}, the folder of this run",
-            "name=OTHER begins a new run",
+            f"train.start_from={start!r} is in {folder}, the folder of this run", "name=OTHER"
         )
     if not step:
         return find_checkpoint(source)
@@ -176,11 +149,10 @@ def _require_fit(manifest: Manifest, run: Run, path: Path) -> None:
     from trainyard.checkpoint.resume import shape_changes
 
     parent, taken = manifest.build_run(), run.train.start_with
-    problems = [str(change) for change in shape_changes(parent, run)]
-    if problems:
-        lines = "\n".join(f"  {line}" for line in problems)
+    if changes := shape_changes(parent, run):
         raise CheckpointError(
-            f"train.start_from={run.train.start_from!r} is a model of another shape:\n{lines}",
+            f"train.start_from={run.train.start_from!r} is a model of another shape:\n"
+            + "\n".join(f"  {change}" for change in changes),
             "change these back; dropout, data, schedule, layout and precision may differ",
         )
     if taken == "weights":
@@ -188,11 +160,10 @@ def _require_fit(manifest: Manifest, run: Run, path: Path) -> None:
     hint = "train.start_with='weights'"
     if manifest.step == 0 or not any(name.startswith("optimizer.") for name in manifest.tensors):
         raise CheckpointError(f"{path} has weights alone: no optimizer state to start with", hint)
-    for in_block, n_dimensions in ((True, 2), (True, 1), (False, 2), (False, 1)):
-        theirs, ours = (each.stored(in_block, n_dimensions) for each in (parent, run))
-        if theirs.states != ours.states:
-            raise CheckpointError(
-                f"precision.kind={run.precision.kind!r} stores other optimizer state than "
-                f"{parent.precision.kind!r} of {path}",
-                hint,
-            )
+    kinds = itertools.product((True, False), (1, 2))
+    if any(parent.stored(*kind).states != run.stored(*kind).states for kind in kinds):
+        raise CheckpointError(
+            f"precision.kind={run.precision.kind!r} stores other optimizer state than "
+            f"{parent.precision.kind!r} of {path}",
+            hint,
+        )
