@@ -6,6 +6,7 @@ python -m tests.e2e.growing
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import tempfile
 from itertools import pairwise
@@ -127,7 +128,8 @@ def render(folder: Path) -> str:
     """Plays it, and describes it in Markdown."""
     parts = [TITLE, f"`base.toml`:\n\n```toml\n{RUN_FILE}```\n"]
     for (meaning, _), (line, output) in zip(LINES, play(folder), strict=True):
-        shown = "\n".join(text.rstrip() for text in output.splitlines() if "versions" not in text)
+        output = re.sub(r"\n versions .*?(?=\n data fingerprint)", "", output, flags=re.DOTALL)
+        shown = "\n".join(text.rstrip() for text in output.splitlines())
         parts.append(f"{meaning}\n\n```\n$ {line}\n{shown}\n```\n")
     parts.append(
         "Training losses, each the mean of 20 steps. From line to line the loss of the base run "

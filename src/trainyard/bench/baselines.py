@@ -31,8 +31,7 @@ from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 from trainyard.optim.adamw import build_adamw
 from trainyard.plan.batches import BatchSchedule
-from trainyard.plan.learning_rate import learning_rate
-from trainyard.plan.resolve import Plan
+from trainyard.plan.resolve import Plan, learning_rate
 
 GPT2_TRANSFORMERS, PLAIN_TORCH = "gpt2-transformers", "plain-torch"
 MEGATRON_CORE = "megatron-core"

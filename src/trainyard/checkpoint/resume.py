@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from trainyard.checkpoint.format import Manifest
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
-from trainyard.plan.learning_rate import learning_rate
-from trainyard.plan.resolve import resolve
+from trainyard.plan.resolve import learning_rate, resolve
 
 FREE = (
     *("name", "description", "tokenizer.", "parallel."),

@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class Status:
     bad_nodes: dict[str, int]
     interval: int
     """Steps between saves; 0 for none."""
-    ancestors: list[Ancestor]
+    ancestors: Sequence[Ancestor] = ()
     """The checkpoints it descends from, oldest first."""
 
     @property

@@ -30,8 +30,7 @@ from trainyard.data.loader import keeps_passes
 from trainyard.errors import EXIT_HOLD, CheckpointError, MachineError
 from trainyard.parallel.placement import Placement, is_writer, local_part, place
 from trainyard.plan.batches import BatchSchedule
-from trainyard.plan.learning_rate import learning_rate
-from trainyard.plan.resolve import resolve
+from trainyard.plan.resolve import learning_rate, resolve
 from trainyard.plan.saving import checkpoint_bytes, rank_bytes
 from trainyard.train.metrics import Metrics
 from trainyard.train.run_folder import Resume, checkpoint_folder, find_checkpoint

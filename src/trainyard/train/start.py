@@ -6,6 +6,7 @@ Only a run without a checkpoint reads its start, so the start may be removed aft
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ def ancestors_of(manifest: Manifest) -> list[Ancestor]:
     return _ANCESTORS.validate_python(manifest.training.get("ancestors", []))
 
 
-def describe_ancestry(ancestors: list[Ancestor]) -> str:
+def describe_ancestry(ancestors: Sequence[Ancestor]) -> str:
     """Describes the chain in one line: `base@300 (weights, 0a1b2c...) -> branch@100 (...)`."""
     return " -> ".join(
         f"{each['run']}@{each['step']} ({each['taken'].replace('_', ' ')}, {each['sha256'][:12]})"

@@ -12,7 +12,7 @@ from trainyard.model.dropout import sequence_seeds
 from trainyard.model.loss import IGNORE_INDEX
 from trainyard.optim.clip import StepStats, reduce_step_stats
 from trainyard.parallel.mesh import Mesh
-from trainyard.plan.learning_rate import learning_rate
+from trainyard.plan.resolve import learning_rate
 from trainyard.train.state import State, TrainContext
 
 
