@@ -154,8 +154,7 @@ def find_corpus(name: str) -> KnownCorpus:
         entry = resources.files("trainyard.config") / "corpora" / f"{stem}.toml"
         text = entry.read_text(encoding="utf-8")
     else:
-        others = "others: hf:OWNER/NAME of Hugging Face, or a .toml file of your own"
-        hint = f"shipped: {', '.join(corpus_names())}; {others}"
+        hint = f"shipped: {', '.join(corpus_names())}; others: hf:OWNER/NAME, or a .toml file"
         raise ConfigError(f"no corpus named {stem!r}", hint)
     try:
         corpus = KnownCorpus.model_validate(parse_toml(text, stem))

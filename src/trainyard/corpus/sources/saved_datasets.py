@@ -47,8 +47,7 @@ def leave_out(folder: Path, names: Sequence[str]) -> dict[str, str]:
     arrow = [name for name in names if name.endswith(".arrow")]
     others = [name for name in names if name in _DESCRIPTIONS and (arrow or name != _STATE)]
     if _SPLITS in names:
-        splits = _read(folder / _SPLITS, _Splits).splits
-        _require_one_split(folder, splits, "{}")
+        _require_one_split(folder, _read(folder / _SPLITS, _Splits).splits, "{}")
     elif arrow and _STATE in names:
         listed = [file.filename for file in _read(folder / _STATE, _State).files]
         if missing := set(listed) - set(arrow):
@@ -74,5 +73,4 @@ def _read(path: Path, kind: Any) -> Any:
         return msgspec.json.decode(read_file(path, SETTINGS_LIMIT_BYTES), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         problem = f"{printable(path)} is not of Hugging Face's datasets library: {error}"
-        hint = "make the folder again; or name the .arrow files themselves"
-        raise DataError(problem, hint) from error
+        raise DataError(problem, "make it again; or name the .arrow files themselves") from error
