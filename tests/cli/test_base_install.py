@@ -21,7 +21,7 @@ NEEDS_TRAIN = {
     "bench": "bench tiny",
     "evaluate": "evaluate runs/a",
     "generate": "generate runs/a --prompt a",
-    "report": "report runs/a",
+    "report --png": "report runs/a --png figures",
     "export": "export runs/a --output new",
     "import": "import runs/a --output new",
     "check layout": "check layout tiny",
@@ -36,6 +36,7 @@ WORKS = {
     "show": "show tiny",
     "show order": "show order tiny data.blend.prefixes=['corpus'] data.split='90,10,0'",
     "check data": "check data corpus",
+    "report": "report runs/a",
     "status": "status runs/a",
     "status --follow": "status runs/a --follow",
 }
@@ -71,6 +72,7 @@ def folder(tmp_path: Path) -> Path:
     run_folder = tmp_path / "runs" / "a"
     run_folder.mkdir(parents=True)
     (run_folder / "run.toml").write_text(render_run(load_run("tiny").run))
+    (run_folder / "metrics.jsonl").touch()
     (tmp_path / "text.txt").write_text("hello")
     with IndexedWriter(tmp_path / "corpus", np.dtype(np.uint16)) as writer:
         for _ in range(20):

@@ -15,6 +15,16 @@ def test_it_writes_into_the_first_run_folder_and_nothing_else(tmp_path: Path) ->
     assert set((tmp_path / "tiny").iterdir()) - before == {tmp_path / "tiny" / "report.html"}
 
 
+def test_a_line_to_compare_with_is_drawn_or_refused(tmp_path: Path) -> None:
+    write_run_folder(tmp_path / "tiny", run_lines())
+    done = trainyard("report", "tiny", "--baseline", "GPT-2=3.3", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert '"GPT-2: 3.3"' in (tmp_path / "tiny" / "report.html").read_text(encoding="utf-8")
+    done = trainyard("report", "tiny", "--baseline", "3.3", folder=tmp_path)
+    assert done.returncode == 2
+    assert "--baseline 3.3: not NAME=LOSS with a positive loss" in done.stderr
+
+
 def test_curves_for_papers_are_written_when_asked(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_run_folder(tmp_path / name, run_lines())

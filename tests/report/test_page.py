@@ -1,21 +1,28 @@
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainyard.errors import ConfigError, DataError, MachineError
-from trainyard.report.page import render_page, write_report
+from trainyard.report.charts import build_charts
+from trainyard.report.next_steps import next_steps
+from trainyard.report.page import build_curves, render_page, write_report
 from trainyard.report.summary import load_reported_run
 
 from .conftest import EVIL, run_lines, train_line
 
 MakeRunFolder = Callable[..., Path]
 VOID = {"meta", "wbr", "br", "link", "img", "input", "hr"}
-N_DRAWINGS = 6  # of five quantities, the loss in two sizes
+N_CHARTS = 5
 MAY_LOAD = ("src", "href", "xlink:href", "action", "data", "poster", "srcset")
 
 
@@ -57,7 +64,15 @@ class Page(HTMLParser):
 
 def report(*folders: Path) -> str:
     """Renders the page alone, without files."""
-    return render_page([load_reported_run(folder) for folder in folders])
+    runs = [load_reported_run(folder) for folder in folders]
+    return render_page(runs, build_charts([build_curves(run, {}) for run in runs]))
+
+
+def charts_of(html: str) -> list[dict[str, Any]]:
+    """Reads the data that the page's script draws."""
+    text = html.split('<script type="application/json" id="charts">')[1].split("</script>")[0]
+    charts: list[dict[str, Any]] = json.loads(text)
+    return charts
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +80,23 @@ def html(make_run_folder: MakeRunFolder) -> str:
     return report(make_run_folder())
 
 
-def test_the_report_is_one_well_formed_file_that_loads_and_runs_nothing(html: str) -> None:
+def test_the_report_is_one_well_formed_file_that_loads_nothing_and_runs_its_own_script(
+    html: str,
+) -> None:
     page = Page(html)
     assert (page.loads, page.handlers) == ([], [])
-    assert not {"script", "img", "link", "iframe", "object"} & set(page.tags)
-    assert page.tags.count("svg") == N_DRAWINGS
-    assert "url(" not in html.replace("url(#", "")
+    assert not {"img", "link", "iframe", "object"} & set(page.tags)
+    assert page.tags.count("script") == 2  # the data, and what draws them
+    script = html.split("<script>")[1].split("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f'script-src &#x27;sha256-{digest}&#x27;"' in html  # no other script can run
+    assert "Permission is hereby granted" in script  # uPlot's licence travels with it
+    assert "url(" not in html
     assert "@import" not in html
     assert len(html) < 200_000
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
     assert "prefers-color-scheme: dark" in html
-    assert html.count('role="img" aria-label="') == N_DRAWINGS
+    assert html.count('role="img" aria-label="') == N_CHARTS
 
 
 def test_what_a_model_or_user_wrote_is_shown_as_text(html: str) -> None:
@@ -89,16 +110,18 @@ def test_the_numbers_of_the_run_are_there(html: str) -> None:
     for number in (
         "Held-out loss4.5000nats per token, latest",
         "Best held-out loss4.5000nats per token, at step 20",
-        "Perplexity90.02",
+        "Perplexity90.02 on",
         "Training loss4.0000",
         "Parameters137k",
-        "Tokens10.2k",
-        "Steps20of 50",
+        "Tokens10.2k consumed",
+        "Steps20 of 50",
         "Time21swithout pauses",
         "Tokens/s512per device",
-        "Peak memory3.0 GiB",
+        "Peak memory3.0 GiB a",
         "Restarts0",
-        "Skipped steps2no update",
+        "What to do next",
+        "trainyard train tiny train.length=",
+        "Skipped steps2 no update",
         "52 of step 5 skipped",
         "Steps5020",
         "Tokens25,60010,240",
@@ -120,13 +143,14 @@ def test_the_final_evaluation_wins_over_those_in_training(
     final = {"loss": 4.25, "perplexity": 70.1, "bits_per_byte": 1.5, "unigram_loss": 5.75}
     (folder / "evaluation.json").write_text(json.dumps(final))
     page = Page(report(folder))
-    for number in ("4.2500", "1.5000", "5.7500", "token frequencies alone"):
+    for number in ("4.2500", "1.5000", "5.7500", "token frequencies alone: 5.75"):
         assert number in page.text
 
 
-def test_settings_that_are_not_those_of_the_nearest_preset_are_marked(html: str) -> None:
-    row = '<th scope="row">train.<wbr>seed</th><td><mark>7</mark></td><td>1234</td><td>1234</td>'
-    assert row in html
+def test_settings_that_are_not_those_of_the_nearest_preset_come_first(html: str) -> None:
+    row = '<th scope="row">train.<wbr>seed</th><td>7</td><td>1234</td>'
+    assert html.index("Unlike the nearest preset, tiny:") < html.index(row)
+    assert html.index(row) < html.index("settings that are not the default")
     assert '<th scope="col">preset tiny</th>' in html
     assert '<th scope="row">model.<wbr>tied_<wbr>embeddings</th><td>true</td>' in html
 
@@ -135,12 +159,54 @@ def test_several_runs_stand_side_by_side(make_run_folder: MakeRunFolder) -> None
     html = report(make_run_folder("one"), make_run_folder("two"))
     page = Page(html)
     assert '<th scope="col">one</th><th scope="col">two</th>' in html
-    assert page.tags.count("svg") == N_DRAWINGS
+    assert len(charts_of(html)) == N_CHARTS
     assert "Training report: one, two" in page.text
     # The comparison leaves out what is known of neither; settings mark what differs.
     assert "Frequency loss" not in page.text
-    assert "Marked: differences between the runs." in page.text
+    assert "None: the runs have the same settings." in page.text
     assert "<mark>" not in html
+
+
+def test_of_runs_compared_the_best_values_are_marked_and_their_differences_on_top(
+    make_run_folder: MakeRunFolder,
+) -> None:
+    better = [line | ({"loss": 4.0} if line["kind"] == "evaluate" else {}) for line in run_lines()]
+    one, two = make_run_folder("one"), make_run_folder("two", lines=better)
+    settings = (two / "run.toml").read_text()
+    (two / "run.toml").write_text(settings.replace("seed = 7", "seed = 8"))
+    html = report(one, two)
+    row = '<th scope="row">train.<wbr>seed</th><td>7</td><td>8</td>'
+    best = '<th scope="row">Held-out loss</th><td>4.5000</td><td><mark>4.0000</mark></td>'
+    assert html.index(row) < html.index(best) < html.index('id="chart-loss"')
+    # Losses per token of two tokenizers cannot be compared.
+    (two / "run.toml").write_text(settings.replace('path = ""', 'path = "gpt2"'))
+    html = report(one, two)
+    assert "Losses per token are not compared: the tokenizers differ." in html
+    assert "<mark>4.0000</mark>" not in html
+
+
+def test_names_and_prompts_cannot_leave_the_data_of_the_script(
+    make_run_folder: MakeRunFolder,
+) -> None:
+    folder = make_run_folder()
+    run = replace(load_reported_run(folder), name=EVIL)
+    html = render_page([run], build_charts([build_curves(run, {EVIL: 3.0})]))
+    page = Page(html)
+    assert (page.loads, page.handlers, page.tags.count("script")) == ([], [], 2)
+    labels = [one["label"] for one in charts_of(html)[0]["series"]]
+    assert labels[0] == EVIL and labels[-1] == f"{EVIL}: 3"
+
+
+def test_a_run_that_stopped_is_continued_and_its_words_are_quoted(
+    make_run_folder: MakeRunFolder,
+) -> None:
+    folder = make_run_folder(lines=run_lines()[:-1])
+    folder = folder.rename(folder.with_name("a b"))
+    run = load_reported_run(folder)
+    commands = dict(next_steps([run]))
+    assert commands["Continue where it stopped:"] == f"trainyard train {shlex.quote(run.run.name)}"
+    assert commands["Follow while it runs:"] == f"trainyard status '{folder}' --follow"
+    assert "Train longer:" not in commands
 
 
 def test_what_did_not_go_straight_on_is_marked_and_listed(make_run_folder: MakeRunFolder) -> None:
@@ -160,11 +226,13 @@ def test_what_did_not_go_straight_on_is_marked_and_listed(make_run_folder: MakeR
         "a checkpoint was not saved: no <room>",
         "resumed from step 7; repeats 1 step",
         "Faint lines are steps that were repeated",
-        "Restarts1rollbacks: 1",
+        "Restarts1 rollbacks: 1",
     ):
         assert text in page.text
-    for legend in ("restart", "rollback", "save failed", "skipped steps", "repeated later"):
-        assert html.count(f">{legend}</text>") == N_DRAWINGS
+    for chart in charts_of(html):
+        marked = {mark["label"] for mark in chart["marks"]}
+        assert marked == {"restart", "rollback", "save failed", "skipped steps"}
+        assert "repeated later" in {one["label"] for one in chart["series"]}
 
 
 def test_damaged_lines_and_the_outcome_are_told(make_run_folder: MakeRunFolder) -> None:
@@ -205,7 +273,7 @@ def test_a_long_run_of_many_samples_and_events_stays_small(make_run_folder: Make
             if step % 100 == 0:
                 file.write(json.dumps({"kind": "start", "step": step - 30, "resumed": True}) + "\n")
     html = report(folder)
-    assert "Curves of more than 500 points are divided into 500 intervals" in html
+    assert "Curves of more than 2000 points are divided into 2000 intervals" in html
     assert "At most 100 marks of each kind are drawn." in html
     assert "more prompts are not shown" in html
     assert len(html) < 2_000_000

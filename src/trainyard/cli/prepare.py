@@ -44,7 +44,7 @@ def prepare(
     ] = 0,
     json_key: Annotated[
         str,
-        typer.Option(help="Top-level JSON key, or Parquet column, of the text [text]."),
+        typer.Option(help="Top-level JSON key, or Parquet or Arrow column, of the text [text]."),
     ] = "",
     append_eod: Annotated[
         bool | None,
@@ -89,7 +89,8 @@ def prepare(
     """Tokenize raw text into Megatron-LM token files.
 
     Reads JSON Lines and plain text (.jsonl .ndjson .json .txt, also .gz .bz2 .xz .zst), Parquet,
-    and Wikipedia dumps (.xml .xml.bz2). Reads any other file you name as plain text.
+    folders of Hugging Face's datasets library (.arrow), and Wikipedia dumps (.xml .xml.bz2). Reads
+    any other file you name as plain text.
 
     Example: trainyard prepare corpus/ -o web
 

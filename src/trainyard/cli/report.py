@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from trainyard.errors import UserError
 
 
 def report(
@@ -16,6 +19,13 @@ def report(
     png: Annotated[
         Path | None, typer.Option(help="A folder for the curves as PNG files, for papers.")
     ] = None,
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=LOSS",
+            help="Another model's held-out loss, in nats per token, as a line to compare with.",
+        ),
+    ] = None,
 ) -> None:
     """Write curves, samples and settings of runs to one HTML page.
 
@@ -23,13 +33,29 @@ def report(
 
     Example: trainyard report runs/small runs/large --output compare.html --png figures
 
+    Example: trainyard report runs/mine --baseline "GPT-2 124M=3.29"
+
     The page needs no other file. The run may still be training, or have been killed; trainyard
     status --follow shows it live.
     """
     from trainyard.report.page import write_report
 
     output = output or run_folders[0] / "report.html"
-    write_report(run_folders, output, png)
+    write_report(run_folders, output, png, dict(map(_parse_baseline, baseline or [])))
     typer.echo(f"wrote {output}")
     if png is not None:
         typer.echo(f"wrote the curves as PNG files to {png}")
+
+
+def _parse_baseline(text: str) -> tuple[str, float]:
+    name, _, value = text.rpartition("=")
+    try:
+        loss = float(value)
+    except ValueError:
+        loss = math.nan
+    if not name or not 0 < loss < math.inf:
+        raise UserError(
+            f"--baseline {text}: not NAME=LOSS with a positive loss",
+            'write, for example, --baseline "GPT-2=3.3", in nats per token',
+        )
+    return name, loss

@@ -123,7 +123,7 @@ class Corpus(Section):
     """`gpt2` (included), or a folder with vocab.json and merges.txt, also named gpt2-vocab.json
     and gpt2-merges.txt, or with a tokenizer.json; empty: train one."""
     json_key: str = "text"
-    """JSON key, or Parquet column, of the text."""
+    """JSON key, or Parquet or Arrow column, of the text."""
     append_eod: bool = True
     """End every document that is not empty with <|endoftext|>."""
     special_tokens: Literal["text", "parse"] = "text"

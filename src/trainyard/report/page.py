@@ -1,46 +1,70 @@
-"""The report: one HTML file on one or more runs, without scripts or network access."""
+"""The report: one HTML file on one or more runs, drawn without a server or network access."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 
 from trainyard.errors import MachineError
 from trainyard.files import publish_text
-from trainyard.report.history import Line
-from trainyard.report.pictures import render_svg, save_png
-from trainyard.report.planned import compare_with_plan
-from trainyard.report.plots import (
-    LOSS,
+from trainyard.report.charts import (
     MARKS_LIMIT,
     POINTS_IN_A_CURVE,
     POINTS_IN_ALL,
+    UNIGRAM,
+    Chart,
     RunCurves,
-    build_plot,
-    build_plots,
+    build_charts,
 )
+from trainyard.report.history import Line
+from trainyard.report.next_steps import next_steps
+from trainyard.report.planned import compare_with_plan
 from trainyard.report.style import STYLE
-from trainyard.report.summary import UNKNOWN, ReportedRun, load_reported_run, summarize
-from trainyard.report.tables import as_text, render_events, render_settings, render_table
+from trainyard.report.summary import (
+    UNKNOWN,
+    Figure,
+    ReportedRun,
+    find_best,
+    load_reported_run,
+    share_a_tokenizer,
+    summarize,
+)
+from trainyard.report.tables import (
+    as_text,
+    render_differences,
+    render_events,
+    render_settings,
+    render_table,
+)
 
 SAMPLES_SHOWN = 8  # of each prompt, from the first to the last
 PROMPTS_SHOWN = 12
 SAMPLE_CHARACTERS = 1200
 PROMPT_CHARACTERS = 300
-# Even a text that got past the escaping could neither run nor fetch anything.
-CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+N_TILES = 6
 
 
-def write_report(run_folders: list[Path], output: Path, png_folder: Path | None = None) -> None:
+def write_report(
+    run_folders: list[Path],
+    output: Path,
+    png_folder: Path | None = None,
+    baselines: Mapping[str, float] | None = None,
+) -> None:
     """Writes the report of one or more runs.
 
     Args:
         run_folders: of the runs, in the order in which they are shown.
         output: the file to write.
         png_folder: where each curve is written as a PNG too.
+        baselines: held-out losses of other models to compare with, in nats per token, by name.
 
     Raises:
         DataError: a folder is no run folder, or a file in it is malformed.
@@ -48,25 +72,30 @@ def write_report(run_folders: list[Path], output: Path, png_folder: Path | None 
         MachineError: a file cannot be written.
     """
     runs = _distinguish([load_reported_run(folder) for folder in run_folders])
+    charts = build_charts([build_curves(reported, baselines or {}) for reported in runs])
     if png_folder is not None:
-        _save_plots(png_folder, [build_curves(reported) for reported in runs])
-    publish_text(output, render_page(runs))
+        _save_charts(png_folder, charts)
+    publish_text(output, render_page(runs, charts))
 
 
-def render_page(runs: list[ReportedRun]) -> str:
+def render_page(runs: list[ReportedRun], charts: list[Chart]) -> str:
     """Renders the whole page."""
     alone = len(runs) == 1
     names = [reported.name for reported in runs]
     title = f"Training report: {', '.join(names) if len(runs) <= 3 else f'{len(runs)} runs'}"
     versions = [{k: as_text(v) for k, v in reported.versions.items()} for reported in runs]
+    script = _script()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # Even a text that got past the escaping could neither run nor fetch anything.
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{escape(CONTENT_POLICY)}">
+<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">
 <title>{escape(title)}</title>
-<style>{STYLE}</style>
+<style>{_asset("uplot/uPlot.min.css")}{STYLE}</style>
 </head>
 <body>
 <header>
@@ -74,23 +103,46 @@ def render_page(runs: list[ReportedRun]) -> str:
 {"".join(_render_heading(reported, alone=alone) for reported in runs)}
 </header>
 <main>
-<h2>Summary</h2>
-{_render_tiles(runs[0]) if alone else _render_comparison(runs)}
-<h2>Curves</h2>
-{_render_curves(runs)}
+{"" if alone else _render_comparison(runs)}
+<section class="curves">
+{_render_charts(charts[:1], runs)}
+</section>
+{_render_tiles(runs[0]) if alone else ""}
+{_render_next(runs)}
+{"".join(_render_samples(reported, alone=alone) for reported in runs)}
+<h2>Other curves</h2>
+{_render_charts(charts[1:], [])}
+<h2>Settings</h2>
+{render_settings(runs)}
 <h2>Restarts, skipped steps and failed saves</h2>
 {render_events(runs)}
 <h2>Plan against measured</h2>
 {"".join(_render_planned(reported, alone=alone) for reported in runs)}
-{"".join(_render_samples(reported, alone=alone) for reported in runs)}
-<h2>Settings</h2>
-{render_settings(runs)}
 <h2>Environment</h2>
 {render_table(versions, [] if alone else names)}
 </main>
+<script type="application/json" id="charts">{_embed([chart.as_json() for chart in charts])}</script>
+<script>{script}</script>
 </body>
 </html>
 """
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("trainyard.report").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _script() -> str:
+    licence = f"/*\n{_asset('uplot/LICENSE')}*/\n"
+    return f"{licence}{_asset('uplot/uPlot.iife.min.js')}\n{_asset('charts.js')}"
+
+
+def _embed(value: object) -> str:
+    """Renders JSON that no HTML parser takes for markup."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _distinguish(runs: list[ReportedRun]) -> list[ReportedRun]:
@@ -104,16 +156,20 @@ def _distinguish(runs: list[ReportedRun]) -> list[ReportedRun]:
     ]
 
 
-def build_curves(reported: ReportedRun) -> RunCurves:
+def build_curves(reported: ReportedRun, baselines: Mapping[str, float]) -> RunCurves:
     """Selects the curves of a run to draw."""
-    return RunCurves(reported.name, reported.metrics, reported.evaluation.get("unigram_loss"))
+    unigram = reported.evaluation.get("unigram_loss")
+    known = {} if unigram is None else {UNIGRAM: unigram}
+    return RunCurves(reported.name, reported.metrics, {**known, **baselines})
 
 
-def _save_plots(folder: Path, runs: list[RunCurves]) -> None:
+def _save_charts(folder: Path, charts: list[Chart]) -> None:
+    from trainyard.report.pictures import save_png  # the page needs no matplotlib
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for plot in build_plots(runs):
-            save_png(plot, folder)
+        for chart in charts:
+            save_png(chart, folder)
     except OSError as error:
         raise MachineError(
             f"cannot write plots to {folder}: {error.strerror}",
@@ -140,52 +196,79 @@ def _render_heading(reported: ReportedRun, *, alone: bool) -> str:
 
 
 def _render_tiles(reported: ReportedRun) -> str:
+    known = [figure for figure in summarize(reported) if figure.value != UNKNOWN]
     tiles = "\n".join(
         f'<div class="card tile"><dt>{escape(figure.label)}</dt>'
         f'<dd class="value">{escape(figure.value)}</dd>'
         f"<dd><small>{escape(figure.meaning)}</small></dd></div>"
-        for figure in summarize(reported)
-        if figure.value != UNKNOWN
+        for figure in known[:N_TILES]
     )
-    return f'<dl class="tiles">\n{tiles}\n</dl>'
+    others = {one.label: f"{one.value} {one.meaning}".strip() for one in known[N_TILES:]}
+    return (
+        f'<h2>Summary</h2>\n<dl class="tiles">\n{tiles}\n</dl>\n'
+        f"<details><summary>{len(others)} more figures</summary>"
+        f"{render_table([others], [])}</details>"
+    )
 
 
 def _render_comparison(runs: list[ReportedRun]) -> str:
-    columns = [{figure.label: figure.value for figure in summarize(run)} for run in runs]
-    known = {key for column in columns for key, value in column.items() if value != UNKNOWN}
-    columns = [{key: column[key] for key in column if key in known} for column in columns]
-    return render_table(columns, [reported.name for reported in runs])
-
-
-def _render_curves(runs: list[ReportedRun]) -> str:
-    """Draws the loss twice: large for a screen, and small for a phone."""
-    curves = [build_curves(reported) for reported in runs]
-    large = render_svg(build_plot(LOSS, curves, scale=2), "large-")
-    loss, *others = (render_svg(plot) for plot in build_plots(curves))
-    figures = [
-        f'<figure class="card large">{large}</figure>',
-        f'<figure class="card small">{loss}</figure>',
-        *(f'<figure class="card">{svg}</figure>' for svg in others),
+    """Renders the settings that differ, then the figures, the best value of each marked."""
+    summaries = [{one.label: one for one in summarize(run)} for run in runs]
+    rows: list[list[Figure]] = [
+        list(row) for row in zip(*(one.values() for one in summaries), strict=True)
     ]
+    rows = [row for row in rows if any(one.value != UNKNOWN for one in row)]
+    columns = [{row[i].label: row[i].value for row in rows} for i in range(len(runs))]
+    comparable = share_a_tokenizer(runs)
+    best = {(i, row[0].label) for row in rows for i in find_best(row, comparable=comparable)}
+    note = "" if comparable else " Losses per token are not compared: the tokenizers differ."
+    return (
+        f"<h2>Settings that differ</h2>\n{render_differences(runs)}\n<h2>Summary</h2>\n"
+        f'<p class="muted">Marked: the best value.{note}</p>\n'
+        f"{render_table(columns, [reported.name for reported in runs], best)}"
+    )
+
+
+def _render_next(runs: list[ReportedRun]) -> str:
+    rows = "\n".join(
+        f"<p>{escape(what)}</p>\n<pre>{escape(command)}</pre>" for what, command in next_steps(runs)
+    )
+    return f'<h2>What to do next</h2>\n<div class="card next">{rows}</div>\n'
+
+
+def _render_charts(charts: list[Chart], runs: list[ReportedRun]) -> str:
+    """Renders the places of charts, which the script fills, and notes on what they show."""
+    size = "large" if runs else "small"
+    figures = "\n".join(
+        f'<figure class="card"><figcaption>{escape(chart.title)}</figcaption>'
+        f'<div class="{size}" id="chart-{chart.name}" role="img" '
+        f'aria-label="{escape(chart.title)}. {escape(chart.description)}">'
+        f"{'' if chart.series else 'nothing logged'}</div></figure>"
+        for chart in charts
+    )
+    page = f'<div class="plots {size}">\n{figures}\n</div>'
+    return f'{page}\n<p class="muted">{" ".join(_notes(runs))}</p>' if runs else page
+
+
+def _notes(runs: list[ReportedRun]) -> Iterable[str]:
+    yield "Over the tokens consumed. Drag to zoom, double-click to see all again."
+    yield "<noscript>Drawing needs JavaScript; the page loads nothing.</noscript>"
     n_points = min(POINTS_IN_A_CURVE, POINTS_IN_ALL // len(runs))
-    notes = []
-    if any(len(run.metrics.train) > n_points for run in curves):
-        notes.append(
+    if any(len(run.metrics.train) > n_points for run in runs):
+        yield (
             f"Curves of more than {n_points} points are divided into {n_points} intervals: the "
             "line is the mean of each, the band spans its minimum to maximum."
         )
-    if any(n > MARKS_LIMIT for run in curves for n in _count_by_kind(run)):
-        notes.append(f"At most {MARKS_LIMIT} marks of each kind are drawn.")
-    if any(run.metrics.abandoned for run in curves):
-        notes.append(
+    if any(n > MARKS_LIMIT for run in runs for n in _count_by_kind(run)):
+        yield f"At most {MARKS_LIMIT} marks of each kind are drawn."
+    if any(run.metrics.abandoned for run in runs):
+        yield (
             "Faint lines are steps that were repeated after a restart or rollback; only the last "
             "repetition counts."
         )
-    note = f'\n<p class="muted">{" ".join(notes)}</p>' if notes else ""
-    return f'<div class="plots">\n{chr(10).join(figures)}\n</div>{note}'
 
 
-def _count_by_kind(run: RunCurves) -> Iterable[int]:
+def _count_by_kind(run: ReportedRun) -> Iterable[int]:
     return Counter(event.kind for event in run.metrics.events).values()
 
 

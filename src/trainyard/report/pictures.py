@@ -1,87 +1,96 @@
-"""Finished drawings, as SVG for the page and as PNG for papers.
-
-Both use one figure, drawn in the colours of the light page. The SVG replaces each of these colours
-with a CSS variable of the page, so that the drawing follows dark mode.
-"""
+"""Charts as PNG files for papers, and the look of every drawing by matplotlib."""
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from html import escape
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
+from trainyard.report.charts import Chart, Style
+from trainyard.units import format_large
+
+SIZE_INCHES = (4.0, 3.0)
+NAME_CHARACTERS = 48
 PNG_DOTS_PER_INCH = 300
 
 TEXT, MUTED, GRID, CARD, ALERT = "#1d2430", "#5b6675", "#dde1e7", "#fefefe", "#b3261e"
 # Okabe and Ito's palette, which colour-blind readers can tell apart, darkened to read on white.
 RUN_COLOURS = ("#0b6bb3", "#c2570a", "#11805a", "#9b4a8a", "#8a6d00", "#3b8ea5")
-CSS_OF_COLOUR = {
-    TEXT: "var(--text)",
-    MUTED: "var(--muted)",
-    GRID: "var(--grid)",
-    CARD: "var(--card)",
-    ALERT: "var(--alert)",
-    **{colour: f"var(--run-{number})" for number, colour in enumerate(RUN_COLOURS)},
+HEX_OF_COLOUR = {
+    "muted": MUTED,
+    "alert": ALERT,
+    **{f"run-{number}": colour for number, colour in enumerate(RUN_COLOURS)},
+}
+LOOKS: dict[Style, dict[str, Any]] = {
+    "line": {"linewidth": 1.3},
+    "thin": {"linewidth": 1, "linestyle": (0, (4, 1.5))},
+    "dashed": {"linewidth": 1, "linestyle": (0, (6, 2))},
+    "points": {"linewidth": 1.3, "marker": "o", "markersize": 3},
+    "faint": {"linewidth": 0.9, "alpha": 0.45},
 }
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A finished drawing with its alternative text."""
-
-    name: str
-    title: str
-    description: str
-    figure: Figure
-
-
-def render_svg(plot: Plot, id_prefix: str = "") -> str:
-    """Renders a plot for a page: text as text, colours from the page's CSS.
-
-    Args:
-        plot: to render.
-        id_prefix: tells two drawings of one name apart.
-    """
-    buffer = io.StringIO()
-    with drawing_style():
-        FigureCanvasSVG(plot.figure).print_svg(
-            buffer, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
-    # A hundredth of a point is enough, and halves the size.
-    svg = re.sub(r'(?<= d=")[^"]*', lambda d: re.sub(r"(\.\d\d)\d+", r"\1", d.group()), svg)
-    # Several drawings share one page: their ids must differ.
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{id_prefix}{plot.name}-", svg)
-    for colour, variable in CSS_OF_COLOUR.items():
-        svg = svg.replace(colour, variable)
-    size = re.search(r'viewBox="[^"]*"', svg)
-    assert size is not None
-    label = escape(f"{plot.title}. {plot.description}", quote=True)
-    opening = f'<svg role="img" aria-label="{label}" {size.group()}>'
-    return re.sub(r"<svg[^>]*>", lambda _: opening, svg, count=1).strip()
-
-
-def save_png(plot: Plot, folder: Path) -> Path:
+def save_png(chart: Chart, folder: Path) -> Path:
     """Writes `folder/<name>.png` on white, sized for a column of a paper."""
-    buffer = io.BytesIO()
+    path = folder / f"{chart.name}.png"
     with drawing_style():
-        FigureCanvasAgg(plot.figure)
-        plot.figure.savefig(buffer, format="png", dpi=PNG_DOTS_PER_INCH, facecolor="white")
-    path = folder / f"{plot.name}.png"
-    path.write_bytes(buffer.getvalue())
+        figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        axes.set_title(chart.title, loc="left", fontsize=10)
+        axes.set_xlabel("tokens consumed")
+        _draw(axes, chart)
+        axes.set_yscale("log" if chart.is_logarithmic else "linear")
+        for axis, is_plain in ((axes.xaxis, True), (axes.yaxis, not chart.is_logarithmic)):
+            axis.set_major_formatter(_format_tick)
+            if is_plain:
+                axis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_minor_formatter(_format_tick if _is_short(chart) else NullFormatter())
+        if chart.from_zero:
+            axes.set_ylim(bottom=0)
+        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        for label, handle in handles.items():
+            handle.set_label(label if len(label) < NAME_CHARACTERS else f"…{label[-40:]}")
+        if handles:
+            legend = figure.legend(
+                handles=list(handles.values()), loc="outside lower left", ncols=2, fontsize=8
+            )
+            for text in legend.get_texts():
+                text.set_parse_math(False)  # names are text, not formulas
+        figure.savefig(path, dpi=PNG_DOTS_PER_INCH, facecolor="white")
     return path
+
+
+def _draw(axes: Any, chart: Chart) -> None:
+    for number, one in enumerate(chart.series):
+        colour = HEX_OF_COLOUR[one.colour]
+        if one.style == "high":
+            low = chart.series[number + 1].y
+            axes.fill_between(one.x, low, one.y, color=colour, alpha=0.25, linewidth=0)
+        elif one.style != "low":
+            axes.plot(one.x, one.y, color=colour, label=one.label, **LOOKS[one.style])
+    for mark in chart.marks:
+        top, dashes = (1.0, (0, mark.dash)) if mark.dash else (0.04, "-")
+        style: Any = {"colors": HEX_OF_COLOUR[mark.colour], "linestyles": [dashes]}
+        across = axes.get_xaxis_transform()
+        axes.vlines(mark.x, 0, top, transform=across, linewidth=1, label=mark.label, **style)
+
+
+def _is_short(chart: Chart) -> bool:
+    """Whether a logarithmic axis is too short for powers of ten."""
+    values = np.concatenate([one.y for one in chart.series]) if chart.series else np.ones(1)
+    return chart.is_logarithmic and bool(np.nanmax(values) < 10 * np.nanmin(values))
+
+
+def _format_tick(value: float, _position: float | None = 0) -> str:
+    return "0" if value == 0 else format_large(value)
 
 
 @contextmanager

@@ -43,12 +43,29 @@ small { display: block; font-size: .8rem; line-height: 1.35; }
 }
 dl { margin: 0; }
 .alert { color: var(--alert); }
-.plots { display: grid; gap: .7rem; grid-template-columns: repeat(3, minmax(0, 1fr)); }
-.plots .card { padding: .5rem; margin: 0; }
-.plots .large { grid-column: span 2; grid-row: span 2; align-content: center; }
-.plots .small { display: none; }
-svg { display: block; width: 100%; height: auto; }
-svg text { font-family: inherit !important; }
+.plots {
+  display: grid; gap: .7rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr));
+}
+.plots .card { padding: .7rem; margin: 0; }
+figcaption { font-size: .9rem; font-weight: 600; }
+.uplot, .u-legend { font-family: inherit; }
+.uplot { max-width: 100%; }
+.u-legend { font-size: .78rem; text-align: left; overflow-wrap: anywhere; }
+.u-legend th { color: var(--muted); }
+.u-legend .u-value { font-variant-numeric: tabular-nums; }
+.u-series > * { padding: 1px 3px; }
+.uplot .edge { display: none; }
+.mark .u-value, .u-legend .mark th::after { display: none !important; }
+.u-legend :is(th, td, tr) { border: 0 !important; min-width: 0; }
+.u-select { background: color-mix(in srgb, var(--accent) 18%, transparent); }
+.next pre {
+  margin: .1rem 0 .7rem; white-space: pre-wrap; overflow-wrap: anywhere;
+  font: .85rem/1.5 ui-monospace, Menlo, Consolas, monospace;
+}
+.curves { margin-top: 1rem; }
+main { display: flex; flex-direction: column; }
+main > * { min-width: 0; max-width: 100%; }
 .scroll { overflow-x: auto; padding: 0; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { padding: .4rem .9rem; text-align: left; vertical-align: top; }
@@ -69,13 +86,8 @@ summary { cursor: pointer; color: var(--accent); padding: .3rem 0; }
   font: .82rem/1.5 ui-monospace, Menlo, Consolas, monospace;
 }
 .sample blockquote b { color: var(--accent); }
-@media (max-width: 62rem) {
-  .plots { grid-template-columns: repeat(2, minmax(0, 1fr)); }
-}
 @media (max-width: 42rem) {
-  .plots { grid-template-columns: minmax(0, 1fr); }
-  .plots .large { display: none; }
-  .plots .small { display: block; }
+  .curves { order: -1; margin-top: 1rem; }
   th, td { padding: .35rem .6rem; }
 }
 @media (max-width: 30rem) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
@@ -51,6 +51,11 @@ class Figure:
     label: str
     value: str
     meaning: str = ""
+    amount: float | None = None
+    """To compare runs by; None where more is neither better nor worse."""
+    is_better: Literal["lower", "higher"] = "lower"
+    is_per_token: bool = False
+    """Comparable only between runs of one tokenizer."""
 
 
 def load_reported_run(folder: Path) -> ReportedRun:
@@ -118,32 +123,57 @@ def summarize(reported: ReportedRun) -> list[Figure]:
     by_formula = train.median("formula_tflops_per_second_per_device")
     of_peak += "" if by_formula is None else f"; {by_formula:.4g} by log.flop_formula"
     n_restarts, n_back = metrics.count("restart"), metrics.count("rollback")
+    per_second = train.median("tokens_per_second_per_device")
+    perplexity, bits = evaluation.get("perplexity"), evaluation.get("bits_per_byte")
+
+    def loss(label: str, value: Any, meaning: str) -> Figure:
+        return Figure(label, show(value, "{:.4f}"), meaning, value, is_per_token=True)
+
     return [
+        loss("Held-out loss", evaluation.get("loss"), "nats per token, latest"),
+        Figure("Bits per byte", show(bits, "{:.4f}"), "held-out text", bits),
+        loss("Training loss", train.last("loss"), "at the last logged step"),
+        Figure("Time", format_seconds(metrics.seconds), "without pauses", metrics.seconds),
+        Figure("Tokens/s", large(per_second), "per device", per_second, "higher"),
+        Figure("Parameters", large(reported.plan.get("n_parameters"))),
+        loss("Best held-out loss", best.get("loss"), best_at),
+        loss("Test loss", metrics.test.get("loss"), test_at),
         Figure(
-            "Held-out loss",
-            show(evaluation.get("loss"), "{:.4f}"),
-            "nats per token, latest",
+            *("Perplexity", show(perplexity, "{:,.2f}"), "on held-out text", perplexity),
+            is_per_token=True,
         ),
-        Figure("Best held-out loss", show(best.get("loss"), "{:.4f}"), best_at),
-        Figure("Test loss", show(metrics.test.get("loss"), "{:.4f}"), test_at),
-        Figure("Training loss", show(train.last("loss"), "{:.4f}"), "at the last logged step"),
-        Figure("Perplexity", show(evaluation.get("perplexity"), "{:,.2f}"), "on held-out text"),
-        Figure("Bits per byte", show(evaluation.get("bits_per_byte"), "{:.4f}"), "held-out text"),
         Figure(
             "Frequency loss",
             show(evaluation.get("unigram_loss"), "{:.4f}"),
             "from token frequencies alone",
         ),
-        Figure("Tokens/s", large(train.median("tokens_per_second_per_device")), "per device"),
         Figure("TFLOP/s", tflops, f"per device{of_peak}"),
-        Figure("Time", format_seconds(metrics.seconds), "without pauses"),
         Figure("Steps", show(step, "{:,.0f}"), of_steps),
         Figure("Tokens", large(train.last("tokens")), "consumed"),
-        Figure("Parameters", large(reported.plan.get("n_parameters"))),
         Figure("Peak memory", memory(train.last("memory_bytes")), metrics.device),
         Figure("Restarts", f"{n_restarts:,}", f"rollbacks: {n_back:,}" if n_back else ""),
         Figure("Skipped steps", show(train.last("skipped_steps"), "{:,.0f}"), "no update"),
     ]
+
+
+def find_best(row: list[Figure], *, comparable: bool) -> set[int]:
+    """Finds the runs with the best value of a figure; empty if none is better.
+
+    Args:
+        row: one figure of each run.
+        comparable: the runs have one tokenizer.
+    """
+    known = [one.amount for one in row if one.amount is not None and is_finite(one.amount)]
+    if len(known) < 2 or (row[0].is_per_token and not comparable):
+        return set()
+    best = (max if row[0].is_better == "higher" else min)(known)
+    found = {number for number, one in enumerate(row) if one.amount == best}
+    return found if len(found) < len(row) else set()
+
+
+def share_a_tokenizer(runs: list[ReportedRun]) -> bool:
+    """Whether losses per token can be compared."""
+    return len({(one.run.tokenizer.path, one.run.model.vocabulary_size) for one in runs}) == 1
 
 
 def show(value: Any, style: str) -> str:

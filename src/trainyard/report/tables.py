@@ -84,35 +84,43 @@ def render_events(runs: list[ReportedRun]) -> str:
     )
 
 
-def render_settings(runs: list[ReportedRun]) -> str:
-    """Shows differences from the defaults or the nearest preset; the rest is collapsed."""
-    defaults = _flatten(Run())
+def render_differences(runs: list[ReportedRun]) -> str:
+    """Shows the settings that differ between runs."""
     columns = [_flatten(reported.run) for reported in runs]
-    headings = [reported.name for reported in runs]
+    differing = [key for key in _keys(columns) if _differs(key, columns)]
+    if not differing:
+        return '<p class="muted">None: the runs have the same settings.</p>'
+    chosen = [{key: fields.get(key, UNKNOWN) for key in differing} for fields in columns]
+    return render_table(chosen, [reported.name for reported in runs], css="fields")
+
+
+def render_settings(runs: list[ReportedRun]) -> str:
+    """Shows differences from the nearest preset first, then from the defaults; folds the rest."""
+    defaults = _flatten(Run())
+    columns, headings = [_flatten(reported.run) for reported in runs], [run.name for run in runs]
+    first: list[str] = []
+    parts = []
     if len(runs) == 1:
         preset, compared = find_nearest_preset(columns[0])
-        note = f"Marked: differences from the nearest preset, {escape(preset)}."
-        others = [defaults, compared]
-        headings = ["this run", "default", f"preset {preset}"]
-        marked = {(0, key) for key in columns[0] if columns[0][key] != compared.get(key)}
-    else:
-        note = "Marked: differences between the runs."
-        others, headings = [defaults], [*headings, "default"]
-        differing = {key for fields in columns for key in fields if _differs(key, columns)}
-        marked = {(number, key) for number in range(len(columns)) for key in differing}
-    keys = list(dict.fromkeys(key for fields in columns for key in fields))
-    changed = [key for key in keys if key not in OWN_FIELDS and _differs(key, [*columns, *others])]
-    chosen = [{key: fields.get(key, UNKNOWN) for key in changed} for fields in [*columns, *others]]
-    same = {
-        key: defaults.get(key, UNKNOWN)
-        for key in keys
-        if key not in changed and key not in OWN_FIELDS
-    }
-    return (
-        f'<p class="muted">{note}</p>\n{render_table(chosen, headings, marked, "fields")}\n'
+        first = [key for key in _keys(columns) if _differs(key, [*columns, compared])]
+        chosen = [
+            {key: fields.get(key, UNKNOWN) for key in first} for fields in (*columns, compared)
+        ]
+        table = render_table(chosen, ["this run", f"preset {preset}"], css="fields")
+        parts.append(f'<p class="muted">Unlike the nearest preset, {escape(preset)}:</p>\n{table}')
+        headings = ["this run"]
+    changed = [key for key in _keys(columns) if _differs(key, [*columns, defaults])]
+    rest = [key for key in changed if key not in first]
+    chosen = [{key: fields.get(key, UNKNOWN) for key in rest} for fields in (*columns, defaults)]
+    same = {key: defaults.get(key, UNKNOWN) for key in _keys(columns) if key not in changed}
+    parts += [
+        f"<details><summary>{len(rest)} {'more ' if first else ''}settings that are not the "
+        "default</summary>\n"
+        f"{render_table(chosen, [*headings, 'default'], css='fields')}</details>",
         f"<details><summary>{len(same)} settings at their defaults</summary>\n"
-        f"{render_table([same], [], css='fields')}</details>"
-    )
+        f"{render_table([same], [], css='fields')}</details>",
+    ]
+    return "\n".join(parts)
 
 
 def find_nearest_preset(fields: Fields) -> tuple[str, Fields]:
@@ -134,6 +142,11 @@ def find_nearest_preset(fields: Fields) -> tuple[str, Fields]:
 def as_text(value: Any) -> str:
     """Formats a value for the page."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _keys(columns: list[Fields]) -> list[str]:
+    keys = dict.fromkeys(key for fields in columns for key in fields)
+    return [key for key in keys if key not in OWN_FIELDS]
 
 
 def _differs(key: str, columns: list[Fields]) -> bool:

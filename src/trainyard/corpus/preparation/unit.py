@@ -46,7 +46,8 @@ class Place(msgspec.Struct, frozen=True):
         """Renders it for people: `corpus.jsonl:12: the line is not valid JSON: ...`."""
         kind, _ = format_of(Path(self.path))
         number = self.position + lines_before
-        separator = {"jsonl": ":", "parquet": ", row ", "wikipedia": ", page "}.get(kind, ":")
+        unit = {"parquet": ", row ", "arrow": ", row ", "wikipedia": ", page "}
+        separator = unit.get(kind, ":")
         place = f"{separator}{number}" if self.position else ""
         return f"{printable(self.path)}{place}: {self.detail}"
 

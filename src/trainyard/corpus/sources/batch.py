@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 class Fault:
     """A document that cannot be read.
 
-    `position` is its line (JSON lines), row (Parquet) or page (Wikipedia) counted from 1 in its
-    segment; 0 means the whole file. `raw` is its text, cut if it is too long.
+    `position` is its line (JSON lines), row (Parquet, Arrow) or page (Wikipedia) counted from 1 in
+    its segment; 0 means the whole file. `raw` is its text, cut if it is too long.
     `n_documents` are lost.
     """
 

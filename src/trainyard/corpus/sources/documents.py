@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from trainyard.corpus.sources.arrow import read_arrow
 from trainyard.corpus.sources.batch import Batch, Fault
 from trainyard.corpus.sources.blocks import DamagedFileError, read_blocks
 from trainyard.corpus.sources.files import Segment, format_of
@@ -31,7 +32,7 @@ def read_documents(segment: Segment, key: str, fields: Sequence[str] = ()) -> It
 
     Args:
         segment: what to read.
-        key: the JSON key, or the Parquet column, of the text.
+        key: the JSON key, or the Parquet or Arrow column, of the text.
         fields: dotted paths of metadata to bring along.
 
     Raises:
@@ -56,6 +57,8 @@ def _read(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Batch]:
         return read_jsonl(segment, key, fields)
     if kind == "parquet":
         return read_parquet(segment, key, fields)
+    if kind == "arrow":
+        return read_arrow(segment, key, fields)
     plain = read_wikipedia(segment) if kind == "wikipedia" else _read_txt(segment)
     return (_without_metadata(batch, fields) for batch in plain)
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
+from trainyard.corpus.sources.saved_datasets import leave_out
 from trainyard.errors import DataError, printable
 from trainyard.files import open_file
 
@@ -21,9 +22,11 @@ FORMATS = {
     ".ndjson": "jsonl",
     ".json": "jsonl",
     ".parquet": "parquet",
+    ".arrow": "arrow",
     ".txt": "txt",
     ".xml": "wikipedia",
 }
+_TABLES = {".parquet": "Parquet", ".arrow": "Arrow"}
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 LISTING_NAME = "fetch.listing"
 """What fetching keeps in the folder of a corpus; it is no part of the text."""
@@ -34,7 +37,7 @@ _DUMP_UNITS = {("wikipedia", ""): 4, ("wikipedia", ".bz2"): 16}
 _DUMP_PART = re.compile(r"\.xml-p\d+p\d+[\w-]*$")
 _KNOWN = (
     "folders are searched for .jsonl .ndjson .json (one object a line), .txt, .xml (a dump of "
-    "Wikipedia), each also .gz .bz2 .xz .zst, and .parquet"
+    "Wikipedia), each also .gz .bz2 .xz .zst, .parquet and .arrow"
 )
 OTHER_TEXT = "to read other text files too, name them, such as 'notes/**/*.md'"
 _CONVERT = (
@@ -77,7 +80,7 @@ def _suffixes(path: Path) -> tuple[str, str]:
 def _skipped_as(name: str) -> str:
     """Names the kind of a file that is skipped in folders; "" if it is read."""
     inner, compression = _suffixes(Path(name))
-    if inner in FORMATS and not (inner == ".parquet" and compression):
+    if inner in FORMATS and not (inner in _TABLES and compression):
         return ""
     return f"{inner}{compression}" or "without a suffix"
 
@@ -172,8 +175,8 @@ def _check_text(path: Path) -> None:
     with open_file(path) as file:
         head = file.read(_HEAD_BYTES)
     inner, compression = _suffixes(path)
-    if inner == ".parquet":
-        problem = f"{printable(path)} is Parquet inside {compression}"
+    if inner in _TABLES:
+        problem = f"{printable(path)} is {_TABLES[inner]} inside {compression}"
         raise DataError(problem, f"unpack the {compression}")
     is_utf16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     is_binary = head.startswith(b"%PDF-") or (b"\0" in head and not is_utf16)
@@ -229,11 +232,13 @@ def _follow(links: list[Path], seen: set[str], skipped: Counter[str]) -> Iterato
 
 def _list_folder(folder: Path, skipped: Counter[str]) -> Iterator[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                skipped["hidden"] += 1
-            elif entry.name != LISTING_NAME:
-                yield entry
+        shown = {entry.name: entry for entry in entries if entry.name != LISTING_NAME}
+    left_out = leave_out(folder, list(shown))
+    for name, entry in shown.items():
+        if kind := "hidden" if name.startswith(".") else left_out.get(name):
+            skipped[kind] += 1
+        else:
+            yield entry
 
 
 def split_into_units(

@@ -17,7 +17,7 @@ from trainyard.corpus.sources.jsonl import (
     too_long,
 )
 
-_MAX_ROWS = 512
+MAX_ROWS = 512
 # Without a buffer the column of a whole row group is read at once, and a row group may be the file.
 _BUFFER_BYTES = 2**20
 
@@ -35,10 +35,7 @@ def read_parquet(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[
         with pyarrow.parquet.ParquetFile(
             segment.path, pre_buffer=False, buffer_size=_BUFFER_BYTES
         ) as file:
-            names = file.schema_arrow.names
-            present = [field for field in fields if field.split(".")[0] in names]
-            columns = list(dict.fromkeys([key, *(field.split(".")[0] for field in present)]))
-            fault = _check_columns(names, columns)
+            columns, fault = choose_columns(file.schema_arrow.names, key, fields)
             if fault is not None:
                 fault = replace(fault, n_documents=file.metadata.num_rows)
                 yield Batch([], 0, segment.end, [fault])
@@ -48,12 +45,7 @@ def read_parquet(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[
             for rows in file.iter_batches(
                 _rows_per_batch(file.metadata), columns=columns, use_threads=False
             ):
-                good, texts, faults = _read_texts(rows.column(key), key, row)
-                metadata = {field: [""] * len(texts) for field in fields}
-                for field in present:
-                    metadata[field] = _read_field(rows, field, good)
-                share = segment.end * len(rows) // n_rows
-                yield Batch(texts, len(rows), share, faults, metadata)
+                yield read_rows(rows, key, fields, row, segment.end * len(rows) // n_rows)
                 row += len(rows)
     except (pyarrow.ArrowException, OSError) as error:
         # Damage is an OSError too, but one that the system knows no number for.
@@ -62,15 +54,30 @@ def read_parquet(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[
         raise DamagedFileError(str(error)) from error
 
 
-def _check_columns(names: list[str], columns: list[str]) -> Fault | None:
-    """Returns the problem of a file with ambiguous columns or without the text."""
-    if columns[0] not in names:
-        return missing_key(columns[0], names, 0)
+def choose_columns(
+    names: Sequence[str], key: str, fields: Sequence[str]
+) -> tuple[list[str], Fault | None]:
+    """Returns the columns to read; and the problem if they are ambiguous or lack the text."""
+    tops = [field.split(".")[0] for field in fields]
+    columns = list(dict.fromkeys([key, *(top for top in tops if top in names)]))
+    if key not in names:
+        return columns, missing_key(key, list(names), 0)
     for column in columns:
         if (count := names.count(column)) > 1:
             detail = f'{count} columns are called "{column}"; the columns are: {", ".join(names)}'
-            return Fault("ambiguous column", 0, detail, "rename all but one of them")
-    return None
+            return columns, Fault("ambiguous column", 0, detail, "rename all but one of them")
+    return columns, None
+
+
+def read_rows(rows: Any, key: str, fields: Sequence[str], row: int, n_bytes: int) -> Batch:
+    """Converts a record batch whose first row is number `row` of its file."""
+    good, texts, faults = _read_texts(rows.column(key), key, row)
+    names = rows.schema.names
+    metadata = {
+        field: _read_field(rows, field, good) if field.split(".")[0] in names else [""] * len(texts)
+        for field in fields
+    }
+    return Batch(texts, len(rows), n_bytes, faults, metadata)
 
 
 def _rows_per_batch(metadata: Any) -> int:
@@ -79,7 +86,7 @@ def _rows_per_batch(metadata: Any) -> int:
     n_bytes: int = sum(
         metadata.row_group(n).total_byte_size for n in range(metadata.num_row_groups)
     )
-    return max(1, min(_MAX_ROWS, BLOCK_BYTES * n_rows // max(n_bytes, 1)))
+    return max(1, min(MAX_ROWS, BLOCK_BYTES * n_rows // max(n_bytes, 1)))
 
 
 def _read_field(rows: Any, field: str, good: list[int]) -> list[str]:

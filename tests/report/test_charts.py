@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import hashlib
+import struct
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainyard.report.charts import Chart, RunCurves, build_charts
+from trainyard.report.history import COLUMNS, Event, RunMetrics, Table
+from trainyard.report.pictures import save_png
+
+UPLOT_SHA256 = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
+"""Of dist/uPlot.iife.min.js in uplot-1.6.32.tgz of the npm registry."""
+
+
+def table(n: int, **values: Any) -> Table:
+    steps = np.arange(1.0, n + 1)
+    columns = {key: np.full(n, np.nan) for key in COLUMNS} | {
+        "step": steps,
+        "tokens": 100 * steps,
+        "loss": 2.0 + 8.0 / steps,
+        "learning_rate": np.full(n, 1e-3),
+        "gradient_norm": np.where(steps % 10, 1.0, 99.0),
+        "tokens_per_second_per_device": np.full(n, 256.0),
+        "memory_bytes": np.full(n, 3.0 * 2**30),
+        "loss_scale": np.ones(n),
+    }
+    return Table(columns | values)
+
+
+def curves(name: str = "tiny", n: int = 20, **values: Any) -> RunCurves:
+    unigram_loss, train = values.pop("unigram_loss", None), values.pop("train", table(n))
+    evaluations = [{"step": n, "tokens": 100 * n, "loss": 2.5}]
+    baselines = {} if unigram_loss is None else {"token frequencies alone": unigram_loss}
+    return RunCurves(name, RunMetrics(train, evaluations=evaluations, **values), baselines)
+
+
+def labels(chart: Chart) -> list[str]:
+    return [one.label for one in chart.series]
+
+
+def test_there_is_a_chart_of_each_quantity() -> None:
+    charts = build_charts([curves()])
+    names = ["loss", "learning_rate", "gradient_norm", "throughput", "memory"]
+    assert [chart.name for chart in charts] == names
+    assert charts[3].description == "tiny: from 256 at 100 tokens to 256 at 2k tokens."
+    assert (charts[4].title, charts[4].series[0].y[0]) == (
+        "Peak memory (GiB, device or process)",
+        3,
+    )
+
+
+def test_a_loss_scale_is_drawn_where_it_changes() -> None:
+    changing = curves(train=table(20, loss_scale=2.0 ** np.arange(20)))
+    chart = build_charts([curves("other"), changing])[-1]
+    assert (chart.name, chart.is_logarithmic) == ("loss_scale", True)
+
+
+def test_one_chart_has_both_losses_and_the_lines_to_compare_with() -> None:
+    loss = build_charts([curves(unigram_loss=7.25, n=20)])[0]
+    assert labels(loss) == ["tiny", "held out", "token frequencies alone: 7.25"]
+    assert [one.style for one in loss.series] == ["line", "points", "dashed"]
+    assert (loss.series[2].x.tolist(), loss.series[2].y.tolist()) == ([0, 2000], [7.25, 7.25])
+
+
+def test_runs_are_told_apart_by_name_and_colour() -> None:
+    loss = build_charts([curves("one"), curves("two")])[0]
+    assert labels(loss) == ["one", "one, held out", "two", "two, held out"]
+    assert [one.colour for one in loss.series] == ["run-0", "run-0", "run-1", "run-1"]
+
+
+def test_what_was_done_again_is_drawn_faintly() -> None:
+    series = build_charts([curves(abandoned=[table(5), table(3)])])[0].series
+    assert [len(one.x) for one in series if one.style == "faint"] == [5, 3]
+
+
+def test_restarts_and_rollbacks_are_marked() -> None:
+    kinds = ("restart", "rollback", "save failed", "skipped", "skipped", "stop")
+    events = [Event(kind, 5 * n, "") for n, kind in enumerate(kinds)]  # type: ignore[arg-type]
+    marks = build_charts([curves(events=events), curves("two", events=events)])[1].marks
+    at = {"restart": [0], "rollback": [500], "save failed": [1000], "skipped steps": [1500, 2000]}
+    assert [one.label for one in marks] == [label for label in at for _ in range(2)]
+    assert {one.label: one.x.tolist() for one in marks} == at
+
+
+def test_values_that_are_no_number_break_the_line_and_are_marked() -> None:
+    loss = np.array([5.0, np.nan, 4.0, np.nan, 3.0, 2.9])
+    chart = build_charts([curves(train=table(6, loss=loss))])[0]
+    assert chart.as_json()["series"][0]["y"] == [5.0, None, 4.0, None, 3.0, 2.9]
+    (mark,) = chart.marks
+    assert (mark.label, mark.x.tolist()) == ("not a number", [200.0, 400.0])
+
+
+def test_many_points_are_thinned_to_mean_and_range() -> None:
+    mean, high, low = build_charts([curves(n=20_000)])[2].series
+    assert len(mean.x) == 2000
+    # Every stretch of ten has nine of 1 and one of 99.
+    assert np.allclose(mean.y, 10.8)
+    assert (high.style, low.style, set(high.y), set(low.y)) == ("high", "low", {99.0}, {1.0})
+
+
+def test_a_png_is_wide_enough_for_print(tmp_path: Path) -> None:
+    run = curves("$x^2$" + "x" * 99, n=5000, events=[Event("restart", 7, "")], unigram_loss=7.0)
+    save_png(build_charts([run])[0], tmp_path)
+    head = (tmp_path / "loss.png").read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", head[16:]) == (1200, 900)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_run_that_has_hardly_begun_can_be_drawn(n: int, tmp_path: Path) -> None:
+    run = curves(n=n)
+    run.metrics.evaluations.clear()
+    chart = build_charts([run])[0]
+    assert len(chart.series) == n
+    save_png(chart, tmp_path)
+
+
+def test_the_library_is_the_one_of_the_registry() -> None:
+    library = files("trainyard.report").joinpath("uplot/uPlot.iife.min.js").read_bytes()
+    assert hashlib.sha256(library).hexdigest() == UPLOT_SHA256
