@@ -272,6 +272,7 @@ SCRIPT = r"""#!/bin/bash
 #SBATCH --nodes=2
 MODE=$1                      # a comment with "quotes
 LAYERS=${LAYERS:-2}; HIDDEN=$((LAYERS * (30 + 2)))
+if [ $SLURM_PROCID -eq 0 ]; then MAYBE=1; fi
 HOST=$(scontrol show hostnames | head -1)
 ARGS="--num-layers ${LAYERS} \
   --hidden-size $HIDDEN --num-attention-heads 2"
@@ -293,7 +294,6 @@ fi
 for node in 1 2; do
   rm -rf /tmp/must-not-run
 done
-if [ $SLURM_PROCID -eq 0 ]; then MAYBE=1; fi
 torchrun --master_addr $HOST pretrain_gpt.py $ARGS "${MORE[@]}" \
   --save $OUT/x --deepspeed --deepspeed_config ds.json 2>&1 | tee log
 """
