@@ -200,6 +200,8 @@ def test_names_and_prompts_cannot_leave_the_data_of_the_script(
     html = render_page([run], build_charts([build_curves(run, {EVIL: 3.0})]))
     page = Page(html)
     assert (page.loads, page.handlers, page.tags.count("script")) == ([], [], 2)
+    data = html.split('id="charts">')[1].split("</script>")[0]
+    assert not set("<>&") & set(data)
     labels = [one["label"] for one in charts_of(html)[0]["series"]]
     assert labels[0] == EVIL and labels[-1] == f"{EVIL}: 3"
 
