@@ -8,6 +8,7 @@
 |---|---|
 | recipes/*/README.md, docs/planning.md | rows that begin with the arguments of a `trainyard plan` |
 | docs/planning-accuracy.md, docs/planning.md | tables between "written by" and "end" comments |
+| docs/megatron-flags.md | all of it, from src/trainyard/config/megatron_flags.toml |
 | docs/guides-planned.md | all of it, from benchmarks/records/2026-11-23-guides.json |
 
 tests/e2e/test_pages.py compares the pages with what this would write.
@@ -32,11 +33,13 @@ from typer.testing import CliRunner
 from trainyard.cli.plan import plan
 from trainyard.cli.plan_table import describe_step
 from trainyard.errors import MachineError
+from trainyard.export.megatron_fields import flag_table
 from trainyard.units import format_seconds
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "2026-11-23-guides.json"
 PLANNED = ROOT / "docs" / "guides-planned.md"
+FLAGS = ROOT / "docs" / "megatron-flags.md"
 RECIPES = sorted((ROOT / "recipes").glob("*/README.md"))
 TEXTS = [*RECIPES, ROOT / "docs" / "planning.md", ROOT / "docs" / "planning-accuracy.md"]
 ROW = re.compile(r"^\| `(\S+\.toml [^`]*)` \|.*\|$", re.MULTILINE)
@@ -84,6 +87,36 @@ def planned_page() -> str:
     return write_page(rows, RECORD.name, record["commit"])
 
 
+FLAGS_HEAD = """# Flags of Megatron-LM
+
+`trainyard import --from megatron-args` reads them
+([importing](importing.md#megatrons-command-lines)). `*` matches any text; `_` and `-` are the same.
+Checked against Megatron-LM of August 2023, June 2025 and August 2026, Megatron-DeepSpeed of 2024,
+MS-AMP's fork and the five guides. Written by `python -m benchmarks.pages`.
+"""
+KINDS_OF_FLAGS = {
+    "field": ("Fields", "field"),
+    "rule": ("Fields by a rule, alone or with other flags", "field"),
+    "same": ("The same by default", "here"),
+    "none": ("No meaning here", "why"),
+    "refused": ("Refused", "why"),
+    "value": ("Accepted with these values only", "values"),
+    "default": ("Megatron's values of absent flags, which the run file states", "value"),
+}
+
+
+def flags_page() -> str:
+    """Returns docs/megatron-flags.md, from the table of flags."""
+    parts = [FLAGS_HEAD]
+    for kind, (title, heading) in KINDS_OF_FLAGS.items():
+        parts.append(f"\n## {title}\n\n| flag | {heading} |\n|---|---|\n")
+        for flag, text in sorted(flag_table()[kind].items()):
+            text = ", ".join(text) if isinstance(text, list) else text
+            plain = kind in ("same", "none", "refused")
+            parts.append(f"| `--{flag}` | {text if plain else f'`{text}`'} |\n")
+    return "".join(parts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -94,6 +127,7 @@ def main() -> None:
     os.chdir(ROOT)
     for path in TEXTS:
         path.write_text(write_anew(path.read_text(encoding="utf-8")), encoding="utf-8")
+    FLAGS.write_text(flags_page(), encoding="utf-8")
     collect(RECORD, arguments.anew, arguments.only)
     PLANNED.write_text(planned_page(), encoding="utf-8")
 

@@ -25,6 +25,7 @@ def test_every_field_is_either_free_or_refused_with_a_reason():
         *("model.sequence_length", "model.vocabulary_size", "model.tied_embeddings"),
         *("model.init_std", "model.layer_norm_epsilon", "data.split"),
         *(f"data.{name}.weights" for name in ("blend", "train", "valid", "test")),
+        *("data.from_step", "data.skip", "train.start_from", "train.start_with"),
         *("train.global_batch_size", "train.seed"),
         *(f"train.batch_ramp.{name}" for name in ("start", "increment", "length")),
         *(f"optimizer.{name}" for name in ("learning_rate", "betas", "epsilon")),
@@ -69,7 +70,7 @@ def test_refused_changes_are_told_all_at_once():
         "  train.length='9 steps' ends at step 9, before the checkpoint's step 10\n"
         "  data: the token files have fingerprint 'abc' in the checkpoint, now 'other'"
     )
-    assert "start a run with another name; free to change: name, description" in raised.value.hint
+    assert "train.start_from=tiny@10; free to change: name, description" in raised.value.hint
     assert all(name.removesuffix(".") in raised.value.hint for name in FREE)
 
 

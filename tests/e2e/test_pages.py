@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks.guides import PARTS, Job, examine, list_jobs, list_missing
 from benchmarks.pages import (
+    FLAGS,
     PLANNED,
     RECORD,
     ROOT,
@@ -15,6 +16,7 @@ from benchmarks.pages import (
     TABLE,
     TABLES,
     TEXTS,
+    flags_page,
     planned_page,
     write_anew,
 )
@@ -45,6 +47,10 @@ def test_a_stale_figure_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row
     stale = text.replace(row[0], row[0].replace(" s |", "1 s |"))
     assert stale != text == write_anew(stale)
+
+
+def test_the_page_of_flags_is_that_of_the_table() -> None:
+    assert FLAGS.read_text(encoding="utf-8") == flags_page(), AGAIN
 
 
 def test_the_page_of_all_jobs_is_that_of_its_record() -> None:

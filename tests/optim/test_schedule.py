@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainyard.config.load import load_run
-from trainyard.optim.optimizer import learning_rate
-from trainyard.plan.resolve import resolve
+from trainyard.plan.resolve import learning_rate, resolve
 
 
 def rate(overrides: list[str], consumed: int) -> float:

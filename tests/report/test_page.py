@@ -68,6 +68,12 @@ def report(*folders: Path) -> str:
     return render_page(runs, build_charts([build_curves(run, {}) for run in runs]))
 
 
+def page_of(*folders: Path) -> str:
+    """Renders the page as the verb does."""
+    write_report(list(folders), folders[0] / "report.html")
+    return (folders[0] / "report.html").read_text(encoding="utf-8")
+
+
 def charts_of(html: str) -> list[dict[str, Any]]:
     """Reads the data that the page's script draws."""
     text = html.split('<script type="application/json" id="charts">')[1].split("</script>")[0]
@@ -174,14 +180,15 @@ def test_of_runs_compared_the_best_values_are_marked_and_their_differences_on_to
     one, two = make_run_folder("one"), make_run_folder("two", lines=better)
     settings = (two / "run.toml").read_text()
     (two / "run.toml").write_text(settings.replace("seed = 7", "seed = 8"))
-    html = report(one, two)
+    (one / "evaluation.json").write_text('{"loss": 1.0}')  # of another text
+    html = page_of(one, two)
     row = '<th scope="row">train.<wbr>seed</th><td>7</td><td>8</td>'
     best = '<th scope="row">Held-out loss</th><td>4.5000</td><td><mark>4.0000</mark></td>'
     assert html.index(row) < html.index(best) < html.index('id="chart-loss"')
     # Losses per token of two tokenizers cannot be compared.
     (two / "run.toml").write_text(settings.replace('path = ""', 'path = "gpt2"'))
     html = report(one, two)
-    assert "Losses per token are not compared: the tokenizers differ." in html
+    assert "Losses per token are not compared: tokenizer or data differ." in html
     assert "<mark>4.0000</mark>" not in html
 
 
@@ -193,6 +200,8 @@ def test_names_and_prompts_cannot_leave_the_data_of_the_script(
     html = render_page([run], build_charts([build_curves(run, {EVIL: 3.0})]))
     page = Page(html)
     assert (page.loads, page.handlers, page.tags.count("script")) == ([], [], 2)
+    data = html.split('id="charts">')[1].split("</script>")[0]
+    assert not set("<>&") & set(data)
     labels = [one["label"] for one in charts_of(html)[0]["series"]]
     assert labels[0] == EVIL and labels[-1] == f"{EVIL}: 3"
 

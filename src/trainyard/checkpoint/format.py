@@ -245,6 +245,12 @@ def render_manifest(manifest: Manifest) -> bytes:
     return _SEAL_START + hashlib.sha256(body).hexdigest().encode() + _SEAL_END + body
 
 
+def manifest_sha256(path: Path) -> str:
+    """Reads the checksum of the manifest in the checkpoint folder `path`, and so of its tensors."""
+    with (path / MANIFEST).open("rb") as file:
+        return file.read(_SEAL_BYTES)[len(_SEAL_START) : -len(_SEAL_END)].decode()
+
+
 def load_manifest(path: Path) -> Manifest:
     """Reads and checks the manifest of the checkpoint folder `path`, and no other file.
 

@@ -1,12 +1,14 @@
 """Which fields may change when a run resumes from a checkpoint.
 
 Fields that change neither mathematics nor data are free, even if rounding changes. The length may
-change down to the step reached. All other fields would make the rest of the run another experiment;
-an error names them.
+change down to the step reached, the schedule if the learning rate does not jump, and the data if
+`data.from_step` is the checkpoint's step. All other fields would make the rest of the run another
+experiment; an error names them. A branch (`train.start_from`) may change everything but the shape.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pydantic import BaseModel
@@ -14,7 +16,7 @@ from pydantic import BaseModel
 from trainyard.checkpoint.format import Manifest
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
-from trainyard.plan.resolve import resolve
+from trainyard.plan.resolve import learning_rate, resolve
 
 FREE = (
     *("name", "description", "tokenizer.", "parallel."),
@@ -30,6 +32,8 @@ FREE = (
 REFUSED = {
     "model.": "it fixes the weights' shapes and the dropout they were trained with",
     "data.": "it changes the sequences, or their order",
+    "train.start_from": "the run has begun",
+    "train.start_with": "the run has begun",
     "train.global_batch_size": "it decides which data each step sees",
     "train.batch_ramp": "it decides which data each step sees",
     "train.seed": "it decides the data order and dropout",
@@ -83,11 +87,15 @@ def check_resumable(
         CheckpointError: lists each field that must not change, with both values and the reason.
     """
     changes = run_changes(manifest.build_run(), wanted)
+    hint = ""
     if manifest.step == 0:
-        of_model = [change for change in changes if change.field.startswith("model.")]
-        refused = [str(change) for change in of_model if change.field not in _FREE_AT_START]
+        refused = [str(change) for change in shape_changes(manifest.build_run(), wanted)]
     else:
-        refused = [str(change) for change in changes if change.refusal]
+        refused = _refused(manifest, wanted, changes)
+        if changes_data(manifest, wanted):
+            data_fingerprint = ""
+        elif manifest.data_fingerprint != data_fingerprint or "\ndata." in "\n".join(refused):
+            hint = f"; data.from_step={manifest.step} changes the data from here on"
         n_steps = resolve(wanted).n_steps
         if n_steps < manifest.step:
             refused.append(
@@ -109,10 +117,46 @@ def check_resumable(
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} belongs to another run:\n"
             + "\n".join(f"  {line}" for line in refused),
-            "change these back, or start a run with another name; free to change: "
+            f"change these back{hint}; or start a run with another name, from these weights with "
+            f"train.start_from={manifest.build_run().name}@{manifest.step}; free to change: "
             + ", ".join(name.removesuffix(".") for name in FREE),
         )
     return changes
+
+
+def shape_changes(saved: Run, wanted: Run) -> list[Change]:
+    """Lists the fields of the model that differ, although weights alone are taken."""
+    return [
+        change
+        for change in run_changes(saved, wanted)
+        if change.field.startswith("model.") and change.field not in _FREE_AT_START
+    ]
+
+
+def changes_data(manifest: Manifest, wanted: Run) -> bool:
+    """Returns whether the data changes at this checkpoint."""
+    saved = manifest.build_run().data.from_step
+    return saved != wanted.data.from_step == manifest.step > 0
+
+
+def _refused(manifest: Manifest, wanted: Run, changes: list[Change]) -> list[str]:
+    """Lists the changes that are refused after the first step."""
+    kept = [change for change in changes if change.refusal]
+    if changes_data(manifest, wanted):
+        kept = [change for change in kept if not change.field.startswith("data.")]
+    others = [change for change in kept if not change.field.startswith("schedule.")]
+    jump = _jump(manifest, wanted) if len(others) < len(kept) else ""
+    return [*map(str, kept), jump] if jump else [*map(str, others)]
+
+
+def _jump(manifest: Manifest, wanted: Run) -> str:
+    """Describes how the schedules differ at the checkpoint; empty if they agree there."""
+    consumed = manifest.consumed_sequences
+    saved = manifest.build_run()
+    before, after = (learning_rate(run, resolve(run), consumed) for run in (saved, wanted))
+    if math.isclose(before, after, rel_tol=1e-6):
+        return ""
+    return f"learning rate at step {manifest.step}: {before:.3g} in the checkpoint, now {after:.3g}"
 
 
 def refusal_of(field: str) -> str:

@@ -7,34 +7,71 @@ from typing import Annotated, Literal
 
 import typer
 
+from trainyard.errors import ConfigError
+from trainyard.files import publish_text
+
 
 def import_(
     folder: Annotated[
-        Path, typer.Argument(help="A Hugging Face folder, or a Megatron checkpoint folder.")
+        str,
+        typer.Argument(
+            help="A Hugging Face folder, a Megatron checkpoint folder, or the command line or "
+            "script of a Megatron training."
+        ),
     ],
-    output: Annotated[Path, typer.Option(help="The run folder to create.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The run folder to create; of megatron-args the run file, or stdout."),
+    ] = None,
     source: Annotated[
-        Literal["huggingface", "megatron"], typer.Option("--from", help="Source format.")
+        Literal["huggingface", "megatron", "megatron-args"],
+        typer.Option("--from", help="Source format."),
     ] = "huggingface",
     tokenizer: Annotated[
         str,
         typer.Option(help="The model's tokenizer: gpt2 or a folder; default: the one in FOLDER."),
     ] = "",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Of megatron-args: a variable of the script, NAME=value."),
+    ] = None,
 ) -> None:
-    """Create a run folder from a Hugging Face or Megatron model.
+    """Create a run folder from a Hugging Face or Megatron model, or a run file from its flags.
 
     Example: trainyard import gpt2 --output runs/gpt2
 
     Example: trainyard import checkpoints --from megatron --output runs/mine --tokenizer gpt2
 
+    Example: trainyard import "train.sh bf16" --from megatron-args --output run.toml
+
     Fill in data and schedule in its run.toml; trainyard train then continues from the weights.
     Optimizer state is not imported: moments start from zero.
     """
+    if source == "megatron-args":
+        _import_arguments(folder, settings or [], output)
+        return
+    if output is None:
+        raise ConfigError("--output is not given", "name the run folder to create")
     if source == "megatron":
         from trainyard.export.from_megatron import import_megatron as import_it
     else:
         from trainyard.export.from_huggingface import import_huggingface as import_it
 
-    checkpoint = import_it(folder, output, tokenizer)
+    checkpoint = import_it(Path(folder), output, tokenizer)
     typer.echo(f"imported {folder} as {checkpoint}: weights only, without optimizer state")
     typer.echo(f"fill in data, batches and schedule in {output / 'run.toml'}")
+
+
+def _import_arguments(source: str, settings: list[str], output: Path | None) -> None:
+    from trainyard.export.megatron_arguments import import_command
+
+    if output and output.exists():
+        raise ConfigError(f"{output} already exists", "name another --output, or remove it")
+    imported = import_command(source, settings, output.stem if output else "megatron")
+    for warning in imported.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    if output:
+        publish_text(output, imported.text)
+        typer.echo(f"wrote {output}: see it with trainyard plan {output}", err=True)
+    else:
+        typer.echo(imported.text, nl=False)

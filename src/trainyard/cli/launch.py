@@ -161,6 +161,7 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
     Raises:
         UserError: the run cannot be trained, is already launched, or cannot be written.
     """
+    from trainyard.cli.train import convert_start
     from trainyard.config.load import render_run
     from trainyard.data.patterns import find_token_files
     from trainyard.files import publish_text
@@ -182,6 +183,8 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
         ) from None
     begun = begun_run(folder)
     if list(jobs) == ["train"]:
+        if begun is None:
+            convert_start(run, folder)
         write_run_folder(folder, find_token_files(run, begun), "auto")
     else:  # the data may not exist yet
         refuse_stopped(folder)

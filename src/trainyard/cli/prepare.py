@@ -73,7 +73,8 @@ def prepare(
         str,
         typer.Option(
             metavar="CORPUS",
-            help="Only download a corpus into the folder --output (docs/fetching.md).",
+            help="Only download a corpus, or hf:OWNER/NAME[@REVISION] of Hugging Face, into the "
+            "folder --output (docs/fetching.md).",
         ),
     ] = "",
     only: Annotated[
@@ -249,6 +250,8 @@ def _fetch(name: str, folder: str, only: str, network: tuple[str, str]) -> None:
     mirror, contact = network
     given = read_network()
     token = given.get("hf_token", "").strip()
+    if name.startswith("hf:"):
+        mirror = mirror or given.get("hf_endpoint", "")
     with show_progress("fetching") as update:
         result = fetch(
             name,

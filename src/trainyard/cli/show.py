@@ -113,7 +113,16 @@ def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields
         from trainyard.checkpoint.load import find_checkpoint
         from trainyard.cli.check import describe_checkpoint
         from trainyard.cli.show_data import facts_table
+        from trainyard.train.run_folder import read_history
+        from trainyard.train.start import ancestors_of, describe_ancestry
 
         checkpoint = find_checkpoint(path)
-        facts = describe_checkpoint(read_manifest(checkpoint))
+        manifest = read_manifest(checkpoint)
+        facts = describe_checkpoint(manifest)
+        if ancestors := ancestors_of(manifest):
+            facts["ancestry"] = describe_ancestry(ancestors)
+        for step, changes in read_history(path) if (path / "run.toml").exists() else []:
+            facts[f"from step {step:,}"] = "; ".join(
+                f"{each.field}: {each.wanted}, before {each.saved}" for each in changes
+            )
         console.print(facts_table(str(checkpoint), facts))

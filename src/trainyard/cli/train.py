@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import sys
 import time
@@ -126,6 +127,8 @@ def train(
                     if minutes is not None:
                         refuse_stopped(folder)
                         run = _fit_into(minutes, run, n_ranks, begun)
+                    if begun is None:
+                        convert_start(run, folder)
                     how = "auto" if process.attempt else "overwrite" if overwrite else resume
                     write_run_folder(folder, run, how)
                     code = _train_first_rank(process, n_ranks, folder, resume, log, locks)
@@ -135,6 +138,21 @@ def train(
     note_refusal(folder, read_start(), code)
     if code != 0:
         raise typer.Exit(code)
+
+
+def convert_start(run: Run, folder: Path) -> None:
+    """Converts `train.start_from` into the run folder, if it is a Hugging Face folder.
+
+    Raises:
+        UserError: as `import_huggingface`.
+    """
+    from trainyard.train.start import CONVERTED, is_huggingface
+
+    if is_huggingface(run.train.start_from):
+        from trainyard.export.from_huggingface import import_huggingface
+
+        shutil.rmtree(folder / CONVERTED, ignore_errors=True)
+        import_huggingface(Path(run.train.start_from), folder / CONVERTED)
 
 
 def _load_run(

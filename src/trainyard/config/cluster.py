@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from trainyard.config.load import explain_problems, parse_toml
-from trainyard.config.run import Section
+from trainyard.config.section import Section
 from trainyard.errors import ConfigError, MachineError
 from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 

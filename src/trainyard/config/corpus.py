@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from trainyard.config.load import explain_problems, parse_toml
-from trainyard.config.run import Section
+from trainyard.config.section import Section
 from trainyard.errors import ConfigError
 from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 

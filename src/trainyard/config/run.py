@@ -10,27 +10,14 @@ from collections import Counter
 from math import isqrt
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    StringConstraints,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, model_validator
 
 from trainyard import units
 from trainyard.config.precisions import FORMATS, Formats, PrecisionKind, Stored, stored
+from trainyard.config.section import Length, Name, NoneByName, Numbers, Prefixes, Rate, Section
 
-Length = Annotated[units.Length, BeforeValidator(units.parse_length), PlainSerializer(str)]
-Prefixes = Annotated[tuple[str, ...], Field(strict=False)]
-Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 Recompute = Literal["none", "attention", "block"]
 FlopFormula = Literal["megatron_causal", "megatron", "megatron_deepspeed", "deepspeed_2024"]
-Rate = Annotated[float, Field(ge=0, lt=1)]
-NoneByName = BeforeValidator(lambda value: None if value == "none" else value)
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 MOST_PREFIXES = 32_766  # a corpus is a 16-bit number in the order
 
 
@@ -45,20 +32,6 @@ def _check_split(value: object) -> object:
 def default_zero_stage(pipeline: int) -> int:
     """Returns the default ZeRO stage: the highest that costs no time."""
     return 2 if pipeline == 1 else 1
-
-
-class Section(BaseModel):
-    """A table of the run file: typed, immutable, unknown fields rejected."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        validate_default=True,
-        use_attribute_docstrings=True,
-        arbitrary_types_allowed=True,
-        allow_inf_nan=False,
-    )
 
 
 class Model(Section):
@@ -138,6 +111,11 @@ class Data(Section):
     """Token files for evaluation during training; needs `train`."""
     test: Blend = Blend()
     """Token files for one evaluation at the end of training; needs `train`."""
+    from_step: int = Field(default=0, ge=0)
+    """Step of the run at which this data begins; to change the data of a run, its newest step."""
+    skip: Length = units.Length(0, "sequences")
+    """Training sequences to skip where the data begins: 0 begins its order anew; the length
+    already read, such as "300 steps", continues it."""
     cache_folder: str = "runs/cache"
     """Cache of the sequence order, so that a restart does not rebuild it."""
 
@@ -181,6 +159,11 @@ class Train(Section):
     """Batch size ramp-up; absent or "none": global_batch_size throughout."""
     length: Length = units.Length(300 * 10**9, "tokens")
     """Total training length; a run that has begun can be extended."""
+    start_from: str = ""
+    """Weights to start from: a run or its folder, `base@300` for its step 300, a checkpoint folder,
+    or a Hugging Face GPT-2 folder; empty: random. Read before the first step only."""
+    start_with: Literal["weights", "weights_and_optimizer"] = "weights"
+    """What to take from there: weights alone, or also the optimizer's moments and update count."""
     stop_after_minutes: float = Field(default=float("inf"), gt=0, allow_inf_nan=True)
     """Save and exit after this much wall-clock time; the run can be resumed."""
     seed: int = Field(default=1234, ge=0, lt=2**32)

@@ -93,7 +93,7 @@ class Loader:
     def _read(self, step: int, offset: int) -> Batch:
         number, n_shards = self._share
         count = self._batches.batch_size(step) // n_shards
-        first = self._batches.consumed(step) + offset + number * count
+        first = self._batches.position(step) + offset + number * count
         sequences = self._sequences(first % len(self.order), count)
         tokens, labels = split_labels(sequences, self._vocabulary_size)
         return (tokens.pin_memory(), labels.pin_memory()) if self._pin_memory else (tokens, labels)

@@ -26,7 +26,7 @@ import tomli_w
 from pydantic import Field
 
 from trainyard.config.load import parse_toml
-from trainyard.config.run import Section
+from trainyard.config.section import Section
 from trainyard.errors import ConfigError, LaunchError, MachineError
 from trainyard.files import read_file
 from trainyard.jobs.scheduler import BatchScheduler

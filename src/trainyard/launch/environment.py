@@ -250,8 +250,8 @@ def keep_off_the_network() -> None:
 
 
 def read_network(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns http_proxy, https_proxy, no_proxy and hf_token; a lower-case variable wins."""
-    names = {"http_proxy", "https_proxy", "no_proxy", "hf_token"}
+    """Returns the proxies, hf_token and hf_endpoint, where set; a lower-case variable wins."""
+    names = {"http_proxy", "https_proxy", "no_proxy", "hf_token", "hf_endpoint"}
     return {key.lower(): environment[key] for key in sorted(environment) if key.lower() in names}
 
 

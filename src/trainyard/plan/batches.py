@@ -45,6 +45,7 @@ class BatchSchedule:
     def __init__(self, run: Run) -> None:
         self._sequence_length = run.model.sequence_length
         self._stages = self._build_stages(run)
+        self.order_start = self.sequences(run.data.skip) - self.consumed(run.data.from_step)
 
     def batch_size(self, step: int) -> int:
         """Sequences of step `step`, counted from 0."""
@@ -54,6 +55,10 @@ class BatchSchedule:
         """Sequences consumed before step `step`."""
         stage = self._stage(step)
         return stage.consumed_before + (step - stage.first_step) * stage.batch_size
+
+    def position(self, step: int) -> int:
+        """Place in the order of the data of the first sequence of step `step`."""
+        return self.consumed(step) + self.order_start
 
     def steps_within(self, n_sequences: int) -> int:
         """Whole steps that fit into `n_sequences`; at least one."""

@@ -26,10 +26,11 @@ N_COLOURS = 6
 
 HELD_OUT, UNIGRAM, ABANDONED = "held out", "token frequencies alone", "repeated later"
 SKIPPED, NOT_A_NUMBER = "skipped steps", "not a number"
-LINE_MARKS: tuple[tuple[EventKind, tuple[int, ...]], ...] = (
-    ("restart", (2, 3)),
-    ("rollback", (6, 3)),
-    ("save failed", (6, 2, 2, 2)),
+MARKS: tuple[tuple[EventKind, str, tuple[int, ...]], ...] = (
+    ("restart", "restart", (2, 3)),
+    ("rollback", "rollback", (6, 3)),
+    ("save failed", "save failed", (6, 2, 2, 2)),
+    ("skipped", SKIPPED, ()),
 )
 
 Style = Literal["line", "dashed", "thin", "points", "faint", "low", "high"]
@@ -160,7 +161,7 @@ def build_chart(quantity: Quantity, runs: Sequence[RunCurves]) -> Chart:
         bool(low > 0 and high > quantity.logarithmic_from * low),
         quantity.from_zero,
         series,
-        _merge(marks),
+        sorted(marks, key=lambda one: one.label),  # a legend names each kind once
     )
 
 
@@ -168,12 +169,11 @@ def _curves(
     quantity: Quantity, run: RunCurves, colour: str, n_points: int, number: int
 ) -> Iterator[Series]:
     thin = _thin(run.metrics.train, quantity, n_points)
-    label = run.name
     if len(thin.x):
-        yield Series(label, colour, "line" if number < N_COLOURS else "thin", thin.x, thin.mean)
+        yield Series(run.name, colour, "line" if number < N_COLOURS else "thin", thin.x, thin.mean)
     if thin.n_in_each > 1:
-        yield Series(label, colour, "high", thin.x, thin.high)
-        yield Series(label, colour, "low", thin.x, thin.low)
+        yield Series(run.name, colour, "high", thin.x, thin.high)
+        yield Series(run.name, colour, "low", thin.x, thin.low)
     ways = run.metrics.abandoned[:MARKS_LIMIT]
     for way in ways:
         old = _thin(way, quantity, max(2, ABANDONED_POINTS // len(ways)))
@@ -195,11 +195,7 @@ def _held_out(metrics: RunMetrics, label: str, colour: str) -> Iterator[Series]:
 
 def _marks(quantity: Quantity, metrics: RunMetrics, colour: str | None) -> Iterator[Marks]:
     """Marks the interruptions of a run, in its own colour if there are several runs."""
-    kinds: list[tuple[EventKind, str, tuple[int, ...]]] = [
-        *((kind, kind, dash) for kind, dash in LINE_MARKS),
-        ("skipped", SKIPPED, ()),
-    ]
-    for kind, label, dash in kinds:
+    for kind, label, dash in MARKS:
         steps = [event.step for event in metrics.events if event.kind == kind]
         if steps:
             alert = colour or ("alert" if kind in ("save failed", "skipped") else "muted")
@@ -208,12 +204,6 @@ def _marks(quantity: Quantity, metrics: RunMetrics, colour: str | None) -> Itera
     if missing.any() and not missing.all():
         at = metrics.train["tokens"][missing]
         yield Marks(NOT_A_NUMBER, colour or "alert", (), _some(at[np.isfinite(at)]))
-
-
-def _merge(marks: list[Marks]) -> list[Marks]:
-    """Orders marks by kind, so that a legend names each kind once."""
-    labels = list(dict.fromkeys(one.label for one in marks))
-    return sorted(marks, key=lambda one: labels.index(one.label))
 
 
 def _thin(table: Any, quantity: Quantity, n_points: int) -> Thin:

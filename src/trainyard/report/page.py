@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -33,8 +32,8 @@ from trainyard.report.summary import (
     Figure,
     ReportedRun,
     find_best,
+    have_comparable_losses,
     load_reported_run,
-    share_a_tokenizer,
     summarize,
 )
 from trainyard.report.tables import (
@@ -146,7 +145,11 @@ def _embed(value: object) -> str:
 
 
 def _distinguish(runs: list[ReportedRun]) -> list[ReportedRun]:
-    """Appends the folder to names shared by several runs."""
+    """Appends the folder to names shared by several runs; takes losses of the same kind."""
+    if len(runs) > 1:  # evaluation.json may be of any text
+        newest = [(one.metrics.held_out_losses or [{}])[-1] for one in runs]
+        pairs = zip(runs, newest, strict=True)
+        runs = [replace(one, evaluation=one.evaluation | found) for one, found in pairs]
     names = [reported.name for reported in runs]
     return [
         replace(reported, name=f"{reported.name} ({reported.folder})")
@@ -219,9 +222,9 @@ def _render_comparison(runs: list[ReportedRun]) -> str:
     ]
     rows = [row for row in rows if any(one.value != UNKNOWN for one in row)]
     columns = [{row[i].label: row[i].value for row in rows} for i in range(len(runs))]
-    comparable = share_a_tokenizer(runs)
+    comparable = have_comparable_losses(runs)
     best = {(i, row[0].label) for row in rows for i in find_best(row, comparable=comparable)}
-    note = "" if comparable else " Losses per token are not compared: the tokenizers differ."
+    note = "" if comparable else " Losses per token are not compared: tokenizer or data differ."
     return (
         f"<h2>Settings that differ</h2>\n{render_differences(runs)}\n<h2>Summary</h2>\n"
         f'<p class="muted">Marked: the best value.{note}</p>\n'
@@ -259,17 +262,13 @@ def _notes(runs: list[ReportedRun]) -> Iterable[str]:
             f"Curves of more than {n_points} points are divided into {n_points} intervals: the "
             "line is the mean of each, the band spans its minimum to maximum."
         )
-    if any(n > MARKS_LIMIT for run in runs for n in _count_by_kind(run)):
+    if any(len(run.metrics.events) > MARKS_LIMIT for run in runs):
         yield f"At most {MARKS_LIMIT} marks of each kind are drawn."
     if any(run.metrics.abandoned for run in runs):
         yield (
             "Faint lines are steps that were repeated after a restart or rollback; only the last "
             "repetition counts."
         )
-
-
-def _count_by_kind(run: ReportedRun) -> Iterable[int]:
-    return Counter(event.kind for event in run.metrics.events).values()
 
 
 def _render_planned(reported: ReportedRun, *, alone: bool) -> str:

@@ -56,8 +56,6 @@ def save_png(chart: Chart, folder: Path) -> Path:
         if chart.from_zero:
             axes.set_ylim(bottom=0)
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        for label, handle in handles.items():
-            handle.set_label(label if len(label) < NAME_CHARACTERS else f"…{label[-40:]}")
         if handles:
             legend = figure.legend(
                 handles=list(handles.values()), loc="outside lower left", ncols=2, fontsize=8
@@ -75,7 +73,9 @@ def _draw(axes: Any, chart: Chart) -> None:
             low = chart.series[number + 1].y
             axes.fill_between(one.x, low, one.y, color=colour, alpha=0.25, linewidth=0)
         elif one.style != "low":
-            axes.plot(one.x, one.y, color=colour, label=one.label, **LOOKS[one.style])
+            axes.plot(
+                one.x, one.y, color=colour, label=one.label[-NAME_CHARACTERS:], **LOOKS[one.style]
+            )
     for mark in chart.marks:
         top, dashes = (1.0, (0, mark.dash)) if mark.dash else (0.04, "-")
         style: Any = {"colors": HEX_OF_COLOUR[mark.colour], "linestyles": [dashes]}

@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from trainyard.report.history import History, Line, RunMetrics, is_finite
 from trainyard.report.liveness import find_liveness
 from trainyard.report.metrics import MetricsFile
 from trainyard.report.summary import large, load_facts, load_run_of, memory, show
+from trainyard.train.start import Ancestor, ancestry, describe_ancestry
 from trainyard.units import format_bytes, format_large, format_number, format_seconds
 
 NOT_KNOWN_YET = "not known yet"
@@ -62,6 +64,8 @@ class Status:
     bad_nodes: dict[str, int]
     interval: int
     """Steps between saves; 0 for none."""
+    ancestors: Sequence[Ancestor] = ()
+    """The checkpoints it descends from, oldest first."""
 
     @property
     def step(self) -> int | None:
@@ -149,6 +153,7 @@ class Status:
         held_out, test = self.metrics.held_out_losses[-1:], self.metrics.test
         facts = {
             "job": self._describe_job(),
+            "ancestry": describe_ancestry(self.ancestors),
             "step": NOT_KNOWN_YET if step is None else f"{step:,}{total}{share}",
             "loss": (NOT_KNOWN_YET if loss is None else f"{loss:.4f}")
             + "".join(f"; held out {e['loss']:.4f} at step {e['step']:,}" for e in held_out)
@@ -294,6 +299,7 @@ class StatusReader:
             starts=starts,
             bad_nodes=read_bad_nodes(folder),
             interval=self._run.checkpoint.interval,
+            ancestors=ancestry(folder),
         )
 
     def _read_metrics(self) -> None:

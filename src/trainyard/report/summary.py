@@ -55,7 +55,7 @@ class Figure:
     """To compare runs by; None where more is neither better nor worse."""
     is_better: Literal["lower", "higher"] = "lower"
     is_per_token: bool = False
-    """Comparable only between runs of one tokenizer."""
+    """Comparable only with one tokenizer and one held-out text."""
 
 
 def load_reported_run(folder: Path) -> ReportedRun:
@@ -124,10 +124,10 @@ def summarize(reported: ReportedRun) -> list[Figure]:
     of_peak += "" if by_formula is None else f"; {by_formula:.4g} by log.flop_formula"
     n_restarts, n_back = metrics.count("restart"), metrics.count("rollback")
     per_second = train.median("tokens_per_second_per_device")
-    perplexity, bits = evaluation.get("perplexity"), evaluation.get("bits_per_byte")
+    bits, unigram = evaluation.get("bits_per_byte"), evaluation.get("unigram_loss")
 
-    def loss(label: str, value: Any, meaning: str) -> Figure:
-        return Figure(label, show(value, "{:.4f}"), meaning, value, is_per_token=True)
+    def loss(label: str, value: Any, meaning: str, style: str = "{:.4f}") -> Figure:
+        return Figure(label, show(value, style), meaning, value, is_per_token=True)
 
     return [
         loss("Held-out loss", evaluation.get("loss"), "nats per token, latest"),
@@ -138,15 +138,8 @@ def summarize(reported: ReportedRun) -> list[Figure]:
         Figure("Parameters", large(reported.plan.get("n_parameters"))),
         loss("Best held-out loss", best.get("loss"), best_at),
         loss("Test loss", metrics.test.get("loss"), test_at),
-        Figure(
-            *("Perplexity", show(perplexity, "{:,.2f}"), "on held-out text", perplexity),
-            is_per_token=True,
-        ),
-        Figure(
-            "Frequency loss",
-            show(evaluation.get("unigram_loss"), "{:.4f}"),
-            "from token frequencies alone",
-        ),
+        loss("Perplexity", evaluation.get("perplexity"), "on held-out text", "{:,.2f}"),
+        Figure("Frequency loss", show(unigram, "{:.4f}"), "from token frequencies alone"),
         Figure("TFLOP/s", tflops, f"per device{of_peak}"),
         Figure("Steps", show(step, "{:,.0f}"), of_steps),
         Figure("Tokens", large(train.last("tokens")), "consumed"),
@@ -157,12 +150,7 @@ def summarize(reported: ReportedRun) -> list[Figure]:
 
 
 def find_best(row: list[Figure], *, comparable: bool) -> set[int]:
-    """Finds the runs with the best value of a figure; empty if none is better.
-
-    Args:
-        row: one figure of each run.
-        comparable: the runs have one tokenizer.
-    """
+    """Finds the runs with the best value of a row, if any; losses per token if comparable."""
     known = [one.amount for one in row if one.amount is not None and is_finite(one.amount)]
     if len(known) < 2 or (row[0].is_per_token and not comparable):
         return set()
@@ -171,9 +159,12 @@ def find_best(row: list[Figure], *, comparable: bool) -> set[int]:
     return found if len(found) < len(row) else set()
 
 
-def share_a_tokenizer(runs: list[ReportedRun]) -> bool:
-    """Whether losses per token can be compared."""
-    return len({(one.run.tokenizer.path, one.run.model.vocabulary_size) for one in runs}) == 1
+def have_comparable_losses(runs: list[ReportedRun]) -> bool:
+    """Whether losses per token are of one tokenizer and one held-out text."""
+    tokenizers = {(one.run.tokenizer.path, one.run.model.vocabulary_size) for one in runs}
+    data = [one.run.data for one in runs]
+    texts = [one.valid if one.valid.prefixes else (one.blend, one.split) for one in data]
+    return len(tokenizers) == 1 and texts.count(texts[0]) == len(texts)
 
 
 def show(value: Any, style: str) -> str:

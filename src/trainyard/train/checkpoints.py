@@ -7,12 +7,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from pydantic import JsonValue
 from torch import Tensor
 
 from trainyard.checkpoint.background import AsyncCheckpointer, Retention, SaveTimes
 from trainyard.checkpoint.format import (
     Facts,
     Manifest,
+    manifest_sha256,
     read_manifest,
     step_of,
 )
@@ -20,18 +22,19 @@ from trainyard.checkpoint.load import (
     complete_checkpoints,
     load_into,
 )
-from trainyard.checkpoint.resume import check_resumable
+from trainyard.checkpoint.resume import changes_data, check_resumable
 from trainyard.checkpoint.save import ALONE, SavingRank
 from trainyard.config.precisions import EXPONENTS, SCALED_COLUMNS
 from trainyard.config.rules import change
 from trainyard.data.loader import keeps_passes
 from trainyard.errors import EXIT_HOLD, CheckpointError, MachineError
-from trainyard.optim.optimizer import learning_rate
 from trainyard.parallel.placement import Placement, is_writer, local_part, place
-from trainyard.plan.resolve import resolve
+from trainyard.plan.batches import BatchSchedule
+from trainyard.plan.resolve import learning_rate, resolve
 from trainyard.plan.saving import checkpoint_bytes, rank_bytes
 from trainyard.train.metrics import Metrics
 from trainyard.train.run_folder import Resume, checkpoint_folder, find_checkpoint
+from trainyard.train.start import ANCESTRY, ancestry
 from trainyard.train.state import State, TrainContext
 from trainyard.train.stop import StopReason
 from trainyard.units import format_bytes
@@ -91,13 +94,58 @@ def save_state(
 def load_state(context: TrainContext, resume: Resume) -> State:
     """Loads the newest checkpoint of the run folder; without one, starts at step 0.
 
+    It then takes the weights of `train.start_from`, if any.
+
     Raises:
         CheckpointError: all are damaged, or it belongs to another run or other data, or `resume`
             forbids it.
     """
     if find_checkpoint(context.folder, resume) is None:
-        return State.at_start(context)
+        return _load_start(context) if context.run.train.start_from else State.at_start(context)
     return load_newest(context, lambda _step: True)
+
+
+def _load_start(context: TrainContext) -> State:
+    """Takes weights, and optimizer state if the run says so, from the last of its ancestors."""
+    ancestors, mesh = ancestry(context.folder), context.model.mesh
+    problem, state = None, State.at_start(context)
+    try:
+        path = Path(ancestors[-1]["path"])
+        manifest = read_manifest(path)
+        if manifest_sha256(path) != ancestors[-1]["sha256"]:
+            raise CheckpointError(f"{path} has changed since {context.folder / ANCESTRY}")
+        parent = State.from_json(context, manifest.step, manifest.training)
+        saved: dict[str, JsonValue] = {}
+        has_state = context.run.train.start_with != "weights"
+        if has_state:
+            saved["updates_before"] = parent.updates
+            saved["loss_scale"] = manifest.training.get("loss_scale")
+        state = State.from_json(context, 0, saved)
+        state.ancestors = ancestors
+        _fill(context, path, parent.updates if has_state else None)
+        _say_start(context, manifest, parent, path)
+    except CheckpointError as error:
+        problem = error.problem
+    problem = mesh.agree(problem)
+    if problem is not None:
+        raise CheckpointError(problem, "start from another checkpoint: train.start_from")
+    return state
+
+
+def _say_start(context: TrainContext, manifest: Manifest, parent: State, path: Path) -> None:
+    run, theirs = context.run, manifest.build_run()
+    logger.info("starts from %s of %s: step %s", run.train.start_with, path, manifest.step)
+    read = BatchSchedule(theirs).position(manifest.step) + parent.data_offset
+    if context.data_fingerprint == manifest.data_fingerprint and not run.data.skip.amount:
+        logger.info(
+            'it reads the same data from the beginning; data.skip="%s sequences" continues after '
+            "those that %s has read",
+            *(read, theirs.name),
+        )
+    theirs_tokenizer = manifest.tokenizer.fingerprint if manifest.tokenizer else ""
+    ours = context.tokenizer.fingerprint if context.tokenizer else ""
+    if theirs_tokenizer and ours and theirs_tokenizer != ours:
+        logger.warning("the tokenizer is not the one of %s, which its weights learned", path)
 
 
 def load_newest(context: TrainContext, is_wanted: Callable[[int], bool]) -> State:
@@ -140,8 +188,10 @@ def _try(context: TrainContext, path: Path) -> tuple[str | None, State | None]:
         if each.field == "train.length" and manifest.step > 0 and context.is_first_rank:
             logger.info("%s", describe_new_length(context, manifest))
     state = State.from_json(context, manifest.step, manifest.training)
+    if changes_data(manifest, context.run):
+        state.data_offset = 0
     try:
-        _fill(context, path, manifest, n_updates=manifest.step - state.skipped.total)
+        _fill(context, path, state.updates if manifest.step > 0 else None)
     except CheckpointError as error:
         return error.problem, None
     return None, state
@@ -151,8 +201,12 @@ def describe_new_length(context: TrainContext, manifest: Manifest) -> str:
     """Describes what another length than the checkpoint's does to learning rate and data."""
     run, plan, step = context.run, context.plan, manifest.step
     rates = [learning_rate(run, plan, context.batches.consumed(n)) for n in (step, plan.n_steps)]
-    text = f"the schedule is the same: learning rate {rates[0]:.3g} now, {rates[1]:.3g} at the end"
-    saved = change(run, {"train.length": manifest.build_run().train.length})
+    earlier = manifest.build_run()
+    text = "the same" if earlier.schedule == run.schedule else "new"
+    text = f"the schedule is {text}: learning rate {rates[0]:.3g} now, {rates[1]:.3g} at the end"
+    if changes_data(manifest, run):
+        return f"{text}; the data is new from here, from sequence {context.batches.position(step)}"
+    saved = change(run, {"train.length": earlier.train.length})
     before = resolve(saved, plan.n_ranks)
     if keeps_passes(run, "train", context.train_data.order, before):
         text += "; the order of the training data is the same"
@@ -164,9 +218,15 @@ def describe_new_length(context: TrainContext, manifest: Manifest) -> str:
     return text
 
 
-def _fill(context: TrainContext, path: Path, manifest: Manifest, n_updates: int) -> None:
-    """Copies a checkpoint's tensors into model and optimizer; at step 0 into the model only."""
-    has_state = manifest.step > 0
+def _fill(context: TrainContext, path: Path, n_updates: int | None) -> None:
+    """Copies a checkpoint's tensors into model and optimizer; into the model only without updates.
+
+    Args:
+        context: of the run.
+        path: of the checkpoint.
+        n_updates: that its optimizer state has had; None takes weights alone.
+    """
+    has_state = n_updates is not None
     if has_state:
         context.optimizer.prepare_state(n_updates)
     tensors, placements = _named_parts(context, to_write=False)

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
@@ -45,6 +46,9 @@ from trainyard.units import format_bytes, format_figure, format_large, format_se
 logger = logging.getLogger("trainyard")
 
 LogLines = Literal["short", "full"]
+LOSSES = ["train/loss", "evaluate/loss"]
+# No curves in TensorBoard.
+COUNTERS = ("step", "sequences", "tokens", "n_tokens", "n_bytes", "seconds_left")
 
 
 class Metrics:
@@ -141,9 +145,7 @@ class Outputs:
     def __init__(self, folder: Path, run: Run) -> None:
         self._wandb = _start_wandb(folder, run) if run.log.wandb_project else None
         self._lines = _Lines(folder / "metrics.jsonl")
-        self._tensorboard = (
-            SummaryWriter(str(folder / "tensorboard")) if run.log.tensorboard else None
-        )
+        self._tensorboard = _start_tensorboard(folder, run) if run.log.tensorboard else None
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """Writes one object to every output; numbers that are not finite become null."""
@@ -156,7 +158,8 @@ class Outputs:
         with self._without_tensorboard_if_it_fails():
             if self._tensorboard is not None:
                 for name, value in numbers.items():
-                    self._tensorboard.add_scalar(name, value, step)
+                    if kind in ("train", "evaluate") and name.split("/")[1] not in COUNTERS:
+                        self._tensorboard.add_scalar(name, value, step)
                 if kind == "sample":
                     self._tensorboard.add_text("sample", values["text"], step)
         if self._wandb is not None:
@@ -278,6 +281,22 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def _is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def _start_tensorboard(folder: Path, run: Run) -> SummaryWriter:
+    """Opens TensorBoard's file, with one chart of both losses and the run's settings."""
+    writer = SummaryWriter(str(folder / "tensorboard"))
+    writer.add_custom_scalars({"loss": {"training and held out": ["Multiline", LOSSES]}})
+    settings = {
+        f"{section}.{key}": value
+        for section in ("model", "train", "optimizer", "schedule", "precision", "parallel")
+        for key, value in run.model_dump(mode="json")[section].items()
+        if isinstance(value, str | int | float)
+    }
+    file: Any = writer.file_writer
+    for summary in hparams(settings, dict.fromkeys(LOSSES, 0.0)):  # type: ignore[no-untyped-call]
+        file.add_summary(summary)
+    return writer
 
 
 def _start_wandb(folder: Path, run: Run) -> Any:

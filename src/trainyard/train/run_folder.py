@@ -5,10 +5,12 @@ The parent of several ranks does only this before it starts them; they import to
 
 from __future__ import annotations
 
+import json
 import shutil
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trainyard.config.load import load_run, render_run
 from trainyard.config.run import Run
@@ -16,7 +18,11 @@ from trainyard.data.loader import data_fingerprint, describe_data, find_unread
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary, save_vocabulary
 from trainyard.errors import CheckpointError, ConfigError
 from trainyard.files import publish_text
+from trainyard.train.start import ANCESTRY, check_start
 from trainyard.train.stop import refuse_stopped
+
+if TYPE_CHECKING:
+    from trainyard.checkpoint.resume import Change
 
 Resume = Literal["auto", "must", "never"]
 TOKENIZER_FOLDER = "tokenizer"
@@ -45,6 +51,8 @@ def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite
     # The ranks read unknown files together, and reject data that differs.
     fingerprint = "" if find_unread(run) else data_fingerprint(run)
     vocabulary = load_vocabulary(run.tokenizer.path) if run.tokenizer.path else None
+    is_new = resume == "overwrite" or begun_run(folder) is None
+    ancestors = check_start(folder, run) if is_new else []
     if resume == "overwrite":
         _remove_what_was_trained(folder)
     elif resume == "must" or (folder / "checkpoints").exists():
@@ -52,6 +60,8 @@ def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite
     folder.mkdir(parents=True, exist_ok=True)
     if vocabulary is not None:
         write_tokenizer_folder(folder, vocabulary)
+    if is_new and (ancestors or (folder / ANCESTRY).exists()):
+        publish_text(folder / ANCESTRY, json.dumps(ancestors, indent=2) + "\n")
     publish_text(folder / "run.toml", render_run(run))
 
 
@@ -62,6 +72,20 @@ def begun_run(folder: Path) -> Run | None:
     if run_file.exists() and steps - {"step-00000000"}:  # step 0 is an imported checkpoint
         return load_run(str(run_file)).run
     return None
+
+
+def read_history(folder: Path) -> list[tuple[int, list[Change]]]:
+    """Lists each step at which what the run was asked for changed, and the changes.
+
+    Raises:
+        ConfigError: a file of the history is not valid.
+    """
+    from trainyard.checkpoint.resume import run_changes
+
+    earlier = sorted((folder / HISTORY_FOLDER).glob("until-*.toml"))
+    runs = [load_run(str(path)).run for path in [*earlier, folder / "run.toml"]]
+    steps = [int(path.stem.removeprefix("until-")) for path in earlier]
+    return [(step, run_changes(*pair)) for step, pair in zip(steps, pairwise(runs), strict=True)]
 
 
 def write_tokenizer_folder(folder: Path, vocabulary: Vocabulary) -> None:

@@ -28,6 +28,7 @@ from trainyard.plan.resolve import Plan
 from trainyard.precision.block_scaled import torch_dtype
 from trainyard.precision.scaler import LossScaler, SavedScale
 from trainyard.train.spikes import SavedWindow, SpikeWindow
+from trainyard.train.start import Ancestor
 
 ROLLBACK = "rollback: "
 
@@ -81,6 +82,8 @@ class _Saved(BaseModel):
     skipped_ranges: list[SkippedRange] = []
     spikes: SavedWindow = SavedWindow()
     loss_scale: SavedScale | None = None
+    updates_before: NonNegativeInt = 0
+    ancestors: list[Ancestor] = []
 
 
 @dataclass
@@ -99,6 +102,10 @@ class State:
     """Sequences skipped by rollbacks: every step's data offset."""
     ranges: list[SkippedRange] = field(default_factory=list)
     """All data skipped, up to the last `flush`."""
+    updates_before: int = 0
+    """Updates that its optimizer state had when it started from another run's."""
+    ancestors: list[Ancestor] = field(default_factory=list)
+    """The checkpoints it descends from, oldest first."""
     _pending: list[tuple[int, Tensor]] = field(default_factory=list, repr=False)
     """Steps since then, with skipped and spike flags on the device."""
 
@@ -144,6 +151,8 @@ class State:
             scaler,
             known.data_offset,
             known.skipped_ranges,
+            known.updates_before,
+            known.ancestors,
         )
 
     def as_json(self) -> dict[str, JsonValue]:
@@ -155,8 +164,15 @@ class State:
             skipped_ranges=self.ranges,
             spikes=self.spikes.as_saved(),
             loss_scale=None if self.scaler is None else self.scaler.as_saved(),
+            updates_before=self.updates_before,
+            ancestors=self.ancestors,
         )
         return known.model_dump(mode="json")
+
+    @property
+    def updates(self) -> int:
+        """Updates that the optimizer state has had, also in runs before."""
+        return self.updates_before + self.step - self.skipped.total
 
     def add(self, skipped: Tensor, spike: Tensor, handled_by_loss_scale: Tensor) -> None:
         """Adds the outcome of the next step, without waiting for it; all flags are 1 or 0.
@@ -188,7 +204,7 @@ class State:
 
     def first_sequence(self, step: int) -> int:
         """Returns the first sequence a step reads."""
-        return self.batches.consumed(step) + self.data_offset
+        return self.batches.position(step) + self.data_offset
 
     def skip_data(self, abandoned: State, n_sequences: int, why: str) -> None:
         """Skips the data that an abandoned attempt from here has read.

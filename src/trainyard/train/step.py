@@ -11,8 +11,8 @@ from torch import Tensor
 from trainyard.model.dropout import sequence_seeds
 from trainyard.model.loss import IGNORE_INDEX
 from trainyard.optim.clip import StepStats, reduce_step_stats
-from trainyard.optim.optimizer import learning_rate
 from trainyard.parallel.mesh import Mesh
+from trainyard.plan.resolve import learning_rate
 from trainyard.train.state import State, TrainContext
 
 

@@ -44,7 +44,7 @@ from trainyard.corpus.fetching.catalogue import corpus_names, describe, find_cor
 from trainyard.corpus.fetching.fetch import fetch
 from trainyard.corpus.fetching.web import Network, find_proxy
 from trainyard.data.vocabulary import load_vocabulary
-from trainyard.errors import DataError
+from trainyard.errors import ConfigError, DataError
 from trainyard.launch.environment import read_network
 
 TOKEN = "hf_a-token-of-mine"
@@ -203,6 +203,50 @@ def test_no_other_host_gets_the_token(
     server.files.update({f"/hub{path}": data for path, data in server.files.items()})
     assert fetch("openwebtext", tmp_path, network=network).n_fetched == 1
     assert hub.authorized() == {ELSEWHERE: {None}}
+
+
+def test_any_data_set_of_hugging_face(hub: Hub, tmp_path: Path) -> None:
+    files = {f"data/{n}.parquet": some_bytes(n) for n in range(3)}
+    hub.server.publish({**files, ".gitattributes": b"x", "a/.b/c": b"x"}, "me/web.2-b")
+    told: list[str] = []
+    result = fetch(
+        "hf:me/web.2-b", tmp_path, only="data/[01]*", network=hub.network(), announce=told.append
+    )
+    assert (result.revision, result.n_files, result.n_fetched) == (COMMIT, 2, 2)
+    assert told[0].startswith("to fetch: 2 of 2 files, 0.001 GB; verified by sha256 for 2;")
+    # The rest, into the same folder; hidden files do not belong to the text.
+    assert fetch("hf:me/web.2-b", tmp_path, network=hub.network()).n_fetched == 1
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.parquet")}
+    assert (found, hub.authorized()) == (set(files), {HUB: {f"Bearer {TOKEN}"}})
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_branch_of_a_data_set(hub: Hub, tmp_path: Path) -> None:
+    hub.server.publish({A: b"a"}, "me/web")
+    main = "/api/datasets/me/web/revision/main"
+    branch = main.replace("main", "refs%2Fconvert%2Fparquet")
+    hub.server.files[branch] = hub.server.files.pop(main)
+    fetch("hf:me/web@refs/convert/parquet", tmp_path, network=hub.network())
+    assert (tmp_path / A).read_bytes() == b"a"
+
+
+def test_another_endpoint_of_the_hub_gets_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving() as server:
+        server.publish({A: b"a"}, "me/web")
+        monkeypatch.setenv("HF_ENDPOINT", server.address)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        call(prepare, "--fetch", "hf:me/web", "-o", tmp_path)
+        assert {h.get("Authorization") for _, _, h in server.requests} == {None}
+    assert (tmp_path / A).read_bytes() == b"a"
+
+
+@pytest.mark.parametrize("name", ["hf:", "hf:web", "hf:me/web/data", "hf:../web", "hf:me/we b"])
+def test_a_data_set_without_an_owner_or_with_a_path(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not hf:OWNER/NAME") as error:
+        find_corpus(name)
+    assert "--only" in error.value.hint
 
 
 def test_a_refusal_names_the_variable_and_not_its_value(

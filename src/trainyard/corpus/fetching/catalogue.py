@@ -135,12 +135,14 @@ def corpus_names() -> list[str]:
 
 
 def find_corpus(name: str) -> KnownCorpus:
-    """Reads `wikipedia`, `wikipedia@20261101` (at a revision) or `my-corpus.toml`.
+    """Reads `wikipedia`, `wikipedia@20261101` (at a revision), `hf:OWNER/NAME` or `my-corpus.toml`.
 
     Raises:
         ConfigError: there is no such corpus, or its file is wrong.
     """
     stem, _, revision = name.partition("@")
+    if stem.startswith("hf:"):
+        return _any_huggingface(stem.removeprefix("hf:"), revision or "main")
     if stem.endswith(".toml"):
         if not Path(stem).exists():
             raise ConfigError(f"{stem} does not exist", "check the path of the corpus file")
@@ -152,7 +154,7 @@ def find_corpus(name: str) -> KnownCorpus:
         entry = resources.files("trainyard.config") / "corpora" / f"{stem}.toml"
         text = entry.read_text(encoding="utf-8")
     else:
-        hint = f"shipped: {', '.join(corpus_names())}; a corpus file of your own ends in .toml"
+        hint = f"shipped: {', '.join(corpus_names())}; others: hf:OWNER/NAME, or a .toml file"
         raise ConfigError(f"no corpus named {stem!r}", hint)
     try:
         corpus = KnownCorpus.model_validate(parse_toml(text, stem))
@@ -167,6 +169,23 @@ def find_corpus(name: str) -> KnownCorpus:
         hint = "write a regular expression in single quotes"
         raise ConfigError(f"{stem}: files: {error}", hint) from None
     return corpus.model_copy(update={"revision": revision}) if revision else corpus
+
+
+def _any_huggingface(repository: str, revision: str) -> KnownCorpus:
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
+        hint = "such as hf:HuggingFaceFW/fineweb; name a part of it by --only 'sample/10BT/*'"
+        raise ConfigError(f"'hf:{repository}' is not hf:OWNER/NAME", hint)
+    return KnownCorpus(
+        title=f"{repository}, a data set of Hugging Face",
+        kind="huggingface",
+        host="https://huggingface.co",
+        repository=repository,
+        revision=revision,
+        files=r"(?!\.|.*/\.).*",
+        size="as listed",
+        licence=f"see https://huggingface.co/datasets/{repository}",
+        max_connections=16,
+    )
 
 
 def describe(name: str) -> str:

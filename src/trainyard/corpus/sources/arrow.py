@@ -56,8 +56,7 @@ def _open(source: Any, fields: Sequence[int] = ()) -> Any:
     import pyarrow.ipc
 
     options = pyarrow.ipc.IpcReadOptions(included_fields=list(fields), use_threads=False)
-    source.seek(0)
-    is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+    is_file = source.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC
     source.seek(0)
     return (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source, options=options)
 

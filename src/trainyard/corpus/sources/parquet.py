@@ -72,11 +72,7 @@ def choose_columns(
 def read_rows(rows: Any, key: str, fields: Sequence[str], row: int, n_bytes: int) -> Batch:
     """Converts a record batch whose first row is number `row` of its file."""
     good, texts, faults = _read_texts(rows.column(key), key, row)
-    names = rows.schema.names
-    metadata = {
-        field: _read_field(rows, field, good) if field.split(".")[0] in names else [""] * len(texts)
-        for field in fields
-    }
+    metadata = {field: _read_field(rows, field, good) for field in fields}
     return Batch(texts, len(rows), n_bytes, faults, metadata)
 
 
@@ -94,6 +90,8 @@ def _read_field(rows: Any, field: str, good: list[int]) -> list[str]:
     import pyarrow.compute
 
     name, *inside = field.split(".")
+    if name not in rows.schema.names:
+        return [""] * len(good)
     column = rows.column(name)
     for part in inside:
         if not pyarrow.types.is_struct(column.type) or column.type.get_field_index(part) < 0:

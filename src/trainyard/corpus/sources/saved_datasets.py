@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -20,8 +20,6 @@ from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 _DESCRIPTIONS = (_STATE, _INFO, _SPLITS, "dataset_infos.json")
 _KIND = "not text, of Hugging Face's datasets library"
-
-T = TypeVar("T")
 
 
 class _Splits(msgspec.Struct):
@@ -49,36 +47,30 @@ def leave_out(folder: Path, names: Sequence[str]) -> dict[str, str]:
     arrow = [name for name in names if name.endswith(".arrow")]
     others = [name for name in names if name in _DESCRIPTIONS and (arrow or name != _STATE)]
     if _SPLITS in names:
-        splits = _read(folder / _SPLITS, _Splits).splits
-        _require_one_split(folder, splits, [folder / split for split in splits])
+        _require_one_split(folder, _read(folder / _SPLITS, _Splits).splits, "{}")
     elif arrow and _STATE in names:
         listed = [file.filename for file in _read(folder / _STATE, _State).files]
         if missing := set(listed) - set(arrow):
-            raise DataError(
-                f"{printable(folder / min(missing))} is missing; {_STATE} lists it",
-                "copy the whole folder again",
-            )
+            problem = f"{printable(folder / min(missing))} is missing; {_STATE} lists it"
+            raise DataError(problem, "copy the whole folder again")
         others += set(arrow) - set(listed)
     elif arrow and _INFO in names:
         splits = list(_read(folder / _INFO, _Info).splits or {})
-        _require_one_split(folder, splits, [folder / f"*-{split}*.arrow" for split in splits])
+        _require_one_split(folder, splits, "*-{}*.arrow")
         others += [name for name in arrow if name.startswith("cache-")]
     return dict.fromkeys(others, _KIND)
 
 
-def _require_one_split(folder: Path, splits: Sequence[str], places: Sequence[Path]) -> None:
+def _require_one_split(folder: Path, splits: Sequence[str], pattern: str) -> None:
     if len(splits) > 1:
-        raise DataError(
-            f"{printable(folder)} holds the splits {printable(', '.join(splits))}",
-            f"name those to prepare, such as {printable(repr(str(places[0])))}",
-        )
+        problem = f"{printable(folder)} holds the splits {printable(', '.join(splits))}"
+        example = printable(folder / pattern.format(splits[0]))
+        raise DataError(problem, f"name those to prepare, such as '{example}'")
 
 
-def _read(path: Path, kind: type[T]) -> T:
+def _read(path: Path, kind: Any) -> Any:
     try:
         return msgspec.json.decode(read_file(path, SETTINGS_LIMIT_BYTES), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{printable(path)} is not of Hugging Face's datasets library: {error}",
-            "make the folder again; or name the .arrow files themselves",
-        ) from error
+        problem = f"{printable(path)} is not of Hugging Face's datasets library: {error}"
+        raise DataError(problem, "make it again; or name the .arrow files themselves") from error

@@ -1,0 +1,265 @@
+"""From Megatron's flags to fields of a run, by Megatron's own rules."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from functools import cache
+from importlib import resources
+from pathlib import Path, PurePath
+from typing import Any
+
+from trainyard.errors import ConfigError
+
+REQUIRED = ["num-layers", "hidden-size", "num-attention-heads", "seq-length", "lr"]
+REQUIRED += ["micro-batch-size", "global-batch-size"]
+SPLITS = ("train", "valid", "test")
+PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8-e4m3": "fp8", "fp8-hybrid": "fp8"}
+PRECISIONS |= {"fp8-format": "fp8", "msamp": "fp8_lowbit"}
+UNITS = {"iters": "steps", "samples": "sequences", "tokens": "tokens"}
+RECOMPUTE = {"full": "block", "selective": "attention"}
+KINDS = {"cosine": "cosine", "linear": "linear", "constant": "constant"}
+KINDS["WSD"] = "warmup_stable_decay"
+LOSS_SCALE = ("initial-loss-scale", "loss-scale-window", "hysteresis", "min-loss-scale")
+
+
+@cache
+def flag_table() -> dict[str, dict[str, Any]]:
+    """Reads the table of flags: kind (field, default, value, same, none, refused) to flags."""
+    return tomllib.loads(
+        (resources.files("trainyard.config") / "megatron_flags.toml").read_text(encoding="utf-8")
+    )
+
+
+class Conversion:
+    """From flags to fields. Megatron's rule is beside each value that is not a plain copy."""
+
+    def __init__(self, flags: Mapping[str, list[str]], files: Mapping[str, str]) -> None:
+        self.flags = flags
+        self.notes: list[str] = []
+        self.fields: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.deepspeed = self._read_deepspeed(files)
+
+    def convert(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns the value of each field, and the flags that it follows from."""
+        self._copy_numbers()
+        self._switches()
+        self._model()
+        self._data()
+        self._schedule()
+        self._parallel()
+        self._sharding()
+        self._precision()
+        return self.fields, self.origins
+
+    def has(self, flag: str) -> bool:
+        """Whether a flag is given."""
+        return flag in self.flags
+
+    def text(self, flag: str) -> str:
+        """Returns the one value of a flag, or Megatron's default."""
+        values = self.flags.get(flag, [str(flag_table()["default"].get(flag, ""))])
+        if len(values) != 1 or not values[0]:
+            problem = f"needs one value (got {values})" if self.has(flag) else "is not given"
+            raise ConfigError(f"--{flag} {problem}", "Megatron needs it too")
+        return str(values[0])
+
+    def number(self, flag: str) -> int | float:
+        """Returns the one number of a flag, or Megatron's default."""
+        text = self.text(flag)
+        try:
+            value = Decimal(text)
+            return int(value) if re.fullmatch(r"[+-]?\d+", text) else float(value)
+        except InvalidOperation:
+            raise ConfigError(f"--{flag} needs a number (got {text!r})") from None
+
+    def set(self, field: str, value: Any, *flags: str) -> None:
+        """Sets a field, by those of some flags that are given."""
+        self.fields[field] = value
+        given = [f"--{flag}" for flag in flags if self.has(flag)]
+        self.origins[field] = " ".join(given) or "Megatron's default"
+
+    def _read_deepspeed(self, files: Mapping[str, str]) -> dict[str, Any]:
+        if not (self.has("deepspeed") and self.has("deepspeed-config")):
+            return {}
+        path = self.text("deepspeed-config")
+        try:
+            text = files.get(path) or Path(path).read_text(encoding="utf-8")
+            settings = json.loads(text)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"cannot read --deepspeed_config {path}: {error}",
+                "put the file there: it sets ZeRO, loss scaling and clipping",
+            ) from None
+        if not isinstance(settings, dict):
+            raise ConfigError(f"--deepspeed_config {path} is not an object in JSON")
+        used = {"zero_optimization", "fp16", "bf16", "gradient_clipping"}
+        batches = {"train_micro_batch_size_per_gpu", "train_batch_size"}
+        for key in settings.keys() - used - batches:
+            self.notes.append(f"{path}: {key} is not imported")
+        return settings
+
+    def _copy_numbers(self) -> None:
+        for flag in REQUIRED:
+            self.text(flag)
+        for flag, target in flag_table()["field"].items():
+            absent_default = flag in flag_table()["default"] and target not in self.fields
+            if self.has(flag) or absent_default:
+                self.set(target, self.number(flag), flag)
+
+    def _switches(self) -> None:
+        self.set("log.tensorboard", self.has("tensorboard-dir"), "tensorboard-dir")
+        if self.has("wandb-project"):
+            self.set("log.wandb_project", self.text("wandb-project"), "wandb-project")
+        if self.has("deterministic-mode"):
+            self.set("train.deterministic", True, "deterministic-mode")
+        if self.has("untie-embeddings-and-output-weights"):
+            untied = "untie-embeddings-and-output-weights"
+            self.set("model.tied_embeddings", False, untied)
+
+    def _model(self) -> None:
+        if not self.has("ffn-hidden-size"):
+            self.set("model.d_ff", 4 * int(self.number("hidden-size")), "hidden-size")
+        drops = ("attention-dropout", "hidden-dropout")
+        if self.number(drops[0]) != self.number(drops[1]):
+            raise ConfigError(
+                f"--{drops[0]} {self.text(drops[0])} and --{drops[1]} {self.text(drops[1])} differ",
+                "Trainyard has one model.dropout",
+            )
+        self.set("model.dropout", self.number(drops[0]), *drops)
+        betas = ("adam-beta1", "adam-beta2")
+        self.set("optimizer.betas", [self.number(beta) for beta in betas], *betas)
+        if self.deepspeed:
+            clip = self.deepspeed.get("gradient_clipping", 0) or float("inf")
+            self.set("optimizer.clip_norm", float(clip), "deepspeed-config")
+
+    def _data(self) -> None:
+        for flag, name in (("data-path", "blend"), *((f"{s}-data-path", s) for s in SPLITS)):
+            values = [re.sub(r"^\./", "", value) for value in self.flags.get(flag, [])]
+            if not values:
+                continue
+            if all(re.fullmatch(r"[\d.]+(e-?\d+)?", weight) for weight in values[::2]):
+                weights, values = [float(weight) for weight in values[::2]], values[1::2]
+                if len(values) > 1:
+                    self.set(f"data.{name}.weights", weights, flag)
+            self.set(f"data.{name}.prefixes", values, flag)
+        if not self.has("train-data-path"):
+            self.set("data.split", self.text("split"), "split")
+        if self.has("tokenizer-model"):
+            self.set("tokenizer.path", self.text("tokenizer-model"), "tokenizer-model")
+        elif self.has("vocab-file"):
+            path = PurePath(self.text("vocab-file"))
+            known = path.name == "gpt2-vocab.json"
+            self.set("tokenizer.path", "gpt2" if known else str(path.parent), "vocab-file")
+
+    def _length(self, stem: str) -> tuple[str, str]:
+        """Returns the length that ends first of a flag in several units, and its flag."""
+        per = {"tokens": 1, "samples": int(self.number("seq-length"))}
+        per["iters"] = per["samples"] * int(self.number("global-batch-size"))
+        given = [unit for unit in UNITS if self.has(f"{stem}-{unit}")]
+        if not given:
+            return "", ""
+        unit = min(given, key=lambda u: self.number(f"{stem}-{u}") * per[u])
+        for other in set(given) - {unit}:
+            self.notes.append(f"--{stem}-{other}: --{stem}-{unit} ends first")
+        return f"{self.text(f'{stem}-{unit}')} {UNITS[unit]}", f"{stem}-{unit}"
+
+    def _schedule(self) -> None:
+        length, flag = self._length("train")
+        if not length:
+            raise ConfigError("no length of the training", "add --train-iters or --train-samples")
+        self.set("train.length", length, flag)
+        decay, decay_flag = self._length("lr-decay")
+        decay = decay or length
+        self.set("schedule.decay", decay, decay_flag)
+        warmup, warmup_flag = self._length("lr-warmup")
+        if self.has("lr-warmup-fraction"):
+            amount, unit = decay.split()
+            exact = Decimal(self.text("lr-warmup-fraction")) * Decimal(amount)
+            if exact % 1 and unit == "steps":
+                exact, unit = exact * int(self.number("global-batch-size")), "sequences"
+            warmup, warmup_flag = f"{int(exact)} {unit}", "lr-warmup-fraction"
+        self.set("schedule.warmup", warmup or "0 steps", warmup_flag)
+        style = self.text("lr-decay-style")
+        if style not in KINDS:
+            raise ConfigError(
+                f"--lr-decay-style {style} is not supported", f"supported: {', '.join(KINDS)}"
+            )
+        self.set("schedule.kind", KINDS[style], "lr-decay-style")
+        if style == "WSD":
+            cooldown, flag = self._length("lr-wsd-decay")
+            self.set("schedule.cooldown", cooldown or decay, flag)
+        if self.has("rampup-batch-size"):
+            start, increment, samples = map(int, self.flags["rampup-batch-size"])
+            ramp = {"start": start, "increment": increment, "length": f"{samples} sequences"}
+            for key, value in ramp.items():
+                self.set(f"train.batch_ramp.{key}", value, "rampup-batch-size")
+
+    def _parallel(self) -> None:
+        sequence = self.has("sequence-parallel") and self.fields["parallel.tensor"] > 1
+        self.set("parallel.sequence", sequence, "sequence-parallel")
+        n_stages = self.fields["parallel.pipeline"]
+        per_chunk, chunks = (
+            "num-layers-per-virtual-pipeline-stage",
+            "num-virtual-stages-per-pipeline-rank",
+        )
+        n_chunks = int(self.number(chunks)) if self.has(chunks) else 1
+        if self.has(per_chunk):
+            n_chunks = int(self.number("num-layers")) // n_stages // int(self.number(per_chunk))
+        if n_chunks > 1:
+            self.set("parallel.chunks", n_chunks, per_chunk, chunks)
+            self.set("parallel.schedule", "interleaved", per_chunk, chunks)
+        for flag in ("context-parallel-size", "ds-sequence-parallel-size"):
+            if self.has(flag) and self.number(flag) > 1:
+                ring = flag.startswith("context") and "a2a" not in self.flags.get(
+                    "cp-comm-type", []
+                )
+                self.set("parallel.context", int(self.number(flag)), flag)
+                self.set("parallel.context_method", "ring" if ring else "ulysses", "cp-comm-type")
+
+    def _sharding(self) -> None:
+        stage, flag = 0, ""
+        if self.has("use-distributed-optimizer"):
+            stage, flag = 1, "use-distributed-optimizer"
+        if self.has("use-torch-fsdp2"):
+            stage, flag = 3, "use-torch-fsdp2"
+        if self.deepspeed:  # DeepSpeed reads its own settings, not --zero-stage
+            zero = self.deepspeed.get("zero_optimization", {})
+            stage, flag = int(zero.get("stage", 0)), "deepspeed-config"
+        if self.has("msamp") and stage == 0:
+            stage, flag = 1, "msamp"  # low-precision gradients know no stage 0
+        self.set("parallel.zero_stage", stage, flag)
+        recompute, flag = "none", ""
+        for flag, value in (
+            ("checkpoint-activations", "block"),
+            ("recompute-activations", "attention"),
+        ):
+            if self.has(flag):
+                recompute = value
+        if self.has("recompute-granularity"):
+            recompute = RECOMPUTE.get(self.text("recompute-granularity"), "none")
+        flags = ("checkpoint-activations", "recompute-activations", "recompute-granularity")
+        self.set("parallel.recompute", recompute, *flags)
+
+    def _precision(self) -> None:
+        kind = "fp32"
+        for flag, value in PRECISIONS.items():
+            if self.has(flag):
+                kind = value
+        self.set("precision.kind", kind, *PRECISIONS)
+        if kind != "fp16":
+            return
+        fp16 = self.deepspeed.get("fp16", {})
+        values: list[Any] = [self.number(flag) for flag in LOSS_SCALE]
+        if self.deepspeed:
+            values = [2.0 ** fp16.get("initial_scale_power", 16)]
+            values += [fp16.get("loss_scale_window", 1000), fp16.get("hysteresis", 2)]
+            values += [fp16.get("min_loss_scale", 1)]
+        for flag, value in zip(LOSS_SCALE, values, strict=True):
+            target = flag_table()["rule"][flag]
+            exact = float(value) if target.endswith(("initial", "minimum")) else int(value)
+            self.set(target, exact, *(["deepspeed-config"] if self.deepspeed else [flag]))
