@@ -120,8 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
             typer.echo(hide_secrets(traceback.format_exc()), err=True)
         typer.echo(hide_secrets(f"error: {told}"), err=True)
         code = told.exit_code
-    if code:
-        sys.exit(code)
+    sys.exit(code)
 
 
 def _run(words: list[str]) -> int:
