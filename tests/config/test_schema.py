@@ -48,7 +48,7 @@ def test_all_recipes_and_presets_are_valid(validator: Draft202012Validator) -> N
         ("[model]\nn_layers = 1.5", "$.model.n_layers"),
         ("[data.blend]\nprefixes = 'web'", "$.data.blend.prefixes"),
         ("extends = 3", "$.extends"),
-        ("lengthh = 3", "$"),
+        ("size_in_all = 3", "$"),
     ],
 )
 def test_wrong_files_are_rejected(validator: Draft202012Validator, text: str, place: str) -> None:
