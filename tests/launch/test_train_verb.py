@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.command import trainyard
+from tests.faults.small_run import write_tokens
 from tests.launch.test_environment import TORCHRUN
 from tests.waiting import WATCHDOG_SECONDS
 
@@ -90,6 +91,8 @@ def test_more_ranks_than_gpus_do_not_start(
 ) -> None:
     monkeypatch.setattr("trainyard.cli.train.list_gpus", lambda: ["NVIDIA H200"] * 4)
     monkeypatch.setattr("trainyard.cli.train._count_gpus", lambda: n_gpus)
+    if "prefixes" not in problem:
+        options = [*options, f"data.blend.prefixes=['{write_tokens(tmp_path)}']"]
     done = trainyard("train", "tiny", *options, "--force", folder=tmp_path)
     assert done.returncode == 2
     assert problem in done.stderr

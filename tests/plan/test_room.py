@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.command import trainyard
+from tests.faults.small_run import write_tokens
 
 from trainyard.config.load import load_run
 from trainyard.errors import MachineError
@@ -20,6 +21,12 @@ from trainyard.plan.saving import checkpoint_bytes
 
 LARGE = ["train.micro_batch_size=4194304", "train.global_batch_size=4194304", "precision.kind=fp32"]
 MANY = ["train.length=10M steps", "checkpoint.interval=1", "checkpoint.keep_last=10000000"]
+
+
+@pytest.fixture
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An override that names token files: a run without data is refused first."""
+    return f"data.blend.prefixes=['{write_tokens(tmp_path_factory.mktemp('data'))}']"
 
 
 @pytest.mark.parametrize(
@@ -38,9 +45,9 @@ MANY = ["train.length=10M steps", "checkpoint.interval=1", "checkpoint.keep_last
     ],
 )
 def test_a_run_without_room_does_not_start(
-    tmp_path: Path, changes: list[str], problem: str, hint: str
+    data: str, tmp_path: Path, changes: list[str], problem: str, hint: str
 ) -> None:
-    done = trainyard("train", "tiny", *changes, folder=tmp_path)
+    done = trainyard("train", "tiny", data, *changes, folder=tmp_path)
     assert done.returncode == 2
     assert re.search(problem, done.stderr)
     assert f"hint: {hint}" in done.stderr
@@ -50,12 +57,12 @@ def test_a_run_without_room_does_not_start(
 
 
 def test_all_ranks_of_a_machine_share_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = load_run("tiny").run
     needed = busiest_memory(run, resolve(run, 1), on_gpu=False).peak_bytes
     monkeypatch.setattr(room, "free_memory_bytes", lambda: needed * 3 // 2)
-    two = trainyard("train", "tiny", "--ranks", "2", folder=tmp_path)
+    two = trainyard("train", "tiny", data, "--ranks", "2", folder=tmp_path)
     assert "tiny does not fit in memory: 2 ranks need about" in two.stderr
     assert "does not fit" not in trainyard("train", "tiny", folder=tmp_path).stderr
     for times, change in [
