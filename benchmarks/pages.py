@@ -91,8 +91,11 @@ FLAGS_HEAD = """# Flags of Megatron-LM
 
 `trainyard import --from megatron-args` reads them
 ([importing](importing.md#megatrons-command-lines)). `*` matches any text; `_` and `-` are the same.
-Checked against Megatron-LM of August 2023, June 2025 and August 2026, Megatron-DeepSpeed of 2024,
-MS-AMP's fork and the five guides. Written by `python -m benchmarks.pages`.
+Compared by hand with the sources of Megatron-LM (August 2023, June 2025, August 2026),
+Megatron-DeepSpeed (2024) and the five guides. Flags that newer Megatron-Core generates from its
+dataclasses may be missing: the import names a flag that it does not know.
+
+Written by `python -m benchmarks.pages`.
 """
 KINDS_OF_FLAGS = {
     "field": ("Fields", "field"),

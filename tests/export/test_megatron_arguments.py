@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +14,7 @@ from typer.testing import CliRunner
 from trainyard.cli.main import app
 from trainyard.config.load import all_fields, field_value, load_run
 from trainyard.errors import ConfigError
-from trainyard.export.megatron_arguments import classify, import_command
+from trainyard.export.megatron_arguments import classify, import_arguments, import_command
 from trainyard.export.megatron_fields import flag_table
 from trainyard.export.shell_script import read_command
 
@@ -353,3 +356,34 @@ def test_a_file_is_written_once(in_folder: Path) -> None:
     assert load_run("a.toml").run.name == "a"
     again = CliRunner().invoke(app, command)
     assert isinstance(again.exception, ConfigError) and "already exists" in str(again.exception)
+
+
+@pytest.mark.parametrize("values", ["", "x", "0", "-1", "1.5", "nan", "1e999", "1 2", "a b c"])
+def test_no_value_of_any_flag_is_a_traceback(values: str) -> None:
+    of_rules = {"rampup-batch-size", "lr-warmup-fraction", "lr-decay-samples", "data-path"}
+    for flag in of_rules.union(*(flag_table()[k] for k in ("field", "rule", "default", "value"))):
+        with suppress(ConfigError):
+            import_arguments([*SMALL.split(), f"--{flag}", *values.split()], {}, "run")
+
+
+@pytest.mark.parametrize(
+    ("settings", "place"),
+    [
+        ({"gradient_clipping": "auto"}, "gradient_clipping"),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),
+        ({"zero_optimization": 3}, "zero_optimization.stage"),
+        ({"fp16": {"hysteresis": True}}, "fp16.hysteresis"),
+        ({"fp16": {"loss_scale_window": 1e12}}, "fp16.loss_scale_window"),
+    ],
+)
+def test_settings_of_deepspeed_that_are_no_numbers(settings: dict[str, Any], place: str) -> None:
+    words = [*SMALL.split(), "--fp16", "--deepspeed", "--deepspeed_config", "d.json"]
+    with pytest.raises(ConfigError, match=f"{place} needs a number"):
+        import_arguments(words, {"d.json": json.dumps(settings)}, "run")
+
+
+def test_quoted_values_keep_their_spaces() -> None:
+    line = f"pretrain_gpt.py {SMALL} --split '949, 50, 1' --data-path 'my folder/x'"
+    text = import_command(line, [], "x").text
+    assert 'split = "949, 50, 1" # --split' in text
+    assert 'prefixes = ["my folder/x"] # --data-path' in text

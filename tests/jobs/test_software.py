@@ -73,6 +73,20 @@ def assert_held(done: subprocess.CompletedProcess[str], problem: str) -> None:
     assert "Traceback" not in said
 
 
+def test_a_rank_that_a_launcher_starts_late_is_held_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = '#!/bin/bash\nRANK_HERE=0 bash -c "${@: -1}"\nexec bash -c "${@: -1}"\n'
+    monkeypatch.setattr(f"{__name__}.SRUN", late)
+    python = (
+        '#!/bin/bash\n[ "$RANK_HERE" != 0 ] || exec /opt/nothing/python\n'
+        f'case "$*" in *launch.installed*) ;; *) touch "{tmp_path}/trains" ;; esac\n'
+    )
+    done = run(tmp_path, "slurm", write_program(tmp_path / "python", python))
+    assert_held(done, f"{tmp_path}/python: ")
+    assert not (tmp_path / "trains").exists()
+
+
 @pytest.mark.parametrize("is_stage", [False, True])
 @pytest.mark.parametrize("scheduler", ["local", "slurm"])
 def test_no_python(scheduler: str, is_stage: bool, tmp_path: Path) -> None:

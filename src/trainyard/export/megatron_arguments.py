@@ -135,9 +135,7 @@ def classify(flag: str) -> tuple[str, str]:
 def _account(flags: Mapping[str, list[str]]) -> tuple[list[str], list[str]]:
     """Returns a line for each flag that sets no field, and one for each unknown flag."""
     accounts, unknown, refused = [], [], []
-    known = [
-        flag for kind in ("field", "rule", "same", "none", "refused") for flag in flag_table()[kind]
-    ]
+    known = [flag for kind in KINDS for flag in flag_table()[kind]]
     for flag, values in flags.items():
         kind, reason = classify(flag)
         shown = " ".join([f"--{flag}", *values])

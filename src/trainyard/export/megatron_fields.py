@@ -71,11 +71,33 @@ class Conversion:
     def number(self, flag: str) -> int | float:
         """Returns the one number of a flag, or Megatron's default."""
         text = self.text(flag)
-        try:
-            value = Decimal(text)
-            return int(value) if re.fullmatch(r"[+-]?\d+", text) else float(value)
-        except InvalidOperation:
-            raise ConfigError(f"--{flag} needs a number (got {text!r})") from None
+        value = _decimal(text, f"--{flag}")
+        return int(value) if re.fullmatch(r"[+-]?\d+", text) else float(value)
+
+    def count(self, flag: str) -> int:
+        """Returns the one number of a flag, a whole one above 0, or Megatron's default."""
+        return _count(self.text(flag), f"--{flag}")
+
+    def setting(self, place: str, default: float | None) -> float:
+        """Returns a number of DeepSpeed's settings, such as `fp16.hysteresis`.
+
+        Args:
+            place: its keys.
+            default: of what is absent; None to take absent, null and 0 as infinity.
+        """
+        found: Any = self.deepspeed
+        for key in place.split("."):
+            found = found.get(key) if isinstance(found, dict) else found and "no table"
+        if default is None and found in (None, 0):
+            return float("inf")
+        if found is None and default is not None:
+            return default
+        if isinstance(found, bool) or not isinstance(found, int | float) or abs(found) > 2**31:
+            raise ConfigError(
+                f"--deepspeed_config: {place} needs a number (got {found!r})",
+                "write the number that the training used",
+            )
+        return found
 
     def set(self, field: str, value: Any, *flags: str) -> None:
         """Sets a field, by those of some flags that are given."""
@@ -123,7 +145,7 @@ class Conversion:
 
     def _model(self) -> None:
         if not self.has("ffn-hidden-size"):
-            self.set("model.d_ff", 4 * int(self.number("hidden-size")), "hidden-size")
+            self.set("model.d_ff", 4 * self.count("hidden-size"), "hidden-size")
         drops = ("attention-dropout", "hidden-dropout")
         if self.number(drops[0]) != self.number(drops[1]):
             raise ConfigError(
@@ -134,8 +156,8 @@ class Conversion:
         betas = ("adam-beta1", "adam-beta2")
         self.set("optimizer.betas", [self.number(beta) for beta in betas], *betas)
         if self.deepspeed:
-            clip = self.deepspeed.get("gradient_clipping", 0) or float("inf")
-            self.set("optimizer.clip_norm", float(clip), "deepspeed-config")
+            clip = float(self.setting("gradient_clipping", None))
+            self.set("optimizer.clip_norm", clip, "deepspeed-config")
 
     def _data(self) -> None:
         for flag, name in (("data-path", "blend"), *((f"{s}-data-path", s) for s in SPLITS)):
@@ -158,8 +180,8 @@ class Conversion:
 
     def _length(self, stem: str) -> tuple[str, str]:
         """Returns the length that ends first of a flag in several units, and its flag."""
-        per = {"tokens": 1, "samples": int(self.number("seq-length"))}
-        per["iters"] = per["samples"] * int(self.number("global-batch-size"))
+        per = {"tokens": 1, "samples": self.count("seq-length")}
+        per["iters"] = per["samples"] * self.count("global-batch-size")
         given = [unit for unit in UNITS if self.has(f"{stem}-{unit}")]
         if not given:
             return "", ""
@@ -179,9 +201,10 @@ class Conversion:
         warmup, warmup_flag = self._length("lr-warmup")
         if self.has("lr-warmup-fraction"):
             amount, unit = decay.split()
-            exact = Decimal(self.text("lr-warmup-fraction")) * Decimal(amount)
-            if exact % 1 and unit == "steps":
-                exact, unit = exact * int(self.number("global-batch-size")), "sequences"
+            fraction = _decimal(self.text("lr-warmup-fraction"), "--lr-warmup-fraction")
+            exact = fraction * _decimal(amount, "--lr-decay")
+            if exact != int(exact) and unit == "steps":
+                exact, unit = exact * self.count("global-batch-size"), "sequences"
             warmup, warmup_flag = f"{int(exact)} {unit}", "lr-warmup-fraction"
         self.set("schedule.warmup", warmup or "0 steps", warmup_flag)
         style = self.text("lr-decay-style")
@@ -194,7 +217,11 @@ class Conversion:
             cooldown, flag = self._length("lr-wsd-decay")
             self.set("schedule.cooldown", cooldown or decay, flag)
         if self.has("rampup-batch-size"):
-            start, increment, samples = map(int, self.flags["rampup-batch-size"])
+            values = self.flags["rampup-batch-size"]
+            if len(values) != 3:
+                problem = f"--rampup-batch-size needs three numbers (got {values})"
+                raise ConfigError(problem, "its start, increment and samples")
+            start, increment, samples = (_count(value, "--rampup-batch-size") for value in values)
             ramp = {"start": start, "increment": increment, "length": f"{samples} sequences"}
             for key, value in ramp.items():
                 self.set(f"train.batch_ramp.{key}", value, "rampup-batch-size")
@@ -202,23 +229,23 @@ class Conversion:
     def _parallel(self) -> None:
         sequence = self.has("sequence-parallel") and self.fields["parallel.tensor"] > 1
         self.set("parallel.sequence", sequence, "sequence-parallel")
-        n_stages = self.fields["parallel.pipeline"]
+        n_stages = self.count("pipeline-model-parallel-size")
         per_chunk, chunks = (
             "num-layers-per-virtual-pipeline-stage",
             "num-virtual-stages-per-pipeline-rank",
         )
-        n_chunks = int(self.number(chunks)) if self.has(chunks) else 1
+        n_chunks = self.count(chunks) if self.has(chunks) else 1
         if self.has(per_chunk):
-            n_chunks = int(self.number("num-layers")) // n_stages // int(self.number(per_chunk))
+            n_chunks = self.count("num-layers") // n_stages // self.count(per_chunk)
         if n_chunks > 1:
             self.set("parallel.chunks", n_chunks, per_chunk, chunks)
             self.set("parallel.schedule", "interleaved", per_chunk, chunks)
         for flag in ("context-parallel-size", "ds-sequence-parallel-size"):
-            if self.has(flag) and self.number(flag) > 1:
+            if self.has(flag) and self.count(flag) > 1:
                 ring = flag.startswith("context") and "a2a" not in self.flags.get(
                     "cp-comm-type", []
                 )
-                self.set("parallel.context", int(self.number(flag)), flag)
+                self.set("parallel.context", self.count(flag), flag)
                 self.set("parallel.context_method", "ring" if ring else "ulysses", "cp-comm-type")
 
     def _sharding(self) -> None:
@@ -228,8 +255,7 @@ class Conversion:
         if self.has("use-torch-fsdp2"):
             stage, flag = 3, "use-torch-fsdp2"
         if self.deepspeed:  # DeepSpeed reads its own settings, not --zero-stage
-            zero = self.deepspeed.get("zero_optimization", {})
-            stage, flag = int(zero.get("stage", 0)), "deepspeed-config"
+            stage, flag = int(self.setting("zero_optimization.stage", 0)), "deepspeed-config"
         if self.has("msamp") and stage == 0:
             stage, flag = 1, "msamp"  # low-precision gradients know no stage 0
         self.set("parallel.zero_stage", stage, flag)
@@ -253,13 +279,29 @@ class Conversion:
         self.set("precision.kind", kind, *PRECISIONS)
         if kind != "fp16":
             return
-        fp16 = self.deepspeed.get("fp16", {})
         values: list[Any] = [self.number(flag) for flag in LOSS_SCALE]
         if self.deepspeed:
-            values = [2.0 ** fp16.get("initial_scale_power", 16)]
-            values += [fp16.get("loss_scale_window", 1000), fp16.get("hysteresis", 2)]
-            values += [fp16.get("min_loss_scale", 1)]
+            values = [2.0 ** min(self.setting("fp16.initial_scale_power", 16), 1000)]
+            values += [self.setting("fp16.loss_scale_window", 1000)]
+            values += [self.setting("fp16.hysteresis", 2), self.setting("fp16.min_loss_scale", 1)]
         for flag, value in zip(LOSS_SCALE, values, strict=True):
             target = flag_table()["rule"][flag]
             exact = float(value) if target.endswith(("initial", "minimum")) else int(value)
             self.set(target, exact, *(["deepspeed-config"] if self.deepspeed else [flag]))
+
+
+def _decimal(text: str, place: str) -> Decimal:
+    try:
+        value = Decimal(text)
+    except InvalidOperation:
+        value = Decimal("nan")
+    if not value.is_finite() or abs(value) > 10**18:
+        raise ConfigError(f"{place} needs a number (got {text!r})")
+    return value
+
+
+def _count(text: str, place: str) -> int:
+    value = _decimal(text, place)
+    if value < 1 or value != int(value):
+        raise ConfigError(f"{place} needs a whole number above 0 (got {text!r})")
+    return int(value)

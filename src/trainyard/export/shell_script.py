@@ -11,7 +11,7 @@ import ast
 import operator
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from trainyard.errors import ConfigError
@@ -128,8 +128,8 @@ class Script:
         return (left == right) is not (sign == "!=")
 
 
-def _all(branches: object) -> bool | None:
-    states = list(branches)  # type: ignore[call-overload]
+def _all(branches: Iterable[bool | None]) -> bool | None:
+    states = list(branches)
     return False if False in states else None if None in states else True
 
 
@@ -198,7 +198,8 @@ def read_command(
             f"the script has {len(commands) or 'no'} commands with pretrain_gpt.py",
             "choose with its arguments or --set NAME=value, or give the command line itself",
         )
-    return split_command(commands[0]), script.files
+    words = split_command(commands[0])  # the quotes of "${ARGUMENTS[@]}" are gone: split again
+    return [part for word in words for part in (word.split() or [word])], script.files
 
 
 def split_command(line: str) -> list[str]:
@@ -212,4 +213,4 @@ def split_command(line: str) -> list[str]:
     except ValueError as error:
         raise ConfigError(f"cannot read the command line: {error}") from None
     start = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), 0)
-    return [part for word in words[start:] for part in (word.split() or [word])]
+    return words[start:]
