@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from trainyard.config.load import load_run
 from trainyard.errors import ConfigError, DataError, MachineError
 from trainyard.report.charts import build_charts
 from trainyard.report.next_steps import next_steps
@@ -126,7 +127,7 @@ def test_the_numbers_of_the_run_are_there(html: str) -> None:
         "Peak memory3.0 GiB a",
         "Restarts0",
         "What to do next",
-        "trainyard train tiny train.length=",
+        " train.length='40 steps'",
         "Skipped steps2 no update",
         "52 of step 5 skipped",
         "Steps5020",
@@ -213,7 +214,9 @@ def test_a_run_that_stopped_is_continued_and_its_words_are_quoted(
     folder = folder.rename(folder.with_name("a b"))
     run = load_reported_run(folder)
     commands = dict(next_steps([run]))
-    assert commands["Continue where it stopped:"] == f"trainyard train {shlex.quote(run.run.name)}"
+    *command, named = shlex.split(commands["Continue where it stopped:"])
+    assert command == ["trainyard", "train"]
+    assert load_run(named).run == run.run  # not the preset of its name
     assert commands["Follow while it runs:"] == f"trainyard status '{folder}' --follow"
     assert "Train longer:" not in commands
 

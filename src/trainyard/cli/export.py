@@ -31,7 +31,7 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint as a GPT-2 folder for Hugging Face libraries.
+    """Write a checkpoint as a Hugging Face GPT-2 folder.
 
     Example: trainyard export runs/demo --output demo-hf
 

@@ -36,7 +36,9 @@ def import_(
         typer.Option("--set", help="Of megatron-args: a variable of the script, NAME=value."),
     ] = None,
 ) -> None:
-    """Create a run folder from a Hugging Face or Megatron model, or a run file from its flags.
+    """Create a run from a model or flags of other tools.
+
+    A Hugging Face or Megatron model becomes a run folder, Megatron's flags a run file.
 
     Example: trainyard import gpt2 --output runs/gpt2
 

@@ -79,7 +79,9 @@ def _options(
 def completion(
     shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell.")],
 ) -> None:
-    """Print the script that completes verbs, options, runs, presets and fields.
+    """Print the script for completion in a shell.
+
+    It completes verbs, options, runs, presets and fields.
 
     Examples:
     source <(trainyard completion bash)

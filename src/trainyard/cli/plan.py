@@ -89,11 +89,12 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Compute memory, time and cost of a run, without a GPU or torch.
+    """Compute memory, time and cost of a run.
 
-    Shows memory by item, against a device's memory; the time breakdown of a step; days,
-    device-hours and price of the whole run, including failures; and the epochs over its data. Exit
-    code 2 if it does not fit, with the smallest changes that make it fit.
+    Needs neither a GPU nor torch. Shows memory by item, against a device's memory; the time
+    breakdown of a step; days, device-hours and price of the whole run, including failures; and
+    the epochs over its data. Exit code 2 if it does not fit, with the smallest changes that
+    make it fit.
 
     Examples:
     trainyard plan recipes/lumi/13b.toml --cluster lumi --nodes 2

@@ -12,10 +12,10 @@ def next_steps(runs: list[ReportedRun]) -> list[tuple[str, str]]:
     steps = []
     for reported in runs:
         of = "" if len(runs) == 1 else f" {reported.name}"
-        folder, name = (shlex.quote(text) for text in (str(reported.folder), reported.run.name))
+        folder = shlex.quote(str(reported.folder))  # a preset may have the name of the run
         if reported.reason != "done":
             steps.append((f"Follow{of} while it runs:", f"trainyard status {folder} --follow"))
-            steps.append((f"Continue{of} where it stopped:", f"trainyard train {name}"))
+            steps.append((f"Continue{of} where it stopped:", f"trainyard train {folder}"))
         elif not (reported.folder / "evaluation.json").exists():
             steps.append((f"Measure{of} on held-out text:", f"trainyard evaluate {folder}"))
     best = min(runs, key=lambda run: run.evaluation.get("loss") or float("inf"))
@@ -26,6 +26,6 @@ def next_steps(runs: list[ReportedRun]) -> list[tuple[str, str]]:
         steps.append(("Try the model:", f"trainyard generate {folder} {words}"))
     if best.reason == "done":
         length = shlex.quote(f"{2 * int(best.metrics.train.last('step') or 1)} steps")
-        steps.append(("Train longer:", f"trainyard train {name} train.length={length}"))
+        steps.append(("Train longer:", f"trainyard train {folder} train.length={length}"))
         steps.append(("Use it elsewhere:", f"trainyard export {folder} --output {name}-gpt"))
     return steps
