@@ -11,6 +11,7 @@ import pytest
 from tests.command import trainyard
 from typer.main import get_command
 
+from trainyard.cli import __main__
 from trainyard.cli import help as verb_help
 from trainyard.cli.main import app
 from trainyard.config.load import load_run, render_run
@@ -169,6 +170,25 @@ def test_any_encoding(folder: Path, encoding: str) -> None:
 def test_a_byte_order_mark(folder: Path) -> None:
     (folder / "run.toml").write_text('name = "r"\nextends = "tiny"\n', encoding="utf-8-sig")
     assert trainyard("show", "run.toml", folder=folder).stdout.startswith("r\n")
+
+
+def test_ctrl_c_during_imports_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainyard.cli.main.main", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        __main__.start()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_verb_of_verbs_alone_lists_them(folder: Path) -> None:
+    done = trainyard("check", folder=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Usage: trainyard check") and "layout" in done.stdout
 
 
 def test_a_closed_pipe_leaves_no_traceback(folder: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from tests.command import call
+from tests.command import call, trainyard
 
 from trainyard.checkpoint.format import TOKENIZER, read_manifest
 from trainyard.checkpoint.load import find_checkpoint, newest_checkpoint
@@ -96,6 +98,19 @@ def test_every_verb_reads_a_moved_run(moved: Path) -> None:
     call(check_checkpoint, moved)
     assert f"a copy, fingerprint {copy.fingerprint[:16]}" in call(show, moved)
     assert "280" in call(show, moved / "tokenizer")
+
+
+def test_ctrl_c_ends_the_line_of_the_text(moved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> Iterator[str]:
+        yield " a dark"
+        raise KeyboardInterrupt
+
+    terminal = SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("trainyard.cli.generate.sys", terminal)
+    monkeypatch.setattr("trainyard.cli.generate.stream_text", interrupted)
+    done = trainyard("generate", str(moved), "--prompt", "It was", folder=Path.cwd())
+    assert (done.returncode, done.stdout) == (130, "It was a dark\n"), done.stderr
+    assert done.stderr == "interrupted\n"
 
 
 def test_a_checkpoint_alone_is_enough(moved: Path) -> None:
