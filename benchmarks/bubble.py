@@ -44,7 +44,7 @@ from trainyard.config.load import load_run
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.pipeline import Pipeline
-from trainyard.plan.resolve import resolve
+from trainyard.planning.resolve import resolve
 
 MICRO_BATCHES = (4, 8, 16)
 # Schedule and chunks.

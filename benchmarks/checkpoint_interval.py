@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from trainyard.plan.saving import (
+from trainyard.planning.saving import (
     FAILURES_PER_NODE_DAY,
     mean_seconds_between_failures,
     suggest_interval,

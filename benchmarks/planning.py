@@ -40,11 +40,11 @@ from planning_tables import (
 )
 
 from trainyard.config.run import Model, Parallel
-from trainyard.plan.clusters import find_machine
-from trainyard.plan.hardware import Efficiencies, Machine
-from trainyard.plan.resolve import Plan, resolve
-from trainyard.plan.time import price
-from trainyard.plan.work import OURS, Work, count_work
+from trainyard.planning.clusters import find_machine
+from trainyard.planning.hardware import Efficiencies, Machine
+from trainyard.planning.resolve import Plan, resolve
+from trainyard.planning.time import price
+from trainyard.planning.work import OURS, Work, count_work
 
 Constants = dict[str, float]
 

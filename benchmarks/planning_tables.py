@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.config.run import Fp8, Model, Parallel, Precision, Run, Train
-from trainyard.plan.clusters import find_machine
-from trainyard.plan.flops import flops_per_token
-from trainyard.plan.hardware import Machine
-from trainyard.plan.memory import rank_memory
-from trainyard.plan.resolve import resolve
-from trainyard.plan.time import step_time
-from trainyard.plan.traffic import busiest_rank
-from trainyard.plan.work import Program
+from trainyard.planning.clusters import find_machine
+from trainyard.planning.flops import flops_per_token
+from trainyard.planning.hardware import Machine
+from trainyard.planning.memory import rank_memory
+from trainyard.planning.resolve import resolve
+from trainyard.planning.time import step_time
+from trainyard.planning.traffic import busiest_rank
+from trainyard.planning.work import Program
 from trainyard.units import format_figure
 
 # Without torch.compile: norm, bias, dropout and sum, GELU and the heads' order are kernels of their

@@ -24,9 +24,9 @@ from benchmarks.measuring import describe_machine, render
 
 from trainyard.config.load import load_run, preset_names
 from trainyard.config.run import Model, Run
-from trainyard.plan.hardware import cpu_multiplies_bf16_natively
-from trainyard.plan.memory import busiest_memory
-from trainyard.plan.resolve import resolve
+from trainyard.planning.hardware import cpu_multiplies_bf16_natively
+from trainyard.planning.memory import busiest_memory
+from trainyard.planning.resolve import resolve
 
 FREE_SHARE = 0.9
 # Memory that was freed stays with a process (M_MMAP_MAX, benchmarks/README.md).

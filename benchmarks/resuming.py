@@ -28,7 +28,7 @@ from trainyard.data.indexed import IndexedWriter
 from trainyard.launch.environment import Process, rank_environment
 from trainyard.launch.heartbeat import HeartbeatReader
 
-WATCHED = [sys.executable, "-P", "-m", "trainyard.launch.watched", "trainyard.train.worker"]
+WATCHED = [sys.executable, "-P", "-m", "trainyard.launch.watched", "trainyard.training.worker"]
 # By the count of the heartbeat: what has been done when it first has that value.
 ITEMS = {
     1: "interpreter started",

@@ -58,7 +58,7 @@ IMPORTS = {
     "and the command line": "import trainyard.cli.main",
     "and torch": "import trainyard.cli.main, torch",
     "and what torch's optimizers import": "import trainyard.cli.main, torch._dynamo",
-    "and all of a worker": "import trainyard.cli.main, torch._dynamo, trainyard.train.worker",
+    "and all of a worker": "import trainyard.cli.main, torch._dynamo, trainyard.training.worker",
 }
 
 

@@ -43,7 +43,7 @@ from trainyard.optim.adamw import AdamW
 from trainyard.optim.clip import StepStats, reduce_step_stats
 from trainyard.parallel.mesh import Mesh, keep_freed_memory
 from trainyard.parallel.model import ParallelModel
-from trainyard.plan.resolve import resolve
+from trainyard.planning.resolve import resolve
 
 Step = Callable[[], float]
 Seconds = tuple[float, float]  # by the clock, and of processor time

@@ -16,7 +16,7 @@ from benchmarks.gpu.session import NO_DROPOUT, OWN_DROPOUT, Rung, Session
 Write = Callable[[Figures], None]
 FEW_SEQUENCES = 4
 """With micro batches this large, none with recomputing are tried."""
-GPU_TESTS = ("tests/gpu", "tests/train/test_gpu.py", "tests/checkpoint/test_background.py")
+GPU_TESTS = ("tests/gpu", "tests/training/test_gpu.py", "tests/checkpoint/test_background.py")
 
 
 def ceiling(session: Session, write: Write) -> None:

@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "trainyard"
 PICTURE = ROOT / "docs" / "pictures" / "packages.svg"
 BASE = ("extras", "files", "errors", "log", "units")
 COLUMNS = {
-    **{"corpus": 0, "launch": 0, "jobs": 1, "data": 1, "report": 2, "plan": 2, "topology": 1},
+    **{"corpus": 0, "launch": 0, "jobs": 1, "data": 1, "report": 2, "planning": 2, "topology": 1},
     **{"simulate": 4, "optim": 4, "doctor": 5},
 }
 """Of packages beside column 3."""

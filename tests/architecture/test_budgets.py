@@ -38,7 +38,7 @@ def name_of(path: Path) -> str:
 def test_file_and_function_sizes(path: Path) -> None:
     n_lines = len(path.read_text(encoding="utf-8").splitlines())
     assert n_lines <= FILE_LINES, f"{n_lines} lines"
-    is_step = path in (SOURCE / "train" / "loop.py", SOURCE / "train" / "step.py")
+    is_step = path in (SOURCE / "training" / "loop.py", SOURCE / "training" / "step.py")
     limit = FUNCTION_LINES_OF_LOOP_AND_STEP if is_step else FUNCTION_LINES
     for function in functions(path):
         # The parameters of a verb are its options with their help; they are not counted.
@@ -84,7 +84,7 @@ def closure_of(paths: set[Path]) -> set[Path]:
 
 
 def test_what_one_must_load_to_follow_training() -> None:
-    closure = closure_of({SOURCE / "train" / "worker.py"})
+    closure = closure_of({SOURCE / "training" / "worker.py"})
     with_code = {path for path in closure if path.stat().st_size}
     assert len(with_code) <= TRAINING_CLOSURE_FILES, sorted(map(name_of, with_code))
 

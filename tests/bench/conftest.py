@@ -10,9 +10,9 @@ from trainyard.bench.job import Steps, prepare_run
 from trainyard.bench.timeline import HostClock, Timeline
 from trainyard.config.load import load_run
 from trainyard.parallel.mesh import build_mesh
-from trainyard.plan.resolve import resolve
-from trainyard.train.state import TrainContext
-from trainyard.train.worker import build_context
+from trainyard.planning.resolve import resolve
+from trainyard.training.state import TrainContext
+from trainyard.training.worker import build_context
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from trainyard.bench.megatron_core import leave_group
 from trainyard.bench.timeline import Timeline
 from trainyard.config.load import load_run
 from trainyard.errors import ConfigError, LaunchError, MachineError
-from trainyard.train.state import TrainContext
+from trainyard.training.state import TrainContext
 
 Build = Callable[..., tuple[TrainContext, Timeline]]
 

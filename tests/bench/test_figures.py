@@ -10,7 +10,7 @@ from trainyard.bench.figures import compute_figures, recomputed_flops_per_token
 from trainyard.config.load import load_run
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
-from trainyard.plan.resolve import resolve
+from trainyard.planning.resolve import resolve
 
 H200 = "NVIDIA H200"
 

@@ -14,11 +14,11 @@ from trainyard.bench.measure import OurTraining, measure
 from trainyard.bench.timeline import HostClock, Timeline
 from trainyard.config.load import load_run
 from trainyard.parallel.mesh import build_mesh
-from trainyard.plan.flops import flops_per_token
-from trainyard.plan.resolve import resolve
-from trainyard.train.metrics import Metrics
-from trainyard.train.state import State, TrainContext
-from trainyard.train.step import train_step
+from trainyard.planning.flops import flops_per_token
+from trainyard.planning.resolve import resolve
+from trainyard.training.metrics import Metrics
+from trainyard.training.state import State, TrainContext
+from trainyard.training.step import train_step
 
 
 class StepClock(HostClock):

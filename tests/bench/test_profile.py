@@ -20,7 +20,7 @@ from trainyard.bench.profile import (
     total,
 )
 from trainyard.bench.timeline import Timeline
-from trainyard.train.state import TrainContext
+from trainyard.training.state import TrainContext
 
 Build = Callable[..., tuple[TrainContext, Timeline]]
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def test_a_step_reads_nothing_that_the_host_does_not_have(build: Build, tmp_path
     # is there too. On a GPU neither waits.
     allowed = {
         "trainyard/model/loss.py": "backward",
-        "trainyard/train/step.py": "compute_gradients",
+        "trainyard/training/step.py": "compute_gradients",
     }
     for place in places:
         assert allowed[place.partition("(")[0]] in place
@@ -91,7 +91,7 @@ def test_a_step_reads_nothing_that_the_host_does_not_have(build: Build, tmp_path
 
 def test_a_read_is_found_with_its_place(build: Build, tmp_path: Path) -> None:
     found = profile_ours(build, tmp_path, lambda ours: ours.step().item())
-    others = {"model/loss.py", "train/step.py"}
+    others = {"model/loss.py", "training/step.py"}
     new = [p for p in found["host_reads_per_step"] if not any(other in p for other in others)]
     assert len(new) == 1
     assert found["host_reads_per_step"][new[0]] == 1.0

@@ -7,7 +7,7 @@ import pytest
 
 from trainyard.bench.measure import OurTraining
 from trainyard.bench.timeline import BACKWARD, DATA, END, FORWARD, OPTIMIZER, HostClock, Timeline
-from trainyard.train.state import TrainContext
+from trainyard.training.state import TrainContext
 
 Build = Callable[..., tuple[TrainContext, Timeline]]
 

@@ -13,7 +13,7 @@ import pytest
 from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.config.load import load_run
-from trainyard.plan.resolve import resolve
+from trainyard.planning.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 KERNELS = {

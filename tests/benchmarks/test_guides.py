@@ -15,7 +15,7 @@ from benchmarks.guides import (
     write_page,
 )
 
-from trainyard.plan.clusters import find_machine
+from trainyard.planning.clusters import find_machine
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

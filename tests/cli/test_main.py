@@ -17,7 +17,7 @@ from trainyard import __version__
 from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedWriter
 from trainyard.data.loader import build_orders
-from trainyard.plan.resolve import resolve
+from trainyard.planning.resolve import resolve
 
 RUN_FILE = """
 name = "small"

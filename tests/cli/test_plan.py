@@ -18,7 +18,7 @@ from trainyard.config.load import load_run, preset_names
 from trainyard.config.run import FlopFormula
 from trainyard.data.indexed import IndexedWriter, optimal_dtype
 from trainyard.errors import ConfigError, MachineError, UserError
-from trainyard.plan.hardware import ATTENTION_SHARE
+from trainyard.planning.hardware import ATTENTION_SHARE
 from trainyard.units import parse_duration
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -8,7 +8,7 @@ import pytest
 from trainyard.architecture import padded_vocabulary_size, parameter_count
 from trainyard.config.load import load_run, preset_names, render_run
 from trainyard.config.run import Run
-from trainyard.plan.resolve import resolve
+from trainyard.planning.resolve import resolve
 
 
 def preset(name: str) -> Run:

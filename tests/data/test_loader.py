@@ -14,7 +14,7 @@ from trainyard.data.corpus_order import SequenceSettings
 from trainyard.data.indexed import IndexedWriter
 from trainyard.data.loader import Batch, Loader
 from trainyard.data.order import SequenceOrder, build_order
-from trainyard.plan.batches import BatchSchedule
+from trainyard.planning.batches import BatchSchedule
 
 N = 22  # sequences of the order
 VOCABULARY_SIZE = 1000

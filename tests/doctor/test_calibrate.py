@@ -21,10 +21,10 @@ from trainyard.doctor.verdict import (
     Shape,
 )
 from trainyard.errors import MachineError
-from trainyard.plan.clusters import find_machine
-from trainyard.plan.hardware import Machine
-from trainyard.plan.resolve import resolve
-from trainyard.plan.time import step_time
+from trainyard.planning.clusters import find_machine
+from trainyard.planning.hardware import Machine
+from trainyard.planning.resolve import resolve
+from trainyard.planning.time import step_time
 
 OWN = """
 description = "twelve nodes in the basement"

@@ -11,7 +11,7 @@ from trainyard.doctor.examine import Examination
 from trainyard.doctor.table import render
 from trainyard.doctor.verdict import PASS, REPLACE, WARN, WRITE, Finding
 from trainyard.errors import MachineError
-from trainyard.plan.clusters import find_machine
+from trainyard.planning.clusters import find_machine
 
 H100 = "NVIDIA H100 80GB HBM3"
 

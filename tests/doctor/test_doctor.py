@@ -14,7 +14,7 @@ import pytest
 from tests.command import trainyard
 from tests.waiting import WATCHDOG_SECONDS
 
-from trainyard.plan.clusters import find_machine
+from trainyard.planning.clusters import find_machine
 
 QUICK = ("--seconds", "0.01", "--gigabytes", "0.01")
 MAIN = "from trainyard.cli.main import main; main()"

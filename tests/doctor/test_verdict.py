@@ -21,7 +21,7 @@ from trainyard.doctor.verdict import (
     verdict_of,
     worst_of,
 )
-from trainyard.plan.clusters import find_machine
+from trainyard.planning.clusters import find_machine
 
 TWO_NODES = Shape(["n1", "n1", "n2", "n2"])
 

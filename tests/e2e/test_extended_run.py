@@ -13,7 +13,7 @@ from tests.faults.small_run import small_overrides, write_tokens
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
-from trainyard.train.run_folder import write_run_folder
+from trainyard.training.run_folder import write_run_folder
 
 N_STEPS, SEAM = 6, 3
 TENSOR = ["parallel.tensor=2", "parallel.zero_stage=0"]

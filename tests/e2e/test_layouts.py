@@ -30,9 +30,9 @@ from trainyard.config.run import Run
 from trainyard.corpus.preparation.prepare import prepare
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.launch.environment import Process, rank_environment
-from trainyard.train import worker
-from trainyard.train.run_folder import write_run_folder
-from trainyard.train.stop import Stop, StopReason
+from trainyard.training import worker
+from trainyard.training.run_folder import write_run_folder
+from trainyard.training.stop import Stop, StopReason
 
 pytestmark = pytest.mark.exhaustive
 

@@ -26,8 +26,8 @@ from trainyard.corpus.preparation.prepare import prepare
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data.vocabulary import load_vocabulary
 from trainyard.errors import CheckpointError
-from trainyard.train.run_folder import write_run_folder
-from trainyard.train.worker import run_worker
+from trainyard.training.run_folder import write_run_folder
+from trainyard.training.worker import run_worker
 
 TEXT = "It was a dark and stormy night, and the café 漢 was closed; it was late. "
 

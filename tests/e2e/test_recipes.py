@@ -12,8 +12,8 @@ from trainyard.config.corpus import load_corpus, output_prefixes
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.data.patterns import find_token_files
-from trainyard.plan.batches import BatchSchedule
-from trainyard.plan.resolve import resolve
+from trainyard.planning.batches import BatchSchedule
+from trainyard.planning.resolve import resolve
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 FILES = sorted(FOLDER.glob("*/*.toml"))

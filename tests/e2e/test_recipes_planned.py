@@ -19,7 +19,7 @@ from trainyard.cli.plan import plan
 from trainyard.config.load import all_fields, load_run, preset_names
 from trainyard.corpus.fetching.catalogue import find_corpus
 from trainyard.errors import ConfigError, MachineError
-from trainyard.plan.resolve import resolve
+from trainyard.planning.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "recipes").glob("*/README.md"))

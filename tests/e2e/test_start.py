@@ -17,9 +17,9 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, ConfigError, UserError
 from trainyard.export.to_huggingface import export_huggingface
-from trainyard.plan.resolve import resolve
-from trainyard.train.run_folder import read_history, write_run_folder
-from trainyard.train.start import ancestry
+from trainyard.planning.resolve import resolve
+from trainyard.training.run_folder import read_history, write_run_folder
+from trainyard.training.start import ancestry
 
 SEAM, N_STEPS = 3, 6
 TENSOR = ["parallel.tensor=2", "parallel.zero_stage=0"]

@@ -24,7 +24,7 @@ from trainyard.config.run import Run
 from trainyard.launch.environment import Process
 from trainyard.parallel.mesh import choose_device
 from trainyard.parallel.start import start_ranks
-from trainyard.train.state import TrainContext
+from trainyard.training.state import TrainContext
 
 SMALL = (
     *("model.n_layers=3", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024"),

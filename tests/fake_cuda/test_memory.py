@@ -22,9 +22,9 @@ from trainyard.launch.environment import Process
 from trainyard.parallel import model as parallel_model
 from trainyard.parallel.mesh import choose_device
 from trainyard.parallel.start import start_ranks
-from trainyard.plan.memory import rank_memory
-from trainyard.plan.resolve import Plan, resolve
-from trainyard.plan.search import USABLE_SHARE
+from trainyard.planning.memory import rank_memory
+from trainyard.planning.resolve import Plan, resolve
+from trainyard.planning.search import USABLE_SHARE
 
 EAGER = "train.compile=never"
 TWO_OF_4 = "train.micro_batch_size=4 train.global_batch_size=8"

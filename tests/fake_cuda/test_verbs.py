@@ -17,7 +17,7 @@ from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.bench.measure import OurTraining
 from trainyard.config.load import load_run
-from trainyard.train.checkpoints import build_saver, load_state, save_state
+from trainyard.training.checkpoints import build_saver, load_state, save_state
 
 ROOT = Path(__file__).parents[2]
 WITH_CUDNN = {"FAKE_CUDNN_VERSION": "92000"}

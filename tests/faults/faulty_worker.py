@@ -26,7 +26,7 @@ VARIABLE = "TRAINYARD_TEST_FAULT"
 BALLAST = "ballast"
 SLOW_SECONDS = 2.0
 SLOW_FLUSH_SECONDS = 0.5
-WORKER = "trainyard.train.worker"
+WORKER = "trainyard.training.worker"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Fault:
         import torch
 
         from trainyard.parallel.model import ParallelModel
-        from trainyard.train import checkpoints as module
+        from trainyard.training import checkpoints as module
 
         checkpoints: Any = module
         backward, flush, load = torch.Tensor.backward, os.fsync, checkpoints.load_into
@@ -198,7 +198,7 @@ def be_slow(_fault: Fault, _path: Path | None) -> None:
 def spoil_gradient(_fault: Fault, _path: Path | None) -> None:
     """Puts a NaN into one gradient, when it is complete."""
     from trainyard.parallel.placement import local_part
-    from trainyard.train import step as module
+    from trainyard.training import step as module
 
     step: Any = module
     reduce_step_stats = step.reduce_step_stats

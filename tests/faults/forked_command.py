@@ -63,7 +63,7 @@ class ForkedWorker:
 
 def run(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> tuple[int, str]:
     """Runs `trainyard WORDS` in a folder; gives its exit code and all that it and rank 0 said."""
-    from trainyard.train import worker
+    from trainyard.training import worker
 
     assert worker
     prepare_fork()
@@ -103,7 +103,7 @@ def _command(words: Sequence[str], folder: Path) -> None:
 def _work(command: Sequence[str]) -> None:
     from trainyard.launch.environment import read_process
     from trainyard.launch.watched import be_watched
-    from trainyard.train.worker import main
+    from trainyard.training.worker import main
 
     os.setpgid(0, 0)
     sys.orig_argv = list(command)

@@ -23,7 +23,7 @@ from trainyard.checkpoint.format import list_checkpoints, step_of
 from trainyard.data.loader import Batch, Loader
 from trainyard.launch.environment import Process, rank_environment
 from trainyard.launch.heartbeat import HeartbeatReader, Phase
-from trainyard.train import worker
+from trainyard.training import worker
 
 
 @dataclass(frozen=True)

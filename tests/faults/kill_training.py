@@ -35,7 +35,7 @@ from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.config.load import load_run
 from trainyard.errors import CheckpointError
 from trainyard.launch.heartbeat import Phase
-from trainyard.train.run_folder import write_run_folder
+from trainyard.training.run_folder import write_run_folder
 
 N_STEPS = 16
 LAYOUTS = {

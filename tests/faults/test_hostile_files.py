@@ -42,13 +42,13 @@ from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.export.to_huggingface import export_huggingface
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
-from trainyard.plan.resolve import resolve
+from trainyard.planning.resolve import resolve
 
 pytestmark = pytest.mark.exhaustive
 
 # Loaded once, so that each fork has them.
 HEAVY_MODULES = (
-    *("trainyard.report.page", "trainyard.train.worker", "trainyard.evaluate.generate"),
+    *("trainyard.report.page", "trainyard.training.worker", "trainyard.evaluation.generate"),
     *("trainyard.export.from_huggingface", "trainyard.corpus.verify", "trainyard.cli.show_data"),
 )
 MEMORY_BYTES = 2 * 2**30

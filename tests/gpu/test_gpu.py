@@ -19,12 +19,12 @@ from trainyard.config.run import Fp8
 from trainyard.errors import MachineError
 from trainyard.launch.environment import Process, chooses_allocator
 from trainyard.parallel.mesh import build_mesh, choose_device
-from trainyard.plan.resolve import resolve
-from trainyard.train.metrics import Metrics, peak_memory_bytes
-from trainyard.train.run_folder import write_run_folder
-from trainyard.train.state import State, TrainContext
-from trainyard.train.step import train_step
-from trainyard.train.worker import build_context, run_worker
+from trainyard.planning.resolve import resolve
+from trainyard.training.metrics import Metrics, peak_memory_bytes
+from trainyard.training.run_folder import write_run_folder
+from trainyard.training.state import State, TrainContext
+from trainyard.training.step import train_step
+from trainyard.training.worker import build_context, run_worker
 
 pytestmark = [
     pytest.mark.gpu,

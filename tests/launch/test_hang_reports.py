@@ -23,7 +23,7 @@ IN_COLLECTIVE = """Thread 0x00007f0000000001 (most recent call first):
 
 Current thread 0x00007f0000000002 (most recent call first):
   File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3017 in all_reduce
-  File "/x/trainyard/train/step.py", line 70 in train_step
+  File "/x/trainyard/training/step.py", line 70 in train_step
 """
 IN_REGEX = """Thread 0x00007f0000000001 (most recent call first):
   File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3017 in all_reduce

@@ -1,4 +1,4 @@
-"""The update of a training step, as train/step.py does it."""
+"""The update of a training step, as training/step.py does it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
-from trainyard.plan.resolve import resolve
+from trainyard.planning.resolve import resolve
 
 LETTERS = {
     "all_gather": "g",

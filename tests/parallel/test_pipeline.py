@@ -22,10 +22,10 @@ from trainyard.config.run import Run
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.pipeline import _LeanStage, _SendingStage
-from trainyard.plan.resolve import resolve
+from trainyard.planning.resolve import resolve
 from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.simulation import count_steps
-from trainyard.train.run_folder import FIRST_WITH_ZERO_BUBBLE
+from trainyard.training.run_folder import FIRST_WITH_ZERO_BUBBLE
 
 SMALL = """train.compile=never train.micro_batch_size=1 train.global_batch_size=24
     model.n_layers=4 model.d_model=32 model.n_heads=2 model.d_ff=64 model.sequence_length=64

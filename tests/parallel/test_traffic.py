@@ -24,8 +24,8 @@ from trainyard.model.gpt import GPT
 from trainyard.parallel.mesh import Mesh, build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.tensor import apply_tensor_parallel
-from trainyard.plan.resolve import resolve
-from trainyard.plan.traffic import rank_traffic
+from trainyard.planning.resolve import resolve
+from trainyard.planning.traffic import rank_traffic
 from trainyard.simulate.accounting import Accounting
 
 # Calls and bytes by axis and kind of call.

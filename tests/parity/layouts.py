@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from trainyard.config.load import build_run
 from trainyard.config.run import Run
-from trainyard.plan.layout_check import N_STEPS
-from trainyard.train.parity import Outcome, train_three_steps
+from trainyard.planning.layout_check import N_STEPS
+from trainyard.training.parity import Outcome, train_three_steps
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from trainyard.parallel import context, mesh, tensor
 from trainyard.parallel import model as parallel_model
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
-from trainyard.plan.resolve import Plan, resolve
-from trainyard.train import parity, step
-from trainyard.train.parity import BOUNDS, Outcome, compare
+from trainyard.planning.resolve import Plan, resolve
+from trainyard.training import parity, step
+from trainyard.training.parity import BOUNDS, Outcome, compare
 
 from .layouts import Row, train_rank
 from .test_parity import DROPOUT, PP2, RING4, SP2, TP2, Z1

@@ -17,7 +17,7 @@ from tests.precision.by_hand import build_product_by_hand
 
 from trainyard.config.run import Fp8
 from trainyard.precision import float8
-from trainyard.train.parity import BOUNDS, Outcome, compare
+from trainyard.training.parity import BOUNDS, Outcome, compare
 
 from .layouts import Row, train_rank
 

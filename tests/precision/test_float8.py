@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.precision.by_hand import build_product_by_hand
-from tests.train.small import build_small_context
+from tests.training.small import build_small_context
 from torch import Tensor
 
 from trainyard.config.load import load_run
@@ -24,8 +24,8 @@ from trainyard.precision.float8 import (
     convert_to_float8,
     refuse_device,
 )
-from trainyard.train.state import State, TrainContext
-from trainyard.train.step import train_step
+from trainyard.training.state import State, TrainContext
+from trainyard.training.step import train_step
 
 SMALL = {
     "n_layers": 4,

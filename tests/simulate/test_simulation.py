@@ -15,8 +15,8 @@ from tests.parallel.test_traffic import TABLE, build_run
 
 from trainyard.config.run import Run
 from trainyard.parallel.mesh import build_mesh
-from trainyard.plan.resolve import resolve
-from trainyard.plan.traffic import rank_traffic
+from trainyard.planning.resolve import resolve
+from trainyard.planning.traffic import rank_traffic
 from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.simulation import (
     Simulation,

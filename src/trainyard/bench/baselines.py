@@ -30,8 +30,8 @@ from trainyard.export.gpt2 import config_of, their_name, to_theirs
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 from trainyard.optim.adamw import build_adamw
-from trainyard.plan.batches import BatchSchedule
-from trainyard.plan.resolve import Plan, learning_rate
+from trainyard.planning.batches import BatchSchedule
+from trainyard.planning.resolve import Plan, learning_rate
 
 GPT2_TRANSFORMERS, PLAIN_TORCH = "gpt2-transformers", "plain-torch"
 MEGATRON_CORE = "megatron-core"

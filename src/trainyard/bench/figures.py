@@ -19,7 +19,7 @@ from typing import Any
 
 from trainyard.architecture import matmuls
 from trainyard.config.run import Run
-from trainyard.plan.flops import (
+from trainyard.planning.flops import (
     MODEL_FLOPS,
     figures_by_formula,
     matmul_flops,
@@ -27,8 +27,8 @@ from trainyard.plan.flops import (
     score_flops,
     tflops_per_second_per_gpu,
 )
-from trainyard.plan.hardware import find_device
-from trainyard.plan.resolve import Plan
+from trainyard.planning.hardware import find_device
+from trainyard.planning.resolve import Plan
 
 FORMULAS = {
     "tokens_per_second_per_device": "tokens of the timed steps / their time / ranks",

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainyard.config.run import FlopFormula
 from trainyard.errors import ConfigError
-from trainyard.plan.flops import MODEL_FLOPS
+from trainyard.planning.flops import MODEL_FLOPS
 from trainyard.units import format_figure
 
 TABLES = ("msamp", "lumi", "tgs")

@@ -20,7 +20,7 @@ from trainyard.config.run import Blend, Data, Evaluate, Run, TokenizerChoice
 from trainyard.data.indexed import IndexedWriter, optimal_dtype
 from trainyard.errors import ConfigError, UserError
 from trainyard.launch.environment import hide_secrets
-from trainyard.plan.batches import BatchSchedule
+from trainyard.planning.batches import BatchSchedule
 from trainyard.units import Length
 
 JOB, RUN, RESULT, REFUSAL, TRACE, OPERATORS = (

@@ -24,9 +24,9 @@ from trainyard.bench.profile import (
 )
 from trainyard.bench.timeline import Timeline
 from trainyard.parallel.mesh import Mesh
-from trainyard.train.metrics import peak_memory_bytes
-from trainyard.train.state import State, TrainContext
-from trainyard.train.step import train_step
+from trainyard.training.metrics import peak_memory_bytes
+from trainyard.training.state import State, TrainContext
+from trainyard.training.step import train_step
 
 COMMUNICATION = "communication"
 

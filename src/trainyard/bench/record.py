@@ -16,10 +16,10 @@ from typing import Any
 from trainyard.bench.figures import FORMULAS, compute_figures, recomputed_flops_per_token
 from trainyard.bench.rounds import BenchOptions, BenchResult
 from trainyard.launch.environment import hide_secrets, read_versions
-from trainyard.plan.flops import MODEL_FLOPS
-from trainyard.plan.hardware import find_device
-from trainyard.plan.resolve import resolve
-from trainyard.plan.traffic import busiest_rank
+from trainyard.planning.flops import MODEL_FLOPS
+from trainyard.planning.hardware import find_device
+from trainyard.planning.resolve import resolve
+from trainyard.planning.traffic import busiest_rank
 from trainyard.units import format_bytes, format_figure
 
 LABEL_WIDTH, COLUMN_WIDTH = 30, 18

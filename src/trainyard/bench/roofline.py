@@ -6,8 +6,8 @@ A kernel takes the longer of two times:
     its FLOP     / peak                  / (peak x matmul or attention share x sustained share)
     its bytes    / memory bandwidth      / (bandwidth x memory share)
 
-The shares are those of `plan` (plan/hardware.py), as is the host's time to launch a kernel, which
-overlaps the device's. `simulate/kernels.py` counts the kernels.
+The shares are those of `plan` (planning/hardware.py), as is the host's time to launch a kernel,
+which overlaps the device's. `simulate/kernels.py` counts the kernels.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError, MachineError
-from trainyard.plan.clusters import find_machine
-from trainyard.plan.flops import model_flops_per_token, model_flops_utilization
-from trainyard.plan.hardware import TERA, Machine
-from trainyard.plan.resolve import resolve
-from trainyard.plan.time import HIDING
+from trainyard.planning.clusters import find_machine
+from trainyard.planning.flops import model_flops_per_token, model_flops_utilization
+from trainyard.planning.hardware import TERA, Machine
+from trainyard.planning.resolve import resolve
+from trainyard.planning.time import HIDING
 from trainyard.simulate.kernels import Kernel, count_kernels
 
 N_SHOWN = 24

@@ -19,9 +19,9 @@ from trainyard.data.loader import build_orders, data_fingerprint
 from trainyard.launch.environment import Process
 from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name, name_device_errors
 from trainyard.parallel.start import gather_facts, start_ranks
-from trainyard.plan.resolve import Plan, resolve
+from trainyard.planning.resolve import Plan, resolve
 from trainyard.precision.float8 import refuse_device
-from trainyard.train.worker import build_context
+from trainyard.training.worker import build_context
 
 
 def run_job(folder: Path, process: Process, start: StartupTimes) -> None:

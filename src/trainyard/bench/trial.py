@@ -16,7 +16,7 @@ from trainyard.config.run import Data, Run
 from trainyard.data.patterns import find_token_files
 from trainyard.errors import ConfigError, MachineError
 from trainyard.launch.environment import Process, read_process
-from trainyard.plan.hardware import Machine, find_device
+from trainyard.planning.hardware import Machine, find_device
 
 STEPS = Steps(warm_up=2, timed=5)
 STEPS_OF_ONE_RUN, SECONDS_OF_ONE_RUN = Steps(warm_up=5, timed=10), 4.0

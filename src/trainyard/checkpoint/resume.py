@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from trainyard.checkpoint.format import Manifest
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
-from trainyard.plan.resolve import learning_rate, resolve
+from trainyard.planning.resolve import learning_rate, resolve
 
 FREE = (
     *("name", "description", "tokenizer.", "parallel."),

@@ -108,7 +108,7 @@ def bench(
     from trainyard.bench.rounds import BenchOptions
     from trainyard.config.load import load_run
     from trainyard.data.patterns import find_token_files
-    from trainyard.plan.resolve import resolve
+    from trainyard.planning.resolve import resolve
 
     if table is not None:
         refuse_table(table, flop_formula)
@@ -178,7 +178,7 @@ def _list_candidates(
     from trainyard.config.load import build_run
     from trainyard.config.precisions import FORMATS
     from trainyard.errors import ConfigError
-    from trainyard.train.run_folder import refuse_what_is_not_built
+    from trainyard.training.run_folder import refuse_what_is_not_built
 
     kinds: list[str] = [run.precision.kind] if compare is None else compare.split(",")
     candidates = []

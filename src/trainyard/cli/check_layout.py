@@ -13,8 +13,8 @@ from trainyard.units import format_number
 
 if TYPE_CHECKING:
     from trainyard.config.run import Run
-    from trainyard.plan.layout_check import LayoutCheck
-    from trainyard.train.layout_check import Result
+    from trainyard.planning.layout_check import LayoutCheck
+    from trainyard.training.layout_check import Result
 
 WIDTH = 96
 
@@ -44,12 +44,12 @@ def layout(
     Example: trainyard check layout recipes/azure/175b.toml --ranks 1024
     """
     from trainyard.config.load import load_run
-    from trainyard.plan.layout_check import plan_layout_check
+    from trainyard.planning.layout_check import plan_layout_check
 
     run = load_run(run_file, overrides).run
     check = plan_layout_check(run, ranks)  # rejects impossible layouts before torch is imported
     typer.echo(describe_layout_check(run, check))
-    from trainyard.train.layout_check import check_layouts, precisions_of
+    from trainyard.training.layout_check import check_layouts, precisions_of
 
     precisions = precisions_of(run)
     start = time.monotonic()
@@ -60,7 +60,7 @@ def layout(
 
 def describe_layout_check(run: Run, check: LayoutCheck) -> str:
     """Describes the layouts under test, and what was reduced for the test."""
-    from trainyard.plan.layout_check import describe_layout
+    from trainyard.planning.layout_check import describe_layout
 
     whole = f"{run.name} on {format_number(check.topology.n_ranks, 'rank')}: "
     facts = [("run", whole + describe_layout(run, check.topology))]

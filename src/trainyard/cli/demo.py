@@ -90,7 +90,7 @@ def _begin() -> None:
 
 
 def _render_run_file() -> str:
-    from trainyard.plan.hardware import cpu_multiplies_bf16_natively
+    from trainyard.planning.hardware import cpu_multiplies_bf16_natively
 
     preset = (resources.files("trainyard.config") / "presets" / "demo.toml").read_bytes()
     return f"""\
@@ -172,7 +172,7 @@ def _prepare_tokens() -> None:
 
 def _train() -> None:
     from trainyard.cli.train import train
-    from trainyard.train.stop import out_of_time
+    from trainyard.training.stop import out_of_time
 
     def is_out_of_time() -> bool:
         outcome = FOLDER / "outcome.json"

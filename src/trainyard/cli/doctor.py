@@ -62,7 +62,7 @@ def doctor(
     from trainyard.doctor.environment import has_torch
     from trainyard.doctor.examine import Order
     from trainyard.doctor.table import render
-    from trainyard.plan.clusters import find_machine
+    from trainyard.planning.clusters import find_machine
 
     process = read_process()
     _refuse_counts(process, ranks, nodes, cluster)
@@ -115,7 +115,7 @@ def command_for(cluster: str | None, n_nodes: int) -> str:
     """
     from trainyard.config.cluster import read_cluster
     from trainyard.jobs.schedulers import SCHEDULERS
-    from trainyard.plan.clusters import find_machine
+    from trainyard.planning.clusters import find_machine
 
     name = cluster or "slurm"
     launch, n_ranks = read_cluster(name).launch, find_machine(name).devices_per_node
@@ -149,7 +149,7 @@ def _examine(process: Process, order: Order, ranks: int | None) -> list[Examinat
 def _calibrate(diagnosis: Diagnosis, base: str | None, path: Path) -> None:
     from trainyard.doctor.calibrate import calibrate, write_cluster
     from trainyard.doctor.diagnosis import find_usual_machine
-    from trainyard.plan.clusters import find_machine
+    from trainyard.planning.clusters import find_machine
 
     gpu, machine = "", diagnosis.machine or find_machine("local")
     if base is None:

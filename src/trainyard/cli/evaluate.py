@@ -19,8 +19,8 @@ from trainyard.launch.environment import Process, read_process
 
 if TYPE_CHECKING:
     from trainyard.data.order import SequenceOrder, Split
-    from trainyard.evaluate.inputs import TrainedRun
-    from trainyard.evaluate.loss import HeldOut, Predictor
+    from trainyard.evaluation.inputs import TrainedRun
+    from trainyard.evaluation.loss import HeldOut, Predictor
 
 logger = logging.getLogger("trainyard")
 
@@ -67,13 +67,13 @@ def evaluate(
     result to its evaluation.json, for the report.
     """
     source = find_trained(source)
-    from trainyard.evaluate.inputs import (
+    from trainyard.evaluation.inputs import (
         count_training_tokens,
         read_documents,
         read_trained_run,
     )
-    from trainyard.evaluate.loss import evaluate_documents, unigram_loss
-    from trainyard.evaluate.ranks import open_predictor
+    from trainyard.evaluation.loss import evaluate_documents, unigram_loss
+    from trainyard.evaluation.ranks import open_predictor
     from trainyard.files import publish_text
 
     process = read_process()
@@ -135,7 +135,7 @@ def _build_orders(trained: TrainedRun, *, needed: bool) -> Orders:
     from trainyard.config.run import Data
     from trainyard.data.loader import build_orders
     from trainyard.errors import UserError
-    from trainyard.plan.resolve import resolve
+    from trainyard.planning.resolve import resolve
 
     wanted: tuple[Split, ...] = ("train", "test") if needed else ("train",)
     # Not the checkpoint's cache folder: the checkpoint may come from someone else.
@@ -153,7 +153,7 @@ def _evaluate_test_split(
     trained: TrainedRun, predictor: Predictor, order: SequenceOrder | None, batches: int
 ) -> HeldOut:
     from trainyard.data.loader import held_out_batches
-    from trainyard.evaluate.loss import evaluate_sequences
+    from trainyard.evaluation.loss import evaluate_sequences
 
     run, vocabulary_size = trained.run, predictor.vocabulary_size
     n_sequences = (batches or run.evaluate.batches) * run.train.global_batch_size

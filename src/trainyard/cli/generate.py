@@ -33,9 +33,9 @@ def generate(
     Example: trainyard generate runs/tiny --temperature 0
     """
     source = find_trained(source)
-    from trainyard.evaluate.generate import Sampling, generate_steps
-    from trainyard.evaluate.generate import generate as generate_ids
-    from trainyard.evaluate.inputs import load_trained
+    from trainyard.evaluation.generate import Sampling, generate_steps
+    from trainyard.evaluation.generate import generate as generate_ids
+    from trainyard.evaluation.inputs import load_trained
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     trained = load_trained(source)

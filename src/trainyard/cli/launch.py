@@ -121,8 +121,8 @@ def refuse_unfit(run: Run, job: Job, cluster: str) -> None:
         MachineError: the plan's message.
     """
     from trainyard.cli.plan import build_report, refuse
-    from trainyard.plan.clusters import find_machine
-    from trainyard.plan.search import is_gpu
+    from trainyard.planning.clusters import find_machine
+    from trainyard.planning.search import is_gpu
 
     machine = find_machine(cluster)
     if not is_gpu(machine):
@@ -166,8 +166,8 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
     from trainyard.data.patterns import find_token_files
     from trainyard.files import publish_text
     from trainyard.jobs.status import refuse_second
-    from trainyard.train.run_folder import begun_run, write_run_folder
-    from trainyard.train.stop import refuse_stopped
+    from trainyard.training.run_folder import begun_run, write_run_folder
+    from trainyard.training.stop import refuse_stopped
 
     folder = next(iter(jobs.values())).folder
     refuse_second(folder)

@@ -34,8 +34,8 @@ from trainyard.jobs.check import check_job
 from trainyard.jobs.job import Job
 from trainyard.jobs.scheduler import BatchScheduler, Scheduler
 from trainyard.jobs.schedulers import SCHEDULERS
-from trainyard.plan.clusters import find_machine
-from trainyard.plan.layout import find_topology, ranks_per_replica
+from trainyard.planning.clusters import find_machine
+from trainyard.planning.layout import find_topology, ranks_per_replica
 
 STAGES = ("download", "prepare", "train")
 

@@ -12,12 +12,12 @@ import typer
 from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
 from trainyard.cli.names import complete_cluster, complete_override, complete_run_file
 from trainyard.errors import ConfigError, DataError, MachineError
-from trainyard.plan.hardware import GIGA
+from trainyard.planning.hardware import GIGA
 
 if TYPE_CHECKING:
     from trainyard.cli.plan_table import Report
     from trainyard.config.run import Run
-    from trainyard.plan.hardware import Machine
+    from trainyard.planning.hardware import Machine
 
 PICTURES = (".png", ".svg")
 
@@ -115,7 +115,7 @@ def plan(
         raise ConfigError(f"{modes[0]} needs devices", "--cluster lumi --nodes 2")
     if deadline is not None and machine:
         from trainyard.cli.plan_deadline import print_deadline
-        from trainyard.plan.deadline import Trainer
+        from trainyard.planning.deadline import Trainer
 
         n_given = count_devices(loaded.run, machine, nodes, gpus) if nodes or gpus else None
         trainer = Trainer.at_its_slowest(machine, parse_storage(storage), price)
@@ -183,7 +183,7 @@ def find_asked_machine(cluster: str | None, nodes: int | None, gpu: str | None) 
         if nodes is not None:
             raise ConfigError(f"--nodes {nodes} needs a cluster", f"--cluster lumi --nodes {nodes}")
         return None
-    from trainyard.plan.clusters import find_machine
+    from trainyard.planning.clusters import find_machine
 
     return find_machine(cluster, gpu)
 
@@ -204,7 +204,7 @@ def count_devices(run: Run, machine: Machine | None, nodes: int | None, gpus: in
         return n_devices
     if gpus is not None:
         return gpus
-    from trainyard.plan.resolve import resolve
+    from trainyard.planning.resolve import resolve
 
     return resolve(run).n_ranks
 
@@ -240,14 +240,14 @@ def build_report(
     from trainyard.cli.plan_table import Report
     from trainyard.config.rules import change
     from trainyard.data.patterns import find_token_files
-    from trainyard.plan.cost import corpora_use, run_cost
-    from trainyard.plan.hardware import find_extremes
-    from trainyard.plan.memory import rank_memory
-    from trainyard.plan.remedies import smallest_changes
-    from trainyard.plan.resolve import resolve
-    from trainyard.plan.saving import host_bytes
-    from trainyard.plan.search import is_gpu
-    from trainyard.plan.time import step_time
+    from trainyard.planning.cost import corpora_use, run_cost
+    from trainyard.planning.hardware import find_extremes
+    from trainyard.planning.memory import rank_memory
+    from trainyard.planning.remedies import smallest_changes
+    from trainyard.planning.resolve import resolve
+    from trainyard.planning.saving import host_bytes
+    from trainyard.planning.search import is_gpu
+    from trainyard.planning.time import step_time
 
     planned = resolve(run, n_devices)
     on_gpu = machine is None or is_gpu(machine)
@@ -277,7 +277,7 @@ def build_report(
 
 def find_sizes(run: Run) -> dict[str, int]:
     """Counts the tokens of the training blend's token files that exist here."""
-    from trainyard.plan.cost import training_blend
+    from trainyard.planning.cost import training_blend
 
     found: dict[str, int] = {}
     for prefix in training_blend(run)[0].prefixes:
@@ -312,7 +312,7 @@ def _print(report: Report, picture: Path | None, *, as_json: bool) -> None:
     else:
         Console(soft_wrap=True, highlight=False).print(render_plan(report))
     if picture is not None:
-        from trainyard.plan.search import usable_bytes
+        from trainyard.planning.search import usable_bytes
         from trainyard.report.plan_pictures import draw_plan, save_picture
 
         usable = usable_bytes(report.machine) if report.machine else None

@@ -16,9 +16,9 @@ from trainyard.cli.plan_table import describe_devices
 from trainyard.config import rules
 from trainyard.config.load import LoadedRun, field_value, preset_names
 from trainyard.errors import ConfigError, MachineError
-from trainyard.plan.deadline import Trainer, TrainingEstimate, fewest_devices, largest_model
-from trainyard.plan.hardware import find_extremes
-from trainyard.plan.search import FIELDS
+from trainyard.planning.deadline import Trainer, TrainingEstimate, fewest_devices, largest_model
+from trainyard.planning.hardware import find_extremes
+from trainyard.planning.search import FIELDS
 from trainyard.units import Length, format_large, format_seconds, parse_duration, with_article
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.files import publish_text
-from trainyard.plan.hardware import Machine
-from trainyard.plan.layout_check import describe_layout
-from trainyard.plan.remedies import fewest_devices
-from trainyard.plan.search import (
+from trainyard.planning.hardware import Machine
+from trainyard.planning.layout_check import describe_layout
+from trainyard.planning.remedies import fewest_devices
+from trainyard.planning.search import (
     Candidate,
     explain_loss,
     fits,

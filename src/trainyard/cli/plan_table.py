@@ -12,17 +12,17 @@ from rich.text import Text
 
 from trainyard.architecture import count_values, stage_layers
 from trainyard.config.run import Run
-from trainyard.plan.cost import CorpusUse, Cost
-from trainyard.plan.flops import describe_formula, figures_by_formula, model_flops_utilization
-from trainyard.plan.hardware import Machine
-from trainyard.plan.layout_check import describe_layout
-from trainyard.plan.memory import RankMemory
-from trainyard.plan.remedies import Remedy
-from trainyard.plan.resolve import Plan
-from trainyard.plan.saving import checkpoint_bytes
-from trainyard.plan.search import fits, usable_bytes
-from trainyard.plan.time import StepTime
-from trainyard.plan.traffic import Traffic, busiest_rank
+from trainyard.planning.cost import CorpusUse, Cost
+from trainyard.planning.flops import describe_formula, figures_by_formula, model_flops_utilization
+from trainyard.planning.hardware import Machine
+from trainyard.planning.layout_check import describe_layout
+from trainyard.planning.memory import RankMemory
+from trainyard.planning.remedies import Remedy
+from trainyard.planning.resolve import Plan
+from trainyard.planning.saving import checkpoint_bytes
+from trainyard.planning.search import fits, usable_bytes
+from trainyard.planning.time import StepTime
+from trainyard.planning.traffic import Traffic, busiest_rank
 from trainyard.topology import AXES
 from trainyard.units import (
     format_bytes,

@@ -113,8 +113,8 @@ def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields
         from trainyard.checkpoint.load import find_checkpoint
         from trainyard.cli.check import describe_checkpoint
         from trainyard.cli.show_data import facts_table
-        from trainyard.train.run_folder import read_history
-        from trainyard.train.start import ancestors_of, describe_ancestry
+        from trainyard.training.run_folder import read_history
+        from trainyard.training.start import ancestors_of, describe_ancestry
 
         checkpoint = find_checkpoint(path)
         manifest = read_manifest(checkpoint)

@@ -16,10 +16,10 @@ from trainyard.config.load import LoadedRun, all_fields, field_value
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
 from trainyard.jobs.schedulers import SCHEDULERS
-from trainyard.plan.clusters import find_machine
-from trainyard.plan.flops import model_flops_per_token
-from trainyard.plan.hardware import GIGA, TERA
-from trainyard.plan.resolve import Plan, resolve
+from trainyard.planning.clusters import find_machine
+from trainyard.planning.flops import model_flops_per_token
+from trainyard.planning.hardware import GIGA, TERA
+from trainyard.planning.resolve import Plan, resolve
 from trainyard.units import Length, format_large
 
 WIDTH = 96

@@ -22,11 +22,11 @@ from trainyard.launch.environment import Process, read_process, read_start
 from trainyard.launch.lock import hold
 from trainyard.launch.restarts import note_refusal
 from trainyard.launch.supervise import SupervisedJob, exit_code_below, supervise
-from trainyard.plan.hardware import list_gpus
+from trainyard.planning.hardware import list_gpus
 from trainyard.units import format_figure, format_seconds
 
 if TYPE_CHECKING:
-    from trainyard.plan.resolve import Plan
+    from trainyard.planning.resolve import Plan
 
 Resume = Literal["auto", "must", "never"]
 LogLines = Literal["short", "full"]
@@ -95,9 +95,9 @@ def train(
     srun or mpiexec this command is one rank: start it once per rank.
     """
     from trainyard.data.patterns import find_token_files
-    from trainyard.plan.room import refuse_without_room
-    from trainyard.train.run_folder import begun_run, write_run_folder
-    from trainyard.train.stop import leave_when_told, refuse_stopped
+    from trainyard.planning.room import refuse_without_room
+    from trainyard.training.run_folder import begun_run, write_run_folder
+    from trainyard.training.stop import leave_when_told, refuse_stopped
 
     if minutes is not None and any(text.startswith("train.length=") for text in overrides or ()):
         raise ConfigError(
@@ -146,7 +146,7 @@ def convert_start(run: Run, folder: Path) -> None:
     Raises:
         UserError: as `import_huggingface`.
     """
-    from trainyard.train.start import CONVERTED, is_huggingface
+    from trainyard.training.start import CONVERTED, is_huggingface
 
     if is_huggingface(run.train.start_from):
         from trainyard.export.from_huggingface import import_huggingface
@@ -160,7 +160,7 @@ def _load_run(
 ) -> tuple[Run, Plan]:
     """Reads the run, and plans it for the ranks that train it."""
     from trainyard.config.load import load_run
-    from trainyard.plan.resolve import resolve
+    from trainyard.planning.resolve import resolve
 
     run = load_run(run_file, overrides).run
     if process.n_ranks > 1:
@@ -200,8 +200,8 @@ def _refuse_missing_gpus(n_ranks: int) -> None:
 
 def _fit_into(minutes: float, run: Run, n_ranks: int, begun: Run | None) -> Run:
     """Shortens a run to fit into the minutes, or to the length it was started with."""
-    from trainyard.plan.resolve import resolve
-    from trainyard.plan.shorten import shorten, with_lengths_of
+    from trainyard.planning.resolve import resolve
+    from trainyard.planning.shorten import shorten, with_lengths_of
 
     if begun is not None:
         n_steps = resolve(begun).n_steps
@@ -227,7 +227,7 @@ def _train_first_rank(
     """Trains rank 0, or all ranks of this machine; returns the exit code."""
     if n_ranks > 1:
         return _supervise(process, n_ranks, folder, resume, log, locks)
-    from trainyard.train.worker import run_worker
+    from trainyard.training.worker import run_worker
 
     return exit_code_below(process, run_worker(folder, resume, log).exit_code)
 
@@ -244,7 +244,7 @@ def _supervise(
         # An earlier attempt may have saved a checkpoint of this run.
         how = "auto" if attempt else resume
         watched = [sys.executable, "-P", "-m", "trainyard.launch.watched"]
-        return [*watched, "trainyard.train.worker", str(folder), "--resume", how, "--log", log]
+        return [*watched, "trainyard.training.worker", str(folder), "--resume", how, "--log", log]
 
     return supervise(SupervisedJob(process, n_ranks, folder, command, inherited))
 

@@ -13,7 +13,7 @@ A cluster is a TOML file: one of `config/clusters/`, or a user's own, whose name
     image = "/projappl/project_465000000/trainyard.sif"
 
 Tables are merged field by field; lists are replaced. The figures at the top are for planning; the
-defaults are those of the GPU's usual node (`plan/clusters.py`). [launch] is for job scripts.
+defaults are those of the GPU's usual node (`planning/clusters.py`). [launch] is for job scripts.
 """
 
 from __future__ import annotations

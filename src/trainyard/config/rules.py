@@ -6,7 +6,7 @@ values first, and suggests the first one that breaks no other rule:
     model.n_heads=12 must be divisible by parallel.tensor=8 x parallel.context=1: a rank has whole
     heads; nearest that works: parallel.tensor=6
 
-Rules that need the number of ranks are in `plan/layout.py`.
+Rules that need the number of ranks are in `planning/layout.py`.
 """
 
 from __future__ import annotations

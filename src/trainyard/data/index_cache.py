@@ -8,7 +8,7 @@ next to the corpus, block by block, in `<prefix>.json`:
 
 They are trusted if the sizes match and the files are not newer. Otherwise both files are read once,
 in the same blocks, for the same checksums; the cache folder keeps the result until a file's size,
-mtime or inode changes. Ranks that start together share this work (`train/worker.py`).
+mtime or inode changes. Ranks that start together share this work (`training/worker.py`).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from trainyard.data.order import (
     without_vain_weight,
 )
 from trainyard.errors import ConfigError, DataError
-from trainyard.plan.batches import BatchSchedule
-from trainyard.plan.resolve import Plan
+from trainyard.planning.batches import BatchSchedule
+from trainyard.planning.resolve import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor

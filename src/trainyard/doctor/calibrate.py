@@ -33,7 +33,7 @@ from trainyard.doctor.verdict import (
     Shape,
 )
 from trainyard.errors import MachineError
-from trainyard.plan.hardware import GIGA, TERA, Machine
+from trainyard.planning.hardware import GIGA, TERA, Machine
 
 HALF_KINDS = ("bf16", "fp16", "fp32")
 """Formats whose matmul sets the share: the first one measured that has a peak."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from trainyard.doctor.timing import seconds_of
 from trainyard.doctor.verdict import BETWEEN_NODES, IN_NODE, LATENCY, OF_ALL
-from trainyard.plan.hardware import GIGA
+from trainyard.planning.hardware import GIGA
 from trainyard.units import format_bytes
 
 REDUCED_BYTES = {"cuda": 2**30, "cpu": 2**24}

@@ -20,8 +20,8 @@ from trainyard.doctor.verdict import (
     worst_of,
 )
 from trainyard.errors import MachineError
-from trainyard.plan.clusters import NODES, find_machine
-from trainyard.plan.hardware import Machine, find_device
+from trainyard.planning.clusters import NODES, find_machine
+from trainyard.planning.hardware import Machine, find_device
 
 COMPARED_VERSIONS = ("NVIDIA driver", "AMD driver", "torch", "torchao")
 MOST_NAMED = 4

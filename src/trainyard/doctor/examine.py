@@ -22,7 +22,7 @@ from trainyard.doctor.rank_group import RankGroup
 from trainyard.doctor.verdict import READ, WARN, WRITE, Finding, Measurement
 from trainyard.errors import MachineError
 from trainyard.launch.environment import Process, read_variables
-from trainyard.plan.hardware import GIGA
+from trainyard.planning.hardware import GIGA
 from trainyard.units import format_bytes
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from trainyard.doctor.timing import seconds_of
 from trainyard.doctor.verdict import ATTENTION, MATMULS, MEMORY
 from trainyard.model.attention import attention_kernel
-from trainyard.plan.hardware import GIGA, TERA
+from trainyard.planning.hardware import GIGA, TERA
 from trainyard.units import format_bytes
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

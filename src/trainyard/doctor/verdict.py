@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from trainyard.plan.hardware import GIGA, TERA, Machine
+from trainyard.planning.hardware import GIGA, TERA, Machine
 
 PASS, WARN, REPLACE = "pass", "warn", "replace"
 ORDER = ("", PASS, WARN, REPLACE)

@@ -22,7 +22,7 @@ from trainyard.config.run import Model, Run, TokenizerChoice
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary
 from trainyard.errors import CheckpointError, DataError, MachineError
 from trainyard.export.stream import Make, write_weights
-from trainyard.train.run_folder import TOKENIZER_FOLDER, write_tokenizer_folder
+from trainyard.training.run_folder import TOKENIZER_FOLDER, write_tokenizer_folder
 
 
 def require_new(output: Path) -> None:

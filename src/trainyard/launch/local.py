@@ -1,6 +1,6 @@
 """Processes of one job on this machine: starts, signals and ends them together.
 
-    run_ranks(4, [sys.executable, "-m", "trainyard.train.layout_check", FOLDER, "fp64"], logs)
+    run_ranks(4, [sys.executable, "-m", "trainyard.training.layout_check", FOLDER, "fp64"], logs)
 
 The rendezvous of the ranks is a file, so no port is open. Rank 0 writes to this process's output,
 the others to `logs/rank-00003.log`. SIGINT and SIGTERM are forwarded to all. If a rank dies, this

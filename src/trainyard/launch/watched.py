@@ -1,8 +1,8 @@
 """The start of a worker, before slow imports: from here on its parent can watch it.
 
-    python -m trainyard.launch.watched trainyard.train.worker runs/my-run --resume auto
+    python -m trainyard.launch.watched trainyard.training.worker runs/my-run --resume auto
 
-runs that module with those arguments like `python -m trainyard.train.worker ..`. Importing torch
+runs that module with those arguments like `python -m trainyard.training.worker ..`. Importing torch
 takes seconds, and minutes if a thousand processes read it from one busy disk: a worker that hangs
 or crashes there must be named as well.
 """

@@ -23,8 +23,8 @@ from trainyard.launch.environment import (
     make_libraries_deterministic,
 )
 from trainyard.parallel.start import COLLECTIVE_TIMEOUT
-from trainyard.plan.layout import memory_hint
-from trainyard.plan.resolve import Plan
+from trainyard.planning.layout import memory_hint
+from trainyard.planning.resolve import Plan
 from trainyard.topology import Coordinates, Topology
 
 TEXT_BYTES = 256

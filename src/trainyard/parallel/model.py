@@ -30,7 +30,7 @@ from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.pipeline import Pipeline, layers_in_flight
 from trainyard.parallel.placement import local_part
 from trainyard.parallel.tensor import apply_tensor_parallel
-from trainyard.plan.resolve import Plan
+from trainyard.planning.resolve import Plan
 from trainyard.precision.block_scaled import BlockScaledTensor, torch_dtype
 from trainyard.precision.policy import PrecisionPolicy
 

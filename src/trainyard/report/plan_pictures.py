@@ -12,11 +12,11 @@ from matplotlib.patches import Patch
 
 from trainyard.config.run import Run
 from trainyard.errors import MachineError
-from trainyard.plan.hardware import GIB
-from trainyard.plan.memory import RankMemory
-from trainyard.plan.resolve import Plan
-from trainyard.plan.time import StepTime
-from trainyard.plan.timeline import Kind, TimedPass, lay_out
+from trainyard.planning.hardware import GIB
+from trainyard.planning.memory import RankMemory
+from trainyard.planning.resolve import Plan
+from trainyard.planning.time import StepTime
+from trainyard.planning.timeline import Kind, TimedPass, lay_out
 from trainyard.report.pictures import ALERT, MUTED, TEXT, drawing_style
 from trainyard.units import format_figure
 

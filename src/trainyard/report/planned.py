@@ -10,7 +10,7 @@ from typing import Any
 from trainyard.architecture import block_layers, shapes_of
 from trainyard.config.run import Run
 from trainyard.files import SETTINGS_LIMIT_BYTES, parse_json, read_file
-from trainyard.plan.saving import checkpoint_bytes
+from trainyard.planning.saving import checkpoint_bytes
 from trainyard.report.history import is_finite
 from trainyard.report.summary import UNKNOWN, ReportedRun, large, memory, show
 from trainyard.units import format_seconds

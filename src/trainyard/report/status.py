@@ -22,12 +22,12 @@ from trainyard.jobs.status import (
     read_starts,
 )
 from trainyard.jobs.submission import Submission
-from trainyard.plan import saving
+from trainyard.planning import saving
 from trainyard.report.history import History, Line, RunMetrics, is_finite
 from trainyard.report.liveness import find_liveness
 from trainyard.report.metrics import MetricsFile
 from trainyard.report.summary import large, load_facts, load_run_of, memory, show
-from trainyard.train.start import Ancestor, ancestry, describe_ancestry
+from trainyard.training.start import Ancestor, ancestry, describe_ancestry
 from trainyard.units import format_bytes, format_large, format_number, format_seconds
 
 NOT_KNOWN_YET = "not known yet"

@@ -32,14 +32,14 @@ from trainyard.config.run import Run
 from trainyard.launch.heartbeat import Heartbeat, Phase
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
-from trainyard.plan.resolve import resolve
+from trainyard.planning.resolve import resolve
 from trainyard.precision.float8 import build_product
 from trainyard.simulate.accounting import ATTENTION, count_flops, replaced
 from trainyard.simulate.fake_world import fake_tensors, fake_world
 from trainyard.simulate.simulation import FEWEST_MICRO_BATCHES, FakeBatches, build_fake_context
-from trainyard.train.run_folder import refuse_what_is_not_built
-from trainyard.train.state import State
-from trainyard.train.step import train_step
+from trainyard.training.run_folder import refuse_what_is_not_built
+from trainyard.training.state import State
+from trainyard.training.step import train_step
 
 # Without a kernel, though their schema does not say that they return a view.
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"} | {

@@ -33,15 +33,15 @@ from trainyard.launch.heartbeat import Heartbeat
 from trainyard.optim.optimizer import build_optimizer
 from trainyard.parallel.mesh import Mesh, build_mesh
 from trainyard.parallel.model import ParallelModel
-from trainyard.plan.batches import BatchSchedule
-from trainyard.plan.resolve import Plan, resolve
+from trainyard.planning.batches import BatchSchedule
+from trainyard.planning.resolve import Plan, resolve
 from trainyard.precision.float8 import build_product
 from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.fake_world import fake_tensors, fake_world
 from trainyard.simulate.phase_labels import PhaseLabels
-from trainyard.train.run_folder import refuse_what_is_not_built
-from trainyard.train.state import State, TrainContext
-from trainyard.train.step import train_step
+from trainyard.training.run_folder import refuse_what_is_not_built
+from trainyard.training.state import State, TrainContext
+from trainyard.training.step import train_step
 
 N_LARGEST = 12
 FEWEST_MICRO_BATCHES = 3

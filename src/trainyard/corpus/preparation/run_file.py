@@ -24,8 +24,8 @@ from trainyard.corpus.preparation.work_folder import name_process
 from trainyard.data.sidecar import Sidecar
 from trainyard.errors import printable
 from trainyard.files import publish_text
-from trainyard.plan.hardware import find_local_machine
-from trainyard.plan.suggest import SPLIT, suggest_run
+from trainyard.planning.hardware import find_local_machine
+from trainyard.planning.suggest import SPLIT, suggest_run
 
 _FIRST_LINE = re.compile(
     r"# Written by trainyard prepare for the data ([0-9a-f]{16}); checksum ([0-9a-f]{16})\n"

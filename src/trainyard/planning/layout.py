@@ -1,0 +1,275 @@
+"""Assigns ranks to axes and blocks to pipeline stages.
+
+With 64 ranks, tensor 8 and pipeline 2, the data parallel size is 64 / 16 = 4. A step of 24
+sequences in micro batches of 2 then has 24 / (2 x 4) = 3 micro batches for each of the 4, and the
+pipeline's schedule must support 3.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from trainyard.architecture import head_layer, matmuls
+from trainyard.config import rules
+from trainyard.config.run import Run
+from trainyard.errors import ConfigError
+from trainyard.planning.batches import batch_sizes
+from trainyard.planning.flops import matmul_flops, score_flops
+from trainyard.topology import Topology
+from trainyard.units import format_number
+
+Stages = tuple[tuple[int, int], ...]
+RECOMPUTE = ("none", "attention", "block")
+"""Least computation first."""
+FARTHEST = 8
+"""Suggest rank counts up to this multiple, or down to this fraction, of the given one."""
+MOST_TENSOR = 8
+"""Tensor parallel sizes to propose: within a usual node."""
+
+
+def find_topology(run: Run, n_ranks: int | None) -> Topology:
+    """Assigns ranks to the axes.
+
+    Args:
+        run: fixes all axes except the data parallel ones.
+        n_ranks: all processes; absent: the fewest that the run allows.
+
+    Raises:
+        ConfigError: the ranks, or the batch on them, cannot be divided as asked.
+    """
+    parallel = run.parallel
+    if n_ranks is None:
+        fewest = next(iter(_data_sizes(run)), parallel.data_replicate)
+        n_ranks = ranks_per_replica(run) * fewest
+    problems = _problems(run, n_ranks)
+    if problems:
+        raise ConfigError("\n".join(problems), _remedies(run, n_ranks))
+    return Topology(
+        pipeline=parallel.pipeline,
+        replicate=parallel.data_replicate,
+        shard=n_ranks // ranks_per_replica(run) // parallel.data_replicate,
+        context=parallel.context,
+        tensor=parallel.tensor,
+    )
+
+
+def ranks_per_replica(run: Run) -> int:
+    """Counts the ranks that work on the same sequences."""
+    return run.parallel.tensor * run.parallel.pipeline * run.parallel.context
+
+
+def takes_micro_batches(run: Run, n_micro_batches: int) -> bool:
+    """Returns whether the pipeline's schedule supports this number of micro batches.
+
+    The conditions are those of `torch.distributed.pipelining` 2.11 to 2.13.
+    """
+    pipeline = run.parallel.pipeline
+    if pipeline == 1 or run.parallel.schedule == "gpipe":
+        return n_micro_batches >= 1
+    if run.parallel.schedule == "1f1b":
+        return n_micro_batches >= pipeline
+    n_rounds = max(1, n_micro_batches // pipeline)
+    return n_micro_batches % n_rounds == 0
+
+
+def find_stages(run: Run, padded_vocabulary_size: int) -> Stages:
+    """Splits the blocks into pipeline stages, by the FLOP of training on one token.
+
+    Returns:
+        the first block of each stage and the one after its last; stage s is on pipeline rank
+        s % parallel.pipeline.
+    """
+    model, parallel = run.model, run.parallel
+    scores = score_flops(model) // 2  # a token sees half of the sequence on average
+    forward = matmul_flops(matmuls(model)) + scores
+    attention = matmul_flops(matmuls(model, "attention")[:-1]) + scores
+    again = {"none": 0, "attention": attention, "block": forward}[parallel.recompute]
+    costs = Costs(
+        first=3 * model.d_model,  # adds the position to an embedding, and to both gradients
+        block=3 * forward + again,
+        last=3 * matmul_flops([head_layer(model, padded_vocabulary_size)]),
+    )
+    n_stages = parallel.pipeline * parallel.chunks
+    return balanced_stages(costs, model.n_layers, n_stages, parallel.pipeline)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Cost of stages per token, in any unit."""
+
+    first: int
+    """The first stage besides its blocks: the embedding."""
+    block: int
+    last: int
+    """The last stage besides its blocks: the head and the loss."""
+
+
+def balanced_stages(costs: Costs, n_layers: int, n_stages: int, n_ranks: int) -> Stages:
+    """Splits the blocks to minimize the time of the slowest stage.
+
+    Blocks cost the same, so greedily adding each to the cheapest stage is optimal. Ties go to the
+    stage on the less loaded rank, then to the later stage, whose rank holds fewer micro batches in
+    flight. With costs of 0, 2 and 3:
+
+        8 blocks on 4 stages    [0, 2) [2, 4) [4, 7) [7, 8)    costs 4 4 6 5
+
+    Args:
+        costs: of blocks, and extra costs of the ends.
+        n_layers: blocks, at least one per stage.
+        n_stages: on all ranks of a pipeline.
+        n_ranks: of a pipeline; stage s is on rank s % n_ranks.
+    """
+    assert n_layers >= n_stages >= n_ranks
+    n_blocks = [1] * n_stages
+    stage_costs = [costs.block] * n_stages
+    stage_costs[0] += costs.first
+    stage_costs[-1] += costs.last
+    rank_costs = [sum(stage_costs[rank::n_ranks]) for rank in range(n_ranks)]
+    for _ in range(n_layers - n_stages):
+        chosen = min(range(n_stages), key=lambda s: (stage_costs[s], rank_costs[s % n_ranks], -s))
+        n_blocks[chosen] += 1
+        stage_costs[chosen] += costs.block
+        rank_costs[chosen % n_ranks] += costs.block
+    return tuple(itertools.pairwise(itertools.accumulate(n_blocks, initial=0)))
+
+
+def _problems(run: Run, n_ranks: int) -> list[str]:
+    parallel, micro = run.parallel, run.train.micro_batch_size
+    data, rest = divmod(n_ranks, ranks_per_replica(run))
+    if rest or data == 0:
+        return [
+            f"{n_ranks} ranks cannot be divided by parallel.tensor={parallel.tensor} x "
+            f"parallel.pipeline={parallel.pipeline} x parallel.context={parallel.context}"
+        ]
+    problems = []
+    if data % parallel.data_replicate:
+        problems.append(
+            f"{n_ranks} ranks have a data parallel size of {data}, which cannot be divided by "
+            f"parallel.data_replicate={parallel.data_replicate}"
+        )
+    fields = rules.batch_fields(run)
+    uneven = {field: size for field, size in fields.items() if size % (micro * data)}
+    for field, size in uneven.items():
+        problems.append(
+            f"{field}={size} cannot be divided by train.micro_batch_size={micro} x {data}, "
+            f"the data parallel size of {n_ranks} ranks"
+        )
+    if not uneven:
+        counts = {size: size // (micro * data) for size in batch_sizes(run.train)}
+        refused = [size for size, count in counts.items() if not takes_micro_batches(run, count)]
+        problems += [_schedule_problem(run, n_ranks, size, counts[size]) for size in refused[:1]]
+    return problems
+
+
+def ways_to_save_memory(run: Run) -> list[list[rules.Changes]]:
+    """Lists ways to save memory on the same ranks, each as changes to try, smallest first."""
+    parallel, micro = run.parallel, run.train.micro_batch_size
+    smaller = [n for n in reversed(rules.divisors(micro)) if n < micro]
+    more = RECOMPUTE[RECOMPUTE.index(parallel.recompute) + 1 :]
+    return [
+        [{"train.micro_batch_size": n} for n in smaller],
+        [{"parallel.recompute": kind} for kind in more],
+        [{"parallel.zero_stage": stage} for stage in range(parallel.zero_stage + 1, 4)],
+    ]
+
+
+def memory_hint(run: Run, n_ranks: int) -> str:
+    """Suggests the smallest step of each way to save memory on the same ranks."""
+
+    def works(changed: Run) -> bool:
+        return not rules.broken_rules(changed) and not _problems(changed, n_ranks)
+
+    ways = ways_to_save_memory(run)
+    if n_ranks == ranks_per_replica(run):
+        ways.pop()  # ZeRO has nobody to share with
+    steps = [rules.describe(run, rules.first_working(run, way, works)) for way in ways]
+    return f"{', or '.join(filter(None, [*steps, 'more ranks']))}; see trainyard plan"
+
+
+def _schedule_problem(run: Run, n_ranks: int, batch_size: int, n_micro_batches: int) -> str:
+    pipeline, schedule = run.parallel.pipeline, run.parallel.schedule
+    condition = f"needs {pipeline} micro batches or more"
+    if schedule != "1f1b":
+        condition = f"needs micro batches in {n_micro_batches // pipeline} equal rounds"
+    return (
+        f"parallel.schedule={schedule!r} on parallel.pipeline={pipeline} {condition}, "
+        f"but a batch of {batch_size} on {n_ranks} ranks is {n_micro_batches}"
+    )
+
+
+def _data_sizes(run: Run) -> Iterator[int]:
+    """Lists every data parallel size that the run allows, smallest first."""
+    micro, sizes = run.train.micro_batch_size, batch_sizes(run.train)
+    most, rest = divmod(math.gcd(*rules.batch_fields(run).values()), micro)
+    for data in rules.divisors(most) if not rest else []:
+        if data % run.parallel.data_replicate == 0 and all(
+            takes_micro_batches(run, size // (micro * data)) for size in sizes
+        ):
+            yield data
+
+
+def _remedies(run: Run, n_ranks: int) -> str:
+    """Suggests the nearest number of ranks, and the nearest values for the given ranks.
+
+    Suggests a distant number of ranks only if nothing else works.
+    """
+
+    def works(changed: Run) -> bool:
+        return not rules.broken_rules(changed) and not _problems(changed, n_ranks)
+
+    def fix(way: Iterable[rules.Changes]) -> str:
+        return rules.describe(run, rules.first_working(run, way, works))
+
+    unit = ranks_per_replica(run)
+    numbers = rules.nearest((data * unit for data in _data_sizes(run)), n_ranks)[:1]
+    ranks = [format_number(number, "rank") for number in numbers]
+    is_near = bool(numbers) and n_ranks <= FARTHEST * numbers[0] <= FARTHEST**2 * n_ranks
+    working = ranks if is_near else []
+    data, rest = divmod(n_ranks, unit)
+    if not rest:
+        working += filter(None, map(fix, _ways(run, data)))
+        working = working or list(filter(None, [fix(_cuts(run, data))]))
+    working = working or ranks
+    if working:
+        return f"{rules.NEAREST}{', or '.join(working)}"
+    data = max(1, round(data / run.parallel.data_replicate)) * run.parallel.data_replicate
+    multiple = run.train.micro_batch_size * data * run.parallel.pipeline
+    return f"{data * unit} ranks work with batches in multiples of {multiple} sequences"
+
+
+def _ways(run: Run, data: int) -> list[Iterable[rules.Changes]]:
+    """Lists the ways to fit a run to its ranks, each as changes to try, nearest first."""
+    train, parallel = run.train, run.parallel
+    replicas = rules.nearest(rules.divisors(data), parallel.data_replicate)
+    step = train.micro_batch_size * data
+    batches = rules.nearest_multiples(step, train.global_batch_size, n_beyond=parallel.pipeline)
+    common = math.gcd(*rules.batch_fields(run).values())
+    micro_batches = rules.nearest(rules.divisors(common), train.micro_batch_size)
+    return [
+        ({"parallel.data_replicate": number} for number in replicas),
+        ({"train.global_batch_size": size} for size in batches),
+        ({"train.micro_batch_size": size} for size in micro_batches),
+        [{"train.batch_ramp": None}] if train.batch_ramp else [],
+        ({"parallel.schedule": schedule} for schedule in ("1f1b", "gpipe")),
+    ]
+
+
+def _cuts(run: Run, data: int) -> Iterator[rules.Changes]:
+    """Lists ways to shard the model over more ranks, the fewest first, with less data parallelism.
+
+    Those without a batch ramp are last.
+    """
+    model, parallel = run.model, run.parallel
+    tensors = [n for n in rules.divisors(data * parallel.tensor) if n <= MOST_TENSOR]
+    pipelines = [n for n in rules.divisors(data * parallel.pipeline) if n <= model.n_layers]
+    pairs = itertools.product(tensors, pipelines)
+    ordered = sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1]))
+    for ramp, (tensor, pipeline) in itertools.product((run.train.batch_ramp, None), ordered):
+        if tensor >= parallel.tensor and pipeline >= parallel.pipeline:
+            changes = {"parallel.tensor": tensor, "parallel.pipeline": pipeline}
+            if pipeline > 1 and parallel.zero_stage == 2:
+                changes["parallel.zero_stage"] = 1
+            yield {**changes, "train.batch_ramp": ramp}

@@ -1,0 +1,116 @@
+"""Checks that a run fits on this machine: memory for its ranks, disk for its checkpoints.
+
+It runs before training, so that a run does not fail hours later, or take the machine down.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainyard.config import rules
+from trainyard.config.run import Run
+from trainyard.errors import MachineError
+from trainyard.planning.hardware import find_device, list_gpus
+from trainyard.planning.layout import ways_to_save_memory
+from trainyard.planning.memory import busiest_memory
+from trainyard.planning.remedies import SPARING
+from trainyard.planning.resolve import Plan, resolve
+from trainyard.planning.saving import checkpoint_bytes
+from trainyard.planning.search import USABLE_SHARE, is_legal
+from trainyard.units import format_bytes
+
+FORCE = "--force trains anyway"
+
+
+def refuse_without_room(run: Run, plan: Plan, n_local_ranks: int, folder: Path) -> None:
+    """Rejects a run that does not fit on this machine; passes if unknown.
+
+    Args:
+        run: the run to train.
+        plan: of all its ranks.
+        n_local_ranks: on this machine.
+        folder: of the run; it need not exist.
+
+    Raises:
+        MachineError: with the need, the available amount, and the smallest change that fits.
+    """
+    _refuse_without_memory(run, plan, n_local_ranks)
+    _refuse_without_disk(run, plan, folder)
+
+
+def _refuse_without_memory(run: Run, plan: Plan, n_local_ranks: int) -> None:
+    gpus = list_gpus()
+    there = gpu_bytes(gpus[0]) if gpus else free_memory_bytes()
+    n_sharing = 1 if gpus else n_local_ranks
+
+    def needed(run: Run, plan: Plan) -> int:
+        return n_sharing * busiest_memory(run, plan, on_gpu=bool(gpus)).peak_bytes
+
+    if there is None or needed(run, plan) <= there:
+        return
+
+    def works(changed: Run) -> bool:
+        n_ranks = plan.n_ranks
+        return is_legal(changed, n_ranks) and needed(changed, resolve(changed, n_ranks)) <= there
+
+    changes = rules.first_working(run, _smaller(run), works)
+    fix = rules.describe(run, changes, " ") or "a smaller model, or its ranks on more machines,"
+    who = "a rank needs" if n_sharing == 1 else f"{n_sharing} ranks need"
+    raise MachineError(
+        f"{run.name} does not fit in memory: {who} about {format_bytes(needed(run, plan))}, and "
+        f"{gpus[0] if gpus else 'this machine'} has {format_bytes(there)}"
+        + ("" if gpus else " available"),
+        f"{fix} fits; {FORCE}",
+    )
+
+
+def _refuse_without_disk(run: Run, plan: Plan, folder: Path) -> None:
+    interval, size = run.checkpoint.interval, checkpoint_bytes(run, plan.n_parameters)
+    n_saves = 1 + ((plan.n_steps - 1) // interval if interval else 0)
+    # The oldest is removed once the newest is complete.
+    n_most = min(n_saves, run.checkpoint.keep_last + 1)
+    n_more = n_most - len(list((folder / "checkpoints").glob("step-*")))
+    place = next(each for each in (folder / "checkpoints", *folder.parents) if each.exists())
+    free = shutil.disk_usage(place).free
+    if n_more * size > free:
+        fewer = "checkpoint.keep_last=1, or " if run.checkpoint.keep_last > 1 else ""
+        raise MachineError(
+            f"{run.name} keeps up to {n_most} checkpoints of {format_bytes(size)}: "
+            f"{format_bytes(n_more * size)} more, and {place.resolve()} has {format_bytes(free)}",
+            f"{fewer}free space, or make {folder / 'checkpoints'} a link to another disk; {FORCE}",
+        )
+
+
+def _smaller(run: Run) -> Iterator[rules.Changes]:
+    """Lists changes that save memory on the same ranks, the smallest first."""
+    for start in ({}, {"train.micro_batch_size": 1}, SPARING):
+        for way in ways_to_save_memory(rules.change(run, start)):
+            yield from (start | changes for changes in way)
+
+
+def gpu_bytes(name: str) -> int | None:
+    """Returns a GPU's memory without the driver's share; None if the GPU is unknown."""
+    device = find_device(name)
+    return int(USABLE_SHARE * device.memory_bytes) if device and device.memory_bytes else None
+
+
+def free_memory_bytes(system: Path = Path("/")) -> int | None:
+    """Returns the available memory of this machine, or this job's limit if lower.
+
+    Args:
+        system: the root of the file system.
+    """
+    try:
+        text = (system / "proc/meminfo").read_text()
+        own = (system / "proc/self/cgroup").read_text().rpartition("::")[2].strip("/\n")
+    except OSError:  # macOS
+        return None
+    limits = [1024 * int(kib) for kib in re.findall(r"^MemAvailable:\s*(\d+) kB$", text, re.M)]
+    groups = system / "sys/fs/cgroup"
+    for path in {groups / own / "memory.max", groups / "memory.max"}:
+        if path.exists() and (limit := path.read_text().strip()).isdigit():
+            limits.append(int(limit))
+    return min(limits, default=None)

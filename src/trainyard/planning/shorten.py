@@ -1,0 +1,65 @@
+"""A shorter run with the same schedule.
+
+    length 20_000 steps   warmup 400 steps   decay 20_000 steps   evaluate every 1_000 steps
+
+shortened to 4_000 steps:
+
+    length  4_000 steps   warmup  80 steps   decay  4_000 steps   evaluate every   500 steps
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trainyard.config.load import build_run
+from trainyard.config.run import Run
+from trainyard.planning.resolve import resolve
+from trainyard.units import Length, parse_length
+
+LEAST_PER_RUN = {
+    ("evaluate", "interval"): 8,
+    ("evaluate", "sample_interval"): 4,
+    ("log", "interval"): 60,
+}
+"""Intervals shrink if the shorter run would have fewer of these."""
+
+
+def shorten(run: Run, n_steps: int) -> Run:
+    """Shortens a run; its learning-rate schedule and batch ramp shrink by the same factor.
+
+    Args:
+        run: as asked for.
+        n_steps: the new length, in steps of the full batch; a run that is no longer is unchanged.
+
+    Raises:
+        ConfigError: the run's layout or batch is impossible.
+    """
+    n_sequences, whole = n_steps * run.train.global_batch_size, resolve(run).n_sequences
+    if n_sequences >= whole:
+        return run
+    tables = run.model_dump()
+
+    def shrink(table: dict[str, Any], name: str, least: int) -> None:
+        length = parse_length(table[name])
+        table[name] = Length(max(least, length.amount * n_sequences // whole), length.unit)
+
+    shrink(tables["train"], "length", 1)
+    shrink(tables["schedule"], "decay", 1)
+    shrink(tables["schedule"], "warmup", 0)
+    shrink(tables["schedule"], "cooldown", 0)
+    if run.train.batch_ramp:
+        shrink(tables["train"]["batch_ramp"], "length", 1)
+    for (section, name), least in LEAST_PER_RUN.items():
+        tables[section][name] = min(tables[section][name], math.ceil(n_steps / least))
+    return build_run(tables)
+
+
+def with_lengths_of(other: Run, run: Run) -> Run:
+    """Copies every length and interval that `shorten` may have changed from another run."""
+    tables, others = run.model_dump(), other.model_dump()
+    lengths = [("train", "length"), ("train", "batch_ramp")]
+    lengths += [("schedule", name) for name in ("warmup", "decay", "cooldown")]
+    for section, name in [*lengths, *LEAST_PER_RUN]:
+        tables[section][name] = others[section][name]
+    return build_run(tables)

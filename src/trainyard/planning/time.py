@@ -1,0 +1,310 @@
+"""Predicts the time of an optimizer step on a machine, from what `planning/work.py` counts.
+
+A pipeline stage spends on each pass of a micro batch
+
+    matmuls         FLOP of matmuls / (peak x share), and their operands as memory-bound
+    attention       FLOP of fused attention / (peak x share)
+    memory-bound    bytes / (bandwidth of the memory x share)
+    tensor, context, pipeline
+                    bytes sent / (bandwidth of link or network x share), and a latency per hop
+    overhead        the host's extra time to launch the kernels
+
+With m micro batches of the slowest of p ranks, which have v stages each, a step takes
+
+    m passes forward and backward through all stages of that rank
+    bubble          one through the stages of all other ranks / v; zero bubble: a third of it
+    data            data parallel communication that computation does not hide
+    optimizer       bytes of states and gradients, as memory-bound, or the launches of its kernels
+
+So matmuls of small matrices are slow: on an A100, at half of their best speed where rows, columns
+and inner size are all about 500. Shares and latencies belong to the machine;
+docs/planning-accuracy.md shows their accuracy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trainyard.architecture import matmuls
+from trainyard.config.precisions import MASTER, DType
+from trainyard.config.run import Run
+from trainyard.errors import MachineError
+from trainyard.planning.hardware import Machine
+from trainyard.planning.resolve import Plan
+from trainyard.planning.traffic import FP32_BYTES, Collective, Traffic
+from trainyard.planning.work import Matmul, Program, Stage, StagePass, Work, count_work
+from trainyard.topology import Topology
+
+Parts = dict[str, float]
+"""Seconds by name."""
+PassSeconds = tuple[Parts, Parts]
+"""Of the forward and the backward pass of a micro batch through a stage."""
+PARTS = (
+    "matmuls",
+    "attention",
+    "memory-bound",
+    "tensor",
+    "context",
+    "pipeline",
+    "overhead",
+    "bubble",
+    "data",
+    "optimizer",
+)
+
+UNPACK_BYTES = 21
+"""Moved per weight that arrives as fp8: reordered, cast to fp32, divided, written as bf16."""
+FORWARD_SHARE = {"none": 1 / 2, "attention": 2 / 5, "block": 1 / 3}
+"""Of the communication inside layers; the backward pass includes that of recomputation."""
+# Host and device work overlap, but kernels are unequal: each waits for the other at times. A sum
+# of high powers is a little more than the longer, most where both are alike.
+HIDING = 3
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of an optimizer step by part."""
+
+    seconds: float
+    """Total."""
+    parts: Parts
+    """Exposed seconds of the slowest rank, by PARTS; they sum to `seconds`."""
+    stage_seconds: tuple[tuple[float, float], ...]
+    """Forward and backward pass of one micro batch, by stage."""
+
+
+def step_time(run: Run, plan: Plan, machine: Machine, program: Program | None = None) -> StepTime:
+    """Predicts a step of train.global_batch_size.
+
+    Args:
+        run: the run.
+        plan: of the run.
+        machine: the devices.
+        program: the training program; absent: this one.
+
+    Raises:
+        MachineError: the device lacks the run's precision, or its figures are unknown.
+    """
+    return price(count_work(run, plan, program), plan.topology, machine)
+
+
+def price(work: Work, topology: Topology, machine: Machine) -> StepTime:
+    """Predicts a step from its work, like `step_time`."""
+    prices = _Prices(work, topology, machine)
+    stages = prices.stages()
+    n_ranks, m = topology.pipeline, work.n_micro_batches
+    loads = [_total(stages[rank::n_ranks]) for rank in range(n_ranks)]
+    seconds = [sum(load.values()) for load in loads]
+    slowest = max(range(n_ranks), key=seconds.__getitem__)
+    parts = {name: m * part for name, part in loads[slowest].items()}
+    parts["bubble"] = (sum(seconds) - seconds[slowest]) * n_ranks / len(stages)
+    if work.run.parallel.schedule == "zero_bubble":
+        parts["bubble"] /= 3
+    parts["data"] = max(map(prices.data_seconds, work.traffic, work.unpacked, seconds))
+    n_update_bytes = _update_bytes(work.run) * max(work.updated)
+    parts["optimizer"] = prices.with_launches(
+        prices.memory_seconds(n_update_bytes), work.update_kernels
+    )
+    return StepTime(
+        seconds=sum(parts.values()),
+        parts={name: parts[name] for name in PARTS},
+        stage_seconds=tuple((sum(a.values()), sum(b.values())) for a, b in stages),
+    )
+
+
+def _update_bytes(run: Run) -> int:
+    """Returns the bytes an update moves for each weight of a matrix, without scales.
+
+    Clipping reads the gradient; the update reads it again, and reads and writes the states and the
+    weight. It writes once what follows from them: a weight with a master weight, or its cast.
+    """
+    stored, compute = run.stored(True, 2), run.precision.formats.compute
+    n_bytes = 2 * (stored.gradient.n_bytes + sum(state.n_bytes for state in stored.states.values()))
+    if MASTER in stored.states:
+        return n_bytes + stored.weight.n_bytes
+    return n_bytes + 2 * stored.weight.n_bytes + compute.n_bytes * (stored.weight != compute)
+
+
+def _total(stages: Iterable[PassSeconds]) -> Parts:
+    """Sums the passes through the stages of a rank."""
+    totals: Parts = {}
+    for parts in (parts for passes in stages for parts in passes):
+        for name, seconds in parts.items():
+            totals[name] = totals.get(name, 0.0) + seconds
+    return totals
+
+
+class _Prices:
+    """The cost of work in one layout on one machine."""
+
+    def __init__(self, work: Work, topology: Topology, machine: Machine) -> None:
+        self.work, self.topology, self.machine = work, topology, machine
+        self.program, self.shares = work.program, machine.efficiencies
+        self.parallel = work.run.parallel
+        formats = work.run.precision.formats
+        self.value_bytes = formats.compute.n_bytes
+        self.block_peak = _peak(machine, formats.block_matmuls) * self.shares.sustained_share
+        self.other_peak = _peak(machine, formats.compute) * self.shares.sustained_share
+        bandwidth = machine.device.memory_bytes_per_second
+        if bandwidth is None:
+            raise MachineError(
+                f"{machine.name}: the memory bandwidth of {machine.device.name} is unknown",
+                "give memory_gigabytes_per_second in a cluster file of your own",
+            )
+        self.attention_share = self.shares.attention_share * self.program.attention_share
+        self.memory_bandwidth = bandwidth * self.shares.memory_share
+
+    def stages(self) -> list[PassSeconds]:
+        """Times the passes of one micro batch through each stage."""
+        n_ranks = self.topology.pipeline
+        pairs = [
+            (stage, self.work.traffic[number % n_ranks])
+            for number, stage in enumerate(self.work.stages)
+        ]
+        priced = {pair: self._passes(*pair) for pair in set(pairs)}  # most are alike
+        return [priced[pair] for pair in pairs]
+
+    def _passes(self, stage: Stage, traffic: tuple[Traffic, ...]) -> PassSeconds:
+        """Times a stage, with its share of its rank's messages."""
+        n = self.work.n_micro_batches * len(self.work.stages) // self.topology.pipeline
+        talk = dict.fromkeys(("tensor", "context", "pipeline"), 0.0)
+        for kind in traffic:
+            if kind.axis in talk and not _is_of_data(kind):
+                talk[kind.axis] += self.talk_seconds(kind) / n
+        if self.program.hides_tensor == "all":  # except the first part
+            talk["tensor"] /= self.topology.tensor
+        first = FORWARD_SHARE[self.parallel.recompute]
+        shares = {"tensor": first, "context": first, "pipeline": 1 / 2}
+        forward = {axis: talk[axis] * share for axis, share in shares.items()}
+        backward = {axis: talk[axis] - seconds for axis, seconds in forward.items()}
+        if self.program.hides_tensor == "backward":
+            backward["tensor"] -= stage.n_blocks * self._hidden_seconds()
+        return self._pass(stage.forward, forward), self._pass(stage.backward, backward)
+
+    def _hidden_seconds(self) -> float:
+        """Times what tensor ranks exchange beside matmuls, in a block's backward pass.
+
+        Of a column-parallel layer, they sum the gradient of the input beside the matmul of the
+        weight's gradient, and gather tokens again beside that of the input's.
+        """
+        run, parallel = self.work.run, self.parallel
+        if self.topology.tensor == 1 or parallel.schedule == "zero_bubble":
+            return 0.0
+        n_tokens = run.train.micro_batch_size * run.model.sequence_length // self.topology.context
+        n_bytes = n_tokens * run.model.d_model * self.value_bytes
+        kinds: list[Collective] = ["reduce-scatter" if parallel.sequence else "all-reduce"]
+        kinds += ["all-gather"] * parallel.gathers_again
+        talks = [self.talk_seconds(Traffic("tensor", kind, 1, n_bytes)) for kind in kinds]
+        in_fp8, shown = run.precision.formats.multiplies_in_fp8, self.program.shown_data
+        hidden = 0.0
+        for layer in matmuls(run.model, tensor=self.topology.tensor):
+            if layer.sharding == "column":
+                beside = Matmul(n_tokens, layer.n_inputs, layer.n_outputs, in_fp8=in_fp8)
+                seconds = self._product_seconds(beside)
+                hidden += sum(min(seconds, (1 - shown) * talk) for talk in talks)
+        return hidden
+
+    def _pass(self, work: StagePass, talk: Parts) -> Parts:
+        """Times one pass of a micro batch through a stage."""
+        parts = {
+            "matmuls": sum(map(self._product_seconds, work.products)),
+            "attention": work.attention_flops / (self.other_peak * self.attention_share),
+            "memory-bound": self.memory_seconds(work.memory_bytes),
+            **talk,
+        }
+        device_seconds = sum(parts.values())
+        seconds = self.with_launches(device_seconds, work.kernels)
+        return parts | {"overhead": seconds - device_seconds}
+
+    def with_launches(self, device_seconds: float, kernels: float) -> float:
+        """Times kernels together with the host's time to launch them."""
+        host_seconds = kernels * self.shares.launch_seconds
+        return float((device_seconds**HIDING + host_seconds**HIDING) ** (1 / HIDING))
+
+    def _product_seconds(self, product: Matmul) -> float:
+        a, b, c = product.rows, product.inner, product.columns
+        peak, operand_bytes = self.other_peak, float(self.value_bytes)
+        if product.in_fp8:
+            peak, operand_bytes = self.block_peak, 1 + self.program.cast_bytes
+        n_bytes = operand_bytes * (a * b + b * c) + self.value_bytes * a * c
+        flops_seconds = 2.0 * a * b * c / (peak * self.shares.matmul_share)
+        return product.count * (flops_seconds + self.memory_seconds(n_bytes))
+
+    def memory_seconds(self, n_bytes: float) -> float:
+        """Times memory traffic."""
+        return n_bytes / self.memory_bandwidth
+
+    def talk_seconds(self, kind: Traffic) -> float:
+        """Times calls: rings send each part of a buffer past all ranks except one."""
+        size, bandwidth, latency = self._link(kind.axis)
+        if kind.collective == "send":
+            return kind.n_bytes / bandwidth + kind.calls * latency
+        n_rounds = 2 if kind.collective == "all-reduce" else 1
+        part_bytes = kind.n_bytes / size
+        return n_rounds * ((size - 1) * part_bytes / bandwidth + kind.calls * latency)
+
+    def _link(self, axis: str) -> tuple[int, float, float]:
+        """Returns ranks, bandwidth per rank and latency per call, of a group along an axis.
+
+        Its position follows from the order of ranks in `topology.py`. Latency is that of rings
+        inside a node and of trees between nodes.
+        """
+        topology, machine, shares = self.topology, self.machine, self.shares
+        stride, size = {
+            "tensor": (1, topology.tensor),
+            "context": (topology.tensor, topology.context),
+            "shard": (topology.tensor, topology.context * topology.shard),
+            "replicate": (topology.tensor * topology.context * topology.shard, topology.replicate),
+            "pipeline": (topology.n_ranks // topology.pipeline, topology.pipeline),
+        }[axis]
+        link = machine.link_bytes_per_second * shares.link_share
+        network = machine.network_bytes_per_second * shares.network_share
+        n_inside = min(size, max(1, machine.devices_per_node // stride))
+        n_nodes = math.ceil(size / n_inside)
+        latency = machine.link_latency_seconds * (n_inside - 1)
+        latency += machine.network_latency_seconds * math.log2(n_nodes)
+        if n_nodes == 1:
+            return size, link, latency
+        # Rings use the network devices of all their ranks in a node; a send uses one.
+        return size, min(link, network * (1 if axis == "pipeline" else n_inside)), latency
+
+    def data_seconds(self, traffic: Iterable[Traffic], unpacked: int, rank_seconds: float) -> float:
+        """Times exposed communication of data ranks and of the pipeline's ends.
+
+        Args:
+            traffic: of a rank.
+            unpacked: weights that it casts back to 16 bits.
+            rank_seconds: its compute time for one micro batch.
+        """
+        parallel, program = self.parallel, self.program
+        seconds = self.memory_seconds(UNPACK_BYTES * unpacked)
+        for kind in filter(_is_of_data, traffic):
+            is_gradient = kind.collective != "all-gather"
+            share = program.reduced_bytes / FP32_BYTES if is_gradient else 1
+            seconds += share * self.talk_seconds(kind)
+        if parallel.pipeline > 1 and parallel.zero_stage < 3 and not program.hides_in_pipeline:
+            return seconds
+        # The first weights and the last gradients have no computation to hide behind.
+        n_groups = self.work.run.model.n_layers // parallel.pipeline + 1
+        n_hiding = self.work.n_micro_batches if parallel.zero_stage > 1 else 1
+        shown = max(program.shown_data, 1 / n_groups)
+        return max(shown * seconds, seconds - n_hiding * rank_seconds)
+
+
+def _is_of_data(kind: Traffic) -> bool:
+    """Returns whether it belongs to the whole step; in a pipeline, the sum of tied embeddings."""
+    is_sum = (kind.axis, kind.collective) == ("pipeline", "all-reduce")
+    return is_sum or kind.axis in ("shard", "replicate")
+
+
+def _peak(machine: Machine, dtype: DType) -> float:
+    peak = machine.device.peaks.get(dtype.name)
+    if peak is None:
+        known = ", ".join(machine.device.peaks) or "none"
+        raise MachineError(
+            f"{machine.name}: {machine.device.name} has no known peak for {dtype.name} matmuls",
+            f"set precision.kind to one with a known peak: {known}",
+        )
+    return peak

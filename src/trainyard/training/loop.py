@@ -1,0 +1,151 @@
+"""The training loop: step, log, evaluate, save, stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from trainyard.checkpoint.background import AsyncCheckpointer
+from trainyard.data.loader import held_out_batches
+from trainyard.data.order import Split
+from trainyard.evaluation.generate import Sampling, generate
+from trainyard.evaluation.loss import evaluate_sequences, pad_batch
+from trainyard.parallel.mesh import StopVote
+from trainyard.training.checkpoints import Saves, save_state
+from trainyard.training.guard import describe_spikes, require_equal_copies, roll_back, stop_if_stuck
+from trainyard.training.metrics import Metrics
+from trainyard.training.state import State, TrainContext
+from trainyard.training.step import train_step
+from trainyard.training.stop import DONE, Stop, StopReason
+
+SAMPLING = Sampling(temperature=0.6, top_k=50, top_p=1.0, seed=0)
+
+Show = Callable[[int, str], None]
+
+
+def train(
+    context: TrainContext,
+    state: State,
+    metrics: Metrics,
+    stop: Stop,
+    saver: AsyncCheckpointer,
+    show: Show,
+) -> tuple[StopReason, State]:
+    """Trains from `state.step` to the end of the plan, or until asked to stop.
+
+    Args:
+        context: model, optimizer and data.
+        state: the progress; updated here.
+        metrics: receives results.
+        stop: collects stop requests.
+        saver: writes checkpoints.
+        show: called with (step, text) for every log line, and with (step, "") after every step.
+
+    Returns:
+        why it ended, and the final, saved state.
+
+    Raises:
+        GuardError: training aborted; nothing more is saved.
+        MachineError: the last checkpoint could not be written.
+    """
+    run, plan = context.run, context.plan
+    saves, vote = Saves(saver, metrics, show), StopVote(context.model.mesh)
+    ending: StopReason | None = None
+    while state.step < plan.n_steps and ending is None:
+        with metrics.timing():
+            result = train_step(context, state)
+        n_sequences = context.batches.batch_size(state.step)
+        state.step += 1
+        metrics.add(result, n_sequences)
+        show(state.step, "")
+
+        request = vote.cast(saves.stop_request(state.step) or stop.stop_request())
+        is_last = state.step == plan.n_steps
+        ending = StopReason.of(request)
+        log_now = is_last or every(state.step, run.log.interval)
+        save_now = is_last or request is not None or every(state.step, run.checkpoint.interval)
+        if log_now:
+            show(state.step, metrics.write_steps(state, result))
+        if log_now or save_now:
+            spikes = state.flush()
+            stop_if_stuck(context, state)
+            if spikes:
+                show(state.step, describe_spikes(context, spikes))
+                if run.guard.spikes == "rollback":
+                    saves.pause(state.step)
+                    state = roll_back(context, state, spikes[0], metrics, show)
+                    continue
+        ending = DONE if is_last else ending
+        held_out_loss = None
+        if is_last or every(state.step, run.evaluate.interval):
+            held_out_loss = evaluate(context, state, metrics, show)
+        samples = run.evaluate.sample_interval
+        if every(state.step, samples) or (is_last and samples):
+            show(state.step, sample(context, state, metrics))
+        if every(state.step, run.guard.compare_interval):
+            require_equal_copies(context, state)
+        if save_now:
+            context.heartbeat.enter("save", state.step)
+            save_state(context, state, saver, held_out_loss)
+    saves.finish(state.step)
+    return ending or DONE, state
+
+
+def every(step: int, interval: int) -> bool:
+    """Returns whether an event of every `interval` steps is due after this one; 0 is never."""
+    return interval > 0 and step % interval == 0
+
+
+def evaluate(context: TrainContext, state: State, metrics: Metrics, show: Show) -> float | None:
+    """Measures and shows the held-out loss, and at the end that of the test split, if any."""
+    held_out_loss = _evaluate(context, state, metrics, show, "valid")
+    if state.step == context.plan.n_steps and context.test_order is not None:
+        _evaluate(context, state, metrics, show, "test")
+    return held_out_loss
+
+
+def _evaluate(
+    context: TrainContext, state: State, metrics: Metrics, show: Show, split: Split
+) -> float | None:
+    """Measures the loss on a fixed set of sequences."""
+    context.heartbeat.enter("evaluate", state.step)
+    vocabulary_size, size = context.run.model.vocabulary_size, context.run.train.global_batch_size
+    order = context.test_order if split == "test" else context.valid_order
+    if order is None:
+        show(state.step, "no evaluation: the valid split is empty, or evaluate.batches is 0")
+        return None
+    # A blend without weights may be shorter; ranks split whole batches.
+    n_sequences = min(context.run.evaluate.batches * size, len(order))
+    found_batches = held_out_batches(order, n_sequences, size, vocabulary_size)
+    batches = (pad_batch(*batch, size) for batch in found_batches)
+    loss_of = context.model.held_out_loss
+    found = evaluate_sequences(loss_of, batches, vocabulary_size, context.tokenizer)
+    consumed = context.batches.consumed(state.step) * context.run.model.sequence_length
+    values = {"step": state.step, "tokens": consumed, "split": split, **found.as_dict()}
+    metrics.write("evaluate", values)
+    name = "test" if split == "test" else "held-out"
+    line = f"step {state.step}: {name} loss {found.mean_loss:.4f}"
+    line += f" | perplexity {found.perplexity:.2f}"
+    bits = found.bits_per_byte
+    show(state.step, line if bits is None else f"{line} | {bits:.3f} bits per byte")
+    return found.mean_loss
+
+
+def sample(context: TrainContext, state: State, metrics: Metrics) -> str:
+    """Continues each prompt; returns the texts."""
+    context.heartbeat.enter("evaluate", state.step)
+    model = context.model.whole_model
+    if context.tokenizer is None:
+        return "no samples: tokenizer.path is empty"
+    if model is None:
+        return "no samples: the model is sharded; run trainyard generate on a checkpoint"
+    texts = []
+    sampling = replace(SAMPLING, vocabulary_size=context.tokenizer.vocabulary_size)
+    for prompt in context.run.evaluate.sample_prompts:
+        ids = context.tokenizer.encode(prompt)
+        n_tokens, end = context.run.evaluate.sample_tokens, context.tokenizer.eod_id
+        (new,) = generate(model, ids, n_tokens, sampling, end)
+        text = context.tokenizer.decode(new)
+        metrics.write("sample", {"step": state.step, "prompt": prompt, "text": text})
+        texts.append(f"sample: {prompt}{text}")
+    return "\n".join(texts)

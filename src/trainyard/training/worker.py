@@ -1,0 +1,382 @@
+"""One training process: reads the run folder, builds the context, trains, reports the outcome.
+
+    python -m trainyard.training.worker runs/my-run --resume auto
+
+Everything comes from `run.toml` in the folder, so nothing else must match across ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from trainyard.checkpoint.background import probe
+from trainyard.config.load import load_run
+from trainyard.config.precisions import BF16, FP16
+from trainyard.config.run import Run
+from trainyard.data.index_cache import IndexCache
+from trainyard.data.loader import (
+    Loader,
+    build_training_orders,
+    data_fingerprint,
+    data_prefixes,
+    describe_data,
+    find_unread,
+)
+from trainyard.data.sidecar import load_sidecar
+from trainyard.data.tokenizer import Tokenizer, tokenizer_name
+from trainyard.data.vocabulary import load_vocabulary
+from trainyard.errors import ConfigError, GuardError, LaunchError, MachineError, UserError
+from trainyard.files import publish_text
+from trainyard.launch.environment import (
+    hide_secrets,
+    read_process,
+    refuse_missing_devices,
+    seconds_left,
+)
+from trainyard.launch.heartbeat import Heartbeat
+from trainyard.log import build_logger, show_progress
+from trainyard.optim.optimizer import build_optimizer
+from trainyard.parallel.mesh import (
+    Mesh,
+    build_mesh,
+    choose_device,
+    device_name,
+    keep_freed_memory,
+    name_device_errors,
+)
+from trainyard.parallel.model import ParallelModel
+from trainyard.parallel.start import gather_facts, start_ranks
+from trainyard.planning.batches import BatchSchedule
+from trainyard.planning.hardware import cpu_multiplies_bf16_natively
+from trainyard.planning.resolve import Plan, resolve
+from trainyard.planning.saving import checkpoint_bytes
+from trainyard.precision.float8 import refuse_device
+from trainyard.topology import name_ranks
+from trainyard.training.checkpoints import build_saver, load_state
+from trainyard.training.loop import Show, train
+from trainyard.training.metrics import LogLines, Metrics
+from trainyard.training.run_folder import (
+    TOKENIZER_FOLDER,
+    Resume,
+    checkpoint_folder,
+    find_checkpoint,
+    refuse_what_is_not_built,
+)
+from trainyard.training.state import State, TrainContext
+from trainyard.training.stop import Stop, StopReason
+from trainyard.units import format_large
+
+logger = logging.getLogger("trainyard")
+
+OUTCOME = "outcome.json"
+BLOCKS_A_ROUND = 64
+"""Blocks of 16 MiB that a rank reads between synchronizations."""
+
+
+def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -> StopReason:
+    """Trains the run of a folder from its newest checkpoint, or from the beginning.
+
+    Args:
+        folder: holds run.toml; all output goes here.
+        resume: "auto" resumes if there is a checkpoint; "must" requires one, "never" forbids one.
+        log: "short" log lines have the essential metrics, "full" ones all.
+
+    Returns:
+        why training ended, `DONE` at the end of the plan; the first rank writes it to outcome.json.
+
+    Raises:
+        UserError: the run, its data or its checkpoint is unusable.
+        GuardError: training aborted.
+    """
+    run_text = (folder / "run.toml").read_text(encoding="utf-8")
+    run = load_run(str(folder / "run.toml")).run
+    process = read_process()
+    heartbeat = Heartbeat(
+        process.heartbeat, 60 * run.guard.step_timeout_minutes, 60 * run.guard.slow_timeout_minutes
+    )
+    heartbeat.enter("start", 0)
+    if process.rank > 0:
+        logger.setLevel(logging.ERROR)  # rank 0 logs for all
+    plan = resolve(run, process.n_ranks)
+    refuse_what_is_not_built(run)
+    refuse_missing_devices(torch.cuda.device_count())
+    device = choose_device(process, deterministic=run.train.deterministic)
+    refuse_device(run, device)
+    n_bytes = checkpoint_bytes(run, plan.n_parameters)
+    if process.n_ranks == 1:
+        probe(checkpoint_folder(folder), n_bytes)
+
+    def facts() -> dict[str, str]:
+        newest = find_checkpoint(folder, resume)
+        started_from = {"checkpoint": newest.name if newest else "none"}
+        if process.rank == 0:  # here, so that the others hear of it
+            probe(checkpoint_folder(folder), n_bytes)
+        return gather_facts(run_text, describe_data(run)) | started_from
+
+    with start_ranks(process, device, facts), name_device_errors(run, plan, device):
+        _warn_of_slow_precision(run, device)
+        mesh = build_mesh(plan.topology, process.rank, device)
+        read_unread(run, mesh, heartbeat, keeps=process.local_rank == 0)
+        return _train_on(build_context(folder, run, plan, mesh, heartbeat), resume, log)
+
+
+def read_unread(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> None:
+    """Reads token files missing from records and caches: each block once, by one rank.
+
+    Ranks that see the same files share the work. They synchronize every round, so that no rank
+    waits long and all send heartbeats.
+
+    Args:
+        run: names the files.
+        mesh: all ranks call this.
+        heartbeat: of this rank.
+        keeps: whether this rank writes the results to the cache folder.
+
+    Raises:
+        LaunchError: ranks see different contents.
+    """
+    unread = find_unread(run)
+    blocks = [block for files in unread for block in files.blocks]
+    view = _number(json.dumps([files.states for files in unread])) if unread else 0
+    views = mesh.gather([view, len(blocks)])
+    if not any(n_blocks for _, n_blocks in views):
+        return
+    alike = [rank for rank, (other, _) in enumerate(views) if other == view]
+    mine = range(alike.index(mesh.rank), len(blocks), len(alike))
+    n_seeing = Counter(other for other, _ in views)
+    n_rounds = max(-(-n // (n_seeing[other] * BLOCKS_A_ROUND)) for other, n in views)
+    digests = torch.zeros(len(blocks), 32, dtype=torch.uint8)
+    title = "fingerprinting the token files"
+    with show_progress(title) if mesh.rank == 0 else nullcontext(lambda *_: None) as update:
+        for number in range(n_rounds):
+            heartbeat.enter("load", 0)
+            for block in mine[number * BLOCKS_A_ROUND :][:BLOCKS_A_ROUND]:
+                digest = bytearray(blocks[block].read_digest())
+                digests[block] = torch.frombuffer(digest, dtype=torch.uint8)
+            mesh.barrier()
+            update(number + 1, n_rounds)
+    for other, n_blocks in sorted({(other, n) for other, n in views if n}):
+        mesh.all_reduce(digests if other == view else torch.zeros(n_blocks, 32, dtype=torch.uint8))
+    cache, found = IndexCache(Path(run.data.cache_folder)), iter(digests.tolist())
+    if keeps:
+        for files in unread:
+            cache.remember(files, [bytes(next(found)) for _ in files.blocks])
+    mesh.barrier()
+    contents = mesh.gather([_number(data_fingerprint(run))])
+    if others := [rank for rank, each in enumerate(contents) if each != contents[0]]:
+        raise LaunchError(
+            f"{name_ranks(others)} of {len(contents)}: the token files differ from those of rank 0",
+            "copy them again where they differ, or put them on shared storage",
+        )
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
+def _train_on(context: TrainContext, resume: Resume, log: LogLines) -> StopReason:
+    folder, run = context.folder, context.run
+    context.heartbeat.enter("load", 0)
+    state = load_state(context, resume)
+    device = context.device
+    try:
+        if context.is_first_rank:
+            _write_facts(context)
+        metrics = Metrics(context, log)
+    except OSError as error:
+        raise MachineError(
+            f"cannot write to {folder}: {error}", "free space or quota there, or make it writable"
+        ) from error
+    start = {"step": state.step, "resumed": state.step > 0, "device": device_name(device)}
+    metrics.write("start", start | {"attention": context.attention_kernel})
+    stop_folder = folder if context.is_first_rank else None
+    stop = Stop(stop_folder, run.train.stop_after_minutes, seconds_left())
+    saver = build_saver(context)
+    try:
+        with stop.catch_signals(), show_training(context, state.step) as show:
+            show(state.step, _describe(context, state))
+            ending, state = train(context, state, metrics, stop, saver, show)
+            context.heartbeat.enter("end", state.step)
+            metrics.write("end", {"step": state.step, "reason": ending.reason})
+            show(
+                state.step,
+                f"{ending.reason}: saved step {state.step} in {checkpoint_folder(folder)}",
+            )
+    except GuardError as error:
+        with suppress(MachineError):
+            saver.wait()  # for the previous checkpoint
+        _write_outcome(context, StopReason(error.problem, error.exit_code), state.step)
+        raise
+    finally:
+        metrics.close()
+    _write_outcome(context, ending, state.step)
+    return ending
+
+
+def build_context(
+    folder: Path, run: Run, plan: Plan, mesh: Mesh, heartbeat: Heartbeat
+) -> TrainContext:
+    """Builds model, optimizer and data; checks that data, tokenizer and model belong together."""
+    tokenizer = None
+    if run.tokenizer.path:
+        vocabulary = load_vocabulary(folder / TOKENIZER_FOLDER)
+        tokenizer = Tokenizer(vocabulary, tokenizer_name(run.tokenizer.path))
+    _check_vocabularies(run, tokenizer)
+    batches = BatchSchedule(run)
+    # The first rank fills the cache of orders; the others read it.
+    if mesh.rank > 0:
+        mesh.barrier()
+    orders = build_training_orders(run, plan)
+    if mesh.rank == 0:
+        mesh.barrier()
+    if orders["train"] is None:
+        raise ConfigError(
+            f"data.split={run.data.split!r} leaves no sequences for training",
+            "set its first share above 0",
+        )
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
+    parallel_model = ParallelModel(run, plan, mesh)
+    return TrainContext(
+        folder=folder,
+        run=run,
+        plan=plan,
+        batches=batches,
+        model=parallel_model,
+        optimizer=build_optimizer(parallel_model, run),
+        train_data=Loader(
+            orders["train"],
+            batches,
+            run.model.vocabulary_size,
+            mesh.data_rank_and_size,
+            pin_memory=mesh.device.type == "cuda",
+        ),
+        valid_order=orders["valid"],
+        test_order=orders["test"],
+        tokenizer=tokenizer,
+        data_fingerprint=data_fingerprint(run),
+        heartbeat=heartbeat,
+    )
+
+
+@contextmanager
+def show_training(context: TrainContext, first_step: int) -> Iterator[Show]:
+    """Yields a function that logs a line of training, and moves a progress bar on a terminal.
+
+    Only the first rank shows anything.
+    """
+    if not context.is_first_rank:
+        yield lambda _step, _text: None
+        return
+    n_steps = context.plan.n_steps
+    with show_progress("training", plain_lines=False) as update:
+
+        def show(step: int, text: str) -> None:
+            if text:
+                logger.info("%s", text)
+            update(step, n_steps, f"step {step:,} of {n_steps:,}")
+
+        show(first_step, "")
+        yield show
+
+
+def _warn_of_slow_precision(run: Run, device: torch.device) -> None:
+    compute = run.precision.formats.compute
+    if run.precision.formats.multiplies_in_fp8 and run.precision.fp8.emulate:
+        logger.warning(
+            "precision.fp8.emulate=true computes fp8 matmuls in fp32, slower than "
+            "precision.kind=bf16"
+        )
+    elif compute == BF16 and device.type == "cpu" and not cpu_multiplies_bf16_natively():
+        logger.warning(
+            "this CPU has no bf16 matmuls: precision.kind=fp32 is several times as fast here"
+        )
+    elif compute == FP16 and device.type == "cpu":
+        logger.warning(
+            "few CPUs have fp16 matmuls: precision.kind=fp32 may be 100 times as fast here"
+        )
+
+
+def _check_vocabularies(run: Run, tokenizer: Tokenizer | None) -> None:
+    """Checks that the tokenizer fits the model and made every token file."""
+    if tokenizer is not None and tokenizer.vocabulary_size > run.model.vocabulary_size:
+        raise ConfigError(
+            f"tokenizer.path={run.tokenizer.path!r} has {tokenizer.vocabulary_size} tokens, "
+            f"model.vocabulary_size={run.model.vocabulary_size} is smaller",
+            f"model.vocabulary_size={tokenizer.vocabulary_size}",
+        )
+    for prefix in data_prefixes(run):
+        if not Path(f"{prefix}.json").exists():  # made by Megatron-LM: tokenizer unknown
+            continue
+        sidecar = load_sidecar(prefix)
+        sidecar.check_sizes(prefix)
+        if tokenizer is not None:
+            sidecar.check_against(tokenizer, prefix)
+        if sidecar.tokenizer.vocabulary_size > run.model.vocabulary_size:
+            raise ConfigError(
+                f"{prefix} was made with a vocabulary of {sidecar.tokenizer.vocabulary_size} "
+                f"tokens, model.vocabulary_size={run.model.vocabulary_size} is smaller",
+                f"model.vocabulary_size={sidecar.tokenizer.vocabulary_size}",
+            )
+
+
+def _write_facts(context: TrainContext) -> None:
+    folder = context.folder
+    (folder / OUTCOME).unlink(missing_ok=True)  # of an earlier start
+    for name, facts in (("plan", context.plan.as_json()), ("versions", context.versions)):
+        (folder / f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_outcome(context: TrainContext, ending: StopReason, step: int) -> None:
+    """Records how training ended, for launchers whose exit code does not show it."""
+    if context.is_first_rank:
+        facts = {"reason": ending.reason, "exit_code": ending.exit_code, "step": step}
+        publish_text(context.folder / OUTCOME, json.dumps(facts, indent=2) + "\n")
+
+
+def _describe(context: TrainContext, state: State) -> str:
+    run, plan = context.run, context.plan
+    start = f"resumes at step {state.step}" if state.step else "starts"
+    return (
+        f"{run.name} {start}: {plan.n_parameters:,} parameters, {plan.n_steps} steps, "
+        f"{format_large(plan.n_tokens)} tokens, {run.precision.kind} on {context.device}"
+    )
+
+
+def main() -> None:
+    """Runs one worker from the command line, as a launcher does."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--resume", choices=get_args(Resume), default="auto")
+    parser.add_argument("--log", choices=get_args(LogLines), default="short")
+    arguments = parser.parse_args()
+    build_logger(hide_secrets)
+    try:
+        code = run_worker(arguments.folder, arguments.resume, arguments.log).exit_code
+    except UserError as error:
+        logger.error("error: %s", error)
+        code = error.exit_code
+    except Exception:
+        sys.stderr.write(hide_secrets(traceback.format_exc()))
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A normal exit would abort if a save thread is waiting for a dead rank.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

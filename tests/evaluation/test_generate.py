@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from trainyard.errors import CheckpointError, ConfigError, DataError
+from trainyard.evaluation.generate import Sampling, choose, generate, generate_steps
+from trainyard.model.gpt import GPT
+
+T = 16
+NAN, INF = float("nan"), float("inf")
+GREEDY = Sampling(temperature=0)
+
+
+def greedy_by_full_forward(model: GPT, ids: list[int], n_tokens: int) -> list[int]:
+    """Takes the best token again and again, with everything computed afresh."""
+    text, start = list(ids), 0
+    for _ in range(n_tokens):
+        if len(text) - start > T:  # the window is full: the last half is kept
+            start = len(text) - T // 2
+        with torch.no_grad():
+            logits = model.logits(model(torch.tensor([text[start:]])))[0, -1]
+        text.append(int(logits.argmax()))
+    return text[len(ids) :]
+
+
+@pytest.mark.parametrize("n_prompt", [1, 5, T - 1, T])
+def test_greedy_equals_the_argmax_of_a_full_forward_pass(model: GPT, n_prompt: int) -> None:
+    prompt = torch.randint(50, (n_prompt,), generator=torch.Generator().manual_seed(1)).tolist()
+    # 40 tokens: the cache is filled and started again several times.
+    assert generate(model, prompt, 40, GREEDY) == [greedy_by_full_forward(model, prompt, 40)]
+
+
+def test_padding_of_the_vocabulary_is_never_chosen(model: GPT) -> None:
+    samples = generate(model, [1], 100, Sampling(5.0, top_k=0, top_p=1), n_samples=4)
+    assert max(max(ids) for ids in samples) < 50
+    few = generate(model, [1], 100, Sampling(5.0, 0, 1.0, vocabulary_size=5), n_samples=4)
+    assert {i for ids in few for i in ids} == set(range(5))
+
+
+def test_a_seed_gives_the_same_text_and_another_one_another(model: GPT) -> None:
+    texts = [generate(model, [1, 2], 20, Sampling(1.0, 0, 1.0, seed)) for seed in (7, 7, 8)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_samples_of_one_prompt_differ(model: GPT) -> None:
+    first, second = generate(model, [1, 2], 20, Sampling(1.0, 0, 1.0), n_samples=2)
+    assert len(first) == len(second) == 20
+    assert first != second
+
+
+def draw(probabilities: list[float], sampling: Sampling, n: int = 4000) -> dict[int, float]:
+    logits = torch.tensor(probabilities).log().expand(n, -1)
+    ids = choose(logits, sampling, torch.Generator().manual_seed(0))
+    return {int(i): float((ids == i).float().mean()) for i in ids.unique()}
+
+
+def test_top_k_keeps_the_k_likeliest() -> None:
+    found = draw([0.1, 0.4, 0.2, 0.3], Sampling(1.0, top_k=2, top_p=1))
+    assert found == pytest.approx({1: 4 / 7, 3: 3 / 7}, abs=0.03)
+
+
+def test_top_p_keeps_the_fewest_that_reach_it() -> None:
+    shares = [0.1, 0.4, 0.2, 0.3]
+    assert set(draw(shares, Sampling(1.0, 0, top_p=0.3))) == {1}
+    assert set(draw(shares, Sampling(1.0, 0, top_p=0.6))) == {1, 3}
+    assert set(draw(shares, Sampling(1.0, 0, top_p=1e-9))) == {1}
+    assert draw(shares, Sampling(1.0, 0, top_p=0.75)) == pytest.approx(
+        {1: 4 / 9, 3: 3 / 9, 2: 2 / 9}, abs=0.03
+    )
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    # squared and normalized: 0.8^2 / (0.8^2 + 0.2^2)
+    cold = draw([0.2, 0.8], Sampling(0.5, 0, 1))
+    assert cold[1] == pytest.approx(0.64 / 0.68, abs=0.02)
+    assert draw([0.2, 0.8], Sampling(100.0, 0, 1))[1] == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_sample_ends_at_the_end_of_document(model: GPT) -> None:
+    whole = generate(model, [1], 12, GREEDY)[0]
+    stop = whole[4]
+    assert generate(model, [1], 12, GREEDY, eod_id=stop) == [whole[: whole.index(stop)]]
+    steps = list(generate_steps(model, [1], 12, GREEDY, eod_id=stop))
+    assert len(steps) == whole.index(stop) + 1  # no step after every sample has ended
+
+
+def test_an_empty_prompt_starts_a_document(model: GPT) -> None:
+    ids = generate(model, [], 3, GREEDY, eod_id=49)[0]
+    assert ids == generate(model, [49], 3, GREEDY, eod_id=49)[0]
+
+
+def test_the_mode_of_the_model_is_restored(model: GPT) -> None:
+    evaluated = generate(model, [1], 5, GREEDY)
+    model.train()
+    assert generate(model, [1], 5, GREEDY) == evaluated
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ([], "the prompt is empty, and no end-of-document"),
+        ([1] * 17, r"the prompt has 17 tokens; the model's limit is 16\nhint"),
+        ([1, 50], "token 1 of the prompt is id 50; .* 0 to 49"),
+        ([1, -1], "token 1 of the prompt is id -1; .* 0 to 49"),
+    ],
+)
+def test_a_wrong_prompt_is_refused(model: GPT, prompt: list[int], problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        generate(model, prompt, 3, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        *(
+            ({"temperature": x}, f"temperature {x} is neither 0 nor at least")
+            for x in (-0.1, 1e-45, NAN, INF)
+        ),
+        *(
+            ({"top_p": x}, f"top_p {x} is not above 0 and at most 1")
+            for x in (0.0, -1.0, 1.01, NAN)
+        ),
+        *(({"seed": x}, f"seed {x} is outside 0 to 2") for x in (-1, 2**63)),
+        ({"top_k": -1}, "top_k -1 is below 0\nhint: 0 allows every token"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Sampling(**options)
+
+
+def test_a_diverged_model_is_named(model: GPT) -> None:
+    with torch.no_grad():
+        model.final_norm.weight.fill_(float("nan"))
+    with pytest.raises(CheckpointError, match=r"scores are not numbers .* diverged"):
+        generate(model, [1], 3, GREEDY)

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainyard.config.cluster import cluster_names
+from trainyard.errors import UserError
+from trainyard.planning.clusters import NODES, find_machine
+
+OWN = """
+description = "two nodes in the basement"
+gpu = "a100-80g"
+devices_per_node = 4
+network_gigabytes_per_second = 2.5
+
+[efficiencies]
+matmul_share = 0.75
+"""
+
+
+SHIPPED = {
+    "azure-ndv5": ("H100", 8, 450e9, 50e9),
+    "azure-ndv5-h200": ("H200", 8, 450e9, 50e9),
+    "frontier": ("MI250X GCD", 8, 75e9, 12.5e9),
+    "local": ("CPU", 4, 1e9, 0.1e9),
+    "lumi": ("MI250X GCD", 8, 75e9, 12.5e9),
+    "mpi": ("H100", 8, 450e9, 50e9),
+    "pbs": ("H100", 8, 450e9, 50e9),
+    "perlmutter": ("A100 40GB", 4, 300e9, 25e9),
+    "polaris": ("A100 40GB", 4, 300e9, 12.5e9),
+    "slurm": ("H100", 8, 450e9, 50e9),
+    "ssh": ("H100", 8, 450e9, 50e9),
+}
+"""Device, devices of a node, bytes per second of a link and of the network."""
+
+
+def test_shipped_clusters() -> None:
+    assert cluster_names() == list(SHIPPED)
+    for name, expected in SHIPPED.items():
+        found = find_machine(name)
+        bandwidths = found.link_bytes_per_second, found.network_bytes_per_second
+        assert found.name == name
+        assert (found.device.name, found.devices_per_node, *bandwidths) == expected, name
+
+
+@pytest.mark.parametrize("gpu", NODES)
+def test_every_gpu_has_a_machine_with_all_figures(gpu: str) -> None:
+    machine = find_machine(gpu=gpu)
+    assert machine.device.memory_bytes_per_second
+    assert machine.device.peaks
+    assert set(machine.efficiencies.sources) == {
+        *("matmul_share", "sustained_share", "attention_share", "memory_share"),
+        *("link_share", "network_share", "launch_seconds"),
+    }
+
+
+def test_without_a_name_it_is_the_processor() -> None:
+    assert find_machine() == find_machine("local")
+    assert find_machine(gpu="cpu") == find_machine("local")
+
+
+def test_a_cluster_with_other_gpus_keeps_its_network() -> None:
+    machine = find_machine("perlmutter", "a100-80g")
+    assert machine.device.name == "A100 80GB"
+    assert machine.memory_bytes == 80 * 2**30
+    assert machine.devices_per_node == 4
+    h100 = find_machine("polaris", "h100")
+    assert h100.network_bytes_per_second == find_machine("polaris").network_bytes_per_second
+    assert h100.link_bytes_per_second == find_machine(gpu="h100").link_bytes_per_second
+    # What was measured with the cluster's own devices says nothing of others.
+    measured = find_machine(gpu="h100").efficiencies
+    assert find_machine("local", "h100").efficiencies == measured
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "basement.toml"
+    path.write_text(OWN)
+    machine = find_machine(str(path))
+    assert machine.devices_per_node == 4
+    assert machine.network_bytes_per_second == 2.5e9
+    assert machine.link_bytes_per_second == 300e9, "the datasheet's"
+    assert machine.efficiencies.matmul_share == 0.75
+    assert machine.efficiencies.sources["matmul_share"] == f"cluster {path}"
+    assert (
+        machine.efficiencies.memory_share == find_machine(gpu="a100-80g").efficiencies.memory_share
+    )
+
+
+def test_gpus_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    figures = """memory_gigabytes = 24
+memory_gigabytes_per_second = 936
+peaks_teraflops = { fp32 = 35.6, fp16 = 71, bf16 = 71 }"""
+    path.write_text(f'gpu = "NVIDIA GeForce RTX 3090"\n{figures}\ndevices_per_node = 2')
+    machine = find_machine(str(path))
+    assert machine.device.name == "NVIDIA GeForce RTX 3090"
+    assert (machine.memory_bytes, machine.devices_per_node) == (24 * 2**30, 2)
+    assert machine.device.memory_bytes_per_second == 936e9
+    assert machine.device.peak_flops_per_second("bf16") == 71e12
+    assert machine.device.peak_flops_per_second("fp8") is None
+    assert machine.link_bytes_per_second == 32e9, "a slot of PCIe 4.0"
+    assert 8 * machine.network_bytes_per_second == 12.5e9, "100 Gbit/s for a usual node"
+    assert machine.efficiencies.sources["matmul_share"].startswith("assumed")
+    # Of a GPU that is known, the file corrects figures.
+    path.write_text('gpu = "a100-80g"\nmemory_gigabytes = 96')
+    assert find_machine(str(path)).memory_bytes == 96 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gpu", "problem", "hint"),
+    [
+        ("polari", None, "no cluster named 'polari'", "did you mean polaris?"),
+        ("zzz", None, "no cluster named 'zzz'", "known: azure-ndv5, "),
+        (None, "h10", "--gpu: no GPU named 'h10'", "did you mean h100"),
+        (None, "A100", "--gpu: no GPU named 'A100'", "did you mean a100-"),
+        (None, "tpu", "--gpu: no GPU named 'tpu'", "cpu"),
+        (None, "4090-24g", "--gpu: no GPU named '4090-24g'", "did you mean rtx-4090?; memory_gig"),
+        (None, "3090-24g", "--gpu: no GPU named '3090-24g'", "known: v100-16g, "),
+        ("polaris", "a100", "--gpu: no GPU named 'a100'", "did you mean a100-"),
+        (
+            "missing/lumi.toml",
+            None,
+            "cannot read the cluster file missing/lumi.toml: No such file",
+            "lumi",
+        ),
+    ],
+)
+def test_unknown_names(cluster: str | None, gpu: str | None, problem: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_machine(cluster, gpu)
+    assert caught.value.problem.startswith(problem)
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('gpu = "a100-8g"', "no GPU named 'a100-8g'"),
+        ('gpu = "mine"\nmemory_gigabytes = 24', "no GPU named 'mine'"),
+        ('gpu = "h100"\nmemory_gigabytes = 0', "memory_gigabytes"),
+        ('gpu = "h100"\npeaks_teraflops = { bf61 = 9 }', "peaks_teraflops"),
+        ('gpu = "h100"\npeaks_teraflops = { bf16 = -9 }', "peaks_teraflops"),
+        ("devices_per_node = 4", "gpu"),
+        ('gpu = "h100"\nnodes = 3', "nodes"),
+        ('gpu = "h100"\ndevices_per_node = 0', "devices_per_node"),
+        ('gpu = "h100"\n[efficiencies]\nlink_share = 1.5', "link_share"),
+        ('gpu = "h100', "is not valid TOML"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        find_machine(str(path))
+    assert problem in caught.value.problem
+    assert str(path) in caught.value.problem
+    assert caught.value.hint

@@ -1,0 +1,202 @@
+"""What a run is shrunk to, and which layouts it is tried in."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from trainyard.config.load import build_run, load_run
+from trainyard.config.run import Run
+from trainyard.errors import ConfigError
+from trainyard.planning.batches import BatchSchedule
+from trainyard.planning.layout_check import N_STEPS, cover_pairs, describe_layout, plan_layout_check
+from trainyard.planning.resolve import resolve
+from trainyard.topology import AXES
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def load(source: str, *overrides: str) -> Run:
+    return load_run(source, list(overrides)).run
+
+
+@pytest.mark.parametrize("n_axes", range(6))
+def test_layouts_cut_every_pair_of_axes_with_three_at_most(n_axes: int) -> None:
+    for axes in itertools.combinations(AXES, n_axes):
+        layouts = cover_pairs(axes)
+        assert len(layouts) == {4: 3, 5: 4}.get(n_axes, 1)
+        assert all(len(layout) <= 3 for layout in layouts)
+        assert {axis for layout in layouts for axis in layout} == set(axes)
+        for pair in itertools.combinations(axes, 2):
+            assert any(set(pair) <= set(layout) for layout in layouts)
+
+
+def test_a_thousand_ranks_become_eight() -> None:
+    run = load(str(RECIPES / "azure" / "175b.toml"))
+    check = plan_layout_check(run, 1024)
+    assert (check.topology.n_ranks, check.n_ranks) == (1024, 8)
+    (layout,) = check.layouts
+    (topology,) = check.topologies
+    assert (topology.pipeline, topology.shard, topology.tensor) == (2, 2, 2)
+    assert layout.parallel.sequence
+    assert (layout.parallel.zero_stage, layout.parallel.schedule) == (1, "1f1b")
+    assert layout.model.dropout == run.model.dropout == 0.1
+    assert layout.model.n_layers == 4
+    assert check.alone.parallel.pipeline == check.alone.parallel.tensor == 1
+    assert check.alone.model == layout.model
+    assert "n_layers 96 -> 4" in check.changes["model"]
+    assert "epsilon 1e-08 -> 0.001" in check.changes["optimizer"]
+
+
+def test_what_the_mathematics_depends_on_stays() -> None:
+    run = load(
+        "tiny",
+        "model.tied_embeddings=false",
+        "model.dropout=0.3",
+        "optimizer.betas=[0.8, 0.9]",
+        "optimizer.weight_decay=0.3",
+        "optimizer.clip_norm=inf",
+        "schedule.kind=warmup_stable_decay",
+        "schedule.cooldown=5 steps",
+        "parallel.recompute=block",
+    )
+    small = plan_layout_check(run).layouts[0]
+    assert not small.model.tied_embeddings
+    assert small.model.dropout == 0.3
+    assert (small.optimizer.betas, small.optimizer.weight_decay) == ((0.8, 0.9), 0.3)
+    assert math.isinf(small.optimizer.clip_norm)
+    assert small.schedule.kind == "warmup_stable_decay"
+    assert small.parallel.recompute == "block"
+
+
+def test_axes_are_those_of_the_ranks_there_are() -> None:
+    # Without a number of ranks, one to share weights with; with one, what it says.
+    assert plan_layout_check(load("tiny")).n_ranks == 2
+    assert plan_layout_check(load("tiny"), 1).n_ranks == 1
+    assert plan_layout_check(load("tiny", "parallel.zero_stage=0")).n_ranks == 1
+    assert plan_layout_check(load("tiny", "parallel.zero_stage=0"), 2).n_ranks == 2
+    hybrid = plan_layout_check(load("mds-125m", "parallel.data_replicate=4"), 16)
+    assert (hybrid.topologies[0].replicate, hybrid.topologies[0].shard) == (2, 2)
+    alone = plan_layout_check(load("mds-125m", "parallel.data_replicate=4"), 4)
+    assert (alone.topologies[0].replicate, alone.topologies[0].shard) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "pipeline", "chunks", "expected"),
+    [
+        (24, 1, 1, 2),
+        (1, 1, 1, 1),
+        (24, 4, 1, 4),
+        (10, 4, 1, 3),
+        (3, 2, 1, 3),
+        (24, 4, 3, 4),
+        (25, 4, 3, 5),
+        (8, 4, 1, 4),
+        (4, 2, 2, 4),
+        (6, 4, 1, 3),
+    ],
+)
+def test_stages_are_as_uneven_as_those_of_the_run(
+    n_layers: int, pipeline: int, chunks: int, expected: int
+) -> None:
+    run = load(
+        "mds-125m",
+        f"model.n_layers={n_layers}",
+        f"parallel.pipeline={pipeline}",
+        f"parallel.chunks={chunks}",
+        f"parallel.schedule={'interleaved' if chunks > 1 else '1f1b'}",
+        "model.d_model=8192",  # the head weighs little beside such blocks
+        "model.n_heads=8",
+        "model.d_ff=32768",
+    )
+    check = plan_layout_check(run)
+    assert check.alone.model.n_layers == expected
+    sizes = {end - start for start, end in resolve(run).stages}
+    small = resolve(check.layouts[0], check.n_ranks).stages
+    assert len({end - start for start, end in small}) == min(2, len(sizes))
+
+
+def test_a_growing_batch_grows() -> None:
+    run = load(str(RECIPES / "benchmark64" / "full.toml"))
+    check = plan_layout_check(run)
+    for small in (check.alone, *check.layouts):
+        batches = BatchSchedule(small)
+        assert [batches.batch_size(step) for step in range(N_STEPS)] == [2, 2, 4]
+    assert "batch_ramp.start 16 -> 2" in check.changes["train"]
+
+
+def test_several_layouts_for_more_axes() -> None:
+    run = load(
+        "mds-125m",
+        "parallel.pipeline=2",
+        "parallel.tensor=4",
+        "parallel.context=3",
+        "model.sequence_length=2304",
+        "parallel.data_replicate=2",
+        "parallel.recompute=attention",
+    )
+    check = plan_layout_check(run, 96)
+    texts = [
+        describe_layout(small, topology)
+        for small, topology in zip(check.layouts, check.topologies, strict=True)
+    ]
+    assert texts == [
+        "pipeline 2 (1f1b) x replicas 2 x data 2 (ZeRO 1), recompute attention",
+        "pipeline 2 (1f1b) x replicas 2 x context 2 (ulysses), recompute attention",
+        "pipeline 2 (1f1b) x replicas 2 x tensor 2, recompute attention",
+        "data 2 (ZeRO 1) x context 2 (ulysses) x tensor 2, recompute attention",
+    ]
+
+
+def test_a_number_of_ranks_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"1000 ranks cannot be divided by parallel\.tensor=8"):
+        plan_layout_check(load(str(RECIPES / "azure" / "175b.toml")), 1000)
+
+
+@pytest.mark.exhaustive
+def test_every_run_that_can_be_can_be_tried() -> None:
+    space = {
+        "pipeline": (1, 2, 4),
+        "chunks": (1, 2, 3),
+        "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
+        "context": (1, 2),
+        "context_method": ("ulysses", "ring"),
+        "tensor": (1, 4),
+        "sequence": (False, True),
+        "zero_stage": (0, 1, 2, 3),
+        "data_replicate": (1, 2, 3),
+    }
+    whole = load("mds-125m", "model.dropout=0.0", "train.compile=never").model_dump()
+    whole["train"].pop("batch_ramp")
+    ramp = {"batch_ramp": {"start": 4, "increment": 4, "length": "100 sequences"}}
+    chance = random.Random(1)
+    n_tried = 0
+    for _ in range(2000):
+        batch = {"global_batch_size": chance.choice([8, 12, 16, 24, 36])}
+        batch |= {"micro_batch_size": chance.choice([1, 2, 4])} | chance.choice([{}, ramp])
+        values = {
+            "model": whole["model"] | {"n_layers": chance.choice([12, 13, 16])},
+            "train": whole["train"] | batch,
+            "parallel": {name: chance.choice(choices) for name, choices in space.items()},
+        }
+        n_ranks = chance.choice([None, 16, 32, 48])
+        try:
+            run = build_run(whole | values)
+            plan = resolve(run, n_ranks)
+        except (ValidationError, ConfigError):
+            continue
+        check = plan_layout_check(run, n_ranks)
+        assert check.topology == plan.topology
+        sizes = [topology.n_ranks for topology in check.topologies]
+        rings = [3, 4] if run.parallel.context > 1 and run.parallel.context_method == "ring" else []
+        assert sizes[len(sizes) - len(rings) :] == rings
+        assert set(sizes[: len(sizes) - len(rings)]) == {check.n_ranks}
+        few = min(2, run.train.micro_batch_size)
+        assert all(small.train.micro_batch_size == few for small in check.layouts)
+        n_tried += 1
+    assert n_tried > 100

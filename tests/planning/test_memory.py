@@ -1,0 +1,145 @@
+"""The formulas of memory against the simulated step, of many layouts and of all recipes.
+
+The peaks of simulations are in the record of benchmarks/planned_memory.py; some are simulated here
+again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.circles import everyday
+
+from trainyard.config.load import load_run
+from trainyard.config.run import Run
+from trainyard.planning.memory import ITEMS, busiest_memory, rank_memory
+from trainyard.planning.resolve import resolve
+from trainyard.simulate.simulation import simulate
+
+ROOT = Path(__file__).parents[2]
+RECORD = sorted((ROOT / "benchmarks" / "records").glob("*-planned-memory.json"))[-1]
+ROWS: list[dict[str, Any]] = json.loads(RECORD.read_text())["formulas"]
+BASE = """train.compile=never train.micro_batch_size=1 train.global_batch_size=8 model.dropout=0.0
+    precision.kind=bf16 parallel.zero_stage=0"""
+SMALL = """model.n_layers=4 model.d_model=256 model.n_heads=4 model.d_ff=1024
+    model.sequence_length=512 model.vocabulary_size=8000"""
+
+
+def load(source: str, changes: str) -> Run:
+    # Simulations do not compile; tests/fake_cuda/test_memory.py has blocks that are compiled.
+    words = ["train.compile=never"]
+    words += [word if "." in word else f"parallel.{word}" for word in changes.split()]
+    if source == "tiny":
+        return load_run("tiny", [*BASE.split(), *SMALL.split(), *words]).run
+    return load_run(str(ROOT / source), words).run
+
+
+def planned(run: Run, n_ranks: int, pipeline_rank: int, *, on_gpu: bool = True) -> int:
+    memory = rank_memory(run, resolve(run, n_ranks), pipeline_rank, on_gpu)
+    return memory.peak_bytes - memory.items["context and libraries"]
+
+
+def name_of(row: dict[str, Any]) -> str:
+    return f"{row['source']} {row['changes']} on {row['n_ranks']}, {row['pipeline_rank']}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_within_ten_per_cent_of_the_simulation_and_never_below(row: dict[str, Any]) -> None:
+    found = planned(load(row["source"], row["changes"]), row["n_ranks"], row["pipeline_rank"])
+    assert 0 <= found / row["simulated_bytes"] - 1 <= 0.10
+
+
+def test_the_record_is_of_many_layouts_and_all_recipes() -> None:
+    assert len({(row["source"], row["n_ranks"], row["changes"]) for row in ROWS}) >= 40
+    # Those whose precision can be simulated.
+    recipes = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "recipes").glob("*/*.toml")
+        if "fp8" not in path.name
+    }
+    assert recipes - {row["source"] for row in ROWS} <= {
+        "recipes/benchmark64/tgs.toml",  # as full.toml but for its length
+        "recipes/laptop/wikipedia.toml",  # as gpt-10m.toml but for its vocabulary
+    }
+
+
+EVERY_DAY = [r for r in ROWS if r["changes"].startswith("zero_stage=1 ") and r["n_ranks"] == 2]
+
+
+@pytest.mark.parametrize("row", everyday(ROWS, EVERY_DAY), ids=name_of)
+def test_simulations_are_still_those_of_the_record(row: dict[str, Any]) -> None:
+    run, n_ranks = load(row["source"], row["changes"]), row["n_ranks"]
+    rank = row["pipeline_rank"] * n_ranks // run.parallel.pipeline
+    found = simulate(run, n_ranks, rank).peak_bytes
+    assert found == pytest.approx(row["simulated_bytes"], rel=0.01)
+    assert 0 <= planned(run, n_ranks, row["pipeline_rank"]) / found - 1 <= 0.10
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "changes", ["", "model.dropout=0.1", "model.dropout=0.1 recompute=block", "zero_stage=3"]
+)
+def test_a_cpu_differs_where_its_kernels_do(changes: str) -> None:
+    run = load("tiny", changes)
+    n_ranks = 2 if "zero" in changes else 1
+    found = simulate(run, n_ranks, 0, on_gpu=False).peak_bytes
+    assert 0 <= planned(run, n_ranks, 0, on_gpu=False) / found - 1 <= 0.10
+    memory = rank_memory(run, resolve(run, n_ranks), 0, on_gpu=False)
+    assert memory.items["context and libraries"] == 0
+
+
+def test_states_of_one_rank_are_counted_by_hand() -> None:
+    run = load("tiny", "precision.kind=fp32")
+    plan = resolve(run, 1)
+    memory = rank_memory(run, plan, 0)
+    n = plan.n_parameters
+    assert tuple(memory.items) == ITEMS
+    assert memory.items["weights"] == 4 * n
+    assert memory.items["optimizer"] == 8 * n
+    assert memory.items["gradients"] == 4 * n
+    assert memory.items["gathered weights"] == 0
+    assert memory.peak_bytes == sum(memory.items.values())
+    assert memory.host_bytes == 12 * n, "of a save in the background"
+
+
+def test_zero_shares_states_and_low_bits_shrink_them() -> None:
+    run = load("tiny", "zero_stage=1 precision.kind=bf16")
+    alone, shared = (rank_memory(run, resolve(run, n), 0).items for n in (1, 8))
+    assert shared["weights"] == alone["weights"] / 8
+    assert shared["optimizer"] == alone["optimizer"] / 8
+    low = run.model_copy(
+        update={"precision": run.precision.model_copy(update={"kind": "fp8_lowbit"})}
+    )
+    items = rank_memory(low, resolve(low, 8), 0).items
+    # Vectors have a master weight besides one in bf16.
+    matrices, vectors = 4 * 12 * 256**2 // 8, 4 * 13 * 256 // 8
+    assert shared["weights"] - items["weights"] == 2 * (matrices + vectors)
+    assert shared["optimizer"] - items["optimizer"] == matrices * (3 - 3 / 32) - 4 * vectors
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved chunks=2", "zero_bubble chunks=2"])
+def test_more_micro_batches_bring_a_pipeline_tokens_and_labels_alone(schedule: str) -> None:
+    changes = f"pipeline=2 schedule={schedule} train.global_batch_size="
+    for rank in range(2):
+        few, many = (planned(load("tiny", f"{changes}{n}"), 2, rank) for n in (8, 32))
+        assert many - few == (32 - 8) * 512 * 2 * 8
+
+
+def test_micro_batches_of_a_pipeline_share_one_cast_of_each_weight() -> None:
+    run = load("tiny", "pipeline=2")
+    plan = resolve(run, 2)
+    of_a_block = 12 * 256**2 + 13 * 256
+    for rank, (first, end) in enumerate(plan.stages):  # with two of them in flight, and with one
+        items = rank_memory(run, plan, rank).items
+        assert items["gathered weights"] == 2 * of_a_block * (end - first)
+
+
+def test_the_busiest_rank_needs_most() -> None:
+    run = load("tiny", "pipeline=4")
+    plan = resolve(run, 4)
+    peaks = [rank_memory(run, plan, rank).peak_bytes for rank in range(4)]
+    assert busiest_memory(run, plan).peak_bytes == max(peaks)
+    assert busiest_memory(run, plan).pipeline_rank == peaks.index(max(peaks))
