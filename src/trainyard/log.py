@@ -77,7 +77,8 @@ def show_progress(title: str, *, plain_lines: bool = True) -> Iterator[ProgressU
     )
 
     console = Console(stderr=True)
-    if not console.is_terminal:
+    # FORCE_COLOR, which Jupyter sets, asks for colours, not for a bar in a file.
+    if not (console.is_terminal and sys.stderr.isatty()):
         yield _PlainProgress(title, PLAIN_LINE_EVERY_SECONDS if plain_lines else float("inf"))
         return
     columns = (

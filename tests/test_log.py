@@ -1,0 +1,16 @@
+"""Progress on a terminal and in a file."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainyard.log import show_progress
+
+
+def test_a_file_gets_no_bar_where_colours_are_forced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter and CI systems do
+    with show_progress("training", plain_lines=False) as update:
+        update(1, 2, "step 1 of 2")
+    assert capsys.readouterr().err == ""
