@@ -25,7 +25,29 @@ def next_steps(runs: list[ReportedRun]) -> list[tuple[str, str]]:
         words = f"--prompt {shlex.quote(prompt)}"
         steps.append(("Try the model:", f"trainyard generate {folder} {words}"))
     if best.reason == "done":
-        length = shlex.quote(f"{2 * int(best.metrics.train.last('step') or 1)} steps")
-        steps.append(("Train longer:", f"trainyard train {folder} train.length={length}"))
+        steps.append(_train_longer(best, folder))
         steps.append(("Use it elsewhere:", f"trainyard export {folder} --output {name}-gpt"))
     return steps
+
+
+def _train_longer(reported: ReportedRun, folder: str) -> tuple[str, str]:
+    """Extends a run whose rate is at its peak; branches one whose rate has decayed."""
+    train, schedule = reported.metrics.train, reported.run.schedule
+    last = int(train.last("step") or 1)
+    rates = train["learning_rate"]
+    if schedule.kind == "constant" or not len(rates) or rates[-1] >= rates.max():
+        length = shlex.quote(f"{2 * last} steps")
+        return "Train longer:", f"trainyard train {folder} train.length={length}"
+    name = shlex.quote(f"name={reported.run.name}-longer")
+    peak = int(train["step"][rates >= rates.max()][-1])
+    saved = sorted((reported.folder / "checkpoints").glob("step-????????"))
+    before = [path for path in saved if int(path.name[5:]) <= peak]
+    if schedule.kind != "warmup_stable_decay" or not before:
+        command = f"trainyard train {folder} {name} train.start_from={folder}"
+        return "Train longer, from these weights with the schedule begun anew:", command
+    step = int(before[-1].name[5:])
+    lengths = {"train.length": 2 * last - step, "schedule.decay": 2 * last - step}
+    fields = {"schedule.warmup": 0, "data.skip": step, **lengths}
+    words = " ".join(shlex.quote(f"{key}={value} steps") for key, value in fields.items())
+    start = f"train.start_from={shlex.quote(str(before[-1]))} train.start_with=weights_and_optimizer"
+    return "Train longer, from before the decay:", f"trainyard train {folder} {name} {start} {words}"
