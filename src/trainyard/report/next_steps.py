@@ -49,5 +49,10 @@ def _train_longer(reported: ReportedRun, folder: str) -> tuple[str, str]:
     lengths = {"train.length": 2 * last - step, "schedule.decay": 2 * last - step}
     fields = {"schedule.warmup": 0, "data.skip": step, **lengths}
     words = " ".join(shlex.quote(f"{key}={value} steps") for key, value in fields.items())
-    start = f"train.start_from={shlex.quote(str(before[-1]))} train.start_with=weights_and_optimizer"
-    return "Train longer, from before the decay:", f"trainyard train {folder} {name} {start} {words}"
+    start = (
+        f"train.start_from={shlex.quote(str(before[-1]))} train.start_with=weights_and_optimizer"
+    )
+    return (
+        "Train longer, from before the decay:",
+        f"trainyard train {folder} {name} {start} {words}",
+    )
