@@ -367,10 +367,13 @@ def test_a_longer_run_depends_on_whether_the_rate_has_decayed(
     what, words = longer("warmup_stable_decay", 0)
     assert what == "Train longer, from before the decay:"
     assert words == [
-        *("base", "name=base-longer", "train.start_from=base/checkpoints/step-00000010"),
-        *("train.start_with=weights_and_optimizer", "schedule.warmup=0 steps"),
-        *("data.skip=10 steps", "train.length=30 steps", "schedule.decay=30 steps"),
+        *("base", "name=base-longer", "schedule.warmup=0 steps", "schedule.decay=30 steps"),
+        *("train.length=30 steps", "train.start_from=base/checkpoints/step-00000010"),
+        *("train.start_with=weights_and_optimizer", "data.from_step=0", "data.skip=80 sequences"),
     ]
     what, words = longer("cosine", 0)
-    assert what == "Train longer, from these weights with the schedule begun anew:"
-    assert words == ["base", "name=base-longer", "train.start_from=base"]
+    assert what == "Train longer, from these weights, with a new schedule:"
+    assert words == [
+        *("base", "name=base-longer", "train.start_from=base", "train.start_with=weights"),
+        *("data.from_step=0", "data.skip=120 sequences"),
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from trainyard.planning.batches import BatchSchedule
 from trainyard.report.summary import ReportedRun
 
 
@@ -38,21 +39,21 @@ def _train_longer(reported: ReportedRun, folder: str) -> tuple[str, str]:
     if schedule.kind == "constant" or not len(rates) or rates[-1] >= rates.max():
         length = shlex.quote(f"{2 * last} steps")
         return "Train longer:", f"trainyard train {folder} train.length={length}"
-    name = shlex.quote(f"name={reported.run.name}-longer")
     peak = int(train["step"][rates >= rates.max()][-1])
     saved = sorted((reported.folder / "checkpoints").glob("step-????????"))
     before = [path for path in saved if int(path.name[5:]) <= peak]
-    if schedule.kind != "warmup_stable_decay" or not before:
-        command = f"trainyard train {folder} {name} train.start_from={folder}"
-        return "Train longer, from these weights with the schedule begun anew:", command
-    step = int(before[-1].name[5:])
-    lengths = {"train.length": 2 * last - step, "schedule.decay": 2 * last - step}
-    fields = {"schedule.warmup": 0, "data.skip": step, **lengths}
-    words = " ".join(shlex.quote(f"{key}={value} steps") for key, value in fields.items())
-    start = (
-        f"train.start_from={shlex.quote(str(before[-1]))} train.start_with=weights_and_optimizer"
-    )
-    return (
-        "Train longer, from before the decay:",
-        f"trainyard train {folder} {name} {start} {words}",
-    )
+    fields: dict[str, object] = {"name": f"{reported.run.name}-longer"}
+    if schedule.kind == "warmup_stable_decay" and before:
+        what, start, taken = "from before the decay", before[-1], "weights_and_optimizer"
+        step = int(start.name[5:])
+        length = f"{2 * last - step} steps"
+        fields |= {"schedule.warmup": "0 steps", "schedule.decay": length, "train.length": length}
+    else:
+        what, start, taken = "from these weights, with a new schedule", reported.folder, "weights"
+        step = int(saved[-1].name[5:]) if saved else last
+    batches, data = BatchSchedule(reported.run), reported.run.data
+    read = batches.position(step) - batches.position(data.from_step) + batches.sequences(data.skip)
+    fields |= {"train.start_from": start, "train.start_with": taken, "data.from_step": 0}
+    fields |= {"data.skip": f"{read} sequences"}
+    words = [shlex.quote(f"{key}={value}") for key, value in fields.items()]
+    return f"Train longer, {what}:", " ".join(["trainyard train", folder, *words])
