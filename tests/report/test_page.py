@@ -18,6 +18,7 @@ from trainyard.report.charts import build_charts
 from trainyard.report.next_steps import next_steps
 from trainyard.report.page import build_curves, render_page, write_report
 from trainyard.report.summary import load_reported_run
+from trainyard.units import Length
 
 from .conftest import EVIL, run_lines, train_line
 
@@ -354,7 +355,8 @@ def test_a_longer_run_depends_on_whether_the_rate_has_decayed(
             (folder / f"checkpoints/step-{step:08d}").mkdir(parents=True)
         loaded = load_reported_run(folder)
         schedule = loaded.run.schedule.model_copy(update={"kind": kind})
-        run = loaded.run.model_copy(update={"schedule": schedule})
+        data = loaded.run.data.model_copy(update={"skip": Length(5, "sequences")})
+        run = loaded.run.model_copy(update={"schedule": schedule, "data": data})
         what, command = next(
             step for step in next_steps([replace(loaded, run=run)]) if "longer" in step[0]
         )
@@ -369,11 +371,11 @@ def test_a_longer_run_depends_on_whether_the_rate_has_decayed(
     assert words == [
         *("base", "name=base-longer", "schedule.warmup=0 steps", "schedule.decay=30 steps"),
         *("train.length=30 steps", "train.start_from=base/checkpoints/step-00000010"),
-        *("train.start_with=weights_and_optimizer", "data.from_step=0", "data.skip=80 sequences"),
+        *("train.start_with=weights_and_optimizer", "data.from_step=0", "data.skip=85 sequences"),
     ]
     what, words = longer("cosine", 0)
     assert what == "Train longer, from these weights, with a new schedule:"
     assert words == [
         *("base", "name=base-longer", "train.start_from=base", "train.start_with=weights"),
-        *("data.from_step=0", "data.skip=120 sequences"),
+        *("data.from_step=0", "data.skip=125 sequences"),
     ]

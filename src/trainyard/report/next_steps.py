@@ -51,8 +51,7 @@ def _train_longer(reported: ReportedRun, folder: str) -> tuple[str, str]:
     else:
         what, start, taken = "from these weights, with a new schedule", reported.folder, "weights"
         step = int(saved[-1].name[5:]) if saved else last
-    batches, data = BatchSchedule(reported.run), reported.run.data
-    read = batches.position(step) - batches.position(data.from_step) + batches.sequences(data.skip)
+    read = BatchSchedule(reported.run).position(step)
     fields |= {"train.start_from": start, "train.start_with": taken, "data.from_step": 0}
     fields |= {"data.skip": f"{read} sequences"}
     words = [shlex.quote(f"{key}={value}") for key, value in fields.items()]
