@@ -30,8 +30,8 @@ from benchmarks.guides import PARTS, collect, write_page
 from benchmarks.planning_tables import published_rows, show, show_gaps, show_sizes
 from typer.testing import CliRunner
 
+from trainyard.api.plan_table import describe_step
 from trainyard.cli.plan import plan
-from trainyard.cli.plan_table import describe_step
 from trainyard.errors import MachineError
 from trainyard.export.megatron_fields import flag_table
 from trainyard.units import format_seconds

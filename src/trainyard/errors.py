@@ -60,6 +60,9 @@ class UserError(Exception):
         return f"{self.problem}\nhint: {self.hint}" if self.hint else self.problem
 
 
+TrainyardError = UserError  # its name in `import trainyard`
+
+
 class ConfigError(UserError):
     """A run file, a preset or a `section.field=value` override is wrong."""
 

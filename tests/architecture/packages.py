@@ -19,7 +19,7 @@ PICTURE = ROOT / "docs" / "pictures" / "packages.svg"
 BASE = ("extras", "files", "errors", "log", "units")
 COLUMNS = {
     **{"corpus": 0, "launch": 0, "jobs": 1, "data": 1, "report": 2, "planning": 2, "topology": 1},
-    **{"simulate": 4, "optim": 4, "doctor": 5},
+    **{"simulate": 4, "optim": 4, "doctor": 5, "api": 6},
 }
 """Of packages beside column 3."""
 WIDTH, HEIGHT, BOX_WIDTH, BOX_HEIGHT = 120, 50, 92, 24
@@ -87,7 +87,7 @@ def draw() -> str:
     }
     boxes = set(places.values())
     assert len(boxes) == len(places), "two packages in one place: choose other COLUMNS"
-    width, height = 6 * WIDTH, (len(layers) + 1) * HEIGHT
+    width, height = 7 * WIDTH, (len(layers) + 1) * HEIGHT
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="13">',

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from trainyard.cli.names import complete_run, find_trained
-from trainyard.errors import CheckpointError, ConfigError, LaunchError
+from trainyard.errors import LaunchError
 from trainyard.extras import require
 from trainyard.launch.environment import Process, read_process
 
-if TYPE_CHECKING:
-    from trainyard.data.order import SequenceOrder, Split
-    from trainyard.evaluation.inputs import TrainedRun
-    from trainyard.evaluation.loss import HeldOut, Predictor
-
 logger = logging.getLogger("trainyard")
-
-Orders = dict[Any, "SequenceOrder | None"]
 
 
 def evaluate(
@@ -67,13 +60,8 @@ def evaluate(
     result to its evaluation.json, for the report.
     """
     source = find_trained(source)
-    from trainyard.evaluation.inputs import (
-        count_training_tokens,
-        read_documents,
-        read_trained_run,
-    )
-    from trainyard.evaluation.loss import evaluate_documents, unigram_loss
-    from trainyard.evaluation.ranks import open_predictor
+    from trainyard.api.checkpoints import measure
+    from trainyard.evaluation.inputs import read_trained_run
     from trainyard.files import publish_text
 
     process = read_process()
@@ -85,30 +73,10 @@ def evaluate(
     if process.rank > 0:
         logger.setLevel(logging.ERROR)  # rank 0 logs for all
     trained = read_trained_run(source)
-    inputs = f"{data or 'test split'}, {batches} batches, stride {stride}"
-    with open_predictor(trained, process, overrides or [], inputs) as predictor:
-        if process.rank > 0:  # the first rank fills the cache of orders
-            predictor.barrier()
-        orders = _build_orders(trained, needed=not data)
-        if process.rank == 0:
-            predictor.barrier()
-        if data:
-            documents = read_documents(data, trained.tokenizer)
-            found = evaluate_documents(predictor, documents, trained.tokenizer, stride or None)
-        else:
-            found = _evaluate_test_split(trained, predictor, orders["test"], batches)
-    if process.rank > 0:
+    found = measure(trained, process, overrides or [], data, batches, stride)
+    if found is None:
         return
-    if not math.isfinite(found.mean_loss):
-        raise CheckpointError(
-            f"the loss of {trained.checkpoint} on {data or 'its test split'} is {found.mean_loss}",
-            "its weights are not finite: use a checkpoint from before training diverged",
-        )
-    result: dict[str, Any] = {**found.as_dict(), "unigram_loss": None}
-    train_order = orders.get("train")
-    if train_order is not None and found.token_counts is not None:
-        counts = count_training_tokens(train_order, trained.run.model.vocabulary_size)
-        result["unigram_loss"] = unigram_loss(counts, found.token_counts)
+    result = asdict(found)
     text = json.dumps(result)
     if source != trained.checkpoint:
         publish_text(source / "evaluation.json", text + "\n")
@@ -128,44 +96,6 @@ def _start_ranks(n_ranks: int, process: Process, words: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="trainyard-") as logs:
         command = [sys.executable, "-P", "-m", "trainyard.cli", "evaluate", *words]
         run_ranks(n_ranks, command, Path(logs))
-
-
-def _build_orders(trained: TrainedRun, *, needed: bool) -> Orders:
-    """Builds the run's orders; empty if only token frequencies need them and the data is absent."""
-    from trainyard.config.run import Data
-    from trainyard.data.loader import build_orders
-    from trainyard.errors import UserError
-    from trainyard.planning.resolve import resolve
-
-    wanted: tuple[Split, ...] = ("train", "test") if needed else ("train",)
-    # Not the checkpoint's cache folder: the checkpoint may come from someone else.
-    data = trained.run.data.model_copy(update={"cache_folder": Data().cache_folder})
-    run = trained.run.model_copy(update={"data": data})
-    try:
-        return {**build_orders(run, resolve(run), wanted)}
-    except UserError:
-        if needed:
-            raise
-        return {}
-
-
-def _evaluate_test_split(
-    trained: TrainedRun, predictor: Predictor, order: SequenceOrder | None, batches: int
-) -> HeldOut:
-    from trainyard.data.loader import held_out_batches
-    from trainyard.evaluation.loss import evaluate_sequences
-
-    run, vocabulary_size = trained.run, predictor.vocabulary_size
-    n_sequences = (batches or run.evaluate.batches) * run.train.global_batch_size
-    if order is None or n_sequences == 0:
-        raise ConfigError(
-            f"the run has no test split: data.split={run.data.split!r}, "
-            f"evaluate.batches={run.evaluate.batches}",
-            "pass held-out text with --data",
-        )
-    n_sequences = min(n_sequences, len(order))
-    pieces = held_out_batches(order, n_sequences, predictor.batch_size, vocabulary_size)
-    return evaluate_sequences(predictor.loss_of, pieces, vocabulary_size, trained.tokenizer)
 
 
 def _render(result: dict[str, Any], checkpoint: Path, data: str) -> str:

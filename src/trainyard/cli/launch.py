@@ -120,7 +120,8 @@ def refuse_unfit(run: Run, job: Job, cluster: str) -> None:
     Raises:
         MachineError: the plan's message.
     """
-    from trainyard.cli.plan import build_report, refuse
+    from trainyard.api.planning import build_report
+    from trainyard.cli.plan import refuse
     from trainyard.planning.clusters import find_machine
     from trainyard.planning.search import is_gpu
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,13 +10,11 @@ import typer
 
 from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
 from trainyard.cli.names import complete_cluster, complete_override, complete_run_file
-from trainyard.errors import ConfigError, DataError, MachineError
+from trainyard.errors import ConfigError, MachineError
 from trainyard.planning.hardware import GIGA
 
 if TYPE_CHECKING:
-    from trainyard.cli.plan_table import Report
-    from trainyard.config.run import Run
-    from trainyard.planning.hardware import Machine
+    from trainyard.api.plan_table import Report
 
 PICTURES = (".png", ".svg")
 
@@ -102,6 +99,7 @@ def plan(
     trainyard plan gpt3-13b --gpu h100 --gpus 64 --deadline "1 week"
     trainyard plan recipes/benchmark64/tgs.toml --gpus 64 --simulate --all-stages
     """
+    from trainyard.api.planning import build_report, count_devices, find_asked_machine
     from trainyard.config.load import load_run
 
     asked = {"--search": search, "--simulate": simulate, "--deadline": deadline is not None}
@@ -173,42 +171,6 @@ def refuse_picture(path: Path, *, is_of_plan: bool) -> None:
         raise ConfigError(f"--picture {path}: there is no folder {path.parent}", "create it first")
 
 
-def find_asked_machine(cluster: str | None, nodes: int | None, gpu: str | None) -> Machine | None:
-    """Finds the machine that the options name; None if they name none.
-
-    Raises:
-        UserError: --nodes without a cluster, or a name is unknown.
-    """
-    if cluster is None and gpu is None:
-        if nodes is not None:
-            raise ConfigError(f"--nodes {nodes} needs a cluster", f"--cluster lumi --nodes {nodes}")
-        return None
-    from trainyard.planning.clusters import find_machine
-
-    return find_machine(cluster, gpu)
-
-
-def count_devices(run: Run, machine: Machine | None, nodes: int | None, gpus: int | None) -> int:
-    """Returns the number of devices that the options name, or the fewest the run needs.
-
-    Raises:
-        ConfigError: nodes and devices contradict each other, or no layout is possible.
-    """
-    if nodes is not None and machine is not None:
-        n_devices = nodes * machine.devices_per_node
-        if gpus not in (None, n_devices):
-            raise ConfigError(
-                f"--nodes {nodes} of {machine.name} are {n_devices} devices, not --gpus {gpus}",
-                "omit one of them",
-            )
-        return n_devices
-    if gpus is not None:
-        return gpus
-    from trainyard.planning.resolve import resolve
-
-    return resolve(run).n_ranks
-
-
 def parse_storage(text: str) -> tuple[float, ...]:
     """Parses "5,20,100", in GB/s, as bytes per second.
 
@@ -224,79 +186,6 @@ def parse_storage(text: str) -> tuple[float, ...]:
     return speeds
 
 
-def build_report(
-    run: Run,
-    machine: Machine | None,
-    n_devices: int,
-    storage: tuple[float, ...] = (GIGA,),
-    price: float | None = None,
-) -> Report:
-    """Plans a run; includes the smallest changes if it does not fit.
-
-    Raises:
-        ConfigError: the run cannot use this number of devices.
-        MachineError: the devices do not support its precision.
-    """
-    from trainyard.cli.plan_table import Report
-    from trainyard.config.rules import change
-    from trainyard.data.patterns import find_token_files
-    from trainyard.planning.cost import corpora_use, run_cost
-    from trainyard.planning.hardware import find_extremes
-    from trainyard.planning.memory import rank_memory
-    from trainyard.planning.remedies import smallest_changes
-    from trainyard.planning.resolve import resolve
-    from trainyard.planning.saving import host_bytes
-    from trainyard.planning.search import is_gpu
-    from trainyard.planning.time import step_time
-
-    planned = resolve(run, n_devices)
-    on_gpu = machine is None or is_gpu(machine)
-    # Host memory for saving is the same for all stages, and slow to compute.
-    without = change(run, {"checkpoint.background": False})
-    n_host_bytes = host_bytes(run, planned)
-    memories = [
-        replace(rank_memory(without, planned, stage, on_gpu), host_bytes=n_host_bytes)
-        for stage in range(planned.topology.pipeline)
-    ]
-    found = find_token_files(run, missing_ok=True)
-    corpora = corpora_use(found, planned, find_sizes(found))
-    if machine is None:
-        return Report(run, planned, memories, corpora)
-    time = step_time(run, planned, machine)
-    cost = run_cost(run, planned, machine, time, storage, price)
-    extremes = []
-    for each in find_extremes(machine) or ():
-        extreme = step_time(run, planned, each)
-        extremes.append((extreme, run_cost(run, planned, each, extreme, storage, price)))
-    report = Report(run, planned, memories, corpora, machine, time, cost, extremes=extremes)
-    if report.fits:
-        return report
-    remedies = smallest_changes(run, machine, n_devices)
-    return replace(report, remedies=remedies)
-
-
-def find_sizes(run: Run) -> dict[str, int]:
-    """Counts the tokens of the training blend's token files that exist here."""
-    from trainyard.planning.cost import training_blend
-
-    found: dict[str, int] = {}
-    for prefix in training_blend(run)[0].prefixes:
-        if not Path(f"{prefix}.idx").is_file():
-            continue
-        try:
-            if Path(f"{prefix}.json").is_file():
-                from trainyard.data.sidecar import load_sidecar
-
-                found[prefix] = load_sidecar(prefix).tokens
-            else:
-                from trainyard.data.indexed import count_tokens
-
-                found[prefix] = count_tokens(prefix)
-        except DataError as error:
-            typer.echo(f"warning: {error.problem}", err=True)
-    return found
-
-
 def _print(report: Report, picture: Path | None, *, as_json: bool) -> None:
     """Prints a plan, draws it if requested, and rejects a run that does not fit.
 
@@ -305,7 +194,7 @@ def _print(report: Report, picture: Path | None, *, as_json: bool) -> None:
     """
     from rich.console import Console
 
-    from trainyard.cli.plan_table import plan_as_json, render_plan
+    from trainyard.api.plan_table import plan_as_json, render_plan
 
     if as_json:
         typer.echo(json.dumps(plan_as_json(report), indent=2))

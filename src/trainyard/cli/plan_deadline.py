@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from trainyard.api.plan_table import describe_devices
 from trainyard.architecture import padded_vocabulary_size, parameter_count
 from trainyard.cli.plan_search import describe_candidate
-from trainyard.cli.plan_table import describe_devices
 from trainyard.config import rules
 from trainyard.config.load import LoadedRun, field_value, preset_names
 from trainyard.errors import ConfigError, MachineError

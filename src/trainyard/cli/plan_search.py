@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from trainyard.cli.plan_table import describe_devices, describe_step, memory_as_json, time_as_json
+from trainyard.api.plan_table import describe_devices, describe_step, memory_as_json, time_as_json
 from trainyard.config import rules
 from trainyard.config.edit import set_fields
 from trainyard.config.load import load_run

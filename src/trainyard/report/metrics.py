@@ -23,13 +23,14 @@ EVALUATED = ("tokens", "loss", "perplexity", "bits_per_byte")
 LINE_LIMIT_BYTES = 16 * 2**20
 
 
-def read_metrics(path: Path) -> RunMetrics:
-    """Reads the current metrics.jsonl.
+def read_metrics(path: str | Path) -> RunMetrics:
+    """Reads a metrics.jsonl, or that of a run folder: losses in nats per token, by step.
 
     Raises:
         DataError: it is missing, or nothing in it can be read.
     """
-    file = MetricsFile(path)
+    path = Path(path)
+    file = MetricsFile(path / "metrics.jsonl" if path.is_dir() else path)
     for _ in file.new_lines():
         pass
     return file.metrics()

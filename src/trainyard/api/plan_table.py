@@ -71,6 +71,9 @@ class Report:
         """Whether every rank has enough memory, as far as known."""
         return self.machine is None or fits(self.busiest, self.machine)
 
+    def __str__(self) -> str:
+        return render_plan(self).plain
+
 
 def render_plan(report: Report) -> Text:
     """Renders a plan as a table."""

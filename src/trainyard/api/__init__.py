@@ -1,0 +1,1 @@
+"""The functions of `import trainyard`, also used by the command line."""
