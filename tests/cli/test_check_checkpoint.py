@@ -40,7 +40,7 @@ def saved_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             consumed_tokens=512 * step,
             run=run.model_dump(mode="json"),
             plan=plan.as_json() if step == 20 else {},
-            versions={"torch": torch.__version__},
+            versions={"torch": torch.__version__, "command": "trainyard train demo"},
             data_fingerprint="abc",
         )
         save_checkpoint(folder / "checkpoints", facts, tensors)

@@ -327,8 +327,9 @@ def test_what_a_script_leaves_open_is_named(
     change: tuple[str, str], problem: str, in_folder: Path
 ) -> None:
     Path("train.sh").write_text(SCRIPT.replace(*change), encoding="utf-8")
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(ConfigError, match=problem) as raised:
         import_command("train.sh short", [], "x")
+    assert "`source FILE`, functions and loops are not followed" in str(raised.value.hint)
 
 
 def test_set_resolves_a_variable(in_folder: Path) -> None:

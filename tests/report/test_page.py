@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from trainyard.config.load import load_run
-from trainyard.errors import ConfigError, DataError, MachineError
+from trainyard.errors import CheckpointError, ConfigError, DataError, MachineError
 from trainyard.report.charts import build_charts
 from trainyard.report.next_steps import next_steps
 from trainyard.report.page import build_curves, render_page, write_report
 from trainyard.report.summary import load_reported_run
+from trainyard.units import Length
 
 from .conftest import EVIL, run_lines, train_line
 
@@ -323,3 +324,58 @@ def test_a_folder_that_cannot_be_written_is_named(make_run_folder: MakeRunFolder
     (folder / "plots").write_text("in the way")
     with pytest.raises(MachineError, match=r"cannot write plots to .*plots: "):
         write_report([folder], folder / "report.html", folder / "plots")
+
+
+def test_ancestry_and_changes_are_told_alone_and_compared(make_run_folder: MakeRunFolder) -> None:
+    base, branch = make_run_folder("base"), make_run_folder("branch")
+    parent = {"run": "<b>", "step": 300, "sha256": "0a1b2c" * 11, "path": "x", "taken": "weights"}
+    (branch / "ancestry.json").write_text(json.dumps([parent]))
+    (branch / "history").mkdir()
+    settings = (branch / "run.toml").read_text()
+    (branch / "history/until-00000012.toml").write_text(settings.replace("seed = 7", "seed = 6"))
+    for html in (report(branch), report(base, branch)):
+        assert Page(html).text.count("Started from <b>@300 (weights, 0a1b2c0a1b2c).") == 1
+        assert Page(html).text.count("From step 12: train.seed 6 became 7.") == 1
+    assert "Started from" not in report(base) and "From step" not in report(base)
+    (branch / "ancestry.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"ancestry\.json"):
+        report(branch)
+
+
+def test_a_longer_run_depends_on_whether_the_rate_has_decayed(
+    make_run_folder: MakeRunFolder,
+) -> None:
+    def longer(kind: str, last_rate: float) -> tuple[str, list[str]]:
+        lines = [
+            line | ({"learning_rate": last_rate} if line.get("step", 0) > 12 else {})
+            for line in run_lines()
+        ]
+        folder = make_run_folder("base", lines=lines)
+        for step in (5, 10, 15):
+            (folder / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+        loaded = load_reported_run(folder)
+        schedule = loaded.run.schedule.model_copy(update={"kind": kind})
+        data = loaded.run.data.model_copy(update={"skip": Length(5, "sequences")})
+        run = loaded.run.model_copy(update={"schedule": schedule, "data": data})
+        what, command = next(
+            step for step in next_steps([replace(loaded, run=run)]) if "longer" in step[0]
+        )
+        return what, [word.replace(str(folder), "base") for word in shlex.split(command)[2:]]
+
+    assert longer("warmup_stable_decay", 1e-3) == (
+        "Train longer:",
+        ["base", "train.length=40 steps"],
+    )
+    what, words = longer("warmup_stable_decay", 0)
+    assert what == "Train longer, from before the decay:"
+    assert words == [
+        *("base", "name=base-longer", "schedule.warmup=0 steps", "schedule.decay=30 steps"),
+        *("train.length=30 steps", "train.start_from=base/checkpoints/step-00000010"),
+        *("train.start_with=weights_and_optimizer", "data.from_step=0", "data.skip=85 sequences"),
+    ]
+    what, words = longer("cosine", 0)
+    assert what == "Train longer, from these weights, with a new schedule:"
+    assert words == [
+        *("base", "name=base-longer", "train.start_from=base", "train.start_with=weights"),
+        *("data.from_step=0", "data.skip=125 sequences"),
+    ]

@@ -182,7 +182,11 @@ def describe_checkpoint(manifest: Manifest) -> dict[str, str]:
         "optimizer": _describe_optimizer(manifest),
         "saved by": _describe_layout(manifest.plan),
         "tokenizer": _describe_tokenizer(manifest),
-        "versions": ", ".join(f"{name} {value}" for name, value in manifest.versions.items()),
+        "versions": ", ".join(
+            f"{name} {manifest.versions[name]}"
+            for name in ("trainyard", "torch", "python")
+            if name in manifest.versions
+        ),
         "data fingerprint": manifest.data_fingerprint or "none",
     }
 

@@ -84,7 +84,8 @@ def import_arguments(words: list[str], files: Mapping[str, str], name: str) -> I
         ):
             raise ConfigError(
                 f"cannot resolve {found[1]}, which --{flag} needs".replace("\ue000", "$"),
-                f"set the variable: --set {found[1]}=value",
+                f"set the variable: --set {found[1]}=value "
+                "(`source FILE`, functions and loops are not followed)",
             )
     flags = {flag: [UNRESOLVED.sub(r"<\1>", v) for v in values] for flag, values in flags.items()}
     accounts, unknown = _account(flags)

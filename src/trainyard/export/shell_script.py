@@ -3,6 +3,7 @@
 It knows assignments (also of arrays and `+=`), line continuations, `$NAME`, `${NAME}`,
 `${NAME:-default}`, `$((arithmetic))`, `$(pwd)`, here-documents and `if [ .. ]`.
 What it cannot resolve stands as <NAME>, and is an error only where the training needs it.
+It does not follow `source FILE`, functions or loops.
 """
 
 from __future__ import annotations
@@ -196,7 +197,8 @@ def read_command(
     if len(commands) != 1:
         raise ConfigError(
             f"the script has {len(commands) or 'no'} commands with pretrain_gpt.py",
-            "choose with its arguments or --set NAME=value, or give the command line itself",
+            "choose with its arguments or --set NAME=value, or give the command line itself "
+            "(`source FILE`, functions and loops are not followed)",
         )
     words = split_command(commands[0])  # the quotes of "${ARGUMENTS[@]}" are gone: split again
     return [part for word in words for part in (word.split() or [word])], script.files

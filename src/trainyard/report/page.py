@@ -38,6 +38,7 @@ from trainyard.report.summary import (
 )
 from trainyard.report.tables import (
     as_text,
+    describe_lineage,
     render_differences,
     render_events,
     render_settings,
@@ -192,7 +193,8 @@ def _render_heading(reported: ReportedRun, *, alone: bool) -> str:
         else "still running, or ended for an unknown reason",
     ]
     facts = escape("; ".join(parts))
-    damage = f'<p class="alert">{escape(metrics.damage)}.</p>\n' if metrics.damage else ""
+    lineage = "".join(f"<p>{escape(text)}.</p>\n" for text in describe_lineage(reported))
+    damage = lineage + f'<p class="alert">{escape(metrics.damage)}.</p>\n' * bool(metrics.damage)
     if not alone:
         return f'<p class="muted"><b>{escape(reported.name)}</b>: {facts}.</p>\n{damage}'
     return f'<p class="muted">{facts}.</p>\n<p>{escape(reported.run.description)}</p>\n{damage}'

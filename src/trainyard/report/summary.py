@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from trainyard.errors import DataError
 from trainyard.files import parse_json, read_file
 from trainyard.report.history import RunMetrics, is_finite
 from trainyard.report.metrics import read_metrics
+from trainyard.training.start import Ancestor, ancestry
 from trainyard.units import format_bytes, format_large, format_seconds
 
 UNKNOWN = "–"  # noqa: RUF001  (the dash that tables use)
@@ -27,6 +29,7 @@ class ReportedRun:
         plan: plan.json; empty where there is none.
         versions: versions.json; empty where there is none.
         outcome: outcome.json; empty while it runs, or when it was killed.
+        ancestors: the checkpoints it descends from, oldest first.
     """
 
     folder: Path
@@ -37,6 +40,7 @@ class ReportedRun:
     plan: dict[str, Any]
     versions: dict[str, Any]
     outcome: dict[str, Any]
+    ancestors: Sequence[Ancestor] = ()
 
     @property
     def reason(self) -> str:
@@ -64,6 +68,7 @@ def load_reported_run(folder: Path) -> ReportedRun:
     Raises:
         DataError: it is no run folder, or a file in it is malformed.
         ConfigError: its run.toml is not valid.
+        CheckpointError: its ancestry.json is damaged.
     """
     run = load_run_of(folder)
     metrics = read_metrics(folder / "metrics.jsonl")
@@ -72,7 +77,8 @@ def load_reported_run(folder: Path) -> ReportedRun:
     plan, versions, outcome = (
         load_facts(folder / f"{name}.json") for name in ("plan", "versions", "outcome")
     )
-    return ReportedRun(folder, run.name, run, metrics, evaluation, plan, versions, outcome)
+    known = (metrics, evaluation, plan, versions, outcome, ancestry(folder))
+    return ReportedRun(folder, run.name, run, *known)
 
 
 def load_run_of(folder: Path) -> Run:

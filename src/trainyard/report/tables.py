@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from trainyard.config.load import load_run, preset_names
 from trainyard.config.run import Run
 from trainyard.report.summary import UNKNOWN, ReportedRun
+from trainyard.training.run_folder import HISTORY_FOLDER
+from trainyard.training.start import describe_ancestry
 
 EVENTS_SHOWN = 200
 # What every run has of its own says nothing about which preset it is near to.
@@ -137,6 +141,21 @@ def find_nearest_preset(fields: Fields) -> tuple[str, Fields]:
 
     nearest = min(sorted(presets), key=distance)
     return nearest, presets[nearest]
+
+
+def describe_lineage(reported: ReportedRun) -> Iterator[str]:
+    """Describes the checkpoints that a run started from, and each change since, with its step."""
+    if reported.ancestors:
+        yield f"Started from {describe_ancestry(reported.ancestors)}"
+    paths = sorted((reported.folder / HISTORY_FOLDER).glob("until-*.toml"))
+    files = [_flatten(run) for run in (*(load_run(str(path)).run for path in paths), reported.run)]
+    for path, (before, now) in zip(paths, pairwise(files), strict=True):
+        changes = (
+            f"{key} {before.get(key, UNKNOWN)} became {now.get(key, UNKNOWN)}"
+            for key in _keys([before, now])
+            if _differs(key, [before, now])
+        )
+        yield f"From step {int(path.stem.removeprefix('until-')):,}: {'; '.join(changes)}"
 
 
 def as_text(value: Any) -> str:
