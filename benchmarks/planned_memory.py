@@ -2,7 +2,7 @@
 
     python benchmarks/planned_memory.py --output record.json
 
-Two parts. The formulas of `plan.memory` and the peak of the simulated step, for small and large
+Two parts. The formulas of `planning.memory` and the peak of the simulated step, for small and large
 models in every kind of layout, and for the recipes on the ranks of their guides. And the simulated
 step, on the CPU, against real ranks over gloo: all tensors there are at once, counted below
 PyTorch's dispatcher, and what its allocator gave out, which has what kernels take for themselves

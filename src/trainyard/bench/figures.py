@@ -1,7 +1,7 @@
 """Converts seconds to named throughput figures.
 
     tokens/s/GPU     tokens of the timed steps / their time / ranks
-    TFLOP/s/GPU      tokens/s/GPU x model FLOP per token (`plan.flops`, "megatron_causal")
+    TFLOP/s/GPU      tokens/s/GPU x model FLOP per token (`planning.flops`, "megatron_causal")
     MFU              that over the device's peak for the precision
     HFU              the same, with the matmuls that parallel.recompute repeats
 
@@ -59,7 +59,7 @@ class Figures:
     model_flops_utilization: float | None
     hardware_flops_utilization: float | None
     by_formula: dict[str, Any] = field(default_factory=dict)
-    """From `plan.flops.figures_by_formula`."""
+    """From `planning.flops.figures_by_formula`."""
 
     def as_json(self) -> dict[str, Any]:
         """Returns the figures as JSON can hold them."""

@@ -1,7 +1,7 @@
 """Every option of a run: the fields of `run.toml`, with type, range and meaning.
 
 The docstring of each field is its documentation: `trainyard show --fields` prints it.
-Derived values (data-parallel size, padded vocabulary, steps) are in `plan.resolve`.
+Derived values (data-parallel size, padded vocabulary, steps) are in `planning.resolve`.
 """
 
 from __future__ import annotations

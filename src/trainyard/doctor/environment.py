@@ -129,7 +129,7 @@ def check_devices(
 
     Args:
         n_found: devices of this node that its ranks see.
-        names: their kinds, as named in `plan.hardware`.
+        names: their kinds, as named in `planning.hardware`.
         n_promised: number in the profile.
         wanted: kind in the profile.
     """

@@ -2,7 +2,7 @@
 
 A measurement is a rate of one rank: more is better. It is judged twice, and the worse counts:
 
-    against the profile   the cluster's figure x its efficiency (`plan.hardware.Efficiencies`)
+    against the profile   the cluster's figure x its efficiency (`planning.hardware.Efficiencies`)
     against its peers     the median of all ranks, if each has its own device or node; the higher
                           of two middle values: one of two machines may be slow
 

@@ -16,7 +16,7 @@ preferably under torch's name for it:
     peaks_teraflops = { fp32 = 35.6, fp16 = 71, bf16 = 71 }
 
 A profile measured on the machine goes into [efficiencies], with the fields of
-`plan.hardware.Efficiencies`.
+`planning.hardware.Efficiencies`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Node:
     """The usual node of a GPU."""
 
     device: str
-    """Its name in `plan.hardware.DEVICES`."""
+    """Its name in `planning.hardware.DEVICES`."""
     devices: int
     network_gigabytes_per_second: float
     """Per device, one direction."""
