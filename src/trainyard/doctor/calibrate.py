@@ -127,7 +127,7 @@ def calibrate(machine: Machine, rows: Sequence[Row], shape: Shape) -> dict[str, 
 
 
 def _latencies(found: Mapping[str, float], shape: Shape) -> dict[str, float]:
-    """Splits latencies of small all-reduces into hops, the inverse of `plan.time`.
+    """Splits latencies of small all-reduces into hops, the inverse of `planning.time`.
 
     A ring inside a node has n - 1 hops, a tree between nodes log2 n; each hop is passed twice.
     """

@@ -50,7 +50,7 @@ FEWEST_MICRO_BATCHES = 3
 
 @dataclass(frozen=True)
 class Message:
-    """All calls of one kind by a rank in a step; like `plan.traffic.Traffic`."""
+    """All calls of one kind by a rank in a step; like `planning.traffic.Traffic`."""
 
     axis: str
     collective: str
