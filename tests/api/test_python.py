@@ -111,7 +111,9 @@ except KeyboardInterrupt:
                 break
         else:
             pytest.fail("no step was logged")
-        assert "interrupted at step-" in child.stdout.read()
+        told = child.stdout.read()
+    assert "saving after this step; Ctrl-C again: leave now" in told
+    assert "received SIGINT: saved step" in told and "interrupted at step-" in told
 
 
 @pytest.mark.exhaustive

@@ -9,6 +9,7 @@ import pytest
 from trainyard.errors import DataError
 from trainyard.launch.lock import find_holder, hold
 from trainyard.report.liveness import YOUNG_SECONDS, find_liveness
+from trainyard.training.stop import INTERRUPTED
 
 
 def test_the_lock_tells_who_trains(tmp_path: Path) -> None:
@@ -37,6 +38,13 @@ def test_the_outcome_tells_how_it_ended(tmp_path: Path, code: object, meaning: s
     (tmp_path / "outcome.json").write_text(json.dumps({"reason": "why\nat", "exit_code": code}))
     found = find_liveness(tmp_path)
     assert (found.is_training, found.text) == (False, f"ended: why{meaning}")
+
+
+def test_ctrl_c_stops_a_run(tmp_path: Path) -> None:
+    outcome = {"reason": INTERRUPTED.reason, "exit_code": INTERRUPTED.exit_code}
+    (tmp_path / "outcome.json").write_text(json.dumps(outcome))
+    stopped = "ended: stopped by Ctrl-C; the same command continues"
+    assert find_liveness(tmp_path).text == stopped
 
 
 def test_a_run_that_was_killed_says_nothing(tmp_path: Path) -> None:

@@ -350,6 +350,7 @@ def test_a_signal_saves_and_its_exit_code_tells_a_scheduler(
     ended = running.wait()
     assert ended.returncode == code, ended.stderr
     assert f"received {number.name}" in ended.stderr
+    assert ("saving after this step" in ended.stderr) == (number == signal.SIGINT)
     outcome = json.loads((folder / "outcome.json").read_text())
     assert (outcome["reason"], outcome["exit_code"]) == (f"received {number.name}", code)
     checkpoint = newest_checkpoint(folder / "checkpoints")

@@ -16,7 +16,14 @@ import typer
 
 from trainyard.cli.names import RUNS_FOLDER, complete_override, complete_run_file
 from trainyard.config.run import Run
-from trainyard.errors import ConfigError, LaunchError, MachineError, UserError
+from trainyard.errors import (
+    EXIT_HOLD,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    LaunchError,
+    MachineError,
+    UserError,
+)
 from trainyard.extras import require
 from trainyard.launch.environment import Process, read_process, read_start
 from trainyard.launch.lock import hold
@@ -91,8 +98,8 @@ def train(
 
     Ctrl-C, SIGTERM, SIGUSR1 and a file STOP in the run folder save at the next step and exit; the
     same command continues, or with a greater train.length goes on beyond the end. Exit codes: 0
-    done; 75 start it again; 93 held, needs attention; 2 fix the reported error. Under torchrun,
-    srun or mpiexec this command is one rank: start it once per rank.
+    done; 130 Ctrl-C; 75 start it again; 93 held, needs attention; 2 fix the reported error. Under
+    torchrun, srun or mpiexec this command is one rank: start it once per rank.
     """
     from trainyard.data.patterns import find_token_files
     from trainyard.planning.room import refuse_without_room
@@ -137,7 +144,17 @@ def train(
             raise
     note_refusal(folder, read_start(), code)
     if code != 0:
-        raise typer.Exit(code)
+        is_by_hand = process.n_ranks == 1 and read_start() is None
+        raise typer.Exit(_code_by_hand(folder, code) if is_by_hand else code)
+
+
+def _code_by_hand(folder: Path, code: int) -> int:
+    """Returns the exit code for a person: 130 after Ctrl-C, which holds a job with 93."""
+    from trainyard.report.summary import load_facts
+    from trainyard.training.stop import INTERRUPTED
+
+    reason = (load_facts(folder / "outcome.json") or {}).get("reason")
+    return EXIT_INTERRUPTED if code == EXIT_HOLD and reason == INTERRUPTED.reason else code
 
 
 def convert_start(run: Run, folder: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE
 from trainyard.launch.lock import find_holder
 from trainyard.report.summary import load_facts
+from trainyard.training.stop import INTERRUPTED
 
 YOUNG_SECONDS = 600.0
 MEANINGS: dict[object, str] = {
@@ -44,6 +45,8 @@ def find_liveness(folder: Path) -> Liveness:
     outcome = load_facts(folder / "outcome.json")
     if outcome:
         reason = str(outcome.get("reason", "unknown reason")).split("\n")[0]
+        if reason == INTERRUPTED.reason:
+            return Liveness(False, f"ended: stopped by Ctrl-C{MEANINGS[EXIT_REQUEUE]}")
         return Liveness(False, f"ended: {reason}{MEANINGS.get(outcome.get('exit_code'), '')}")
     if holder is None and (age := _metrics_age(folder)) is not None and age < YOUNG_SECONDS:
         return Liveness(True, "probably training: its file system has no locks to check")

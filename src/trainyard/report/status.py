@@ -28,6 +28,7 @@ from trainyard.report.liveness import find_liveness
 from trainyard.report.metrics import MetricsFile
 from trainyard.report.summary import large, load_facts, load_run_of, memory, show
 from trainyard.training.start import Ancestor, ancestry, describe_ancestry
+from trainyard.training.stop import INTERRUPTED
 from trainyard.units import format_bytes, format_large, format_number, format_seconds
 
 NOT_KNOWN_YET = "not known yet"
@@ -328,6 +329,8 @@ def _find_state(folder: Path, job: JobState | None, starts: list[Start]) -> tupl
             return "new", "it was never started" if job is None else f"never started: {job.text}"
         return "lost", liveness.text
     states: dict[object, str] = {0: "done", EXIT_HOLD: "held"}
+    if outcome.get("reason") == INTERRUPTED.reason:
+        return "stopped", liveness.text
     return states.get(outcome.get("exit_code"), "stopped"), liveness.text
 
 

@@ -3,16 +3,18 @@
     request                                      action           exit code
     SIGTERM, SIGUSR1                             save and stop    75: start the same command again
     train.stop_after_minutes, the job's limit    save and stop    75
-    Ctrl-C (SIGINT), a file STOP in the folder   save and stop    93: held; needs attention
+    Ctrl-C (SIGINT), a file STOP in the folder   save and stop    93: held, not started again
     a file SAVE in the folder                    save, continue
 
 One rank's request is enough: all ranks agree at the end of every step. A second signal ends the
-process at once; finished checkpoints stay intact.
+process at once; finished checkpoints stay intact. `trainyard train`, unless a job script or a
+launcher started it, ends with 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -52,6 +54,7 @@ class StopReason:
 
 
 DONE = StopReason("done")
+INTERRUPTED = StopReason("received SIGINT", EXIT_HOLD)
 
 
 def out_of_time(minutes: float) -> str:
@@ -89,8 +92,9 @@ class Stop:
         self._longest = max(self._longest, now - self._last_look)
         self._last_look = now
         if self._signal is not None:
-            code = EXIT_HOLD if self._signal == signal.SIGINT else EXIT_REQUEUE
-            return str(StopReason(f"received {self._signal.name}", code))
+            if self._signal == signal.SIGINT:
+                return str(INTERRUPTED)
+            return str(StopReason(f"received {self._signal.name}", EXIT_REQUEUE))
         seconds = now - self._started
         if seconds >= 60 * self._stop_after_minutes:
             return str(StopReason(out_of_time(self._stop_after_minutes), EXIT_REQUEUE))
@@ -126,6 +130,10 @@ class Stop:
         now = time.monotonic()
         if self._signal is None:
             self._signal, self._signalled = signal.Signals(number), now
+            if number == signal.SIGINT and self._folder is not None:
+                # Not through the logger: the signal may have interrupted it.
+                start = "\n" if os.isatty(2) else ""
+                os.write(2, f"{start}saving after this step; Ctrl-C again: leave now\n".encode())
         elif now - self._signalled > TWICE_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
