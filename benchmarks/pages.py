@@ -3,11 +3,13 @@
     python -m benchmarks.pages                       ten minutes on two cores; no GPU
     python -m benchmarks.pages --anew plan,search    without new simulations
     python -m benchmarks.pages --anew ""             docs/guides-planned.md from its record alone
+    python -m benchmarks.pages --commands            docs/commands.md alone, in a second
 
 | where | what |
 |---|---|
 | recipes/*/README.md, docs/planning.md | rows that begin with the arguments of a `trainyard plan` |
 | docs/planning-accuracy.md, docs/planning.md | tables between "written by" and "end" comments |
+| docs/commands.md | all of it, from the command line |
 | docs/megatron-flags.md | all of it, from src/trainyard/config/megatron_flags.toml |
 | docs/guides-planned.md | all of it, from benchmarks/records/2026-11-23-guides.json |
 
@@ -21,16 +23,18 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 from benchmarks.guides import PARTS, collect, write_page
 from benchmarks.planning_tables import published_rows, show, show_gaps, show_sizes
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from trainyard.api.plan_table import describe_step
+from trainyard.cli.main import PROGRAM, app
 from trainyard.cli.plan import plan
 from trainyard.errors import MachineError
 from trainyard.export.megatron_fields import flag_table
@@ -39,6 +43,7 @@ from trainyard.units import format_seconds
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "2026-11-23-guides.json"
 PLANNED = ROOT / "docs" / "guides-planned.md"
+COMMANDS = ROOT / "docs" / "commands.md"
 FLAGS = ROOT / "docs" / "megatron-flags.md"
 RECIPES = sorted((ROOT / "recipes").glob("*/README.md"))
 TEXTS = [*RECIPES, ROOT / "docs" / "planning.md", ROOT / "docs" / "planning-accuracy.md"]
@@ -87,6 +92,32 @@ def planned_page() -> str:
     return write_page(rows, RECORD.name, record["commit"])
 
 
+COMMANDS_HEAD = """# Commands
+
+The help of every verb, as `trainyard VERB --help` prints it on 80 columns.
+[mistakes.md](mistakes.md) lists the answers to common mistakes.
+
+Written by `python -m benchmarks.pages --commands`.
+"""
+
+
+def commands_page() -> str:
+    """Returns docs/commands.md: the help of the program and of all verbs, in their order."""
+    parts = [COMMANDS_HEAD]
+    for words in (), *_verbs(get_command(app), ()):
+        wide = {"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
+        asked = CliRunner().invoke(app, [*words, "--help"], prog_name=PROGRAM, env=wide)
+        assert asked.exit_code == 0, asked.output
+        parts.append(f"\n## {' '.join((PROGRAM, *words))}\n\n```\n{asked.stdout.rstrip()}\n```\n")
+    return "".join(parts)
+
+
+def _verbs(command: Any, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for name, verb in getattr(command, "commands", {}).items():
+        yield (*above, name)
+        yield from _verbs(verb, (*above, name))
+
+
 FLAGS_HEAD = """# Flags of Megatron-LM
 
 `trainyard import --from megatron-args` reads them
@@ -126,8 +157,12 @@ def main() -> None:
         "--anew", default=",".join(PARTS), help="parts of the record of guides-planned.md to redo"
     )
     parser.add_argument("--only", default="", help="of that record: jobs with this in their name")
+    parser.add_argument("--commands", action="store_true", help="write docs/commands.md alone")
     arguments = parser.parse_args()
     os.chdir(ROOT)
+    COMMANDS.write_text(commands_page(), encoding="utf-8")
+    if arguments.commands:
+        return
     for path in TEXTS:
         path.write_text(write_anew(path.read_text(encoding="utf-8")), encoding="utf-8")
     FLAGS.write_text(flags_page(), encoding="utf-8")

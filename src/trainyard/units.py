@@ -108,7 +108,9 @@ def format_figure(number: float, digits: int = 3) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Formats a duration in its two largest units: "2d 4h", "3m 20s", "0.4s"."""
+    """Formats a duration in its two largest units: "2d 4h", "3m 20s", "0.4s", "3ms"."""
+    if 0 < seconds < 0.0995:
+        return f"{max(1, round(1000 * seconds))}ms"
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)

@@ -32,6 +32,7 @@ NEEDS_TRAIN = {
 }
 WORKS = {
     "plan": "plan tiny",
+    "new": "new corpus -o new.toml --tokenizer gpt2",
     "launch": "launch gpt3-350m data.blend.prefixes=['corpus'] --cluster slurm --dry-run",
     "show": "show tiny",
     "show order": "show order tiny data.blend.prefixes=['corpus'] data.split='90,10,0'",

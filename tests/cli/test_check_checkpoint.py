@@ -119,12 +119,12 @@ def test_where_there_is_none(runs: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert check("empty") == 2
     assert "error: no checkpoint in empty\nhint: give a run folder" in capsys.readouterr().err
     assert check("nowhere") == 2
-    assert "error: no folder nowhere" in capsys.readouterr().err
+    assert "error: no folder nowhere, and no run of that name in runs/" in capsys.readouterr().err
     assert check("demo/checkpoints/step-00000099") == 2
-    assert "no checkpoint folder demo/checkpoints/step-00000099" in capsys.readouterr().err
+    assert "error: no folder demo/checkpoints/step-00000099, and no run" in capsys.readouterr().err
     assert check() == 2
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert check("--help") == 0
-    assert "Example: trainyard check checkpoint runs/demo --all" in capsys.readouterr().out
+    assert "trainyard check checkpoint runs/demo --all" in capsys.readouterr().out

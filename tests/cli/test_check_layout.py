@@ -96,7 +96,7 @@ def test_ranks_that_cannot_be_are_refused_with_what_can(tmp_path: Path) -> None:
 
 def test_help_has_an_example() -> None:
     shown = check_layout("--help", folder=Path.cwd()).stdout
-    assert "Example: trainyard check layout recipes/azure/175b.toml --ranks 1024" in shown
+    assert "trainyard check layout recipes/azure/175b.toml --ranks 1024" in shown
 
 
 def result_of(difference: Difference, precision: str = "fp64") -> Result:

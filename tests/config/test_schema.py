@@ -11,13 +11,11 @@ import pytest
 from jsonschema import Draft202012Validator
 from tests.command import trainyard
 
+from trainyard.config.load import _presets
 from trainyard.config.schema import render_schema, run_schema
 
 ROOT = Path(__file__).parents[2]
-FILES = [
-    *sorted(ROOT.glob("recipes/*/*.toml")),
-    *sorted(ROOT.glob("src/trainyard/config/presets/*.toml")),
-]
+RECIPES = sorted(ROOT.glob("recipes/*/*.toml"))
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +29,10 @@ def problems(validator: Draft202012Validator, tables: dict[str, Any]) -> list[st
 
 
 def test_all_recipes_and_presets_are_valid(validator: Draft202012Validator) -> None:
-    found = {path: problems(validator, tomllib.loads(path.read_text())) for path in FILES}
+    tables = {str(path): tomllib.loads(path.read_text()) for path in RECIPES} | _presets()
+    found = {name: problems(validator, each) for name, each in tables.items()}
     assert len(found) > 90
-    assert not {path: wrong for path, wrong in found.items() if wrong}
+    assert not {name: wrong for name, wrong in found.items() if wrong}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks.guides import PARTS, Job, examine, list_jobs, list_missing
 from benchmarks.pages import (
+    COMMANDS,
     FLAGS,
     PLANNED,
     RECORD,
@@ -16,6 +17,7 @@ from benchmarks.pages import (
     TABLE,
     TABLES,
     TEXTS,
+    commands_page,
     flags_page,
     planned_page,
     write_anew,
@@ -47,6 +49,14 @@ def test_a_stale_figure_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row
     stale = text.replace(row[0], row[0].replace(" s |", "1 s |"))
     assert stale != text == write_anew(stale)
+
+
+def test_the_page_of_commands_is_the_help_of_today() -> None:
+    page = commands_page()
+    for verb in ("trainyard", "trainyard prepare", "trainyard check layout", "trainyard demo"):
+        assert f"\n## {verb}\n" in page
+    again = "if so: python -m benchmarks.pages --commands"
+    assert COMMANDS.read_text(encoding="utf-8") == page, again
 
 
 def test_the_page_of_flags_is_that_of_the_table() -> None:

@@ -17,7 +17,7 @@ from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.cli.import_ import import_
 from trainyard.config.load import load_run
 from trainyard.data.vocabulary import load_vocabulary
-from trainyard.errors import CheckpointError, DataError
+from trainyard.errors import CheckpointError, ConfigError, DataError
 from trainyard.export.from_huggingface import import_huggingface
 from trainyard.export.to_huggingface import export_huggingface
 
@@ -227,7 +227,7 @@ def test_the_command_makes_a_run_folder_once(theirs, tmp_path):
     assert result.exit_code == 0, result.output
     assert "fill in data, batches and schedule" in " ".join(result.output.split())
     again = CliRunner().invoke(app, arguments)
-    assert isinstance(again.exception, CheckpointError)
+    assert isinstance(again.exception, ConfigError)
     assert f"{tmp_path / 'mine'} already exists" in str(again.exception)
     assert "Example: trainyard import gpt2" in CliRunner().invoke(app, ["--help"]).output
     with pytest.raises(CheckpointError, match=r"cannot read .*nowhere/config\.json"):

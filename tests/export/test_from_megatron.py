@@ -18,7 +18,7 @@ from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.cli.import_ import import_
 from trainyard.config.load import load_run
 from trainyard.data.vocabulary import load_vocabulary
-from trainyard.errors import CheckpointError
+from trainyard.errors import CheckpointError, ConfigError
 from trainyard.export.from_megatron import import_megatron
 
 from .megatron_folder import (
@@ -203,7 +203,7 @@ def test_the_command_and_the_run_it_makes(gpt2, tmp_path, caplog):
     assert (run.model.init_std, run.model.dropout) == (0.006, 0.0)
     assert not caplog.records
     again = CliRunner().invoke(app, options)
-    assert isinstance(again.exception, CheckpointError)
+    assert isinstance(again.exception, ConfigError)
     assert "mine already exists" in str(again.exception)
 
 

@@ -388,3 +388,10 @@ def test_quoted_values_keep_their_spaces() -> None:
     text = import_command(line, [], "x").text
     assert 'split = "949, 50, 1" # --split' in text
     assert 'prefixes = ["my folder/x"] # --data-path' in text
+
+
+def test_a_sourced_file_is_reported(in_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script = 'LR=1e-3\nsource "$HOME/conf.sh"\n. setup\npython pretrain_gpt.py --lr $LR\n'
+    assert read_command(script, [], {})[0][-1] == "1e-3"
+    assert "not followed: source" in caplog.text
+    assert ". setup; if it sets values of the command: --set NAME=value" in caplog.text

@@ -199,9 +199,7 @@ def test_the_command_exports_the_newest_checkpoint_and_verifies(make_checkpoint,
     result = CliRunner().invoke(app, [str(tmp_path / "run"), "--output", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     flat = " ".join(result.output.split())
-    assert (
-        f"exported {checkpoint} to {tmp_path / 'out'}: config.json, generation_config.json" in flat
-    )
+    assert f"exported {checkpoint} to {tmp_path / 'out'}: README.md, config.json, gen" in flat
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as weights:
         assert weights.metadata() == {"format": "pt"}
     assert "transformers loads it; its logits differ by at most" in flat

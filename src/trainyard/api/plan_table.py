@@ -115,8 +115,9 @@ def _size(report: Report) -> Iterator[tuple[str, str]]:
     yield (
         "batch",
         (
-            f"{run.train.global_batch_size:,} sequences: {m:,} micro batches of "
-            f"{run.train.micro_batch_size} on each of {plan.topology.data:,} data parallel ranks"
+            f"{format_number(run.train.global_batch_size, 'sequence')}: {m:,} micro "
+            f"batch{'' if m == 1 else 'es'} of {run.train.micro_batch_size}"
+            + (f" on each of {plan.topology.data:,} data parallel ranks" * (plan.topology.data > 1))
         ),
     )
     held = [held_parameters(run, plan, rank) for rank in range(plan.topology.pipeline)]
@@ -280,8 +281,8 @@ def _whole_run(report: Report) -> Iterator[tuple[str, str]]:
     yield (
         "whole run",
         (
-            f"{format_seconds(cost.seconds)}{between}, {cost.device_hours:,.0f} device-hours{price}"
-            f"; steps alone {format_seconds(cost.step_seconds)}, evaluation "
+            f"{format_seconds(cost.seconds)}{between}, {format_figure(cost.device_hours)} "
+            f"device-hours{price}; steps alone {format_seconds(cost.step_seconds)}, evaluation "
             f"{format_seconds(cost.evaluation_seconds)}, {cost.n_failures:.1f} failures"
         ),
     )

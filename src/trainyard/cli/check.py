@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from trainyard.cli.check_layout import layout
+from trainyard.cli.help import Verb
+from trainyard.cli.names import find_run
 from trainyard.errors import CheckpointError, DataError, UserError
 from trainyard.units import format_bytes, format_large, format_number
 
@@ -25,10 +27,10 @@ check = typer.Typer(
     rich_markup_mode=None,
     help="Verify token files, checkpoints, or the layout of a run.",
 )
-check.command()(layout)
+check.command(cls=Verb)(layout)
 
 
-@check.command()
+@check.command(cls=Verb)
 def data(
     prefixes: Annotated[
         list[str], typer.Argument(metavar="PREFIX", help="Token files, with or without extension.")
@@ -84,7 +86,7 @@ def _tokenizer_fact(report: DataReport, tokenizer: str) -> str:
     return f"made by {tokenizer}" if report.has_record else f"{tokenizer}: all ids are valid"
 
 
-@check.command()
+@check.command(cls=Verb)
 def checkpoint(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH", help="Run folders, or step-... folders.")
@@ -103,6 +105,7 @@ def checkpoint(
 
     Example: trainyard check checkpoint runs/demo --all
     """
+    places = [find_run(path) for path in paths]
     from trainyard.checkpoint.verify import check_checkpoint
 
     def check_one(step_folder: Path, progress: Progress) -> dict[str, str]:
@@ -111,7 +114,7 @@ def checkpoint(
         matches = {"checksums": f"every byte of {n_files} files matches, {size}"}
         return matches | describe_checkpoint(report.manifest)
 
-    folders = (each for path in paths for each in find_step_folders(path, all_of_them=all_of_them))
+    folders = (each for path in places for each in find_step_folders(path, all_of_them=all_of_them))
     _check_each(folders, check_one, CheckpointError)
 
 
@@ -160,7 +163,7 @@ def find_step_folders(path: Path, *, all_of_them: bool) -> list[Path]:
     found = list_checkpoints(inner if inner.is_dir() else path)
     if not found:
         raise CheckpointError(
-            f"no checkpoint in {path}" if path.is_dir() else f"no folder {path}",
+            f"no checkpoint in {path}",
             "give a run folder, or one of the step-... folders in its checkpoints/",
         )
     return found if all_of_them else found[:1]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from trainyard.cli.names import complete_run, find_trained
-from trainyard.errors import LaunchError
+from trainyard.errors import DataError, LaunchError
 from trainyard.extras import require
 from trainyard.launch.environment import Process, read_process
 
@@ -60,6 +60,7 @@ def evaluate(
     result to its evaluation.json, for the report.
     """
     source = find_trained(source)
+    _refuse_missing(data)
     from trainyard.api.checkpoints import measure
     from trainyard.evaluation.inputs import read_trained_run
     from trainyard.files import publish_text
@@ -81,6 +82,11 @@ def evaluate(
     if source != trained.checkpoint:
         publish_text(source / "evaluation.json", text + "\n")
     typer.echo(text if as_json else _render(result, trained.checkpoint, data or "test split"))
+
+
+def _refuse_missing(data: str) -> None:
+    if data and not any(Path(data + ending).exists() for ending in ("", ".idx")):
+        raise DataError(f"--data: {data} does not exist", "name a text file or a token file prefix")
 
 
 def _start_ranks(n_ranks: int, process: Process, words: list[str]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from trainyard.cli.names import complete_run, find_trained
+from trainyard.errors import ConfigError
+from trainyard.extras import require
 
 _VERIFIED_BYTES = 4 * 2**30
 
@@ -30,22 +33,57 @@ def export(
             "if transformers is installed and the weights are below 4 GiB."
         ),
     ] = None,
+    upload: Annotated[
+        str,
+        typer.Option(metavar="hf:OWNER/NAME", help="Upload the folder there, in one commit."),
+    ] = "",
+    public: Annotated[
+        bool, typer.Option("--public", help="Anyone may read the upload; default: private.")
+    ] = False,
+    licence: Annotated[
+        str,
+        typer.Option("--license", help="Of the weights, for the model card, such as apache-2.0."),
+    ] = "",
 ) -> None:
     """Write a checkpoint as a Hugging Face GPT-2 folder.
+
+    The folder has a model card, README.md.
 
     Example: trainyard export runs/demo --output demo-hf
 
     Example: trainyard export runs/demo --output demo-half --dtype bfloat16
+
+    Example: trainyard export runs/demo --output demo-hf --upload hf:OWNER/demo
+
+    If the upload fails, the same command uploads the folder that is there.
     """
+    place = _check_options(upload, licence, public=public)
     source = find_trained(source)
+    if output.exists() and not place:  # before the slow import of torch
+        raise ConfigError(f"{output} already exists", "name another --output, or remove it")
+    repository = None
+    if place:
+        require("huggingface_hub")
+        from trainyard.export import hub
+
+        repository = hub.find_repository(place, public=public)
     import torch
 
+    from trainyard.checkpoint.format import manifest_sha256, read_manifest
     from trainyard.checkpoint.load import find_checkpoint
     from trainyard.export.to_huggingface import export_huggingface, require_equal_logits
+    from trainyard.report.model_card import render_card
 
     checkpoint = find_checkpoint(source)
-    names = export_huggingface(checkpoint, output, getattr(torch, dtype))
-    typer.echo(f"exported {checkpoint} to {output}: {', '.join(names)}")
+    card = render_card(checkpoint, read_manifest(checkpoint), dtype, licence, place or output.name)
+    mark = f"<!-- checkpoint {manifest_sha256(checkpoint)}, {dtype} {licence} -->\n"
+    written = output / "README.md"
+    if place and written.is_file() and written.read_text(encoding="utf-8").endswith(mark):
+        names = sorted(path.name for path in output.iterdir())
+        typer.echo(f"{output} already holds {checkpoint}")
+    else:
+        names = export_huggingface(checkpoint, output, getattr(torch, dtype), card=card + mark)
+        typer.echo(f"exported {checkpoint} to {output}: {', '.join(names)}")
     if verify is None:
         n_bytes = sum((output / name).stat().st_size for name in names)
         verify = n_bytes < _VERIFIED_BYTES and importlib.util.find_spec("transformers") is not None
@@ -54,3 +92,18 @@ def export(
         typer.echo(
             f"transformers loads it; its logits differ by at most {difference:.1e} of the largest"
         )
+    if repository:
+        page = hub.upload(repository, output)
+        typer.echo(f"uploaded to {page} ({'public' if public else 'private'})")
+
+
+def _check_options(upload: str, licence: str, *, public: bool) -> str:
+    """Returns OWNER/NAME of `hf:OWNER/NAME`; empty without an upload."""
+    if upload and not re.fullmatch(r"hf:[\w-][\w.-]*/[\w-][\w.-]*", upload, re.ASCII):
+        raise ConfigError(f"--upload {upload!r} is not hf:OWNER/NAME", "such as hf:me/my-gpt")
+    if public and not upload:
+        raise ConfigError("--public without --upload", "--upload hf:OWNER/NAME")
+    if licence and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", licence):
+        hint = "an identifier of the Hub, such as apache-2.0, mit or other"
+        raise ConfigError(f"--license {licence!r} is not one", hint)
+    return upload.removeprefix("hf:")

@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "prepare": {
         "Tokens": "tokenizer train_tokenizer json_key append_eod special_tokens",
         "Downloading": "fetch only mirror contact",
     },
+    "new": {"Devices": "cluster nodes gpu gpus"},
     "plan": {
         "Devices": "cluster nodes gpu gpus price storage",
         "Searching": "search measure deadline",
@@ -30,7 +31,17 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "generate": {"Sampling": "temperature top_k top_p samples seed"},
 }
 """Verb to groups of its options, in order; other options come under Options."""
+ORDER = "prepare new check plan train launch status evaluate generate report export import show"
+"""Verbs in the order of the work; others follow."""
 _EXAMPLE = re.compile(r"^Examples?:\s*")
+
+
+class Verbs(TyperGroup):
+    """The verbs, in the order of the work."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Lists their names."""
+        return list(dict.fromkeys((*ORDER.split(), *super().list_commands(ctx))))
 
 
 class Verb(TyperCommand):

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from trainyard.errors import ConfigError
+from trainyard.extras import require
 from trainyard.files import publish_text
 
 
@@ -49,11 +50,19 @@ def import_(
     Fill in data and schedule in its run.toml; trainyard train then continues from the weights.
     Optimizer state is not imported: moments start from zero.
     """
+    if output and output.exists():
+        raise ConfigError(f"{output} already exists", "name another --output, or remove it")
     if source == "megatron-args":
         _import_arguments(folder, settings or [], output)
         return
     if output is None:
         raise ConfigError("--output is not given", "name the run folder to create")
+    require("torch")
+    if source == "huggingface" and not (Path(folder) / "config.json").exists():
+        raise ConfigError(
+            f"{folder}/config.json does not exist",
+            "name a folder that save_pretrained wrote, or pass --from megatron",
+        )
     if source == "megatron":
         from trainyard.export.from_megatron import import_megatron as import_it
     else:
@@ -67,8 +76,6 @@ def import_(
 def _import_arguments(source: str, settings: list[str], output: Path | None) -> None:
     from trainyard.export.megatron_arguments import import_command
 
-    if output and output.exists():
-        raise ConfigError(f"{output} already exists", "name another --output, or remove it")
     imported = import_command(source, settings, output.stem if output else "megatron")
     for warning in imported.warnings:
         typer.echo(f"warning: {warning}", err=True)

@@ -25,9 +25,10 @@ from trainyard.cli.doctor import doctor
 from trainyard.cli.evaluate import evaluate
 from trainyard.cli.export import export
 from trainyard.cli.generate import generate
-from trainyard.cli.help import Verb
+from trainyard.cli.help import Verb, Verbs
 from trainyard.cli.import_ import import_
 from trainyard.cli.launch import launch
+from trainyard.cli.new import new
 from trainyard.cli.plan import plan
 from trainyard.cli.prepare import prepare
 from trainyard.cli.report import report
@@ -44,6 +45,7 @@ EXIT_CLOSED_PIPE = 141
 PROGRAM = "trainyard"
 
 app = typer.Typer(
+    cls=Verbs,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -92,7 +94,7 @@ def completion(
     typer.echo(get_completion_script(prog_name=PROGRAM, complete_var=variable, shell=shell))
 
 
-for verb in (prepare, plan, train, launch, status, evaluate, generate, report, export):
+for verb in (prepare, new, plan, train, launch, status, evaluate, generate, report, export):
     app.command(cls=Verb)(verb)
 app.command("import", cls=Verb)(import_)
 app.command(cls=Verb)(show)

@@ -95,8 +95,9 @@ def prepare(
 
     Example: trainyard prepare corpus/ -o web
 
-    writes web_text_document.bin, .idx and .json, the tokenizer web_tokenizer, and web.toml, a run
-    file for trainyard train. A data file holds these settings, and steps that clean the text:
+    With -o web it writes web_text_document.bin, .idx and .json, the tokenizer web_tokenizer, and
+    web.toml, a run file for trainyard train. A data file, corpus.toml, holds these settings, and
+    steps that clean the text.
 
     Example: trainyard prepare recipes/azure/data/slimpajama.toml --workers 8
 
@@ -244,6 +245,8 @@ def _fetch(name: str, folder: str, only: str, network: tuple[str, str]) -> None:
     from trainyard.launch.environment import read_network
     from trainyard.log import show_progress
 
+    if name.startswith("-"):
+        raise ConfigError("--fetch needs a corpus", f"such as --fetch wikipedia {name} ...")
     if not folder:
         raise ConfigError("no folder to download to", f"pass -o, such as -o corpora/{name}")
     typer.echo(describe(name), err=True)

@@ -101,9 +101,6 @@ def train(
     done; 130 Ctrl-C; 75 start it again; 93 held, needs attention; 2 fix the reported error. Under
     torchrun, srun or mpiexec this command is one rank: start it once per rank.
     """
-    from trainyard.data.patterns import find_token_files
-    from trainyard.planning.room import refuse_without_room
-    from trainyard.training.run_folder import begun_run, write_run_folder
     from trainyard.training.stop import leave_when_told, refuse_stopped
 
     if minutes is not None and any(text.startswith("train.length=") for text in overrides or ()):
@@ -119,6 +116,10 @@ def train(
             )
     with leave_when_told():
         run, plan = _load_run(run_file, overrides, process, ranks)
+        from trainyard.data.patterns import find_token_files
+        from trainyard.planning.room import refuse_without_room
+        from trainyard.training.run_folder import begun_run, write_run_folder
+
         folder, n_ranks = RUNS_FOLDER / run.name, plan.n_ranks
         try:
             begun = None if resume == "never" or overwrite else begun_run(folder)
@@ -198,10 +199,11 @@ def _refuse_missing_inputs(run: Run) -> None:
     from trainyard.data.loader import describe_data
     from trainyard.data.patterns import find_token_files
     from trainyard.data.vocabulary import load_vocabulary
+    from trainyard.training.run_folder import refuse_larger_vocabulary
 
     describe_data(find_token_files(run, missing_ok=True))
     if run.tokenizer.path:
-        load_vocabulary(run.tokenizer.path)
+        refuse_larger_vocabulary(run, len(load_vocabulary(run.tokenizer.path).tokens))
 
 
 def _refuse_missing_gpus(n_ranks: int) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import difflib
 import re
+import textwrap
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -38,8 +40,25 @@ class LoadedRun:
 
 def preset_names() -> list[str]:
     """Lists the shipped presets."""
-    folder = resources.files("trainyard.config") / "presets"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir())
+    return sorted(_presets())
+
+
+@cache
+def _presets() -> dict[str, dict[str, Any]]:
+    """Reads the shipped presets by name: one a file, or a family with its presets in `presets`."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in (resources.files("trainyard.config") / "presets").iterdir():
+        tables = parse_toml(entry.read_text(encoding="utf-8"), entry.name)
+        family = entry.name.removesuffix(".toml")
+        if "presets" not in tables:
+            found[family] = tables
+        for size, own in tables.pop("presets", {}).items():
+            preset = found[f"{family}-{size}"] = {**tables, "name": f"{family}-{size}"}
+            text = tables["description"].format_map({"remark": "", **own})
+            preset["description"] = textwrap.fill(" ".join(text.split()), 98)
+            for section in own.keys() - {"title", "remark"}:
+                preset[section] = tables.get(section, {}) | own[section]
+    return found
 
 
 def load_run(source: str, overrides: list[str] | None = None) -> LoadedRun:
@@ -72,8 +91,7 @@ def _override(
     tables: dict[str, Any], overrides: Sequence[str], origins: dict[str, str], source: str
 ) -> Run:
     for text in overrides:
-        field, value = _parse_override(text)
-        _merge(tables, _nest(field, value), COMMAND_LINE, origins)
+        _merge(tables, _parse_override(text), COMMAND_LINE, origins)
     try:
         return build_run(tables)
     except ValidationError as error:
@@ -144,24 +162,20 @@ def _layers(source: str) -> list[tuple[str, dict[str, Any]]]:
 def _read(source: str, folder: Path) -> tuple[str, dict[str, Any], Path]:
     path = folder / source
     if not source.endswith(".toml"):
-        begun = None if source in preset_names() else _find_begun(path)
-        if begun is None:
+        files = [each / "run.toml" for each in (path, Path("runs") / path)]  # of a run, by name
+        begun = [file for file in files if file.is_file() and source not in preset_names()]
+        if not begun:
             return source, _read_preset(source), folder
-        path = begun
+        path = begun[0]
     try:
         text = read_file(path, SETTINGS_LIMIT_BYTES).decode()
     except FileNotFoundError:
         raise ConfigError(f"no run file {path}", _closest(source, preset_names())) from None
     except (OSError, UnicodeDecodeError) as error:
         problem = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read {path}: {problem}") from None
+        hint = "" if isinstance(error, OSError) else "save it as UTF-8 text"
+        raise ConfigError(f"cannot read {path}: {problem}", hint) from None
     return str(path), parse_toml(text, str(path)), path.parent
-
-
-def _find_begun(name: Path) -> Path | None:
-    """Finds the run file of a run folder, or of a run in `runs`."""
-    files = (folder / "run.toml" for folder in (name, Path("runs") / name))
-    return next((file for file in files if file.is_file()), None)
 
 
 def _read_preset(name: str) -> dict[str, Any]:
@@ -179,8 +193,7 @@ def _read_preset(name: str) -> dict[str, Any]:
             f"no preset named {name!r}",
             _closest(name, preset_names()) + "; a run file ends in .toml",
         )
-    entry = resources.files("trainyard.config") / "presets" / f"{name}.toml"
-    return parse_toml(entry.read_text(encoding="utf-8"), f"preset {name}")
+    return _presets()[name]
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
@@ -201,24 +214,22 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
         ) from None
 
 
-def _parse_override(text: str) -> tuple[str, Any]:
+def _parse_override(text: str) -> dict[str, Any]:
     field, equals, value = text.partition("=")
-    if not equals or not all(field.strip().split(".")):
+    parts = field.strip().split(".")
+    if not equals or not all(parts):
         raise ConfigError(
             f"{text!r} is not of the form section.field=value",
             "for example: train.micro_batch_size=4",
         )
+    *parts, last = parts
     try:
-        return field.strip(), tomllib.loads(f"value = {value}")["value"]
+        tables = {last: tomllib.loads(f"value = {value}")["value"]}
     except (ValueError, RecursionError):
-        return field.strip(), value
-
-
-def _nest(field: str, value: Any) -> dict[str, Any]:
-    for part in reversed(field.split(".")):
-        value = {part: value}
-    assert isinstance(value, dict)
-    return value
+        tables = {last: value}
+    for part in reversed(parts):
+        tables = {part: tables}
+    return tables
 
 
 def _merge(

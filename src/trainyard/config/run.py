@@ -270,7 +270,8 @@ class Precision(Section):
     """Number formats of matmuls; those of weights and optimizer state follow."""
 
     kind: PrecisionKind = "bf16"
-    """All keep weights, gradients and optimizer state in fp32, except fp8_lowbit, in less."""
+    """Number format of matmuls. All keep weights, gradients and optimizer state in fp32, except
+    fp8_lowbit, in less."""
     loss_scale: LossScale = LossScale()
     """Loss scaling of fp16."""
     fp8: Fp8 = Fp8()

@@ -3,12 +3,13 @@
 It knows assignments (also of arrays and `+=`), line continuations, `$NAME`, `${NAME}`,
 `${NAME:-default}`, `$((arithmetic))`, `$(pwd)`, here-documents and `if [ .. ]`.
 What it cannot resolve stands as <NAME>, and is an error only where the training needs it.
-It does not follow `source FILE`, functions or loops.
+It does not follow `source FILE`, which it reports, or functions and loops.
 """
 
 from __future__ import annotations
 
 import ast
+import logging
 import operator
 import re
 import shlex
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from trainyard.errors import ConfigError
+
+logger = logging.getLogger("trainyard")
 
 UNRESOLVED = re.compile("\ue000([^\ue001]*)\ue001")
 _EXPANSION = re.compile(
@@ -52,6 +55,7 @@ class Script:
     variables: dict[str, str]
     files: dict[str, str] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
+    not_followed: list[str] = field(default_factory=list)
 
     def read(self, text: str) -> None:
         """Reads all statements; sets win over assignments."""
@@ -89,6 +93,8 @@ class Script:
             value = f"{self.variables.get(name, '')} {value}" if plus else value
             value = re.sub("\ue000[$][^\ue001]*", f"\ue000{name}", value)
             self.variables[name] = value if state else f"\ue000{name}\ue001"
+        elif re.match(r"(?:source|\.)\s", statement):
+            self.not_followed.append(self.expand(statement))
         elif re.search(r"pretrain\w*\.py\b", statement):
             self.commands.append(self.expand(re.split(r"\s(?:\||\d?>|&)", statement)[0]))
 
@@ -199,6 +205,11 @@ def read_command(
             f"the script has {len(commands) or 'no'} commands with pretrain_gpt.py",
             "choose with its arguments or --set NAME=value, or give the command line itself "
             "(`source FILE`, functions and loops are not followed)",
+        )
+    if script.not_followed:
+        texts = UNRESOLVED.sub(r"$\1", ", ".join(dict.fromkeys(script.not_followed)))
+        logger.warning(
+            "not followed: %s; if it sets values of the command: --set NAME=value", texts
         )
     words = split_command(commands[0])  # the quotes of "${ARGUMENTS[@]}" are gone: split again
     return [part for word in words for part in (word.split() or [word])], script.files

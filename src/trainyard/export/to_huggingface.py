@@ -47,6 +47,7 @@ def export_huggingface(
     output: Path,
     dtype: torch.dtype = torch.float32,
     shard_limit_bytes: int = SHARD_LIMIT_BYTES,
+    card: str = "",
 ) -> list[str]:
     """Writes config.json, safetensors weights and the tokenizer; returns the names of the files.
 
@@ -55,6 +56,7 @@ def export_huggingface(
         output: the folder to create, atomically.
         dtype: of the weights; below fp32 they are rounded.
         shard_limit_bytes: larger weights are split into files with an index.
+        card: README.md; empty: none.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or `output` exists.
@@ -71,6 +73,8 @@ def export_huggingface(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write_texts(partial, run.model, vocabulary, dtype)
+        if card:
+            (partial / "README.md").write_text(card, encoding="utf-8")
         _write_weights(partial, split_in_shards(outlines, shard_limit_bytes), weights, run.model)
         for path in partial.iterdir():
             flush(path)

@@ -3,7 +3,7 @@
     values = suggest_run(74_000, 1024, find_local_machine())
 
 Two limits decide. The text: a model with many more parameters than the text has tokens memorizes
-it. The machine: in `FIRST_RUN_SECONDS` it should train on about ten tokens per parameter.
+it. The machine: in the time given it should train on about ten tokens per parameter.
 """
 
 from __future__ import annotations
@@ -42,16 +42,22 @@ class Suggestion:
     """Estimated training time on the machine."""
 
 
-def suggest_run(n_tokens: int, vocabulary_size: int, machine: LocalMachine) -> Suggestion:
+def suggest_run(
+    n_tokens: int,
+    vocabulary_size: int,
+    machine: LocalMachine,
+    seconds: float = FIRST_RUN_SECONDS,
+) -> Suggestion:
     """Chooses model, batch, length and schedule.
 
     Args:
         n_tokens: of the token files; the train split is `TRAIN_SHARE`.
         vocabulary_size: of their tokenizer.
         machine: where the run will train.
+        seconds: how long.
     """
     train_tokens = max(1, int(TRAIN_SHARE * n_tokens))
-    n_layers, d_model = _choose_shape(train_tokens, machine)
+    n_layers, d_model = _choose_shape(train_tokens, machine, seconds)
     length = _sequence_length(train_tokens, machine)
     model = Model(
         n_layers=n_layers,
@@ -64,7 +70,7 @@ def suggest_run(n_tokens: int, vocabulary_size: int, machine: LocalMachine) -> S
     tokens_per_second = machine.flops_per_second / model_flops_per_token(
         model, padded_vocabulary_size(model)
     )
-    tokens = min(_MOST_EPOCHS * train_tokens, tokens_per_second * FIRST_RUN_SECONDS)
+    tokens = min(_MOST_EPOCHS * train_tokens, tokens_per_second * seconds)
     micro = _micro_batch(train_tokens, length, machine)
     batch = micro * machine.count
     n_steps = max(20, round(tokens / (batch * length)))
@@ -96,9 +102,9 @@ def suggest_run(n_tokens: int, vocabulary_size: int, machine: LocalMachine) -> S
     return Suggestion(values, epochs, parameters, n_steps * batch * length / tokens_per_second)
 
 
-def _choose_shape(train_tokens: int, machine: LocalMachine) -> tuple[int, int]:
+def _choose_shape(train_tokens: int, machine: LocalMachine, seconds: float) -> tuple[int, int]:
     """Returns the largest shape that both text and machine allow."""
-    flops = machine.flops_per_second * FIRST_RUN_SECONDS
+    flops = machine.flops_per_second * seconds
     most = min(_PARAMETERS_PER_TOKEN * train_tokens, math.sqrt(flops / (6 * _TOKENS_PER_PARAMETER)))
     fitting = [shape for shape in _SHAPES if 12 * shape[0] * shape[1] ** 2 <= most]
     return fitting[-1] if fitting else _SHAPES[0]

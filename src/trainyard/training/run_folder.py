@@ -116,6 +116,16 @@ def refuse_what_is_not_built(run: Run) -> None:
         )
 
 
+def refuse_larger_vocabulary(run: Run, n_tokens: int) -> None:
+    """Raises a ConfigError if the tokenizer has more tokens than the model."""
+    if n_tokens > run.model.vocabulary_size:
+        raise ConfigError(
+            f"tokenizer.path={run.tokenizer.path!r} has {n_tokens} tokens, "
+            f"model.vocabulary_size={run.model.vocabulary_size} is smaller",
+            f"model.vocabulary_size={n_tokens}",
+        )
+
+
 def checkpoint_folder(run_folder: Path) -> Path:
     """Returns the folder of a run's checkpoints."""
     return run_folder / "checkpoints"

@@ -73,6 +73,7 @@ from trainyard.training.run_folder import (
     Resume,
     checkpoint_folder,
     find_checkpoint,
+    refuse_larger_vocabulary,
     refuse_what_is_not_built,
 )
 from trainyard.training.state import State, TrainContext
@@ -312,12 +313,8 @@ def _warn_of_slow_precision(run: Run, device: torch.device) -> None:
 
 def _check_vocabularies(run: Run, tokenizer: Tokenizer | None) -> None:
     """Checks that the tokenizer fits the model and made every token file."""
-    if tokenizer is not None and tokenizer.vocabulary_size > run.model.vocabulary_size:
-        raise ConfigError(
-            f"tokenizer.path={run.tokenizer.path!r} has {tokenizer.vocabulary_size} tokens, "
-            f"model.vocabulary_size={run.model.vocabulary_size} is smaller",
-            f"model.vocabulary_size={tokenizer.vocabulary_size}",
-        )
+    if tokenizer is not None:
+        refuse_larger_vocabulary(run, tokenizer.vocabulary_size)
     for prefix in data_prefixes(run):
         if not Path(f"{prefix}.json").exists():  # made by Megatron-LM: tokenizer unknown
             continue

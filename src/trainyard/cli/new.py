@@ -1,0 +1,168 @@
+"""`trainyard new`: a commented run file for the data, the machine and the time one has."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainyard.cli.names import complete_cluster
+from trainyard.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from trainyard.planning.new_run import NewRun
+
+WIDTH = 98
+
+
+def new(
+    prefixes: Annotated[
+        list[str],
+        typer.Argument(help="Token files, by prefix or pattern, as in data.blend.prefixes."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The run file to create.")],
+    time: Annotated[
+        str, typer.Option(help='How long it may train, such as "2 hours" or "1 week".')
+    ] = "10 minutes",
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            help="gpt2 or a tokenizer folder. Default: the one beside the token files, if any."
+        ),
+    ] = "",
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="A cluster name, such as lumi.", autocompletion=complete_cluster),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="With --cluster: its nodes.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="A device name, such as h100-80g.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of devices. Default: 1.")] = None,
+) -> None:
+    """Write a commented run file for data, machine and time.
+
+    Chooses model, batch, length, learning rate and layout. Without --gpu and --cluster: for this
+    machine.
+
+    Examples:
+    trainyard new web_text_document -o web.toml --time "2 hours"
+    trainyard new "data/*_text_document" -o big.toml --gpu h100 --gpus 64 --time "1 week"
+    """
+    from trainyard.api.planning import find_asked_machine
+    from trainyard.files import publish_text
+    from trainyard.planning.deadline import Trainer
+    from trainyard.planning.hardware import GIGA, find_local_machine
+    from trainyard.planning.new_run import choose_local_run, choose_run
+    from trainyard.units import format_number, format_seconds
+
+    seconds = _check_options(output, time)
+    machine = find_asked_machine(cluster, nodes, gpu)
+    if gpus and not machine:
+        raise ConfigError("--gpus without their kind", f"--gpu h100 --gpus {gpus}")
+    n_tokens, vocabulary_size, tokenizer = _find_data(prefixes, tokenizer)
+    if machine is None:
+        local = find_local_machine()
+        chosen, asks = choose_local_run(n_tokens, vocabulary_size, local, seconds), ""
+        where = local.name
+    else:
+        n_devices = gpus or (nodes or 0) * machine.devices_per_node or 1
+        trainer = Trainer.at_its_slowest(machine, (GIGA,))
+        chosen = choose_run(n_tokens, vocabulary_size, trainer, n_devices, seconds)
+        where = f"{format_number(n_devices, 'device')} ({machine.device.name})"
+        asked = {"--cluster": cluster, "--nodes": nodes, "--gpu": gpu, "--gpus": gpus}
+        asks = "".join(f" {name} {value}" for name, value in asked.items() if value)
+    head = (
+        f"A run of {chosen.parameters / 1e6:,.1f}M parameters for {n_tokens:,} tokens, {where} and "
+        f"{time}: about {format_seconds(chosen.seconds)}, {chosen.passes:.3g} passes over the "
+        "text. "
+        "Every field: trainyard show --fields. Relative paths start at the working directory."
+    )
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", output.stem).strip("._-")[:100] or "run"
+    data: dict[str, Any] = {"data.blend.prefixes": tuple(prefixes)}
+    data |= {"tokenizer.path": tokenizer} if tokenizer else {}
+    publish_text(output, _render(head, name, chosen, data))
+    quoted = shlex.quote(str(output))
+    typer.echo(f"{output}: {head.partition('. Every')[0]}\n")
+    typer.echo(f"trainyard plan {quoted}{asks}\ntrainyard train {quoted}")
+
+
+def _check_options(output: Path, time: str) -> float:
+    """Returns the time in seconds."""
+    from trainyard.units import parse_duration
+
+    if output.suffix != ".toml":
+        raise ConfigError(f"--output {output} is not a run file", f"-o {output.stem}.toml")
+    if output.exists():
+        raise ConfigError(f"{output} already exists", "name another --output, or remove it")
+    try:
+        return parse_duration(time)
+    except ValueError as error:
+        raise ConfigError(f"--time {error}", '--time "2 hours"') from None
+
+
+def _find_data(prefixes: list[str], tokenizer: str) -> tuple[int, int, str]:
+    """Returns tokens, vocabulary size and the tokenizer's place, if known.
+
+    Raises:
+        UserError: token files are absent, or of another tokenizer, or it is unknown.
+    """
+    from trainyard.api.planning import find_sizes
+    from trainyard.config.load import build_run
+    from trainyard.data.patterns import find_token_files
+    from trainyard.data.sidecar import load_sidecar
+    from trainyard.data.tokenizer import load_tokenizer
+
+    run = find_token_files(build_run({"data": {"blend": {"prefixes": prefixes}}}))
+    found = run.data.blend.prefixes
+    sizes = find_sizes(run)
+    for prefix in found:
+        if prefix not in sizes:
+            raise DataError(
+                f"no token files {prefix}.bin and .idx", "trainyard prepare TEXT -o NAME"
+            )
+    sidecars = {each: load_sidecar(each) for each in found if Path(f"{each}.json").is_file()}
+    beside = Path(f"{found[0].removesuffix('_text_document')}_tokenizer")
+    if not tokenizer and beside.is_dir():
+        tokenizer = str(beside)
+    elif not tokenizer and any(each.tokenizer.name == "gpt2" for each in sidecars.values()):
+        tokenizer = "gpt2"
+    if tokenizer:
+        loaded = load_tokenizer(tokenizer)
+        for prefix, sidecar in sidecars.items():
+            sidecar.check_against(loaded, prefix)
+        return sum(sizes.values()), loaded.vocabulary_size, tokenizer
+    if not sidecars:
+        raise DataError(f"the tokenizer of {found[0]} is not recorded", "--tokenizer FOLDER")
+    vocabulary_size = next(iter(sidecars.values())).tokenizer.vocabulary_size
+    return sum(sizes.values()), vocabulary_size, ""
+
+
+def _render(head: str, name: str, chosen: NewRun, data: dict[str, Any]) -> str:
+    """Renders sections and fields, each below the first sentence of its documentation."""
+    from trainyard.cli.show_run import as_toml
+    from trainyard.config.load import all_fields
+
+    manuals = all_fields() | {"train.batch_ramp": "The preset's ramp is left out"}
+    lines = [*_comment(head), ""]
+    if chosen.preset:
+        lines += _comment(f"Other values, with their sources: trainyard show {chosen.preset}")
+        lines += [f"extends = {as_toml(chosen.preset)}", ""]
+    lines += [f"name = {as_toml(name)}"]
+    section = ""
+    values = chosen.values | data
+    sections = list(dict.fromkeys(field.rpartition(".")[0] for field in manuals))
+    for field in sorted(values, key=lambda field: sections.index(field.rpartition(".")[0])):
+        table, _, key = field.rpartition(".")
+        if table != section:
+            lines += ["", f"[{table}]"]
+            section = table
+        lines += _comment(re.split(r"(?<=[.;:]) ", manuals[field])[0].rstrip(".;:"))
+        lines += [f"{key} = {as_toml(values[field])}"]
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(text, WIDTH - 2)]
