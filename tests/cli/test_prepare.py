@@ -230,7 +230,8 @@ def test_a_tokenizer_is_trained_first(folder: Path) -> None:
     sidecar = load_sidecar("new_text_document")
     assert shown.startswith("new_text_document.bin: 1 document, ")
     assert (sidecar.tokenizer.name, sidecar.tokenizer.eod_id) == ("new_tokenizer", 261)
-    sidecar.check_against(load_tokenizer(Path("new_tokenizer")), "new")
+    tokenizer = load_tokenizer(Path("new_tokenizer"))
+    sidecar.check_against(tokenizer.name, tokenizer.fingerprint, "new")
     # Again is no mistake when all is done.
     assert run_verb("in", "-o", "new", "--train-tokenizer", "262") == shown
 

@@ -113,7 +113,8 @@ def _find_data(prefixes: list[str], tokenizer: str) -> tuple[int, int, str]:
     from trainyard.config.load import build_run
     from trainyard.data.patterns import find_token_files
     from trainyard.data.sidecar import load_sidecar
-    from trainyard.data.tokenizer import load_tokenizer
+    from trainyard.data.tokenizer import tokenizer_name
+    from trainyard.data.vocabulary import load_vocabulary
 
     run = find_token_files(build_run({"data": {"blend": {"prefixes": prefixes}}}))
     found = run.data.blend.prefixes
@@ -130,10 +131,10 @@ def _find_data(prefixes: list[str], tokenizer: str) -> tuple[int, int, str]:
     elif not tokenizer and any(each.tokenizer.name == "gpt2" for each in sidecars.values()):
         tokenizer = "gpt2"
     if tokenizer:
-        loaded = load_tokenizer(tokenizer)
+        vocabulary = load_vocabulary(tokenizer)
         for prefix, sidecar in sidecars.items():
-            sidecar.check_against(loaded, prefix)
-        return sum(sizes.values()), loaded.vocabulary_size, tokenizer
+            sidecar.check_against(tokenizer_name(tokenizer), vocabulary.fingerprint, prefix)
+        return sum(sizes.values()), len(vocabulary.tokens), tokenizer
     if not sidecars:
         raise DataError(f"the tokenizer of {found[0]} is not recorded", "--tokenizer FOLDER")
     vocabulary_size = next(iter(sidecars.values())).tokenizer.vocabulary_size

@@ -50,7 +50,7 @@ def show_data(
     if sidecar is not None:
         sidecar.check_sizes(prefix)
         if tokenizer is not None:
-            sidecar.check_against(tokenizer, prefix)
+            sidecar.check_against(tokenizer.name, tokenizer.fingerprint, prefix)
     facts = {
         "documents": f"{len(dataset.document_indices) - 1:,}",
         "sequences": f"{len(dataset):,}",

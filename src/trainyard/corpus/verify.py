@@ -193,7 +193,7 @@ def _check_record(
     if tokenizer is None:
         return
     try:
-        record.check_against(tokenizer, problems.prefix)
+        record.check_against(tokenizer.name, tokenizer.fingerprint, problems.prefix)
     except DataError as error:
         problems.add(error.problem)
         return

@@ -1,9 +1,9 @@
 """The record of token files in `<prefix>.json`: their tokenizer, sources and checksums.
 
     sidecar = load_sidecar("corpus_text_document")
-    sidecar.check_against(tokenizer, prefix)  # rejects a different tokenizer
-    sidecar.check_sizes(prefix)               # cheap; `verify.check_data` reads every byte
-    sidecar.tokens, sidecar.text_bytes        # for bits per byte, for instance
+    sidecar.check_against(name, fingerprint, prefix)  # rejects a different tokenizer
+    sidecar.check_sizes(prefix)                       # cheap; `verify.check_data` reads all bytes
+    sidecar.tokens, sidecar.text_bytes                # for bits per byte, for instance
 
 A file's checksums cover blocks of about 16 MiB, to locate damage. Source files are listed with size
 and mtime, without checksum: those of the `.bin` already pin every document. The record does not
@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from trainyard.data.tokenizer import SpecialTokens, Tokenizer
+from trainyard.data.tokenizer import SpecialTokens
 from trainyard.errors import DataError
 from trainyard.files import FileRecord, publish_text, read_file
 
@@ -122,19 +122,18 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seal: str = ""
     """Checksum of all of the above; set when it is saved."""
 
-    def check_against(self, tokenizer: Tokenizer, prefix: str | Path) -> None:
+    def check_against(self, name: str, fingerprint: str, prefix: str | Path) -> None:
         """Refuses a tokenizer that did not make these ids.
 
         Raises:
             DataError: the fingerprints differ.
         """
         made_by = self.tokenizer
-        if made_by.fingerprint != tokenizer.fingerprint:
+        if made_by.fingerprint != fingerprint:
             raise DataError(
                 f"{prefix} was made with the tokenizer {made_by.name} "
                 f"(fingerprint {made_by.fingerprint[:16]}, {made_by.vocabulary_size} tokens), "
-                f"not with {tokenizer.name} (fingerprint {tokenizer.fingerprint[:16]}, "
-                f"{tokenizer.vocabulary_size} tokens)",
+                f"not with {name} (fingerprint {fingerprint[:16]})",
                 "name the tokenizer that made the data, or prepare the data again with this one",
             )
 

@@ -110,7 +110,7 @@ def read_documents(source: str, tokenizer: Tokenizer | None) -> Iterator[Ids]:
     prefix = source.removesuffix(".bin").removesuffix(".idx")
     if token_paths(prefix)[1].exists():
         if tokenizer and Path(f"{prefix}.json").exists():
-            load_sidecar(prefix).check_against(tokenizer, prefix)
+            load_sidecar(prefix).check_against(tokenizer.name, tokenizer.fingerprint, prefix)
         dataset = IndexedDataset(prefix)
         return (dataset.tokens(index) for index in range(len(dataset)))
     text = _read_text(Path(source))

@@ -321,7 +321,7 @@ def _check_vocabularies(run: Run, tokenizer: Tokenizer | None) -> None:
         sidecar = load_sidecar(prefix)
         sidecar.check_sizes(prefix)
         if tokenizer is not None:
-            sidecar.check_against(tokenizer, prefix)
+            sidecar.check_against(tokenizer.name, tokenizer.fingerprint, prefix)
         if sidecar.tokenizer.vocabulary_size > run.model.vocabulary_size:
             raise ConfigError(
                 f"{prefix} was made with a vocabulary of {sidecar.tokenizer.vocabulary_size} "
