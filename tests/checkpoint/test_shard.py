@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from trainyard.checkpoint import shard
-from trainyard.checkpoint.format import DTYPES, header_sha256
-from trainyard.checkpoint.shard import read_header, read_values, write_shards
+from trainyard.checkpoint.format import header_sha256
+from trainyard.checkpoint.shard import DTYPES, read_header, read_values, write_shards
 from trainyard.errors import CheckpointError
 
 

@@ -31,7 +31,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.format import DTYPES, HEADER_LIMIT_BYTES, StoredFile
+from trainyard.checkpoint.format import DTYPE_BYTES, HEADER_LIMIT_BYTES, StoredFile
 from trainyard.errors import CheckpointError
 from trainyard.files import open_file
 
@@ -46,6 +46,8 @@ _WORTH_TELLING_BYTES = 2**20
 # Values start at a page boundary.
 _HEADER_ALIGNMENT_BYTES = 4096
 _TAKE_ANOTHER = "copy or download the file again"
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+"""By torch's name."""
 _CODES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"},
@@ -262,3 +264,8 @@ def _read_all(file: BinaryIO, piece: memoryview, start: int) -> None:
 
 def _malformed(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} is not a safetensors file: {why}", _TAKE_ANOTHER)
+
+
+def values_sha256(tensor: Tensor) -> str:
+    """Computes the SHA-256 of a contiguous CPU tensor's values, in hex."""
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()

@@ -31,7 +31,6 @@ from pathlib import Path
 import torch
 
 from trainyard.checkpoint.format import (
-    DTYPES,
     MANIFEST,
     OLDER_IS_KEPT,
     TOKENIZER,
@@ -42,7 +41,7 @@ from trainyard.checkpoint.format import (
     regular_file_size,
     step_of,
 )
-from trainyard.checkpoint.shard import read_header, read_values
+from trainyard.checkpoint.shard import DTYPES, read_header, read_values
 from trainyard.errors import CheckpointError
 
 # Takes bytes done and total bytes; called by several threads, one at a time.

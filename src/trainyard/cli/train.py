@@ -208,7 +208,7 @@ def _refuse_missing_inputs(run: Run) -> None:
 
 def _refuse_missing_gpus(n_ranks: int) -> None:
     """Refuses more ranks than GPUs, before they start; without GPUs they train on the CPU."""
-    n_gpus = _count_gpus() if list_gpus() else 0
+    n_gpus = _count_gpus()
     if 0 < n_gpus < n_ranks:
         raise MachineError(
             f"{n_ranks} ranks on this machine, where torch sees {n_gpus} GPU"
@@ -299,6 +299,8 @@ def wait_for_run_folder(
 
 
 def _count_gpus() -> int:
+    if not list_gpus():  # spares the slow import of torch
+        return 0
     import torch
 
     return torch.cuda.device_count()

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from trainyard.checkpoint.format import (
-    DTYPES,
     MANIFEST,
     OLDER_IS_KEPT,
     Chunk,
@@ -33,15 +32,16 @@ from trainyard.checkpoint.format import (
     read_manifest,
     render_manifest,
     step_folder_name,
-    values_sha256,
 )
 from trainyard.checkpoint.save import describe_part, write_tokenizer
 from trainyard.checkpoint.shard import (
+    DTYPES,
     SHARD_LIMIT_BYTES,
     Values,
     read_header,
     read_values,
     split_in_shards,
+    values_sha256,
 )
 from trainyard.data.vocabulary import Vocabulary
 from trainyard.errors import CheckpointError

@@ -16,8 +16,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from torch import Tensor
 
-from trainyard.checkpoint.format import DTYPES, Count, first_problem
-from trainyard.checkpoint.shard import Values, read_values
+from trainyard.checkpoint.format import Count, first_problem
+from trainyard.checkpoint.shard import DTYPES, Values, read_values
 from trainyard.errors import CheckpointError
 
 _TIMEOUT_SECONDS = 600

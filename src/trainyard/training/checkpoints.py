@@ -11,6 +11,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from trainyard.checkpoint.background import AsyncCheckpointer, Retention, SaveTimes
+from trainyard.checkpoint.find import complete_checkpoints
 from trainyard.checkpoint.format import (
     Facts,
     Manifest,
@@ -18,10 +19,7 @@ from trainyard.checkpoint.format import (
     read_manifest,
     step_of,
 )
-from trainyard.checkpoint.load import (
-    complete_checkpoints,
-    load_into,
-)
+from trainyard.checkpoint.load import load_into
 from trainyard.checkpoint.resume import changes_data, check_resumable
 from trainyard.checkpoint.save import ALONE, SavingRank
 from trainyard.config.precisions import EXPONENTS, SCALED_COLUMNS
