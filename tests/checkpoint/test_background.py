@@ -14,9 +14,9 @@ import torch
 from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.checkpoint.background import AsyncCheckpointer, Retention, probe, remove_old
-from trainyard.checkpoint.find import newest_checkpoint
 from trainyard.checkpoint.format import list_checkpoints, read_manifest
 from trainyard.checkpoint.load import load_into, load_tensors
+from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.checkpoint.save import ALONE, SavingRank, save_checkpoint
 from trainyard.errors import MachineError
 from trainyard.parallel.placement import whole

@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from tests.checkpoint.conftest import flip_bit
 
-from trainyard.checkpoint.find import find_checkpoint, newest_checkpoint
 from trainyard.checkpoint.load import build_model_from_checkpoint, load_into, load_tensors
+from trainyard.checkpoint.resume import find_checkpoint, newest_checkpoint
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.checkpoint.shard import values_sha256
 from trainyard.checkpoint.verify import check_checkpoint

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from trainyard.checkpoint.find import newest_checkpoint
 from trainyard.checkpoint.format import list_checkpoints
 from trainyard.checkpoint.load import load_tensors
+from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.checkpoint.shard import split_in_shards
 from trainyard.checkpoint.verify import check_checkpoint

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 from tests.command import Fork, call
 
-from trainyard.checkpoint.find import newest_checkpoint
 from trainyard.checkpoint.load import load_tensors
+from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.cli.evaluate import evaluate
 from trainyard.cli.export import export
 from trainyard.cli.generate import generate

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from tests.command import call, trainyard
 
-from trainyard.checkpoint.find import find_checkpoint, newest_checkpoint
 from trainyard.checkpoint.format import TOKENIZER, read_manifest
+from trainyard.checkpoint.resume import find_checkpoint, newest_checkpoint
 from trainyard.cli.check import checkpoint as check_checkpoint
 from trainyard.cli.evaluate import evaluate
 from trainyard.cli.export import export

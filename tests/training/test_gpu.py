@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.training.conftest import lines_of, start, with_fields
 
-from trainyard.checkpoint.find import newest_checkpoint
 from trainyard.checkpoint.load import load_tensors
+from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.config.run import Run
 
 pytestmark = [

@@ -15,9 +15,9 @@ from tests.circles import everyday
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainyard.checkpoint.find import newest_checkpoint
 from trainyard.checkpoint.format import Facts, read_manifest
 from trainyard.checkpoint.load import build_model_from_checkpoint, load_tensors
+from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.cli.check import describe_checkpoint

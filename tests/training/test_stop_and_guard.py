@@ -14,9 +14,9 @@ from tests.checkpoint.conftest import flip_bit
 from tests.training.conftest import lines_of, start, with_fields
 from tests.waiting import wait_until
 
-from trainyard.checkpoint.find import newest_checkpoint
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import load_tensors
+from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, GuardError
 from trainyard.training import step

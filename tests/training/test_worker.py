@@ -20,9 +20,9 @@ from tests.faults.small_run import write_tokens
 from tests.training.conftest import lines_of, start, with_fields
 from tests.waiting import wait_until
 
-from trainyard.checkpoint.find import newest_checkpoint
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import load_tensors
+from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.config.run import Run
 from trainyard.data.index_cache import FileBlock
 from trainyard.data.indexed import token_paths

@@ -1,4 +1,4 @@
-"""Which fields may change when a run resumes from a checkpoint.
+"""Finds the checkpoint to go on from, without torch; and which fields may change on resume.
 
 Fields that change neither mathematics nor data are free, even if rounding changes. The length may
 change down to the step reached, the schedule if the learning rate does not jump, and the data if
@@ -8,15 +8,20 @@ experiment; an error names them. A branch (`train.start_from`) may change everyt
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import BaseModel
 
-from trainyard.checkpoint.format import Manifest
+from trainyard.checkpoint.format import MANIFEST, Manifest, list_checkpoints, read_manifest, step_of
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
 from trainyard.planning.resolve import learning_rate, resolve
+
+logger = logging.getLogger("trainyard")
 
 FREE = (
     *("name", "description", "tokenizer.", "parallel."),
@@ -194,3 +199,48 @@ def _flatten(section: BaseModel, prefix: str = "") -> dict[str, object]:
 
 def _show(value: object) -> str:
     return "absent" if value is None else str(value)
+
+
+def complete_checkpoints(folder: Path) -> Iterator[Path]:
+    """Yields the checkpoints in `folder` with correct manifest and file sizes, newest first.
+
+    Skips others with a warning.
+    """
+    for path in list_checkpoints(folder):
+        problem = problem_of(path)
+        if problem:
+            logger.warning("skipping %s: %s", path.name, problem)
+        else:
+            yield path
+
+
+def problem_of(path: Path) -> str:
+    """Returns the problem of a checkpoint's manifest or file sizes, if any."""
+    try:
+        read_manifest(path)
+    except CheckpointError as error:
+        return error.problem
+    return ""
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Finds the complete checkpoint of the highest step in `folder`."""
+    return next(complete_checkpoints(folder), None)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Finds the checkpoint that a user names: a step folder, or the newest of a run folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if step_of(path) is not None or (path / MANIFEST).exists():
+        return path
+    inner = path / "checkpoints"
+    newest = newest_checkpoint(inner if inner.is_dir() else path)
+    if newest is None:
+        raise CheckpointError(
+            f"no checkpoint in {path}" if path.is_dir() else f"no folder {path}",
+            "give a run folder, or one of the step-... folders in its checkpoints/",
+        )
+    return newest

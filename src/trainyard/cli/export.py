@@ -69,8 +69,8 @@ def export(
         repository = hub.find_repository(place, public=public)
     import torch
 
-    from trainyard.checkpoint.find import find_checkpoint
     from trainyard.checkpoint.format import manifest_sha256, read_manifest
+    from trainyard.checkpoint.resume import find_checkpoint
     from trainyard.export.to_huggingface import export_huggingface, require_equal_logits
     from trainyard.report.model_card import render_card
 

@@ -109,8 +109,8 @@ def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields
 
         console.print(render_run_summary(load_run(name, overrides), all_fields=all_fields))
     else:
-        from trainyard.checkpoint.find import find_checkpoint
         from trainyard.checkpoint.format import read_manifest
+        from trainyard.checkpoint.resume import find_checkpoint
         from trainyard.cli.check import describe_checkpoint
         from trainyard.cli.show_data import facts_table
         from trainyard.training.run_folder import read_history

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainyard.checkpoint.find import find_checkpoint
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import build_model_from_checkpoint, load_tokenizer_copy
+from trainyard.checkpoint.resume import find_checkpoint
 from trainyard.config.run import Run
 from trainyard.data.indexed import IndexedDataset, token_paths
 from trainyard.data.order import SequenceOrder

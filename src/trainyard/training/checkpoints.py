@@ -11,7 +11,6 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from trainyard.checkpoint.background import AsyncCheckpointer, Retention, SaveTimes
-from trainyard.checkpoint.find import complete_checkpoints
 from trainyard.checkpoint.format import (
     Facts,
     Manifest,
@@ -20,7 +19,7 @@ from trainyard.checkpoint.format import (
     step_of,
 )
 from trainyard.checkpoint.load import load_into
-from trainyard.checkpoint.resume import changes_data, check_resumable
+from trainyard.checkpoint.resume import changes_data, check_resumable, complete_checkpoints
 from trainyard.checkpoint.save import ALONE, SavingRank
 from trainyard.config.precisions import EXPONENTS, SCALED_COLUMNS
 from trainyard.config.rules import change

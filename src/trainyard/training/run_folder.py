@@ -138,8 +138,8 @@ def find_checkpoint(run_folder: Path, resume: Resume) -> Path | None:
         CheckpointError: `resume` requires one and there is none, or forbids one and there is; or
             none is intact.
     """
-    from trainyard.checkpoint.find import newest_checkpoint, problem_of
     from trainyard.checkpoint.format import list_checkpoints
+    from trainyard.checkpoint.resume import newest_checkpoint, problem_of
 
     folder = checkpoint_folder(run_folder)
     there = list_checkpoints(folder)

@@ -116,8 +116,8 @@ def find_start(start: str, folder: Path) -> Path:
     Raises:
         CheckpointError: there is none, or it belongs to the run itself.
     """
-    from trainyard.checkpoint.find import find_checkpoint
     from trainyard.checkpoint.format import list_checkpoints, step_folder_name, step_of
+    from trainyard.checkpoint.resume import find_checkpoint
 
     if is_huggingface(start):
         return find_checkpoint(folder / CONVERTED)
