@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "benchmarks" / "records" / "2026-11-24-mistakes.json"
+RECORD = ROOT / "benchmarks" / "records" / "2026-11-25-mistakes.json"
 PAGE = ROOT / "docs" / "mistakes.md"
 STARTS = 3
 SLOW_SECONDS = 3.0
