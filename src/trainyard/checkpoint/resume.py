@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -61,7 +61,7 @@ class Change:
     """Why it must not change; empty when it may."""
 
     def __str__(self) -> str:
-        text = f"{self.field}: {_show(self.saved)} in the checkpoint, now {_show(self.wanted)}"
+        text = f"{self.field}: {show_value(self.saved)} in the checkpoint, now {show_value(self.wanted)}"
         return f"{text}; {self.refusal}" if self.refusal else text
 
 
@@ -126,7 +126,7 @@ def check_resumable(
             f"train.start_from={manifest.build_run().name}@{manifest.step}; free to change: "
             + ", ".join(name.removesuffix(".") for name in FREE),
         )
-    return changes
+    return [replace(change, refusal="") for change in changes]
 
 
 def shape_changes(saved: Run, wanted: Run) -> list[Change]:
@@ -197,8 +197,11 @@ def _flatten(section: BaseModel, prefix: str = "") -> dict[str, object]:
     return fields
 
 
-def _show(value: object) -> str:
-    return "absent" if value is None else str(value)
+def show_value(value: object) -> str:
+    """Renders the value of a field, for a message."""
+    if value is None:
+        return "absent"
+    return str([*value] if isinstance(value, tuple) else value)
 
 
 def complete_checkpoints(folder: Path) -> Iterator[Path]:
