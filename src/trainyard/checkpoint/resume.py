@@ -61,7 +61,8 @@ class Change:
     """Why it must not change; empty when it may."""
 
     def __str__(self) -> str:
-        text = f"{self.field}: {show_value(self.saved)} in the checkpoint, now {show_value(self.wanted)}"
+        saved, wanted = show_value(self.saved), show_value(self.wanted)
+        text = f"{self.field}: {saved} in the checkpoint, now {wanted}"
         return f"{text}; {self.refusal}" if self.refusal else text
 
 
