@@ -60,9 +60,14 @@ class Change:
     refusal: str
     """Why it must not change; empty when it may."""
 
+    @property
+    def values(self) -> str:
+        """The field with both values."""
+        saved, wanted = format_value(self.saved), format_value(self.wanted)
+        return f"{self.field}: {saved} in the checkpoint, now {wanted}"
+
     def __str__(self) -> str:
-        text = f"{self.field}: {_show(self.saved)} in the checkpoint, now {_show(self.wanted)}"
-        return f"{text}; {self.refusal}" if self.refusal else text
+        return f"{self.values}; {self.refusal}" if self.refusal else self.values
 
 
 def run_changes(saved: Run, wanted: Run) -> list[Change]:
@@ -197,7 +202,10 @@ def _flatten(section: BaseModel, prefix: str = "") -> dict[str, object]:
     return fields
 
 
-def _show(value: object) -> str:
+def format_value(value: object) -> str:
+    """Formats the value of a field; a list without brackets."""
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
     return "absent" if value is None else str(value)
 
 
