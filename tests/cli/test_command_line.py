@@ -140,6 +140,10 @@ def test_names_and_paths_alike(folder: Path) -> None:
         ("trainyard train tiny train.len", ["train.length="]),
         ("trainyard plan tiny --cluster lu", ["lumi"]),
         ("trainyard show cl", ["cluster"]),
+        ("trainyard show cluster lu", ["lumi"]),
+        ("trainyard show tiny train.len", ["train.length="]),
+        ("trainyard show order mi", ["mine.toml"]),
+        ("trainyard plan tiny --gpu rtx-4", ["rtx-4090"]),
         ("trainyard plan tiny --simu", ["--simulate"]),
     ],
 )
@@ -164,6 +168,12 @@ def test_any_encoding(folder: Path, encoding: str) -> None:
     assert (shown.returncode, shown.stderr) == (0, b"")
     kept = {"ascii": b"na?ve ? ?", "latin-1": b"na\xefve ? ?"}
     assert kept.get(encoding, "na\u00efve \u2013 \u4e2d".encode()) in shown.stdout
+
+
+def test_bars_in_an_encoding_without_them(folder: Path) -> None:
+    shown = start("plan", "tiny", "--gpu", "h100", folder=folder, PYTHONIOENCODING="latin-1")
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert b" ##" in shown.stdout and b"?" not in shown.stdout
 
 
 def test_a_byte_order_mark(folder: Path) -> None:

@@ -143,7 +143,7 @@ def test_a_run_that_was_never_started(tmp_path: Path, capsys: pytest.CaptureFixt
     for name in ("plan.json", "metrics.jsonl"):
         (folder / name).unlink()
     said = status(folder, capsys)
-    assert said.startswith("tiny: it was never started\nstep        not known yet\n")
+    assert said.startswith("tiny: not started yet\nstep        not known yet\n")
     assert json.loads(status(folder, capsys, "--json"))["state"] == "new"
 
 

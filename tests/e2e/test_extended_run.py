@@ -86,8 +86,8 @@ def test_beyond_an_epoch_it_says_that_the_order_is_new(tokens: Path, tmp_path: P
     assert len(list(cache.glob("*document_index*"))) == 3
     assert (
         "; the training data needs more or fewer passes, so its order is new from here, as in "
-        "Megatron-LM: some sequences come again early, others late; the held-out loss is of other "
-        "sequences from here"
+        "Megatron-LM: some sequences repeat early, others come late; from here on, the held-out "
+        "loss uses other sequences"
     ) in said(tmp_path, 0)
 
 

@@ -190,6 +190,27 @@ time.sleep(0.3)
     running.communicate()
 
 
+def test_ctrl_c_ends_all_without_a_traceback(tmp_path: Path) -> None:
+    rank_program(tmp_path, "arrive(); time.sleep(600)")
+    watched = [sys.executable, "-m", "trainyard.launch.watched", "rank"]
+    code = (
+        "import sys; from pathlib import Path; from trainyard.launch.local import run_ranks\n"
+        f"try: run_ranks(2, {watched!r}, Path({str(tmp_path / 'logs')!r}))\n"
+        "except KeyboardInterrupt: print('interrupted')"
+    )
+    running = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)},
+    )
+    wait_until(lambda: len(process_ids(tmp_path)) == 2)
+    running.send_signal(signal.SIGINT)
+    assert running.communicate(timeout=WATCHDOG_SECONDS) == ("interrupted\n", None)
+    assert (tmp_path / "logs" / "rank-00001.log").read_text() == ""
+
+
 def test_nothing_is_left_when_the_starting_process_is_killed(tmp_path: Path) -> None:
     body = """
 end_with_parent(process.parent_pipe)

@@ -103,7 +103,7 @@ def describe_devices(machine: Machine | None, n_devices: int) -> str:
     """Describes the devices of a plan."""
     count = format_number(n_devices, "device")
     if machine is None:
-        return f"{count}; set the kind with --cluster or --gpu"
+        return f"{count}; choose their type with --cluster or --gpu"
     nodes = format_number(math.ceil(n_devices / machine.devices_per_node), "node")
     return f"{count} ({machine.device.name}) in {nodes} of {machine.name}"
 

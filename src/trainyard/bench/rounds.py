@@ -116,7 +116,8 @@ def run_rounds(
 
 
 def _run(order: BenchOptions, process: Process, folder: Path, attempt: int) -> None:
-    command = [sys.executable, "-P", "-m", "trainyard.bench.worker", str(folder)]
+    command = [sys.executable, "-P", "-m", "trainyard.launch.watched"]
+    command += ["trainyard.bench.worker", str(folder)]
     command += ["--spawned-at", str(time.time()), "--attempt", str(attempt)]
     if process.n_ranks == 1 and order.n_ranks > 1:
         run_ranks(order.n_ranks, command, folder / "logs")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -60,10 +60,14 @@ class Change:
     refusal: str
     """Why it must not change; empty when it may."""
 
+    @property
+    def values(self) -> str:
+        """The field with both values."""
+        saved, wanted = format_value(self.saved), format_value(self.wanted)
+        return f"{self.field}: {saved} in the checkpoint, now {wanted}"
+
     def __str__(self) -> str:
-        saved, wanted = show_value(self.saved), show_value(self.wanted)
-        text = f"{self.field}: {saved} in the checkpoint, now {wanted}"
-        return f"{text}; {self.refusal}" if self.refusal else text
+        return f"{self.values}; {self.refusal}" if self.refusal else self.values
 
 
 def run_changes(saved: Run, wanted: Run) -> list[Change]:
@@ -127,7 +131,7 @@ def check_resumable(
             f"train.start_from={manifest.build_run().name}@{manifest.step}; free to change: "
             + ", ".join(name.removesuffix(".") for name in FREE),
         )
-    return [replace(change, refusal="") for change in changes]
+    return changes
 
 
 def shape_changes(saved: Run, wanted: Run) -> list[Change]:
@@ -198,11 +202,11 @@ def _flatten(section: BaseModel, prefix: str = "") -> dict[str, object]:
     return fields
 
 
-def show_value(value: object) -> str:
-    """Renders the value of a field, for a message."""
-    if value is None:
-        return "absent"
-    return str([*value] if isinstance(value, tuple) else value)
+def format_value(value: object) -> str:
+    """Formats the value of a field; a list without brackets."""
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    return "absent" if value is None else str(value)
 
 
 def complete_checkpoints(folder: Path) -> Iterator[Path]:

@@ -178,7 +178,7 @@ def describe_checkpoint(manifest: Manifest) -> dict[str, str]:
         "step": f"{manifest.step:,}: {manifest.consumed_sequences:,} sequences, "
         f"{manifest.consumed_tokens:,} tokens",
         "tensors": f"{len(manifest.tensors):,} in {n_chunks:,} chunks, "
-        f"{len(sizes)} files, {format_bytes(sum(sizes))}",
+        f"{format_number(len(sizes), 'file')}, {format_bytes(sum(sizes))}",
         "model": f"{format_number(run.model.n_layers, 'block')}, d_model {run.model.d_model}, "
         f"{run.model.n_heads} heads, sequences of {run.model.sequence_length}",
         "weights": _describe_weights(manifest),
@@ -189,7 +189,8 @@ def describe_checkpoint(manifest: Manifest) -> dict[str, str]:
             f"{name} {manifest.versions[name]}"
             for name in ("trainyard", "torch", "python")
             if name in manifest.versions
-        ),
+        )
+        or "not recorded",
         "data fingerprint": manifest.data_fingerprint or "none",
     }
 
@@ -221,7 +222,7 @@ def _describe_optimizer(manifest: Manifest) -> str:
 def _describe_layout(plan: Mapping[str, object]) -> str:
     topology = plan.get("topology")
     if not isinstance(topology, dict):
-        return "unknown: its plan names no layout"
+        return "unknown"
     sizes = {str(axis): size for axis, size in topology.items() if isinstance(size, int)}
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
     n_ranks = math.prod(sizes.values())

@@ -35,14 +35,16 @@ def export(
     ] = None,
     upload: Annotated[
         str,
-        typer.Option(metavar="hf:OWNER/NAME", help="Upload the folder there, in one commit."),
+        typer.Option(
+            metavar="hf:OWNER/NAME", help="Upload the folder to this repository, in one commit."
+        ),
     ] = "",
     public: Annotated[
         bool, typer.Option("--public", help="Anyone may read the upload; default: private.")
     ] = False,
     licence: Annotated[
         str,
-        typer.Option("--license", help="Of the weights, for the model card, such as apache-2.0."),
+        typer.Option("--license", help="Licence of the weights, for the model card: apache-2.0."),
     ] = "",
 ) -> None:
     """Write a checkpoint as a Hugging Face GPT-2 folder.
@@ -55,7 +57,7 @@ def export(
 
     Example: trainyard export runs/demo --output demo-hf --upload hf:OWNER/demo
 
-    If the upload fails, the same command uploads the folder that is there.
+    If the upload fails, run the same command again: it uploads the existing folder.
     """
     place = _check_options(upload, licence, public=public)
     source = find_trained(source)

@@ -76,7 +76,7 @@ class Verb(TyperCommand):
             if record is not None:
                 is_argument = parameter.param_type_name == "argument"
                 group = group_of.get(parameter.name or "", "Options")
-                row = (re.sub(r" (<list\[str\]>|<str>)$", "", record[0]), record[1])
+                row = (re.sub(r" (<list\[(str|Path)\]>|<str>)$", "", record[0]), record[1])
                 rows.setdefault("Arguments" if is_argument else group, []).append(row)
         for title, records in rows.items():
             if records:

@@ -22,7 +22,9 @@ def import_(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="The run folder to create; of megatron-args the run file, or stdout."),
+        typer.Option(
+            help="The run folder to create; with megatron-args: the run file (default: stdout)."
+        ),
     ] = None,
     source: Annotated[
         Literal["huggingface", "megatron", "megatron-args"],
@@ -34,7 +36,7 @@ def import_(
     ] = "",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Of megatron-args: a variable of the script, NAME=value."),
+        typer.Option("--set", help="With megatron-args: a variable of the script, NAME=value."),
     ] = None,
 ) -> None:
     """Create a run from a model or flags of other tools.

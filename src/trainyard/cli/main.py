@@ -6,6 +6,7 @@ error (one message, no traceback), 1 bug, 130 Ctrl-C, 141 closed pipe.
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
@@ -63,7 +64,9 @@ def _print_version(asked: bool) -> None:
 def _options(
     debug: Annotated[
         bool,
-        typer.Option("--debug", help="Print tracebacks for user errors too; at any place."),
+        typer.Option(
+            "--debug", help="Print tracebacks for user errors too; works anywhere on the line."
+        ),
     ] = False,
     version: Annotated[
         bool,
@@ -72,7 +75,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Pretrains GPT-3-class language models from raw text, from one run file.
+    """Pretrain GPT models from raw text, with one run file.
 
     Every verb takes a run by its name in runs/ or by its folder. trainyard VERB -h shows examples.
     """
@@ -103,15 +106,23 @@ for command in (doctor, bench, demo, completion):
     app.command(cls=Verb)(command)
 
 
+def _replace_characters(error: UnicodeError) -> tuple[str, int]:
+    """Writes what an encoding lacks as a question mark, and bars as #."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].replace("█", "#")
+    return text.encode("ascii", "replace").decode(), error.end
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs one verb and exits with its exit code."""
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     own = words.index("--") if "--" in words else len(words)
     is_debug = "--debug" in words[:own]
     words = [word for word in words[:own] if word != "--debug"] + words[own:]
+    codecs.register_error("plain", _replace_characters)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # in any encoding
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="plain")
     build_logger(hide_secrets)
     let_idle_threads_sleep()
     try:

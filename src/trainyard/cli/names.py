@@ -9,6 +9,8 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
+import typer
+
 from trainyard.errors import CheckpointError
 from trainyard.extras import require
 
@@ -80,8 +82,22 @@ def complete_override(incomplete: str) -> list[str]:
     return _starting(incomplete, [f"{field}=" for field in all_fields()])
 
 
-def complete_shown(incomplete: str) -> list[str]:
-    """Completes what `show` shows: a run, preset, recipe, or `cluster` and `order`."""
+def complete_device(incomplete: str) -> list[str]:
+    """Completes the name of a device."""
+    from trainyard.planning.clusters import NODES
+
+    return _starting(incomplete, NODES)
+
+
+def complete_shown(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Completes what `show` shows: a run or preset and its fields, a cluster, or an order."""
+    given = [*(ctx.params.get("what") or []), "", ""]
+    if given[0] == "cluster":
+        return complete_cluster(incomplete)
+    if given[1] or (given[0] and given[0] != "order"):
+        return complete_override(incomplete)
+    if given[0]:
+        return complete_run_file(incomplete)
     return _starting(incomplete, ["cluster", "order"]) + complete_run_file(incomplete)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainyard.cli.names import complete_cluster
+from trainyard.cli.names import complete_cluster, complete_device
 from trainyard.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -39,7 +39,10 @@ def new(
         typer.Option(help="A cluster name, such as lumi.", autocompletion=complete_cluster),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="With --cluster: its nodes.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="A device name, such as h100-80g.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="A device name, such as h100-80g.", autocompletion=complete_device),
+    ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Number of devices. Default: 1.")] = None,
 ) -> None:
     """Write a commented run file for data, machine and time.
@@ -56,12 +59,12 @@ def new(
     from trainyard.planning.deadline import Trainer
     from trainyard.planning.hardware import GIGA, find_local_machine
     from trainyard.planning.new_run import choose_local_run, choose_run
-    from trainyard.units import format_number, format_seconds
+    from trainyard.units import format_figure, format_number, format_seconds
 
     seconds = _check_options(output, time)
     machine = find_asked_machine(cluster, nodes, gpu)
     if gpus and not machine:
-        raise ConfigError("--gpus without their kind", f"--gpu h100 --gpus {gpus}")
+        raise ConfigError("--gpus needs --gpu or --cluster", f"--gpu h100 --gpus {gpus}")
     n_tokens, vocabulary_size, tokenizer = _find_data(prefixes, tokenizer)
     if machine is None:
         local = find_local_machine()
@@ -76,9 +79,9 @@ def new(
         asks = "".join(f" {name} {value}" for name, value in asked.items() if value)
     head = (
         f"A run of {chosen.parameters / 1e6:,.1f}M parameters for {n_tokens:,} tokens, {where} and "
-        f"{time}: about {format_seconds(chosen.seconds)}, {chosen.passes:.3g} passes over the "
-        "text. "
-        "Every field: trainyard show --fields. Relative paths start at the working directory."
+        f"{time}: about {format_seconds(chosen.seconds)}, {format_figure(chosen.passes)} passes "
+        "over the text. Every field: trainyard show --fields. Relative paths start at the working "
+        "directory."
     )
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", output.stem).strip("._-")[:100] or "run"
     data: dict[str, Any] = {"data.blend.prefixes": tuple(prefixes)}
@@ -86,7 +89,9 @@ def new(
     publish_text(output, _render(head, name, chosen, data))
     quoted = shlex.quote(str(output))
     typer.echo(f"{output}: {head.partition('. Every')[0]}\n")
-    typer.echo(f"trainyard plan {quoted}{asks}\ntrainyard train {quoted}")
+    on_nodes = f" --cluster {cluster} --nodes {nodes or 1}"
+    start = f"launch {quoted}{on_nodes}" if cluster else f"train {quoted}"
+    typer.echo(f"trainyard plan {quoted}{asks}\ntrainyard {start}")
 
 
 def _check_options(output: Path, time: str) -> float:
@@ -146,7 +151,7 @@ def _render(head: str, name: str, chosen: NewRun, data: dict[str, Any]) -> str:
     from trainyard.cli.show_run import as_toml
     from trainyard.config.load import all_fields
 
-    manuals = all_fields() | {"train.batch_ramp": "The preset's ramp is left out"}
+    manuals = all_fields() | {"train.batch_ramp": "No ramp, unlike the preset"}
     lines = [*_comment(head), ""]
     if chosen.preset:
         lines += _comment(f"Other values, with their sources: trainyard show {chosen.preset}")

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
-from trainyard.cli.names import complete_cluster, complete_override, complete_run_file
+from trainyard.cli.names import (
+    complete_cluster,
+    complete_device,
+    complete_override,
+    complete_run_file,
+)
 from trainyard.errors import ConfigError, MachineError
 from trainyard.planning.hardware import GIGA
 
@@ -41,7 +46,10 @@ def plan(
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="A device name, such as h100-80g; with --cluster: in its nodes."),
+        typer.Option(
+            help="A device name, such as h100-80g; with --cluster: in its nodes.",
+            autocompletion=complete_device,
+        ),
     ] = None,
     gpus: Annotated[
         int | None,

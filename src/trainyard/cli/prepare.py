@@ -68,7 +68,7 @@ def prepare(
     overwrite: Annotated[
         bool, typer.Option(help="Replace token files and work made with other settings.")
     ] = False,
-    status: Annotated[bool, typer.Option(help="Only print the progress.")] = False,
+    status: Annotated[bool, typer.Option(help="Print the progress and exit.")] = False,
     fetch: Annotated[
         str,
         typer.Option(

@@ -110,7 +110,7 @@ def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields
         console.print(render_run_summary(load_run(name, overrides), all_fields=all_fields))
     else:
         from trainyard.checkpoint.format import read_manifest
-        from trainyard.checkpoint.resume import find_checkpoint, show_value
+        from trainyard.checkpoint.resume import find_checkpoint, format_value
         from trainyard.cli.check import describe_checkpoint
         from trainyard.cli.show_data import facts_table
         from trainyard.training.run_folder import read_history
@@ -123,7 +123,7 @@ def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields
             facts["ancestry"] = describe_ancestry(ancestors)
         for step, changes in read_history(path) if (path / "run.toml").exists() else []:
             facts[f"from step {step:,}"] = "; ".join(
-                f"{each.field}: {show_value(each.wanted)}, before {show_value(each.saved)}"
+                f"{each.field}: {format_value(each.wanted)}, before {format_value(each.saved)}"
                 for each in changes
             )
         console.print(facts_table(str(checkpoint), facts))

@@ -37,7 +37,8 @@ def examine_in_processes(n_ranks: int, order: Order, folder: Path) -> list[Exami
     """
     values = asdict(order) | {"runs": str(order.runs)}
     (folder / ORDER).write_text(json.dumps(values), encoding="utf-8")
-    command = [sys.executable, "-P", "-m", "trainyard.doctor.worker", str(folder)]
+    watched = [sys.executable, "-P", "-m", "trainyard.launch.watched"]
+    command = [*watched, "trainyard.doctor.worker", str(folder)]
     run_ranks(n_ranks, command, folder / "logs")
     texts = json.loads((folder / FOUND).read_text(encoding="utf-8"))
     return [Examination.parse(text) for text in texts]

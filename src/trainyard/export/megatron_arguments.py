@@ -82,11 +82,7 @@ def import_arguments(words: list[str], files: Mapping[str, str], name: str) -> I
             and flag != "tensorboard-dir"
             and (UNRESOLVED.search(flag) or classify(flag)[0] in ("field", "rule"))
         ):
-            raise ConfigError(
-                f"cannot resolve {found[1]}, which --{flag} needs".replace("\ue000", "$"),
-                f"set the variable: --set {found[1]}=value "
-                "(`source FILE`, functions and loops are not followed)",
-            )
+            raise _explain_unresolved(found[1], flag)
     flags = {flag: [UNRESOLVED.sub(r"<\1>", v) for v in values] for flag, values in flags.items()}
     accounts, unknown = _account(flags)
     run = Conversion(flags, files)
@@ -105,6 +101,19 @@ def import_arguments(words: list[str], files: Mapping[str, str], name: str) -> I
     text = _render(name, fields, origins, [*accounts, *run.notes], unknown)
     parse_toml(text, "the new run file")
     return Imported(text, [f"unknown flag {line}" for line in unknown] + run.notes)
+
+
+def _explain_unresolved(name: str, flag: str) -> ConfigError:
+    if name.isdecimal():
+        return ConfigError(
+            f"cannot resolve ${name}, an argument of the script, which --{flag} needs",
+            'give the arguments after the script, in the same quotes: "train.sh ARGUMENT ..."',
+        )
+    return ConfigError(
+        f"cannot resolve {name}, which --{flag} needs".replace("\ue000", "$"),
+        f"set the variable: --set {name}=value "
+        "(`source FILE`, functions and loops are not followed)",
+    )
 
 
 def _read_flags(words: list[str]) -> dict[str, list[str]]:

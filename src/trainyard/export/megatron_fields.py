@@ -65,7 +65,7 @@ class Conversion:
         values = self.flags.get(flag, [str(flag_table()["default"].get(flag, ""))])
         if len(values) != 1 or not values[0]:
             problem = f"needs one value (got {values})" if self.has(flag) else "is not given"
-            raise ConfigError(f"--{flag} {problem}", "Megatron needs it too")
+            raise ConfigError(f"--{flag} {problem}", "Megatron-LM requires it")
         return str(values[0])
 
     def number(self, flag: str) -> int | float:

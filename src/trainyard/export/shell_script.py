@@ -23,8 +23,10 @@ logger = logging.getLogger("trainyard")
 UNRESOLVED = re.compile("\ue000([^\ue001]*)\ue001")
 _EXPANSION = re.compile(
     r"\$\(\((?P<sum>(?:[^()]|\([^()]*\))*)\)\)|\$\((?P<run>(?:[^()]|\([^()]*\))*)\)|`(?P<old>[^`]*)`"
-    r"|\$\{(?P<braced>\w+)(?:\[[@*]\])?(?::?-(?P<default>(?:[^{}]|\{[^{}]*\})*))?\}|\$(?P<plain>\w+|\#)"
+    r"|\$\{(?P<braced>\w+|[@*])(?:\[[@*]\])?(?::?-(?P<default>(?:[^{}]|\{[^{}]*\})*))?\}"
+    r"|\$(?P<plain>\w+|[\#@*])"
 )
+_LISTS = re.compile(r"\"(\$@|\$\{(?:@|\w+\[@\])\})\"")  # empty ones are no word
 _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _HEREDOC = re.compile(
     r"^[^\n#]*<<-?\s*(['\"]?)(\w+)\1(?:\s*>\s*(\S+))?[^\n]*\n(.*?)^\s*\2\s*$",
@@ -61,6 +63,7 @@ class Script:
         """Reads all statements; sets win over assignments."""
         given = frozenset(self.variables)
         text = text.replace("\r\n", "\n").replace("\\\n", " ")
+        text = _LISTS.sub(r"\1", text)
         blocks: list[tuple[bool | None, bool | None]] = []  # this branch, any branch so far
         for statement in _statements(text):
             state = _all(branch for branch, _ in blocks)
@@ -197,7 +200,9 @@ def read_command(
         ConfigError: the script has no training command, or several that differ.
     """
     numbered = {str(i): value for i, value in enumerate(arguments, 1)}
-    script = Script({"PWD": ".", "#": str(len(arguments)), **numbered, **settings})
+    together = " ".join(arguments)
+    own = {"PWD": ".", "#": str(len(arguments)), "@": together, "*": together, **numbered}
+    script = Script(own | settings)
     script.read(source)
     commands = sorted(set(script.commands))
     if len(commands) != 1:

@@ -82,6 +82,7 @@ def run_ranks(n_ranks: int, command: Sequence[str], logs: Path) -> None:
     Raises:
         MachineError: a rank died; names it, how, and the end of its output. The exit code is 1 if
             the rank's indicates a bug.
+        KeyboardInterrupt: Ctrl-C ended them.
     """
     with open_places(n_ranks) as places:
         _run(places, command, logs)
@@ -92,6 +93,7 @@ def run_one(process: Process, command: Sequence[str]) -> None:
 
     Raises:
         MachineError: it died.
+        KeyboardInterrupt: Ctrl-C ended it.
     """
     with open_pipe() as pipe:
         _run([replace(process, parent_pipe=pipe)], command, None)
@@ -99,6 +101,7 @@ def run_one(process: Process, command: Sequence[str]) -> None:
 
 def _run(places: Sequence[Process], command: Sequence[str], logs: Path | None) -> None:
     workers: list[Worker] = []
+    interrupted = False
     with note_signals((signal.SIGINT, signal.SIGTERM)) as received:
         try:
             for place in places:
@@ -107,11 +110,15 @@ def _run(places: Sequence[Process], command: Sequence[str], logs: Path | None) -
                 if find_first_death(workers) is not None:
                     break
                 while received:
-                    send(workers, received.pop(0))
+                    number = received.pop(0)
+                    interrupted = interrupted or number == signal.SIGINT
+                    send(workers, number)
                 time.sleep(POLL_SECONDS)
             dead = find_first_death(workers)
         finally:
             end(workers)
+    if dead is not None and interrupted:
+        raise KeyboardInterrupt
     if dead is not None:
         # If all end for the same reason, rank 0 has already shown it.
         all_refuse = dead.running.returncode == workers[0].running.returncode == 2

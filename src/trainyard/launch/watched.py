@@ -13,6 +13,7 @@ import faulthandler
 import os
 import resource
 import runpy
+import signal
 import sys
 from contextlib import suppress
 
@@ -40,4 +41,8 @@ def be_watched(process: Process) -> None:
 if __name__ == "__main__":
     be_watched(read_process())
     del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:  # ends as Python does, without the traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)

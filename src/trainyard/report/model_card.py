@@ -20,6 +20,7 @@ from trainyard.training.start import ancestors_of, describe_ancestry
 
 if TYPE_CHECKING:
     from trainyard.checkpoint.format import Manifest
+    from trainyard.config.run import Run
 
 _SETTINGS = {"model", "train", "optimizer", "schedule", "parallel", "precision"}
 _TO_FILL_IN = "**To fill in**: not chosen yet. Name it here and in `license:` at the top."
@@ -83,7 +84,7 @@ def render_card(checkpoint: Path, manifest: Manifest, dtype: str, licence: str, 
     """
     run, folder = manifest.build_run(), checkpoint.parent.parent
     settings = run.model_dump(
-        mode="json", include=_SETTINGS, exclude={"train": {"start_from"}}, exclude_none=True
+        mode="json", include=_SETTINGS, exclude=_unused_settings(run), exclude_none=True
     )
     prefixes = (run.data.blend if run.data.blend.prefixes else run.data.train).prefixes
     lines = read_metrics(folder).held_out_losses if (folder / "metrics.jsonl").exists() else []
@@ -108,6 +109,16 @@ def render_card(checkpoint: Path, manifest: Manifest, dtype: str, licence: str, 
 
 def _plain(name: str) -> str:
     return re.sub(r"[^\w. -]", "_", name)
+
+
+def _unused_settings(run: Run) -> dict[str, set[str]]:
+    """Names the settings without effect on these weights, by section."""
+    unused = {"train": {"start_from", "start_with", "stop_after_minutes"}}
+    if run.schedule.kind != "warmup_stable_decay":
+        unused["schedule"] = {"cooldown"}
+    formats = {"loss_scale": "fp16", "fp8": "fp8"}
+    unused["precision"] = {key for key, kind in formats.items() if kind not in run.precision.kind}
+    return unused
 
 
 def _describe_loss(line: Line) -> str:

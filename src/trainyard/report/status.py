@@ -326,7 +326,7 @@ def _find_state(folder: Path, job: JobState | None, starts: list[Start]) -> tupl
     outcome = load_facts(folder / "outcome.json")
     if not outcome:
         if not (folder / "metrics.jsonl").exists() and not starts:
-            return "new", "it was never started" if job is None else f"never started: {job.text}"
+            return "new", "not started yet" if job is None else f"not started: {job.text}"
         return "lost", liveness.text
     states: dict[object, str] = {0: "done", EXIT_HOLD: "held"}
     if outcome.get("reason") == INTERRUPTED.reason:

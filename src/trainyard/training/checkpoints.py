@@ -131,7 +131,8 @@ def _load_start(context: TrainContext) -> State:
 
 def _say_start(context: TrainContext, manifest: Manifest, parent: State, path: Path) -> None:
     run, theirs = context.run, manifest.build_run()
-    logger.info("starts from %s of %s: step %s", run.train.start_with, path, manifest.step)
+    taken = run.train.start_with.replace("_", " ")
+    logger.info("starts from %s of step %s in %s", taken, f"{manifest.step:,}", path.parent)
     read = BatchSchedule(theirs).position(manifest.step) + parent.data_offset
     if context.data_fingerprint == manifest.data_fingerprint and not run.data.skip.amount:
         logger.info(
@@ -181,7 +182,7 @@ def _try(context: TrainContext, path: Path) -> tuple[str | None, State | None]:
         return error.problem, None
     tokenizer = context.tokenizer.fingerprint if context.tokenizer else ""
     for each in check_resumable(manifest, context.run, context.data_fingerprint, tokenizer):
-        logger.info("changed since the checkpoint: %s", each)
+        logger.info("changed since the checkpoint: %s", each.values)
         if each.field == "train.length" and manifest.step > 0 and context.is_first_rank:
             logger.info("%s", describe_new_length(context, manifest))
     state = State.from_json(context, manifest.step, manifest.training)
@@ -209,9 +210,9 @@ def describe_new_length(context: TrainContext, manifest: Manifest) -> str:
         text += "; the order of the training data is the same"
     else:
         text += "; the training data needs more or fewer passes, so its order is new from here, as "
-        text += "in Megatron-LM: some sequences come again early, others late"
+        text += "in Megatron-LM: some sequences repeat early, others come late"
     if not keeps_passes(run, "valid", context.valid_order, before):
-        text += "; the held-out loss is of other sequences from here"
+        text += "; from here on, the held-out loss uses other sequences"
     return text
 
 

@@ -124,7 +124,8 @@ def _train_ranks(folder: Path, n_ranks: int) -> None:
     if n_ranks == 1:
         train_cases(folder, Process())
         return
-    command = [sys.executable, "-P", "-m", "trainyard.training.layout_check", str(folder)]
+    watched = [sys.executable, "-P", "-m", "trainyard.launch.watched"]
+    command = [*watched, "trainyard.training.layout_check", str(folder)]
     run_ranks(n_ranks, command, folder / "logs")
 
 

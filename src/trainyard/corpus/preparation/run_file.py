@@ -26,6 +26,7 @@ from trainyard.errors import printable
 from trainyard.files import publish_text
 from trainyard.planning.hardware import find_local_machine
 from trainyard.planning.suggest import SPLIT, suggest_run
+from trainyard.units import format_figure
 
 _FIRST_LINE = re.compile(
     r"# Written by trainyard prepare for the data ([0-9a-f]{16}); checksum ([0-9a-f]{16})\n"
@@ -99,7 +100,7 @@ def _render(corpus: Corpus, sidecars: list[Sidecar]) -> tuple[str, int]:
     }
     head = (
         f"# {suggestion.parameters / 1e6:.1f}M parameters, for {n_tokens:,} tokens and "
-        f"{machine.name}; {suggestion.epochs:.3g} passes over the text.\n"
+        f"{machine.name}; {format_figure(suggestion.epochs)} passes over the text.\n"
         "# Every field: trainyard show --fields. Relative paths start at the working directory.\n"
         "# Once you edit this file, prepare leaves it alone.\n\n"
     )
