@@ -55,6 +55,18 @@ def test_verbs_in_the_order_of_the_work(tmp_path: Path) -> None:
     assert trainyard(folder=tmp_path).stdout == shown.stdout
 
 
+def test_a_run_is_shown_alike_by_name_and_by_folder(folder: Path) -> None:
+    for has_trained in (False, True):
+        if has_trained:  # a damaged checkpoint is one all the same
+            (folder / "runs/small/checkpoints/step-00000004").mkdir(parents=True)
+        by_name, by_folder = (
+            trainyard("show", name, folder=folder) for name in ("small", "runs/small")
+        )
+        assert (by_name.returncode, by_name.stdout) == (by_folder.returncode, by_folder.stdout)
+        assert ("2 blocks of width 64" in by_name.stdout) != has_trained
+        assert ("no checkpoint in runs/small" in by_name.stderr) == has_trained
+
+
 def test_every_group_of_options_has_options() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     for verb, groups in verb_help.GROUPS.items():

@@ -38,6 +38,13 @@ def find_run(name: str | Path) -> Path:
     )
 
 
+def holds_checkpoint(folder: Path) -> bool:
+    """Returns whether `folder` is a checkpoint, intact or not, or a folder of a run with some."""
+    is_step = (folder / "manifest.json").exists() or folder.name.startswith("step-")
+    steps = ("step-*", "checkpoints/step-*")
+    return is_step or any(any(folder.glob(pattern)) for pattern in steps)
+
+
 def find_trained(name: str | Path) -> Path:
     """Finds a run or checkpoint folder, as `find_run`, that has weights.
 
@@ -47,8 +54,7 @@ def find_trained(name: str | Path) -> Path:
     """
     require("torch")
     folder = find_run(name)
-    is_step = (folder / "manifest.json").exists() or folder.name.startswith("step-")
-    if not is_step and not [*folder.glob("step-*"), *(folder / "checkpoints").glob("step-*")]:
+    if not holds_checkpoint(folder):
         raise CheckpointError(
             f"no checkpoint in {folder}",
             "give a run that has trained, or one of the step-... folders in its checkpoints/",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainyard.cli.names import complete_shown
+from trainyard.cli.names import RUNS_FOLDER, complete_shown, holds_checkpoint
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,9 +89,12 @@ def show(
 
 def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields: bool) -> None:
     from trainyard.cli.show_fields import is_family
+    from trainyard.config.load import load_run, preset_names
     from trainyard.data.vocabulary import GPT2
 
     path = Path(name)
+    if not path.exists() and name not in preset_names():
+        path = RUNS_FOLDER / name
     is_checkpoint = (path / "manifest.json").exists()
     files = ("tokenizer.json", "vocab.json", "gpt2-vocab.json")
     has_tokenizer = any((path / file).exists() for file in files)
@@ -103,9 +106,8 @@ def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields
         from trainyard.cli.show_fields import render_family
 
         typer.echo(render_family(name))
-    elif name.endswith(".toml") or not path.exists():
+    elif overrides or all_fields or not holds_checkpoint(path):
         from trainyard.cli.show_run import render_run_summary
-        from trainyard.config.load import load_run
 
         console.print(render_run_summary(load_run(name, overrides), all_fields=all_fields))
     else:
