@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainyard.config.run import Fp8, Model, Parallel, Precision, Run, Train
+from trainyard.config.precisions import Fp8, Precision
+from trainyard.config.run import Model, Parallel, Run, Train
 from trainyard.planning.clusters import find_machine
 from trainyard.planning.flops import flops_per_token
 from trainyard.planning.hardware import Machine

@@ -43,7 +43,7 @@ def real_shapes(model: Model, padded: int) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("preset", [n for n in preset_names() if "1t-" not in n])
 def test_shapes_are_those_of_the_real_model(preset: str) -> None:
     model = load_run(preset).run.model
-    assert model.d_ff == 4 * model.d_model
+    assert model.mlp == "swiglu" or model.d_ff == 4 * model.d_model
     padded = padded_vocabulary_size(model)
     expected = real_shapes(model, padded)
     assert parameter_shapes(model, padded) == expected

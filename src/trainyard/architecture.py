@@ -3,22 +3,30 @@
 Everything that depends on the model's layers reads this table: the model itself, its initial
 weights, tensor parallelism, plans, imports and exports.
 
-    layer                      weight    bias    sharding      initial weight
-    embedding                  (V, D)            vocabulary    normal
-    positions                  (T, D)            replicated    normal
-    blocks.N.attention_norm    (D)       (D)     replicated    ones
-    blocks.N.attention.qkv     (3D, D)   (3D)    column        normal
-    blocks.N.attention.out     (D, D)    (D)     row           normal, of a residual output
-    blocks.N.mlp_norm          (D)       (D)     replicated    ones
-    blocks.N.mlp.up            (F, D)    (F)     column        normal
-    blocks.N.mlp.down          (D, F)    (D)     row           normal, of a residual output
-    final_norm                 (D)       (D)     replicated    ones
-    head                       (V, D)            vocabulary    normal; the embedding, if tied
+    layer                      weight          bias    sharding      initial weight
+    embedding                  (V, D)                  vocabulary    normal
+    positions                  (T, D)                  replicated    normal; absent, if rotary
+    blocks.N.attention_norm    (D)             (D)     replicated    ones
+    blocks.N.attention.qkv     ((H + 2G)K, D)  (..)    column        normal
+    blocks.N.attention.query_norm, key_norm
+                               (K)                     heads         ones; if query_key_norm
+    blocks.N.attention.out     (D, HK)         (D)     row           normal, of a residual output
+    blocks.N.mlp_norm          (D)             (D)     replicated    ones
+    blocks.N.mlp.up            (F, D)          (F)     column        normal; (2F, D), if SwiGLU
+    blocks.N.mlp.down          (D, F)          (D)     row           normal, of a residual output
+    final_norm                 (D)             (D)     replicated    ones
+    head                       (V, D)                  vocabulary    normal; the embedding, if tied
+
+H heads of K features share G heads of keys and values; in GPT-3, G = H and HK = D. RMSNorm has no
+bias, nor have linear layers without `model.bias`, nor norms of heads: adding the same to all keys
+changes no attention weight. Rows of `qkv` are ordered (G, H/G + 2, K): the queries of a group, its
+key and its value; those of SwiGLU (F, 2): gate and value of a feature. So equal shards keep both
+whole.
 
 Of t tensor ranks, each holds 1/t of the rows of a vocabulary or column-parallel weight, with their
 biases, and 1/t of the columns of a row-parallel one, with the whole bias. Outputs of a
 column-parallel layer are inputs of the next, row-parallel one: between the two, ranks need no
-communication.
+communication. A norm of heads is replicated, but each rank has gradients of its heads only.
 """
 
 from __future__ import annotations
@@ -36,9 +44,9 @@ Shape = tuple[int, ...]
 Blocks = tuple[int, int]
 """The first block of a pipeline stage and one past its last."""
 Kind = Literal["embedding", "linear", "norm"]
-Sharding = Literal["vocabulary", "column", "row", "replicated"]
+Sharding = Literal["vocabulary", "column", "row", "replicated", "heads"]
 
-_DIMENSIONS = {"vocabulary": 0, "column": 0, "row": 1, "replicated": None}
+_DIMENSIONS = {"vocabulary": 0, "column": 0, "row": 1, "replicated": None, "heads": None}
 CPU_LOGIT_BYTES = 256 * 2**20
 GPU_LOGIT_BYTES = 512 * 2**20
 """Most bytes of logits at a time: fewer need less memory, more update the weight's gradient less
@@ -56,6 +64,8 @@ class ParameterSpec:
     """Of its initial values."""
     std: float
     """Their standard deviation, of a normal distribution."""
+    of_heads: bool = False
+    """Whether tensor ranks replicate it, but each has the gradient of its heads only."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ class LayerSpec:
     kind: Kind
     """`linear` is a matmul in a block."""
     weight: Shape
-    """(rows, D) of an embedding, (outputs, inputs) of a matmul, (D,) of a norm."""
+    """(rows, D) of an embedding, (outputs, inputs) of a matmul, (D,) or (K,) of a norm."""
     sharding: Sharding
     has_bias: bool
     std: float = 0.0
@@ -88,7 +98,7 @@ class LayerSpec:
         """Its parameters by name."""
         dimension = _DIMENSIONS[self.sharding]
         mean = 1.0 if self.kind == "norm" else 0.0
-        weight = ParameterSpec(self.weight, dimension, mean, self.std)
+        weight = ParameterSpec(self.weight, dimension, mean, self.std, self.sharding == "heads")
         if not self.has_bias:
             return {f"{self.name}.weight": weight}
         bias = ParameterSpec(self.weight[:1], 0 if dimension == 0 else None, 0.0, 0.0)
@@ -120,15 +130,17 @@ def padded_vocabulary_size(model: Model, tensor: int = 1) -> int:
 @lru_cache(maxsize=1024)
 def block_layers(model: Model, tensor: int = 1) -> Layers:
     """Maps the layers of a block, by their names in it, as one of `tensor` ranks holds them."""
-    D, F = model.d_model, model.d_ff
-    std, residual_std = model.init_std, model.init_std / math.sqrt(2 * model.n_layers)
+    D, F, K = model.d_model, model.d_ff, model.d_head
+    n_queries, n_qkv = model.n_heads * K, (model.n_heads + 2 * model.n_key_value_heads) * K
+    head_norms = ("attention.query_norm", "attention.key_norm") if model.query_key_norm else ()
     layers = (
         _norm("attention_norm", model),
-        LayerSpec("attention.qkv", "linear", (3 * D, D), "column", has_bias=True, std=std),
-        LayerSpec("attention.out", "linear", (D, D), "row", has_bias=True, std=residual_std),
+        _linear("attention.qkv", (n_qkv, D), "column", model),
+        *(_norm(name, model, K, "heads") for name in head_norms),
+        _linear("attention.out", (D, n_queries), "row", model),
         _norm("mlp_norm", model),
-        LayerSpec("mlp.up", "linear", (F, D), "column", has_bias=True, std=std),
-        LayerSpec("mlp.down", "linear", (D, F), "row", has_bias=True, std=residual_std),
+        _linear("mlp.up", (2 * F if model.mlp == "swiglu" else F, D), "column", model),
+        _linear("mlp.down", (D, F), "row", model),
     )
     return {layer.name: layer.shard(tensor) for layer in layers}
 
@@ -202,8 +214,9 @@ def _ends(
     before, after = [], []
     if blocks[0] == 0:
         embedding = _embedding("embedding", padded_vocabulary_size, model, "vocabulary")
-        positions = _embedding("positions", model.sequence_length, model, "replicated")
-        before = [embedding.shard(tensor), positions]
+        before = [embedding.shard(tensor)]
+        if model.positions == "learned":
+            before += [_embedding("positions", model.sequence_length, model, "replicated")]
     if blocks[1] == model.n_layers:
         after = [_norm("final_norm", model), head_layer(model, padded_vocabulary_size, tensor)]
     return {layer.name: layer for layer in before}, {layer.name: layer for layer in after}
@@ -214,8 +227,31 @@ def _embedding(name: str, n_rows: int, model: Model, sharding: Sharding) -> Laye
     return LayerSpec(name, "embedding", shape, sharding, has_bias=False, std=model.init_std)
 
 
-def _norm(name: str, model: Model) -> LayerSpec:
-    return LayerSpec(name, "norm", (model.d_model,), "replicated", has_bias=True)
+def _linear(name: str, shape: Shape, sharding: Sharding, model: Model) -> LayerSpec:
+    std = model.init_std / (math.sqrt(2 * model.n_layers) if sharding == "row" else 1)
+    return LayerSpec(name, "linear", shape, sharding, has_bias=model.bias, std=std)
+
+
+def _norm(
+    name: str, model: Model, size: int | None = None, sharding: Sharding = "replicated"
+) -> LayerSpec:
+    has_bias = model.norm == "layer" and sharding == "replicated"
+    return LayerSpec(name, "norm", (size or model.d_model,), sharding, has_bias=has_bias)
+
+
+def describe_parts(model: Model) -> list[str]:
+    """Lists the parts of a model that GPT-3 does not have."""
+    shared, scaling = model.n_key_value_heads, model.rotary_scaling
+    parts = {
+        f"{shared:,} heads of keys and values": shared != model.n_heads,
+        "query-key norm": model.query_key_norm,
+        "SwiGLU": model.mlp == "swiglu",
+        "RMSNorm": model.norm == "rms",
+        "no biases": not model.bias,
+        f"rotary positions of base {model.rotary_base:,.0f}": model.positions == "rotary",
+        f"scaled by {scaling.factor:g}" if scaling else "": scaling is not None,
+    }
+    return [part for part, is_there in parts.items() if is_there]
 
 
 def parameters_of(layers: Layers) -> dict[str, ParameterSpec]:
@@ -241,7 +277,7 @@ def count_values(layers: Layers) -> int:
 def parameter_counts(model: Model, padded_vocabulary_size: int) -> dict[str, int]:
     """Counts a model's parameters by part, including padding rows; a tied matrix counts once.
 
-    For GPT-3 shapes the sum is L(12 D^2 + 13 D) + V D + T D + 2 D.
+    For GPT-3 the sum is L(12 D^2 + 13 D) + V D + T D + 2 D.
     """
     ends = _ends(model, padded_vocabulary_size, (0, model.n_layers), 1)
     before, after = (

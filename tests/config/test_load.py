@@ -242,7 +242,7 @@ def test_a_hundred_typos_are_refused_and_nearly_all_understood() -> None:
         ("seed=3", "did you mean 'train.seed'?"),
         ("train.learning_rate=3", "did you mean 'optimizer.learning_rate'?"),
         ("extnds=3", "did you mean 'extends'?"),
-        ("model.xyzzy=3", "known here: n_layers, d_model, n_heads"),
+        ("model.xyzzyxyzzy=3", "known here: n_layers, d_model, n_heads"),
         ("precision.loss_scale.windoww=3", "did you mean 'window'?"),
         ("extends=x", "top of a run file, not on the command line"),
     ],
@@ -255,7 +255,8 @@ def test_suggestions(override: str, suggestion: str) -> None:
 
 
 def test_rendered_run_has_every_field() -> None:
-    text = render_run(load_run("gpt3-125m").run)
+    rotary = ["model.positions=rotary", "model.rotary_scaling.factor=8.0"]
+    text = render_run(load_run("gpt3-125m", rotary).run)
     for field in all_fields():
         assert f"{field.rpartition('.')[2]} = " in text, field
 

@@ -37,7 +37,7 @@ def test_all_families_are_there() -> None:
     sizes = {family: families.count(family) for family in families}
     assert sizes == {
         "gpt3": 8, "mds": 8, "polaris": 40, "msamp": 3, "azure": 7,
-        "demo": 1, "laptop": 1, "tiny": 1,
+        "demo": 1, "laptop": 1, "tiny": 1, "modern": 7, "llama": 2, "qwen3": 1, "smollm2": 2,
     }  # fmt: skip
 
 
@@ -99,6 +99,31 @@ def test_gpt3_and_mds_tables(
 )  # fmt: skip
 def test_sizes_are_those_the_guides_come_to(name: str, size: float) -> None:
     assert billions(name) == pytest.approx(size, rel=6e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "n_parameters"),
+    [  # of the released weights
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("qwen3-0.6b", 596_049_920),
+        ("smollm2-135m", 134_515_008),
+        ("smollm2-360m", 361_821_120),
+    ],
+)
+def test_real_models_have_as_many_parameters(name: str, n_parameters: int) -> None:
+    assert resolve(preset(name)).n_parameters == n_parameters
+
+
+@pytest.mark.parametrize("key", [key for key, *_ in PAPER[:-1]])
+def test_modern_ladder_stands_beside_that_of_gpt3(key: str) -> None:
+    modern, paper = preset(f"modern-{key}"), preset(f"gpt3-{key}")
+    assert billions(f"modern-{key}") == pytest.approx(billions(f"gpt3-{key}"), rel=0.02)
+    for field in ("n_layers", "d_model", "sequence_length", "vocabulary_size"):
+        assert getattr(modern.model, field) == getattr(paper.model, field), field
+    assert modern.optimizer == paper.optimizer
+    assert modern.schedule == paper.schedule
+    assert modern.train.global_batch_size == paper.train.global_batch_size
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,11 @@ def test_an_unknown_flag_is_in_the_file_and_on_stderr(in_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--swiglu --normalization RMSNorm", "(?s)--swiglu: the MLP.*--normalization RMSNorm"),
+        (
+            "--squared-relu --rotary-percent 0.5",
+            "(?s)--squared-relu.*--rotary-percent",
+        ),
+        ("--qk-layernorm", "--qk-layernorm with --normalization LayerNorm has biases"),
         ("--attention-dropout 0.0", "--attention-dropout 0.0 and --hidden-dropout 0.1 differ"),
         ("--seed x", "--seed needs a number"),
         ("--lr-decay-style inverse-square-root", "inverse-square-root is not supported"),
@@ -253,6 +258,31 @@ def test_an_unknown_flag_is_in_the_file_and_on_stderr(in_folder: Path) -> None:
 def test_what_is_not_supported_is_refused(flags: str, problem: str, in_folder: Path) -> None:
     with pytest.raises(ConfigError, match=problem):
         import_command(f"pretrain_gpt.py {SMALL} {flags}", [], "x")
+
+
+def test_parts_of_a_model_that_is_not_gpt3() -> None:
+    flags = (
+        "--swiglu --normalization RMSNorm --disable-bias-linear --qk-layernorm --kv-channels 48 "
+        "--group-query-attention --num-query-groups 1 --position-embedding-type rope "
+        "--rotary-base 500000 --use-rope-scaling --rope-scaling-factor 32.0"
+    )
+    found = import_command(f"pretrain_gpt.py {SMALL} {flags}", [], "x")
+    model = tomllib.loads(found.text)["model"]
+    d_model = model["d_model"]
+    expected = {
+        "mlp": "swiglu",
+        "d_ff": d_model * 8 // 3 // 64 * 64,
+        "norm": "rms",
+        "bias": False,
+        "query_key_norm": True,
+        "d_head": 48,
+        "n_key_value_heads": 1,
+        "positions": "rotary",
+        "rotary_base": 500_000,
+        "rotary_scaling": {"factor": 32.0},
+    }
+    assert {name: model[name] for name in expected} == expected
+    assert not found.warnings
 
 
 def test_what_megatron_needs_is_asked_for() -> None:

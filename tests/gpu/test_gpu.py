@@ -15,7 +15,7 @@ from trainyard.bench.job import Steps, prepare_run
 from trainyard.bench.measure import OurTraining
 from trainyard.bench.timeline import DeviceClock, Timeline
 from trainyard.config.load import load_run
-from trainyard.config.run import Fp8
+from trainyard.config.precisions import Fp8
 from trainyard.errors import MachineError
 from trainyard.launch.environment import Process, chooses_allocator
 from trainyard.parallel.mesh import build_mesh, choose_device

@@ -24,7 +24,8 @@ def test_every_parameter_depends_on_seed_and_name_alone() -> None:
     first = build(SHAPE, seed=1)
     torch.rand(7)
     # More heads and another order of drawing change nothing.
-    second = build(SHAPE.model_copy(update={"n_heads": 8}), seed=1)
+    heads = {"n_heads": 8, "n_key_value_heads": 8, "d_head": SHAPE.d_model // 8}
+    second = build(SHAPE.model_copy(update=heads), seed=1)
     specs = parameters_of(stage_layers(SHAPE, 512))
     assert first.keys() == second.keys() == specs.keys()
     for name, value in first.items():

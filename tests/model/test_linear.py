@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from trainyard.architecture import LayerSpec
-from trainyard.model.linear import LayerNorm, Linear, add_to_gradients, cast_once
+from trainyard.config.run import Model
+from trainyard.model.linear import Linear, Norm, add_to_gradients, cast_once
 
 SQUARE = LayerSpec("square", "linear", (8, 8), "replicated", has_bias=True)
 NORM = LayerSpec("norm", "norm", (8,), "replicated", has_bias=True)
 
 
 def test_passes_share_a_cast_and_the_weight_gets_each_gradient() -> None:
-    layer, norm = Linear(SQUARE), LayerNorm(NORM, 1e-5)
+    layer, norm = Linear(SQUARE), Norm(NORM, Model())
     parameters = (*layer.parameters(), *norm.parameters())
     for parameter in parameters:
         torch.nn.init.normal_(parameter)
@@ -61,7 +62,7 @@ def test_weights_in_that_precision_already_are_left_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_are_added_to_the_same_memory_with_the_same_bits(dtype: torch.dtype) -> None:
-    layer, norm = Linear(SQUARE), LayerNorm(NORM, 1e-5)
+    layer, norm = Linear(SQUARE), Norm(NORM, Model())
     parameters = (*layer.parameters(), *norm.parameters())
     for parameter in parameters:
         torch.nn.init.normal_(parameter)

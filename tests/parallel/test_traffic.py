@@ -34,11 +34,18 @@ Counts = dict[tuple[str, str], tuple[int, int]]
 BASE = """train.compile=never train.micro_batch_size=1 train.global_batch_size=8 precision.kind=fp32
     model.n_layers=4 model.sequence_length=32 model.dropout=0.0 parallel.zero_stage=0"""
 FP8 = "precision.kind=fp8 precision.fp8.emulate=true"
+MODERN = """model.positions=rotary model.norm=rms model.mlp=swiglu model.bias=false
+    model.query_key_norm=true model.n_heads=8 model.n_key_value_heads=4 model.d_head=12"""
 LOW_BIT = "precision.kind=fp8_lowbit precision.fp8.emulate=true"
 GATHER = "precision.fp8.all_gather=true"
 
 # Changes to the run, and the number of ranks.
 TABLE = {
+    "modern, tensor": (f"tensor=2 {MODERN}", 2),
+    "modern, tensor, sequence, zero 3": (f"tensor=2 sequence=true zero_stage=3 {MODERN}", 4),
+    "modern, ulysses": (f"context=2 {MODERN}", 2),
+    "modern, ring, bf16": (f"context=2 context_method=ring precision.kind=bf16 {MODERN}", 2),
+    "modern, pipeline": (f"pipeline=2 {MODERN}", 2),
     "tensor, dropout, recompute block": ("tensor=2 recompute=block model.dropout=0.1", 2),
     "tensor, bf16, recompute attention": ("tensor=2 recompute=attention precision.kind=bf16", 2),
     "tensor, sequence, untied": ("tensor=2 sequence=true model.tied_embeddings=false", 2),

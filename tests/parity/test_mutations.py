@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainyard.config.run import Parallel
 from trainyard.data.loader import Loader
+from trainyard.model import attention, gpt
 from trainyard.model.gpt import GPT
 from trainyard.optim import clip
 from trainyard.optim.adamw import AdamW
@@ -30,7 +31,7 @@ from trainyard.training import parity, step
 from trainyard.training.parity import BOUNDS, Outcome, compare
 
 from .layouts import Row, train_rank
-from .test_parity import DROPOUT, PP2, RING4, SP2, TP2, Z1
+from .test_parity import DROPOUT, PP2, RING2, RING4, SHARED, SP2, TP2, Z1
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -174,6 +175,52 @@ def gradients_of_replicas_not_added_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(parallel_model, "prepare_micro_batch", wrong)
 
 
+def ring_turns_consecutive_positions(patch: pytest.MonkeyPatch) -> None:
+    """Rotary positions count from this rank's part of the sequence, as without a ring's order."""
+    right = parallel_model.apply_context_parallel
+
+    def wrong(model: GPT, group: dist.ProcessGroup, method: Any) -> None:
+        rotation = model.rotation
+        right(model, group, method)
+        assert rotation is not None
+        model.rotation = context.take_shard(rotation, group.rank(), group.size(), "ulysses", 1)
+
+    patch.setattr(parallel_model, "apply_context_parallel", wrong)
+
+
+def keys_of_other_groups(patch: pytest.MonkeyPatch) -> None:
+    """A rank's heads take the keys and values of its groups in turn, not in equal runs."""
+    right = attention._attend
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        n_times = q.shape[1] // k.shape[1]
+        return right(q, k.repeat(1, n_times, 1, 1), v.repeat(1, n_times, 1, 1), **options)
+
+    patch.setattr(attention, "_attend", wrong)
+
+
+def halves_of_swiglu_exchanged(patch: pytest.MonkeyPatch) -> None:
+    """A rank takes the first half of its rows as gates, as in a whole weight of two halves."""
+
+    def wrong(self: gpt.MLP, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, -1)
+        out: Tensor = self.down(torch.nn.functional.silu(gate) * value)
+        return out
+
+    patch.setattr(gpt.MLP, "forward", wrong)
+
+
+def gradients_of_head_norms_not_added_up(patch: pytest.MonkeyPatch) -> None:
+    built = ParallelModel.__init__
+
+    def build(self: ParallelModel, *arguments: Any) -> None:
+        built(self, *arguments)
+        for each in self.local_parameters:
+            each.of_heads = False
+
+    patch.setattr(ParallelModel, "__init__", build)
+
+
 FAULTS: dict[str, tuple[Patch, Row]] = {
     "missing all-reduce": (missing_all_reduce, Row(TP2)),
     "gradients of norms not added up": (gradients_of_norms_not_added_up, Row(SP2)),
@@ -188,6 +235,16 @@ FAULTS: dict[str, tuple[Patch, Row]] = {
     "stale shard": (stale_shard, Row(Z1, data=2)),
     "second rank reads one further": (second_rank_reads_one_further, Row(data=2)),
     "ring sends its own keys again": (ring_sends_its_own_keys_again, Row(RING4)),
+    "ring turns consecutive positions": (
+        ring_turns_consecutive_positions,
+        Row(RING2, model={"positions": "rotary"}),
+    ),
+    "keys of other groups": (keys_of_other_groups, Row(TP2, model=SHARED)),
+    "halves of SwiGLU exchanged": (halves_of_swiglu_exchanged, Row(TP2, model={"mlp": "swiglu"})),
+    "gradients of head norms not added up": (
+        gradients_of_head_norms_not_added_up,
+        Row(TP2, model={"query_key_norm": True}),
+    ),
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.circles import everyday
 from tests.precision.by_hand import build_product_by_hand
 
-from trainyard.config.run import Fp8
+from trainyard.config.precisions import Fp8
 from trainyard.precision import float8
 from trainyard.training.parity import BOUNDS, Outcome, compare
 
@@ -203,8 +203,69 @@ TABLE = {
 }
 
 
+# Each option of the model by itself, and all together.
+SHARED = {"n_heads": 8, "n_key_value_heads": 4}
+SCALED = {"original_sequence_length": 8, "factor": 4.0}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rotary": {"positions": "rotary", "rotary_scaling": SCALED},
+    "rms": {"norm": "rms"},
+    "swiglu": {"mlp": "swiglu"},
+    "grouped queries": SHARED,
+    "query-key norm": {"query_key_norm": True},
+    "no bias": {"bias": False},
+    "wide heads": {"d_head": 12},
+}
+MODERN: dict[str, Any] = {k: v for option in OPTIONS.values() for k, v in option.items()}
+ONE_AXIS = {
+    "recompute attention": (ATTENTION, 1),
+    "dp2 zero 0": (layout(), 2),
+    "dp2 zero 1": (Z1, 2),
+    "dp2 zero 2": (Z2, 2),
+    "dp2 zero 3": (Z3, 2),
+    "tp2": (TP2, 1),
+    "tp2 sequence": (SP2, 1),
+    "pp2": (PP2, 1),
+    "pp2 interleaved": (INTERLEAVED, 1),
+    "pp2 zero bubble": (ZERO_BUBBLE, 1),
+    "cp2 ulysses": (ULYSSES2, 1),
+    "cp2 ring": (RING2, 1),
+    "cp4 ring": (RING4, 1),
+}
+MIXTURES = {
+    "dp2 tp2 pp2 sequence zero 3 recompute": (SP2 | PP2 | Z3 | BLOCK, 2),
+    "tp2 cp2 ulysses sequence interleaved": (SP2 | ULYSSES2 | INTERLEAVED, 1),
+    "dp2 tp2 cp2 ring sequence zero 1": (SP2 | RING2 | Z1, 2),
+}
+for option, model in (OPTIONS | {"modern": MODERN}).items():
+    for axes, (cut, data) in (ONE_AXIS | MIXTURES).items():
+        dropout = {} if cut.get("context_method") == "ring" else DROPOUT
+        TABLE[f"{option}, {axes}"] = Row(cut, data=data, model=model | dropout)
+# The gradient of a norm of heads is a few numbers, the small sums of many large ones: rounding
+# shows in them far more than elsewhere; and it grows with depth, faster than in GPT-3. fp64 proves
+# both.
+ROUNDED = MODERN | {"query_key_norm": False, "n_layers": 2}
+ROUNDED_FP8 = ROUNDED | {"d_head": 8} | LONG  # sides in multiples of 16 or 32 on each rank
+TABLE |= {
+    "modern, tp4 sequence": Row(SP4, model=MODERN | DROPOUT),
+    "modern, dp2 tp2 sequence zero 1 compiled": Row(
+        SP2 | Z1, data=2, train={"compile": "always"}, model=MODERN | DROPOUT
+    ),
+    "modern, fp32 tp2 pp2 sequence": Row(SP2 | PP2, computed_in=F32, model=ROUNDED | DROPOUT),
+    "modern, bf16 tp2 sequence": Row(SP2, computed_in=BF16, model=ROUNDED | DROPOUT),
+    "modern, fp16 cp2 ring": Row(RING2, computed_in=F16, model=ROUNDED),
+    "modern, fp8 tp2 sequence": Row(SP2, computed_in=FP8, model=ROUNDED_FP8 | DROPOUT),
+    "modern, fp8 dp2 zero 3, gather": Row(
+        Z3, data=2, computed_in=FP8, precision=GATHER, model=ROUNDED_FP8
+    ),
+    "modern, low bit tp2 sequence": Row(SP2, computed_in=LOW_BIT, model=ROUNDED_FP8 | WIDE),
+    "modern, low bit dp2 zero 2": Row(Z2, data=2, computed_in=LOW_BIT, model=ROUNDED_FP8),
+}
+
+
 # Each axis by itself and two triples in fp64, and each precision.
 EVERY_DAY = (
+    *("rotary, cp2 ring", "grouped queries, cp2 ulysses", "query-key norm, tp2"),
+    *("modern, tp2 sequence", "modern, dp2 tp2 cp2 ring sequence zero 1"),
     *("dp2 zero 1", "dp2 zero 3", "hybrid 2x2 zero 2", "tp2, dropout"),
     *("tp2 sequence, recompute block", "pp2 1f1b", "pp2 interleaved, uneven, untied"),
     *("pp2 zero bubble", "cp2 ulysses", "cp2 ring"),

@@ -78,6 +78,32 @@ def test_simulations_are_still_those_of_the_record(row: dict[str, Any]) -> None:
     assert 0 <= planned(run, n_ranks, row["pipeline_rank"]) / found - 1 <= 0.10
 
 
+MODERN = """model.positions=rotary model.norm=rms model.mlp=swiglu model.bias=false
+    model.query_key_norm=true model.n_heads=8 model.n_key_value_heads=2 model.d_head=48"""
+PARTS = {
+    "rotary": ("model.positions=rotary", 1),
+    "rms": ("model.norm=rms", 1),
+    "swiglu": ("model.mlp=swiglu", 1),
+    "grouped queries": ("model.n_heads=8 model.n_key_value_heads=2", 1),
+    "query-key norm": ("model.query_key_norm=true", 1),
+    "modern": (MODERN, 1),
+    "modern, fp32": (f"{MODERN} precision.kind=fp32", 1),
+    "modern, recompute block": (f"{MODERN} recompute=block", 1),
+    "modern, tensor, sequence": (f"{MODERN} tensor=2 sequence=true", 2),
+    "modern, ulysses": (f"{MODERN} context=2", 2),
+    "modern, ring, zero 3": (f"{MODERN} context=2 context_method=ring zero_stage=3", 4),
+    "modern, pipeline": (f"{MODERN} pipeline=2", 2),
+}
+
+
+@pytest.mark.parametrize("name", everyday(PARTS, ("modern",)))
+def test_other_parts_than_those_of_gpt3(name: str) -> None:
+    changes, n_ranks = PARTS[name]
+    run = load("tiny", changes)
+    found = simulate(run, n_ranks, 0).peak_bytes
+    assert 0 <= planned(run, n_ranks, 0) / found - 1 <= 0.10
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changes", ["", "model.dropout=0.1", "model.dropout=0.1 recompute=block", "zero_stage=3"]

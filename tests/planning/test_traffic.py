@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from trainyard.config.load import load_run
-from trainyard.config.run import Fp8, Run
+from trainyard.config.precisions import Fp8
+from trainyard.config.run import Run
 from trainyard.planning.resolve import resolve
 from trainyard.planning.traffic import busiest_rank, count_fp8_blocks, rank_traffic
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainyard.config.run import Fp8
+from trainyard.config.precisions import Fp8
 from trainyard.model.linear import MatmulFunction
 
 # Bits after the point, smallest exponent of a number with all of them, largest number.

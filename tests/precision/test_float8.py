@@ -14,7 +14,8 @@ from tests.training.small import build_small_context
 from torch import Tensor
 
 from trainyard.config.load import load_run
-from trainyard.config.run import Fp8, Run
+from trainyard.config.precisions import Fp8
+from trainyard.config.run import Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import Linear, MatmulFunction, PlainProduct

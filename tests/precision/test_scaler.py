@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from trainyard.config.run import LossScale
+from trainyard.config.precisions import LossScale
 from trainyard.model.loss import summed_cross_entropy
 from trainyard.precision.scaler import LARGEST, LossScaler, SavedScale
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.circles import everyday
-from tests.parallel.test_traffic import TABLE, build_run
+from tests.parallel.test_traffic import MODERN, TABLE, build_run
 
 from trainyard.config.run import Run
 from trainyard.parallel.mesh import build_mesh
+from trainyard.planning.flops import flops_per_token, score_flops
 from trainyard.planning.resolve import resolve
 from trainyard.planning.traffic import rank_traffic
 from trainyard.simulate.accounting import Accounting
@@ -42,6 +43,8 @@ REAL = {
     "pipeline": ("pipeline=2", 2),
     "interleaved": ("pipeline=2 chunks=2 schedule=interleaved", 2),
     "ulysses": ("context=2", 2),
+    "modern": (MODERN, 1),
+    "modern, tensor, sequence, zero 1": (f"tensor=2 sequence=true zero_stage=1 {MODERN}", 4),
     "three axes": ("pipeline=2 tensor=2 sequence=true zero_stage=1", 8),
     "fp8": ("precision.kind=fp8", 1),
     "fp8, emulated": ("precision.kind=fp8 precision.fp8.emulate=true zero_stage=3", 2),
@@ -79,7 +82,9 @@ def test_real_ranks_hold_what_is_simulated(name: str, run_ranks: Callable[..., l
         assert simulation.peak_bytes == pytest.approx(real[number], rel=0.05)
 
 
-@pytest.mark.parametrize("name", everyday(LAYOUTS, ("ulysses, recompute attention", "all axes")))
+@pytest.mark.parametrize(
+    "name", everyday(LAYOUTS, ("ulysses, recompute attention", "modern, ulysses", "all axes"))
+)
 def test_messages_are_those_of_the_formulas(name: str) -> None:
     changes, n_ranks = LAYOUTS[name]
     run, rank = build_run(changes), n_ranks // 2
@@ -88,6 +93,17 @@ def test_messages_are_those_of_the_formulas(name: str) -> None:
     planned = {(each.axis, each.collective, each.calls, each.n_bytes) for each in traffic}
     messages = simulate(run, n_ranks, rank).messages
     assert {(m.axis, m.collective, m.calls, m.n_bytes) for m in messages} == planned
+
+
+def test_flop_of_other_parts_are_those_of_the_plan() -> None:
+    run = build_run(MODERN)
+    found = simulate(run, 1, 0)
+    model, n_tokens = run.model, 8 * run.model.sequence_length
+    products = sum(n for name, n in found.flops.items() if "attention" not in name)
+    scores = model.n_layers * score_flops(model) * n_tokens
+    assert found.flops["_scaled_dot_product_flash_attention_for_cpu"] == scores
+    formula = flops_per_token(model, resolve(run, 1).padded_vocabulary_size, "megatron")
+    assert products + 3 * scores == formula * n_tokens
 
 
 def test_products_have_the_flop_of_the_formula() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from trainyard.architecture import describe_parts
 from trainyard.cli.check_layout import layout
 from trainyard.cli.help import Verb
 from trainyard.cli.names import find_run
@@ -179,8 +180,15 @@ def describe_checkpoint(manifest: Manifest) -> dict[str, str]:
         f"{manifest.consumed_tokens:,} tokens",
         "tensors": f"{len(manifest.tensors):,} in {n_chunks:,} chunks, "
         f"{format_number(len(sizes), 'file')}, {format_bytes(sum(sizes))}",
-        "model": f"{format_number(run.model.n_layers, 'block')}, d_model {run.model.d_model}, "
-        f"{run.model.n_heads} heads, sequences of {run.model.sequence_length}",
+        "model": ", ".join(
+            (
+                format_number(run.model.n_layers, "block"),
+                f"d_model {run.model.d_model}",
+                f"{run.model.n_heads} heads",
+                *describe_parts(run.model),
+                f"sequences of {run.model.sequence_length}",
+            )
+        ),
         "weights": _describe_weights(manifest),
         "optimizer": _describe_optimizer(manifest),
         "saved by": _describe_layout(manifest.plan),

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from trainyard.architecture import parameter_counts
+from trainyard.architecture import describe_parts, parameter_counts
 from trainyard.cli.show_data import facts_table
 from trainyard.config.cluster import Cluster, cluster_names, cluster_texts, cpu_mask, read_cluster
 from trainyard.config.load import LoadedRun, all_fields, field_value
@@ -48,7 +48,10 @@ def render_run_summary(loaded: LoadedRun, all_fields: bool = False) -> Text:
 
 def _facts(run: Run, plan: Plan) -> dict[str, str]:
     model, train = run.model, run.train
-    counts = parameter_counts(model, plan.padded_vocabulary_size)
+    counts, other_parts = (
+        parameter_counts(model, plan.padded_vocabulary_size),
+        describe_parts(model),
+    )
     parts = ", ".join(f"{part} {n:,}" for part, n in counts.items())
     batch_tokens = train.global_batch_size * model.sequence_length
     ramp = train.batch_ramp
@@ -56,7 +59,8 @@ def _facts(run: Run, plan: Plan) -> dict[str, str]:
     per_token = model_flops_per_token(model, plan.padded_vocabulary_size)
     return {
         "model": f"{model.n_layers} blocks of width {model.d_model:,}, {model.n_heads} heads of "
-        f"{model.d_model // model.n_heads}, sequences of {model.sequence_length:,} tokens",
+        f"{model.d_head}, sequences of {model.sequence_length:,} tokens",
+        **({"parts": ", ".join(other_parts)} if other_parts else {}),
         "parameters": f"{plan.n_parameters:,} ({format_large(plan.n_parameters)})",
         "": parts.replace("_", " "),
         "vocabulary": f"{model.vocabulary_size:,} tokens, padded to "

@@ -33,20 +33,12 @@ def fp8_problems(run: Run) -> dict[str, str]:
     kind, fp8 = run.precision.kind, run.precision.fp8
     model, parallel, micro = run.model, run.parallel, run.train.micro_batch_size
     problems = {}
-    multiple, why = fp8_multiple(run), f"fp8 matmuls need multiples of {FP8_MULTIPLE}"
-    if formats.scales_columns:
-        why = f"{SCALED_COLUMNS} columns of a rank's shard share a scale"
     if formats.reduced.is_scaled and parallel.zero_stage == 0:
         problems["fp8_zero_stage"] = (
             f"parallel.zero_stage=0 is incompatible with precision.kind={kind!r}: "
             "gradients are sent in low precision, which an all-reduce cannot sum"
         )
-    for field, size in {"d_model": model.d_model, "d_ff": model.d_ff}.items():
-        if size % (multiple * parallel.tensor):
-            problems[f"fp8_{field}"] = (
-                f"model.{field}={size} must be divisible by {multiple} x parallel.tensor="
-                f"{parallel.tensor} when precision.kind is {kind!r}: {why}"
-            )
+    problems |= _side_problems(run)
     if micro * model.sequence_length % (FP8_MULTIPLE * parallel.context):
         problems["fp8_tokens"] = (
             f"train.micro_batch_size={micro} x model.sequence_length={model.sequence_length} must "
@@ -68,5 +60,29 @@ def fp8_problems(run: Run) -> dict[str, str]:
             f"precision.kind={kind!r} is incompatible with parallel.schedule='zero_bubble': it "
             "splits the backward pass, and each part would compute both gradients of a matmul, "
             "which takes longer than the bubble"
+        )
+    return problems
+
+
+def _side_problems(run: Run) -> dict[str, str]:
+    """Finds the sides of each rank's matrices that are no multiple of what fp8 matmuls need."""
+    model, parallel, kind = run.model, run.parallel, run.precision.kind
+    multiple, why = fp8_multiple(run), f"fp8 matmuls need multiples of {FP8_MULTIPLE}"
+    if run.precision.formats.scales_columns:
+        why = f"{SCALED_COLUMNS} columns of a rank's shard share a scale"
+    problems = {}
+    side = multiple * parallel.tensor
+    for field, size in {"d_model": model.d_model, "d_ff": model.d_ff}.items():
+        if size % side:
+            problems[f"fp8_{field}"] = (
+                f"model.{field}={size} must be divisible by {multiple} x parallel.tensor="
+                f"{parallel.tensor} when precision.kind is {kind!r}: {why}"
+            )
+    queries, keys = model.n_heads * model.d_head, model.n_key_value_heads * model.d_head
+    if {queries, keys} != {model.d_model} and (queries % side or 2 * keys % side):
+        problems["fp8_d_head"] = (
+            f"model.d_head={model.d_head} x model.n_heads={model.n_heads}, and x 2 "
+            f"model.n_key_value_heads={model.n_key_value_heads}, must be divisible by {multiple} x "
+            f"parallel.tensor={parallel.tensor} when precision.kind is {kind!r}: {why}"
         )
     return problems

@@ -23,6 +23,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
+from pydantic import Field
+
+from trainyard.config.section import Section
+
 PrecisionKind = Literal["fp32", "fp16", "bf16", "fp8", "fp8_lowbit"]
 
 SCALED_COLUMNS = 32
@@ -149,3 +153,46 @@ def stored(kind: PrecisionKind, in_block: bool, n_dimensions: int) -> Stored:
         low = formats.matrices if n_dimensions > 1 else formats.vectors
     states = dict.fromkeys(STATES, FP32) | dict(low.states)
     return Stored(low.weight, low.gradient, states)
+
+
+class LossScale(Section):
+    """Dynamic loss scaling, fp16 only."""
+
+    initial: float = Field(default=2.0**32, ge=1)
+    """Loss scale of the first step."""
+    window: int = Field(default=1000, ge=1)
+    """Steps without overflow after which the scale doubles."""
+    hysteresis: int = Field(default=2, ge=1)
+    """Overflows before the scale halves; then each one halves it, until it has doubled again."""
+    minimum: float = Field(default=1.0, gt=0)
+    """Lowest scale."""
+
+
+class Fp8(Section):
+    """fp8 matmuls, fp8 and fp8_lowbit only."""
+
+    scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """One power-of-two scale per tensor, or one per row, which is slower."""
+    all_gather: bool = False
+    """With ZeRO 1 to 3, all-gather block weights in fp8: half the bytes; tensorwise only."""
+    precise_blocks: int = Field(default=1, ge=0)
+    """Blocks at each end kept in bf16; the head always is."""
+    emulate: bool = False
+    """Emulate fp8 matmuls on a device without them; slow."""
+
+
+class Precision(Section):
+    """Number formats of matmuls; those of weights and optimizer state follow."""
+
+    kind: PrecisionKind = "bf16"
+    """Number format of matmuls. All keep weights, gradients and optimizer state in fp32, except
+    fp8_lowbit, in less."""
+    loss_scale: LossScale = LossScale()
+    """Loss scaling of fp16."""
+    fp8: Fp8 = Fp8()
+    """Matmuls of fp8 and fp8_lowbit."""
+
+    @property
+    def formats(self) -> Formats:
+        """What it computes, sends and keeps."""
+        return FORMATS[self.kind]

@@ -115,15 +115,13 @@ def _cut_problems(run: Run) -> dict[str, str]:
     model, parallel = run.model, run.parallel
     tensor, context, method = parallel.tensor, parallel.context, parallel.context_method
     problems = {}
-    if method == "ulysses" and model.n_heads % (tensor * context):
+    # Groups of heads share keys and values; without groups, both fields are equal.
+    field = "n_heads" if model.n_heads == model.n_key_value_heads else "n_key_value_heads"
+    is_ulysses, by_context = method == "ulysses", f" x parallel.context={context}"
+    if model.n_key_value_heads % (tensor * context if is_ulysses else tensor):
         problems["heads"] = (
-            f"model.n_heads={model.n_heads} must be divisible by parallel.tensor={tensor} x "
-            f"parallel.context={context}: a rank has whole heads"
-        )
-    elif model.n_heads % tensor:
-        problems["heads"] = (
-            f"model.n_heads={model.n_heads} must be divisible by parallel.tensor={tensor}: "
-            "a rank has whole heads"
+            f"model.{field}={model.n_key_value_heads} must be divisible by parallel.tensor={tensor}"
+            f"{by_context if is_ulysses else ''}: a rank has whole heads"
         )
     if model.d_ff % tensor:
         problems["d_ff"] = (
@@ -289,6 +287,8 @@ def describe(run: Run, changes: Changes, joint: str = " with ") -> str:
 def differences(run: Run, changes: Changes) -> Changes:
     """Keeps effective changes, plus the default ZeRO stage if they would change it."""
     new = {field: value for field, value in changes.items() if value != _value(run, field)}
+    if "model.d_model" in new:  # which the default follows
+        new.pop("model.d_head", None)
     stage, pipeline = changes.get("parallel.zero_stage"), new.get("parallel.pipeline")
     implied = default_zero_stage(pipeline) if pipeline and stage is not None else stage
     return new if stage == implied else new | {"parallel.zero_stage": stage}
@@ -321,7 +321,7 @@ def _ways(run: Run, rule: str) -> list[Iterable[Changes]]:
 def _ways_to_cut(run: Run, rule: str) -> list[Iterable[Changes]]:
     model, parallel = run.model, run.parallel
     candidates = {
-        "parallel.tensor": divisors(math.gcd(model.n_heads, model.d_ff)),
+        "parallel.tensor": divisors(math.gcd(model.n_key_value_heads, model.d_ff)),
         "parallel.context": divisors(model.sequence_length),
     }
     n_parts = parallel.context * (parallel.tensor if parallel.sequence else 1)
@@ -352,7 +352,10 @@ def _ways_to_fp8(run: Run, rule: str) -> list[Iterable[Changes]]:
         factor = math.lcm(factor, model.n_heads if field == "d_model" else 1)
     sizes = nearest_multiples(factor, getattr(model, field))
     fewer = _one_of(f"parallel.{axis}", nearest(divisors(degree), degree))
-    return [fewer, _one_of(f"model.{field}", sizes), _one_of(*_PLAIN)]
+    other = _one_of(f"model.{field}", sizes)
+    if field == "d_model" and model.d_head * model.n_heads == model.d_model:
+        other = ({"model.d_model": n, "model.d_head": n // model.n_heads} for n in sizes)
+    return [fewer, other, _one_of(*_PLAIN)]
 
 
 def _ways_to_batch(run: Run, rule: str) -> list[Iterable[Changes]]:

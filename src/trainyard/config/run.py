@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from trainyard import units
-from trainyard.config.precisions import FORMATS, Formats, PrecisionKind, Stored, stored
+from trainyard.config.precisions import Precision, Stored, stored
 from trainyard.config.section import Length, Name, NoneByName, Numbers, Prefixes, Rate, Section
 
 Recompute = Literal["none", "attention", "block"]
@@ -34,17 +34,61 @@ def default_zero_stage(pipeline: int) -> int:
     return 2 if pipeline == 1 else 1
 
 
+class RotaryScaling(Section):
+    """Llama 3's change of rotary frequencies for longer sequences (arXiv:2407.21783)."""
+
+    factor: float = Field(default=8.0, ge=1)
+    """Divides the low frequencies."""
+    low_frequency_factor: float = Field(default=1.0, gt=0)
+    """Frequencies that turn fewer times in the original sequence are low."""
+    high_frequency_factor: float = Field(default=4.0, gt=0)
+    """Frequencies that turn more often stay; those between change gradually."""
+    original_sequence_length: int = Field(default=8192, ge=1)
+    """Tokens per sequence before."""
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> Self:
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if low >= high:
+            raise ValueError(
+                f"low_frequency_factor={low} is not below high_frequency_factor={high}"
+            )
+        return self
+
+
+def _default_d_head(model: dict[str, int]) -> int:
+    return max(1, model.get("d_model", 1) // model.get("n_heads", 1))  # both absent if invalid
+
+
 class Model(Section):
-    """Shape of the decoder, in the names of the GPT-3 paper (arXiv:2005.14165, table 2.1)."""
+    """Decoder in the names of the GPT-3 paper (arXiv:2005.14165, table 2.1); by default GPT-3's."""
 
     n_layers: int = Field(default=12, ge=1, le=10_000)
     """Transformer blocks."""
     d_model: int = Field(default=768, ge=1)
     """Hidden size: features in the residual stream."""
     n_heads: int = Field(default=12, ge=1)
-    """Attention heads; each has d_model / n_heads features."""
+    """Attention heads."""
+    d_head: int = Field(default_factory=_default_d_head, ge=1)
+    """Features of each head; absent: d_model / n_heads."""
+    n_key_value_heads: int = Field(default_factory=lambda model: model.get("n_heads", 1), ge=1)
+    """Heads of keys and values, shared by equal groups of heads (GQA); absent: n_heads."""
+    query_key_norm: bool = False
+    """Normalize each head's queries and keys, without bias (arXiv:2302.05442)."""
     d_ff: int = Field(default=3072, ge=1)
     """Features inside the MLP; 4 x d_model in GPT-3."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """GELU, in its tanh approximation; or SwiGLU, with a second input matrix (arXiv:2002.05202)."""
+    norm: Literal["layer", "rms"] = "layer"
+    """LayerNorm, or RMSNorm (arXiv:1910.07467) without bias."""
+    bias: bool = True
+    """Biases of linear layers."""
+    positions: Literal["learned", "rotary"] = "learned"
+    """Learned, added to the embedding; or rotary, turning queries and keys (arXiv:2104.09864)."""
+    rotary_base: float = Field(default=10_000.0, gt=1)
+    """Base of the rotary frequencies."""
+    rotary_scaling: Annotated[RotaryScaling | None, NoneByName] = None
+    """For longer sequences than in earlier training; absent or "none": none."""
     sequence_length: int = Field(default=2048, ge=1)
     """Tokens per sequence, and learned positions of the model."""
     vocabulary_size: int = Field(default=50257, ge=2)
@@ -58,19 +102,34 @@ class Model(Section):
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 n_layers)."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
-    """Added to the variance in each LayerNorm."""
+    """Added to the variance in each LayerNorm, to the mean square in each RMSNorm."""
 
     @model_validator(mode="after")
-    def _heads_divide_the_width(self) -> Self:
-        if self.d_model % self.n_heads:
-            small = [n for n in range(1, isqrt(self.d_model) + 1) if self.d_model % n == 0]
-            divisors = {*small, *(self.d_model // n for n in small)}
-            working = min(divisors, key=lambda n: (abs(n - self.n_heads), n))
+    def _heads_fit(self) -> Self:
+        heads, shared, scaling = self.n_heads, self.n_key_value_heads, self.rotary_scaling
+        if "d_head" not in self.model_fields_set and self.d_model % heads:
             raise ValueError(
-                f"d_model={self.d_model} must be divisible by n_heads={self.n_heads}; "
-                f"nearest n_heads that divides: {working}"
+                f"d_model={self.d_model} must be divisible by n_heads={heads}; "
+                f"nearest n_heads that divides: {_nearest_divisor(self.d_model, heads)}"
             )
+        if heads % shared:
+            raise ValueError(
+                f"n_heads={heads} must be divisible by n_key_value_heads={shared}; "
+                f"nearest n_key_value_heads that divides: {_nearest_divisor(heads, shared)}"
+            )
+        if self.positions == "rotary" and self.d_head % 2:
+            raise ValueError(
+                f"d_head={self.d_head} must be even when positions='rotary'; "
+                f"nearest d_head that is: {self.d_head + 1}"
+            )
+        if self.positions != "rotary" and scaling:
+            raise ValueError("rotary_scaling needs positions='rotary' (got 'learned')")
         return self
+
+
+def _nearest_divisor(number: int, near: int) -> int:
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return min({*small, *(number // n for n in small)}, key=lambda n: (abs(n - near), n))
 
 
 class Blend(Section):
@@ -238,49 +297,6 @@ class Parallel(Section):
         A recomputed block keeps none, and a split backward pass would gather them twice.
         """
         return self.sequence and self.recompute != "block" and self.schedule != "zero_bubble"
-
-
-class LossScale(Section):
-    """Dynamic loss scaling, fp16 only."""
-
-    initial: float = Field(default=2.0**32, ge=1)
-    """Loss scale of the first step."""
-    window: int = Field(default=1000, ge=1)
-    """Steps without overflow after which the scale doubles."""
-    hysteresis: int = Field(default=2, ge=1)
-    """Overflows before the scale halves; then each one halves it, until it has doubled again."""
-    minimum: float = Field(default=1.0, gt=0)
-    """Lowest scale."""
-
-
-class Fp8(Section):
-    """fp8 matmuls, fp8 and fp8_lowbit only."""
-
-    scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """One power-of-two scale per tensor, or one per row, which is slower."""
-    all_gather: bool = False
-    """With ZeRO 1 to 3, all-gather block weights in fp8: half the bytes; tensorwise only."""
-    precise_blocks: int = Field(default=1, ge=0)
-    """Blocks at each end kept in bf16; the head always is."""
-    emulate: bool = False
-    """Emulate fp8 matmuls on a device without them; slow."""
-
-
-class Precision(Section):
-    """Number formats of matmuls; those of weights and optimizer state follow."""
-
-    kind: PrecisionKind = "bf16"
-    """Number format of matmuls. All keep weights, gradients and optimizer state in fp32, except
-    fp8_lowbit, in less."""
-    loss_scale: LossScale = LossScale()
-    """Loss scaling of fp16."""
-    fp8: Fp8 = Fp8()
-    """Matmuls of fp8 and fp8_lowbit."""
-
-    @property
-    def formats(self) -> Formats:
-        """What it computes, sends and keeps."""
-        return FORMATS[self.kind]
 
 
 class Checkpoint(Section):

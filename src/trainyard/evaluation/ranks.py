@@ -16,9 +16,9 @@ from torch import Tensor
 
 from trainyard.checkpoint.load import build_model_from_checkpoint, load_into
 from trainyard.config.load import override_run, render_run
-from trainyard.config.precisions import PrecisionKind
+from trainyard.config.precisions import Precision, PrecisionKind
 from trainyard.config.rules import change
-from trainyard.config.run import Precision, Run
+from trainyard.config.run import Run
 from trainyard.errors import ConfigError
 from trainyard.evaluation.inputs import TrainedRun, choose_dtype
 from trainyard.evaluation.loss import Predictor, loss_of_model, pad_batch

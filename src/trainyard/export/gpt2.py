@@ -90,9 +90,9 @@ def config_of(model: Model, end_of_document: int | None, dtype: str) -> GPT2Conf
     Raises:
         ConfigError: GPT-2 lacks an option of the model.
     """
-    for name, field in type(model).model_fields.items():
-        value = getattr(model, name)
-        if name not in _FIELDS.keys() | _ONLY_FOR_TRAINING and value != field.default:
+    gpt2 = Model(**{ours: getattr(model, ours) for ours in _FIELDS})
+    for name, value in model:
+        if name not in _ONLY_FOR_TRAINING and value != getattr(gpt2, name, None):
             raise ConfigError(
                 f"model.{name}={value!r} does not exist in GPT-2", "only GPT-2 has this format"
             )

@@ -144,8 +144,12 @@ class Conversion:
             self.set("model.tied_embeddings", False, untied)
 
     def _model(self) -> None:
+        self._architecture()
         if not self.has("ffn-hidden-size"):
-            self.set("model.d_ff", 4 * self.count("hidden-size"), "hidden-size")
+            size = 4 * self.count("hidden-size")
+            if self.has("swiglu"):
+                size = size * 2 // 3 // 64 * 64
+            self.set("model.d_ff", size, "hidden-size", "swiglu")
         drops = ("attention-dropout", "hidden-dropout")
         if self.number(drops[0]) != self.number(drops[1]):
             raise ConfigError(
@@ -158,6 +162,31 @@ class Conversion:
         if self.deepspeed:
             clip = float(self.setting("gradient_clipping", None))
             self.set("optimizer.clip_norm", clip, "deepspeed-config")
+
+    def _architecture(self) -> None:
+        if self.has("swiglu"):
+            self.set("model.mlp", "swiglu", "swiglu")
+        if self.has("disable-bias-linear"):
+            self.set("model.bias", False, "disable-bias-linear")
+        if self.has("group-query-attention"):
+            groups = ("group-query-attention", "num-query-groups")
+            self.set("model.n_key_value_heads", self.count("num-query-groups"), *groups)
+        is_rms = self.text("normalization").lower() == "rmsnorm"
+        if is_rms:
+            self.set("model.norm", "rms", "normalization")
+        if self.has("qk-layernorm"):
+            if not is_rms:
+                raise ConfigError(
+                    f"--qk-layernorm with --normalization {self.text('normalization')} has biases",
+                    "Trainyard's norm of queries and keys has none: --normalization RMSNorm",
+                )
+            self.set("model.query_key_norm", True, "qk-layernorm")
+        rotary = ("position-embedding-type", "use-rotary-position-embeddings")
+        if self.text(rotary[0]) in ("rope", "rotary") or self.has(rotary[1]):
+            self.set("model.positions", "rotary", *rotary)
+            if self.has("use-rope-scaling"):
+                scaling = ("rope-scaling-factor", "use-rope-scaling")
+                self.set("model.rotary_scaling.factor", float(self.number(scaling[0])), *scaling)
 
     def _data(self) -> None:
         for flag, name in (("data-path", "blend"), *((f"{s}-data-path", s) for s in SPLITS)):

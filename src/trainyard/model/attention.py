@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from trainyard.architecture import block_layers
 from trainyard.config.run import Model
 from trainyard.model.dropout import ATTENTION_WEIGHTS, at_site, dropout, rows_of_heads
-from trainyard.model.linear import Linear
+from trainyard.model.linear import Linear, Norm
 
 
 class KeyValueCache:
@@ -28,10 +29,10 @@ class KeyValueCache:
         self._keys = self._values = torch.empty(0)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends new tokens, (B, H, new, K) each; returns all so far."""
+        """Appends new tokens, (B, G, new, K) each; returns all so far."""
         if self.n_tokens == 0:
-            B, H, _, K = keys.shape
-            self._keys = keys.new_empty(B, H, self._most_tokens, K)
+            B, G, _, K = keys.shape
+            self._keys = keys.new_empty(B, G, self._most_tokens, K)
             self._values = torch.empty_like(self._keys)
         end = self.n_tokens + keys.shape[2]
         self._keys[:, :, self.n_tokens : end] = keys
@@ -63,23 +64,24 @@ class CausalAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, dropout_seeds: Tensor | None = None
     ) -> Tensor:
-        """Maps queries, keys and values, (B, H, T, K) each, to mixed values of the same shape.
+        """Mixes values: returns (B, H, T, K).
 
         Args:
-            q: queries.
-            k: keys.
-            v: values.
+            q: queries, (B, H, T, K).
+            k: keys, (B, G, T, K); each G-th of the heads shares them.
+            v: values, like the keys.
             dropout_seeds: of the block, (B,); None for no dropout.
         """
         if dropout_seeds is not None and q.is_cpu:
             return self._mix_with_dropout(q, k, v, at_site(dropout_seeds, self.site))
         rate = 0.0 if dropout_seeds is None else self.dropout
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        return _attend(q, k, v, dropout_p=rate, is_causal=True)
 
     def _mix_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, dropout_seeds: Tensor) -> Tensor:
         B, H, T, K = q.shape
         precise = torch.promote_types(q.dtype, torch.float32)
-        queries, keys_of_tokens, values = (x.to(precise).flatten(0, 1) for x in (q, k, v))
+        each_head = (_repeat_heads(x, H).to(precise) for x in (q, k, v))
+        queries, keys_of_tokens, values = (x.flatten(0, 1) for x in each_head)
         positions = self.positions[:T]
         later = torch.zeros(T, T, dtype=precise)
         later.masked_fill_(positions > positions[:, None], -torch.inf)
@@ -93,35 +95,54 @@ class CausalAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head causal self-attention.
+    """Multi-head causal self-attention, whose heads may share keys and values in groups.
 
-    The rows of `qkv` are ordered (H, 3, K), so that equal shards keep heads whole.
+    The rows of `qkv` are ordered (G, H/G + 2, K), so that equal shards keep groups whole.
     """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.n_heads = model.n_heads
-        self.d_head = model.d_model // model.n_heads
+        self.n_heads, self.d_head = model.n_heads, model.d_head
+        self.group_size = model.n_heads // model.n_key_value_heads
         layers = block_layers(model)
         self.qkv = Linear(layers["attention.qkv"])
+        self.query_norm, self.key_norm = (
+            Norm(layers[f"attention.{name}"], model) if model.query_key_norm else None
+            for name in ("query_norm", "key_norm")
+        )
         self.core = CausalAttention(model.dropout, ATTENTION_WEIGHTS, model.sequence_length)
         self.out = Linear(layers["attention.out"])
 
     def forward(
-        self, x: Tensor, dropout_seeds: Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        x: Tensor,
+        dropout_seeds: Tensor | None = None,
+        rotation: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Attends from each token of `x`, (B, T, D), to itself and those before it.
 
         Args:
             x: the normalized residual stream.
             dropout_seeds: dropout seeds of the block, (B,); None for no dropout.
+            rotation: of the tokens, from `rotary_table`; None without rotary positions.
             cache: keys and values of the tokens before `x`, when generating.
         """
         qkv = self.qkv(x)
         # Tensor parallelism may gather more tokens than `x` has, and leaves fewer heads.
         B, T, _ = qkv.shape
-        qkv = qkv.view(B, T, -1, 3, self.d_head)  # (B, T, H, 3, K)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # (B, H, T, K)
+        qkv = qkv.view(B, T, -1, self.group_size + 2, self.d_head)
+        q, k, v = (part.flatten(2, 3) for part in qkv.split((self.group_size, 1, 1), 3))
+        # Queries of groups, and what is turned, are copies: views would keep all of `qkv` as well.
+        if self.group_size > 1:
+            k, v = k.contiguous(), v.contiguous()
+        elif rotation is not None and self.query_norm is None:
+            v = v.contiguous()
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if rotation is not None:
+            q, k = _rotate(q, rotation), _rotate(k, rotation)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, K), (B, G, T, K) twice
         if cache is None:
             mixed = self.core(q, k, v, dropout_seeds)
         else:
@@ -129,9 +150,54 @@ class Attention(nn.Module):
             is_start = k.shape[2] == T
             # Flash attention takes no mask; one new token needs none.
             mask = None if is_start or T == 1 else _new_see_all_before(T, k.shape[2], x.device)
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_start)
+            mixed = _attend(q, k, v, attn_mask=mask, is_causal=is_start)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
         return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Attends with shared keys and values, (B, G, T, K); in fp32 no kernel of a GPU takes them."""
+    if q.is_cuda and q.dtype == torch.float32:
+        k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+    shared = k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=shared, **options)
+
+
+def _repeat_heads(x: Tensor, n_heads: int) -> Tensor:
+    """Gives each head its keys or values: (B, G, T, K) to (B, H, T, K)."""
+    return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], 1)
+
+
+def rotary_table(model: Model) -> Tensor | None:
+    """Returns cosines and sines of the angles by which rotary positions turn queries and keys.
+
+    Features i and i + K/2 of a head are a pair, which position p turns by p / base^(2i/K), less if
+    Llama 3's scaling lowers the frequency.
+
+    Returns:
+        (2, T, 1, K/2), fp64, on the CPU; None for learned positions.
+    """
+    if model.positions != "rotary":
+        return None
+    places = torch.arange(0, model.d_head, 2, dtype=torch.float64, device="cpu")
+    frequencies = model.rotary_base ** (-places / model.d_head)
+    scaling = model.rotary_scaling
+    if scaling:
+        turns = scaling.original_sequence_length * frequencies / (2 * math.pi)
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
+    positions = torch.arange(model.sequence_length, dtype=torch.float64, device="cpu")
+    angles = positions[:, None, None] * frequencies
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turns pairs of features of (B, T, heads, K), in the precision of `rotation`."""
+    cosine, sine = rotation.unbind()
+    first, second = x.to(rotation.dtype).chunk(2, -1)
+    turned = (first * cosine - second * sine, second * cosine + first * sine)
+    return torch.cat(turned, -1).to(x.dtype)
 
 
 def attention_kernel(d_head: int, dtype: torch.dtype, device: torch.device) -> str:

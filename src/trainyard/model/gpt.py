@@ -1,10 +1,11 @@
-"""The GPT-3 decoder on a single device; names follow the paper (arXiv:2005.14165).
+"""The decoder on a single device; names follow the GPT-3 paper (arXiv:2005.14165).
 
-Learned positions, LayerNorm before each sub-layer, GELU (tanh approximation, as in GPT-2), biases,
-one matrix for embedding and head. Parallelism is applied from outside; nothing here knows ranks.
+GPT-3 has learned positions, LayerNorm before each sub-layer, GELU (tanh approximation, as in
+GPT-2), biases, and one matrix for embedding and head. Fields of a run choose other parts.
+Parallelism is applied from outside; nothing here knows ranks.
 
-Shapes: B micro batch, T sequence, D d_model, H heads, K d_head, F d_ff, V padded vocabulary,
-L n_layers.
+Shapes: B micro batch, T sequence, D d_model, H heads, G heads of keys and values, K d_head, F d_ff,
+V padded vocabulary, L n_layers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainyard.architecture import Blocks, LayerSpec, block_layers, stage_layers
 from trainyard.config.run import Model, Recompute
-from trainyard.model.attention import Attention, KeyValueCache
+from trainyard.model.attention import Attention, KeyValueCache, rotary_table
 from trainyard.model.dropout import (
     ATTENTION_OUTPUT,
     MLP_OUTPUT,
@@ -26,7 +27,7 @@ from trainyard.model.dropout import (
     Dropout,
     at_site,
 )
-from trainyard.model.linear import Layer, LayerNorm, Linear
+from trainyard.model.linear import Linear, Norm
 from trainyard.model.loss import CrossEntropy
 
 
@@ -50,6 +51,7 @@ class GPT(nn.Module):
         cross_entropy: of a stage with the loss.
         token_positions: of the tokens in a sequence, int64, on the CPU.
         residual_positions: of the tokens in the residual stream, on the device after a pass.
+        rotation: of the tokens, from `rotary_table`; on the device after a pass.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class GPT(nn.Module):
         # No buffers: a model built on "meta" gets uninitialized memory for its buffers.
         self.token_positions = torch.arange(model.sequence_length, device="cpu")
         self.residual_positions = self.token_positions
+        self.rotation = rotary_table(model)
         self.embedding = _embedding(self.layers.get("embedding"))
         self.positions = _embedding(self.layers.get("positions"))
         self.dropout = Dropout(model.dropout, site=0)
@@ -77,7 +80,7 @@ class GPT(nn.Module):
             {str(number): Block(model, recompute) for number in range(*blocks)}
         )
         gives_loss = blocks[1] == model.n_layers
-        self.final_norm = _norm(self.layers["final_norm"], model) if gives_loss else None
+        self.final_norm = Norm(self.layers["final_norm"], model) if gives_loss else None
         self.head = _embedding(self.layers.get("head"))
         self.cross_entropy: nn.Module | None = CrossEntropy() if gives_loss else None
 
@@ -110,9 +113,11 @@ class GPT(nn.Module):
         # Kept there: each copy from ordinary memory would go through a buffer of the driver.
         self.residual_positions = self.residual_positions.to(x.device, non_blocking=True)
         positions = self.residual_positions[start : start + x.shape[1]]
+        rotation = self._rotation_of(start, x)
         if self.positions is not None:
-            x = (x + self.positions(positions)).to(self.compute_dtype)  # (B, T, D)
-            x = self.dropout(x, dropout_seeds, positions)
+            x = x + self.positions(positions)  # (B, T, D)
+        if self.takes_tokens:
+            x = self.dropout(x.to(self.compute_dtype), dropout_seeds, positions)
         for index, (number, block) in enumerate(self.blocks.items()):
             # Seeds that include the site keep blocks alike, so that one compiled block serves all.
             block_seeds = (
@@ -120,8 +125,17 @@ class GPT(nn.Module):
                 if dropout_seeds is None
                 else at_site(dropout_seeds, SITES_PER_BLOCK * int(number))
             )
-            x = block(x, block_seeds, positions, caches[index] if caches else None)
+            x = block(x, block_seeds, positions, rotation, caches[index] if caches else None)
         return x if self.final_norm is None else self.final_norm(x)
+
+    def _rotation_of(self, start: int, x: Tensor) -> Tensor | None:
+        """Returns the rotation of the tokens of `x`, or of all that tensor ranks have of them."""
+        if self.rotation is None:
+            return None
+        precise = torch.promote_types(self.compute_dtype, torch.float32)
+        self.rotation = self.rotation.to(x.device, precise, non_blocking=True)
+        n_tokens = x.shape[1] * len(self.token_positions) // len(self.residual_positions)
+        return self.rotation[:, start : start + n_tokens]
 
     def summed_loss(self, hidden: Tensor, labels: Tensor, scale: float | Tensor = 1.0) -> Tensor:
         """Sums the cross entropy of every labelled token, by `summed_cross_entropy`.
@@ -154,10 +168,6 @@ def _embedding(spec: LayerSpec | None) -> nn.Embedding | None:
     return nn.Embedding(n_rows, d_model, _weight=torch.empty(spec.weight))
 
 
-def _norm(spec: LayerSpec, model: Model) -> Layer:
-    return LayerNorm(spec, model.layer_norm_epsilon)
-
-
 class Block(nn.Module):
     """Attention, then MLP, each on the normalized residual stream and added back to it."""
 
@@ -165,10 +175,10 @@ class Block(nn.Module):
         super().__init__()
         self.recompute = recompute
         layers = block_layers(model)
-        self.attention_norm = _norm(layers["attention_norm"], model)
+        self.attention_norm = Norm(layers["attention_norm"], model)
         self.attention = Attention(model)
         self.attention_dropout = Dropout(model.dropout, ATTENTION_OUTPUT)
-        self.mlp_norm = _norm(layers["mlp_norm"], model)
+        self.mlp_norm = Norm(layers["mlp_norm"], model)
         self.mlp = MLP(model)
         self.mlp_dropout = Dropout(model.dropout, MLP_OUTPUT)
 
@@ -177,6 +187,7 @@ class Block(nn.Module):
         x: Tensor,
         dropout_seeds: Tensor | None,
         positions: Tensor,
+        rotation: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Maps the residual stream, (B, T, D), to the next.
@@ -185,23 +196,26 @@ class Block(nn.Module):
             x: the residual stream.
             dropout_seeds: of this block, (B,); None for no dropout.
             positions: of the tokens of `x`, (T,).
+            rotation: for attention.
             cache: keys and values of the tokens before, when generating.
         """
         if self.recompute == "block" and self.training:
-            return _recompute(self._add_both, dropout_seeds, x, dropout_seeds, positions)
-        return self._add_both(x, dropout_seeds, positions, cache)
+            return _recompute(self._add_both, dropout_seeds, x, dropout_seeds, positions, rotation)
+        return self._add_both(x, dropout_seeds, positions, rotation, cache)
 
     def _add_both(
         self,
         x: Tensor,
         dropout_seeds: Tensor | None,
         positions: Tensor,
+        rotation: Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         if self.recompute == "attention" and self.training:
-            mixed = _recompute(self.attention, dropout_seeds, self.attention_norm(x), dropout_seeds)
+            arguments = self.attention_norm(x), dropout_seeds, rotation
+            mixed = _recompute(self.attention, dropout_seeds, *arguments)
         else:
-            mixed = self.attention(self.attention_norm(x), dropout_seeds, cache)
+            mixed = self.attention(self.attention_norm(x), dropout_seeds, rotation, cache)
         x = x + self.attention_dropout(mixed, dropout_seeds, positions)
         out: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), dropout_seeds, positions)
         return out
@@ -217,17 +231,27 @@ def _recompute(
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between them."""
+    """Two linear layers with a GELU or SwiGLU between them.
+
+    The rows of `up` for SwiGLU are ordered (F, 2): gate and value of a feature.
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         layers = block_layers(model)
         self.up = Linear(layers["mlp.up"])
         self.down = Linear(layers["mlp.down"])
+        self.is_gated = model.mlp == "swiglu"
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T, D) to (B, T, D) through (B, T, F)."""
-        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        inner = self.up(x)
+        if self.is_gated:
+            gate, value = inner.unflatten(-1, (-1, 2)).unbind(-1)
+            inner = F.silu(gate) * value
+        else:
+            inner = F.gelu(inner, approximate="tanh")
+        out: Tensor = self.down(inner)
         return out
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from trainyard.architecture import LayerSpec
+from trainyard.config.run import Model
 
 
 class MatmulFunction(Protocol):
@@ -136,17 +137,44 @@ class Linear(Layer):
         return out
 
 
-class LayerNorm(Layer):
-    """Layer normalization over the last dimension, in the precision of the input."""
+class Norm(Layer):
+    """LayerNorm or RMSNorm over the last dimension, in the precision of the input."""
 
-    def __init__(self, spec: LayerSpec, epsilon: float) -> None:
+    def __init__(self, spec: LayerSpec, model: Model) -> None:
         super().__init__(spec)
-        self.epsilon = epsilon
+        self.kind, self.epsilon = model.norm, model.layer_norm_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes (..., D)."""
         weight, bias = self.cast(x.dtype)
-        return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
+        if self.kind == "layer":
+            return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
+        out: Tensor = _RMSNorm.apply(x, weight, self.epsilon)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps its input only; `F.rms_norm` keeps copies in fp32 as well (CPU, torch 2.13).
+
+    With s = 1 / sqrt(mean(x^2) + epsilon), the output is w s x, and the gradient of x is
+    s (g w - s x mean(g w s x)) for that of the output, g.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        precise = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.rsqrt(precise.square().mean(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(x, scale, weight)
+        return (precise * scale * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, scale, weight = ctx.saved_tensors
+        normal, precise = x * scale, gradient.to(scale.dtype)
+        of_weight = (precise * normal).flatten(0, -2).sum(0)
+        precise = precise * weight
+        of_x = scale * (precise - normal * (precise * normal).mean(-1, keepdim=True))
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class UlyssesAttention(nn.Module):
     ) -> Tensor:
         """Attends from this rank's tokens, (B, H, T/p, K), to themselves and all before them.
 
-        `dropout_seeds` are those of the block, for `core`.
+        Keys and values are (B, G, T/p, K). `dropout_seeds` are those of the block, for `core`.
         """
         n_ranks = self._group.size()
         B, H, n_tokens, K = q.shape
@@ -73,10 +73,11 @@ class UlyssesAttention(nn.Module):
         self.core.first_head = self.first_head + self._group.rank() * heads
         # Ranks and tokens first, so that heads and tokens merge without a copy on arrival.
         parts = [
-            x.view(B, n_ranks, heads, n_tokens, K).permute(1, 3, 0, 2, 4) for x in (q, k, v)
-        ]  # (p, T/p, B, H/p, K) each
-        received = exchange_parts(torch.stack(parts, dim=2), self._group)
-        q, k, v = received.flatten(0, 1).permute(1, 2, 3, 0, 4).unbind()  # (B, H/p, T, K)
+            x.view(B, n_ranks, -1, n_tokens, K).permute(1, 3, 2, 0, 4) for x in (q, k, v)
+        ]  # (p, T/p, H/p, B, K), (p, T/p, G/p, B, K) twice
+        received = exchange_parts(torch.cat(parts, dim=2), self._group)
+        whole = received.flatten(0, 1).permute(2, 1, 0, 3)  # (B, (H + 2G)/p, T, K)
+        q, k, v = torch.split(whole, [part.shape[2] for part in parts], dim=1)
         mixed = self.core(q, k, v, dropout_seeds)
         parts_of_tokens = mixed.view(B, heads, n_ranks, n_tokens, K).permute(2, 1, 0, 3, 4)
         received = exchange_parts(parts_of_tokens, self._group)  # (p, H/p, B, T/p, K)
@@ -102,7 +103,7 @@ class RingAttention(nn.Module):
     ) -> Tensor:
         """Attends from this rank's tokens, (B, H, T/p, K), to themselves and all before them.
 
-        Without dropout: `dropout_seeds` is None.
+        Keys and values are (B, G, T/p, K). Without dropout: `dropout_seeds` is None.
         """
         assert dropout_seeds is None, "rules.py refuses dropout with the ring"
         out: Tensor = _Ring.apply(q, k, v, self._group)  # type: ignore[no-untyped-call]
@@ -248,7 +249,7 @@ def refuse_ring(run: Run, device: torch.device) -> None:
     """
     if run.parallel.context_method != "ring" or device.type != "cuda":
         return
-    head_size = run.model.d_model // run.model.n_heads
+    head_size = run.model.d_head
     problems = ["precision.kind='fp32'"] if run.precision.kind == "fp32" else []
     if head_size % _HEAD_SIZE_MULTIPLE:
         problems.append(f"heads of {head_size} values")
@@ -267,6 +268,8 @@ def apply_context_parallel(model: GPT, group: dist.ProcessGroup, method: Method)
     """
     positions = take_shard(model.token_positions, group.rank(), group.size(), method, 0)
     model.token_positions = model.residual_positions = positions
+    if model.rotation is not None:
+        model.rotation = take_shard(model.rotation, group.rank(), group.size(), method, 1)
     for module in list(model.modules()):
         if not isinstance(module, Attention):
             continue

@@ -54,6 +54,8 @@ class LocalParameter:
     """Whether it is the second copy of a tied embedding, on the last pipeline stage."""
     stored: Stored
     """Formats between steps."""
+    of_heads: bool = False
+    """Whether each tensor rank has the gradient of its heads only."""
     converted_gradient: Tensor | BlockScaledTensor | None = None
     """The complete gradient, until used, if it is kept in another format than the weight."""
 
@@ -129,6 +131,7 @@ class ParallelModel:
                 specs[name].dimension if mesh.tensor is not None else None,
                 is_copy=number > 0 and name == EMBEDDING,
                 stored=self._precision.stored(name, parameter.ndim),
+                of_heads=specs[name].of_heads,
             )
             for number, model in self.stages.items()
             for specs in [parameters_of(model.layers)]
@@ -280,9 +283,14 @@ class ParallelModel:
 
     def _add_up_gradients(self) -> None:
         """Sums a parameter's gradients over tensor ranks, or over both pipeline ends."""
-        if self.mesh.tensor is not None and self._parallel.sequence:
-            # Replicated layers saw only this rank's tokens.
-            gradients = _tensors(each for each in self.local_parameters if each.dimension is None)
+        # Replicated layers saw only this rank's tokens (`sequence`), norms of heads only its heads.
+        partial_gradients = [
+            each
+            for each in self.local_parameters
+            if each.dimension is None and (self._parallel.sequence or each.of_heads)
+        ]
+        if self.mesh.tensor is not None and partial_gradients:
+            gradients = _tensors(partial_gradients)
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat, group=self.mesh.tensor)
             parts = torch.split(flat, [gradient.numel() for gradient in gradients])

@@ -135,7 +135,7 @@ def apply_tensor_parallel(model: GPT, group: dist.ProcessGroup, parallel: Parall
     sequence = parallel.sequence
     shared = InputOfGroup(group, sequence, parallel.gathers_again)
     for name, spec in model.layers.items():
-        if spec.sharding != "replicated":
+        if spec.sharding in _SHARDED:
             part = _SHARDED[spec.sharding](spec.shard(group.size()), group, sequence=sequence)
             # A split backward pass (zero bubble) needs the gradients' matmuls apart.
             if isinstance(part, ColumnLinear) and parallel.schedule != "zero_bubble":

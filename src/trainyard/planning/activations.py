@@ -73,6 +73,8 @@ class MicroBatch:
         are_whole = parallel.sequence and not parallel.gathers_again
         inputs = self.hidden if are_whole else self.stream
         inner = inner_values(self.run.model, "mlp", self.topology.tensor)
+        if self.run.model.mlp == "swiglu" and not self.compiles:  # the activated gate as well
+            inner += self.run.model.d_ff // self.topology.tensor
         mlp: float = self.value * self.n_tokens * inner
         kept = 2 * (self.stream + statistics + self._dropout_keys())
         if self.compiles:
@@ -87,17 +89,19 @@ class MicroBatch:
 
     def _attention(self) -> float:
         model, t = self.run.model, self.topology.tensor
-        part = self.value * self.n_tokens * model.d_model / t
+        head = self.value * self.n_tokens * model.d_head / t
+        part, shared = model.n_heads * head, model.n_key_value_heads * head
         inside = self.value * self.n_tokens * inner_values(model, "attention", t)
         inside += int(part) if self.topology.context > 1 else 0
+        inside += int(part + shared) if model.query_key_norm else 0  # before and after
         lse = FP32_BYTES * self.n_tokens * model.n_heads / t
         if self.on_gpu or not model.dropout:
             return inside + lse
         # On a CPU attention weights are kept in fp32, before and after dropout.
         heads = model.n_heads / t / self.topology.context
         weights = FP32_BYTES * heads * model.sequence_length**2 * self.run.train.micro_batch_size
-        precise = 3 * FP32_BYTES * self.n_tokens * model.d_model / t
-        return inside - 3 * part + 2 * weights + precise
+        precise = 3 * FP32_BYTES * part / self.value
+        return inside - part - 2 * shared + 2 * weights + precise
 
     def embedding(self) -> float:
         """Bytes the embedding keeps."""

@@ -109,12 +109,21 @@ def largest_model(
 
 
 def shape_run(run: Run, n_layers: int, d_model: int, *, keeps_length: bool) -> Run:
-    """Returns a run with another model: head size 64, 128 from d_model 2048; d_ff 4 d_model."""
+    """Returns a run with another model: head size 64, 128 from d_model 2048; d_ff 4 d_model.
+
+    SwiGLU has 8/3 d_model instead, in multiples of 128, which are as many parameters. As many heads
+    share keys and values as before, if they divide the heads.
+    """
+    d_head = 128 if d_model >= 2048 else 64
+    n_heads = d_model // d_head
+    group_size = math.gcd(n_heads, run.model.n_heads // run.model.n_key_value_heads)
     size: rules.Changes = {
         "model.n_layers": n_layers,
         "model.d_model": d_model,
-        "model.n_heads": d_model // (128 if d_model >= 2048 else 64),
-        "model.d_ff": 4 * d_model,
+        "model.n_heads": n_heads,
+        "model.d_head": d_head,
+        "model.n_key_value_heads": n_heads // group_size,
+        "model.d_ff": 4 * d_model if run.model.mlp == "gelu" else round(d_model / 48) * 128,
     }
     shaped = rules.change(run, size)
     if keeps_length:

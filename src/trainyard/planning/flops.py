@@ -1,7 +1,7 @@
 """FLOP of a training step, by the named formulas in use.
 
 A multiply-add is 2 FLOP. Per token, one forward pass through the matmuls of a GPT with width D, MLP
-width F, sequence T, L blocks and padded vocabulary V takes
+width F, sequence T, L blocks and padded vocabulary V takes, for the parts of GPT-3,
 
     L (8 D^2 + 4 D F)     projections and MLP: 2 for each value of a matrix in architecture.py
     L 4 T D               attention scores and values, if every token sees all T
@@ -42,7 +42,7 @@ def matmul_flops(layers: Iterable[LayerSpec]) -> int:
 
 def score_flops(model: Model) -> int:
     """Counts the FLOP of a token's attention scores and values, if it sees a whole sequence."""
-    return 4 * model.sequence_length * model.d_model
+    return 4 * model.sequence_length * model.n_heads * model.d_head
 
 
 def model_flops_per_token(model: Model, padded_vocabulary_size: int) -> float:

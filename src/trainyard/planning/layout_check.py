@@ -22,17 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainyard.config.load import all_fields, build_run, field_value
-from trainyard.config.precisions import SCALED_COLUMNS
-from trainyard.config.run import (
-    BatchRamp,
-    Model,
-    Optimizer,
-    Parallel,
-    Precision,
-    Run,
-    Schedule,
-    Train,
-)
+from trainyard.config.precisions import SCALED_COLUMNS, Precision
+from trainyard.config.run import BatchRamp, Model, Optimizer, Parallel, Run, Schedule, Train
 from trainyard.planning.resolve import Plan, resolve
 from trainyard.topology import AXES, Topology
 from trainyard.units import Length
@@ -170,11 +161,14 @@ def _shrink_model(run: Run, plan: Plan) -> Model:
     # Large initial weights, so that every path matters to the loss; a vocabulary with padding.
     width = SCALED_COLUMNS * (DEGREE if run.precision.formats.scales_columns else 1)
     length = 24 if _has_ring(run) else 16  # in each ring, two equal parts a rank
-    small = {"d_model": width, "n_heads": 4, "d_ff": 64, "sequence_length": length, "init_std": 0.2}
+    small = {"d_model": width, "d_ff": 64, "sequence_length": length, "init_std": 0.2}
+    # Enough heads to shard keys and values over two axes.
+    model, n_heads = run.model, 4 if run.model.n_key_value_heads == run.model.n_heads else 8
+    is_plain = model.n_heads * model.d_head == model.d_model
+    d_head = width // n_heads if is_plain else 2 * width // n_heads
+    small |= {"n_heads": n_heads, "n_key_value_heads": 4, "d_head": d_head}
     vocabulary = {"vocabulary_size": 90, "vocabulary_multiple": 8}
-    return run.model.model_copy(
-        update={"n_layers": _few_layers(run, plan)} | small | vocabulary,
-    )
+    return model.model_copy(update={"n_layers": _few_layers(run, plan)} | small | vocabulary)
 
 
 def _few_layers(run: Run, plan: Plan) -> int:

@@ -303,10 +303,11 @@ class _Rank:
         return (3 + (len(self.stages) if sends else 0)) * self.micro.stream
 
     def _batch(self) -> float:
-        """Tokens and labels of a step."""
-        train = self.run.train
-        n_tokens = train.micro_batch_size * self.run.model.sequence_length * self.n_micro_batches
-        return 2 * ID_BYTES * n_tokens
+        """Tokens and labels of a step, and the table of rotary positions."""
+        train, model = self.run.train, self.run.model
+        n_tokens = train.micro_batch_size * model.sequence_length * self.n_micro_batches
+        n_turns = model.sequence_length * model.d_head * (model.positions == "rotary")
+        return 2 * ID_BYTES * n_tokens + FP32_BYTES * n_turns / self.topology.context
 
     def _last_message(self) -> float:
         """The last gradients sent with ZeRO 2 and 3, which FSDP2 keeps for a while."""

@@ -8,6 +8,8 @@ With A = B x T/context x D values, the residual stream of a micro batch, a block
     ulysses           forward: all-to-all 3 A/tensor and A/tensor; backward: the same
     ring of p         forward: send 2 A/tensor p - 1 times; backward: the same, and again in fp32
 
+where queries, keys and values count with their own sizes, if these are not A.
+
 Per stage and micro batch a pipeline sends A (A/tensor with sequence) on, and its gradient back.
 Data ranks gather weights and reduce gradients for each block and for the rest; for n micro batches:
 
@@ -154,10 +156,9 @@ class _Counter:
         if self.has_last:
             self._count_cut(self.n_micro_batches, (1, 1), (0, 0), self.stream_bytes)
             self._count_loss()
-        if self.run.parallel.sequence:
-            n_values = self.n_blocks * self._whole_values(self.block)
-            n_values += sum(map(self._whole_values, self.rests))
-            self.add("tensor", "all-reduce", 1, n_values * FP32_BYTES)
+        n_values = self.n_blocks * self._partial_values(self.block)
+        n_values += sum(map(self._partial_values, self.rests))
+        self.add("tensor", "all-reduce", bool(n_values), n_values * FP32_BYTES)
 
     def _count_matmuls(self, part: str = "") -> tuple[int, int]:
         """Counts column-parallel and row-parallel layers of a block, or of a part of it."""
@@ -189,14 +190,14 @@ class _Counter:
             return
         forwards = 1 if parallel.recompute == "none" else 2
         n = self.n_blocks * self.n_micro_batches
-        part = self.stream_bytes // self.topology.tensor  # of queries, say
+        qkv, out = matmuls(self.run.model, "attention", self.topology.tensor)
         if parallel.context_method == "ulysses":
-            calls = n * (forwards + 1)
-            self.add("context", "all-to-all", 2 * calls, calls * (3 + 1) * part)
+            calls, n_values = n * (forwards + 1), self.n_tokens * (qkv.n_outputs + out.n_inputs)
+            self.add("context", "all-to-all", 2 * calls, calls * n_values * self.value_bytes)
         else:
             shifts = n * (n_ranks - 1)
-            precise = part // self.value_bytes * FP32_BYTES
-            n_bytes = shifts * ((forwards + 1) * 2 * part + 2 * precise)
+            n_values = self.n_tokens * (qkv.n_outputs - out.n_inputs)  # keys and values
+            n_bytes = shifts * n_values * ((forwards + 1) * self.value_bytes + FP32_BYTES)
             self.add("context", "send", shifts * (forwards + 2), n_bytes)
 
     def count_pipeline(self) -> None:
@@ -262,10 +263,13 @@ class _Counter:
             scales_bytes = len(matrices) * FP32_BYTES
             self.add("shard", "all-reduce", gathers * n_fp8, gathers * n_fp8 * scales_bytes)
 
-    def _whole_values(self, layers: Layers) -> int:
-        """Counts values of parameters that tensor ranks replicate."""
-        parameters = parameters_of(layers).values()
-        return sum(self._share_of(each.shape) for each in parameters if each.dimension is None)
+    def _partial_values(self, layers: Layers) -> int:
+        """Counts values that tensor ranks replicate, with gradients of their tokens or heads."""
+        return sum(
+            self._share_of(each.shape)
+            for each in parameters_of(layers).values()
+            if each.dimension is None and (self.run.parallel.sequence or each.of_heads)
+        )
 
     def _share_of(self, shape: Shape) -> int:
         """Values of a parameter on the first of its data ranks."""

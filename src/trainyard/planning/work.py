@@ -302,10 +302,12 @@ class _Counter:
         """Attention scores, and values weighted by them."""
         model, n, T = self.model, self.n_tokens, self.model.sequence_length
         if not self.program.score_bytes:
-            return StagePass(attention_flops=2.0 * n * T * (model.d_model // self.tensor))
+            return StagePass(
+                attention_flops=2.0 * n * T * (model.n_heads * model.d_head // self.tensor)
+            )
         # All of the square, head by head: scores, then values.
         n_heads = n / T * model.n_heads / self.tensor
-        product = Matmul(T, model.d_model // model.n_heads, T, count=2 * n_heads)
+        product = Matmul(T, model.d_head, T, count=2 * n_heads)
         memory_bytes = self.program.score_bytes * n_heads * T * T
         return StagePass((product,), memory_bytes=memory_bytes * self.wide)
 

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from trainyard.config.fp8_rules import fp8_blocks
-from trainyard.config.run import Fp8, Run
+from trainyard.config.precisions import Fp8
+from trainyard.config.run import Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.model.gpt import GPT, Block
 from trainyard.model.linear import Linear, MatmulFunction

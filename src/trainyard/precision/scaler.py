@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from torch import Tensor
 
-from trainyard.config.run import LossScale
+from trainyard.config.precisions import LossScale
 
 LARGEST = 2.0**64
 

@@ -12,6 +12,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from trainyard.architecture import describe_parts
 from trainyard.errors import MachineError
 from trainyard.files import publish_text
 from trainyard.report.charts import (
@@ -186,6 +187,7 @@ def _render_heading(reported: ReportedRun, *, alone: bool) -> str:
     parts = [
         f"{model.n_layers} blocks of width {model.d_model}, {model.n_heads} heads",
         f"sequences of {model.sequence_length} tokens",
+        *describe_parts(model),
         f"precision {reported.run.precision.kind}",
         *([f"on {metrics.device}"] if metrics.device else []),
         f"ended: {reported.reason}"

@@ -191,7 +191,12 @@ def _acts_as_gpu() -> Iterator[None]:
     log_softmax = F.log_softmax
 
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        enable_gqa: bool = False,
     ) -> Tensor:
         assert is_causal, "training has no other mask"
         out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)

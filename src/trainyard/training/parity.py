@@ -25,8 +25,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from trainyard.config.precisions import FORMATS
-from trainyard.config.run import Blend, Data, LossScale, Run
+from trainyard.config.precisions import FORMATS, LossScale
+from trainyard.config.run import Blend, Data, Run
 from trainyard.data.indexed import IndexedWriter
 from trainyard.data.loader import Loader, build_orders
 from trainyard.launch.heartbeat import Heartbeat, Phase

@@ -268,7 +268,7 @@ class TrainContext:
     def attention_kernel(self) -> str:
         """The kernel that computes attention on this device."""
         model, dtype = self.run.model, torch_dtype(self.run.precision.formats.compute)
-        return attention_kernel(model.d_model // model.n_heads, dtype, self.device)
+        return attention_kernel(model.d_head, dtype, self.device)
 
     @property
     def versions(self) -> dict[str, str]:
