@@ -72,6 +72,8 @@ class LayerSpec:
     has_bias: bool
     std: float = 0.0
     """Standard deviation of the initial weight."""
+    fused: Shape = ()
+    """(groups, matrices, rows) of a whole weight that alternates the rows of several matrices."""
 
     @property
     def n_outputs(self) -> int:
@@ -120,11 +122,12 @@ def padded_vocabulary_size(model: Model, tensor: int = 1) -> int:
 @lru_cache(maxsize=1024)
 def block_layers(model: Model, tensor: int = 1) -> Layers:
     """Maps the layers of a block, by their names in it, as one of `tensor` ranks holds them."""
-    D, F = model.d_model, model.d_ff
+    D, F, H = model.d_model, model.d_ff, model.n_heads
     std, residual_std = model.init_std, model.init_std / math.sqrt(2 * model.n_layers)
+    fused = (H, 3, D // H)
     layers = (
         _norm("attention_norm", model),
-        LayerSpec("attention.qkv", "linear", (3 * D, D), "column", has_bias=True, std=std),
+        LayerSpec("attention.qkv", "linear", (3 * D, D), "column", True, std, fused),
         LayerSpec("attention.out", "linear", (D, D), "row", has_bias=True, std=residual_std),
         _norm("mlp_norm", model),
         LayerSpec("mlp.up", "linear", (F, D), "column", has_bias=True, std=std),
