@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -140,6 +140,15 @@ def matmuls(model: Model, part: str = "", tensor: int = 1) -> list[LayerSpec]:
     """Lists the matmuls of a block, or of its `attention` or `mlp`, in order."""
     layers = block_layers(model, tensor).values()
     return [each for each in layers if each.kind == "linear" and each.name.startswith(part)]
+
+
+def in_rounds(shapes: Sequence[Shape], n_ranks: int) -> list[list[int]]:
+    """Deals matrices to ranks in rounds, the largest first; lists the index of each rank's.
+
+    So the first rank has the largest matrix of every round (`optim/muon.py`).
+    """
+    largest = sorted(range(len(shapes)), key=lambda number: -math.prod(shapes[number]))
+    return [largest[start : start + n_ranks] for start in range(0, len(largest), n_ranks)]
 
 
 def inner_values(model: Model, part: str, tensor: int = 1) -> int:

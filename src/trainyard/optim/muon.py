@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainyard.architecture import Shape, find_layer
+from trainyard.architecture import Shape, find_layer, in_rounds
 from trainyard.config.precisions import MOMENTUM
 from trainyard.config.run import Run
 from trainyard.optim.adamw import AdamW
@@ -184,31 +184,32 @@ class Muon:
                 momentum = torch.zeros_like(local_part(each.parameter))
                 fused = find_layer(run.model, each.name).fused
                 self.matrices[each.name] = _Matrix(each, shape, fused, momentum, exchanges[kind])
-        largest = sorted(self.matrices.values(), key=lambda each: -math.prod(each.shape))
-        n = 1 if self._group is None else self._group.size()
-        self._rounds = [largest[start : start + n] for start in range(0, len(largest), n)]
+        matrices = list(self.matrices.values())
+        n_ranks = 1 if self._group is None else self._group.size()
+        rounds = in_rounds([each.shape for each in matrices], n_ranks)
+        self._rounds = [[matrices[number] for number in numbers] for numbers in rounds]
 
     @torch.no_grad()
     def step(self, learning_rate: float, divisor: Tensor, skip: Tensor) -> None:
         """Updates all weights."""
         self.rest.step(learning_rate, divisor, skip)
-        is_skipped, decay = skip != 0, 1 - learning_rate * self._settings.weight_decay
+        # Where an update is skipped, gradients count as 0 and all else is multiplied by 0 or 1.
+        done = (skip == 0).double()
+        decay = 1 - done * (learning_rate * self._settings.weight_decay)
         for matrices in self._rounds:
-            updates = [self._advance(each, divisor, is_skipped) for each in matrices]
+            updates = [self._advance(each, divisor, done) for each in matrices]
             for each, found in zip(matrices, self._orthogonalize(matrices, updates), strict=True):
-                weight = local_part(each.local.parameter)
-                change = found.view_as(weight)
-                new = (weight * decay).add_(change, alpha=-learning_rate * each.scale)
-                weight.copy_(torch.where(is_skipped, weight, new))
+                weight = local_part(each.local.parameter).mul_(decay)
+                weight.addcmul_(found.view_as(weight), done * (-learning_rate * each.scale))
 
-    def _advance(self, matrix: _Matrix, divisor: Tensor, is_skipped: Tensor) -> Tensor:
+    def _advance(self, matrix: _Matrix, divisor: Tensor, done: Tensor) -> Tensor:
         """Updates the momentum; returns the update before it is orthogonalized."""
         gradient, momentum = matrix.local.gradient, matrix.momentum
         assert isinstance(gradient, Tensor), matrix.local.name
-        gradient = gradient / divisor
-        new = momentum.lerp(gradient, 1 - self._settings.momentum)
-        momentum.copy_(torch.where(is_skipped, momentum, new))
-        return gradient.lerp(new, self._settings.momentum).to(self._dtype)
+        decay = self._settings.momentum
+        gradient = torch.where(done == 0, 0.0, gradient).div_(divisor)
+        momentum.lerp_(gradient, (done * (1 - decay)).to(momentum.dtype))
+        return gradient.lerp_(momentum, decay).to(self._dtype)
 
     def _orthogonalize(self, matrices: Sequence[_Matrix], updates: list[Tensor]) -> list[Tensor]:
         """Returns this rank's part of each orthogonalized update of a round, flat."""
