@@ -85,6 +85,11 @@ class LayerSpec:
         """Of a matmul, for a token."""
         return self.weight[1]
 
+    @property
+    def n_fused(self) -> int:
+        """Matrices fused into the weight."""
+        return self.fused[1] if self.fused else 1
+
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
         """Its parameters by name."""

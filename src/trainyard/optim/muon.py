@@ -25,20 +25,20 @@ and iterations are in the run's compute precision; bf16 if that has 16 bits, as 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trainyard.architecture import Shape, find_layer, in_rounds
+from trainyard.architecture import LayerSpec, Shape, find_layer, in_rounds
 from trainyard.config.precisions import MOMENTUM
 from trainyard.config.run import Run
 from trainyard.optim.adamw import AdamW
 from trainyard.parallel.collectives import finish, start_all_to_all
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.model import LocalParameter, ParallelModel
-from trainyard.parallel.placement import Placement, local_part, place, whole
+from trainyard.parallel.placement import Placement, local_part, whole
 
 # Of the quintic iteration, from https://kellerjordan.github.io/posts/muon.
 N_ITERATIONS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
@@ -144,17 +144,15 @@ class _Matrix:
     """A matrix of a block, or this rank's part, with its state."""
 
     local: LocalParameter
-    shape: Shape
-    """Of the whole matrix."""
-    fused: Shape
+    layer: LayerSpec
     momentum: Tensor
     exchange: _Exchange
 
     @property
     def scale(self) -> float:
         """What gives an orthogonalized update the size of AdamW's."""
-        rows, columns = self.shape
-        return ADAMW_SIZE * math.sqrt(max(rows // (self.fused[1] if self.fused else 1), columns))
+        rows, columns = self.layer.weight
+        return ADAMW_SIZE * math.sqrt(max(rows // self.layer.n_fused, columns))
 
 
 class Muon:
@@ -176,17 +174,16 @@ class Muon:
         self.matrices: dict[str, _Matrix] = {}
         for each in locals_:
             if MOMENTUM in each.stored.states:
-                shape = place(each.parameter, each.dimension, parallel_model.tensor_shard).shape
-                kind = shape, each.dimension
+                layer = find_layer(run.model, each.name)
+                kind = layer.weight, each.dimension
                 if kind not in exchanges:
                     sharded = run.parallel.zero_stage > 0
                     exchanges[kind] = _Exchange.of(mesh, *kind, sharded=sharded)
                 momentum = torch.zeros_like(local_part(each.parameter))
-                fused = find_layer(run.model, each.name).fused
-                self.matrices[each.name] = _Matrix(each, shape, fused, momentum, exchanges[kind])
+                self.matrices[each.name] = _Matrix(each, layer, momentum, exchanges[kind])
         matrices = list(self.matrices.values())
         n_ranks = 1 if self._group is None else self._group.size()
-        rounds = in_rounds([each.shape for each in matrices], n_ranks)
+        rounds = in_rounds([each.layer.weight for each in matrices], n_ranks)
         self._rounds = [[matrices[number] for number in numbers] for numbers in rounds]
 
     @torch.no_grad()
@@ -197,7 +194,7 @@ class Muon:
         done = (skip == 0).double()
         decay = 1 - done * (learning_rate * self._settings.weight_decay)
         for matrices in self._rounds:
-            updates = [self._advance(each, divisor, done) for each in matrices]
+            updates = (self._advance(each, divisor, done) for each in matrices)
             for each, found in zip(matrices, self._orthogonalize(matrices, updates), strict=True):
                 weight = local_part(each.local.parameter).mul_(decay)
                 weight.addcmul_(found.view_as(weight), done * (-learning_rate * each.scale))
@@ -207,28 +204,32 @@ class Muon:
         gradient, momentum = matrix.local.gradient, matrix.momentum
         assert isinstance(gradient, Tensor), matrix.local.name
         decay = self._settings.momentum
-        gradient = torch.where(done == 0, 0.0, gradient).div_(divisor)
+        gradient = torch.where(done == 0, 0.0, gradient / divisor)
         momentum.lerp_(gradient, (done * (1 - decay)).to(momentum.dtype))
         return gradient.lerp_(momentum, decay).to(self._dtype)
 
-    def _orthogonalize(self, matrices: Sequence[_Matrix], updates: list[Tensor]) -> list[Tensor]:
+    def _orthogonalize(
+        self, matrices: Sequence[_Matrix], updates: Iterable[Tensor]
+    ) -> list[Tensor]:
         """Returns this rank's part of each orthogonalized update of a round, flat."""
         group = self._group
         if group is None:
-            return [orthogonalize(u, m.fused) for m, u in zip(matrices, updates, strict=True)]
+            return [orthogonalize(u, m.layer.fused) for m, u in zip(matrices, updates, strict=True)]
         rank, n_idle = group.rank(), group.size() - len(matrices)
-        pieces = [
-            update.flatten()[m.exchange.first :][: m.exchange.sent[rank]]
-            for m, update in zip(matrices, updates, strict=True)
-        ]
+        sent = [m.exchange.sent[rank] for m in matrices]
+        found = torch.cat(
+            [
+                update.flatten()[m.exchange.first :][:n]
+                for m, update, n in zip(matrices, updates, sent, strict=True)
+            ]
+        )
         own = matrices[rank] if rank < len(matrices) else None
         nothing = [0] * group.size()
-        to_owners = [len(piece) for piece in pieces] + [0] * n_idle
         from_all = own.exchange.sent if own else nothing
-        found = finish(start_all_to_all(torch.cat(pieces), to_owners, from_all, group))
+        found = finish(start_all_to_all(found, sent + [0] * n_idle, from_all, group))
         if own:
-            matrix = own.exchange.put_together(found, own.shape)
-            found = own.exchange.take_apart(orthogonalize(matrix, own.fused))
+            found = own.exchange.put_together(found, own.layer.weight)
+            found = own.exchange.take_apart(orthogonalize(found, own.layer.fused))
         held = [each.exchange.held[rank] for each in matrices]
         to_all = own.exchange.held if own else nothing
         found = finish(start_all_to_all(found, to_all, held + [0] * n_idle, group))
