@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -43,6 +43,8 @@ from trainyard.config.run import Model
 Shape = tuple[int, ...]
 Blocks = tuple[int, int]
 """The first block of a pipeline stage and one past its last."""
+Fused = tuple[int, tuple[int, ...]]
+"""Groups of rows, and the rows of each matrix in a group; (1, ()) for a single matrix."""
 Kind = Literal["embedding", "linear", "norm"]
 Sharding = Literal["vocabulary", "column", "row", "replicated", "heads"]
 
@@ -82,6 +84,8 @@ class LayerSpec:
     has_bias: bool
     std: float = 0.0
     """Standard deviation of the initial weight."""
+    fused: Fused = (1, ())
+    """Of a whole weight that alternates the rows of several matrices."""
 
     @property
     def n_outputs(self) -> int:
@@ -92,6 +96,12 @@ class LayerSpec:
     def n_inputs(self) -> int:
         """Of a matmul, for a token."""
         return self.weight[1]
+
+    @property
+    def matrices(self) -> list[Shape]:
+        """Of a whole weight: the shapes of the matrices fused into it, or its own."""
+        n_groups, rows = self.fused
+        return [(n_groups * n, self.n_inputs) for n in rows] or [self.weight]
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -132,14 +142,17 @@ def block_layers(model: Model, tensor: int = 1) -> Layers:
     """Maps the layers of a block, by their names in it, as one of `tensor` ranks holds them."""
     D, F, K = model.d_model, model.d_ff, model.d_head
     n_queries, n_qkv = model.n_heads * K, (model.n_heads + 2 * model.n_key_value_heads) * K
+    is_gated, n_groups = model.mlp == "swiglu", model.n_key_value_heads
+    qkv = n_groups, (model.n_heads // n_groups * K, K, K)
+    up = _linear("mlp.up", (2 * F if is_gated else F, D), "column", model)
     head_norms = ("attention.query_norm", "attention.key_norm") if model.query_key_norm else ()
     layers = (
         _norm("attention_norm", model),
-        _linear("attention.qkv", (n_qkv, D), "column", model),
+        replace(_linear("attention.qkv", (n_qkv, D), "column", model), fused=qkv),
         *(_norm(name, model, K, "heads") for name in head_norms),
         _linear("attention.out", (D, n_queries), "row", model),
         _norm("mlp_norm", model),
-        _linear("mlp.up", (2 * F if model.mlp == "swiglu" else F, D), "column", model),
+        replace(up, fused=(F, (1, 1))) if is_gated else up,
         _linear("mlp.down", (D, F), "row", model),
     )
     return {layer.name: layer.shard(tensor) for layer in layers}
@@ -149,6 +162,15 @@ def matmuls(model: Model, part: str = "", tensor: int = 1) -> list[LayerSpec]:
     """Lists the matmuls of a block, or of its `attention` or `mlp`, in order."""
     layers = block_layers(model, tensor).values()
     return [each for each in layers if each.kind == "linear" and each.name.startswith(part)]
+
+
+def in_rounds(shapes: Sequence[Shape], n_ranks: int) -> list[list[int]]:
+    """Deals matrices to ranks in rounds, the largest first; lists the index of each rank's.
+
+    So the first rank has the largest matrix of every round (`optim/muon.py`).
+    """
+    largest = sorted(range(len(shapes)), key=lambda number: -math.prod(shapes[number]))
+    return [largest[start : start + n_ranks] for start in range(0, len(largest), n_ranks)]
 
 
 def inner_values(model: Model, part: str, tensor: int = 1) -> int:

@@ -102,6 +102,13 @@ def bring_megatron_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             ConfigError,
             "precision.kind='fp16' is not available",
         ),
+        (
+            "plain-torch",
+            ["optimizer.kind=muon"],
+            1,
+            ConfigError,
+            "optimizer.kind='muon' is not available in plain-torch",
+        ),
     ],
 )
 def test_a_baseline_that_cannot_be(

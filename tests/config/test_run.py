@@ -234,6 +234,12 @@ REFUSED_LAYOUTS = [  # the whole sentence
         'parallel.zero_stage=1, or precision.kind="fp8"',
     ),
     (
+        f"{LOW_BIT}; optimizer.kind=muon",
+        "optimizer.kind='muon' is incompatible with precision.kind='fp8_lowbit': low-precision "
+        'state is that of AdamW; nearest that works: optimizer.kind="adamw", or '
+        'precision.kind="fp8"',
+    ),
+    (
         f"{LOW_BIT}; model.d_model=64; parallel.tensor=4",
         "model.d_model=64 must be divisible by 32 x parallel.tensor=4 when precision.kind is "
         "'fp8_lowbit': 32 columns of a rank's shard share a scale; nearest that works: "

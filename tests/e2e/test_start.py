@@ -133,6 +133,10 @@ def test_it_resumes_without_its_ancestor_and_has_grandchildren(
             ["train.start_from=BASE", WITH_OPTIMIZER, "precision.kind=fp8_lowbit"],
             "precision.kind='fp8_lowbit' stores other optimizer state than 'fp32'",
         ),
+        (
+            ["train.start_from=BASE", WITH_OPTIMIZER, "optimizer.kind=muon"],
+            "optimizer.kind='muon' stores other optimizer state than 'adamw' of ",
+        ),
         ([WITH_OPTIMIZER], "train.start_with='weights_and_optimizer' without train.start_from"),
         (["data.from_step=2"], "data.from_step=2, but the run has no checkpoint"),
         (["data.from_step=6"], "data.from_step=6, but train.length ends at step 6"),

@@ -34,6 +34,7 @@ MSAMP_345M = (
     "--lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --lr-warmup-fraction .01 "
     "--log-interval 100 --eval-interval 1000 --eval-iters 10"
 )
+MUON = "--optimizer muon --muon-momentum 0.9 --muon-extra-scale-factor 0.2 --muon-use-nesterov"
 MSAMP_LM = "--use-flash-attn --no-gradient-accumulation-fusion --use-distributed-optimizer --bf16"
 MSAMP_345M_LM = f"{MSAMP_345M} {MSAMP_LM} --micro-batch-size 8 --global-batch-size 64"
 MSAMP_345M_LM += " --save-interval 2000"
@@ -252,6 +253,14 @@ def test_an_unknown_flag_is_in_the_file_and_on_stderr(in_folder: Path) -> None:
         ("--seed x", "--seed needs a number"),
         ("--lr-decay-style inverse-square-root", "inverse-square-root is not supported"),
         ("--deepspeed --deepspeed_config none.json", "cannot read --deepspeed_config none.json"),
+        (
+            "--optimizer muon --muon-momentum 0.9 --tensor-model-parallel-size 2",
+            "--optimizer muon without --muon-extra-scale-factor, --muon-use-nesterov, "
+            "--muon-tp-mode: Megatron's defaults are not",
+        ),
+        (f"{MUON} --muon-no-split-qkv", "--muon-no-split-qkv: queries, keys and values are"),
+        (f"{MUON} --muon-num-ns-steps 6", "6: 5 Newton-Schulz iterations; supported: 5"),
+        ("--optimizer sgd", "--optimizer sgd: optimizer.kind; supported: adam, muon"),
         ("--tensor-model-parallel-size 3", "model.n_heads=2 must be divisible"),
     ],
 )
@@ -299,6 +308,14 @@ def test_megatrons_defaults_are_written(in_folder: Path) -> None:
     assert fields["precision.kind"] == "fp32"
     assert (fields["schedule.kind"], str(fields["schedule.decay"])) == ("linear", "100 steps")
     assert (fields["data.split"], fields["checkpoint.interval"]) == ("969,30,1", 0)
+
+
+def test_muon_is_imported(in_folder: Path) -> None:
+    command = (
+        f"pretrain_gpt.py {SMALL} {MUON} --tensor-model-parallel-size 2 --muon-tp-mode distributed"
+    )
+    fields = fields_of(in_folder, import_command(command, [], "x").text)
+    assert (fields["optimizer.kind"], fields["optimizer.momentum"]) == ("muon", 0.9)
 
 
 SCRIPT = r"""#!/bin/bash

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from trainyard.config.precisions import stored
 from trainyard.config.run import Optimizer
-from trainyard.optim.adamw import build_adamw
+from trainyard.optim.adamw import LowPrecisionAdamW, build_adamw
 from trainyard.optim.clip import StepStats, norms_of
-from trainyard.optim.low_precision import LowPrecisionAdamW
 from trainyard.parallel.model import LocalParameter
 from trainyard.parallel.placement import Placement, whole
 from trainyard.precision.block_scaled import BlockScaledTensor
@@ -39,7 +38,7 @@ def build(
 
 
 def local(name: str, parameter: nn.Parameter) -> LocalParameter:
-    formats = stored("fp8_lowbit", name != "embedding", parameter.ndim)
+    formats = stored("fp8_lowbit", "adamw", name != "embedding", parameter.ndim)
     return LocalParameter(name, parameter, None, is_copy=False, stored=formats)
 
 

@@ -21,6 +21,7 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.model.dropout import sequence_seeds
 from trainyard.model.gpt import GPT
+from trainyard.optim.optimizer import build_optimizer
 from trainyard.parallel.mesh import Mesh, build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.tensor import apply_tensor_parallel
@@ -78,6 +79,12 @@ TABLE = {
         f"zero_stage=1 tensor=2 sequence=true {LOW_BIT}",
         4,
     ),
+    "muon, zero 3, tensor, bf16": (
+        "zero_stage=3 tensor=2 precision.kind=bf16 optimizer.kind=muon",
+        4,
+    ),
+    "muon, zero 0, pipeline": ("pipeline=2 optimizer.kind=muon", 4),
+    "muon, zero 2, replicas": ("zero_stage=2 data_replicate=2 optimizer.kind=muon", 4),
     "low-precision, weights as fp8, pipeline": (f"zero_stage=3 pipeline=2 {LOW_BIT} {GATHER}", 4),
 }
 
@@ -93,6 +100,7 @@ def name_groups(mesh: Mesh) -> dict[str, str]:
         "tensor": [mesh.tensor],
         "context": [mesh.context],
         "pipeline": [mesh.pipeline, mesh.first_and_last_stage],
+        "stage": [mesh.stage],
         "shard": [mesh.data.get_group(mesh.data.ndim - 1)] if mesh.data is not None else [],
         "replicate": [mesh.data.get_group(0)] if mesh.topology.replicate > 1 and mesh.data else [],
     }
@@ -108,9 +116,11 @@ def count_step(run: Run, n_ranks: int) -> tuple[Counts, Counts]:
     size = run.train.global_batch_size // plan.topology.data
     tokens = torch.zeros(size, run.model.sequence_length, dtype=torch.int64)
     seeds = sequence_seeds(1, 0, 0, size) if run.model.dropout else None
+    optimizer = build_optimizer(parallel_model, run)
     for _ in range(2):
         with Accounting() as count:
             parallel_model.forward_backward(tokens, tokens, seeds, 1.0)
+            optimizer.step(1e-3, torch.ones(()), torch.zeros(()))
         for local in parallel_model.local_parameters:
             local.parameter.grad = local.converted_gradient = None
     axes = name_groups(mesh)
@@ -128,6 +138,7 @@ def count_step(run: Run, n_ranks: int) -> tuple[Counts, Counts]:
 
 EVERY_DAY = (
     *("tensor, sequence, untied", "ulysses, recompute attention", "replicas, zero 2"),
+    "muon, zero 3, tensor, bf16",
     *(
         "1f1b, bf16, zero 3",
         "weights as fp8, zero 3, tensor",

@@ -24,6 +24,7 @@ class Row:
     train: dict[str, Any] = field(default_factory=dict)
     computed_in: str = "fp64"
     precision: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "adamw"
     bound: str = ""
     """What allows for more than the precision does."""
 
@@ -68,7 +69,12 @@ class Row:
                 },
                 # The gradient of the bias of keys is zero but for rounding: with a usual epsilon
                 # Adam would make a full step in the direction of that noise.
-                "optimizer": {"learning_rate": 1e-2, "clip_norm": 0.5, "epsilon": 1e-3},
+                "optimizer": {
+                    "kind": self.optimizer,
+                    "learning_rate": 1e-2,
+                    "clip_norm": 0.5,
+                    "epsilon": 1e-3,
+                },
                 "schedule": {"warmup": "2 steps", "decay": "10 steps", "cooldown": "1 steps"},
                 "precision": {"kind": "fp32"} | self.precision,
                 "parallel": parallel,

@@ -20,7 +20,7 @@ from trainyard.config.run import Parallel
 from trainyard.data.loader import Loader
 from trainyard.model import attention, gpt
 from trainyard.model.gpt import GPT
-from trainyard.optim import clip
+from trainyard.optim import clip, muon
 from trainyard.optim.adamw import AdamW
 from trainyard.parallel import context, mesh, tensor
 from trainyard.parallel import model as parallel_model
@@ -31,7 +31,7 @@ from trainyard.training import parity, step
 from trainyard.training.parity import BOUNDS, Outcome, compare
 
 from .layouts import Row, train_rank
-from .test_parity import DROPOUT, PP2, RING2, RING4, SHARED, SP2, TP2, Z1
+from .test_parity import DROPOUT, MUON, PP2, RING2, RING4, SHARED, SP2, TP2, Z1
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -221,6 +221,20 @@ def gradients_of_head_norms_not_added_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ParallelModel, "__init__", build)
 
 
+def orthogonalized_shards(patch: pytest.MonkeyPatch) -> None:
+    def wrong(_self: muon.Muon, _matrices: Any, updates: list[Tensor]) -> list[Tensor]:
+        return [muon.orthogonalize(update) for update in updates]
+
+    patch.setattr(muon.Muon, "_orthogonalize", wrong)
+
+
+def momentum_put_together_in_the_order_of_ranks(patch: pytest.MonkeyPatch) -> None:
+    def wrong(_self: Any, received: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return received.view(shape)
+
+    patch.setattr(muon._Exchange, "put_together", wrong)
+
+
 FAULTS: dict[str, tuple[Patch, Row]] = {
     "missing all-reduce": (missing_all_reduce, Row(TP2)),
     "gradients of norms not added up": (gradients_of_norms_not_added_up, Row(SP2)),
@@ -244,6 +258,11 @@ FAULTS: dict[str, tuple[Patch, Row]] = {
     "gradients of head norms not added up": (
         gradients_of_head_norms_not_added_up,
         Row(TP2, model={"query_key_norm": True}),
+    ),
+    "orthogonalized shards": (orthogonalized_shards, Row(Z1, data=2, optimizer=MUON)),
+    "momentum put together in the order of ranks": (
+        momentum_put_together_in_the_order_of_ranks,
+        Row(TP2, optimizer=MUON),
     ),
 }
 

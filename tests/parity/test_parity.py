@@ -30,6 +30,7 @@ SCALES_BOUND = 1e-5
 GATHER, ROWWISE = {"fp8": {"all_gather": True}}, {"fp8": {"scaling": "rowwise"}}
 EIGHT = {"global_batch_size": 8}
 RAMP = EIGHT | {"batch_ramp": {"start": 4, "increment": 4, "length": "8 sequences"}}
+MUON = "muon"
 F32, F16, BF16, FP8, LOW_BIT = "fp32", "fp16", "bf16", "fp8", "fp8_lowbit"
 
 
@@ -128,6 +129,27 @@ TABLE = {
     "dp2 tp2 batch ramp": Row(TP2, data=2, train=RAMP, model=DROPOUT),
     "pp2 batch ramp": Row(PP2, train=RAMP, model=DROPOUT),
     "dp2 pp2 micro batch 2": Row(PP2, data=2, train=EIGHT | {"micro_batch_size": 2}, model=DROPOUT),
+    # Whole matrices are put together from all shards, and orthogonalized once.
+    "muon dp2": Row(data=2, optimizer=MUON),
+    "muon dp2 zero 1": Row(Z1, data=2, optimizer=MUON),
+    "muon dp3 uneven shards zero 2": Row(
+        Z2, data=3, train={"global_batch_size": 6}, optimizer=MUON
+    ),
+    "muon dp2 zero 3": Row(Z3, data=2, model=DROPOUT, optimizer=MUON),
+    "muon hybrid 2x2 zero 2": Row(HYBRID | Z2, data=4, optimizer=MUON),
+    "muon tp2": Row(TP2, optimizer=MUON),
+    "muon tp4 sequence, untied": Row(SP4, model=DROPOUT | UNTIED, optimizer=MUON),
+    "muon pp2 interleaved, uneven": Row(INTERLEAVED, model={"n_layers": 7}, optimizer=MUON),
+    "muon cp2 ring zero 0": Row(RING2, optimizer=MUON),
+    "muon cp4 ulysses zero 1": Row(ULYSSES4 | Z1, optimizer=MUON),
+    "muon dp3 tp2 uneven shards zero 1": Row(
+        TP2 | Z1, data=3, train={"global_batch_size": 6}, optimizer=MUON
+    ),
+    "muon dp2 tp2 pp2 sequence zero 3": Row(SP2 | PP2 | Z3, data=2, model=DROPOUT, optimizer=MUON),
+    "muon dp2 tp2 cp2 ulysses sequence zero 1": Row(
+        SP2 | ULYSSES2 | Z1, data=2, model=DROPOUT, optimizer=MUON
+    ),
+    "muon dp4 tp2 hybrid zero 2": Row(TP2 | HYBRID | Z2, data=4, optimizer=MUON),
     # Compiled blocks.
     "dp2 tp2 sequence zero 1 compiled": Row(
         SP2 | Z1, data=2, train={"compile": "always"}, model=DROPOUT
@@ -270,6 +292,8 @@ EVERY_DAY = (
     *("tp2 sequence, recompute block", "pp2 1f1b", "pp2 interleaved, uneven, untied"),
     *("pp2 zero bubble", "cp2 ulysses", "cp2 ring"),
     *("dp2 tp2 pp2 sequence zero 3 recompute", "dp2 tp2 cp2 ring sequence zero 3"),
+    *("muon hybrid 2x2 zero 2", "muon dp3 tp2 uneven shards zero 1"),
+    *("muon dp2 tp2 pp2 sequence zero 3", "muon cp2 ring zero 0"),
     *("fp32 cp2 ring", "bf16 tp2 sequence", "fp16 pp2 1f1b", "fp8 dp2 zero 1"),
     *("low bit hybrid 2x2 zero 2", "products in fp8, dp2 zero 1"),
 )

@@ -16,8 +16,10 @@ from tests.parallel.test_traffic import MODERN, TABLE, build_run
 from trainyard.config.run import Run
 from trainyard.parallel.mesh import build_mesh
 from trainyard.planning.flops import flops_per_token, score_flops
+from trainyard.planning.memory import rank_memory
 from trainyard.planning.resolve import resolve
 from trainyard.planning.traffic import rank_traffic
+from trainyard.planning.work import count_work
 from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.simulation import (
     Simulation,
@@ -28,7 +30,18 @@ from trainyard.simulate.simulation import (
 
 # As tests/parallel/test_traffic.py has with real ranks, on more ranks than those.
 MANY_RANKS = "tensor=2 sequence=true pipeline=4 context=2 zero_stage=1 train.global_batch_size=128"
-LAYOUTS = {**TABLE, "all axes": (MANY_RANKS, 64)}
+# More ranks than matrices of a size: some have none, and the one simulated has the largest.
+MUON = "optimizer.kind=muon"
+OPTIMIZERS = ("adamw", "muon")
+LAYOUTS = {
+    **TABLE,
+    "all axes": (MANY_RANKS, 64),
+    "all axes, muon": (f"{MANY_RANKS} {MUON}", 64),
+    "muon, replicas, uneven": (
+        f"data_replicate=2 zero_stage=1 pipeline=2 train.global_batch_size=28 {MUON}",
+        28,
+    ),
+}
 
 
 # Changes to the run, and the number of ranks.
@@ -39,6 +52,7 @@ REAL = {
     "zero 1": ("zero_stage=1 precision.kind=bf16", 2),
     "zero 2": ("zero_stage=2", 2),
     "zero 3": ("zero_stage=3", 2),
+    "muon": ("zero_stage=1 optimizer.kind=muon", 2),
     "tensor, sequence": ("tensor=2 sequence=true", 2),
     "pipeline": ("pipeline=2", 2),
     "interleaved": ("pipeline=2 chunks=2 schedule=interleaved", 2),
@@ -119,6 +133,27 @@ def test_products_have_the_flop_of_the_formula() -> None:
     assert found.flops["_scaled_dot_product_flash_attention_for_cpu"] == (
         8 * model.n_layers * 4 * model.sequence_length**2 * D
     )
+
+
+def test_products_of_muon_have_the_flop_of_the_formula() -> None:
+    adamw, muon = (simulate(build_run(f"optimizer.kind={kind}"), 1, 0) for kind in OPTIMIZERS)
+    run = build_run("optimizer.kind=muon")
+    D, F, L = run.model.d_model, run.model.d_ff, run.model.n_layers
+    # Four matrices of D x D, and two of D x F, in five iterations.
+    flops = 5 * L * (4 * 6 * D**3 + 2 * (4 * D * D * F + 2 * D**3))
+    assert sum(muon.flops.values()) - sum(adamw.flops.values()) == flops
+    products = count_work(run, resolve(run, 1)).update_products
+    assert sum(2 * p.rows * p.inner * p.columns * p.count for p in products) == flops
+
+
+def test_an_update_by_muon_fits_where_it_is_planned_to() -> None:
+    """Where little else takes memory, and each rank gets whole updates."""
+    wide = "model.d_model=256 model.d_ff=1024 model.vocabulary_size=128 model.sequence_length=8"
+    run = build_run(f"{wide} train.global_batch_size=2 tensor=2 optimizer.kind=muon")
+    found, planned = simulate(run, 4, 0), rank_memory(run, resolve(run, 4), 0)
+    assert found.moment == planned.moment == "update"
+    n_bytes = planned.peak_bytes - planned.items["context and libraries"]
+    assert found.peak_bytes <= n_bytes < 1.1 * found.peak_bytes
 
 
 @pytest.mark.exhaustive

@@ -60,6 +60,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "precision": {"kind": "fp8_lowbit", "fp8": FP8},
         "parallel": {"zero_stage": 1},
     },
+    "muon": {"optimizer": {"kind": "muon"}, "precision": {"kind": "bf16"}},
     "head of its own": {"model": {**MODEL, "tied_embeddings": False}},
 }
 

@@ -70,6 +70,11 @@ def refuse_baseline(baseline: str, run: Run, n_ranks: int) -> None:
             f"precision.kind={run.precision.kind!r} is not available in {baseline}",
             f"one of {', '.join(PRECISIONS)}",
         )
+    if run.optimizer.kind != "adamw":
+        raise ConfigError(
+            f"optimizer.kind={run.optimizer.kind!r} is not available in {baseline}",
+            "optimizer.kind=adamw",
+        )
     config_of(run.model, None, "float32")  # refuses a model that is not a GPT-2
     if baseline == MEGATRON_CORE and not torch.cuda.is_available():
         raise MachineError(

@@ -213,18 +213,19 @@ def _describe_weights(manifest: Manifest) -> str:
 
 
 def _describe_optimizer(manifest: Manifest) -> str:
-    from trainyard.config.precisions import STATES
+    from trainyard.config.precisions import MOMENTS, MOMENTUM
 
     weights = [name.removeprefix("model.") for name in manifest.tensors if name[:6] == "model."]
     counts = {
         moment: sum(f"optimizer.{name}.{moment}" in manifest.tensors for name in weights)
-        for moment in STATES
+        for moment in (*MOMENTS, MOMENTUM)
     }
     if not any(counts.values()):
         return "none: weights only, moments start from zero"
-    if all(count == len(weights) for count in counts.values()):
-        return f"both moments of every weight ({', '.join(STATES)})"
-    return ", ".join(f"{moment} of {n:,} of {len(weights):,}" for moment, n in counts.items())
+    if all(counts[moment] == len(weights) for moment in MOMENTS):
+        return f"both moments of every weight ({', '.join(MOMENTS)})"
+    found = {moment: n for moment, n in counts.items() if n}
+    return ", ".join(f"{moment} of {n:,} of {len(weights):,}" for moment, n in found.items())
 
 
 def _describe_layout(plan: Mapping[str, object]) -> str:

@@ -86,3 +86,12 @@ def _side_problems(run: Run) -> dict[str, str]:
             f"parallel.tensor={parallel.tensor} when precision.kind is {kind!r}: {why}"
         )
     return problems
+
+
+def state_problems(run: Run) -> dict[str, str]:
+    """Finds an optimizer whose states the precision has no formats for."""
+    kind, optimizer = run.precision.kind, run.optimizer.kind
+    if optimizer == "adamw" or not run.precision.formats.matrices.states:
+        return {}
+    text = f"optimizer.kind={optimizer!r} is incompatible with precision.kind={kind!r}: "
+    return {"states": text + "low-precision state is that of AdamW"}

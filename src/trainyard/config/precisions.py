@@ -11,6 +11,8 @@ states, which are kept in fp32 unless the precision says otherwise:
     exp_avg                   4      4                 1
     exp_avg_sq                4      4                 2
 
+Muon keeps one state of 4 bytes for a matrix of a block, `momentum`, in place of the last two.
+
 To add a precision, add its kind, an entry in `FORMATS`, and its effect on a model in
 `precision/policy.py`; to add an optimizer, its states in `STATES` and itself in
 `optim/optimizer.py`.
@@ -28,6 +30,7 @@ from pydantic import Field
 from trainyard.config.section import Section
 
 PrecisionKind = Literal["fp32", "fp16", "bf16", "fp8", "fp8_lowbit"]
+OptimizerKind = Literal["adamw", "muon"]
 
 SCALED_COLUMNS = 32
 """Columns of a block-scaled matrix that share a scale."""
@@ -135,23 +138,31 @@ FORMATS: Mapping[PrecisionKind, Formats] = {
     ),
 }
 
-STATES = ("exp_avg", "exp_avg_sq")
-"""States of AdamW, for every parameter: the first and the second moment."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""States of AdamW: the first and the second moment."""
+MOMENTUM = "momentum"
+"""State of Muon."""
+STATES: Mapping[OptimizerKind, tuple[str, ...]] = {"adamw": MOMENTS, "muon": (MOMENTUM,)}
+"""States of a matrix of a block; every other parameter has those of AdamW."""
 
 
 @cache
-def stored(kind: PrecisionKind, in_block: bool, n_dimensions: int) -> Stored:
+def stored(
+    kind: PrecisionKind, optimizer: OptimizerKind, in_block: bool, n_dimensions: int
+) -> Stored:
     """Returns the formats of a parameter.
 
     Args:
         kind: of precision.
+        optimizer: of the run.
         in_block: whether it belongs to a block.
         n_dimensions: of the parameter.
     """
     formats, low = FORMATS[kind], Stored()
+    is_matrix = in_block and n_dimensions > 1
     if in_block:
-        low = formats.matrices if n_dimensions > 1 else formats.vectors
-    states = dict.fromkeys(STATES, FP32) | dict(low.states)
+        low = formats.matrices if is_matrix else formats.vectors
+    states = dict.fromkeys(STATES[optimizer if is_matrix else "adamw"], FP32) | dict(low.states)
     return Stored(low.weight, low.gradient, states)
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from trainyard.config.fp8_rules import FP8_MULTIPLE, fp8_multiple, fp8_problems
+from trainyard.config.fp8_rules import FP8_MULTIPLE, fp8_multiple, fp8_problems, state_problems
 from trainyard.config.run import Run, default_zero_stage
 from trainyard.config.secrets import secret_problems
 
@@ -43,6 +43,7 @@ FIXED_BY_VALUES: dict[str, list[tuple[str, list[Any]]]] = {
         ("precision.fp8.all_gather", [False]),
     ],
     "fp8_zero_bubble": [_SCHEDULES, _PLAIN],
+    "states": [("optimizer.kind", ["adamw"]), ("precision.kind", ["fp8", "bf16"])],
     "fp8_zero_stage": [_ZERO_1, ("precision.kind", ["fp8", "bf16"])],
 }
 """Rules that a value of one field fixes: each field with its values, nearest first."""
@@ -63,6 +64,7 @@ def broken_rules(run: Run) -> dict[str, str]:
         **_pipeline_problems(run),
         **_sharding_problems(run),
         **fp8_problems(run),
+        **state_problems(run),
         **_batch_problems(run),
         **_length_problems(run),
         **secret_problems(run),

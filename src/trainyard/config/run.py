@@ -234,8 +234,12 @@ class Train(Section):
 
 
 class Optimizer(Section):
-    """AdamW with decoupled weight decay (arXiv:1711.05101) and gradient clipping."""
+    """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982), and gradient clipping."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon` updates matrices of blocks by orthogonalized momentum, and the rest as AdamW."""
+    momentum: Rate = 0.95
+    """Decay rate of Muon's momentum."""
     learning_rate: float = Field(default=6e-4, gt=0)
     """Peak learning rate, reached after warmup."""
     betas: Annotated[tuple[Rate, Rate], Field(strict=False)] = (0.9, 0.95)
@@ -379,7 +383,7 @@ class Run(Section):
     train: Train = Train()
     """Batches and length."""
     optimizer: Optimizer = Optimizer()
-    """AdamW and clipping."""
+    """AdamW or Muon, and clipping."""
     schedule: Schedule = Schedule()
     """Learning-rate schedule."""
     parallel: Parallel = Parallel()
@@ -397,4 +401,4 @@ class Run(Section):
 
     def stored(self, in_block: bool, n_dimensions: int) -> Stored:
         """Returns the formats between steps of a parameter in a block, or outside."""
-        return stored(self.precision.kind, in_block, n_dimensions)
+        return stored(self.precision.kind, self.optimizer.kind, in_block, n_dimensions)

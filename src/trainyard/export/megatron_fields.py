@@ -49,6 +49,7 @@ class Conversion:
         self._copy_numbers()
         self._switches()
         self._model()
+        self._optimizer()
         self._data()
         self._schedule()
         self._parallel()
@@ -187,6 +188,25 @@ class Conversion:
             if self.has("use-rope-scaling"):
                 scaling = ("rope-scaling-factor", "use-rope-scaling")
                 self.set("model.rotary_scaling.factor", float(self.number(scaling[0])), *scaling)
+
+    def _optimizer(self) -> None:
+        """Muon, if Megatron's is the same; its defaults depend on the version."""
+        if self.flags.get("optimizer") != ["muon"]:
+            return
+        needed = {"muon-momentum": "0.95", "muon-extra-scale-factor": "0.2"}
+        if not self.has("muon-nesterov"):
+            needed["muon-use-nesterov"] = ""
+        if self.fields["parallel.tensor"] > 1:
+            needed["muon-tp-mode"] = "duplicated"
+        if absent := [flag for flag in needed if not self.has(flag)]:
+            words = " ".join(f"--{flag} {needed[flag]}".strip() for flag in absent)
+            raise ConfigError(
+                f"--optimizer muon without --{', --'.join(absent)}: Megatron's defaults are not "
+                "those of Trainyard's Muon",
+                f"add {words}, if the training used them",
+            )
+        self.set("optimizer.kind", "muon", "optimizer")
+        self.set("optimizer.momentum", self.number("muon-momentum"), "muon-momentum")
 
     def _data(self) -> None:
         for flag, name in (("data-path", "blend"), *((f"{s}-data-path", s) for s in SPLITS)):

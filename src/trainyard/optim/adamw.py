@@ -1,16 +1,52 @@
-"""AdamW with weight decay on matrices only."""
+"""AdamW with weight decay on matrices only, in fp32 and in low precision.
+
+In low precision, matrices of blocks take 6 bytes per parameter instead of 16:
+
+    per parameter         elsewhere          matrices of blocks
+    weight in use                            bf16, for the forward pass and gathers
+    gradient              fp32     4         e4m3     1     from completion to the update
+    master weight         fp32     4         fp16     2     rounded stochastically
+    first moment          fp32     4         e4m3     1     rounded stochastically
+    second moment         fp32     4         fp16     2     rounded stochastically
+                          16 bytes           6 bytes, and 4/32 for the scales
+
+An update decodes to fp32, computes, and encodes again. Its steps are often below the resolution of
+a code: with rounding to nearest, such weights would never move, and a moment would stay put until a
+value a quarter away arrives. Stochastic rounding is right on average. The noise follows from (seed,
+updates done, name, position in the whole matrix): the same in every layout and after a resume.
+
+Vectors of blocks are bf16 in use, since ranks gather them together with the matrices, and otherwise
+fp32. They and everything outside the blocks use fused AdamW.
+
+Source: the recipe of FP8-LM (arXiv:2310.18313), which scales whole tensors and rounds to nearest.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from trainyard.config.precisions import STATES
+from trainyard.config.precisions import EXPONENTS, MASTER, MOMENTS, SCALED_COLUMNS
 from trainyard.config.run import Optimizer
+from trainyard.model.dropout import INCREMENT, mix
 from trainyard.parallel.model import LocalParameter
-from trainyard.parallel.placement import local_part
+from trainyard.parallel.placement import Placement, local_part
+from trainyard.precision.block_scaled import (
+    BlockScaledTensor,
+    decode,
+    encode,
+    noise,
+    torch_dtype,
+)
+from trainyard.precision.float8 import FIRST_CAPABILITY
+
+# Uses of noise.
+_MASTER, _FIRST, _SECOND = 1, 2, 3
+_BITS = {1: torch.uint8, 2: torch.int16}
 
 
 class AdamW:
@@ -38,7 +74,7 @@ class AdamW:
     def moments_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Returns the moments of a parameter that belongs to no `LocalParameter`."""
         state = self.fused.state.get(parameter, {})
-        return {name: local_part(state[name]) for name in STATES if name in state}
+        return {name: local_part(state[name]) for name in MOMENTS if name in state}
 
     def prepare_state(self, n_updates: int | None) -> None:
         """Makes zero moments for a checkpoint to fill; None for none, as at the start."""
@@ -47,7 +83,7 @@ class AdamW:
             return
         for parameter in (each for group in self.fused.param_groups for each in group["params"]):
             done = torch.tensor(float(n_updates), device=parameter.device)
-            moments = {name: torch.zeros_like(parameter) for name in STATES}
+            moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
             self.fused.state[parameter] = {"step": done, **moments}
 
 
@@ -64,3 +100,198 @@ def build_adamw(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> tor
         eps=optimizer.epsilon,
         fused=True,
     )
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a block, or this rank's shard, with its state."""
+
+    local: LocalParameter
+    place: Placement
+    key: Tensor
+    """Key of its noise, int64."""
+    states: dict[str, BlockScaledTensor]
+    """Master weight and both moments."""
+
+    @classmethod
+    def of(cls, local: LocalParameter, place: Placement, seed: int) -> Matrix:
+        """Makes the state before the first update."""
+        weight = local_part(local.parameter)
+        dtypes = {name: torch_dtype(dtype) for name, dtype in local.stored.states.items()}
+        digest = hashlib.sha256(f"rounding {seed} {local.name}".encode()).digest()
+        number = int.from_bytes(digest[:8], "little", signed=True)
+        return cls(
+            local,
+            place,
+            torch.tensor(number, device=weight.device),
+            {MASTER: BlockScaledTensor.of(weight, dtypes[MASTER])}
+            | {
+                name: BlockScaledTensor.zeros(weight.shape, dtypes[name], weight.device)
+                for name in MOMENTS
+            },
+        )
+
+    def numbers(self, here: slice) -> Tensor:
+        """Numbers blocks of 32 values as in the whole matrix, (n, 1), int64."""
+        n_blocks = self.place.local_shape[1] // SCALED_COLUMNS
+        index = torch.arange(here.start, here.stop, device=self.key.device)
+        rows = self.place.offsets[0] + index // n_blocks
+        columns = self.place.offsets[1] // SCALED_COLUMNS + index % n_blocks
+        return (rows * (self.place.shape[1] // SCALED_COLUMNS) + columns)[:, None]
+
+
+class LowPrecisionAdamW:
+    """AdamW for a model with bf16 blocks, as an `optim.optimizer.LocalOptimizer`.
+
+    Args:
+        parameters: all parameters of this rank, with their positions in the whole.
+        settings: of the run.
+        seed: of the noise.
+        may_compile: compile the update to one pass over the state, where the device can.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[LocalParameter, Placement]],
+        settings: Optimizer,
+        seed: int,
+        may_compile: bool,
+    ) -> None:
+        low = [(each, place) for each, place in parameters if MASTER in each.stored.states]
+        self.matrices = {
+            each.name: Matrix.of(each, place, seed)
+            for each, place in low
+            if each.parameter.ndim > 1
+        }
+        self.vectors = {
+            each.name: (each, nn.Parameter(local_part(each.parameter).float()))
+            for each, _ in low
+            if each.parameter.ndim == 1
+        }
+        precise = [each.parameter for each, _ in parameters if MASTER not in each.stored.states]
+        self.plain = AdamW(precise, settings)
+        # In a separate group: the fused kernel does not mix plain and distributed tensors.
+        masters = [master for _, master in self.vectors.values()]
+        self.plain.fused.add_param_group({"params": masters, "weight_decay": 0.0})
+        self._settings = settings
+        device = next(iter(self.matrices.values())).key.device
+        self._n_updates = torch.zeros((), dtype=torch.int64, device=device)
+        compiled = may_compile and _compiles_codes(device)
+        self._update = torch.compile(_update, dynamic=True) if compiled else _update
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, divisor: Tensor, skip: Tensor) -> None:
+        """Updates all weights with the gradients in `LocalParameter`."""
+        for each, master in self.vectors.values():
+            assert isinstance(each.converted_gradient, Tensor), each.name
+            master.grad = each.converted_gradient
+        self.plain.step(learning_rate, divisor, skip)
+        for _, master in self.vectors.values():
+            master.grad = None
+        if self.vectors:
+            torch._foreach_copy_(
+                [local_part(each.parameter) for each, _ in self.vectors.values()],
+                [master.detach() for _, master in self.vectors.values()],
+            )
+        self._n_updates += skip == 0
+        settings = self._settings
+        n, (beta1, beta2) = self._n_updates.double(), settings.betas
+        step = (
+            torch.full((), learning_rate, device=n.device),  # a tensor created without a copy
+            divisor,
+            skip != 0,
+            (1 - beta1**n).float(),
+            (1 - beta2**n).float(),
+        )
+        constants = (beta1, beta2, settings.epsilon, settings.weight_decay)
+        for matrix in self.matrices.values():
+            key = mix(matrix.key + self._n_updates * INCREMENT)
+            gradient = matrix.local.converted_gradient
+            assert isinstance(gradient, BlockScaledTensor), matrix.local.name
+            weight = local_part(matrix.local.parameter).view(-1, SCALED_COLUMNS)
+            parts = zip(
+                *(each.chunks() for each in (*matrix.states.values(), gradient)), strict=True
+            )
+            for chunks in parts:
+                here = chunks[0][1]
+                tensors = [t for codes, _ in chunks for t in (codes.values, codes.exponents)]
+                numbers = matrix.numbers(slice(here.start, here.start + len(tensors[0])))
+                self._update(weight[here], tensors, key, numbers, step, constants)
+
+    def state_of(self, local: LocalParameter) -> dict[str, Tensor]:
+        """Returns this rank's states of a parameter by checkpoint name."""
+        matrix = self.matrices.get(local.name)
+        if matrix is not None:
+            return {
+                name: tensor
+                for what, codes in matrix.states.items()
+                for name, tensor in ((what, codes.values), (what + EXPONENTS, codes.exponents))
+            }
+        _, master = self.vectors.get(local.name, (local, None))
+        if master is None:
+            return self.plain.state_of(local)
+        return {MASTER: master.detach(), **self.plain.moments_of(master)}
+
+    def prepare_state(self, n_updates: int | None) -> None:
+        """Prepares the states for a checkpoint's; None adopts new weights."""
+        self._n_updates.fill_(n_updates or 0)
+        self.plain.prepare_state(n_updates)
+        if n_updates is None:
+            for matrix in self.matrices.values():
+                codes = matrix.states[MASTER]
+                fresh = BlockScaledTensor.of(local_part(matrix.local.parameter), codes.values.dtype)
+                codes.values.copy_(fresh.values)
+                codes.exponents.copy_(fresh.exponents)
+            for each, master in self.vectors.values():
+                master.detach().copy_(local_part(each.parameter))
+
+
+def _compiles_codes(device: torch.device) -> bool:
+    """Whether kernels that read and write e4m3 can be compiled: on NVIDIA GPUs since Ada."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+
+
+def _update(
+    weight: Tensor,
+    state: Sequence[Tensor],
+    key: Tensor,
+    numbers: Tensor,
+    step: tuple[Tensor, ...],
+    constants: tuple[float, ...],
+) -> None:
+    """Updates blocks of 32 values in place.
+
+    Args:
+        weight: bf16, (n, 32).
+        state: codes and exponents, (n, 32) and (n, 1), of master weight, first moment, second
+            moment and gradient.
+        key: of the noise of this matrix and update.
+        numbers: of the blocks in the whole matrix, (n, 1).
+        step: learning rate, divisor of gradients, whether to skip, and the bias corrections of
+            both moments.
+        constants: both betas, epsilon and weight decay.
+    """
+    rate, grad_scale, is_skipped, correction1, correction2 = step
+    beta1, beta2, epsilon, decay = constants
+    master, first, second, gradient = (decode(*state[i : i + 2]) for i in (0, 2, 4, 6))
+    gradient = gradient / grad_scale
+    first = beta1 * first + (1 - beta1) * gradient
+    second = beta2 * second + (1 - beta2) * gradient * gradient
+    moved = (first / correction1) / ((second / correction2).sqrt() + epsilon)
+    master = master - rate * (moved + decay * master)
+    new = [
+        tensor
+        for values, old, purpose in (
+            (master, state[0], _MASTER),
+            (first, state[2], _FIRST),
+            (second, state[4], _SECOND),
+        )
+        for tensor in encode(values, old.dtype, noise(mix(key + purpose), numbers))
+    ]
+    working = decode(new[0], new[1]).to(weight.dtype)
+    for old, found in zip([*state[:6], weight], [*new, working], strict=True):
+        bits = _BITS[old.element_size()]
+        old = old.view(bits)
+        old.copy_(torch.where(is_skipped, old, found.view(bits)))

@@ -6,10 +6,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trainyard.config.precisions import MASTER
+from trainyard.config.precisions import MASTER, MOMENTUM
 from trainyard.config.run import Run
-from trainyard.optim.adamw import AdamW
-from trainyard.optim.low_precision import LowPrecisionAdamW
+from trainyard.optim.adamw import AdamW, LowPrecisionAdamW
+from trainyard.optim.muon import Muon
 from trainyard.parallel.model import LocalParameter, ParallelModel
 from trainyard.parallel.placement import place
 
@@ -43,6 +43,8 @@ class LocalOptimizer(Protocol):
 def build_optimizer(parallel_model: ParallelModel, run: Run) -> LocalOptimizer:
     """Builds the optimizer of this rank's part of a model."""
     parameters = parallel_model.local_parameters
+    if any(MOMENTUM in each.stored.states for each in parameters):
+        return Muon(parallel_model, run)
     if not any(MASTER in each.stored.states for each in parameters):
         return AdamW([each.parameter for each in parameters], run.optimizer)
     places = [

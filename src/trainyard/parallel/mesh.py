@@ -25,7 +25,7 @@ from trainyard.launch.environment import (
 from trainyard.parallel.start import COLLECTIVE_TIMEOUT
 from trainyard.planning.layout import memory_hint
 from trainyard.planning.resolve import Plan
-from trainyard.topology import Coordinates, Topology
+from trainyard.topology import AXES, Coordinates, Topology
 
 TEXT_BYTES = 256
 
@@ -189,6 +189,8 @@ class Mesh:
     context: dist.ProcessGroup | None = None
     first_and_last_stage: dist.ProcessGroup | None = None
     """First and last rank of this pipeline, on those two ranks."""
+    stage: dist.ProcessGroup | None = None
+    """All ranks at this pipeline rank: together they hold its stages."""
     saving: dist.ProcessGroup | None = None
     """All ranks again, for the save thread."""
     data: DeviceMesh | None = None
@@ -315,6 +317,9 @@ def build_mesh(topology: Topology, rank: int, device: torch.device) -> Mesh:
         tensor=mesh.get_group("tensor") if topology.tensor > 1 else None,
         context=_own_group(topology.groups(["context"]), rank) if topology.context > 1 else None,
         first_and_last_stage=_own_group(_ends(topology), rank) if topology.pipeline > 1 else None,
+        stage=_own_group(topology.groups(AXES[1:]), rank)
+        if topology.pipeline < topology.n_ranks
+        else None,
         saving=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
         data=data,
     )

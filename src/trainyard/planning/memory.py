@@ -8,6 +8,7 @@ moments, each with its own items:
     backward of a block      the same, a recomputed block, its gradients
     end of a backward pass   activations of one micro batch less, gradients of the embedding
     reduction                whole gradients, and the buffers to reduce them
+    update by Muon           gradients, and matrices that are exchanged and orthogonalized
 
 In a pipeline, micro batches are in flight between their forward and backward passes;
 `activations.py` has the memory of each.
@@ -27,6 +28,7 @@ from trainyard.config.run import Run
 from trainyard.planning.activations import FP32_BYTES, ID_BYTES, MicroBatch
 from trainyard.planning.resolve import Plan
 from trainyard.planning.saving import host_bytes
+from trainyard.planning.traffic import update_rounds
 
 SMALL_BYTES = 128 * 2**10
 """Norms of gradients, statistics and other small tensors."""
@@ -75,6 +77,7 @@ def rank_memory(run: Run, plan: Plan, pipeline_rank: int, on_gpu: bool = True) -
         "backward of a block": rank.in_backward(),
         "end of a backward pass": rank.at_end_of_backward(),
         "reduction of gradients": rank.at_reduction(),
+        "update": rank.at_update(),
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     found = {**rank.always(), **moments[moment]}
@@ -200,6 +203,24 @@ class _Rank:
             "buffers": self._batch() + buffers,
         }
 
+    def at_update(self) -> Items:
+        """The first round of Muon's update, or AdamW's update in place."""
+        topology = self.topology
+        n_ranks = topology.n_ranks // topology.pipeline
+        n_values = 0
+        for matrices in update_rounds(self.run, self.n_blocks, n_ranks)[:1]:
+            n_whole, shortest = math.prod(matrices[0].weight), min(matrices[0].weight)
+            parts = [each.shard(topology.tensor).weight for each in matrices]
+            n_copies = topology.replicate if self.zero else topology.shard * topology.context
+            exchanged = (1 + n_copies) * n_whole + 3 * sum(map(self._share, parts))
+            n_values = max(3 * n_whole + 2 * shortest**2, exchanged if n_ranks > 1 else 0)
+        return {
+            "gradients": self.gradient_bytes
+            if self.n_shards == 1
+            else FP32_BYTES * self.held_values,
+            "buffers": self._batch() + self.value * n_values,
+        }
+
     # ---- items
 
     def _gradients(self, *, at_end: bool = False) -> float:
@@ -320,6 +341,8 @@ class _Rank:
         topology = self.topology
         sizes = [topology.tensor, topology.context, topology.pipeline, topology.n_ranks]
         sizes += [topology.shard * topology.context, topology.replicate]
+        if self.run.optimizer.kind == "muon":
+            sizes.append(topology.n_ranks // topology.pipeline)
         if self.is_piped and (self.has_first or self.has_last):
             sizes.append(2)
         groups = [PAIR_BYTES if size == 2 else GROUP_BYTES for size in sizes if size > 1]

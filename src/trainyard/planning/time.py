@@ -14,7 +14,8 @@ With m micro batches of the slowest of p ranks, which have v stages each, a step
     m passes forward and backward through all stages of that rank
     bubble          one through the stages of all other ranks / v; zero bubble: a third of it
     data            data parallel communication that computation does not hide
-    optimizer       bytes of states and gradients, as memory-bound, or the launches of its kernels
+    optimizer       bytes of states and gradients, as memory-bound, or the launches of its kernels;
+                    Muon's matmuls and messages, which nothing hides
 
 So matmuls of small matrices are slow: on an A100, at half of their best speed where rows, columns
 and inner size are all about 500. Shares and latencies belong to the machine;
@@ -104,9 +105,8 @@ def price(work: Work, topology: Topology, machine: Machine) -> StepTime:
         parts["bubble"] /= 3
     parts["data"] = max(map(prices.data_seconds, work.traffic, work.unpacked, seconds))
     n_update_bytes = _update_bytes(work.run) * max(work.updated)
-    parts["optimizer"] = prices.with_launches(
-        prices.memory_seconds(n_update_bytes), work.update_kernels
-    )
+    update_seconds = prices.memory_seconds(n_update_bytes) + prices.update_seconds()
+    parts["optimizer"] = prices.with_launches(update_seconds, work.update_kernels)
     return StepTime(
         seconds=sum(parts.values()),
         parts={name: parts[name] for name in PARTS},
@@ -223,6 +223,14 @@ class _Prices:
         host_seconds = kernels * self.shares.launch_seconds
         return float((device_seconds**HIDING + host_seconds**HIDING) ** (1 / HIDING))
 
+    def update_seconds(self) -> float:
+        """Times what Muon multiplies and exchanges."""
+        talks = (
+            sum(self.talk_seconds(kind) for kind in traffic if kind.axis == "stage")
+            for traffic in self.work.traffic
+        )
+        return sum(map(self._product_seconds, self.work.update_products)) + max(talks)
+
     def _product_seconds(self, product: Matmul) -> float:
         a, b, c = product.rows, product.inner, product.columns
         peak, operand_bytes = self.other_peak, float(self.value_bytes)
@@ -256,6 +264,7 @@ class _Prices:
             "tensor": (1, topology.tensor),
             "context": (topology.tensor, topology.context),
             "shard": (topology.tensor, topology.context * topology.shard),
+            "stage": (1, topology.n_ranks // topology.pipeline),
             "replicate": (topology.tensor * topology.context * topology.shard, topology.replicate),
             "pipeline": (topology.n_ranks // topology.pipeline, topology.pipeline),
         }[axis]

@@ -23,6 +23,10 @@ Data ranks gather weights and reduce gradients for each block and for the rest; 
 At stage 3 the rest is gathered only n times, and once in a pipeline. Bytes are those of the larger
 buffer of a call. An all-reduce of four numbers, the scales, precedes each fp8 gather of a block;
 fp8_lowbit reduces the gradients of blocks by an all-to-all of codes instead of a reduce-scatter.
+Muon sends its momentum to the ranks that orthogonalize it, and gets updates back: two all-to-alls
+for each round of as many matrices as ranks at a pipeline rank. Counted is the first of these ranks,
+which has the largest matrix of each round.
+
 Not included: single numbers (loss, gradient norm), evaluation, and weights gathered again for more
 than 3 chunks on a rank.
 """
@@ -35,9 +39,11 @@ from typing import Literal
 
 from trainyard.architecture import (
     Layers,
+    LayerSpec,
     Shape,
     block_layers,
     count_logit_chunks,
+    in_rounds,
     matmuls,
     parameters_of,
     rest_layers,
@@ -49,7 +55,7 @@ from trainyard.config.run import Run
 from trainyard.planning.resolve import Plan
 from trainyard.topology import Topology
 
-Axis = Literal["tensor", "context", "pipeline", "shard", "replicate"]
+Axis = Literal["tensor", "context", "pipeline", "shard", "replicate", "stage"]
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 
 FP32_BYTES = 4
@@ -60,7 +66,8 @@ class Traffic:
     """All calls of one kind by a rank in an optimizer step."""
 
     axis: Axis
-    """The axis of the group; `shard` means shard x context, over which ZeRO shards."""
+    """The axis of the group; `shard` means shard x context, over which ZeRO shards, and `stage` all
+    ranks at a pipeline rank."""
     collective: Collective
     calls: int
     n_bytes: int
@@ -83,6 +90,7 @@ def rank_traffic(run: Run, plan: Plan, pipeline_rank: int) -> list[Traffic]:
     counter.count_context()
     counter.count_pipeline()
     counter.count_data()
+    counter.count_update()
     return [
         Traffic(axis, collective, calls, n_bytes)
         for (axis, collective), (calls, n_bytes) in counter.totals.items()
@@ -104,6 +112,15 @@ def block_gathers(run: Run, topology: Topology) -> int:
         return 1
     n_micro_batches = run.train.global_batch_size // topology.data // run.train.micro_batch_size
     return n_micro_batches + 1 if topology.pipeline > 1 else 2 * n_micro_batches
+
+
+def update_rounds(run: Run, n_blocks: int, n_ranks: int) -> list[list[LayerSpec]]:
+    """Lists the whole matrices of blocks that ranks orthogonalize in each round; none by AdamW."""
+    if run.optimizer.kind != "muon":
+        return []
+    layers = matmuls(run.model) * n_blocks
+    rounds = in_rounds([layer.weight for layer in layers], n_ranks)
+    return [[layers[number] for number in numbers] for numbers in rounds]
 
 
 class _Counter:
@@ -225,6 +242,21 @@ class _Counter:
             elif self.n_shards > 1:
                 n_bytes = sum(map(math.prod, shapes)) * FP32_BYTES
                 self.add("shard", "all-reduce", n_groups, n_groups * n_bytes)
+
+    def count_update(self) -> None:
+        """Momentum of whole matrices to their owners, and the owners' results to all ranks."""
+        n_ranks = self.topology.n_ranks // self.topology.pipeline
+        n_copies = self.topology.replicate if self.run.parallel.zero_stage else self.n_shards
+        rounds = update_rounds(self.run, self.n_blocks, n_ranks) if n_ranks > 1 else []
+        for matrices in rounds:
+            sent = held = 0
+            for rows, columns in (each.shard(self.topology.tensor).weight for each in matrices):
+                n_values = self._share_of((rows, columns))
+                held += n_values
+                sent += math.ceil(n_values // columns / n_copies) * columns
+            n_whole = math.prod(matrices[0].weight)
+            n_values = max(n_whole, sent) + max(n_whole * n_copies, held)
+            self.add("stage", "all-to-all", 2, n_values * self.value_bytes)
 
     def _count_group(self, shapes: list[Shape], n_groups: int, *, in_block: bool) -> None:
         """Counts parameters sent together, for a number of equal groups."""

@@ -13,10 +13,13 @@ program. `OURS` describes this one; benchmarks/planning_tables.py describes meas
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainyard.architecture import (
+    LayerSpec,
     block_layers,
     count_values,
     head_layer,
@@ -26,12 +29,21 @@ from trainyard.architecture import (
 from trainyard.config.precisions import MASTER
 from trainyard.config.run import Run
 from trainyard.planning.resolve import Plan
-from trainyard.planning.traffic import Traffic, block_gathers, count_fp8_blocks, rank_traffic
+from trainyard.planning.traffic import (
+    Traffic,
+    block_gathers,
+    count_fp8_blocks,
+    rank_traffic,
+    update_rounds,
+)
 
 Kind = tuple[int, int, bool, bool]
 """A stage's blocks, its fp8 blocks, and whether it is the first and the last."""
 BACKWARD = 2
 """Matmuls, bytes and kernels of a backward pass, relative to a forward pass."""
+NEWTON_SCHULZ_ITERATIONS = 5
+NEWTON_SCHULZ_KERNELS, MUON_KERNELS = 18, 10
+"""Launched for each matrix that is orthogonalized, and for each that is updated."""
 ATTENTION_BACKWARD = 2.5
 """Matmuls of fused attention there: five for two, since it recomputes the scores."""
 
@@ -176,7 +188,9 @@ class Work:
     updated: tuple[int, ...]
     """Parameters of a rank's optimizer, by pipeline rank."""
     update_kernels: int
-    """Launched by the update of low-precision state, on the rank with most blocks."""
+    """Launched by the update of low-precision state or by Muon, on the rank with most blocks."""
+    update_products: tuple[Matmul, ...]
+    """Muon's, on the rank with the largest matrices."""
     unpacked: tuple[int, ...]
     """Weights that arrive as fp8 in a step and are cast back to 16 bits, by pipeline rank."""
     n_micro_batches: int
@@ -207,6 +221,8 @@ def count_work(run: Run, plan: Plan, program: Program | None = None) -> Work:
         if of_rank not in traffic:
             traffic[of_rank] = tuple(rank_traffic(run, plan, rank))
     n_shards = topology.shard * topology.context if run.parallel.zero_stage else 1
+    n_blocks = max(sum(n for n, *_ in each) for each in ranks)
+    rounds = update_rounds(run, n_blocks, topology.n_ranks // topology.pipeline)
     return Work(
         run=run,
         program=program,
@@ -215,13 +231,22 @@ def count_work(run: Run, plan: Plan, program: Program | None = None) -> Work:
         updated=tuple(
             sum(stages[kind].n_parameters for kind in of_rank) // n_shards for of_rank in ranks
         ),
-        update_kernels=counter.update_kernels(max(sum(n for n, *_ in each) for each in ranks)),
+        update_kernels=counter.update_kernels(n_blocks, rounds),
+        update_products=tuple(itertools.chain(*(newton_schulz(each[0]) for each in rounds))),
         unpacked=tuple(
             counter.unpacked_values(sum(kind[1] for kind in of_rank), block_gathers(run, topology))
             for of_rank in ranks
         ),
         n_micro_batches=run.train.global_batch_size // topology.data // run.train.micro_batch_size,
     )
+
+
+def newton_schulz(layer: LayerSpec) -> list[Matmul]:
+    """Lists the matmuls that orthogonalize a whole matrix, or each that is fused into it."""
+    sides = []
+    for short, long in map(sorted, layer.matrices):
+        sides += [(short, long, short), (short, short, short), (short, short, long)]
+    return [Matmul(*each, count=NEWTON_SCHULZ_ITERATIONS) for each in sides]
 
 
 class _Counter:
@@ -273,11 +298,15 @@ class _Counter:
         rest = rest_layers(self.model, self.padded_vocabulary_size, blocks, self.tensor)
         return (blocks[1] - blocks[0]) * count_values(self.block) + count_values(rest)
 
-    def update_kernels(self, n_blocks: int) -> int:
-        """Counts launches of the update of low-precision state.
+    def update_kernels(self, n_blocks: int, rounds: Sequence[Sequence[LayerSpec]]) -> int:
+        """Counts launches of the update of low-precision state, or of Muon's rounds.
 
         Every data rank has a part of every matrix.
         """
+        if rounds:
+            n_matrices = sum(map(len, rounds))
+            n_whole = sum(len(each[0].matrices) for each in rounds)
+            return n_matrices * MUON_KERNELS + n_whole * NEWTON_SCHULZ_KERNELS
         if MASTER not in self.run.stored(True, 2).states:
             return 0
         return n_blocks * len(matmuls(self.model)) * self.program.matrix_kernels

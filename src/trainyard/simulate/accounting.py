@@ -61,7 +61,7 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         moment: the current phase, in words, set by callers.
-        counts_messages: whether to count messages; off for single numbers.
+        counts_all_reduces: whether to count them; off for single numbers.
         live_bytes: current memory.
         peak_bytes: peak memory since `start_over`.
         flops: of matmuls and attention, by operation.
@@ -72,7 +72,7 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.moment = "start"
-        self.counts_messages = True
+        self.counts_all_reduces = True
         self.live_bytes = 0
         self.peak_bytes = 0
         self.flops: Counter[str] = Counter()
@@ -144,7 +144,7 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._enter_tensor(leaf, name)
-        if self.counts_messages and "c10d" in function.namespace and name not in NO_MESSAGE:
+        if "c10d" in function.namespace and name not in NO_MESSAGE:
             self._count_message(name, tree_leaves((args, kwargs, out)))
         flops = count_flops(function, args, kwargs, out)
         if flops:
@@ -153,6 +153,8 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count_message(self, name: str, leaves: list[Any]) -> None:
         kind = _group_of(leaves), COLLECTIVES.get(name, name)
+        if kind[1] == "all-reduce" and not self.counts_all_reduces:
+            return
         self.calls[kind] += 1
         self.message_bytes[kind] += max(x.nbytes for x in leaves if isinstance(x, Tensor))
 

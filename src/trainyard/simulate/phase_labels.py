@@ -51,8 +51,8 @@ class PhaseLabels(Heartbeat):
         """Records a phase."""
         super().enter(phase, step)
         self._books.moment = phase
-        # The update's only message is the norm of all gradients.
-        self._books.counts_messages = phase != "update"
+        # The only all-reduce of an update is that of the norm of all gradients.
+        self._books.counts_all_reduces = phase != "update"
 
     def _watch(self, module: nn.Module, name: str) -> None:
         def before(_module: nn.Module, _arguments: Any) -> None:

@@ -251,6 +251,7 @@ def _axis_and_kind(group: str, kind: str, mesh: Mesh, run: Run) -> tuple[str, st
         "tensor": [mesh.tensor],
         "context": [mesh.context],
         "pipeline": [mesh.pipeline, mesh.first_and_last_stage],
+        "stage": [mesh.stage],
         "shard": [mesh.data.get_group(mesh.data.ndim - 1)] if mesh.data is not None else [],
         "replicate": [mesh.data.get_group(0)] if mesh.topology.replicate > 1 and mesh.data else [],
     }

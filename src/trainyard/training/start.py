@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
+from trainyard.config.load import field_value
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, ConfigError
 from trainyard.files import read_file
@@ -163,8 +164,10 @@ def _require_fit(manifest: Manifest, run: Run, path: Path) -> None:
         raise CheckpointError(f"{path} has weights alone: no optimizer state to start with", hint)
     kinds = itertools.product((True, False), (1, 2))
     if any(parent.stored(*kind).states != run.stored(*kind).states for kind in kinds):
+        field = (
+            "optimizer.kind" if parent.optimizer.kind != run.optimizer.kind else "precision.kind"
+        )
+        ours, theirs = (field_value(each, field) for each in (run, parent))
         raise CheckpointError(
-            f"precision.kind={run.precision.kind!r} stores other optimizer state than "
-            f"{parent.precision.kind!r} of {path}",
-            hint,
+            f"{field}={ours!r} stores other optimizer state than {theirs!r} of {path}", hint
         )
