@@ -10,23 +10,24 @@ from collections import Counter
 from math import isqrt
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from trainyard import units
 from trainyard.config.precisions import Precision, Stored, stored
-from trainyard.config.section import Length, Name, NoneByName, Numbers, Prefixes, Rate, Section
+from trainyard.config.section import (
+    Length,
+    Name,
+    NoneByName,
+    Numbers,
+    Prefixes,
+    Rate,
+    Section,
+    Shares,
+)
 
 Recompute = Literal["none", "attention", "block"]
 FlopFormula = Literal["megatron_causal", "megatron", "megatron_deepspeed", "deepspeed_2024"]
 MOST_PREFIXES = 32_766  # a corpus is a 16-bit number in the order
-
-
-def _check_split(value: object) -> object:
-    """Converts a number to text: on the command line, a single share parses as a number."""
-    text = str(value) if isinstance(value, int | float) else value
-    if isinstance(text, str):
-        units.parse_shares(text)
-    return text
 
 
 def default_zero_stage(pipeline: int) -> int:
@@ -161,7 +162,7 @@ class Data(Section):
 
     blend: Blend = Blend()
     """Token files that `split` divides into train, valid and test."""
-    split: Annotated[str, BeforeValidator(_check_split)] = "949,50,1"
+    split: Shares = "949,50,1"
     """Shares of train, valid and test in each file of `blend`: by documents, as in Megatron-LM; by
     tokens if it has fewer than 100 documents, or too few to give every share one."""
     train: Blend = Blend()

@@ -15,7 +15,17 @@ from pydantic import (
 
 from trainyard import units
 
+
+def _check_split(value: object) -> object:
+    """Converts a number to text: on the command line, a single share parses as a number."""
+    text = str(value) if isinstance(value, int | float) else value
+    if isinstance(text, str):
+        units.parse_shares(text)
+    return text
+
+
 Length = Annotated[units.Length, BeforeValidator(units.parse_length), PlainSerializer(str)]
+Shares = Annotated[str, BeforeValidator(_check_split)]
 Prefixes = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
