@@ -149,3 +149,9 @@ def parse_shares(text: str) -> list[float]:
     if not sum(shares) > 0:
         raise ValueError(f'split {text!r} leaves every split empty; try "949,50,1"')
     return shares
+
+
+def nearest_divisor(number: int, near: int) -> int:
+    """Returns the divisor of `number` that is nearest to `near`."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return min({*small, *(number // n for n in small)}, key=lambda n: (abs(n - near), n))

@@ -7,7 +7,6 @@ Derived values (data-parallel size, padded vocabulary, steps) are in `planning.r
 from __future__ import annotations
 
 from collections import Counter
-from math import isqrt
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -111,12 +110,12 @@ class Model(Section):
         if "d_head" not in self.model_fields_set and self.d_model % heads:
             raise ValueError(
                 f"d_model={self.d_model} must be divisible by n_heads={heads}; "
-                f"nearest n_heads that divides: {_nearest_divisor(self.d_model, heads)}"
+                f"nearest n_heads that divides: {units.nearest_divisor(self.d_model, heads)}"
             )
         if heads % shared:
             raise ValueError(
                 f"n_heads={heads} must be divisible by n_key_value_heads={shared}; "
-                f"nearest n_key_value_heads that divides: {_nearest_divisor(heads, shared)}"
+                f"nearest n_key_value_heads that divides: {units.nearest_divisor(heads, shared)}"
             )
         if self.positions == "rotary" and self.d_head % 2:
             raise ValueError(
@@ -126,11 +125,6 @@ class Model(Section):
         if self.positions != "rotary" and scaling:
             raise ValueError("rotary_scaling needs positions='rotary' (got 'learned')")
         return self
-
-
-def _nearest_divisor(number: int, near: int) -> int:
-    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return min({*small, *(number // n for n in small)}, key=lambda n: (abs(n - near), n))
 
 
 class Blend(Section):
