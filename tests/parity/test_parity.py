@@ -269,6 +269,7 @@ ROUNDED = MODERN | {"query_key_norm": False, "n_layers": 2}
 ROUNDED_FP8 = ROUNDED | {"d_head": 8} | LONG  # sides in multiples of 16 or 32 on each rank
 TABLE |= {
     "modern, tp4 sequence": Row(SP4, model=MODERN | DROPOUT),
+    "modern, muon dp2 tp2 sequence zero 1": Row(SP2 | Z1, data=2, optimizer=MUON, model=MODERN),
     "modern, dp2 tp2 sequence zero 1 compiled": Row(
         SP2 | Z1, data=2, train={"compile": "always"}, model=MODERN | DROPOUT
     ),
