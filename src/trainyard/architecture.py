@@ -17,9 +17,9 @@ weights, tensor parallelism, plans, imports and exports.
     final_norm                 (D)             (D)     replicated    ones
     head                       (V, D)                  vocabulary    normal; the embedding, if tied
 
-H heads of K features share G heads of keys and values; in GPT-3, G = H and HK = D. RMSNorm has no
+H heads of K features share S heads of keys and values; in GPT-3, S = H and HK = D. RMSNorm has no
 bias, nor have linear layers without `model.bias`, nor norms of heads: adding the same to all keys
-changes no attention weight. Rows of `qkv` are ordered (G, H/G + 2, K): the queries of a group, its
+changes no attention weight. Rows of `qkv` are ordered (S, H/S + 2, K): the queries of a group, its
 key and its value; those of SwiGLU (F, 2): gate and value of a feature. So equal shards keep both
 whole.
 

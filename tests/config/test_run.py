@@ -56,6 +56,20 @@ IMPOSSIBLE = [
         "must be divisible by n_heads=5; nearest n_heads that divides: 4",
     ),
     (
+        "model.n_key_value_heads=3",
+        "n_heads=4 must be divisible by n_key_value_heads=3; nearest n_key_value_heads that "
+        "divides: 2",
+    ),
+    (
+        "model.positions=rotary; model.d_head=7",
+        "d_head=7 must be even when positions='rotary'; nearest d_head that is: 8",
+    ),
+    ("model.rotary_scaling.factor=8.0", "rotary_scaling needs positions='rotary' (got 'learned')"),
+    (
+        "model.positions=rotary; model.rotary_scaling.low_frequency_factor=4.0",
+        "low_frequency_factor=4.0 is not below high_frequency_factor=4.0",
+    ),
+    (
         "train.batch_ramp={start=2,increment=6,length='99 tokens'}",
         "train.batch_ramp.start=2 must be divisible by train.micro_batch_size=4",
     ),
@@ -109,6 +123,17 @@ IMPOSSIBLE = [
 FP8 = "model.n_layers=4; precision.kind=fp8"
 LOW_BIT = "model.n_layers=4; precision.kind=fp8_lowbit"
 REFUSED_LAYOUTS = [  # the whole sentence
+    (
+        "model.n_key_value_heads=2; parallel.tensor=4",
+        "model.n_key_value_heads=2 must be divisible by parallel.tensor=4 x parallel.context=1: a "
+        "rank has whole heads; nearest that works: parallel.tensor=2",
+    ),
+    (
+        f"{FP8}; model.d_head=12; parallel.tensor=4",
+        "model.d_head=12 x model.n_heads=4, and x 2 model.n_key_value_heads=4, must be divisible "
+        "by 16 x parallel.tensor=4 when precision.kind is 'fp8': fp8 matmuls need multiples of 16; "
+        'nearest that works: parallel.tensor=1, or model.d_head=64, or precision.kind="bf16"',
+    ),
     (
         "parallel.tensor=4; parallel.context=2; model.dropout=0.0",
         "model.n_heads=4 must be divisible by parallel.tensor=4 x parallel.context=2: a rank has "

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -160,13 +161,24 @@ def test_a_damaged_checkpoint_is_not_exported(make_checkpoint, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
-def test_a_model_that_is_not_a_gpt2_is_refused():
-    class Rotary(Model):
-        positions: str = "learned"
+OTHER_PARTS = {
+    "positions": "rotary",
+    "rotary_base": 500_000.0,
+    "norm": "rms",
+    "mlp": "swiglu",
+    "bias": False,
+    "n_key_value_heads": 4,
+    "query_key_norm": True,
+    "d_head": 128,
+}
 
-    assert config_of(Rotary(d_ff=96), None, "float32").n_inner == 96
-    with pytest.raises(ConfigError, match=r"model\.positions='rotary' does not exist in GPT-2"):
-        config_of(Rotary(positions="rotary"), None, "float32")
+
+def test_a_model_that_is_not_a_gpt2_is_refused():
+    assert config_of(Model(d_ff=96), None, "float32").n_inner == 96
+    for field, value in OTHER_PARTS.items():
+        problem = rf"model\.{field}={re.escape(repr(value))} does not exist in GPT-2"
+        with pytest.raises(ConfigError, match=problem):
+            config_of(Model(**{field: value}), None, "float32")
 
 
 def test_an_output_that_exists_is_left_alone(make_checkpoint, tmp_path):

@@ -200,3 +200,15 @@ def test_every_run_that_can_be_can_be_tried() -> None:
         assert all(small.train.micro_batch_size == few for small in check.layouts)
         n_tried += 1
     assert n_tried > 100
+
+
+@pytest.mark.parametrize("preset", ["llama-3.1-8b", "qwen3-0.6b", "smollm2-135m"])
+def test_parts_stay_and_shared_keys_can_be_sharded(preset: str) -> None:
+    n_tensor = math.gcd(12, load_run(preset).run.model.n_key_value_heads)
+    run = load_run(preset, [f"parallel.tensor={n_tensor}", "precision.kind=fp8_lowbit"]).run
+    small = plan_layout_check(run, 4 * n_tensor).alone.model
+    for part in ("positions", "rotary_base", "norm", "mlp", "bias", "query_key_norm"):
+        assert getattr(small, part) == getattr(run.model, part), part
+    assert small.n_heads == 2 * small.n_key_value_heads
+    is_wide = run.model.n_heads * run.model.d_head != run.model.d_model
+    assert (small.n_heads * small.d_head != small.d_model) == is_wide

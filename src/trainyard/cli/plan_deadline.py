@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CHANGED = (
     *("model.n_layers", "model.d_model", "model.n_heads", "model.d_ff"),
+    *("model.d_head", "model.n_key_value_heads"),
     *("train.length", "train.batch_ramp", "schedule.warmup", "schedule.decay"),
     *FIELDS,
 )

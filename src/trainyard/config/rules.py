@@ -287,10 +287,13 @@ def describe(run: Run, changes: Changes, joint: str = " with ") -> str:
 
 
 def differences(run: Run, changes: Changes) -> Changes:
-    """Keeps effective changes, plus the default ZeRO stage if they would change it."""
+    """Keeps effective changes that do not follow by default, plus the ZeRO stage if it does."""
     new = {field: value for field, value in changes.items() if value != _value(run, field)}
-    if "model.d_model" in new:  # which the default follows
+    models = (run.model, change(run, changes).model)
+    if all(model.d_head == model.d_model // model.n_heads for model in models):
         new.pop("model.d_head", None)
+    if all(model.n_key_value_heads == model.n_heads for model in models):
+        new.pop("model.n_key_value_heads", None)
     stage, pipeline = changes.get("parallel.zero_stage"), new.get("parallel.pipeline")
     implied = default_zero_stage(pipeline) if pipeline and stage is not None else stage
     return new if stage == implied else new | {"parallel.zero_stage": stage}

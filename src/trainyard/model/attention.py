@@ -29,10 +29,10 @@ class KeyValueCache:
         self._keys = self._values = torch.empty(0)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends new tokens, (B, G, new, K) each; returns all so far."""
+        """Appends new tokens, (B, S, new, K) each; returns all so far."""
         if self.n_tokens == 0:
-            B, G, _, K = keys.shape
-            self._keys = keys.new_empty(B, G, self._most_tokens, K)
+            B, S, _, K = keys.shape
+            self._keys = keys.new_empty(B, S, self._most_tokens, K)
             self._values = torch.empty_like(self._keys)
         end = self.n_tokens + keys.shape[2]
         self._keys[:, :, self.n_tokens : end] = keys
@@ -68,7 +68,7 @@ class CausalAttention(nn.Module):
 
         Args:
             q: queries, (B, H, T, K).
-            k: keys, (B, G, T, K); each G-th of the heads shares them.
+            k: keys, (B, S, T, K); each serves H/S heads.
             v: values, like the keys.
             dropout_seeds: of the block, (B,); None for no dropout.
         """
@@ -97,7 +97,7 @@ class CausalAttention(nn.Module):
 class Attention(nn.Module):
     """Multi-head causal self-attention, whose heads may share keys and values in groups.
 
-    The rows of `qkv` are ordered (G, H/G + 2, K), so that equal shards keep groups whole.
+    The rows of `qkv` are ordered (S, H/S + 2, K), so that equal shards keep groups whole.
     """
 
     def __init__(self, model: Model) -> None:
@@ -142,7 +142,7 @@ class Attention(nn.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
             q, k = _rotate(q, rotation), _rotate(k, rotation)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, K), (B, G, T, K) twice
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, K), (B, S, T, K) twice
         if cache is None:
             mixed = self.core(q, k, v, dropout_seeds)
         else:
@@ -156,7 +156,7 @@ class Attention(nn.Module):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Attends with shared keys and values, (B, G, T, K); in fp32 no kernel of a GPU takes them."""
+    """Attends with shared keys and values, (B, S, T, K); in fp32 no kernel of a GPU takes them."""
     if q.is_cuda and q.dtype == torch.float32:
         k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
     shared = k.shape[1] < q.shape[1]
@@ -164,7 +164,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def _repeat_heads(x: Tensor, n_heads: int) -> Tensor:
-    """Gives each head its keys or values: (B, G, T, K) to (B, H, T, K)."""
+    """Gives each head its keys or values: (B, S, T, K) to (B, H, T, K)."""
     return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], 1)
 
 

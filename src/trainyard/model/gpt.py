@@ -4,7 +4,7 @@ GPT-3 has learned positions, LayerNorm before each sub-layer, GELU (tanh approxi
 GPT-2), biases, and one matrix for embedding and head. Fields of a run choose other parts.
 Parallelism is applied from outside; nothing here knows ranks.
 
-Shapes: B micro batch, T sequence, D d_model, H heads, G heads of keys and values, K d_head, F d_ff,
+Shapes: B micro batch, T sequence, D d_model, H heads, S heads of keys and values, K d_head, F d_ff,
 V padded vocabulary, L n_layers.
 """
 

@@ -65,7 +65,7 @@ class UlyssesAttention(nn.Module):
     ) -> Tensor:
         """Attends from this rank's tokens, (B, H, T/p, K), to themselves and all before them.
 
-        Keys and values are (B, G, T/p, K). `dropout_seeds` are those of the block, for `core`.
+        Keys and values are (B, S, T/p, K). `dropout_seeds` are those of the block, for `core`.
         """
         n_ranks = self._group.size()
         B, H, n_tokens, K = q.shape
@@ -74,7 +74,7 @@ class UlyssesAttention(nn.Module):
         # Ranks and tokens first, so that heads and tokens merge without a copy on arrival.
         parts = [
             x.view(B, n_ranks, -1, n_tokens, K).permute(1, 3, 2, 0, 4) for x in (q, k, v)
-        ]  # (p, T/p, H/p, B, K), (p, T/p, G/p, B, K) twice
+        ]  # (p, T/p, H/p, B, K), (p, T/p, S/p, B, K) twice
         received = exchange_parts(torch.cat(parts, dim=2), self._group)
         whole = received.flatten(0, 1).permute(2, 1, 0, 3)  # (B, (H + 2G)/p, T, K)
         q, k, v = torch.split(whole, [part.shape[2] for part in parts], dim=1)
@@ -103,7 +103,7 @@ class RingAttention(nn.Module):
     ) -> Tensor:
         """Attends from this rank's tokens, (B, H, T/p, K), to themselves and all before them.
 
-        Keys and values are (B, G, T/p, K). Without dropout: `dropout_seeds` is None.
+        Keys and values are (B, S, T/p, K). Without dropout: `dropout_seeds` is None.
         """
         assert dropout_seeds is None, "rules.py refuses dropout with the ring"
         out: Tensor = _Ring.apply(q, k, v, self._group)  # type: ignore[no-untyped-call]

@@ -9,7 +9,8 @@ and F as in the model and t tensor ranks:
     recompute block        residual stream D
 
 Values inside attention and MLP are outputs of column-parallel and inputs of row-parallel matmuls
-(architecture.py).
+(architecture.py), for the parts of GPT-3. SwiGLU keeps 4 F / t, or 3 F / t compiled; a query-key
+norm its inputs.
 
 With sequence parallelism, the residual stream and the inputs of both are D / t; the backward pass
 gathers the inputs again. Zero bubble and recomputed blocks keep them gathered.
@@ -93,7 +94,9 @@ class MicroBatch:
         part, shared = model.n_heads * head, model.n_key_value_heads * head
         inside = self.value * self.n_tokens * inner_values(model, "attention", t)
         inside += int(part) if self.topology.context > 1 else 0
-        inside += int(part + shared) if model.query_key_norm else 0  # before and after
+        if model.query_key_norm:  # before and after it, and a number of each
+            n_norms = (model.n_heads + model.n_key_value_heads) / t
+            inside += int(part + shared + FP32_BYTES * self.n_tokens * n_norms)
         lse = FP32_BYTES * self.n_tokens * model.n_heads / t
         if self.on_gpu or not model.dropout:
             return inside + lse
