@@ -1,12 +1,13 @@
 """lm-eval's own figures of the items in `tasks/`, from an exported folder.
 
-`python -m tests.evaluation.lm_eval_scores` writes `tasks/lm_eval.json`, the golden file; it needs
-lm-eval and transformers. The tasks are those that lm-eval ships, pointed at local files.
+`python -m tests.evaluation.lm_eval_scores FILE` writes them, as in `tasks/lm_eval.json`, the golden
+file; it needs lm-eval[hf]. The tasks are those that lm-eval ships, pointed at local files.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +22,7 @@ from trainyard.export.to_huggingface import export_huggingface
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 
+ROOT = Path(__file__).parents[2]
 ITEMS = Path(__file__).parent / "tasks"
 GOLDEN = ITEMS / "lm_eval.json"
 # The files of lm-eval's tasks.
@@ -32,6 +34,7 @@ TASKS = {
     "winogrande": "winogrande/default.yaml",
     "blimp": "blimp/adjunct_island.yaml",
 }
+SCORES = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "perplexity")
 SETTINGS = [
     *("model.d_model=64", "model.d_ff=128", "model.n_layers=4", "model.init_std=0.05"),
     *("model.vocabulary_size=50257", "model.sequence_length=128", "tokenizer.path=gpt2"),
@@ -51,8 +54,8 @@ def save_model(run_folder: Path) -> Path:
     return save_checkpoint(run_folder / "checkpoints", facts, tensors)
 
 
-def measure(checkpoint: Path, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Returns of every item, by task, the log-likelihoods and lm-eval's decisions."""
+def measure(checkpoint: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns lm-eval's scores by task, and of every item its log-likelihoods and decisions."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -80,10 +83,16 @@ def measure(checkpoint: Path, folder: Path) -> dict[str, list[dict[str, Any]]]:
         model,
         tasks=[f"own_{name}" for name in TASKS],
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
-        bootstrap_iters=0,
+        bootstrap_iters=2,
         log_samples=True,
     )
-    return {name: [_item(each) for each in found["samples"][f"own_{name}"]] for name in TASKS}
+    return {
+        name: {
+            "scores": {key: found["results"][f"own_{name}"].get(f"{key},none") for key in SCORES},
+            "items": [_item(each) for each in found["samples"][f"own_{name}"]],
+        }
+        for name in TASKS
+    }
 
 
 def _item(sample: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +125,7 @@ def _their_rows(name: str) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    os.environ |= {"HF_HUB_OFFLINE": "1", "DISABLE_MULTIPROC": "1"}
     with tempfile.TemporaryDirectory() as place:
         found = measure(save_model(Path(place) / "run"), Path(place))
-    GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
-    sys.stdout.write(f"{sum(map(len, found.values()))} items in {GOLDEN.name}\n")
+    Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")
