@@ -18,7 +18,7 @@ from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedWriter
 from trainyard.errors import ConfigError
 from trainyard.evaluation.inputs import read_trained_run
-from trainyard.evaluation.likelihood import Request, score_requests
+from trainyard.evaluation.likelihood import EncodedPair, score_pairs
 from trainyard.evaluation.loss import evaluate_documents
 from trainyard.evaluation.ranks import evaluated_run, open_predictor
 from trainyard.launch.environment import Process
@@ -43,15 +43,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluate(
     folder: Path, overrides: list[str], dtype: torch.dtype, process: Process
 ) -> dict[str, Any]:
-    """Predicts 13 windows, which no batch divides, and scores requests of many lengths."""
+    """Predicts 13 windows, which no batch divides, and scores pairs of many lengths."""
     trained = read_trained_run(folder / "runs" / "four")
     length = trained.run.model.sequence_length
     ids = np.random.default_rng(5).integers(0, 280, 12 * length + 9)
     with open_predictor(trained, process, overrides, "ids", dtype) as predictor:
         found = evaluate_documents(predictor, [ids], None)
-        requests = [Request(ids[:n].tolist(), min(n - 1, 3)) for n in range(2, length + 2, 3)]
-        requests += [Request([7, number], 1) for number in range(280)]
-        scores = score_requests(predictor, requests, lambda _done, _total: None)
+        pairs = [EncodedPair(ids[:n].tolist(), min(n - 1, 3)) for n in range(2, length + 2, 3)]
+        pairs += [EncodedPair([7, number], 1) for number in range(280)]
+        scores = score_pairs(predictor, pairs, lambda _done, _total: None)
     return {**found.as_dict(), "scores": scores.tolist()}
 
 

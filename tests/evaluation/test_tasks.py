@@ -195,12 +195,12 @@ def test_ctrl_c_leaves_nothing_half_written(folder: Path) -> None:
     many = write(folder / "many.jsonl", *[pair] * 100_000)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     command = [sys.executable, "-m", "trainyard.cli", "evaluate", "tiny", "--tasks", many]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*command, "--items", "all.jsonl"], cwd=folder, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    assert "evaluate " in process.stderr.readline()  # a line of progress
-    process.send_signal(signal.SIGINT)
-    assert process.stderr.read() == "interrupted\n"
-    assert process.wait() == 130
+    ) as process:
+        assert process.stderr is not None
+        assert "evaluate " in process.stderr.readline()  # a line of progress
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == "interrupted\n"
+    assert process.returncode == 130
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before

@@ -35,7 +35,7 @@ Update = Callable[[float, float], None]
 
 
 @dataclass(frozen=True)
-class Request:
+class EncodedPair:
     """Token ids of which the last are to be predicted."""
 
     ids: list[int]
@@ -95,8 +95,8 @@ def answer_tasks(
         CheckpointError: the model's weights have diverged.
     """
     questions = [question for task in tasks for question in task.questions]
-    requests = encode_questions(tokenizer, questions, predictor.sequence_length)
-    scores = iter(score_requests(predictor, requests, update))
+    pairs = encode_questions(tokenizer, questions, predictor.sequence_length)
+    scores = iter(score_pairs(predictor, pairs, update))
     answers = []
     for question in questions:
         found = np.array([next(scores) for _ in question.pairs])  # (choices, 2)
@@ -125,7 +125,7 @@ def _answer(question: Question, scores: NDArray[np.float64]) -> Answer:
 
 def encode_questions(
     tokenizer: Tokenizer, questions: Sequence[Question], sequence_length: int
-) -> list[Request]:
+) -> list[EncodedPair]:
     """Encodes every pair of every question.
 
     Spaces at the end of a context belong to the continuation, and the ids of a continuation are
@@ -140,7 +140,7 @@ def encode_questions(
     pairs = [pair for question in questions for pair in question.pairs]
     contexts = _encode(tokenizer, [context.rstrip() for context, _ in pairs])
     wholes = _encode(tokenizer, [context + continuation for context, continuation in pairs])
-    requests = []
+    encoded = []
     for place, context, whole in zip(places, contexts, wholes, strict=True):
         ids, n_context = whole, len(context)
         if not context:
@@ -152,8 +152,8 @@ def encode_questions(
                 f"{sequence_length}",
                 "leave out this line, or train a model with a larger model.sequence_length",
             )
-        requests.append(Request(ids[-sequence_length - 1 :], n_predicted))
-    return requests
+        encoded.append(EncodedPair(ids[-sequence_length - 1 :], n_predicted))
+    return encoded
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[int]]:
@@ -162,22 +162,22 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[int]]:
     return (tokens[start:end].tolist() for start, end in pairwise(ends))
 
 
-def score_requests(
-    predictor: Predictor, requests: Sequence[Request], update: Update
+def score_pairs(
+    predictor: Predictor, pairs: Sequence[EncodedPair], update: Update
 ) -> NDArray[np.float64]:
-    """Scores requests as `GPT.score_sequences`, (requests, 2), the longest first."""
-    scores = np.empty((len(requests), 2))
-    order = sorted(range(len(requests)), key=lambda index: -len(requests[index].ids))
+    """Scores pairs as `GPT.score_sequences`, (pairs, 2), the longest first."""
+    scores = np.empty((len(pairs), 2))
+    order = sorted(range(len(pairs)), key=lambda index: -len(pairs[index].ids))
     done = 0
     while done < len(order):
-        longest = len(requests[order[done]].ids) - 1
+        longest = len(pairs[order[done]].ids) - 1
         length = predictor.sequence_length if predictor.is_fixed_length else longest
         n_rows = predictor.batch_size * (predictor.sequence_length // length)
         batch = order[done : done + n_rows]
         tokens = torch.zeros(len(batch), length, dtype=torch.int64)
         labels = torch.full_like(tokens, IGNORE_INDEX)
         for row, index in enumerate(batch):
-            ids, n_predicted = requests[index].ids, requests[index].n_predicted
+            ids, n_predicted = pairs[index].ids, pairs[index].n_predicted
             end = len(ids) - 1
             tokens[row, :end] = torch.tensor(ids[:-1])
             labels[row, end - n_predicted : end] = torch.tensor(ids[-n_predicted:])
