@@ -12,7 +12,8 @@ _MODULES = {
     **{"load_run": "api.planning", "plan": "api.planning"},
     **{"prepare": "api.running", "train": "api.running"},
     **{"Checkpoint": "api.checkpoints", "generate": "api.checkpoints"},
-    **{"evaluate": "api.checkpoints", "read_metrics": "report.metrics"},
+    **{"evaluate": "api.checkpoints", "evaluate_tasks": "api.tasks"},
+    "read_metrics": "report.metrics",
     "TrainyardError": "errors",
 }
 __all__ = ["__version__", *_MODULES]

@@ -77,12 +77,15 @@ def test_a_run_that_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     save(folder, 4)
     save(folder, 8)
+    tasks = {f"arc/{n}": {"n_items": 9, "step": 8, "accuracy": 0.25} for n in range(12)}
+    (folder / "evaluation.json").write_text(json.dumps({"tasks": tasks}))
     with hold(folder):
         said = status(folder, capsys).splitlines()
     assert said[0].startswith("tiny: training: process ")
     assert said[1:] == [
         "step        9 of 50 (18%)",
         "loss        5.1000; held out 4.5000 at step 8",
+        "tasks       " + "; ".join(f"arc/{n} accuracy 25.00%" for n in range(10)) + "; 2 more",
         "speed       2.05k tokens/s",
         "ETA         2h 0m",
         "checkpoint  step 8, 1h 0m ago, 2.0 KiB",

@@ -41,7 +41,8 @@ def loss_of(model: GPT, *batches: tuple[torch.Tensor, torch.Tensor]) -> HeldOut:
 
 
 def predictor(model: GPT, batch_size: int = 8) -> Predictor:
-    return Predictor(loss_of_model(model), T, model.vocabulary_size, batch_size)
+    measures = loss_of_model(model), loss_of_model(model, GPT.score_sequences)
+    return Predictor(*measures, T, model.vocabulary_size, batch_size)
 
 
 def test_held_out_loss_equals_the_direct_computation(model: GPT) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedWriter
 from trainyard.errors import ConfigError
 from trainyard.evaluation.inputs import read_trained_run
-from trainyard.evaluation.loss import HeldOut, evaluate_documents
+from trainyard.evaluation.likelihood import EncodedPair, score_pairs
+from trainyard.evaluation.loss import evaluate_documents
 from trainyard.evaluation.ranks import evaluated_run, open_predictor
 from trainyard.launch.environment import Process
 
@@ -38,13 +40,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parent
 
 
-def evaluate(folder: Path, overrides: list[str], dtype: torch.dtype, process: Process) -> HeldOut:
-    """Predicts 13 windows, which no batch divides."""
+def evaluate(
+    folder: Path, overrides: list[str], dtype: torch.dtype, process: Process
+) -> dict[str, Any]:
+    """Predicts 13 windows, which no batch divides, and scores pairs of many lengths."""
     trained = read_trained_run(folder / "runs" / "four")
     length = trained.run.model.sequence_length
     ids = np.random.default_rng(5).integers(0, 280, 12 * length + 9)
     with open_predictor(trained, process, overrides, "ids", dtype) as predictor:
-        return evaluate_documents(predictor, [ids], None)
+        found = evaluate_documents(predictor, [ids], None)
+        pairs = [EncodedPair(ids[:n].tolist(), min(n - 1, 3)) for n in range(2, length + 2, 3)]
+        pairs += [EncodedPair([7, number], 1) for number in range(280)]
+        scores = score_pairs(predictor, pairs, lambda _done, _total: None)
+    return {**found.as_dict(), "scores": scores.tolist()}
 
 
 @pytest.mark.parametrize(
@@ -70,14 +78,17 @@ def test_ranks_find_the_loss_of_one_device(
     def be_rank(rank: int) -> None:
         torch.set_num_threads(1)
         place = Process(rank, n_ranks, rank, n_ranks, store_file=tmp_path / "store")
-        sys.stdout.write(json.dumps(evaluate(folder, overrides, dtype, place).as_dict()))
+        sys.stdout.write(json.dumps(evaluate(folder, overrides, dtype, place)))
 
     ranks = [fork.wait() for fork in [Fork(partial(be_rank, rank)) for rank in range(n_ranks)]]
     assert [rank.returncode for rank in ranks] == [0] * n_ranks, ranks[0].stderr
     found = [json.loads(rank.stdout) for rank in ranks]
     assert all(each == found[0] for each in found)
-    assert found[0]["n_tokens"] == alone.n_tokens
-    assert found[0]["loss"] == pytest.approx(alone.mean_loss, rel=BOUND[dtype])
+    assert found[0]["n_tokens"] == alone["n_tokens"]
+    assert found[0]["loss"] == pytest.approx(alone["loss"], rel=BOUND[dtype])
+    scores, expected = np.array(found[0]["scores"]), np.array(alone["scores"])
+    assert scores == pytest.approx(expected, rel=BOUND[dtype])
+    assert sum(expected[-280:, 1] == 0) == 1  # one token is the likeliest
 
 
 @pytest.mark.exhaustive

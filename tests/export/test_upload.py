@@ -62,6 +62,9 @@ def test_the_card_has_the_facts_of_the_run(make_checkpoint, tmp_path):
     early, late = line | {"step": 0, "loss": 9.0}, line | {"step": 2, "loss": 2.0}
     text = "".join(json.dumps(each) + "\n" for each in (early, line, late))
     (tmp_path / "run" / "metrics.jsonl").write_text(text)
+    scores = {"n_items": 500, "accuracy": 0.5, "accuracy_stderr": 0.0224}
+    tasks = {"piqa/va|lid": scores | {"step": 1}, "arc/older": scores | {"step": 0}}
+    (tmp_path / "run" / "evaluation.json").write_text(json.dumps({"tasks": tasks}))
     card = render_card(checkpoint, read_manifest(checkpoint), "float32", "mit", "me/x")
     size = read_manifest(checkpoint).build_run().model.vocabulary_size
     n_padding = (model.embedding.weight.shape[0] - size) * model.embedding.weight.shape[1]
@@ -71,12 +74,13 @@ def test_the_card_has_the_facts_of_the_run(make_checkpoint, tmp_path):
         "2.5000 nats per token, perplexity 12.18, 1.2500 bits per byte",
         f"of {n_parameters:,} parameters",
         "`wiki_text`, `b_c`",
-        "| started from | random weights |",
+        "| started from | random weights |\n| piqa/va_lid accuracy | 50.00% ± 2.24%, 500 items |\n",
         'from_pretrained("me/x")',
         "learning_rate = ",
     ):
         assert fact in card
     assert "secret" not in card
+    assert "older" not in card
 
 
 def test_an_export_has_a_card_with_its_licence_to_fill_in(make_checkpoint, tmp_path):

@@ -11,7 +11,7 @@ from tests.waiting import WATCHDOG_SECONDS
 from torch import Tensor
 
 from trainyard.architecture import CPU_LOGIT_BYTES
-from trainyard.model.loss import _chunks, summed_cross_entropy
+from trainyard.model.loss import WholeVocabulary, _chunks, score_sequences, summed_cross_entropy
 
 Made = tuple[Tensor, Tensor, Tensor]
 
@@ -249,3 +249,26 @@ def test_a_shard_that_is_not_finite_makes_all_losses_so() -> None:
     weight[40] = torch.nan
     losses, _, _, _ = shared((hidden, weight, labels), 50, 2)
     assert all(loss.isnan() for loss in losses)
+
+
+def test_scores_of_sequences_are_their_log_probabilities_and_greedy_tokens() -> None:
+    hidden, weight, labels = (x.detach() for x in make(n_rows=22, V=64, real=50))
+    hidden = torch.cat((hidden, hidden[:1]))
+    log_probabilities = F.log_softmax(hidden @ weight[:50].t(), -1)  # (3, 11, 50)
+    likeliest = log_probabilities.argmax(-1)
+    labels = torch.cat((labels, torch.where(labels[:1] == -100, -100, likeliest[:1])))
+    found = score_sequences(hidden, weight, labels, 50, WholeVocabulary())
+    for row in range(3):
+        here = labels[row] != -100
+        chosen = log_probabilities[row][here].gather(1, labels[row][here, None])
+        assert found[row, 0].item() == pytest.approx(chosen.sum().item(), rel=1e-12)
+        assert found[row, 1] == (labels[row] != likeliest[row])[here].sum()
+    assert found[2, 1] == 0
+
+
+def test_of_equally_likely_tokens_the_first_is_greedy() -> None:
+    weight = torch.tensor([[1.0], [2.0], [2.0], [3.0]])  # the last is padding
+    labels = torch.tensor([[0], [1], [2], [-100]])
+    found = score_sequences(torch.ones(4, 1, 1), weight, labels, 3, WholeVocabulary())
+    assert found[:, 1].tolist() == [1, 0, 1, 0]
+    assert found[3].tolist() == [0, 0]

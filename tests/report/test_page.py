@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -153,6 +154,35 @@ def test_the_final_evaluation_wins_over_those_in_training(
     page = Page(report(folder))
     for number in ("4.2500", "1.5000", "5.7500", "token frequencies alone: 5.75"):
         assert number in page.text
+
+
+def score(accuracy: float, **others: object) -> dict[str, object]:
+    return {"n_items": 1000, "step": 20, "accuracy": accuracy, "accuracy_stderr": 0.01, **others}
+
+
+def test_scores_of_tasks_are_listed_and_of_several_runs_the_best_marked(
+    make_run_folder: MakeRunFolder,
+) -> None:
+    one, two = make_run_folder("one"), make_run_folder("two")
+    assert "<h2>Tasks</h2>" not in report(one)
+    tasks = {"lambada/test": score(0.5, perplexity=12.5), "blimp/a<b>": score(0.75)}
+    (one / "evaluation.json").write_text(json.dumps({"tasks": tasks}))
+    others = {
+        "lambada/test": score(0.25, perplexity=10.0),
+        **{f"blimp/{name}": score(value) for name, value in (("a<b>", 0.8), ("b", 0.6))},
+        **{"odd": 3, "piqa/odd": {"n_items": "x"}, "arc/none": score(math.nan)},
+    }
+    (two / "evaluation.json").write_text(json.dumps({"tasks": others}))
+    alone = Page(report(two)).text
+    assert "blimp, mean of 2 files, accuracy70.00% ± 0.71% (2,000 items, step 20)" in alone
+    assert "lambada/test perplexity10.00 (1,000 items, step 20)" in alone
+    assert "odd" not in alone
+    html = report(one, two)
+    detail = " (1,000 items, step 20)"
+    assert f"<td><mark>50.00% ± 1.00%{detail}</mark></td><td>25.00% ± 1.00%{detail}</td>" in html
+    assert f"<td>12.50{detail}</td><td><mark>10.00{detail}</mark></td>" in html
+    assert f"<td>75.00% ± 1.00%{detail}</td><td><mark>80.00% ± 1.00%{detail}</mark></td>" in html
+    assert "a&lt;b&gt;" in html
 
 
 def test_settings_that_are_not_those_of_the_nearest_preset_come_first(html: str) -> None:

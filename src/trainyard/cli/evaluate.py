@@ -1,4 +1,4 @@
-"""`trainyard evaluate`: how well a trained model predicts held-out text."""
+"""`trainyard evaluate`: how well a trained model predicts held-out text, and solves tasks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainyard.cli.names import complete_run, find_trained
 from trainyard.errors import DataError, LaunchError
 from trainyard.extras import require
+from trainyard.files import publish_text
 from trainyard.launch.environment import Process, read_process
+
+if TYPE_CHECKING:
+    from trainyard.evaluation.inputs import TrainedRun
 
 logger = logging.getLogger("trainyard")
 
@@ -30,6 +34,17 @@ def evaluate(
         typer.Argument(
             help="With ranks: another layout than in training, parallel.field=value ..."
         ),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE...",
+            help="Instead of held-out text: LAMBADA, HellaSwag, PIQA, ARC, WinoGrande or BLiMP, as "
+            "published; KIND=FILE where the fields of its lines do not tell.",
+        ),
+    ] = None,
+    items: Annotated[
+        Path | None, typer.Option(help="With --tasks: write one JSON object per question.")
     ] = None,
     data: Annotated[
         str, typer.Option(help="A text file or a token file prefix; default: the test split.")
@@ -47,7 +62,7 @@ def evaluate(
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure loss, perplexity and bits per byte on held-out text.
+    """Measure loss and bits per byte on held-out text, or scores on tasks.
 
     Example: trainyard evaluate runs/tiny
 
@@ -55,38 +70,82 @@ def evaluate(
 
     Example: trainyard evaluate runs/big --ranks 8 parallel.tensor=8 parallel.pipeline=1
 
+    Example: trainyard evaluate runs/web --tasks hellaswag_val.jsonl blimp/*.jsonl
+
     On one device the whole model must fit there. With --ranks, or under torchrun, srun or mpiexec,
     each rank loads its part of it, from a checkpoint of any layout. For a run folder, writes the
-    result to its evaluation.json, for the report.
+    result to its evaluation.json, for the report. The scores of tasks are those of lm-eval.
     """
     source = find_trained(source)
-    _refuse_missing(data)
-    from trainyard.api.checkpoints import measure
-    from trainyard.evaluation.inputs import read_trained_run
-    from trainyard.files import publish_text
-
+    layout = [word for word in overrides or [] if not tasks or word.startswith("parallel.")]
+    files = [*(tasks or []), *(word for word in overrides or [] if word not in layout)]
+    _refuse_wrong(files, data, items)
     process = read_process()
     if ranks > 1:
         options = ["--data", data, "--batches", str(batches), "--stride", str(stride)]
+        options += [word for file in files for word in ("--tasks", file)]
+        options += ["--items", str(items)] if items else []
         options += ["--json"] if as_json else []
-        _start_ranks(ranks, process, [*options, "--", str(source), *(overrides or [])])
+        _start_ranks(ranks, process, [*options, "--", str(source), *layout])
         return
     if process.rank > 0:
         logger.setLevel(logging.ERROR)  # rank 0 logs for all
+    from trainyard.api.checkpoints import measure
+    from trainyard.evaluation.inputs import read_trained_run
+    from trainyard.report.scores import render_scores
+    from trainyard.report.summary import EVALUATION, load_facts
+
     trained = read_trained_run(source)
-    found = measure(trained, process, overrides or [], data, batches, stride)
-    if found is None:
+    known = load_facts(source / EVALUATION)
+    if files:
+        result = _measure_tasks(trained, process, layout, files, items)
+        rendered = render_scores(result)
+        known["tasks"] = {**known.get("tasks", {}), **result["tasks"]}
+    else:
+        found = measure(trained, process, layout, data, batches, stride)
+        result = asdict(found) if found else {}
+        rendered = _render(result, data or "test split") if found else {}
+        known |= result
+    if process.rank > 0:
         return
-    result = asdict(found)
-    text = json.dumps(result)
     if source != trained.checkpoint:
-        publish_text(source / "evaluation.json", text + "\n")
-    typer.echo(text if as_json else _render(result, trained.checkpoint, data or "test split"))
+        publish_text(source / EVALUATION, json.dumps(known) + "\n")
+    rows = {"checkpoint": str(trained.checkpoint), **rendered}
+    width = max(map(len, rows)) + 2
+    table = "\n".join(f"{name:<{width}}{value}" for name, value in rows.items())
+    typer.echo(json.dumps(result) if as_json else table)
 
 
-def _refuse_missing(data: str) -> None:
+def _refuse_wrong(files: list[str], data: str, items: Path | None) -> None:
+    """Rejects wrong words before torch is imported."""
+    from trainyard.evaluation.tasks import read_tasks
+
     if data and not any(Path(data + ending).exists() for ending in ("", ".idx")):
         raise DataError(f"--data: {data} does not exist", "name a text file or a token file prefix")
+    if data and files:
+        raise DataError("--data and --tasks are two evaluations", "give one of them")
+    if items and not files:
+        raise DataError("--items is of the questions of tasks", "add --tasks FILE")
+    read_tasks(files)
+
+
+def _measure_tasks(
+    trained: TrainedRun, process: Process, layout: list[str], files: list[str], items: Path | None
+) -> dict[str, Any]:
+    """Scores tasks, and writes their items on rank 0."""
+    from trainyard.api.tasks import measure_tasks
+    from trainyard.evaluation.tasks import read_tasks
+
+    tasks = read_tasks(files)
+    scores, answers = measure_tasks(trained, process, layout, tasks)
+    if items and process.rank == 0:
+        lines = (
+            {"task": task.name, "place": question.place, "gold": question.gold, **asdict(answer)}
+            for task, found in zip(tasks, answers, strict=True)
+            for question, answer in zip(task.questions, found, strict=True)
+        )
+        publish_text(items, "".join(f"{json.dumps(line)}\n" for line in lines))
+    return {"tasks": {name: each.as_dict() for name, each in scores.items()}}
 
 
 def _start_ranks(n_ranks: int, process: Process, words: list[str]) -> None:
@@ -104,16 +163,14 @@ def _start_ranks(n_ranks: int, process: Process, words: list[str]) -> None:
         run_ranks(n_ranks, command, Path(logs))
 
 
-def _render(result: dict[str, Any], checkpoint: Path, data: str) -> str:
+def _render(result: dict[str, Any], data: str) -> dict[str, str]:
     def number(key: str, digits: int) -> str:
         return "unknown" if result[key] is None else f"{result[key]:,.{digits}f}"
 
-    rows = {
-        "checkpoint": str(checkpoint),
+    return {
         "text": f"{data}, {number('n_tokens', 0)} tokens, {number('n_bytes', 0)} bytes",
         "loss": f"{number('loss', 4)} nats per token",
         "perplexity": number("perplexity", 2),
         "bits per byte": number("bits_per_byte", 4),
         "unigram loss": f"{number('unigram_loss', 4)} (from token frequencies alone)",
     }
-    return "\n".join(f"{name:<14}{value}" for name, value in rows.items())

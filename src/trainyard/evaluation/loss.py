@@ -41,6 +41,8 @@ from trainyard.model.loss import IGNORE_INDEX
 Ids = NDArray[Any]
 LossOf = Callable[[Tensor, Tensor], Tensor]
 """Returns the summed loss, in nats, of token ids and labels, (B, T) each."""
+ScoreOf = Callable[[Tensor, Tensor], Tensor]
+"""Returns the scores, (B, 2), of token ids and labels, as `GPT.score_sequences`."""
 
 
 def _no_wait() -> None:
@@ -52,12 +54,15 @@ class Predictor:
     """A model that predicts, on one device or on the ranks of a job."""
 
     loss_of: LossOf
+    score_of: ScoreOf
     sequence_length: int
     vocabulary_size: int
     batch_size: int
     """Sequences of a batch."""
     barrier: Callable[[], None] = _no_wait
     """Waits for all ranks."""
+    is_fixed_length: bool = False
+    """Whether `score_of` takes only sequences of sequence_length tokens."""
 
 
 class Decoder(Protocol):
@@ -113,8 +118,11 @@ class HeldOut:
         }
 
 
-def loss_of_model(model: GPT) -> LossOf:
-    """Builds a loss function of a model on one device, which restores the model's mode."""
+def loss_of_model(model: GPT, measure: Callable[..., Tensor] = GPT.summed_loss) -> LossOf:
+    """Builds a loss function of a model on one device, which restores the model's mode.
+
+    `measure` is a method of the model that takes hidden states and labels.
+    """
 
     @torch.no_grad()
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
@@ -122,7 +130,7 @@ def loss_of_model(model: GPT) -> LossOf:
         was_training = model.training
         model.eval()
         try:
-            return model.summed_loss(model(tokens.to(device)), labels.to(device))
+            return measure(model, model(tokens.to(device)), labels.to(device))
         finally:
             model.train(was_training)
 

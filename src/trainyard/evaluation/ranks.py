@@ -23,6 +23,7 @@ from trainyard.errors import ConfigError
 from trainyard.evaluation.inputs import TrainedRun, choose_dtype
 from trainyard.evaluation.loss import Predictor, loss_of_model, pad_batch
 from trainyard.launch.environment import Process, refuse_missing_devices
+from trainyard.model.gpt import GPT
 from trainyard.parallel.mesh import build_mesh, choose_device, name_device_errors
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part, place
@@ -91,7 +92,8 @@ def open_predictor(
     model, size = trained.run.model, trained.run.train.micro_batch_size
     if process.n_ranks == 1 and not overrides:
         whole, _, _ = build_model_from_checkpoint(trained.checkpoint, device, dtype)
-        yield Predictor(loss_of_model(whole), model.sequence_length, model.vocabulary_size, size)
+        measures = loss_of_model(whole), loss_of_model(whole, GPT.score_sequences)
+        yield Predictor(*measures, model.sequence_length, model.vocabulary_size, size)
         return
     run = evaluated_run(trained.run, overrides, process.n_ranks, KINDS.get(dtype, "fp32"))
     plan = resolve(run, process.n_ranks)
@@ -109,7 +111,19 @@ def open_predictor(
         def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
             return parallel_model.held_out_loss(*pad_batch(tokens, labels, batch))
 
-        yield Predictor(loss_of, model.sequence_length, model.vocabulary_size, batch, mesh.barrier)
+        def score_of(tokens: Tensor, labels: Tensor) -> Tensor:
+            return parallel_model.score_sequences(*pad_batch(tokens, labels, batch))[: len(tokens)]
+
+        shards_tokens = run.parallel.sequence or run.parallel.context > 1
+        yield Predictor(
+            loss_of,
+            score_of,
+            model.sequence_length,
+            model.vocabulary_size,
+            batch,
+            mesh.barrier,
+            is_fixed_length=shards_tokens or run.parallel.pipeline > 1,
+        )
 
 
 def _load_weights(trained: TrainedRun, model: ParallelModel) -> None:

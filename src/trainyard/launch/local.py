@@ -82,7 +82,7 @@ def run_ranks(n_ranks: int, command: Sequence[str], logs: Path) -> None:
     Raises:
         MachineError: a rank died; names it, how, and the end of its output. The exit code is 1 if
             the rank's indicates a bug.
-        KeyboardInterrupt: Ctrl-C ended them.
+        KeyboardInterrupt: Ctrl-C, which reaches all ranks, ended one.
     """
     with open_places(n_ranks) as places:
         _run(places, command, logs)
@@ -93,7 +93,6 @@ def run_one(process: Process, command: Sequence[str]) -> None:
 
     Raises:
         MachineError: it died.
-        KeyboardInterrupt: Ctrl-C ended it.
     """
     with open_pipe() as pipe:
         _run([replace(process, parent_pipe=pipe)], command, None)
@@ -101,7 +100,7 @@ def run_one(process: Process, command: Sequence[str]) -> None:
 
 def _run(places: Sequence[Process], command: Sequence[str], logs: Path | None) -> None:
     workers: list[Worker] = []
-    interrupted = False
+    is_interrupted = False
     with note_signals((signal.SIGINT, signal.SIGTERM)) as received:
         try:
             for place in places:
@@ -110,14 +109,13 @@ def _run(places: Sequence[Process], command: Sequence[str], logs: Path | None) -
                 if find_first_death(workers) is not None:
                     break
                 while received:
-                    number = received.pop(0)
-                    interrupted = interrupted or number == signal.SIGINT
-                    send(workers, number)
+                    is_interrupted |= received[0] == signal.SIGINT
+                    send(workers, received.pop(0))
                 time.sleep(POLL_SECONDS)
             dead = find_first_death(workers)
         finally:
             end(workers)
-    if dead is not None and interrupted:
+    if dead is not None and is_interrupted:
         raise KeyboardInterrupt
     if dead is not None:
         # If all end for the same reason, rank 0 has already shown it.

@@ -82,7 +82,7 @@ class GPT(nn.Module):
         gives_loss = blocks[1] == model.n_layers
         self.final_norm = Norm(self.layers["final_norm"], model) if gives_loss else None
         self.head = _embedding(self.layers.get("head"))
-        self.cross_entropy: nn.Module | None = CrossEntropy() if gives_loss else None
+        self.cross_entropy: CrossEntropy | None = CrossEntropy() if gives_loss else None
 
     @property
     def head_weight(self) -> Tensor:
@@ -150,6 +150,16 @@ class GPT(nn.Module):
             hidden, self.head_weight, labels, self.vocabulary_size, scale
         )
         return loss
+
+    def score_sequences(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Scores the labels of each sequence, (B, 2), by `score_sequences` of `model/loss.py`.
+
+        Args:
+            hidden: from `forward`, (B, T, D).
+            labels: next token ids, (B, T), int64; -100 for no label.
+        """
+        assert self.cross_entropy is not None, "this stage gives no loss"
+        return self.cross_entropy.score(hidden, self.head_weight, labels, self.vocabulary_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores the real vocabulary: (..., D) -> (..., vocabulary_size), fp32."""
@@ -266,5 +276,5 @@ def compile_blocks(model: GPT, *, in_order: bool = False) -> None:
     options = {"reorder_for_peak_memory": False} if in_order else None
     for block in model.blocks.values():
         block.compile(options=options)
-    if isinstance(model.cross_entropy, CrossEntropy):
+    if model.cross_entropy is not None:
         model.cross_entropy.compiles = True

@@ -61,6 +61,20 @@ class ShardedVocabulary(Protocol):
         """Elementwise sum over ranks."""
 
 
+class WholeVocabulary:
+    """All rows of the weight, on one device."""
+
+    first_row = 0
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """Nothing to compare with."""
+        return x
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Nothing to add."""
+        return x
+
+
 class CrossEntropy(nn.Module):
     """The model's loss; tensor parallelism replaces it.
 
@@ -82,6 +96,10 @@ class CrossEntropy(nn.Module):
         return summed_cross_entropy(
             hidden, weight, labels, vocabulary_size, scale, compiles=self.compiles
         )
+
+    def score(self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int) -> Tensor:
+        """Scores the labels of each sequence, like `score_sequences`."""
+        return score_sequences(hidden, weight, labels, vocabulary_size, WholeVocabulary())
 
 
 def summed_cross_entropy(
@@ -119,6 +137,46 @@ def summed_cross_entropy(
         rows, weight, targets, factor, _Vocabulary(vocabulary_size, shard, compiles)
     )
     return loss if torch.is_grad_enabled() else scale * loss
+
+
+def score_sequences(
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int, shard: ShardedVocabulary
+) -> Tensor:
+    """Scores the labels of each sequence; computes no other logits than theirs.
+
+    Args:
+        hidden: final hidden states, (B, T, D), in the compute precision.
+        weight: output matrix, (V, D), or (V/tp, D) of the shard.
+        labels: next token ids, (B, T), int64; -100 for no label.
+        vocabulary_size: as in `summed_cross_entropy`.
+        shard: which rows `weight` has.
+
+    Returns:
+        (B, 2), fp64: the summed log probability of a sequence's labels, in nats, and how many of
+        them are not the most likely token (of several, the one with the lowest id).
+    """
+    labelled = labels != IGNORE_INDEX
+    rows, targets = hidden[labelled], labels[labelled][:, None]  # (N, D), (N, 1)
+    matrix = weight.to(hidden.dtype)
+    columns = shard.first_row + torch.arange(len(weight), device=hidden.device)
+    scores = torch.zeros(len(rows), 2, dtype=torch.float64, device=hidden.device)
+    for start, end in _chunks(rows, len(weight)):
+        target = targets[start:end]
+        logits = F.linear(rows[start:end], matrix)  # (n, V/tp)
+        logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
+        logits.masked_fill_(columns >= vocabulary_size, -torch.inf)
+        largest = shard.maximum(logits.amax(1, keepdim=True))
+        row = target - shard.first_row
+        is_here = (row >= 0) & (row < len(weight))
+        logit = logits.gather(1, row.masked_fill(~is_here, 0))
+        logit = shard.sum(logit.masked_fill(~is_here, 0.0))
+        likelier = (logits > logit) | ((logits == logit) & (columns < target))
+        n_likelier = shard.sum(likelier.sum(1, keepdim=True).to(logits.dtype))
+        total = shard.sum(logits.sub_(largest).exp_().sum(1, keepdim=True))
+        log_probability = logit - largest - total.log()
+        scores[start:end] = torch.cat((log_probability, n_likelier.sign()), dim=1)
+    found = scores.new_zeros(len(labels), 2)
+    return found.index_add_(0, labelled.nonzero()[:, 0], scores)
 
 
 class _Vocabulary(NamedTuple):
@@ -259,7 +317,7 @@ def _chunks(hidden: Tensor, n_columns: int) -> list[tuple[int, int]]:
     n_rows = hidden.shape[0]
     value_bytes = max(4, hidden.element_size())
     n_chunks = count_logit_chunks(n_rows, n_columns, value_bytes, on_gpu=not hidden.is_cpu)
-    edges = [n_rows * index // n_chunks for index in range(n_chunks + 1)]
+    edges = [n_rows * index // max(1, n_chunks) for index in range(n_chunks + 1)]
     return list(pairwise(edges))
 
 

@@ -9,7 +9,7 @@ axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -257,27 +257,49 @@ class ParallelModel:
                 total = total + loss.detach()
         return total
 
-    @torch.no_grad()
     def held_out_loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Computes the summed loss of a batch, (G, T), without dropout; the same on every rank."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for loss in self._evaluate(GPT.summed_loss, tokens, labels):
+            total += loss
+        return self._sum_over_ranks(total)
+
+    def score_sequences(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Scores the labels of each sequence, (G, 2), as `GPT.score_sequences`, on every rank.
+
+        Without pipeline, context and sequence parallelism, T may be below sequence_length.
+        """
+        dp_rank, dp_size = self.mesh.data_rank_and_size
+        scores = torch.zeros(len(tokens), 2, dtype=torch.float64, device=self.mesh.device)
+        if found := self._evaluate(GPT.score_sequences, tokens, labels):
+            scores.chunk(dp_size)[dp_rank].copy_(torch.cat(found))
+        return self._sum_over_ranks(scores)
+
+    @torch.no_grad()
+    def _evaluate(
+        self, measure: Callable[..., Tensor], tokens: Tensor, labels: Tensor
+    ) -> list[Tensor]:
+        """Measures this rank's micro batches without dropout; empty if another stage does."""
         dp_rank, dp_size = self.mesh.data_rank_and_size
         tokens, labels = (self._take(ids.chunk(dp_size)[dp_rank]) for ids in (tokens, labels))
         for model in self.stages.values():
             model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        size = self._micro_batch_size
         if self._pipeline is not None:
-            loss = self._pipeline.evaluate(tokens, labels, len(tokens) // self._micro_batch_size)
-            total += 0.0 if loss is None else loss
+            found = self._pipeline.evaluate(measure, tokens, labels, len(tokens) // size)
         else:
             (model,) = self.stages.values()
-            size = self._micro_batch_size
+            size *= max(1, len(model.token_positions) // tokens.shape[1])  # as many tokens
             micro_batches = (torch.split(ids, size) for ids in (tokens, labels))
-            for inputs, targets in zip(*micro_batches, strict=True):
-                total += model.summed_loss(model(inputs), targets)
+            found = [measure(model, model(x), y) for x, y in zip(*micro_batches, strict=True)]
         for model in self.stages.values():
             model.train()
+        return found
+
+    def _sum_over_ranks(self, total: Tensor) -> Tensor:
+        """Sums what the ranks measured of their tokens; each tensor rank has the whole of it."""
         if self.mesh.topology.n_ranks > 1:
-            total /= self.mesh.topology.tensor  # each tensor rank has the whole of it
+            total /= self.mesh.topology.tensor
             dist.all_reduce(total)
         return total
 

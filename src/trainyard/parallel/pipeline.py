@@ -9,8 +9,9 @@ PyTorch's schedules do the work. This module builds one for each number of micro
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ class Pipeline:
         example: Tensor,
     ) -> None:
         self._schedule = schedule
-        self._scale: float | Tensor = 1.0
+        self._measure: Callable[..., Tensor] = GPT.summed_loss
         self._schedules: dict[int, Any] = {}
         self.has_first, self.has_last = 0 in stages, n_stages - 1 in stages
         stage_class = _LeanStage if schedule in ("gpipe", "1f1b") else _SendingStage
@@ -193,17 +194,22 @@ class Pipeline:
             n_micro_batches: the number of equal parts to split them into.
             scale: multiplies the loss.
         """
-        self._scale = scale
+        self._measure = partial(GPT.summed_loss, scale=scale)
         losses: list[Tensor] = []
         self._run("step", (tokens, labels, dropout_seeds), n_micro_batches, losses)
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_last else None
 
-    def evaluate(self, tokens: Tensor, labels: Tensor, n_micro_batches: int) -> Tensor | None:
-        """Returns the summed loss on the last stage, without gradients."""
-        self._scale = 1.0
-        losses: list[Tensor] = []
-        self._run("eval", (tokens, labels, None), n_micro_batches, losses)
-        return torch.stack(losses).sum() if self.has_last else None
+    def evaluate(
+        self, measure: Callable[..., Tensor], tokens: Tensor, labels: Tensor, n_micro_batches: int
+    ) -> list[Tensor]:
+        """Measures each micro batch on the last stage, without gradients; empty on the others.
+
+        `measure` gets that stage, its hidden states and the labels.
+        """
+        self._measure = measure
+        found: list[Tensor] = []
+        self._run("eval", (tokens, labels, None), n_micro_batches, found)
+        return found
 
     def _run(
         self, method: str, batch: tuple[Tensor, Tensor, Tensor | None], n: int, losses: list[Tensor]
@@ -232,7 +238,7 @@ class Pipeline:
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         assert self._last is not None
-        return self._last.summed_loss(hidden, labels, self._scale)
+        return self._measure(self._last, hidden, labels)
 
 
 def layers_in_flight(model: GPT) -> Iterator[Layer]:

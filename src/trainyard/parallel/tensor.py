@@ -22,7 +22,7 @@ from trainyard.config.run import Parallel
 from trainyard.model.attention import Attention
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import Linear
-from trainyard.model.loss import summed_cross_entropy
+from trainyard.model.loss import CrossEntropy, score_sequences, summed_cross_entropy
 from trainyard.parallel.collectives import (
     InputOfGroup,
     all_reduce,
@@ -95,7 +95,7 @@ class VocabularyShard:
         return all_reduce(x, self._group)
 
 
-class VocabularyCrossEntropy(nn.Module):
+class VocabularyCrossEntropy(CrossEntropy):
     """Cross entropy over logits sharded by vocabulary."""
 
     def __init__(self, group: dist.ProcessGroup, *, sequence: bool) -> None:
@@ -112,9 +112,17 @@ class VocabularyCrossEntropy(nn.Module):
         scale: float | Tensor,
     ) -> Tensor:
         """Sums over the labels (B, T) of this rank's tokens; `weight` is (V/tp, D)."""
-        shard = VocabularyShard(self._group, weight.shape[0] * self._group.rank())
         hidden = self._spread(hidden, self._group)
+        shard = self._shard(weight)
         return summed_cross_entropy(hidden, weight, labels, vocabulary_size, scale, shard)
+
+    def score(self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int) -> Tensor:
+        """Scores the labels of each sequence, the same on all ranks."""
+        hidden = self._spread(hidden, self._group)
+        return score_sequences(hidden, weight, labels, vocabulary_size, self._shard(weight))
+
+    def _shard(self, weight: Tensor) -> VocabularyShard:
+        return VocabularyShard(self._group, weight.shape[0] * self._group.rank())
 
 
 _SHARDED: dict[Sharding, type[ColumnLinear | RowLinear | VocabularyEmbedding]] = {

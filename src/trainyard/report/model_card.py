@@ -16,6 +16,8 @@ from trainyard import __version__
 from trainyard.architecture import parameter_count
 from trainyard.report.history import Line
 from trainyard.report.metrics import read_metrics
+from trainyard.report.scores import list_scores
+from trainyard.report.summary import EVALUATION, load_facts
 from trainyard.training.start import ancestors_of, describe_ancestry
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ A GPT-2 model of {n_parameters:,} parameters, pretrained with Trainyard {version
 | token files | {data} |
 | held-out loss | {held_out} |
 | started from | {ancestry} |
-
+{scores}
 ## Use
 
 ```python
@@ -80,7 +82,7 @@ def render_card(checkpoint: Path, manifest: Manifest, dtype: str, licence: str, 
         place: what `from_pretrained` loads.
 
     Raises:
-        DataError: no line of metrics.jsonl can be read.
+        DataError: no line of metrics.jsonl can be read, or evaluation.json is damaged.
     """
     run, folder = manifest.build_run(), checkpoint.parent.parent
     settings = run.model_dump(
@@ -101,14 +103,18 @@ def render_card(checkpoint: Path, manifest: Manifest, dtype: str, licence: str, 
         step=manifest.step,
         data=", ".join(f"`{_plain(Path(each).name)}`" for each in prefixes) or "not recorded",
         held_out=_describe_loss(measured) or "not measured at this step",
+        scores="".join(
+            f"| {_plain(one.label, '/')} | {one.value}, {one.meaning.partition(',')[0]} |\n"
+            for one in list_scores(load_facts(folder / EVALUATION), manifest.step)
+        ),
         ancestry=describe_ancestry(ancestors_of(manifest)) or "random weights",
         place=place,
         settings=tomli_w.dumps(settings),
     )
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[^\w. -]", "_", name)
+def _plain(name: str, allowed: str = "") -> str:
+    return re.sub(rf"[^\w. {allowed}-]", "_", name)
 
 
 def _unused_settings(run: Run) -> dict[str, set[str]]:

@@ -27,6 +27,7 @@ from trainyard.report.charts import (
 from trainyard.report.history import Line
 from trainyard.report.next_steps import next_steps
 from trainyard.report.planned import compare_with_plan
+from trainyard.report.scores import list_scores
 from trainyard.report.style import STYLE
 from trainyard.report.summary import (
     UNKNOWN,
@@ -109,6 +110,7 @@ def render_page(runs: list[ReportedRun], charts: list[Chart]) -> str:
 {_render_charts(charts[:1], runs)}
 </section>
 {_render_tiles(runs[0]) if alone else ""}
+{_render_scores(runs)}
 {_render_next(runs)}
 {"".join(_render_samples(reported, alone=alone) for reported in runs)}
 <h2>Other curves</h2>
@@ -233,6 +235,30 @@ def _render_comparison(runs: list[ReportedRun]) -> str:
         f"<h2>Settings that differ</h2>\n{render_differences(runs)}\n<h2>Summary</h2>\n"
         f'<p class="muted">Marked: the best value.{note}</p>\n'
         f"{render_table(columns, [reported.name for reported in runs], best)}"
+    )
+
+
+def _render_scores(runs: list[ReportedRun]) -> str:
+    """Renders the scores of tasks, of several runs the best of each marked; empty without any."""
+    found = [{one.label: one for one in list_scores(run.evaluation)} for run in runs]
+    labels = list(dict.fromkeys(label for scores in found for label in scores))
+    if not labels:
+        return ""
+    missing = Figure("", UNKNOWN)
+    rows = {label: [scores.get(label, missing) for scores in found] for label in labels}
+    columns: list[dict[str, str]] = [
+        {
+            label: f"{row[i].value} ({row[i].meaning})" if row[i].meaning else UNKNOWN
+            for label, row in rows.items()
+        }
+        for i in range(len(runs))
+    ]
+    best = {(i, label) for label, row in rows.items() for i in find_best(row, comparable=True)}
+    names = [] if len(runs) == 1 else [run.name for run in runs]
+    note = "" if len(runs) == 1 else " Marked: the best value."
+    return (
+        f'<h2>Tasks</h2>\n<p class="muted">Zero-shot, by the rules of lm-eval, ± one standard '
+        f"error.{note}</p>\n{render_table(columns, names, best)}\n"
     )
 
 

@@ -6,8 +6,8 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,14 @@ from trainyard.planning import saving
 from trainyard.report.history import History, Line, RunMetrics, is_finite
 from trainyard.report.liveness import find_liveness
 from trainyard.report.metrics import MetricsFile
-from trainyard.report.summary import large, load_facts, load_run_of, memory, show
+from trainyard.report.scores import list_scores
+from trainyard.report.summary import EVALUATION, large, load_facts, load_run_of, memory, show
 from trainyard.training.start import Ancestor, ancestry, describe_ancestry
 from trainyard.training.stop import INTERRUPTED
 from trainyard.units import format_bytes, format_large, format_number, format_seconds
 
 NOT_KNOWN_YET = "not known yet"
-N_STARTS, N_EVENTS, N_LINES = 10, 10, 10
+N_STARTS, N_EVENTS, N_LINES, N_SCORES = 10, 10, 10, 10
 SLOW_INTERVAL_SECONDS = 20.0
 """Between two questions to the scheduler, and two looks for checkpoints."""
 RANKS_PER_NODE = 8
@@ -67,6 +68,8 @@ class Status:
     """Steps between saves; 0 for none."""
     ancestors: Sequence[Ancestor] = ()
     """The checkpoints it descends from, oldest first."""
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    """evaluation.json."""
 
     @property
     def step(self) -> int | None:
@@ -114,6 +117,7 @@ class Status:
             "held_out_loss": held_out[-1]["loss"] if held_out else None,
             "tokens_per_second": self.tokens_per_second,
             "seconds_left": self.seconds_left,
+            "tasks": {one.label: one.amount for one in list_scores(self.evaluation)},
             "checkpoint": asdict(self.checkpoint) if self.checkpoint else None,
             "submission": self.submission.model_dump() if self.submission else None,
             "job": asdict(self.job) if self.job else None,
@@ -152,6 +156,7 @@ class Status:
         share = f" ({(step or 0) / self.n_steps:.0%})" if self.n_steps else ""
         left = self.seconds_left
         held_out, test = self.metrics.held_out_losses[-1:], self.metrics.test
+        scores = list_scores(self.evaluation)
         facts = {
             "job": self._describe_job(),
             "ancestry": describe_ancestry(self.ancestors),
@@ -163,6 +168,8 @@ class Status:
                 if is_finite(test.get("loss"))
                 else ""
             ),
+            "tasks": "; ".join(f"{one.label} {one.value}" for one in scores[:N_SCORES])
+            + (f"; {len(scores) - N_SCORES} more" if len(scores) > N_SCORES else ""),
             "speed": NOT_KNOWN_YET if rate is None else f"{format_large(rate)} tokens/s",
             "ETA": "" if left is None else format_seconds(left),
             "checkpoint": self.checkpoint.describe() if self.checkpoint else "none",
@@ -301,6 +308,7 @@ class StatusReader:
             bad_nodes=read_bad_nodes(folder),
             interval=self._run.checkpoint.interval,
             ancestors=ancestry(folder),
+            evaluation=load_facts(folder / EVALUATION),
         )
 
     def _read_metrics(self) -> None:

@@ -16,6 +16,7 @@ from trainyard.report.metrics import read_metrics
 from trainyard.training.start import Ancestor, ancestry
 from trainyard.units import format_bytes, format_large, format_seconds
 
+EVALUATION = "evaluation.json"
 UNKNOWN = "–"  # noqa: RUF001  (the dash that tables use)
 
 
@@ -73,7 +74,7 @@ def load_reported_run(folder: Path) -> ReportedRun:
     run = load_run_of(folder)
     metrics = read_metrics(folder / "metrics.jsonl")
     last = metrics.evaluations[-1] if metrics.evaluations else {}
-    evaluation = load_facts(folder / "evaluation.json") or last
+    evaluation = last | load_facts(folder / EVALUATION)
     plan, versions, outcome = (
         load_facts(folder / f"{name}.json") for name in ("plan", "versions", "outcome")
     )

@@ -1,0 +1,214 @@
+"""Answers questions by the likelihood of their choices, and scores the answers.
+
+A worked example: two choices after "The sky is", one token per word, for a model of sequence_length
+4. | is the end-of-document token, the context of a text that has none.
+
+    context and continuation     model reads     predicts
+    The sky is  blue             The sky is      . . blue
+    The sky is  very dark red    sky is very dark    . very dark red     (cut at its start)
+
+The choice with the largest sum of log probabilities is the answer; normalized, the one with the
+largest per character. Pairs of similar length share a batch, and logits are computed only of
+continuations. All this is as in lm-eval, so that scores can be compared.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainyard.data.tokenizer import Tokenizer
+from trainyard.errors import CheckpointError, DataError
+from trainyard.evaluation.loss import Predictor
+from trainyard.evaluation.tasks import Question, Task
+from trainyard.model.loss import IGNORE_INDEX
+
+Update = Callable[[float, float], None]
+
+
+@dataclass(frozen=True)
+class EncodedPair:
+    """Token ids of which the last are to be predicted."""
+
+    ids: list[int]
+    n_predicted: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model makes of a question.
+
+    Attributes:
+        log_likelihoods: of the choices, in nats.
+        greedy: whether greedy decoding gives them.
+        correct: whether the right choice is the likeliest; of one choice, whether it is greedy.
+        correct_normalized: whether it is the likeliest per character; None: not of this kind.
+    """
+
+    log_likelihoods: list[float]
+    greedy: list[bool]
+    correct: bool
+    correct_normalized: bool | None
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """The scores of a task; each with its standard error, None of a single item."""
+
+    n_items: int
+    step: int
+    """Of the checkpoint."""
+    accuracy: float
+    accuracy_stderr: float | None
+    normalized_accuracy: float | None = None
+    normalized_accuracy_stderr: float | None = None
+    perplexity: float | None = None
+    """Of the last words."""
+    perplexity_stderr: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the known scores, as in evaluation.json."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def answer_tasks(
+    predictor: Predictor, tokenizer: Tokenizer, tasks: Sequence[Task], update: Update
+) -> list[list[Answer]]:
+    """Answers the questions of each task.
+
+    Args:
+        predictor: the model.
+        tokenizer: the model's.
+        tasks: with questions.
+        update: is told how many pairs of how many are done.
+
+    Raises:
+        DataError: a continuation is longer than the model's sequences, or has no token.
+        CheckpointError: the model's weights have diverged.
+    """
+    questions = [question for task in tasks for question in task.questions]
+    pairs = encode_questions(tokenizer, questions, predictor.sequence_length)
+    scores = iter(score_pairs(predictor, pairs, update))
+    answers = []
+    for question in questions:
+        found = np.array([next(scores) for _ in question.pairs])  # (choices, 2)
+        if np.isnan(found).any():
+            raise CheckpointError(
+                f"the scores of {question.place} are not numbers (NaN): the weights have diverged",
+                "use a checkpoint from before training diverged",
+            )
+        answers.append(_answer(question, found))
+    ends = np.cumsum([0, *(len(task.questions) for task in tasks)])
+    return [answers[start:end] for start, end in pairwise(ends)]
+
+
+def _answer(question: Question, scores: NDArray[np.float64]) -> Answer:
+    log_likelihoods, greedy = scores[:, 0], scores[:, 1] == 0
+    correct = bool(np.argmax(log_likelihoods) == question.gold)
+    if len(scores) == 1:
+        correct = bool(greedy[0])
+    normalized = None
+    if question.lengths:
+        with np.errstate(divide="ignore"):  # an empty choice is never chosen
+            per_character = log_likelihoods / np.array(question.lengths, float)
+        normalized = bool(np.argmax(per_character) == question.gold)
+    return Answer(log_likelihoods.tolist(), greedy.tolist(), correct, normalized)
+
+
+def encode_questions(
+    tokenizer: Tokenizer, questions: Sequence[Question], sequence_length: int
+) -> list[EncodedPair]:
+    """Encodes every pair of every question.
+
+    Spaces at the end of a context belong to the continuation, and the ids of a continuation are
+    those that the whole has after as many as the context alone. Special tokens written in a text
+    are parsed.
+
+    Raises:
+        DataError: a continuation has no token, or more than `sequence_length`; names its place.
+    """
+    tokenizer = Tokenizer(tokenizer.vocabulary, tokenizer.name, "parse")
+    places = [question.place for question in questions for _ in question.pairs]
+    pairs = [pair for question in questions for pair in question.pairs]
+    contexts = _encode(tokenizer, [context.rstrip() for context, _ in pairs])
+    wholes = _encode(tokenizer, [context + continuation for context, continuation in pairs])
+    encoded = []
+    for place, context, whole in zip(places, contexts, wholes, strict=True):
+        ids, n_context = whole, len(context)
+        if not context:
+            ids, n_context = [tokenizer.eod_id] * (whole[:1] != [tokenizer.eod_id]) + whole, 1
+        n_predicted = len(ids) - n_context
+        if not 0 < n_predicted <= sequence_length:
+            raise DataError(
+                f"{place}: a choice has {max(n_predicted, 0)} tokens; the model predicts 1 to "
+                f"{sequence_length}",
+                "leave out this line, or train a model with a larger model.sequence_length",
+            )
+        encoded.append(EncodedPair(ids[-sequence_length - 1 :], n_predicted))
+    return encoded
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[int]]:
+    tokens, lengths = tokenizer.encode_batch(texts)
+    ends = np.cumsum([0, *lengths])
+    return (tokens[start:end].tolist() for start, end in pairwise(ends))
+
+
+def score_pairs(
+    predictor: Predictor, pairs: Sequence[EncodedPair], update: Update
+) -> NDArray[np.float64]:
+    """Scores pairs as `GPT.score_sequences`, (pairs, 2), the longest first."""
+    scores = np.empty((len(pairs), 2))
+    order = sorted(range(len(pairs)), key=lambda index: -len(pairs[index].ids))
+    done = 0
+    while done < len(order):
+        longest = len(pairs[order[done]].ids) - 1
+        length = predictor.sequence_length if predictor.is_fixed_length else longest
+        n_rows = predictor.batch_size * (predictor.sequence_length // length)
+        batch = order[done : done + n_rows]
+        tokens = torch.zeros(len(batch), length, dtype=torch.int64)
+        labels = torch.full_like(tokens, IGNORE_INDEX)
+        for row, index in enumerate(batch):
+            ids, n_predicted = pairs[index].ids, pairs[index].n_predicted
+            end = len(ids) - 1
+            tokens[row, :end] = torch.tensor(ids[:-1])
+            labels[row, end - n_predicted : end] = torch.tensor(ids[-n_predicted:])
+        scores[batch] = predictor.score_of(tokens, labels).cpu().numpy()
+        done += len(batch)
+        update(done, len(order))
+    return scores
+
+
+def score_answers(answers: Sequence[Answer], step: int) -> TaskScores:
+    """Scores the answers of one task, of one item or more."""
+    accuracy = [float(answer.correct) for answer in answers]
+    normalized = [
+        float(answer.correct_normalized)
+        for answer in answers
+        if answer.correct_normalized is not None
+    ]
+    scores: dict[str, Any] = {}
+    if normalized:
+        scores["normalized_accuracy"], scores["normalized_accuracy_stderr"] = _mean(normalized)
+    if len(answers[0].log_likelihoods) == 1:
+        mean, error = _mean([-answer.log_likelihoods[0] for answer in answers])
+        perplexity = math.exp(mean) if mean < 700 else None
+        scores["perplexity"] = perplexity
+        # By the delta method: the derivative of exp is exp.
+        scores["perplexity_stderr"] = perplexity * error if perplexity and error else None
+    return TaskScores(len(answers), step, *_mean(accuracy), **scores)
+
+
+def _mean(values: list[float]) -> tuple[float, float | None]:
+    """Returns the mean and its standard error."""
+    mean = statistics.fmean(values)
+    n = len(values)
+    return mean, statistics.stdev(values, mean) / math.sqrt(n) if n > 1 else None
