@@ -42,9 +42,9 @@ SETTINGS = [
 ]
 
 
-def save_model(run_folder: Path) -> Path:
+def save_model(run_folder: Path, *overrides: str) -> Path:
     """Saves weights from a seed: near copies of the token before are the likeliest next ones."""
-    run = load_run("tiny", SETTINGS).run
+    run = load_run("tiny", [*SETTINGS, *overrides]).run
     model = GPT(run.model, 50304)
     initialize(model, seed=5)
     with torch.no_grad():

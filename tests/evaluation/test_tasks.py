@@ -93,7 +93,7 @@ def test_the_scores_stay_beside_those_of_held_out_text(
     again = json.loads((run / "evaluation.json").read_text())
     assert again == known
     assert known["n_tokens"] == 4
-    assert "blimp/blimp accuracy  16.67% ± 16.67% (6 items, step 3)\n" in shown
+    assert "blimp/blimp accuracy 16.67% ± 16.67% (6 items, step 3)\n" in shown
     scores = evaluate_tasks(run, [f"lambada={FILES[0]}"])["lambada/lambada"]
     assert scores.as_dict() == pytest.approx(known["tasks"]["lambada/lambada"])
 

@@ -228,3 +228,11 @@ time.sleep(600)
     wait_until(lambda: not any(map(is_running, ranks)))
     log = (tmp_path / "logs" / "rank-00001.log").read_text()
     assert log == "the parent process of this rank has ended, so this rank ends too\n"
+
+
+def test_ctrl_c_that_ends_the_ranks_ends_the_starting_process_too(tmp_path: Path) -> None:
+    body = "try:\n    arrive()\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    sys.exit(130)"
+    with start_run_ranks(tmp_path, 2, body) as process:
+        wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WATCHDOG_SECONDS) == -signal.SIGINT

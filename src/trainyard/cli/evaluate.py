@@ -100,7 +100,8 @@ def evaluate(
     if files:
         result = _measure_tasks(trained, process, layout, files, items)
         rendered = render_scores(result)
-        known["tasks"] = {**known.get("tasks", {}), **result["tasks"]}
+        before = known.get("tasks")
+        known["tasks"] = (before if isinstance(before, dict) else {}) | result["tasks"]
     else:
         found = measure(trained, process, layout, data, batches, stride)
         result = asdict(found) if found else {}
@@ -111,7 +112,7 @@ def evaluate(
     if source != trained.checkpoint:
         publish_text(source / EVALUATION, json.dumps(known) + "\n")
     rows = {"checkpoint": str(trained.checkpoint), **rendered}
-    width = max(map(len, rows)) + 2
+    width = max(map(len, rows)) + 1
     table = "\n".join(f"{name:<{width}}{value}" for name, value in rows.items())
     typer.echo(json.dumps(result) if as_json else table)
 
