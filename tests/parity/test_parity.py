@@ -149,6 +149,8 @@ TABLE = {
     "muon dp2 tp2 cp2 ulysses sequence zero 1": Row(
         SP2 | ULYSSES2 | Z1, data=2, model=DROPOUT, optimizer=MUON
     ),
+    "muon fp32 tp2 sequence": Row(SP2, computed_in=F32, optimizer=MUON),
+    "muon bf16 tp2 sequence": Row(SP2, computed_in=BF16, optimizer=MUON),
     "muon dp4 tp2 hybrid zero 2": Row(TP2 | HYBRID | Z2, data=4, optimizer=MUON),
     # Compiled blocks.
     "dp2 tp2 sequence zero 1 compiled": Row(

@@ -140,6 +140,20 @@ def test_fp8_makes_only_the_products_of_blocks_fast() -> None:
     assert gain < bf16.parts["matmuls"] / fp8.parts["matmuls"]
 
 
+def test_muon_multiplies_and_exchanges_in_the_update() -> None:
+    adamw, muon = (step(f"optimizer.kind={kind}", n_ranks=8) for kind in ("adamw", "muon"))
+    assert {**adamw.parts, "optimizer": 0} == {**muon.parts, "optimizer": 0}
+    run = run_of("optimizer.kind=muon")
+    work = count_work(run, resolve(run, 8))
+    flops = sum(2 * p.rows * p.inner * p.columns * p.count for p in work.update_products)
+    (sent,) = (each.n_bytes for each in work.traffic[0] if each.axis == "stage")
+    fastest = flops / 989e12 + 7 / 8 * sent / 450e9
+    more = muon.parts["optimizer"] - adamw.parts["optimizer"]
+    assert fastest < more < 3 * fastest
+    alone = step("optimizer.kind=muon", n_ranks=1).parts["optimizer"]
+    assert muon.parts["optimizer"] < alone / 4  # ranks share the matrices
+
+
 def test_data_ranks_hide_behind_computation() -> None:
     run = run_of()
     plan = resolve(run, 64)

@@ -207,18 +207,19 @@ class _Rank:
         """The first round of Muon's update, or AdamW's update in place."""
         topology = self.topology
         n_ranks = topology.n_ranks // topology.pipeline
-        n_values = 0
+        n_bytes = 0
         for matrices in update_rounds(self.run, self.n_blocks, n_ranks)[:1]:
             n_whole, shortest = math.prod(matrices[0].weight), min(matrices[0].weight)
             parts = [each.shard(topology.tensor).weight for each in matrices]
             n_copies = topology.replicate if self.zero else topology.shard * topology.context
             exchanged = (1 + n_copies) * n_whole + 3 * sum(map(self._share, parts))
             n_values = max(3 * n_whole + 2 * shortest**2, exchanged if n_ranks > 1 else 0)
+            n_bytes = max(self.value * n_values, 2 * FP32_BYTES * self._share(parts[0]))
         return {
             "gradients": self.gradient_bytes
             if self.n_shards == 1
             else FP32_BYTES * self.held_values,
-            "buffers": self._batch() + self.value * n_values,
+            "buffers": self._batch() + n_bytes,
         }
 
     # ---- items

@@ -1,9 +1,9 @@
 """Predicts checkpoints: their size, host memory, and the best interval.
 
 A checkpoint holds each weight and both moments in fp32, once: 12 bytes per parameter, 1.9 TiB for
-175B. With low-precision state a matrix of a block has a weight of 16 bits, a master weight of 16,
-moments of 8 and 16, and their scales: 7.1 bytes. During a background save, each rank keeps a copy
-of its part in host memory.
+175B. With Muon a matrix of a block has one momentum: 8 bytes. With low-precision state it has a
+weight of 16 bits, a master weight of 16, moments of 8 and 16, and their scales: 7.1 bytes. During a
+background save, each rank keeps a copy of its part in host memory.
 
 If each save costs w seconds of training, and a failure happens every M seconds, a run that saves
 every t seconds loses
