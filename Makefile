@@ -15,8 +15,9 @@ demo: set-up-train
 test: set-up-dev
 	$(PYTEST)
 
+# make test-all MARKS=exhaustive: only what make test leaves out.
 test-all: set-up-dev
-	$(PYTEST) -m ''
+	$(PYTEST) -m '$(MARKS)'
 
 test-cuda: set-up-cuda
 	.venv-cuda/bin/python tests/fake_cuda/start.py -m pytest -n 2 --dist worksteal -q tests/fake_cuda
