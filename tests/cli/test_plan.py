@@ -39,6 +39,14 @@ def lines_of(text: str) -> dict[str, str]:
     return {line[:15].strip(): line[15:] for line in text.splitlines() if line[:15].strip()}
 
 
+@pytest.mark.parametrize(("nodes", "link"), [("1", "inside"), ("2", "across")])
+def test_messages_of_muon_go_to_all_ranks_of_a_stage(nodes: str, link: str) -> None:
+    words = ("gpt3-1.3b", "--cluster", "lumi", "--nodes", nodes, "optimizer.kind=muon")
+    (line,) = (line for line in run_plan(*words).splitlines() if " stage " in line)
+    assert "all-to-all" in line
+    assert f"{link} nodes" in line
+
+
 def test_the_lumi_job() -> None:
     recipe = str(RECIPES / "lumi" / "13b.toml")
     lines = lines_of(run_plan(recipe, *LUMI, "--price", "1"))

@@ -185,7 +185,7 @@ def link_of(traffic: Traffic, plan: Plan, machine: Machine | None) -> str:
     if machine is None:
         return ""
     sizes = dict(zip(AXES, astuple(plan.topology), strict=True))
-    place = AXES.index(traffic.axis)
+    place = 1 if traffic.axis == "stage" else AXES.index(traffic.axis)
     span = math.prod(sizes[axis] for axis in AXES[place:])
     inside = span <= machine.devices_per_node
     speed = machine.link_bytes_per_second if inside else machine.network_bytes_per_second

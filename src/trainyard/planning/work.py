@@ -42,7 +42,7 @@ Kind = tuple[int, int, bool, bool]
 BACKWARD = 2
 """Matmuls, bytes and kernels of a backward pass, relative to a forward pass."""
 NEWTON_SCHULZ_ITERATIONS = 5
-NEWTON_SCHULZ_KERNELS, MUON_KERNELS = 18, 10
+NEWTON_SCHULZ_KERNELS, MUON_KERNELS = 20, 10
 """Launched for each matrix that is orthogonalized, and for each that is updated."""
 ATTENTION_BACKWARD = 2.5
 """Matmuls of fused attention there: five for two, since it recomputes the scores."""
