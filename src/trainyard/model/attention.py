@@ -135,7 +135,7 @@ class Attention(nn.Module):
         q, k, v = (part.flatten(2, 3) for part in qkv.split((self.group_size, 1, 1), 3))
         # Queries of groups, and what is turned, are copies: views would keep all of `qkv` as well.
         if self.group_size > 1:
-            k, v = k.contiguous(), v.contiguous()
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         elif rotation is not None and self.query_norm is None:
             v = v.contiguous()
         if self.query_norm is not None and self.key_norm is not None:
