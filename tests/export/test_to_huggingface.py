@@ -12,10 +12,8 @@ from typer.testing import CliRunner
 
 from trainyard.checkpoint.format import read_manifest, render_manifest
 from trainyard.cli.export import export
-from trainyard.config.run import Model
 from trainyard.data.vocabulary import byte_symbols
-from trainyard.errors import CheckpointError, ConfigError, MachineError
-from trainyard.export.gpt2 import config_of
+from trainyard.errors import CheckpointError, MachineError
 from trainyard.export.to_huggingface import (
     compare_logits,
     export_huggingface,
@@ -158,15 +156,6 @@ def test_a_damaged_checkpoint_is_not_exported(make_checkpoint, tmp_path):
         with pytest.raises(CheckpointError, match=problem):
             export_huggingface(checkpoint, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
-
-
-def test_a_model_that_is_not_a_gpt2_is_refused():
-    class Rotary(Model):
-        positions: str = "learned"
-
-    assert config_of(Rotary(d_ff=96), None, "float32").n_inner == 96
-    with pytest.raises(ConfigError, match=r"model\.positions='rotary' does not exist in GPT-2"):
-        config_of(Rotary(positions="rotary"), None, "float32")
 
 
 def test_an_output_that_exists_is_left_alone(make_checkpoint, tmp_path):

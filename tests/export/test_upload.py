@@ -62,14 +62,15 @@ def test_the_card_has_the_facts_of_the_run(make_checkpoint, tmp_path):
     early, late = line | {"step": 0, "loss": 9.0}, line | {"step": 2, "loss": 2.0}
     text = "".join(json.dumps(each) + "\n" for each in (early, line, late))
     (tmp_path / "run" / "metrics.jsonl").write_text(text)
-    card = render_card(checkpoint, read_manifest(checkpoint), "float32", "mit", "me/x")
+    manifest = read_manifest(checkpoint)
+    card = render_card(checkpoint, manifest, "GPT2LMHeadModel", "float32", "mit", "me/x")
     size = read_manifest(checkpoint).build_run().model.vocabulary_size
     n_padding = (model.embedding.weight.shape[0] - size) * model.embedding.weight.shape[1]
     n_parameters = sum(each.numel() for each in model.parameters()) - n_padding
     assert card.startswith("---\nlicense: mit\nlibrary_name: transformers\n")
     for fact in (
         "2.5000 nats per token, perplexity 12.18, 1.2500 bits per byte",
-        f"of {n_parameters:,} parameters",
+        f"A `GPT2LMHeadModel` of {n_parameters:,} parameters",
         "`wiki_text`, `b_c`",
         "| started from | random weights |",
         'from_pretrained("me/x")',
