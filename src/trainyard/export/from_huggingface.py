@@ -135,14 +135,23 @@ def _find_tensors(
                     _OTHER_CONFIG,
                 )
         found[name] = [theirs.pop(their) for their in wanted]
-    _refuse_the_rest(folder, family, theirs.keys(), model)
+    if model.tied_embeddings and HEAD in theirs:
+        _require_equal_head(folder, theirs.pop(HEAD), found["embedding.weight"][0])
+    _refuse_the_rest(folder, family, theirs)
     return found
 
 
-def _refuse_the_rest(folder: Path, family: Family, names: Iterable[str], model: Model) -> None:
-    tied = {HEAD, family.prefix + HEAD} if model.tied_embeddings else set()
+def _require_equal_head(folder: Path, head: Values, embedding: Values) -> None:
+    same = head.shape == embedding.shape
+    if not (same and torch.equal(_read_tensor(head), _read_tensor(embedding))):
+        raise CheckpointError(
+            f"{HEAD!r} in {folder} is not the embedding, but its config.json ties them",
+            "tie_word_embeddings: false in that file keeps both",
+        )
+
+
+def _refuse_the_rest(folder: Path, family: Family, names: Iterable[str]) -> None:
     unknown = sorted(name for name in names if not re.fullmatch(family.no_weight, name))
-    unknown = [name for name in unknown if name not in tied]
     if unknown:
         raise CheckpointError(
             f"{folder} has {len(unknown)} tensors that no {family.architecture} has: "
