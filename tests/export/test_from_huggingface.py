@@ -151,7 +151,7 @@ REFUSED_OPTIONS = {
     "n_head": (5, "d_model=32 must be divisible by n_heads=5"),
     "n_embd": ("32; rm", "n_embd: .*valid integer"),
     "attn_pdrop": (0.2, "attn_pdrop=0.2 and resid_pdrop=0.1 differ"),
-    "n_layer": (9999, "says n_layer=9999, but there are 40 tensors"),
+    "n_layer": (9999, "has 9999 layers, but there are 40 tensors"),
     "n_inner": (10**12, r"c_fc.weight' in .* has shape \[32, 128\]; its config.json says \[32, 1"),
     "n_positions": (10**12, "transformer.wpe.weight' in .* has shape"),
     "vocab_size": (10**12, "transformer.wte.weight' in .* has shape"),
@@ -213,7 +213,7 @@ def test_pipes_do_not_block(theirs, tmp_path):
 def test_missing_and_unknown_tensors_are_named(theirs, tmp_path):
     weights = load_file(theirs / "model.safetensors")
     save_file(weights | {"adapter.a": torch.ones(1)}, theirs / "model.safetensors")
-    refused(theirs, r"1 tensors that no GPT-2 has: adapter\.a")
+    refused(theirs, r"1 tensors that no GPT2LMHeadModel has: adapter\.a")
     del weights["transformer.ln_f.bias"]
     save_file(weights, theirs / "model.safetensors")
     refused(theirs, r"has no tensor 'transformer\.ln_f\.bias'")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 
 import pytest
 import torch
@@ -13,10 +12,8 @@ from typer.testing import CliRunner
 
 from trainyard.checkpoint.format import read_manifest, render_manifest
 from trainyard.cli.export import export
-from trainyard.config.run import Model
 from trainyard.data.vocabulary import byte_symbols
-from trainyard.errors import CheckpointError, ConfigError, MachineError
-from trainyard.export.gpt2 import config_of
+from trainyard.errors import CheckpointError, MachineError
 from trainyard.export.to_huggingface import (
     compare_logits,
     export_huggingface,
@@ -159,26 +156,6 @@ def test_a_damaged_checkpoint_is_not_exported(make_checkpoint, tmp_path):
         with pytest.raises(CheckpointError, match=problem):
             export_huggingface(checkpoint, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
-
-
-OTHER_PARTS = {
-    "positions": "rotary",
-    "rotary_base": 500_000.0,
-    "norm": "rms",
-    "mlp": "swiglu",
-    "bias": False,
-    "n_key_value_heads": 4,
-    "query_key_norm": True,
-    "d_head": 128,
-}
-
-
-def test_a_model_that_is_not_a_gpt2_is_refused():
-    assert config_of(Model(d_ff=96), None, "float32").n_inner == 96
-    for field, value in OTHER_PARTS.items():
-        problem = rf"model\.{field}={re.escape(repr(value))} does not exist in GPT-2"
-        with pytest.raises(ConfigError, match=problem):
-            config_of(Model(**{field: value}), None, "float32")
 
 
 def test_an_output_that_exists_is_left_alone(make_checkpoint, tmp_path):

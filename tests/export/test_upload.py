@@ -65,14 +65,15 @@ def test_the_card_has_the_facts_of_the_run(make_checkpoint, tmp_path):
     scores = {"n_items": 500, "accuracy": 0.5, "accuracy_stderr": 0.0224}
     tasks = {"piqa/va|lid": scores | {"step": 1}, "arc/older": scores | {"step": 0}}
     (tmp_path / "run" / "evaluation.json").write_text(json.dumps({"tasks": tasks}))
-    card = render_card(checkpoint, read_manifest(checkpoint), "float32", "mit", "me/x")
+    manifest = read_manifest(checkpoint)
+    card = render_card(checkpoint, manifest, "GPT2LMHeadModel", "float32", "mit", "me/x")
     size = read_manifest(checkpoint).build_run().model.vocabulary_size
     n_padding = (model.embedding.weight.shape[0] - size) * model.embedding.weight.shape[1]
     n_parameters = sum(each.numel() for each in model.parameters()) - n_padding
     assert card.startswith("---\nlicense: mit\nlibrary_name: transformers\n")
     for fact in (
         "2.5000 nats per token, perplexity 12.18, 1.2500 bits per byte",
-        f"of {n_parameters:,} parameters",
+        f"A `GPT2LMHeadModel` of {n_parameters:,} parameters",
         "`wiki_text`, `b_c`",
         "| started from | random weights |\n| piqa/va_lid accuracy | 50.00% ± 2.24%, 500 items |\n",
         'from_pretrained("me/x")',

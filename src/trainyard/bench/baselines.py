@@ -26,7 +26,7 @@ from trainyard.bench.timeline import BACKWARD, FORWARD, Timeline
 from trainyard.config.run import Model, Run
 from trainyard.data.loader import Loader, build_orders
 from trainyard.errors import ConfigError, LaunchError, MachineError
-from trainyard.export.gpt2 import config_of, their_name, to_theirs
+from trainyard.export.families import GPT2, find_family
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 from trainyard.optim.adamw import build_adamw
@@ -75,7 +75,7 @@ def refuse_baseline(baseline: str, run: Run, n_ranks: int) -> None:
             f"optimizer.kind={run.optimizer.kind!r} is not available in {baseline}",
             "optimizer.kind=adamw",
         )
-    config_of(run.model, None, "float32")  # refuses a model that is not a GPT-2
+    find_family(run.model, (GPT2,))
     if baseline == MEGATRON_CORE and not torch.cuda.is_available():
         raise MachineError(
             f"--against {baseline}: attention and optimizer of megatron-core need "
@@ -231,15 +231,14 @@ def build_transformers(model: Model, ours: GPT) -> nn.Module:
     """Builds a GPT2LMHeadModel with our weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    fields = config_of(model, None, "float32").model_dump()
-    for name in ("model_type", "architectures", "torch_dtype"):
+    fields = GPT2.config_of(model)
+    for name in ("model_type", "architectures"):
         del fields[name]
     config = GPT2Config(**fields | {"activation_function": "gelu_pytorch_tanh"}, use_cache=False)
     theirs: nn.Module = GPT2LMHeadModel(config)
-    weights = {
-        their_name(name): to_theirs(name, parameter.detach(), model)
-        for name, parameter in ours.named_parameters()
-    }
+    weights: dict[str, Tensor] = {}
+    for name, parameter in ours.named_parameters():
+        weights |= GPT2.to_theirs(name, parameter.detach(), model)
     if model.tied_embeddings:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
     missing, unexpected = theirs.load_state_dict(weights, strict=False)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainyard.config.run import Model
-from trainyard.export.gpt2 import to_theirs
+from trainyard.export.families import GPT2
 from trainyard.model.gpt import GPT
 
 
@@ -74,7 +74,8 @@ def build_plain(model: Model, ours: GPT) -> PlainGPT:
     weights = {name: parameter.detach() for name, parameter in ours.named_parameters()}
     for name, weight in weights.items():
         if ".qkv." in name:  # interleaved by head in ours; queries, keys, values consecutive here
-            weights[name] = to_theirs(name, weight, model).t() if weight.ndim > 1 else weight
+            (theirs,) = GPT2.to_theirs(name, weight, model).values()
+            weights[name] = theirs.t()
     if model.tied_embeddings:
         weights["head.weight"] = weights["embedding.weight"]
     plain.load_state_dict(weights)

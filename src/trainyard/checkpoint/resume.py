@@ -135,11 +135,17 @@ def check_resumable(
 
 
 def shape_changes(saved: Run, wanted: Run) -> list[Change]:
-    """Lists the fields of the model that differ, although weights alone are taken."""
+    """Lists the fields of the model that differ, although weights alone are taken.
+
+    Rotary positions have no weights, so sequences may be of another length.
+    """
+    free = {*_FREE_AT_START}
+    if wanted.model.positions == "rotary":
+        free.add("model.sequence_length")
     return [
         change
         for change in run_changes(saved, wanted)
-        if change.field.startswith("model.") and change.field not in _FREE_AT_START
+        if change.field.startswith("model.") and change.field not in free
     ]
 
 

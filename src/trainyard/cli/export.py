@@ -47,9 +47,10 @@ def export(
         typer.Option("--license", help="Licence of the weights, for the model card: apache-2.0."),
     ] = "",
 ) -> None:
-    """Write a checkpoint as a Hugging Face GPT-2 folder.
+    """Write a checkpoint as a Hugging Face folder.
 
-    The folder has a model card, README.md.
+    The architecture is the one that computes the model: GPT2LMHeadModel, LlamaForCausalLM or
+    Qwen3ForCausalLM. The folder has a model card, README.md.
 
     Example: trainyard export runs/demo --output demo-hf
 
@@ -73,11 +74,15 @@ def export(
 
     from trainyard.checkpoint.format import manifest_sha256, read_manifest
     from trainyard.checkpoint.resume import find_checkpoint
+    from trainyard.export.families import find_family
     from trainyard.export.to_huggingface import export_huggingface, require_equal_logits
     from trainyard.report.model_card import render_card
 
     checkpoint = find_checkpoint(source)
-    card = render_card(checkpoint, read_manifest(checkpoint), dtype, licence, place or output.name)
+    manifest = read_manifest(checkpoint)
+    architecture = find_family(manifest.build_run().model).architecture
+    name = place or output.name
+    card = render_card(checkpoint, manifest, architecture, dtype, licence, name)
     mark = f"<!-- checkpoint {manifest_sha256(checkpoint)}, {dtype} {licence} -->\n"
     written = output / "README.md"
     if place and written.is_file() and written.read_text(encoding="utf-8").endswith(mark):

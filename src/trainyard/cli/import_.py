@@ -32,7 +32,9 @@ def import_(
     ] = "huggingface",
     tokenizer: Annotated[
         str,
-        typer.Option(help="The model's tokenizer: gpt2 or a folder; default: the one in FOLDER."),
+        typer.Option(
+            help="The model's tokenizer: gpt2 or a folder; default: the one in FOLDER, if readable."
+        ),
     ] = "",
     settings: Annotated[
         list[str] | None,
@@ -41,7 +43,8 @@ def import_(
 ) -> None:
     """Create a run from a model or flags of other tools.
 
-    A Hugging Face or Megatron model becomes a run folder, Megatron's flags a run file.
+    A model of Megatron or of Hugging Face (GPT-2, Llama, Qwen3) becomes a run folder, Megatron's
+    flags a run file.
 
     Example: trainyard import gpt2 --output runs/gpt2
 

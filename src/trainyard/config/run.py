@@ -215,7 +215,7 @@ class Train(Section):
     """Total training length; a run that has begun can be extended."""
     start_from: str = ""
     """Weights to start from: a run or its folder, `base@300` for its step 300, a checkpoint folder,
-    or a Hugging Face GPT-2 folder; empty: random. Read before the first step only."""
+    or a Hugging Face folder; empty: random. Read before the first step only."""
     start_with: Literal["weights", "weights_and_optimizer"] = "weights"
     """What to take from there: weights alone, or also the optimizer's moments and update count."""
     stop_after_minutes: float = Field(default=float("inf"), gt=0, allow_inf_nan=True)

@@ -1,12 +1,13 @@
-"""Converts a Hugging Face GPT-2 folder to a run folder for further training.
+"""Converts a Hugging Face folder to a run folder for further training.
 
 It reads, converts and writes one tensor at a time, so memory for the largest one suffices.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,24 +16,24 @@ from torch import Tensor
 from trainyard.architecture import padded_vocabulary_size, parameter_shapes
 from trainyard.checkpoint.shard import Values, read_header, read_values
 from trainyard.config.run import Model
-from trainyard.data.vocabulary import holds_tokenizer
-from trainyard.errors import CheckpointError
-from trainyard.export.gpt2 import (
+from trainyard.data.vocabulary import Vocabulary, holds_tokenizer
+from trainyard.errors import CheckpointError, DataError
+from trainyard.export.families import (
     CONFIG,
+    HEAD,
     WEIGHTS,
     WEIGHTS_INDEX,
-    from_theirs,
-    model_of,
-    their_name,
-    their_shape,
+    Family,
+    read_config,
 )
 from trainyard.export.run_folder import build_run, load_fitting, require_new, write_run_folder
 from trainyard.export.stream import outline
 from trainyard.files import parse_json, read_file
 
 _TEXT_LIMIT_BYTES = 64 * 2**20
-# Causal masks that old versions stored with the weights.
-_NO_WEIGHT = re.compile(r"transformer\.h\.[0-9]+\.attn\.(masked_)?bias")
+_OTHER_CONFIG = "the weights belong to another config.json"
+
+logger = logging.getLogger("trainyard")
 
 
 def import_huggingface(folder: Path, output: Path, tokenizer: str = "") -> Path:
@@ -44,31 +45,45 @@ def import_huggingface(folder: Path, output: Path, tokenizer: str = "") -> Path:
     Args:
         folder: with config.json and model.safetensors, or shards with their index.
         output: the run folder to create, atomically.
-        tokenizer: as for `load_vocabulary`; empty: the one in `folder`, if any.
+        tokenizer: as for `load_vocabulary`; empty: the one in `folder`, if it can be read.
 
     Raises:
-        CheckpointError: `folder` is not a GPT-2 in safetensors, or `output` exists.
-        DataError: the tokenizer is missing, is not a byte-level BPE, or does not fit the model.
+        CheckpointError: `folder` holds no model of a known family in safetensors, or `output`
+            exists.
+        DataError: `tokenizer` is missing, is not a byte-level BPE, or does not fit the model.
         MachineError: `output` cannot be written.
     """
     require_new(output)
-    model = model_of(_read_text(folder / CONFIG), str(folder / CONFIG))
+    family, model = read_config(_read_text(folder / CONFIG), str(folder / CONFIG))
     n_rows = padded_vocabulary_size(model)
-    source = tokenizer or (folder if holds_tokenizer(folder) else None)
-    vocabulary = load_fitting(source, model) if source else None
+    vocabulary = load_fitting(tokenizer, model) if tokenizer else _load_own(folder, model)
     description = f"Imported from {folder.name}."
     run = build_run(output, model, description, has_tokenizer=vocabulary is not None)
-    theirs = _find_weights(folder)
-    stored = _find_tensors(folder, theirs, model, n_rows)
+    stored = _find_tensors(folder, family, model, n_rows)
 
     def make(name: str) -> Tensor:
-        place = theirs[stored[name]]
-        tensor = torch.empty(place.shape, dtype=place.dtype)
-        read_values(place, into=tensor)
-        return from_theirs(name, tensor.float(), model, n_rows)
+        parts = [_read_tensor(values).float() for values in stored[name]]
+        return family.from_theirs(name, parts, model, n_rows)
 
     outlines = outline(parameter_shapes(model, n_rows), torch.float32)
     return write_run_folder(output, run, vocabulary, outlines, make)
+
+
+def _load_own(folder: Path, model: Model) -> Vocabulary | None:
+    """Loads the tokenizer in a folder; without it the weights are of use too."""
+    try:
+        return load_fitting(folder, model) if holds_tokenizer(folder) else None
+    except DataError as error:
+        logger.warning(
+            "importing without the tokenizer: %s; --tokenizer names another", error.problem
+        )
+        return None
+
+
+def _read_tensor(values: Values) -> Tensor:
+    tensor = torch.empty(values.shape, dtype=values.dtype)
+    read_values(values, into=tensor)
+    return tensor
 
 
 def _find_weights(folder: Path) -> dict[str, Values]:
@@ -83,7 +98,7 @@ def _find_weights(folder: Path) -> dict[str, Values]:
         raise CheckpointError(
             f"{folder} has no {WEIGHTS}; it has {found}",
             "if you trust it, convert it: "
-            "GPT2LMHeadModel.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)",
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)",
         )
     weights: dict[str, Values] = {}
     for name in names:
@@ -92,43 +107,55 @@ def _find_weights(folder: Path) -> dict[str, Values]:
 
 
 def _find_tensors(
-    folder: Path, theirs: Mapping[str, Values], model: Model, n_rows: int
-) -> dict[str, str]:
-    """Maps our names to theirs, as stored, after checking that all exist in the right shape."""
-    prefix = "" if any(name.startswith("transformer.") for name in theirs) else "transformer."
+    folder: Path, family: Family, model: Model, n_rows: int
+) -> dict[str, list[Values]]:
+    """Maps our names to the parts of them, after checking that all exist in the right shape."""
+    theirs = _find_weights(folder)
     if model.n_layers > len(theirs):
         raise CheckpointError(
-            f"{folder / CONFIG} says n_layer={model.n_layers}, but there are {len(theirs)} tensors",
-            "the weights belong to another config.json",
+            f"{folder / CONFIG} has {model.n_layers} layers, but there are {len(theirs)} tensors",
+            _OTHER_CONFIG,
         )
+    if not any(name.startswith(family.prefix) for name in theirs):
+        theirs = {
+            name if name == HEAD else family.prefix + name: values
+            for name, values in theirs.items()
+        }
     found = {}
     for name, shape in parameter_shapes(model, n_rows).items():
-        their = their_name(name)
-        stored = their if their in theirs else their.removeprefix(prefix)
-        if stored not in theirs:
-            raise CheckpointError(
-                f"{folder} has no tensor {their!r}", "the weights belong to another config.json"
-            )
-        wanted = their_shape(name, shape, model)
-        has = theirs[stored].shape
-        if has != wanted:
-            raise CheckpointError(
-                f"tensor {their!r} in {folder} has shape {list(has)}; "
-                f"its config.json says {list(wanted)}",
-                "the weights belong to another config.json",
-            )
-        found[name] = stored
-    unused = theirs.keys() - set(found.values())
-    _refuse_the_rest(folder, {prefix + name for name in unused}, model)
+        wanted = family.their_shapes(name, shape, model)
+        for their, their_shape in wanted.items():
+            if their not in theirs:
+                raise CheckpointError(f"{folder} has no tensor {their!r}", _OTHER_CONFIG)
+            has = theirs[their].shape
+            if has != their_shape:
+                raise CheckpointError(
+                    f"tensor {their!r} in {folder} has shape {list(has)}; "
+                    f"its config.json says {list(their_shape)}",
+                    _OTHER_CONFIG,
+                )
+        found[name] = [theirs.pop(their) for their in wanted]
+    if model.tied_embeddings and HEAD in theirs:
+        _require_equal_head(folder, theirs.pop(HEAD), found["embedding.weight"][0])
+    _refuse_the_rest(folder, family, theirs)
     return found
 
 
-def _refuse_the_rest(folder: Path, names: set[str], model: Model) -> None:
-    tied = {"lm_head.weight", "transformer.lm_head.weight"} if model.tied_embeddings else set()
-    unknown = sorted(name for name in names - tied if not _NO_WEIGHT.fullmatch(name))
+def _require_equal_head(folder: Path, head: Values, embedding: Values) -> None:
+    same = head.shape == embedding.shape
+    if not (same and torch.equal(_read_tensor(head), _read_tensor(embedding))):
+        raise CheckpointError(
+            f"{HEAD!r} in {folder} is not the embedding, but its config.json ties them",
+            "tie_word_embeddings: false in that file keeps both",
+        )
+
+
+def _refuse_the_rest(folder: Path, family: Family, names: Iterable[str]) -> None:
+    unknown = sorted(name for name in names if not re.fullmatch(family.no_weight, name))
     if unknown:
         raise CheckpointError(
-            f"{folder} has {len(unknown)} tensors that no GPT-2 has: {', '.join(unknown[:3])}",
+            f"{folder} has {len(unknown)} tensors that no {family.architecture} has: "
+            f"{', '.join(unknown[:3])}",
             "merge adapters into the weights before importing",
         )
 

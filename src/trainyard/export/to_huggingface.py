@@ -1,4 +1,4 @@
-"""Converts a checkpoint to a GPT-2 folder for Hugging Face libraries.
+"""Converts a checkpoint to a folder for Hugging Face libraries.
 
 It reads, converts and writes one tensor at a time, so memory for the largest one suffices, for any
 saved layout. Comparing logits afterwards needs both whole models.
@@ -9,30 +9,24 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainyard.architecture import parameter_shapes
+from trainyard.architecture import Shape, parameter_shapes
 from trainyard.checkpoint.format import OLDER_IS_KEPT, Manifest
 from trainyard.checkpoint.load import build_model_from_checkpoint, load_tokenizer_copy
 from trainyard.checkpoint.shard import split_in_shards
 from trainyard.config.run import Model
 from trainyard.data.vocabulary import END_OF_DOCUMENT, GPT2, Vocabulary
 from trainyard.errors import CheckpointError, MachineError
-from trainyard.export.gpt2 import (
-    CONFIG,
-    WEIGHTS,
-    WEIGHTS_INDEX,
-    config_of,
-    their_name,
-    their_shape,
-    to_theirs,
-)
+from trainyard.export.families import CONFIG, WEIGHTS, WEIGHTS_INDEX, Family, find_family
 from trainyard.export.run_folder import require_new
-from trainyard.export.stream import CheckpointWeights, outline, write_tensors
+from trainyard.export.stream import CheckpointWeights, Make, outline, write_tensors
 from trainyard.files import flush
 
 logger = logging.getLogger("trainyard")
@@ -60,22 +54,26 @@ def export_huggingface(
 
     Raises:
         CheckpointError: the checkpoint is damaged, or `output` exists.
-        ConfigError: its model is not a GPT-2.
+        ConfigError: no architecture of Hugging Face computes its model.
         MachineError: `output` cannot be written.
     """
     require_new(output)
     weights = CheckpointWeights.open(checkpoint)
     run = weights.manifest.build_run()
-    outlines = _outline(weights, run.model, dtype)
+    family = find_family(run.model)
+    parts = _find_parts(weights, family, run.model)
     vocabulary = _find_vocabulary(checkpoint, weights.manifest)
+    config = family.config_of(run.model) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     partial = output.with_name(f".{output.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write_texts(partial, run.model, vocabulary, dtype)
+        _write_texts(partial, config, vocabulary, run.model.sequence_length)
         if card:
             (partial / "README.md").write_text(card, encoding="utf-8")
-        _write_weights(partial, split_in_shards(outlines, shard_limit_bytes), weights, run.model)
+        shapes = {name: shape for each in parts.values() for name, shape in each.items()}
+        shards = split_in_shards(outline(shapes, dtype), shard_limit_bytes)
+        _write_weights(partial, shards, _converter(weights, family, run.model, parts))
         for path in partial.iterdir():
             flush(path)
         partial.rename(output)
@@ -111,13 +109,13 @@ def compare_logits(checkpoint: Path, folder: Path, n_tokens: int = 128) -> float
     logging.disable(logging.WARNING)  # torchao, imported below, reports kernels for other devices
     try:
         import transformers  # type: ignore[import-not-found,unused-ignore]
-        from transformers import GPT2LMHeadModel
+        from transformers import AutoModelForCausalLM
     finally:
         logging.disable(logging.NOTSET)
 
     transformers.utils.logging.disable_progress_bar()
     ours, run, _ = build_model_from_checkpoint(checkpoint)
-    theirs = GPT2LMHeadModel.from_pretrained(folder, local_files_only=True)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     theirs.float().eval()
     shape = (2, min(n_tokens, run.model.sequence_length))
     generator = torch.Generator().manual_seed(0)
@@ -137,54 +135,63 @@ def _find_vocabulary(checkpoint: Path, manifest: Manifest) -> Vocabulary | None:
 
 
 def _write_texts(
-    folder: Path, model: Model, vocabulary: Vocabulary | None, dtype: torch.dtype
+    folder: Path, config: dict[str, Any], vocabulary: Vocabulary | None, sequence_length: int
 ) -> None:
     end = vocabulary.special_tokens[END_OF_DOCUMENT] if vocabulary else None
-    config = config_of(model, end, str(dtype).removeprefix("torch."))
-    _write_json(folder / CONFIG, config.model_dump())
-    generation = {"_from_model_config": True, "bos_token_id": end, "eos_token_id": end}
-    _write_json(folder / "generation_config.json", generation)
+    ids = {"bos_token_id": end, "eos_token_id": end}
+    _write_json(folder / CONFIG, config | ids)
+    _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
     if vocabulary:
         (folder / "tokenizer.json").write_text(vocabulary.render_json(), encoding="utf-8")
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_DOCUMENT)
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": model.sequence_length,
+            "model_max_length": sequence_length,
             "clean_up_tokenization_spaces": False,
             **special,
         }
         _write_json(folder / "tokenizer_config.json", settings)
 
 
-def _outline(weights: CheckpointWeights, model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Describes the output, by our names in their shapes, after checking that all of it exists."""
-    n_rows = weights.n_rows()
+def _find_parts(
+    weights: CheckpointWeights, family: Family, model: Model
+) -> dict[str, dict[str, Shape]]:
+    """Maps our names to the parts to write and their shapes, after checking that all exist."""
     if model.n_layers > len(weights.manifest.tensors):
         raise CheckpointError(
             f"{weights.path} holds {len(weights.manifest.tensors)} tensors, too few for "
             f"model.n_layers={model.n_layers} of its run",
             OLDER_IS_KEPT,
         )
-    shapes = parameter_shapes(model, n_rows)
+    shapes = parameter_shapes(model, weights.n_rows())
     for name, shape in shapes.items():
         weights.require(name, shape)
-    return outline({name: their_shape(name, s, model) for name, s in shapes.items()}, dtype)
+    return {name: family.their_shapes(name, shape, model) for name, shape in shapes.items()}
 
 
-def _write_weights(
-    folder: Path, shards: list[dict[str, Tensor]], weights: CheckpointWeights, model: Model
-) -> None:
+def _converter(
+    weights: CheckpointWeights,
+    family: Family,
+    model: Model,
+    parts: Mapping[str, Mapping[str, Shape]],
+) -> Make:
+    """Returns what reads a part; it keeps the parts of one of our parameters."""
+    ours = {theirs: name for name, each in parts.items() for theirs in each}
+
+    @lru_cache(maxsize=1)
+    def convert(name: str) -> dict[str, Tensor]:
+        return family.to_theirs(name, weights.read(name), model)
+
+    return lambda theirs: convert(ours[theirs])[theirs]
+
+
+def _write_weights(folder: Path, shards: list[dict[str, Tensor]], make: Make) -> None:
     file_of: dict[str, str] = {}
     for index, shard in enumerate(shards, start=1):
         number = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         file = WEIGHTS.replace(".", f"{number}.")
-        ours = {their_name(name): name for name in shard}
-
-        def make(name: str, ours: dict[str, str] = ours) -> Tensor:
-            return to_theirs(ours[name], weights.read(ours[name]), model)
-
-        write_tensors(folder / file, {their_name(n): tensor for n, tensor in shard.items()}, make)
-        file_of |= dict.fromkeys(ours, file)
+        write_tensors(folder / file, shard, make)
+        file_of |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         _write_json(folder / WEIGHTS_INDEX, {"metadata": {}, "weight_map": file_of})
 

@@ -30,12 +30,12 @@ _CARD = """---
 {licence_line}
 library_name: transformers
 pipeline_tag: text-generation
-tags: [gpt2, trainyard]
+tags: [trainyard]
 ---
 
 # {name}
 
-A GPT-2 model of {n_parameters:,} parameters, pretrained with Trainyard {version}.
+A `{architecture}` of {n_parameters:,} parameters, pretrained with Trainyard {version}.
 
 | | |
 |---|---|
@@ -71,12 +71,15 @@ print(tokenizer.decode(model.generate(**tokens, max_new_tokens=50)[0]))
 """
 
 
-def render_card(checkpoint: Path, manifest: Manifest, dtype: str, licence: str, place: str) -> str:
+def render_card(
+    checkpoint: Path, manifest: Manifest, architecture: str, dtype: str, licence: str, place: str
+) -> str:
     """Renders the model card of a checkpoint.
 
     Args:
         checkpoint: its folder; held-out figures are those of its step in its run's metrics.jsonl.
         manifest: of the checkpoint.
+        architecture: class of the exported model in transformers.
         dtype: of the exported weights.
         licence: as the Hub names it, such as `apache-2.0`; empty: a field left to fill in.
         place: what `from_pretrained` loads.
@@ -95,6 +98,7 @@ def render_card(checkpoint: Path, manifest: Manifest, dtype: str, licence: str, 
         licence_line=f"license: {licence}" if licence else "# license: TO FILL IN",
         licence_text=licence or _TO_FILL_IN,
         name=run.name,
+        architecture=architecture,
         n_parameters=parameter_count(run.model, run.model.vocabulary_size),
         version=__version__,
         model=run.model,

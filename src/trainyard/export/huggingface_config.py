@@ -1,0 +1,115 @@
+"""Keys of Hugging Face's `config.json` that decide what a model computes.
+
+A key with one value stands for an option that our models lack. Other keys are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+_Size = Annotated[int, Field(ge=1)]
+
+
+class Config(BaseModel):
+    """The keys of a `config.json` that decide what the model computes, with their defaults."""
+
+    vocab_size: _Size
+    initializer_range: float = 0.02
+    quantization_config: None = Field(default=None, exclude=True)
+
+
+class GPT2Config(Config):
+    """Of a `GPT2LMHeadModel`."""
+
+    model_type: Literal["gpt2"] = "gpt2"
+    n_positions: _Size
+    n_embd: _Size
+    n_layer: _Size
+    n_head: _Size
+    n_inner: int | None = None
+    activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
+    embd_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    resid_pdrop: float = 0.1
+    layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = True
+    scale_attn_weights: Literal[True] = True
+    scale_attn_by_inverse_layer_idx: Literal[False] = False
+    reorder_and_upcast_attn: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _has_one_dropout(self) -> Self:
+        if len({self.embd_pdrop, self.attn_pdrop, self.resid_pdrop}) > 1:
+            raise ValueError(
+                f"embd_pdrop={self.embd_pdrop}, attn_pdrop={self.attn_pdrop} and "
+                f"resid_pdrop={self.resid_pdrop} differ; they only affect training: make them equal"
+            )
+        return self
+
+
+class _Llama3Scaling(BaseModel, extra="forbid"):
+    """`rope_scaling`."""
+
+    rope_type: Literal["llama3"] = "llama3"
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+class _RotaryConfig(Config):
+    """Keys that Llama and Qwen3 share."""
+
+    max_position_embeddings: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_hidden_layers: _Size
+    num_attention_heads: _Size
+    num_key_value_heads: _Size | None = None
+    head_dim: _Size | None = None
+    hidden_act: Literal["silu"] = "silu"
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: Literal[False] = False
+    attention_dropout: float = Field(default=0.0, ge=0, le=0)
+    rope_theta: float = 10_000.0
+    rope_scaling: _Llama3Scaling | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_rope_parameters(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """Reads `rope_parameters`, which has both base and scaling since transformers 5."""
+        rope = keys.get("rope_scaling") or keys.get("rope_parameters")
+        if not isinstance(rope, dict):
+            return keys
+        rope = {"rope_theta": keys.get("rope_theta", 10_000.0), **rope}
+        rope.setdefault("rope_type", rope.pop("type", "default"))
+        base = rope.pop("rope_theta")
+        scaling = None if rope == {"rope_type": "default"} else rope
+        return keys | {"rope_theta": base, "rope_scaling": scaling}
+
+
+class LlamaConfig(_RotaryConfig):
+    """Of a `LlamaForCausalLM`."""
+
+    model_type: Literal["llama"] = "llama"
+    mlp_bias: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _has_whole_heads(self) -> Self:
+        if self.hidden_size % self.num_attention_heads:  # transformers refuses it too
+            raise ValueError("hidden_size must be divisible by num_attention_heads")
+        return self
+
+
+class Qwen3Config(_RotaryConfig):
+    """Of a `Qwen3ForCausalLM`."""
+
+    model_type: Literal["qwen3"] = "qwen3"
+    num_key_value_heads: _Size | None = 32
+    head_dim: _Size | None = 128
+    use_sliding_window: Literal[False] = False
+    layer_types: list[Literal["full_attention"]] | None = Field(default=None, exclude=True)

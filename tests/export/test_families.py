@@ -1,0 +1,325 @@
+"""Llama and Qwen3 of transformers, imported, trained and exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tests.e2e.test_layouts import losses, said, train
+from tests.faults.small_run import write_tokens
+
+from trainyard.checkpoint.load import build_model_from_checkpoint
+from trainyard.checkpoint.resume import find_checkpoint
+from trainyard.checkpoint.verify import check_checkpoint
+from trainyard.cli.train import convert_start
+from trainyard.config.load import load_run
+from trainyard.config.run import Model, Run
+from trainyard.data.loader import Loader, build_orders
+from trainyard.errors import CheckpointError, ConfigError
+from trainyard.evaluation.generate import Sampling, generate
+from trainyard.export.families import find_family
+from trainyard.export.from_huggingface import import_huggingface
+from trainyard.export.to_huggingface import export_huggingface, require_equal_logits
+from trainyard.planning.batches import BatchSchedule
+from trainyard.planning.resolve import learning_rate, resolve
+
+transformers = pytest.importorskip("transformers")
+
+SCALING = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALING |= {"original_max_position_embeddings": 24}
+CASES: dict[str, dict[str, Any]] = {
+    "Llama": {"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+    "Llama tied, llama3 scaling": {
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "rope_parameters": SCALING | {"rope_theta": 500_000.0},
+        "head_dim": 12,
+    },
+    "Llama, every head its own keys": {"num_key_value_heads": 4},
+    "Qwen3": {"num_key_value_heads": 2, "head_dim": 24},
+    "Qwen3 tied, uneven": {"num_key_value_heads": 3, "num_attention_heads": 3, "head_dim": 16}
+    | {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+}
+
+
+def random_model(
+    folder: Path, case: str = "Llama", dtype: str = "float32", size: int = 259, **saving: Any
+) -> Any:
+    """Saves a small random model of transformers, every weight of which shows in its logits."""
+    name = case.split()[0].rstrip(",")
+    sizes = {"vocab_size": size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 96}
+    config = getattr(transformers, f"{name}Config")(**sizes | CASES[case])
+    torch.manual_seed(5)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, **saving)
+    return model.float()
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+
+
+def require_same_tensors(one: Path, other: Path) -> None:
+    before, after = tensors(one), tensors(other)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def set_keys(folder: Path, **keys: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+
+
+def model_in(run_folder: Path) -> Model:
+    return load_run(str(run_folder / "run.toml")).run.model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back_is_bitwise_with_equal_logits(tmp_path, case):
+    model = random_model(tmp_path / "theirs", case)
+    checkpoint = import_huggingface(tmp_path / "theirs", tmp_path / "mine")
+    check_checkpoint(checkpoint)
+    ours, _, _ = build_model_from_checkpoint(checkpoint)
+    tokens = torch.randint(259, (2, 96), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        found = ours.logits(ours(tokens))
+    assert expected.abs().max() > 0.5
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    export_huggingface(checkpoint, tmp_path / "back")
+    require_same_tensors(tmp_path / "theirs", tmp_path / "back")
+    assert require_equal_logits(checkpoint, tmp_path / "back", torch.float32) <= 1e-5
+    import_huggingface(tmp_path / "back", tmp_path / "again")
+    assert model_in(tmp_path / "again") == model_in(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_and_shards_are_read_and_written(tmp_path, dtype):
+    random_model(tmp_path / "theirs", dtype=dtype, max_shard_size="30KB")
+    assert len(list((tmp_path / "theirs").glob("model-*.safetensors"))) > 1
+    checkpoint = import_huggingface(tmp_path / "theirs", tmp_path / "mine")
+    export_huggingface(checkpoint, tmp_path / "back", getattr(torch, dtype), 20_000)
+    assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 1
+    require_same_tensors(tmp_path / "theirs", tmp_path / "back")
+    assert require_equal_logits(checkpoint, tmp_path / "back", torch.float32) <= 1e-5
+
+
+def test_other_spellings_of_the_same_model_are_read(tmp_path):
+    theirs = tmp_path / "theirs"
+    random_model(theirs, "Llama tied, llama3 scaling")
+    import_huggingface(theirs, tmp_path / "mine")
+    expected = model_in(tmp_path / "mine")
+    assert (expected.rotary_base, expected.rotary_scaling.factor) == (500_000, 4)
+    assert (expected.d_head, expected.n_key_value_heads, expected.tied_embeddings) == (12, 1, True)
+    weights = tensors(theirs)
+    bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    inverse = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    before_version_5 = {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": SCALING}
+    for number, stored in enumerate((weights | inverse | head, bare)):
+        save_file(stored, theirs / "model.safetensors")
+        set_keys(theirs, **before_version_5)
+        import_huggingface(theirs, tmp_path / str(number))
+        assert model_in(tmp_path / str(number)) == expected
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "architectures": (["MistralForCausalLM"], r"architectures=\['MistralForCausalLM'\] cannot be"),
+    "attention_bias": (True, "attention_bias: .*got True"),
+    "mlp_bias": (True, "mlp_bias: .*got True"),
+    "hidden_act": ("gelu", "hidden_act: .*got 'gelu'"),
+    "attention_dropout": (0.1, "attention_dropout: .*got 0.1"),
+    "quantization_config": ({"quant_method": "awq"}, "quantization_config: .*None"),
+    "rope_scaling": ({"type": "linear", "factor": 2.0}, "rope_scaling.rope_type: .*got 'linear'"),
+    "rope_parameters": ({"rope_type": "yarn"}, "rope_scaling.rope_type: .*got 'yarn'"),
+    "num_key_value_heads": (3, "n_heads=4 must be divisible by n_key_value_heads=3"),
+    "num_attention_heads": (5, "hidden_size must be divisible by num_attention_heads"),
+    "head_dim": (10**12, r"q_proj\.weight' in .* has shape \[32, 32\]; .* says \[40000000"),
+    "intermediate_size": (10**18, r"gate_proj\.weight' in .* has shape"),
+    "vocab_size": (10**18, r"embed_tokens\.weight' in .* has shape"),
+    "num_hidden_layers": (9999, "has 9999 layers, but there are 21 tensors"),
+    "tie_word_embeddings": (True, r"'lm_head\.weight' in .* is not the embedding"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_our_model_does_not_compute_is_refused(tmp_path, key):
+    value, message = REFUSED[key]
+    random_model(tmp_path / "theirs")
+    set_keys(tmp_path / "theirs", **{key: value})
+    with pytest.raises(CheckpointError, match=message):
+        import_huggingface(tmp_path / "theirs", tmp_path / "mine")
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("key", ["use_sliding_window", "layer_types"])
+def test_a_sliding_window_is_refused(tmp_path, key):
+    random_model(tmp_path / "theirs", "Qwen3")
+    values = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+    set_keys(tmp_path / "theirs", **{key: values[key]})
+    with pytest.raises(CheckpointError, match=f"is not a Qwen3ForCausalLM .*: {key}"):
+        import_huggingface(tmp_path / "theirs", tmp_path / "mine")
+
+
+def test_biases_among_the_weights_are_refused(tmp_path):
+    random_model(tmp_path / "theirs")
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}
+    save_file(tensors(tmp_path / "theirs") | bias, tmp_path / "theirs" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 tensors that no LlamaForCausalLM has: model\.la"):
+        import_huggingface(tmp_path / "theirs", tmp_path / "mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("ignore_merges", {"model": {"type": "BPE", "ignore_merges": True}}, "ignore_merges is"),
+        ("normalizer", {"model": {"type": "BPE"}, "normalizer": {"type": "NFC"}}, "its normalizer"),
+    ],
+)
+def test_weights_are_imported_without_a_tokenizer_that_cannot_be_read(
+    tmp_path, caplog, tokenizer_folder, name, change, problem
+):
+    random_model(tmp_path / "theirs")
+    (tmp_path / "theirs" / "tokenizer.json").write_text(json.dumps(change))
+    import_huggingface(tmp_path / "theirs", tmp_path / "mine")
+    assert "importing without the tokenizer: " in caplog.text
+    assert problem in caplog.text
+    assert load_run(str(tmp_path / "mine" / "run.toml")).run.tokenizer.path == ""
+    import_huggingface(tmp_path / "theirs", tmp_path / "other", str(tokenizer_folder))
+    assert (tmp_path / "other" / "tokenizer" / "tokenizer.json").exists()
+
+
+LLAMA = ["positions=rotary", "norm=rms", "mlp=swiglu", "bias=false", "n_key_value_heads=2"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "architecture"),
+    [
+        ([], "GPT2LMHeadModel"),
+        (["rotary_base=5e5", "dropout=0"], "GPT2LMHeadModel"),
+        (LLAMA, "LlamaForCausalLM"),
+        ([*LLAMA, "d_head=32", "rotary_base=5e5"], "LlamaForCausalLM"),
+        ([*LLAMA, "query_key_norm=true"], "Qwen3ForCausalLM"),
+        ([*LLAMA, "query_key_norm=true", "d_model=62", "d_head=16"], "Qwen3ForCausalLM"),
+    ],
+)
+def test_the_fields_of_a_run_choose_the_architecture(
+    make_checkpoint, tmp_path, fields, architecture
+):
+    checkpoint, model = make_checkpoint(*(f"model.{field}" for field in fields))
+    export_huggingface(checkpoint, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == [architecture]
+    assert require_equal_logits(checkpoint, tmp_path / "out", torch.float32) <= 1e-5
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(theirs).__name__ == architecture
+    n_padding = (len(model.embedding.weight) - 512) * model.embedding.weight.shape[1]
+    n_ours = sum(parameter.numel() for parameter in model.parameters()) - n_padding
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == n_ours
+
+
+@pytest.mark.parametrize(
+    ("fields", "lacks", "works"),
+    [
+        (["n_key_value_heads=2"], "GPT2LMHeadModel, .*, has no model.n_key_value_heads=2", "=4"),
+        (["d_head=32"], "GPT2LMHeadModel, .*, has no model.d_head=32\n", "model.d_head=16"),
+        ([*LLAMA, "norm=layer"], "has no model.norm='layer'\n", 'model.norm="rms"'),
+        (
+            [*LLAMA, "query_key_norm=true", "bias=true"],
+            "Qwen3ForCausalLM, the nearest of GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM, "
+            "has no model.bias=True\n",
+            "nearest that works: model.bias=false",
+        ),
+        ([*LLAMA, "d_model=62", "d_head=16"], "query_key_norm=False\n", "query_key_norm=true"),
+    ],
+)
+def test_a_model_of_no_family_is_refused_with_the_nearest(fields, lacks, works):
+    run = load_run("tiny", [f"model.{field}" for field in fields]).run
+    with pytest.raises(ConfigError, match=lacks) as raised:
+        find_family(run.model)
+    assert raised.value.hint.endswith(works)
+
+
+def losses_of_transformers(folder: Path, run: Run) -> list[float]:
+    """Trains the model in a folder, in a loop of plain PyTorch, on the sequences of a run."""
+    plan, batches, settings = resolve(run), BatchSchedule(run), run.optimizer
+    order = build_orders(run, plan, ("train", "valid"))["train"]
+    data = Loader(order, batches, run.model.vocabulary_size)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+    parameters = list(model.parameters())
+    matrices = [each for each in parameters if each.ndim > 1]
+    norms = {"params": [each for each in parameters if each.ndim == 1], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": settings.weight_decay}, norms],
+        betas=settings.betas,
+        eps=settings.epsilon,
+    )
+    found = []
+    for step in range(plan.n_steps):
+        tokens, labels = data.batch(step)
+        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(run, plan, batches.consumed(step + 1))
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def run_from(folder: Path, tokens: Path, work: Path) -> Run:
+    """Returns a run of 20 steps on shorter sequences that starts from a folder of Hugging Face."""
+    import_huggingface(folder, work / f"shape of {folder.name}")
+    fields = [
+        *(f"data.blend.prefixes=['{tokens}']", "data.split='80,10,10'", "evaluate.batches=1"),
+        *(f"data.cache_folder='{tokens.parent / 'cache'}'", "log.interval=1"),
+        *("train.length='20 steps'", "schedule.decay='20 steps'", "schedule.warmup='2 steps'"),
+        *("train.micro_batch_size=8", "train.global_batch_size=16", "model.sequence_length=32"),
+        *("optimizer.learning_rate=1e-2", "schedule.minimum_learning_rate=1e-4"),
+        *("optimizer.epsilon=1e-6", "log.tensorboard=false", f"train.start_from={folder}"),
+        "precision.kind=fp32",
+    ]
+    return load_run(str(work / f"shape of {folder.name}" / "run.toml"), fields).run
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "Llama tied, llama3 scaling",
+        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in ("Llama", "Qwen3")),
+    ],
+)
+def test_training_goes_on_as_in_transformers(tmp_path, case):
+    """Of a random model, then of the export of what it has become, with moments from zero."""
+    tokens = write_tokens(tmp_path)
+    folder = tmp_path / "theirs"
+    random_model(folder, case, size=512)
+    for number in range(2):
+        run = run_from(folder, tokens, tmp_path)
+        trained = tmp_path / f"trained-{number}"
+        convert_start(run, trained)
+        assert train(trained, run) == [0], said(trained, 0)
+        found, expected = losses(trained), losses_of_transformers(folder, run)
+        assert found[-1] < found[0] - 0.1
+        assert found == pytest.approx(expected, rel=2e-6)
+        folder = tmp_path / f"exported-{number}"
+        checkpoint = find_checkpoint(trained)
+        export_huggingface(checkpoint, folder)
+        assert require_equal_logits(checkpoint, folder, torch.float32) <= 1e-5
+        ours, _, _ = build_model_from_checkpoint(checkpoint)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        prompt = [3, 4, 5, 6]
+        written = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
+        (text,) = generate(ours, prompt, 20, Sampling(temperature=0))
+        assert text == written[0, 4:].tolist()
