@@ -28,7 +28,7 @@ def test_every_field_is_either_free_or_refused_with_a_reason():
         *("train.global_batch_size", "train.seed"),
         *(f"train.batch_ramp.{name}" for name in ("start", "increment", "length")),
         *(f"optimizer.{name}" for name in ("learning_rate", "betas", "epsilon")),
-        *("optimizer.weight_decay", "optimizer.clip_norm"),
+        *("optimizer.kind", "optimizer.momentum", "optimizer.weight_decay", "optimizer.clip_norm"),
         *(f"schedule.{name}" for name in ("kind", "minimum_learning_rate")),
         *("schedule.warmup", "schedule.decay", "schedule.cooldown", "precision.kind"),
         *(f"precision.loss_scale.{name}" for name in ("initial", "window")),
