@@ -113,7 +113,7 @@ def test_a_manifest_that_contradicts_its_file_is_refused(checkpoint, edit_manife
     [
         ({"n_layers": 9999}, r"holds 84 tensors, too few for model\.n_layers=9999"),
         ({"n_layers": 3}, r"no tensor 'model\.blocks\.2\.attention_norm\.weight'"),
-        ({"d_model": 10**9, "n_heads": 1}, "this run needs"),
+        ({"d_model": 10**9, "n_heads": 1, "n_key_value_heads": 1}, "this run needs"),
         ({"d_ff": 10**15}, "this run needs"),
         ({"sequence_length": 10**15}, "this run needs"),
         ({"vocabulary_size": 10**15}, "this run needs"),

@@ -132,12 +132,14 @@ class Attention(nn.Module):
         # Tensor parallelism may gather more tokens than `x` has, and leaves fewer heads.
         B, T, _ = qkv.shape
         qkv = qkv.view(B, T, -1, self.group_size + 2, self.d_head)
-        q, k, v = (part.flatten(2, 3) for part in qkv.split((self.group_size, 1, 1), 3))
         # Queries of groups, and what is turned, are copies: views would keep all of `qkv` as well.
         if self.group_size > 1:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        elif rotation is not None and self.query_norm is None:
-            v = v.contiguous()
+            parts = qkv.split((self.group_size, 1, 1), 3)
+            q, k, v = (part.flatten(2, 3).contiguous() for part in parts)
+        else:  # in the backward pass one kernel stacks them, and several would join a split
+            q, k, v = qkv.unbind(3)
+            if rotation is not None and self.query_norm is None:
+                v = v.contiguous()
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
