@@ -20,7 +20,6 @@ from torch.distributed.pipelining import PipelineStage
 
 from trainyard.config.run import Run
 
-REFUSED = {"fp32 cp2 ring": "on a GPU is incompatible with precision.kind='fp32'"}
 KIND_FOR = {"fp64": "bf16"}
 """fp64 is no precision of training."""
 
@@ -32,6 +31,22 @@ def build_run(row: Row) -> Run:
     fp8 = run.precision.fp8.model_copy(update={"emulate": False, "precise_blocks": 0})
     changes = {"kind": KIND_FOR.get(kind, kind), "fp8": fp8}
     return run.model_copy(update={"precision": run.precision.model_copy(update=changes)})
+
+
+def find_refused() -> dict[str, str]:
+    """Maps rows that a GPU cannot compute, for lack of a kernel, to the reason."""
+    refused = {}
+    for name, row in TABLE.items():
+        run = build_run(row)
+        if run.parallel.context > 1 and run.parallel.context_method == "ring":
+            if run.precision.kind == "fp32":
+                refused[name] = "on a GPU is incompatible with precision.kind='fp32'"
+            elif run.model.d_head % 8:
+                refused[name] = f"on a GPU is incompatible with heads of {run.model.d_head} values"
+    return refused
+
+
+REFUSED = find_refused()
 
 
 def agree(stage: PipelineStage, *arguments: Any, **keywords: Any) -> torch.Tensor:
