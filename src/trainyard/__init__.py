@@ -1,4 +1,4 @@
-"""Trainyard: pretrains GPT-3-class language models from raw text, from one run file.
+"""Trainyard: pretrains language models from raw text, from one run file.
 
 `__init__.pyi` lists the names for type checkers; each is imported when it is first used.
 """

@@ -265,7 +265,7 @@ def describe_parts(model: Model) -> list[str]:
     """Lists the parts of a model that GPT-3 does not have."""
     shared, scaling = model.n_key_value_heads, model.rotary_scaling
     parts = {
-        f"{shared:,} heads of keys and values": shared != model.n_heads,
+        f"{shared:,} key and value heads": shared != model.n_heads,
         "query-key norm": model.query_key_norm,
         "SwiGLU": model.mlp == "swiglu",
         "RMSNorm": model.norm == "rms",

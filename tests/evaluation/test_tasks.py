@@ -174,7 +174,7 @@ def test_words_that_are_wrong_are_refused_before_the_model_is_read(folder: Path)
         (["--tasks", "no.jsonl"], "cannot read no.jsonl: No such file or directory"),
         (["--tasks", short, short], "two files are named lambada/short"),
         (["--tasks", short, "--data", short], "--data and --tasks are two evaluations"),
-        (["--items", "items"], "--items is of the questions of tasks"),
+        (["--items", "items"], "--items needs --tasks"),
         (["--tasks", f"piqa={short}"], "short.jsonl has no labels"),
     ]:
         ended = trainyard("evaluate", "tiny", *words, folder=folder)

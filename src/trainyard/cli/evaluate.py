@@ -126,7 +126,7 @@ def _refuse_wrong(files: list[str], data: str, items: Path | None) -> None:
     if data and files:
         raise DataError("--data and --tasks are two evaluations", "give one of them")
     if items and not files:
-        raise DataError("--items is of the questions of tasks", "add --tasks FILE")
+        raise DataError("--items needs --tasks", "add --tasks FILE")
     read_tasks(files)
 
 

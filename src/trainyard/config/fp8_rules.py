@@ -94,4 +94,4 @@ def state_problems(run: Run) -> dict[str, str]:
     if optimizer == "adamw" or not run.precision.formats.matrices.states:
         return {}
     text = f"optimizer.kind={optimizer!r} is incompatible with precision.kind={kind!r}: "
-    return {"states": text + "low-precision state is that of AdamW"}
+    return {"states": text + "low-precision optimizer state supports AdamW only"}
