@@ -261,7 +261,7 @@ REFUSED_LAYOUTS = [  # the whole sentence
     (
         f"{LOW_BIT}; optimizer.kind=muon",
         "optimizer.kind='muon' is incompatible with precision.kind='fp8_lowbit': low-precision "
-        'state is that of AdamW; nearest that works: optimizer.kind="adamw", or '
+        'optimizer state supports AdamW only; nearest that works: optimizer.kind="adamw", or '
         'precision.kind="fp8"',
     ),
     (
