@@ -214,4 +214,5 @@ def test_every_kind_of_call_of_every_axis_is_in_the_table() -> None:
         ("shard", "reduce-scatter"),
         ("shard", "all-to-all"),
         ("replicate", "all-reduce"),
+        ("stage", "all-to-all"),
     }
