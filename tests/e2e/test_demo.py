@@ -47,6 +47,7 @@ def test_an_interrupted_demo_continues_and_finishes(
     assert "this one continues it" in finished.stdout
     assert "$ trainyard prepare" not in finished.stdout
     assert "has started before: it continues to step" in finished.stderr
+    assert "torch" not in finished.stderr, "warnings of libraries"
     folder = tmp_path / "runs/demo"
     assert load_run(str(folder / "run.toml")).run == run
     for stage in ("evaluate", "generate", "export", "report"):

@@ -7,7 +7,6 @@ saved layout. Comparing logits afterwards needs both whole models.
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Mapping
 from functools import lru_cache
@@ -28,8 +27,7 @@ from trainyard.export.families import CONFIG, WEIGHTS, WEIGHTS_INDEX, Family, fi
 from trainyard.export.run_folder import require_new
 from trainyard.export.stream import CheckpointWeights, Make, outline, write_tensors
 from trainyard.files import flush
-
-logger = logging.getLogger("trainyard")
+from trainyard.precision.float8 import quiet_import
 
 SHARD_LIMIT_BYTES = 4 * 2**30
 # Different summation order; measured 9e-7 with 124M parameters.
@@ -106,16 +104,12 @@ def compare_logits(checkpoint: Path, folder: Path, n_tokens: int = 128) -> float
     Returns:
         the largest difference between two logits, relative to the largest logit.
     """
-    logging.disable(logging.WARNING)  # torchao, imported below, reports kernels for other devices
-    try:
+    with quiet_import():  # of torchao, by the class of the model
         import transformers  # type: ignore[import-not-found,unused-ignore]
-        from transformers import AutoModelForCausalLM
-    finally:
-        logging.disable(logging.NOTSET)
 
-    transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     ours, run, _ = build_model_from_checkpoint(checkpoint)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     theirs.float().eval()
     shape = (2, min(n_tokens, run.model.sequence_length))
     generator = torch.Generator().manual_seed(0)
