@@ -7,6 +7,7 @@ saved layout. Comparing logits afterwards needs both whole models.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from functools import lru_cache
@@ -28,6 +29,8 @@ from trainyard.export.run_folder import require_new
 from trainyard.export.stream import CheckpointWeights, Make, outline, write_tensors
 from trainyard.files import flush
 from trainyard.precision.float8 import quiet_import
+
+logger = logging.getLogger("trainyard")
 
 SHARD_LIMIT_BYTES = 4 * 2**30
 # Different summation order; measured 9e-7 with 124M parameters.
