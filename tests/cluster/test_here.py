@@ -108,13 +108,19 @@ def test_stages_run_in_turn_in_the_allocation(
     assert (start.nodes, start.exit_code) == ("n[1-2]", 0)
 
 
+def has_stepped(run: Path) -> bool:
+    """Whether every rank is training: before the first step there is nothing to save."""
+    metrics = run / "metrics.jsonl"
+    return metrics.exists() and '"kind": "train"' in metrics.read_text()
+
+
 def test_ctrl_c_saves(slurm: Slurm, machines: Machines, tmp_path: Path) -> None:
     launch = [*TRAINYARD, "launch", *prepare(tmp_path, "slurm", 10**6), "log.interval=1"]
     shell = f"echo $$ > pid; exec {shlex.join(launch)}"
     argv = machines.on("login", ["salloc", "--nodes=2", "bash", "-c", shell], tmp_path)
     run = tmp_path / "runs" / "run"
     with subprocess.Popen(argv, env=machines.environment) as running:
-        wait_until((run / "metrics.jsonl").exists)
+        wait_until(lambda: has_stepped(run))
         pid = (tmp_path / "pid").read_text().strip()
         machines.run(["kill", "-INT", pid])
         assert running.wait(WATCHDOG_SECONDS) == 75
