@@ -45,6 +45,10 @@ def submit(path: Path, name: str) -> str:
     return scheduler.submit(path)
 
 
+LOOP = "while kill -0 $PPID; do sleep 0.05; done"
+"""Of a script that waits for a signal, or for the end of its parent."""
+
+
 def script(folder: Path, text: str, *options: str) -> Path:
     path = folder / "job.sh"
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), text]
@@ -150,10 +154,14 @@ def test_a_script_takes_over(tmp_path: Path) -> None:
 
 
 STAGE = """
+import signal
 import sys
 from pathlib import Path
 from trainyard.errors import LaunchError
 from trainyard.jobs.submission import run_stage
+# Not as inherited: these tests may run under nohup themselves.
+hangup = signal.SIG_IGN if sys.argv[2:] == ["nohup"] else signal.SIG_DFL
+signal.signal(signal.SIGHUP, hangup)
 try:
     run_stage("prepare", Path(sys.argv[1]))
 except LaunchError as error:
@@ -165,14 +173,33 @@ except LaunchError as error:
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_stage_is_stopped(tmp_path: Path, number: signal.Signals, code: int) -> None:
     name = number.name.removeprefix("SIG")
-    text = f"trap 'echo stopped; exit {code}' {name}; echo ready; while true; do sleep 0.05; done"
+    text = f"trap 'echo stopped; exit {code}' {name}; echo ready; {LOOP}"
     argv = [sys.executable, "-c", STAGE, str(script(tmp_path, text))]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == "ready\n"
         running.send_signal(number)
-        said = running.communicate(timeout=WATCHDOG_SECONDS)[0]
+        said = communicate(running)
     assert said == (f"stopped\nprepare ended with exit code {code}: later stages are not started\n")
+
+
+def test_a_stage_outlives_its_terminal_under_nohup(tmp_path: Path) -> None:
+    text = "echo ready; until [ -e go ]; do sleep 0.05; done; echo done"
+    argv = [sys.executable, "-c", STAGE, str(script(tmp_path, text)), "nohup"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "ready\n"
+        running.send_signal(signal.SIGHUP)
+        (tmp_path / "go").touch()
+        assert communicate(running) == "done\n"
+
+
+def communicate(running: subprocess.Popen[str]) -> str:
+    try:
+        return running.communicate(timeout=WATCHDOG_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        running.kill()  # else leaving its `with` would wait for it
+        raise
 
 
 def test_a_stage_that_is_killed(tmp_path: Path) -> None:
