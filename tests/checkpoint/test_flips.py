@@ -135,13 +135,13 @@ def test_all_problems_of_all_files_are_listed(saved: Path) -> None:
     title, *lines = caught.value.problem.splitlines()
     assert title == f"{saved}: 7 problems"
     assert lines[0] == "  'notes.txt' is not part of this checkpoint: the manifest does not list it"
-    assert lines[1].startswith(f"  {shards[0].name} is damaged: the sha256 of '")
+    assert lines[1].startswith(f"  {shards[0].name} is damaged: the checksum of '")
     assert lines[2].startswith(f"  {shards[1].name} is damaged: the sha256 of its header is ")
     assert lines[3] == f"  {shards[2].name} is missing or not a regular file"
     n_bytes = shards[3].stat().st_size
     assert lines[4] == f"  {shards[3].name} has {n_bytes} bytes instead of {n_bytes + 1}"
     assert lines[5] == f"  {shards[4].name} is missing or not a regular file"
-    assert lines[6].startswith(f"  {shards[5].name} is damaged: the sha256 of '")
+    assert lines[6].startswith(f"  {shards[5].name} is damaged: the checksum of '")
     assert "; so are 1 more of its " in lines[6]
     assert "restore its files from a copy" in caught.value.hint
 

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import xxhash
+from tests.checkpoint.conftest import flip_bit
 
 from trainyard.checkpoint import format as checkpoint_format
 from trainyard.checkpoint.format import (
@@ -44,12 +47,12 @@ def test_a_manifest_holds_what_was_saved_and_is_plain_json(checkpoint, make_fact
     content = json.loads(raw)
     name = "model.blocks.1.attention.qkv.weight"
     stored = content["tensors"][name]
-    sha256 = hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()
+    checksum = xxhash.xxh3_128_hexdigest(tensors[name].numpy().tobytes())
     file = "model-00000-of-00001.safetensors"
     assert stored == {
         "dtype": "float32",
         "shape": [48, 16],
-        "chunks": [{"offset": [0, 0], "shape": [48, 16], "file": file, "sha256": sha256}],
+        "chunks": [{"offset": [0, 0], "shape": [48, 16], "file": file, "checksum": checksum}],
     }
 
 
@@ -60,15 +63,29 @@ def test_a_folder_without_manifest_is_not_a_checkpoint(tmp_path):
         read_manifest(tmp_path / "nowhere")
 
 
-def test_format_1_has_no_tokenizer_and_is_read(checkpoint, edit_manifest, run):
+@pytest.mark.parametrize("number", [1, 2])
+def test_older_formats_are_read_with_their_checksums(
+    checkpoint, edit_manifest, run, tensors, number
+):
     def as_written_then(content):
-        content.update(format=1)
-        del content["tokenizer"]
+        content.update(format=number)
+        if number == 1:
+            del content["tokenizer"]
+        for name, stored in content["tensors"].items():
+            for chunk in stored["chunks"]:
+                del chunk["checksum"]
+                chunk["sha256"] = hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()
 
     edit_manifest(checkpoint, as_written_then)
     manifest = read_manifest(checkpoint)
-    assert (manifest.format, manifest.tokenizer) == (1, None)
+    assert (manifest.format, manifest.tokenizer) == (number, None)
     assert manifest.build_run() == run
+    for name, tensor in load_tensors(checkpoint, prefix="").items():
+        assert torch.equal(tensor, tensors[name])
+    check_checkpoint(checkpoint)
+    flip_bit(checkpoint / "model-00000-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match=r"is damaged: the checksum of .* is [0-9a-f]{64},"):
+        load_tensors(checkpoint)
 
 
 def test_a_tokenizer_belongs_to_the_files(tmp_path, make_facts, tensors, vocabulary):
@@ -92,10 +109,10 @@ def test_another_tokenizer_in_a_checkpoint_is_not_used(tmp_path, make_facts, ten
 
 
 def test_a_newer_format_is_refused_before_its_fields_are_looked_at(checkpoint, edit_manifest):
-    edit_manifest(checkpoint, lambda content: content.update(format=3, tensors="other"))
+    edit_manifest(checkpoint, lambda content: content.update(format=4, tensors="other"))
     with pytest.raises(CheckpointError) as raised:
         read_manifest(checkpoint)
-    assert "has format 3; this version of Trainyard reads formats 1 to 2" in str(raised.value)
+    assert "has format 4; this version of Trainyard reads formats 1 to 3" in str(raised.value)
     assert "upgrade Trainyard" in str(raised.value)
 
 

@@ -12,7 +12,7 @@ from tests.checkpoint.conftest import flip_bit
 from trainyard.checkpoint.load import build_model_from_checkpoint, load_into, load_tensors
 from trainyard.checkpoint.resume import find_checkpoint, newest_checkpoint
 from trainyard.checkpoint.save import save_checkpoint
-from trainyard.checkpoint.shard import values_sha256
+from trainyard.checkpoint.shard import checksum_values
 from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.errors import CheckpointError
 
@@ -82,10 +82,10 @@ def test_a_changed_byte_is_named_with_both_checksums(checkpoint, tensors):
             for name in opened.keys()  # noqa: SIM118
             if not torch.equal(opened.get_tensor(name), tensors[name])
         )
-        found = values_sha256(opened.get_tensor(name))
+        found = checksum_values(opened.get_tensor(name))
     message = (
-        f"{FILE} is damaged: the sha256 of {name!r} in it is {found}, "
-        f"the manifest says {values_sha256(tensors[name])}"
+        f"{FILE} is damaged: the checksum of {name!r} in it is {found}, "
+        f"the manifest says {checksum_values(tensors[name])}"
     )
     for read, expected in (
         (check_checkpoint, f"{checkpoint}: 1 problem\n  {message}"),

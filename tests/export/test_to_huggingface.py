@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_not_exported(make_checkpoint, tmp_path):
     content = bytearray(file.read_bytes())
     content[-1000] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"safetensors is damaged: the sha256 of 'model\."):
+    with pytest.raises(CheckpointError, match=r"safetensors is damaged: the checksum of 'model\."):
         export_huggingface(checkpoint, tmp_path / "out")
     file.write_bytes(content[:8] + b" " * (len(content) - 8))
     with pytest.raises(CheckpointError, match="is not a safetensors file"):

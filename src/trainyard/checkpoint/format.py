@@ -11,19 +11,20 @@
       .step-00002000.partial/        being written, or left by a killed save
 
     {"sha256": "9f86d081...",                        of every byte after this line's comma
-     "format": 2,
+     "format": 3,
      "step": 1000, "consumed_sequences": 256000, "consumed_tokens": 524288000,
      "run": {...}, "plan": {...}, "versions": {...}, "data_fingerprint": "...", "training": {...},
      "tensors": {"model.final_norm.weight": {"dtype": "float32", "shape": [768], "chunks": [
          {"offset": [0], "shape": [384], "file": "model-00000-of-00002.safetensors",
-          "sha256": "..."},
+          "checksum": "..."},
          {"offset": [384], "shape": [384], "file": "model-00001-of-00002.safetensors",
-          "sha256": "..."}]}, ...},
+          "checksum": "..."}]}, ...},
      "files": {"model-00000-of-00002.safetensors": {"n_bytes": 1073740800,
                                                     "header_sha256": "..."}, ...},
      "tokenizer": {"n_bytes": 1755863, "sha256": "...", "fingerprint": "..."}}
 
-Format 1, still readable, has no tokenizer.
+Checksums of chunks are XXH3-128, all others SHA-256. Formats 1 and 2, still readable, have SHA-256
+for chunks too, named "sha256"; format 1 has no tokenizer.
 
 Tensor names are global: `model.blocks.17.attention.qkv.weight`, `optimizer.<parameter>.exp_avg`.
 A tensor is stored in chunks, as sharded when saved; each has the tensor's name inside its file. The
@@ -52,6 +53,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -66,7 +68,7 @@ from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
 from trainyard.units import format_bytes
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 MANIFEST_LIMIT_BYTES = 2**30  # 105 MB were measured for 3468 tensors in 128 chunks each
@@ -85,6 +87,8 @@ _SEAL_START, _SEAL_END, _SEAL_BYTES = b'{"sha256": "', b'",', 78
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Checksum = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{32}|[0-9a-f]{64})$")]
+"""XXH3-128 or, in formats 1 and 2, SHA-256; in hex."""
 PlainName = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
 ]
@@ -102,7 +106,7 @@ class Chunk(_Part):
     offset: tuple[Count, ...]
     shape: tuple[Count, ...]
     file: PlainName
-    sha256: Sha256
+    checksum: Checksum = Field(validation_alias=AliasChoices("checksum", "sha256"))
     """Of the values, as stored in the file."""
 
 
@@ -172,7 +176,7 @@ class Facts(_Part):
 class Manifest(Facts):
     """Everything in `manifest.json`."""
 
-    format: Literal[1, 2] = FORMAT
+    format: Literal[1, 2, 3] = FORMAT
     tensors: dict[str, StoredTensor]
     files: dict[PlainName, StoredFile]
     """The files that hold tensors."""

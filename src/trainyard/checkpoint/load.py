@@ -248,18 +248,18 @@ def _fill(
 
 
 def _read_shared(target: Tensor, place: Placement, chunk: Chunk, values: Values) -> str:
-    """Reads the overlap of a part and a chunk into the part; returns the chunk's SHA-256."""
+    """Reads the overlap of a part and a chunk into the part; returns the chunk's checksum."""
     shared = _overlap(place, chunk)
     assert shared is not None, (place, chunk)
     of_part, of_chunk = shared
     wanted = target[of_part]
     is_alike = (wanted.shape, wanted.dtype) == (values.shape, values.dtype)
     if is_alike and wanted.is_contiguous() and wanted.is_cpu:
-        return read_values(values, into=wanted)
+        return read_values(values, wanted, chunk.checksum)
     found = torch.empty(values.shape, dtype=values.dtype)
-    sha256 = read_values(values, into=found)
+    checksum = read_values(values, found, chunk.checksum)
     wanted.copy_(found[of_chunk])
-    return sha256
+    return checksum
 
 
 def _find_values(file: Path, chunks: _Chunks) -> list[tuple[str, Chunk, Values]]:
@@ -281,9 +281,9 @@ def _find_values(file: Path, chunks: _Chunks) -> list[tuple[str, Chunk, Values]]
 
 
 def _compare(path: Path, name: str, chunk: Chunk, found: str) -> None:
-    if found != chunk.sha256:
+    if found != chunk.checksum:
         raise CheckpointError(
-            f"{path / chunk.file} is damaged: the sha256 of {name!r} in it is {found}, "
-            f"the manifest says {chunk.sha256}",
+            f"{path / chunk.file} is damaged: the checksum of {name!r} in it is {found}, "
+            f"the manifest says {chunk.checksum}",
             OLDER_IS_KEPT,
         )

@@ -223,8 +223,8 @@ def _write_parts(
         parts = RankManifest()
         for path, written in write_shards(shards).items():
             parts.files[path.name] = written.file
-            for name, sha256 in written.sha256.items():
-                part = describe_part(held[name], places[name], path.name, sha256)
+            for name, checksum in written.checksums.items():
+                part = describe_part(held[name], places[name], path.name, checksum)
                 parts.tensors[name] = part
         _write_flushed(own, parts)
     except Exception as error:
@@ -286,10 +286,10 @@ def failure_of(error: Exception) -> Failure:
     return Failure(problem=problem, hint=FREE_SPACE)
 
 
-def describe_part(tensor: Tensor, place: Placement, file: str, sha256: str) -> StoredTensor:
+def describe_part(tensor: Tensor, place: Placement, file: str, checksum: str) -> StoredTensor:
     """Makes the entry of a tensor with this one chunk."""
     assert tuple(tensor.shape) == place.local_shape, (tensor.shape, place)
-    chunk = Chunk(offset=place.offsets, shape=place.local_shape, file=file, sha256=sha256)
+    chunk = Chunk(offset=place.offsets, shape=place.local_shape, file=file, checksum=checksum)
     dtype = str(tensor.dtype).removeprefix("torch.")
     return StoredTensor(dtype=dtype, shape=place.shape, chunks=(chunk,))
 

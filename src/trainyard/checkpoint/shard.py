@@ -7,28 +7,32 @@
     {"b": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
      "a": {"dtype": "BF16", "shape": [5], "data_offsets": [24, 34]}}
 
-Values move between memory and file in pieces, without another copy. Hashing one piece overlaps with
-I/O of the next: each of several threads takes a tensor, and neither I/O nor hashing holds the GIL.
-The kernel would start writing only at the flush; here writeback starts after every piece, so little
-is left for the final flush.
+Each file is written by one thread, past the page cache where the file system allows it: values are
+copied to a buffer, hashed there while they are in the processor's cache, and written when it is
+full. Values are read into place, without another copy, several tensors at a time. Neither copying
+nor hashing nor I/O holds the GIL, so one thread hashes while another waits for the disk.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import math
+import mmap
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Protocol
 
 import msgspec
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from trainyard.checkpoint.format import DTYPE_BYTES, HEADER_LIMIT_BYTES, StoredFile
@@ -37,14 +41,14 @@ from trainyard.files import open_file
 
 # Few files, each small enough to move.
 SHARD_LIMIT_BYTES: Final = 2**30
-# More than two cores hash at the rate of most disks; one more thread waits for I/O.
+# Two keep most disks busy; the others hash meanwhile.
 THREADS: Final = 4
 # Large, because each piece waits for the GIL, which a busy training loop releases every 5 ms.
 _PIECE_BYTES = 8 * 2**20
-# No early writeback below this: it would write pages shared by two tensors twice.
-_WORTH_TELLING_BYTES = 2**20
 # Values start at a page boundary.
 _HEADER_ALIGNMENT_BYTES = 4096
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_SHA256_DIGITS = 64
 _TAKE_ANOTHER = "copy or download the file again"
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 """By torch's name."""
@@ -73,7 +77,12 @@ class Written:
     """A file on disk, and the checksums of its tensors."""
 
     file: StoredFile
-    sha256: dict[str, str]
+    checksums: dict[str, str]
+
+
+class _Hash(Protocol):
+    def update(self, data: memoryview, /) -> None: ...
+    def hexdigest(self) -> str: ...
 
 
 class _Entry(msgspec.Struct):
@@ -105,25 +114,13 @@ def write_shards(shards: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, Writ
     Raises:
         OSError: no space, or the disk cannot be written; leaves the files as they are.
     """
-    with ExitStack() as stack:
-        for path in shards:
-            path.unlink(missing_ok=True)  # not overwritten: tensors may be mapped from it
-        opened = [
-            (path, stack.enter_context(path.open("xb", buffering=0)), *_lay_out(tensors))
-            for path, tensors in shards.items()
-        ]
-        pool = ThreadPoolExecutor(THREADS)
-        stack.callback(pool.shutdown, cancel_futures=True)
-        started = []
-        for path, file, header, starts in opened:
-            _write_all(file, memoryview(header), 0)
-            turn = Lock()
-            futures = {
-                name: pool.submit(_write_values, file, turn, start, shards[path][name])
-                for name, start in starts.items()
-            }
-            started.append((path, file, header, futures))
-        return {path: _finish(file, header, futures) for path, file, header, futures in started}
+    for path in shards:
+        path.unlink(missing_ok=True)  # not overwritten: tensors may be mapped from it
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        return dict(zip(shards, pool.map(_write_shard, shards, shards.values()), strict=True))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def read_header(path: Path) -> dict[str, Values]:
@@ -165,22 +162,24 @@ def read_header(path: Path) -> dict[str, Values]:
     return found
 
 
-def read_values(values: Values, into: Tensor | None = None) -> str:
-    """Reads the values of a tensor from disk and returns their SHA-256 in hex.
+def read_values(values: Values, into: Tensor | None = None, like: str = "") -> str:
+    """Reads the values of a tensor from disk and returns their checksum in hex.
 
     Args:
         values: where they are.
         into: filled with them; a contiguous CPU tensor of their type and number. Without it, they
             are only hashed.
+        like: a checksum of the kind to return; empty: XXH3-128.
 
     Raises:
         CheckpointError: the disk fails, or the file is truncated.
     """
-    digest = hashlib.sha256()
+    digest = _begin_checksum(like)
     whole = None if into is None else _bytes_of(into)
     room = memoryview(bytearray(min(values.n_bytes, _PIECE_BYTES))) if whole is None else whole
     try:
         with values.path.open("rb", buffering=0) as file:
+            _read_ahead(file, values)
             for done in range(0, values.n_bytes, _PIECE_BYTES):
                 n_bytes = min(_PIECE_BYTES, values.n_bytes - done)
                 piece = room[:n_bytes] if whole is None else whole[done : done + n_bytes]
@@ -191,56 +190,110 @@ def read_values(values: Values, into: Tensor | None = None) -> str:
     return digest.hexdigest()
 
 
-def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
-    """Returns the header of a file, and the byte offset of each tensor."""
-    entries, offsets, end = {}, {}, 0
+def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
+    """Returns the header of a file, and its tensors in the order of the file."""
+    entries, end = {}, 0
     # Wide types first, so that all are aligned to their width.
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        offsets[name], end = end, end + tensor.nbytes
+        start, end = end, end + tensor.nbytes
         code, shape = _CODE_OF[tensor.dtype], list(tensor.shape)
-        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [offsets[name], end]}
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT_BYTES)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + offset for name, offset in offsets.items()}
+    return len(text).to_bytes(8, "little") + text, list(entries)
 
 
-def _write_values(file: BinaryIO, turn: Lock, start: int, tensor: Tensor) -> str:
-    """Writes the values of a tensor at a byte of a file; returns their SHA-256 in hex.
-
-    The kernel lets one thread at a time write to a file, and the others spin: here they sleep.
-    """
-    digest = hashlib.sha256()
-    values = tensor.detach().reshape(-1)
-    n_values = _PIECE_BYTES // tensor.itemsize
-    for first in range(0, len(values), n_values):
-        piece = _bytes_of(values[first : first + n_values].cpu())
-        with turn:
-            _write_all(file, piece, start)
-        if len(piece) >= _WORTH_TELLING_BYTES:
-            _begin_to_flush(file, start, len(piece))
-        digest.update(piece)
-        start += len(piece)
+def checksum_values(tensor: Tensor) -> str:
+    """Computes the XXH3-128 of a contiguous CPU tensor's values, in hex."""
+    digest = _begin_checksum()
+    digest.update(_bytes_of(tensor))
     return digest.hexdigest()
 
 
-def _finish(file: BinaryIO, header: bytes, futures: Mapping[str, Future[str]]) -> Written:
-    checksums = {name: future.result() for name, future in futures.items()}
-    os.fsync(file.fileno())
-    n_bytes = os.fstat(file.fileno()).st_size
-    stored = StoredFile(n_bytes=n_bytes, header_sha256=hashlib.sha256(header).hexdigest())
+def _begin_checksum(like: str = "") -> _Hash:
+    """Starts a checksum of the same kind as `like`; XXH3-128 if that is empty."""
+    return hashlib.sha256() if len(like) == _SHA256_DIGITS else xxhash.xxh3_128()
+
+
+def _write_shard(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    """Writes one file and flushes it."""
+    header, names = _lay_out(tensors)
+    file = _DirectFile(path)
+    try:
+        header_digest = hashlib.sha256()
+        file.append(np.frombuffer(header, np.uint8), header_digest)
+        checksums = {}
+        for name in names:
+            digest = _begin_checksum()
+            values = tensors[name].detach().reshape(-1)
+            n_values = _PIECE_BYTES // values.itemsize
+            for first in range(0, len(values), n_values):
+                piece = values[first : first + n_values].cpu().view(torch.uint8)
+                file.append(piece.numpy(), digest)
+            checksums[name] = digest.hexdigest()
+        file.flush()
+    finally:
+        file.close()
+    stored = StoredFile(n_bytes=file.n_bytes, header_sha256=header_digest.hexdigest())
     return Written(stored, checksums)
 
 
-def _begin_to_flush(file: BinaryIO, start: int, n_bytes: int) -> None:
-    """Starts writeback of a part of a file, where supported; returns at once.
+class _DirectFile:
+    """A new file, written past the page cache if the file system allows it.
 
-    It advises the kernel that these pages are not needed soon. Linux then starts to write dirty
-    ones, without waiting.
+    Direct writes need aligned memory, positions and lengths: full buffers have all three. The rest
+    of the file is written like any other.
     """
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):
-            os.posix_fadvise(file.fileno(), start, n_bytes, os.POSIX_FADV_DONTNEED)
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb", buffering=0)
+        self._buffer = np.frombuffer(mmap.mmap(-1, _PIECE_BYTES), np.uint8)
+        self._n_gathered = 0
+        self.n_bytes = 0
+        self._set_direct(True)
+
+    def append(self, values: np.ndarray, digest: _Hash) -> None:
+        """Writes bytes, and adds them to a checksum."""
+        while len(values):
+            start = self._n_gathered
+            part = self._buffer[start : start + len(values)]
+            np.copyto(part, values[: len(part)])
+            digest.update(part.data)
+            values = values[len(part) :]
+            self._n_gathered += len(part)
+            if self._n_gathered == len(self._buffer):
+                self._write_gathered()
+
+    def flush(self) -> None:
+        """Writes the rest, and waits until all is on disk."""
+        self._set_direct(False)
+        self._write_gathered()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write_gathered(self) -> None:
+        piece = self._buffer[: self._n_gathered].data
+        while piece:
+            try:
+                n_bytes = os.pwrite(self._file.fileno(), piece, self.n_bytes)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._set_direct(False):
+                    raise
+                continue
+            piece = piece[n_bytes:]
+            self.n_bytes += n_bytes
+        self._n_gathered = 0
+
+    def _set_direct(self, direct: bool) -> bool:
+        """Sets or clears O_DIRECT; returns whether that changed anything."""
+        descriptor = self._file.fileno()
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        wanted = flags | _O_DIRECT if direct else flags & ~_O_DIRECT
+        with suppress(OSError):  # a file system without it
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, wanted)
+        return fcntl.fcntl(descriptor, fcntl.F_GETFL) != flags
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -248,10 +301,11 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write_all(file: BinaryIO, piece: memoryview, start: int) -> None:
-    while piece:
-        n_bytes = os.pwrite(file.fileno(), piece, start)
-        piece, start = piece[n_bytes:], start + n_bytes
+def _read_ahead(file: BinaryIO, values: Values) -> None:
+    """Has the kernel read all of a tensor, where supported, while its first part is hashed."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(file.fileno(), values.start, values.n_bytes, os.POSIX_FADV_WILLNEED)
 
 
 def _read_all(file: BinaryIO, piece: memoryview, start: int) -> None:
@@ -264,8 +318,3 @@ def _read_all(file: BinaryIO, piece: memoryview, start: int) -> None:
 
 def _malformed(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} is not a safetensors file: {why}", _TAKE_ANOTHER)
-
-
-def values_sha256(tensor: Tensor) -> str:
-    """Computes the SHA-256 of a contiguous CPU tensor's values, in hex."""
-    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()

@@ -6,7 +6,7 @@
 raises a CheckpointError with each file's problem, such as
 
     runs/demo/checkpoints/step-00002000: 2 problems
-      model.safetensors is damaged: the sha256 of 'model.a' in it is 3f..., the manifest says 77...
+      model.safetensors is damaged: the checksum of 'model.a' in it is 3f..., the manifest ...
       optimizer.safetensors is missing
 
 Each byte belongs to exactly one of these, so no flipped bit is missed:
@@ -157,11 +157,12 @@ def _problem_of_file(
     read(path.stat().st_size - sum(values.n_bytes for values in header.values()))
     damaged = []
     for tensor, values in header.items():  # in file order
-        found, expected = read_values(values), chunks[tensor][1].sha256
+        expected = chunks[tensor][1].checksum
+        found = read_values(values, like=expected)
         read(values.n_bytes)
         if found != expected:
             damaged.append(
-                f"the sha256 of {tensor!r} in it is {found}, the manifest says {expected}"
+                f"the checksum of {tensor!r} in it is {found}, the manifest says {expected}"
             )
     if not damaged:
         return ""

@@ -38,10 +38,10 @@ from trainyard.checkpoint.shard import (
     DTYPES,
     SHARD_LIMIT_BYTES,
     Values,
+    checksum_values,
     read_header,
     read_values,
     split_in_shards,
-    values_sha256,
 )
 from trainyard.data.vocabulary import Vocabulary
 from trainyard.errors import CheckpointError
@@ -126,18 +126,18 @@ class CheckpointWeights:
                 OLDER_IS_KEPT,
             )
         tensor = torch.empty(chunk.shape, dtype=dtype)
-        found = read_values(values, into=tensor)
-        if found != chunk.sha256:
+        found = read_values(values, tensor, chunk.checksum)
+        if found != chunk.checksum:
             raise CheckpointError(
-                f"{path} is damaged: the sha256 of {name!r} in it is {found}, "
-                f"the manifest says {chunk.sha256}",
+                f"{path} is damaged: the checksum of {name!r} in it is {found}, "
+                f"the manifest says {chunk.checksum}",
                 OLDER_IS_KEPT,
             )
         return tensor
 
 
 def write_tensors(path: Path, outlines: Mapping[str, Tensor], make: Make) -> dict[str, str]:
-    """Writes and flushes one safetensors file; returns the SHA-256 of each tensor's values.
+    """Writes and flushes one safetensors file; returns the checksum of each tensor's values.
 
     Args:
         path: the file.
@@ -166,11 +166,11 @@ def write_tensors(path: Path, outlines: Mapping[str, Tensor], make: Make) -> dic
 
 
 def _write_values(file: IO[bytes], name: str, like: Tensor, make: Make) -> str:
-    """Writes one tensor, freed before the next one; returns its SHA-256."""
+    """Writes one tensor, freed before the next one; returns its checksum."""
     tensor = make(name).to(like.dtype).contiguous()
     assert tensor.shape == like.shape, (name, tensor.shape, like.shape)
     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return values_sha256(tensor)
+    return checksum_values(tensor)
 
 
 def write_weights(
