@@ -73,7 +73,7 @@ def test_nothing_starts_over_where_all_checkpoints_are_damaged(
     start(tmp_path / "run", run)
     for path in (tmp_path / "run" / "checkpoints").glob("*/model-*"):
         flip_bit(path)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used; last .*sha256"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used; last .*checksum"):
         start(tmp_path / "run", run)
 
 
