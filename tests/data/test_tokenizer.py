@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
+from trainyard.data import engines
 from trainyard.data import tokenizer as subject
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
 from trainyard.data.vocabulary import Vocabulary, byte_symbols, holds_tokenizer, load_vocabulary
@@ -47,7 +48,7 @@ def corpus() -> list[str]:
 
 
 def test_the_fast_engine_is_in_use(gpt2: Tokenizer) -> None:
-    assert isinstance(gpt2._engine, subject._GigatokenEngine)
+    assert isinstance(gpt2._engine, engines.GigatokenEngine)
     assert gpt2.vocabulary_size == 50257
     assert gpt2.eod_id == 50256
     assert gpt2.name == "gpt2"
@@ -141,21 +142,21 @@ def test_an_id_outside_the_vocabulary_is_refused(trained: Tokenizer, token_id: i
 
 def test_the_known_answers_for_gpt2_are_those_of_the_reference(gpt2: Tokenizer) -> None:
     rules = gpt2.vocabulary.render_json(with_special_tokens=False)
-    reference = subject._HuggingFaceEngine(rules)
-    assert subject._digest_answers(rules, reference) == subject._GPT2_ANSWERS
-    assert subject._digest_answers(rules + " ", reference) != subject._GPT2_ANSWERS
+    reference = engines.HuggingFaceEngine(rules)
+    assert engines._digest_answers(rules, reference) == engines._GPT2_ANSWERS
+    assert engines._digest_answers(rules + " ", reference) != engines._GPT2_ANSWERS
 
 
 def test_an_engine_that_differs_is_not_used(
     trained_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     vocabulary = load_vocabulary(trained_folder)
-    reference = subject._HuggingFaceEngine(vocabulary.render_json(with_special_tokens=False))
-    same = subject._GigatokenEngine(vocabulary.render_json(with_special_tokens=False))
-    other = subject._GigatokenEngine(vocabulary.render_json())
-    assert subject._choose_engine(same, reference, "a") is same
+    reference = engines.HuggingFaceEngine(vocabulary.render_json(with_special_tokens=False))
+    same = engines.GigatokenEngine(vocabulary.render_json(with_special_tokens=False))
+    other = engines.GigatokenEngine(vocabulary.render_json())
+    assert engines._choose_engine(same, reference, "a") is same
     assert not caplog.text
-    assert subject._choose_engine(other, reference, "a") is reference
+    assert engines._choose_engine(other, reference, "a") is reference
     assert "tokenizer a: the fast engine's ids differ" in caplog.text
 
 
@@ -173,7 +174,7 @@ def test_a_vocabulary_the_fast_engine_refuses_is_still_served(
     with caplog.at_level(logging.WARNING):
         tokenizer = load_tokenizer(tmp_path)
     assert "the fast engine" in caplog.text
-    assert isinstance(tokenizer._engine, subject._HuggingFaceEngine)
+    assert isinstance(tokenizer._engine, engines.HuggingFaceEngine)
     tokens, lengths = tokenizer.encode_batch(["redo the end", "", "x"])
     assert tokenizer.decode(tokens) == "redo the endx"
     assert lengths[1:].tolist() == [0, 1]
@@ -189,7 +190,7 @@ def test_a_vocabulary_the_fast_engine_refuses_is_still_served(
 
 
 def test_the_cache_of_the_fast_engine_is_made_anew(trained_folder: Path) -> None:
-    engine = subject._GigatokenEngine(load_vocabulary(trained_folder).render_json())
+    engine = engines.GigatokenEngine(load_vocabulary(trained_folder).render_json())
     before = engine._tokenizer
     engine.cache_limit_bytes = -(2**40)
     engine.check_every_tokens = 2

@@ -10,171 +10,40 @@
 `<|endoftext|>` inside a document is ordinary text with ordinary ids, so no text can end a document;
 `special_tokens="parse"` gives it its own id, like Megatron-LM.
 
-Two engines produce the same ids. Gigatoken is about eighty times faster but young, so at load time
-its results for a thousand difficult strings are compared with those of Hugging Face `tokenizers`;
-if one differs, or the package is missing or rejects the vocabulary, the slow engine is used. For
-GPT-2's own vocabulary the results are known, and the slow engine is not built.
+No token is added to a text: neither a beginning of text, as Llama 3's own code adds, nor an end.
 
-Memory is bounded: an engine gets a few MiB of text at a time, and a long document in windows.
+Memory is bounded: an engine (`engines.py`) gets a few MiB of text at a time, and a long document in
+windows.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import logging
-import os
 import re
-import resource
-import sys
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from trainyard.data.vocabulary import (
-    END_OF_DOCUMENT,
-    GPT2_SPLIT,
-    Vocabulary,
-    load_vocabulary,
-)
+from trainyard.data.engines import DIGITS, Encoded, Ids, build_engine
+from trainyard.data.tokenizer_json import LLAMA3_PATTERN, QWEN2_PATTERN
+from trainyard.data.vocabulary import Vocabulary, load_vocabulary
 from trainyard.errors import DataError
 
 SpecialTokens = Literal["text", "parse"]
-Ids = npt.NDArray[np.uint32]
-Encoded = tuple[Ids, npt.NDArray[np.int64]]
 
 # A block of 4 MiB and the document that hangs over its end: what is read at once, in one call.
 _CALL_CHARACTERS = 5 * 2**20
 _LONG_CHARACTERS = 2**20
 _WINDOW_CHARACTERS = 2**18
 _OVERLAP_CHARACTERS = 2**12
-_CONTRACTION = re.compile(rb"'[sdmtlvr]")
+_CONTRACTION = re.compile(rb"'[sdmtlvr]", re.IGNORECASE)
 # Four characters: the longest text that the end of a window can make the splitting rule misread.
 _UNCERTAIN_BYTES = 16
-# sha256 of GPT-2's rules and of the reference's ids of the tricky texts: spares most runs the time
-# and the memory of building the reference.
-_GPT2_ANSWERS = "adbf285f46dbd3d80b886d6cf9f979e2e6c18b7a59d7f3201d0092de4549146c"
-
-_log = logging.getLogger(__name__)
-
-
-class _Engine(Protocol):
-    def encode_batch(self, texts: list[str]) -> Encoded: ...
-
-
-class _HuggingFaceEngine:
-    """The reference: exact for every vocabulary, a few MB/s."""
-
-    def __init__(self, rules: str) -> None:
-        from tokenizers import Tokenizer as HuggingFaceTokenizer
-
-        self._tokenizer = HuggingFaceTokenizer.from_str(rules)
-
-    def encode_batch(self, texts: list[str]) -> Encoded:
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ids = [encoding.ids for encoding in encoded]
-        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        return np.fromiter((i for row in ids for i in row), np.uint32, lengths.sum()), lengths
-
-
-class _GigatokenEngine:
-    """The fast one; its cache of words only grows, so it is made anew now and then."""
-
-    # A million new words; ordinary text stays far below. The table of the cache doubles, and while
-    # it does the old one and the new one need twice this.
-    cache_limit_bytes = 80 * 2**20
-    check_every_tokens = 2**19
-
-    def __init__(self, rules: str) -> None:
-        self._rules = rules
-        self._renew()
-
-    def _renew(self) -> None:
-        from gigatoken.gigatoken_rs import load_hf_json
-
-        self._tokenizer: Any = None  # lets the old cache go before the new one starts
-        _return_free_memory()
-        self._tokenizer = load_hf_json(self._rules)
-        self._unchecked_tokens = 0
-        # Measured each time, so that memory of others in this process does not count for long.
-        self._resident_at_start_bytes = _resident_bytes()
-
-    def _limit_cache(self) -> None:
-        if self._unchecked_tokens > self.check_every_tokens:
-            self._unchecked_tokens = 0
-            if _resident_bytes() - self._resident_at_start_bytes > self.cache_limit_bytes:
-                self._renew()
-
-    def encode_batch(self, texts: list[str]) -> Encoded:
-        self._limit_cache()
-        # One thread: the number of workers alone decides how many cores are used.
-        layout = self._tokenizer.encode_batch(texts, parallel=False).layout
-        offsets = np.asarray(layout.offsets.data, np.int64)
-        tokens = np.asarray(layout.content.data, np.uint32)
-        self._unchecked_tokens += len(tokens)
-        assert len(offsets) == len(texts) + 1, "every text has ids, or none, but is not lost"
-        return tokens[offsets[0] : offsets[-1]], np.diff(offsets)
-
-
-def _return_free_memory() -> None:
-    """Returns freed memory to the system, where the C library can (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim:
-        trim(0)
-
-
-def _resident_bytes() -> int:
-    """The memory this process holds now (Linux), or the most it ever held (elsewhere)."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _tricky_texts() -> list[str]:
-    """About a thousand short texts on which byte-level tokenizers are known to go wrong."""
-    words = "word Word WORD 's 'S 'll ' '' can't 7 2026 3.14 1/2 ! ?! ... -- _ == `` <| |> a\u0301"
-    scripts = "½ ² Ⅷ ٣ é ñ ß Ω Я 漢 かな 한 ไ हि \u0640 \ufe0f \ufeff \ufffd \U0001f600 \U0010ffff"
-    joined = ["\U0001f469\u200d\U0001f467", "\U0001f1eb\U0001f1ee", END_OF_DOCUMENT]
-    parts = [*words.split(), *scripts.split(), *joined]
-    spaces = [*" \t\n\r\v\f\0\x1c\x7f\x85\xa0\u200b\u2003\u2028\u3000", "  ", "\n\n", "\r\n", " \n"]
-    pieces = [*parts, *spaces]
-    pairs = ["".join(pair) for pair in product(pieces, pieces[::3])]
-    long = [piece * 70 for piece in pieces]
-    return ["", *pieces, *pairs, *long, " ".join(parts), "".join(chr(c) for c in range(0x250))]
-
-
-def _build_engine(rules: str, name: str) -> _Engine:
-    """Chooses the fast engine where it agrees with the reference, else the reference."""
-    try:
-        fast = _GigatokenEngine(rules)
-        if _digest_answers(rules, fast) == _GPT2_ANSWERS:
-            return fast
-        return _choose_engine(fast, _HuggingFaceEngine(rules), name)
-    except (ImportError, ValueError, RuntimeError, TypeError, AttributeError) as error:
-        _log.warning("tokenizer %s: the fast engine cannot be used (%s)", name, error)
-        return _HuggingFaceEngine(rules)
-
-
-def _digest_answers(rules: str, engine: _Engine) -> str:
-    tokens, lengths = engine.encode_batch(_tricky_texts())
-    return hashlib.sha256(rules.encode() + tokens.tobytes() + lengths.tobytes()).hexdigest()
-
-
-def _choose_engine(fast: _Engine, reference: _Engine, name: str) -> _Engine:
-    tokens, lengths = fast.encode_batch(_tricky_texts())
-    expected_tokens, expected_lengths = reference.encode_batch(_tricky_texts())
-    if np.array_equal(lengths, expected_lengths) and np.array_equal(tokens, expected_tokens):
-        return fast
-    _log.warning("tokenizer %s: the fast engine's ids differ; using the exact one", name)
-    return reference
 
 
 @dataclass(frozen=True)
@@ -188,13 +57,17 @@ class Windows:
         window 2                     | the| mat| and| pur|
         joined     |The| cat| sat| on| the| mat| and| pur|
 
-    The ids are those of the whole text, for any vocabulary with GPT-2's splitting rule:
+    The ids are those of the whole text, for any vocabulary with one of these splitting rules:
 
-    1. The splitting rule looks forward only. A window that begins where a word begins, or inside
-       one, has the words of the whole text from there on, the first one cut at its front.
-       `_find_joint` avoids the exception, a contraction: in `I'll` the rest of `'ll` is `ll`,
-       another kind of word. Where a window ends, only words that touch its last characters can
-       differ.
+    1. GPT-2's rule looks forward only. A window that begins where a word begins, or inside one, has
+       the words of the whole text from there on, the first one cut at its front. `_find_joint`
+       avoids the exception, a contraction: in `I'll` the rest of `'ll` is `ll`, another kind of
+       word. Where a window ends, only words that touch its last characters can differ. All this
+       holds too where the text was first split at every numeral.
+       Llama 3's and Qwen 2's rules join a sign to the letters after it and to the line feeds after
+       it, and numerals by threes: the rest of such a word is another kind of word. So a window
+       begins after a letter only (`after_letters`), which nothing but a letter can follow in a
+       word; nor does what is before it depend on what is after it.
     2. Byte-pair encoding repeats the merge of least rank, leftmost first. Where no merge crosses a
        place in a word, either side is merged as if it were alone. So in the encoding of a word, any
        two neighbours are the encoding of their own bytes.
@@ -208,6 +81,7 @@ class Windows:
         encode: returns the ids of a short text.
         token_bytes: the number of bytes of each id.
         added_bytes: the longest added token, which is found in the text before it is split.
+        after_letters: whether a window may begin after a letter only.
     """
 
     encode: Callable[[str], Ids]
@@ -215,6 +89,7 @@ class Windows:
     added_bytes: int
     window_characters: int
     overlap_characters: int
+    after_letters: bool = False
 
     def encode_long(self, text: str) -> Iterator[Ids]:
         """Yields the ids of a text piece by piece."""
@@ -250,9 +125,18 @@ class Windows:
         for index in np.flatnonzero((starts >= 2) & (ends <= certain)).tolist():
             place = int(starts[index])
             is_character = data[place] & 0xC0 != 0x80
-            if is_character and not _CONTRACTION.search(data, place - 2, place + 2):
+            if (
+                is_character
+                and not _CONTRACTION.search(data, place - 2, place + 2)
+                and (not self.after_letters or _is_letter(data[:place].decode()[-1]))
+            ):
                 return len(ids) - len(last) + index, len(data[:place].decode())
         return None
+
+
+def _is_letter(character: str) -> bool:
+    """Returns whether an old Unicode and a new one say so, and so any engine's."""
+    return character.isalpha() and unicodedata.ucd_3_2_0.category(character)[0] == "L"
 
 
 class Tokenizer:
@@ -261,8 +145,8 @@ class Tokenizer:
     Attributes:
         name: the name of its folder, for people; the fingerprint is its identity.
         vocabulary_size: how many ids it has, special tokens included.
-        eod_id: the id of `<|endoftext|>`, put between documents.
-        fingerprint: sha256 of vocabulary, merges, special tokens and splitting rule.
+        eod_id: the id of the token between documents, such as `<|endoftext|>`.
+        fingerprint: sha256 of vocabulary, merges, special tokens, splitting rule and normalizer.
         special_tokens: whether special tokens written in a text are "text" or are parsed.
         vocabulary: its rules.
     """
@@ -272,12 +156,16 @@ class Tokenizer:
     ) -> None:
         self.name = name
         self.vocabulary_size = len(vocabulary.tokens)
-        self.eod_id = vocabulary.special_tokens[END_OF_DOCUMENT]
+        self.eod_id = vocabulary.eod_id
         self.fingerprint = vocabulary.fingerprint
         self.special_tokens = special_tokens
         self.vocabulary = vocabulary
-        rules = vocabulary.render_json(with_special_tokens=special_tokens == "parse")
-        self._engine = _build_engine(rules, name)
+        parse = special_tokens == "parse"
+        self._engine = build_engine(vocabulary, name, with_special_tokens=parse)
+        self._found_in_text = {
+            **vocabulary.added_tokens,
+            **(vocabulary.special_tokens if parse else {}),
+        }
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without an end of document."""
@@ -289,7 +177,10 @@ class Tokenizer:
         Raises:
             DataError: a text holds half a character (a lone surrogate), which has no bytes.
         """
+        originals = texts
         try:
+            if self.vocabulary.normalizer:
+                texts = [self._normalize(text) for text in texts]
             sizes = list(map(len, texts))
             if sum(sizes) <= _CALL_CHARACTERS and max(sizes, default=0) <= _LONG_CHARACTERS:
                 return self._engine.encode_batch(texts)
@@ -302,9 +193,36 @@ class Tokenizer:
                 n_tokens += len(piece)
                 lengths.append(lengths_of_texts)
             return tokens[:n_tokens], np.concatenate(lengths)
-        except TypeError:
-            _refuse_lone_surrogates(texts)
+        except (TypeError, UnicodeEncodeError):
+            _refuse_lone_surrogates(originals)
             raise
+
+    def _normalize(self, text: str) -> str:
+        """Returns the NFC of a text, except in tokens that are found in it, as by the reference.
+
+        Its Unicode is older than Python's. So what Python finds normalized it leaves unchanged too,
+        and only the other lines take its time.
+        """
+        if text.isascii() or unicodedata.is_normalized("NFC", text):
+            return text
+        return "".join(
+            piece
+            if piece in self._found_in_text or unicodedata.is_normalized("NFC", piece)
+            else self._normalizer.normalize_str(piece)
+            for piece in self._borders.split(text)
+        )
+
+    @cached_property
+    def _normalizer(self) -> Any:
+        from tokenizers import normalizers
+
+        return normalizers.NFC()
+
+    @cached_property
+    def _borders(self) -> re.Pattern[str]:
+        """Finds line feeds, which join no other character, and tokens that are found in a text."""
+        borders = ["\n", *sorted(self._found_in_text, key=len, reverse=True)]
+        return re.compile(f"({'|'.join(map(re.escape, borders))})")
 
     def _encode_in_pieces(self, texts: list[str]) -> Iterator[Encoded]:
         """Encodes a few MiB at a time; the length of a long text comes after its last ids."""
@@ -328,8 +246,11 @@ class Tokenizer:
 
     @cached_property
     def _windows(self) -> Windows | None:
-        """Reads long texts; None where another splitting rule than GPT-2's forbids it."""
-        if self.vocabulary.split != GPT2_SPLIT:
+        """Reads long texts; None where the splitting rule is one for which nothing is proved."""
+        *steps, last = self.vocabulary.split.get("pretokenizers", [self.vocabulary.split])
+        patterns = [step.get("pattern") for step in steps if step != DIGITS]
+        after_letters = patterns in ([{"Regex": LLAMA3_PATTERN}], [{"Regex": QWEN2_PATTERN}])
+        if not after_letters and (patterns or not last.get("use_regex")):
             return None
         token_bytes = list(map(len, self.vocabulary.token_bytes))
         added = {**self.vocabulary.added_tokens, **self.vocabulary.special_tokens}
@@ -339,6 +260,7 @@ class Tokenizer:
             max(token_bytes[i] for i in added.values()),
             _WINDOW_CHARACTERS,
             _OVERLAP_CHARACTERS,
+            after_letters,
         )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:

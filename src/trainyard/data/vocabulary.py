@@ -26,14 +26,19 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from trainyard.data.tokenizer_json import (
+    END_OF_DOCUMENT,
+    GPT2_RULES,
+    Rules,
+    read_json,
+    read_tokenizer_json,
+    render_end,
+)
 from trainyard.errors import DataError
-from trainyard.files import parse_json, publish_text, read_file
+from trainyard.files import publish_text, read_file
 
-END_OF_DOCUMENT = "<|endoftext|>"
 GPT2 = "gpt2"
 """The name of the included GPT-2 tokenizer."""
-# The splitting rule of GPT-2: its regular expression, and no space put before the first word.
-GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _PAIRS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
 _HINT = (
     "name a folder with vocab.json and merges.txt (or gpt2-vocab.json and gpt2-merges.txt), or one "
@@ -52,15 +57,17 @@ def byte_symbols() -> list[str]:
     return [chr(byte if byte in shown else next(spare)) for byte in range(256)]
 
 
-@dataclass(frozen=True)
-class Vocabulary:
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary(Rules):
     """A checked byte-level BPE; `tokens[i]` is the spelling of id `i` in byte symbols."""
 
     tokens: list[str]
     merges: list[tuple[str, str]]
-    special_tokens: dict[str, int]
-    added_tokens: dict[str, int]
-    split: dict[str, Any]
+
+    @property
+    def eod_id(self) -> int:
+        """The id of the token between documents."""
+        return self.special_tokens[self.end_of_document]
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -76,6 +83,9 @@ class Vocabulary:
     def fingerprint(self) -> str:
         """The sha256 of everything that decides an id, whatever the file layout."""
         rules = [self.tokens, self.merges, self.special_tokens, self.added_tokens, self.split]
+        newer = [self.normalizer, self.ignore_merges, self.end_of_document]
+        if newer != ["", False, END_OF_DOCUMENT]:
+            rules += newer
         canonical = json.dumps(rules, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -104,8 +114,13 @@ class Vocabulary:
             "end_of_word_suffix": "",
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: token_id for token_id, token in enumerate(self.tokens)},
+            "ignore_merges": self.ignore_merges,
+            "vocab": {
+                token: token_id
+                for token_id, token in enumerate(self.tokens)
+                # Without merges, a word of a text that is spelled like one would become it.
+                if not self.ignore_merges or with_special_tokens or token not in self.special_tokens
+            },
             "merges": self.merges,
         }
         content = {
@@ -113,9 +128,9 @@ class Vocabulary:
             "truncation": None,
             "padding": None,
             "added_tokens": added,
-            "normalizer": None,
+            "normalizer": {"type": self.normalizer} if self.normalizer else None,
             "pre_tokenizer": split,
-            "post_processor": None,
+            "post_processor": render_end(self.end_of_document, self.eod_id),
             "decoder": {**byte_level, "use_regex": True},
             "model": model,
         }
@@ -162,7 +177,7 @@ def _from_pair(folder: Path, names: tuple[str, str]) -> Vocabulary:
         if not (folder / name).is_file():
             raise DataError(f"the tokenizer folder {folder} has no {name}", _HINT)
     vocabulary, merges = (folder / name for name in names)
-    return build_vocabulary(vocabulary, _read_json(vocabulary), _read_merges(merges))
+    return build_vocabulary(vocabulary, read_json(vocabulary), _read_merges(merges))
 
 
 def holds_tokenizer(folder: Path) -> bool:
@@ -188,57 +203,15 @@ def _load_gpt2() -> Vocabulary:
 
 
 def _from_tokenizer_json(path: Path) -> Vocabulary:
-    content = _read_json(path)
-    model = content.get("model")
-    split = _check_byte_level(path, content)
-    assert isinstance(model, dict), "_check_byte_level refuses a file without a model"
-    added = content.get("added_tokens") or []
-    try:
-        merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
-        ids = {**model["vocab"], **{entry["content"]: entry["id"] for entry in added}}
-        special = {entry["content"]: entry["id"] for entry in added if entry["special"]}
-        plain = {entry["content"]: entry["id"] for entry in added if not entry["special"]}
-    except (KeyError, TypeError) as error:
-        problem = f"{path} is malformed: {type(error).__name__} {error}"
-        raise DataError(problem, "save the tokenizer again") from error
-    return build_vocabulary(path, ids, merges, special, plain, split)
-
-
-def _check_byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Rejects anything but a byte-level BPE; returns its splitting rule in canonical form."""
-    model = content.get("model")
-    split = content.get("pre_tokenizer") or {}
-    last = split["pretokenizers"][-1] if split.get("type") == "Sequence" else split
-    wrong = None
-    if not isinstance(model, dict) or model.get("type") != "BPE":
-        wrong = (
-            f"model.type is {model.get('type') if isinstance(model, dict) else model!r}, not BPE"
-        )
-    elif model.get("byte_fallback") or model.get("dropout") or model.get("ignore_merges"):
-        wrong = "model.byte_fallback, dropout or ignore_merges is set"
-    elif model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        wrong = "model marks the parts of a word with a prefix or a suffix"
-    elif content.get("normalizer"):
-        wrong = "its normalizer changes the text, so decoding would not give it back"
-    elif last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
-        wrong = f"pre_tokenizer ends in {last.get('type')!r}, or puts a space before the text"
-    if wrong:
-        raise DataError(
-            f"{path} is not a byte-level BPE tokenizer: {wrong}",
-            "use gpt2 (included), or train one with `trainyard prepare --train-tokenizer`",
-        )
-    if split is last:
-        return {**GPT2_SPLIT, "use_regex": split.get("use_regex", True)}
-    return dict(split)
+    ids, merges, rules = read_tokenizer_json(path)
+    return build_vocabulary(path, ids, merges, rules)
 
 
 def build_vocabulary(
     path: Path,
     ids: dict[str, int],
     merges: list[Any],
-    special_tokens: dict[str, int] | None = None,
-    added_tokens: dict[str, int] | None = None,
-    split: dict[str, Any] | None = None,
+    rules: Rules = GPT2_RULES,
 ) -> Vocabulary:
     """Checks the parts of a vocabulary and joins them; `path` is named in errors.
 
@@ -258,13 +231,15 @@ def build_vocabulary(
             f"{path} is not a byte-level vocabulary: no token for byte {missing[0]}",
             "every one of the 256 bytes needs a token, as in GPT-2's vocab.json",
         )
-    if END_OF_DOCUMENT not in ids:
+    end = rules.end_of_document
+    if end not in ids:
         raise DataError(
-            f"{path} has no token {END_OF_DOCUMENT}",
+            f"{path} has no token {end}",
             "it marks the end of a document; add it to the vocabulary as the last id",
         )
-    special = {**(special_tokens or {}), END_OF_DOCUMENT: ids[END_OF_DOCUMENT]}
-    literal = {*special, *(added_tokens or {})}
+    special = {**rules.special_tokens, end: ids[end]}
+    added = {token: rules.added_tokens[token] for token in rules.added_tokens if token != end}
+    literal = {*special, *added}
     foreign = {symbol for token in tokens if token not in literal for symbol in token}
     foreign -= set(byte_symbols())
     for token in tokens if foreign else ():
@@ -273,7 +248,8 @@ def build_vocabulary(
             raise DataError(f"{path}: the token {token!r} (id {ids[token]}) is not bytes", hint)
     _check_merges(path, ids, merges)
     pairs = [(left, right) for left, right in merges]
-    return Vocabulary(tokens, pairs, special, added_tokens or {}, split or GPT2_SPLIT)
+    checked = {**vars(rules), "special_tokens": special, "added_tokens": added}
+    return Vocabulary(tokens=tokens, merges=pairs, **checked)
 
 
 def _check_merges(path: Path, ids: dict[str, int], merges: list[Any]) -> None:
@@ -304,18 +280,6 @@ def _parse_merges(text: str) -> list[tuple[str, ...]]:
     if lines[0].startswith("#version"):
         lines = lines[1:]
     return [tuple(line.rstrip("\r").split(" ")) for line in lines if line.strip()]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = parse_json(read_file(path))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}", "fetch or save it again") from error
-    except ValueError as error:
-        raise DataError(f"{path} is not valid JSON: {error}", "fetch or save it again") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path} is not a JSON object", "fetch or save the file again")
-    return content
 
 
 def _short(value: object) -> str:

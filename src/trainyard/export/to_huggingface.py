@@ -22,7 +22,7 @@ from trainyard.checkpoint.format import OLDER_IS_KEPT, Manifest
 from trainyard.checkpoint.load import build_model_from_checkpoint, load_tokenizer_copy
 from trainyard.checkpoint.shard import split_in_shards
 from trainyard.config.run import Model
-from trainyard.data.vocabulary import END_OF_DOCUMENT, GPT2, Vocabulary
+from trainyard.data.vocabulary import GPT2, Vocabulary
 from trainyard.errors import CheckpointError, MachineError
 from trainyard.export.families import CONFIG, WEIGHTS, WEIGHTS_INDEX, Family, find_family
 from trainyard.export.run_folder import require_new
@@ -134,13 +134,13 @@ def _find_vocabulary(checkpoint: Path, manifest: Manifest) -> Vocabulary | None:
 def _write_texts(
     folder: Path, config: dict[str, Any], vocabulary: Vocabulary | None, sequence_length: int
 ) -> None:
-    end = vocabulary.special_tokens[END_OF_DOCUMENT] if vocabulary else None
+    end = vocabulary.eod_id if vocabulary else None
     ids = {"bos_token_id": end, "eos_token_id": end}
     _write_json(folder / CONFIG, config | ids)
     _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
     if vocabulary:
         (folder / "tokenizer.json").write_text(vocabulary.render_json(), encoding="utf-8")
-        special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_DOCUMENT)
+        special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), vocabulary.end_of_document)
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": sequence_length,

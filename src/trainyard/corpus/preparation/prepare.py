@@ -52,7 +52,7 @@ from trainyard.corpus.sources import Segment, find_files, read_documents
 from trainyard.corpus.sources.files import UNIT_BYTES, format_of
 from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
 from trainyard.data.tokenizer import load_tokenizer, tokenizer_name
-from trainyard.data.vocabulary import END_OF_DOCUMENT, GPT2, load_vocabulary
+from trainyard.data.vocabulary import GPT2, load_vocabulary
 from trainyard.errors import DataError, MachineError
 from trainyard.log import build_logger
 from trainyard.units import format_bytes
@@ -255,7 +255,7 @@ def _record_tokenizer(corpus: Corpus) -> TokenizerRecord:
         name=tokenizer_name(corpus.tokenizer),
         fingerprint=vocabulary.fingerprint,
         vocabulary_size=len(vocabulary.tokens),
-        eod_id=vocabulary.special_tokens[END_OF_DOCUMENT],
+        eod_id=vocabulary.eod_id,
         special_tokens=corpus.special_tokens,
     )
 

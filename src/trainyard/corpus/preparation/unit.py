@@ -17,9 +17,10 @@ from trainyard.corpus.preparation.duplicates import document_keys
 from trainyard.corpus.preparation.steps import apply_steps, count_bytes
 from trainyard.corpus.sources import Batch, Fault, Segment, read_documents
 from trainyard.corpus.sources.files import format_of
+from trainyard.data.engines import Encoded
 from trainyard.data.indexed import Array, IndexedWriter, optimal_dtype
 from trainyard.data.sidecar import GroupCount, StepCount
-from trainyard.data.tokenizer import Encoded, Tokenizer
+from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import DataError, printable
 from trainyard.files import BlockChecksum, explain_disk_errors
 
