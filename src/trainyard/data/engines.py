@@ -110,16 +110,14 @@ class DigitsEngine:
     ) -> None:
         numerals = _find_numerals()
         ids, lengths = reference.encode_batch(numerals)
-        size = len(vocabulary.tokens)
-        self._vocabulary_size = size
-        self._lengths = np.concatenate([np.ones(size, np.int64), lengths])
+        self._first_stand_in = len(vocabulary.tokens)
+        self._n_ids = lengths
         self._columns = np.arange(lengths.max())
-        self._ids = np.zeros((len(self._lengths), len(self._columns)), np.uint32)
-        self._ids[:size, 0] = np.arange(size)
-        self._ids[size:][self._columns < lengths[:, None]] = ids
-        known = lengths == 1
-        numeral_ids = np.where(known, self._ids[size:, 0], np.arange(size, len(self._ids))).tolist()
-        added = {**dict(zip(numerals, numeral_ids, strict=True)), **vocabulary.added_tokens}
+        self._ids = np.zeros((len(numerals), len(self._columns)), np.uint32)
+        self._ids[self._columns < lengths[:, None]] = ids
+        stand_ins = np.arange(len(numerals)) + self._first_stand_in
+        added_ids = np.where(lengths == 1, self._ids[:, 0], stand_ins).tolist()
+        added = {**dict(zip(numerals, added_ids, strict=True)), **vocabulary.added_tokens}
         _, *steps = vocabulary.split["pretokenizers"]
         split = {**vocabulary.split, "pretokenizers": steps} if steps[1:] else steps[0]
         inner = replace(vocabulary, split=split, added_tokens=added)
@@ -128,12 +126,19 @@ class DigitsEngine:
     def encode_batch(self, texts: list[str]) -> Encoded:
         """Encodes texts, each alone."""
         tokens, lengths = self._engine.encode_batch(texts)
-        if not (tokens >= self._vocabulary_size).any():
+        places = np.flatnonzero(tokens >= self._first_stand_in)
+        if not len(places):
             return tokens, lengths
-        n_ids = self._lengths[tokens]
-        n_before = np.concatenate([[0], np.cumsum(n_ids)])
-        ends = np.concatenate([[0], np.cumsum(lengths)])
-        return self._ids[tokens][self._columns < n_ids[:, None]], np.diff(n_before[ends])
+        numerals = tokens[places] - self._first_stand_in
+        n_more = self._n_ids[numerals] - 1
+        repeats = np.ones(len(tokens), np.int64)
+        repeats[places] += n_more
+        starts = places + np.cumsum(n_more) - n_more
+        used = self._columns <= n_more[:, None]
+        tokens = np.repeat(tokens, repeats)
+        tokens[(starts[:, None] + self._columns)[used]] = self._ids[numerals][used]
+        of_text = np.searchsorted(np.cumsum(lengths), places, side="right")
+        return tokens, lengths + np.bincount(of_text, n_more, len(lengths)).astype(np.int64)
 
 
 def _find_numerals() -> list[str]:
