@@ -294,15 +294,16 @@ def _put(*path: str, value: object) -> Callable[[Any], Any]:
 BROKEN = [
     (
         _put("model", "type", value="WordPiece"),
-        "not a byte-level BPE tokenizer: model.type is 'Word",
+        "is not a supported tokenizer: model.type is 'WordPiece', not 'BPE'",
     ),
-    (_put("model", value=None), "model.type is None, not BPE"),
-    (_put("model", "byte_fallback", value=True), "model.byte_fallback, dropout or ignore_merges"),
-    (_put("model", "end_of_word_suffix", value="</w>"), "with a prefix or a suffix"),
-    (_put("normalizer", value={"type": "NFC"}), "its normalizer changes the text"),
+    (_put("model", value=None), "model.type is None, not 'BPE'"),
+    (_put("model", "end_of_word_suffix", value="</w>"), "model.end_of_word_suffix is '</w>'"),
     (_put("pre_tokenizer", value={"type": "Whitespace"}), "ends in 'Whitespace'"),
     (_put("pre_tokenizer", value=None), "pre_tokenizer ends in None"),
-    (_put("pre_tokenizer", "add_prefix_space", value=True), "or puts a space before the text"),
+    (
+        _put("pre_tokenizer", "add_prefix_space", value=True),
+        "'ByteLevel' puts a space before a text",
+    ),
     (_put("added_tokens", value=[{"id": 3}]), "is malformed: KeyError 'content'"),
     (_put("model", "vocab", "a", value="x"), "an id is not a whole number"),
     (_put("model", "vocab", "new", value=500), "the ids are not 0 to 320 without gaps"),

@@ -200,7 +200,7 @@ def _ends_named_in(path: Path, ids: dict[str, int]) -> list[str]:
     """Lists the tokens that end a text by one of a model's files."""
     content = read_json(path) if path.is_file() else {}
     if token := content.get("eos_token"):
-        return [str(token["content"] if isinstance(token, dict) else token)]
+        return [str(token.get("content") if isinstance(token, dict) else token)]
     found = content.get("eos_token_id")
     token_ids = found if isinstance(found, list) else [] if found is None else [found]
     token_of = {token_id: token for token, token_id in ids.items()}

@@ -1,0 +1,217 @@
+"""Tests of a published `tokenizer.json`: what decides ids, the end of a document, refusals."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.data.families import build_content
+
+from trainyard.data.tokenizer import load_tokenizer
+from trainyard.data.vocabulary import load_vocabulary
+from trainyard.errors import DataError
+
+
+def test_whatever_changes_ids_changes_the_fingerprint() -> None:
+    paths: list[tuple[str, ...]] = [("normalizer",), ("model", "ignore_merges"), ("pre_tokenizer",)]
+    content = build_content("llama3")
+    values = {"normalizer": {"type": "NFC"}, "ignore_merges": False}
+    prints = {_fingerprint(content)}
+    for *parents, last in paths:
+        changed = json.loads(json.dumps(content))
+        target = changed[parents[0]] if parents else changed
+        target[last] = values.get(last, build_content("qwen3")["pre_tokenizer"])
+        prints.add(_fingerprint(changed))
+    prints.add(_fingerprint(content, end="<|reserved_special_token_0|>"))
+    assert len(prints) == 5
+    unchanged = {**content, "post_processor": None, "truncation": {"max_length": 9}}
+    assert _fingerprint(unchanged) in prints
+
+
+def _fingerprint(content: dict[str, Any], end: str = "<|end_of_text|>") -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+        (Path(folder) / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        return load_vocabulary(folder).fingerprint
+
+
+CONFIG, MAP, GENERATION = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "files", "end"),
+    [
+        ("llama3", {CONFIG: {"eos_token": "<|end_of_text|>"}}, "<|end_of_text|>"),
+        ("llama3", {MAP: {"eos_token": {"content": "<|end_of_text|>"}}}, "<|end_of_text|>"),
+        ("llama3", {GENERATION: {"eos_token_id": 1}}, "<|end_of_text|>"),
+        (
+            "llama3",
+            {CONFIG: {"eos_token": None}, GENERATION: {"eos_token_id": [1]}},
+            "<|end_of_text|>",
+        ),
+        ("qwen3", {}, "<|endoftext|>"),
+        ("qwen3", {CONFIG: {}, GENERATION: {"eos_token_id": None}}, "<|endoftext|>"),
+        ("olmo2", {CONFIG: {"eos_token": "<|endoftext|>"}}, "<|endoftext|>"),
+    ],
+)
+def test_the_end_of_a_document_is_found(
+    tmp_path: Path, family: str, files: dict[str, Any], end: str
+) -> None:
+    _write_with(tmp_path, family, files)
+    for source in (tmp_path, tmp_path / "tokenizer.json"):
+        vocabulary = load_vocabulary(source)
+        assert vocabulary.end_of_document == end
+        assert vocabulary.tokens[vocabulary.eod_id] == end
+    assert load_tokenizer(tmp_path).eod_id == vocabulary.eod_id
+
+
+def _write_with(folder: Path, family: str, files: dict[str, Any]) -> None:
+    content = build_content(family)
+    first = content["added_tokens"][0]["id"]
+    for name, each in {**files, "tokenizer.json": content}.items():
+        found = each.get("eos_token_id")
+        if found is not None:  # counted from the first added token
+            shifted = [first + i for i in found] if isinstance(found, list) else first + found
+            each = {**each, "eos_token_id": shifted}
+        (folder / name).write_text(json.dumps(each), "utf-8")
+
+
+@pytest.mark.parametrize(
+    ("family", "files", "problem", "hint"),
+    [
+        (
+            "llama3",
+            {},
+            "has no token <|endoftext|>, and no file beside it names an eos_token",
+            "add a tokenizer_config.json beside it, with the eos_token of the base model",
+        ),
+        (
+            "qwen3",
+            {CONFIG: {"eos_token": "<|im_end|>"}, GENERATION: {"eos_token_id": [2, 0]}},
+            "several tokens may end a document: <|im_end|> in tokenizer_config.json, "
+            "generation_config.json; <|endoftext|> in generation_config.json, tokenizer.json",
+            "take the files of the base model, not of a chat model; or copy tokenizer.json",
+        ),
+        (
+            "llama3",
+            {CONFIG: {"eos_token": "<|end_of_text|>"}, GENERATION: {"eos_token_id": [1, 2]}},
+            "several tokens may end a document: <|end_of_text|> in tokenizer_config.json, "
+            "generation_config.json; <|reserved_special_token_0|> in generation_config.json",
+            "such as <|end_of_text|> of Llama 3",
+        ),
+        (
+            "llama3",
+            {MAP: {"eos_token": "</s>"}},
+            "has no token </s>, the end of a document in special_tokens_map.json",
+            "take all files from the same tokenizer",
+        ),
+        ("llama3", {GENERATION: {"eos_token_id": 9999}}, "has no token id ", "take all files"),
+        ("llama3", {CONFIG: {"eos_token": {"id": 1}}}, "has no token None", "take all files"),
+    ],
+)
+def test_an_end_that_is_missing_or_ambiguous_is_refused(
+    tmp_path: Path, family: str, files: dict[str, Any], problem: str, hint: str
+) -> None:
+    _write_with(tmp_path, family, files)
+    with pytest.raises(DataError) as caught:
+        load_vocabulary(tmp_path)
+    assert problem in caught.value.problem
+    assert str(tmp_path) in caught.value.problem
+    assert hint in caught.value.hint
+
+
+def _change(*path: str, value: object) -> Callable[[Any], None]:
+    def change(content: Any) -> None:
+        for name in path[:-1]:
+            content = content[name]
+        content[path[-1]] = value
+
+    return change
+
+
+def _steps(*kinds: str) -> Callable[[Any], None]:
+    steps = [{"type": kind} for kind in kinds]
+    return _change("pre_tokenizer", value={"type": "Sequence", "pretokenizers": steps})
+
+
+def _split(**changes: object) -> Callable[[Any], None]:
+    def change(content: Any) -> None:
+        content["pre_tokenizer"]["pretokenizers"][0].update(changes)
+
+    return change
+
+
+def _template(*items: str) -> Callable[[Any], None]:
+    single = [{item: {"id": "A", "type_id": 0}} for item in items]
+    return _change("post_processor", value={"type": "TemplateProcessing", "single": single})
+
+
+def _flag(**flags: bool) -> Callable[[Any], None]:
+    return lambda content: content["added_tokens"][-1].update(flags)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_change("model", value={"type": "Unigram", "vocab": []}), "model.type is 'Unigram', not"),
+        (_change("model", "byte_fallback", value=True), "model.byte_fallback is True"),
+        (_change("model", "dropout", value=0.1), "model.dropout is 0.1"),
+        (_change("normalizer", value={"type": "NFKC"}), "normalizer 'NFKC'"),
+        (
+            _change(
+                "normalizer", value={"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}
+            ),
+            "normalizer 'Lowercase'",
+        ),
+        (_steps("Metaspace"), "pre_tokenizer ends in 'Metaspace', not 'ByteLevel'"),
+        (_steps("Whitespace", "ByteLevel"), "pre_tokenizer 'Whitespace'"),
+        (_split(behavior="Removed"), "pre_tokenizer 'Split' removes text"),
+        (
+            _split(behavior="Removed", invert=True, pattern={"Regex": "a"}),
+            "pre_tokenizer 'Split' removes text",
+        ),
+        (
+            _template("Sequence", "SpecialToken"),
+            "post_processor 'TemplateProcessing' adds tokens after",
+        ),
+        (
+            _change("post_processor", value={"type": "RobertaProcessing"}),
+            "post_processor 'RobertaPro",
+        ),
+        (_change("decoder", value={"type": "Metaspace"}), "decoder is {'type': 'Metaspace'}, not"),
+        (_flag(lstrip=True, single_word=True), "lstrip, single_word of the added token '<think>'"),
+        (_flag(normalized=True), "normalized of the added token '<think>'"),
+        (_change("pre_tokenizer", value="x"), "is malformed: AttributeError"),
+    ],
+)
+def test_what_is_not_supported_is_named(
+    tmp_path: Path, change: Callable[[Any], None], problem: str
+) -> None:
+    content = build_content("qwen3")
+    change(content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    with pytest.raises(DataError) as caught:
+        load_vocabulary(tmp_path)
+    assert problem in caught.value.problem
+    if "malformed" not in problem:
+        assert "tokenizer.json is not a supported tokenizer: " in caught.value.problem
+        assert "Llama 3, Qwen 2 and 3, SmolLM2 and OLMo 2" in caught.value.hint
+
+
+def test_all_that_is_not_supported_is_named_at_once(tmp_path: Path) -> None:
+    content = build_content("qwen3")
+    _change("normalizer", value={"type": "NFKC"})(content)
+    _split(behavior="Removed")(content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    with pytest.raises(
+        DataError, match=r": normalizer 'NFKC'; pre_tokenizer 'Split' removes text\nhint"
+    ):
+        load_vocabulary(tmp_path)
