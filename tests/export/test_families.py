@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tests.data.families import ENDS, TEXTS, build_content, load_reference, write_folder
 from tests.e2e.test_layouts import losses, said, train
 from tests.faults.small_run import write_tokens
 
+import trainyard
 from trainyard.checkpoint.load import build_model_from_checkpoint
 from trainyard.checkpoint.resume import find_checkpoint
 from trainyard.checkpoint.verify import check_checkpoint
@@ -180,10 +182,42 @@ def test_biases_among_the_weights_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("case", "family"), [("Llama", "llama3"), ("Qwen3", "qwen3"), ("Llama", "smollm2")]
+)
+def test_the_tokenizer_comes_along_there_and_back(tmp_path, case, family):
+    random_model(tmp_path / "theirs", case, size=1000)
+    content = build_content(family)
+    write_folder(tmp_path / "theirs", family, content)
+    checkpoint = import_huggingface(tmp_path / "theirs", tmp_path / "mine")
+    saved = trainyard.Checkpoint(checkpoint)
+    prompt = f"2026: e\u0301té, it's {ENDS[family]}"
+    ids = load_reference(content).encode(prompt, add_special_tokens=False).ids
+    assert saved.tokenizer.encode(prompt) == ids
+    assert trainyard.generate(saved, prompt, tokens=3).startswith(prompt)
+    (tmp_path / "text.txt").write_text(prompt, encoding="utf-8")
+    found = trainyard.evaluate(saved, data=str(tmp_path / "text.txt"))
+    assert (found.n_tokens, found.n_bytes) == (
+        len(ids), len(saved.tokenizer.decode(ids).encode())
+    )  # fmt: skip
+    export_huggingface(checkpoint, tmp_path / "back")
+    theirs, back = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("theirs", "back")
+    )
+    for text in (*TEXTS, prompt, f"{ENDS[family]}<|im_end|> ½"):
+        assert back(text)["input_ids"] == theirs(text, add_special_tokens=False)["input_ids"]
+        assert back.decode(back(text)["input_ids"]) == theirs.decode(back(text)["input_ids"])
+    assert (back.eos_token, back.eos_token_id) == (ENDS[family], saved.tokenizer.eod_id)
+    config = json.loads((tmp_path / "back" / "generation_config.json").read_text())
+    assert config["eos_token_id"] == saved.tokenizer.eod_id
+    again = import_huggingface(tmp_path / "back", tmp_path / "again")
+    assert trainyard.Checkpoint(again).tokenizer.fingerprint == saved.tokenizer.fingerprint
+
+
+@pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
-        ("ignore_merges", {"model": {"type": "BPE", "ignore_merges": True}}, "ignore_merges is"),
-        ("normalizer", {"model": {"type": "BPE"}, "normalizer": {"type": "NFC"}}, "its normalizer"),
+        ("byte_fallback", {"model": {"type": "BPE", "byte_fallback": True}}, "byte_fallback is"),
+        ("normalizer", {"model": {"type": "BPE"}, "normalizer": {"type": "NFKC"}}, "'NFKC'"),
     ],
 )
 def test_weights_are_imported_without_a_tokenizer_that_cannot_be_read(

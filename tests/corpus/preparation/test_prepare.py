@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.command import Fork
+from tests.data.families import ENDS, TEXTS, build_content, load_reference, write_folder
 from tests.waiting import wait_until
 
 from trainyard.config.corpus import Corpus, output_prefixes
@@ -27,6 +28,7 @@ from trainyard.corpus.sources import Segment, scan_inputs
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.sidecar import Sidecar, load_sidecar
 from trainyard.data.tokenizer import load_tokenizer
+from trainyard.data.vocabulary import load_vocabulary
 from trainyard.errors import DataError, MachineError
 
 EOD = 279
@@ -180,6 +182,32 @@ def test_the_number_of_workers_changes_nothing(corpus: Corpus, tmp_path: Path) -
         messages.add(str(caught.value))
     assert len(results) == len(messages) == 1
     assert 'a.jsonl:51: the value of "text" is null, not a string' in messages.pop()
+
+
+@pytest.mark.parametrize(("family", "workers"), [("llama3", 2), ("qwen3", 1), ("smollm2", 1)])
+def test_published_tokenizers_give_the_ids_of_the_reference(
+    tmp_path: Path, family: str, workers: int
+) -> None:
+    content = build_content(family)
+    folder = write_folder(tmp_path / "tokenizer", family, content)
+    texts = [*TEXTS, "e\u0301 2026 ½", f"an {ENDS[family]} in a text", "a<think>\u0338"]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_bytes(lines(texts * 20))
+    corpus = Corpus(
+        inputs=(str(tmp_path / "in"),), output=str(tmp_path / "out"), tokenizer=str(folder)
+    )
+    sidecar = run(corpus, workers=workers)
+    end = next(each["id"] for each in content["added_tokens"] if each["content"] == ENDS[family])
+    reference = load_reference(content)
+    expected = [[*reference.encode(t, add_special_tokens=False).ids, end] for t in texts]
+    found = np.frombuffer(read_output(prefix_of(corpus))[0], np.uint16)
+    assert found.tolist() == [token_id for ids in expected for token_id in ids] * 20
+    assert sidecar.tokenizer.eod_id == end
+    assert sidecar.tokenizer.fingerprint == load_vocabulary(folder).fingerprint
+    if workers > 1:
+        several = read_output(prefix_of(corpus))
+        run(corpus, workers=1, overwrite=True)
+        assert read_output(prefix_of(corpus)) == several
 
 
 def test_one_of_several_processes_lists_the_inputs(
