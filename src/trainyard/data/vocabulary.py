@@ -188,10 +188,11 @@ def holds_tokenizer(folder: Path) -> bool:
 
 def _load_gpt2() -> Vocabulary:
     packed = resources.files("trainyard.data") / "gpt2" / "merges.txt.xz"
-    merges = _parse_merges(lzma.decompress(packed.read_bytes()).decode())
+    lines = lzma.decompress(packed.read_bytes()).decode()
+    merges = [(left, right) for left, right in _parse_merges(lines)]
     tokens = [*sorted(byte_symbols()), *map("".join, merges), END_OF_DOCUMENT]
-    ids = {token: token_id for token_id, token in enumerate(tokens)}
-    vocabulary = build_vocabulary(Path(packed.name), ids, merges)
+    special = {END_OF_DOCUMENT: len(tokens) - 1}
+    vocabulary = Vocabulary(tokens=tokens, merges=merges, special_tokens=special)
     folder = Path(GPT2)
     if holds_tokenizer(folder) and load_vocabulary(folder).fingerprint != vocabulary.fingerprint:
         raise DataError(

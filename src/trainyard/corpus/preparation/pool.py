@@ -20,7 +20,7 @@ from pathlib import Path
 from trainyard.corpus.preparation.plan import PreparationPlan
 from trainyard.corpus.preparation.work_folder import MAX_ATTEMPTS, WorkFolder, name_process
 from trainyard.corpus.preparation.worker import CorpusWorker, is_prepared
-from trainyard.data.tokenizer import load_tokenizer
+from trainyard.data.vocabulary import Vocabulary
 from trainyard.errors import MachineError, UserError
 from trainyard.launch.environment import hide_secrets
 from trainyard.log import build_logger
@@ -44,6 +44,7 @@ class _Child:
 
 def work_in_processes(
     plan: PreparationPlan,
+    vocabulary: Vocabulary,
     folder: WorkFolder,
     workers: int,
     on_beat: Callable[[], None],
@@ -55,7 +56,7 @@ def work_in_processes(
     Raises:
         UserError: what a worker raised, or that workers keep dying.
     """
-    children = [_start(plan, folder.path, quarantine) for _ in range(workers)]
+    children = [_start(plan, vocabulary, folder.path, quarantine) for _ in range(workers)]
     deaths = _Deaths(folder, workers * MAX_ATTEMPTS)
     try:
         while children:
@@ -70,7 +71,7 @@ def work_in_processes(
                     children.remove(child)
                     if _was_killed(child) and not is_prepared(plan):
                         deaths.add(child.name)
-                        children.append(_start(plan, folder.path, quarantine))
+                        children.append(_start(plan, vocabulary, folder.path, quarantine))
     finally:
         for child in children:
             child.process.terminate()
@@ -110,11 +111,13 @@ class _Deaths:
             )
 
 
-def _start(plan: PreparationPlan, path: Path, quarantine: bool) -> _Child:
+def _start(plan: PreparationPlan, vocabulary: Vocabulary, path: Path, quarantine: bool) -> _Child:
     # Spawned, because a forked copy of a process with threads can hang.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, plan, path, quarantine), daemon=True)
+    process = context.Process(
+        target=_work, args=(theirs, plan, vocabulary, path, quarantine), daemon=True
+    )
     process.start()
     theirs.close()
     assert process.pid is not None
@@ -153,13 +156,18 @@ def _was_killed(child: _Child) -> bool:
     return code < 0
 
 
-def _work(connection: Connection, plan: PreparationPlan, path: Path, quarantine: bool) -> None:
+def _work(
+    connection: Connection,
+    plan: PreparationPlan,
+    vocabulary: Vocabulary,
+    path: Path,
+    quarantine: bool,
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     build_logger(hide_secrets)
     try:
-        tokenizer = load_tokenizer(plan.corpus.tokenizer, plan.corpus.special_tokens)
         folder = WorkFolder(path, name_process(os.getpid()))
-        CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(lambda: None)
+        CorpusWorker(plan, vocabulary, folder, quarantine=quarantine).work(lambda: None)
     except UserError as error:
         connection.send(error)
     except Exception:

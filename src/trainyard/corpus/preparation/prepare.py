@@ -51,8 +51,8 @@ from trainyard.corpus.preparation.worker import CorpusWorker, is_prepared, piece
 from trainyard.corpus.sources import Segment, find_files, read_documents
 from trainyard.corpus.sources.files import UNIT_BYTES, format_of
 from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
-from trainyard.data.tokenizer import load_tokenizer, tokenizer_name
-from trainyard.data.vocabulary import GPT2, load_vocabulary
+from trainyard.data.tokenizer import tokenizer_name
+from trainyard.data.vocabulary import GPT2, Vocabulary, load_vocabulary
 from trainyard.errors import DataError, MachineError
 from trainyard.log import build_logger
 from trainyard.units import format_bytes
@@ -87,7 +87,8 @@ def prepare(
         DataError: an input, a document or the tokenizer is wrong, or the output exists.
         MachineError: the disk is full or cannot be written, or workers keep dying.
     """
-    tokenizer = _record_tokenizer(corpus)
+    vocabulary = load_vocabulary(corpus.tokenizer)
+    tokenizer = _record_tokenizer(corpus, vocabulary)
     folder = WorkFolder(work_path(corpus), name_process(os.getpid()))
     folder.sweep()
     lead = Lead(folder)
@@ -103,7 +104,7 @@ def prepare(
         stale = find_stale(plan)
         _enter(folder, plan, overwrite)
         lead.say_ready()
-        _work(plan, folder, workers, on_progress, quarantine=on_error == "quarantine")
+        _work(plan, vocabulary, folder, workers, on_progress, quarantine=on_error == "quarantine")
     for path in stale:
         path.unlink(missing_ok=True)
     return _load_results(plan, on_error)
@@ -111,13 +112,14 @@ def prepare(
 
 def _work(
     plan: PreparationPlan,
+    vocabulary: Vocabulary,
     folder: WorkFolder,
     workers: int,
     on_progress: Callable[[Progress], None] | None,
     *,
     quarantine: bool,
 ) -> None:
-    corpus, reader = plan.corpus, ProgressReader(folder, plan.unit_bytes)
+    reader = ProgressReader(folder, plan.unit_bytes)
 
     def on_beat() -> None:
         if on_progress is not None and (progress := reader.read()):
@@ -126,10 +128,9 @@ def _work(
     n_workers = min(workers, max(len(plan.units), 1))
     try:
         if n_workers == 1:
-            tokenizer = load_tokenizer(corpus.tokenizer, corpus.special_tokens)
-            CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(on_beat)
+            CorpusWorker(plan, vocabulary, folder, quarantine=quarantine).work(on_beat)
         else:
-            work_in_processes(plan, folder, n_workers, on_beat, quarantine=quarantine)
+            work_in_processes(plan, vocabulary, folder, n_workers, on_beat, quarantine=quarantine)
     except EmptyCorpusError:
         folder.remove()  # nothing in it is worth going on with
         raise
@@ -156,7 +157,9 @@ def read_status(corpus: Corpus) -> Progress | None:
     begun = _read_identity(folder)
     if begun is None:
         return None
-    plan = plan_corpus(corpus, _record_tokenizer(corpus), begun.unit_bytes)
+    plan = plan_corpus(
+        corpus, _record_tokenizer(corpus, load_vocabulary(corpus.tokenizer)), begun.unit_bytes
+    )
     hint = "use the command that started it"
     plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
     return read_progress(folder, plan.unit_bytes)
@@ -211,7 +214,9 @@ def train_on_inputs(
     path = folder / "tokenizer.json"
     is_there = path.exists() and not overwrite
     if is_there:
-        plan = plan_corpus(corpus, _record_tokenizer(corpus), UNIT_BYTES)
+        plan = plan_corpus(
+            corpus, _record_tokenizer(corpus, load_vocabulary(corpus.tokenizer)), UNIT_BYTES
+        )
         if work_path(corpus).exists() or is_prepared(plan):
             return
     own = folder.with_name(f"{folder.name}.{name_process(os.getpid())}")
@@ -249,8 +254,7 @@ def _read_texts(corpus: Corpus, on_error: OnError) -> Iterator[str]:
         raise empty_corpus(result.documents, [*result.steps, *counts], places)
 
 
-def _record_tokenizer(corpus: Corpus) -> TokenizerRecord:
-    vocabulary = load_vocabulary(corpus.tokenizer)
+def _record_tokenizer(corpus: Corpus, vocabulary: Vocabulary) -> TokenizerRecord:
     return TokenizerRecord(
         name=tokenizer_name(corpus.tokenizer),
         fingerprint=vocabulary.fingerprint,
