@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -201,9 +202,26 @@ def test_the_cache_of_the_fast_engine_is_made_anew(trained_folder: Path) -> None
     assert again.tolist() == tokens.tolist()
 
 
+def test_the_package_awkward_is_neither_imported_nor_hidden(
+    trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(trained._engine, engines.GigatokenEngine)
+    monkeypatch.delitem(sys.modules, "awkward", raising=False)
+    expected = trained.encode("undo the end")
+    assert "awkward" not in sys.modules
+    theirs = ModuleType("awkward")
+    monkeypatch.setitem(sys.modules, "awkward", theirs)
+    assert trained.encode("undo the end") == expected
+    assert sys.modules["awkward"] is theirs
+    with pytest.raises(DataError):
+        trained.encode("\ud800")
+    assert sys.modules["awkward"] is theirs
+
+
 MEASURE_MEMORY = """
 import resource, sys
 from pathlib import Path
+from types import ModuleType
 import numpy as np
 from trainyard.data.tokenizer import load_tokenizer
 

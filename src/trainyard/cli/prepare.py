@@ -50,14 +50,15 @@ def prepare(
         bool | None,
         typer.Option(
             "--append-eod/--no-append-eod",
-            help="End every document with <|endoftext|> [yes] (Megatron-LM's tool: no).",
+            help="End every document with the tokenizer's end of document, such as <|endoftext|> "
+            "[yes] (Megatron-LM's tool: no).",
         ),
     ] = None,
     special_tokens: Annotated[
         Literal["text", "parse"] | None,
         typer.Option(
-            help="<|endoftext|> inside a document: text, or parse (its token id, as Megatron-LM) "
-            "[text]."
+            help="Special tokens such as <|endoftext|> inside a document: text, or parse (their ids, "
+            "as Megatron-LM) [text]."
         ),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes; one core each.")] = 1,

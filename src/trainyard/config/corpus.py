@@ -125,9 +125,9 @@ class Corpus(Section):
     json_key: str = "text"
     """JSON key, or Parquet or Arrow column, of the text."""
     append_eod: bool = True
-    """End every document that is not empty with <|endoftext|>."""
+    """End every document that is not empty with the end of document, such as <|endoftext|>."""
     special_tokens: Literal["text", "parse"] = "text"
-    """Treat <|endoftext|> inside a document as text, or parse it as Megatron-LM does."""
+    """Special tokens such as <|endoftext|> inside a document: text, or parsed as by Megatron-LM."""
     files_per_output: int = Field(default=0, ge=0)
     """Input files per pair of token files, output_00, output_01, ..; 0: one pair for all."""
     count_by: str = ""
