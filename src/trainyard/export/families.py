@@ -1,6 +1,6 @@
 """Architectures of Hugging Face that we export and import: one table of keys and names.
 
-    ours                           GPT2LMHeadModel                     LlamaForCausalLM, Qwen3ForCausalLM
+    ours                           GPT2LMHeadModel                     Llama, Qwen3, Olmo2ForCausalLM
     embedding.weight               transformer.wte.weight              model.embed_tokens.weight
     blocks.N.attention.qkv.weight  transformer.h.N.attn.c_attn.weight  model.layers.N.self_attn.q_proj.weight,
                                                                        k_proj.weight, v_proj.weight
@@ -28,12 +28,14 @@ from torch import Tensor
 from trainyard.architecture import Shape, find_layer
 from trainyard.checkpoint.format import first_problem
 from trainyard.config.rules import NEAREST
-from trainyard.config.run import Model, RotaryScaling
+from trainyard.config.run import Model
+from trainyard.config.section import RotaryScaling
 from trainyard.errors import CheckpointError, ConfigError
 from trainyard.export.huggingface_config import (
     Config,
     GPT2Config,
     LlamaConfig,
+    Olmo2Config,
     Qwen3Config,
 )
 from trainyard.files import parse_json
@@ -258,7 +260,7 @@ _QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     config=Qwen3Config,
     keys=_ROTARY_KEYS,
-    parts={**_LLAMA.parts, "query_key_norm": True},
+    parts={**_LLAMA.parts, "query_key_norm": "head"},
     names={
         **_LLAMA.names,
         "blocks.N.attention.query_norm": "model.layers.N.self_attn.q_norm",
@@ -267,7 +269,20 @@ _QWEN3 = Family(
     prefix="model.",
     no_weight=_LLAMA.no_weight,
 )
-FAMILIES = (GPT2, _QWEN3, _LLAMA)
+_OLMO2 = Family(
+    architecture="Olmo2ForCausalLM",
+    config=Olmo2Config,
+    keys=_ROTARY_KEYS,
+    parts={**_LLAMA.parts, "query_key_norm": "all", "norm_place": "after"},
+    names={
+        **_QWEN3.names,
+        "blocks.N.attention_norm": "model.layers.N.post_attention_layernorm",
+        "blocks.N.mlp_norm": "model.layers.N.post_feedforward_layernorm",
+    },
+    prefix="model.",
+    no_weight=_LLAMA.no_weight,
+)
+FAMILIES = (GPT2, _QWEN3, _OLMO2, _LLAMA)
 SUPPORTED = ", ".join(sorted(family.architecture for family in FAMILIES))
 
 
