@@ -26,7 +26,13 @@ from __future__ import annotations
 
 import math
 
-from trainyard.architecture import count_logit_chunks, head_layer, inner_values, matmuls
+from trainyard.architecture import (
+    block_layers,
+    count_logit_chunks,
+    head_layer,
+    inner_values,
+    matmuls,
+)
 from trainyard.config.fp8_rules import fp8_blocks
 from trainyard.config.precisions import FP16
 from trainyard.config.run import Run
@@ -94,9 +100,10 @@ class MicroBatch:
         part, shared = model.n_heads * head, model.n_key_value_heads * head
         inside = self.value * self.n_tokens * inner_values(model, "attention", t)
         inside += int(part) if self.topology.context > 1 else 0
-        if model.query_key_norm:  # before and after it, and a number of each
-            n_norms = (model.n_heads + model.n_key_value_heads) / t
-            inside += int(part + shared + FP32_BYTES * self.n_tokens * n_norms)
+        for name, n_bytes in (("query", part), ("key", shared)):
+            norm = block_layers(model, t).get(f"attention.{name}_norm")
+            if norm:  # keeps its input too, and a number of all that it normalizes together
+                inside += int(n_bytes + FP32_BYTES * n_bytes / self.value / norm.weight[0])
         lse = FP32_BYTES * self.n_tokens * model.n_heads / t
         if self.on_gpu or not model.dropout:
             return inside + lse
