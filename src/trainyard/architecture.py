@@ -326,6 +326,11 @@ def parameter_count(model: Model, padded_vocabulary_size: int) -> int:
     return sum(parameter_counts(model, padded_vocabulary_size).values())
 
 
+def count_rotary_values(model: Model) -> int:
+    """Counts the cosines and sines of rotary positions."""
+    return model.sequence_length * model.d_head if model.positions == "rotary" else 0
+
+
 def count_logit_chunks(n_tokens: int, n_columns: int, value_bytes: int, *, on_gpu: bool) -> int:
     """Counts the chunks in which the loss computes logits, of `value_bytes`, (tokens, columns)."""
     most_bytes = GPU_LOGIT_BYTES if on_gpu else CPU_LOGIT_BYTES

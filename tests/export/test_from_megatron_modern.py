@@ -197,10 +197,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sliding window": ({"window_size": [128, 0]}, "window_size: .*None"),
     "other groups": ({"num_query_groups": 2}, r"qkv\.weight in .* has shape \[64, 32\]"),
     "norms of heads": ({"qk_layernorm": True}, "no tensor for blocks.0.attention.query_norm"),
-    "old version": ({"version": 1.0}, "checkpoint_version 1.0 and args.num_query_groups=4"),
+    "old version": ({"version": 1.0}, "checkpoint_version 1.0 and args.group_query_attention"),
     "too many ranks": (
         {"tensor": 8, "group_query_attention": True, "num_query_groups": 4},
-        "8 tensor ranks, which cannot split 4 heads of keys",
+        "8 tensor ranks, which do not divide 4, the most that can split its heads",
     ),
 }
 

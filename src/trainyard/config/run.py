@@ -6,6 +6,7 @@ Derived values (data-parallel size, padded vocabulary, steps) are in `planning.r
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Annotated, Literal, Self
 
@@ -86,6 +87,11 @@ class Model(Section):
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 n_layers)."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the variance in each LayerNorm, to the mean square in each RMSNorm."""
+
+    @property
+    def most_tensor_ranks(self) -> int:
+        """Any number of tensor ranks that divides this shards all layers equally."""
+        return math.gcd(self.n_key_value_heads, self.d_ff)
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:

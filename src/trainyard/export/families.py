@@ -8,7 +8,7 @@
                                                                        up_proj.weight
 
 They store all queries, then all keys, then all values, in one matrix or three; our rows interleave
-them by group, (G, H/G + 2, K), and gates and values of SwiGLU by feature, (F, 2). GPT-2 stores
+them by group, (S, H/S + 2, K), and gates and values of SwiGLU by feature, (F, 2). GPT-2 stores
 matrices as (in, out), the others as (out, in), like ours. None has padding rows of the vocabulary.
 """  # noqa: E501
 
@@ -172,13 +172,10 @@ def _group(tensor: Tensor, groups: int) -> Tensor:
 
 def _row_parts(name: str, n_rows: int, model: Model) -> tuple[int, list[int]]:
     """Returns the groups in the rows of our parameter, and the rows of each part in a group."""
-    if ".attention.qkv." in name:
-        G, K = model.n_key_value_heads, model.d_head
-        return G, [model.n_heads // G * K, K, K]
-    if ".mlp.up." in name and model.mlp == "swiglu":
-        return model.d_ff, [1, 1]
-    is_vocabulary = find_layer(model, name).sharding == "vocabulary"
-    return 1, [model.vocabulary_size if is_vocabulary else n_rows]
+    layer = find_layer(model, name)
+    n_groups, rows = layer.fused
+    is_vocabulary = layer.sharding == "vocabulary"
+    return n_groups, [*rows] or [model.vocabulary_size if is_vocabulary else n_rows]
 
 
 _SCALING_KEYS = {

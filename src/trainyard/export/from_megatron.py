@@ -103,10 +103,9 @@ def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
             n_rows_theirs,
         )
     model = model_of(arguments, vocabulary_size, str(grid.settings))
-    if version < 2 and model.n_key_value_heads < model.n_heads:
+    if version < 2 and arguments.group_query_attention:
         raise CheckpointError(
-            f"{grid.settings} has checkpoint_version {version} and args.num_query_groups="
-            f"{model.n_key_value_heads}",
+            f"{grid.settings} has checkpoint_version {version} and args.group_query_attention",
             "no Megatron wrote query groups before version 2.0",
         )
     _check_tensors(sources, model, n_rows_theirs, grid)
@@ -271,10 +270,10 @@ def _rows(sources: _Sources, grid: Grid) -> int:
 def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: Grid) -> None:
     """Checks names and shapes against the model before writing."""
     tensor = len(grid.files[0])
-    if model.n_key_value_heads % tensor or model.d_ff % tensor:
+    if model.most_tensor_ranks % tensor:
         raise CheckpointError(
-            f"{grid.folder} has {tensor} tensor ranks, which cannot split "
-            f"{model.n_key_value_heads} heads of keys and {model.d_ff} features",
+            f"{grid.folder} has {tensor} tensor ranks, which do not divide "
+            f"{model.most_tensor_ranks}, the most that can split its heads and features",
             _OTHER_MODEL,
         )
     wanted = shapes_of(stage_layers(model, n_rows, tensor=tensor))

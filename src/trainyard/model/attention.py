@@ -103,8 +103,9 @@ class Attention(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.n_heads, self.d_head = model.n_heads, model.d_head
-        self.group_size = model.n_heads // model.n_key_value_heads
         layers = block_layers(model)
+        _, (of_queries, *_) = layers["attention.qkv"].fused
+        self.group_size = of_queries // model.d_head
         self.qkv = Linear(layers["attention.qkv"])
         norms = (layers.get(f"attention.{name}") for name in ("query_norm", "key_norm"))
         self.query_norm, self.key_norm = (
