@@ -112,6 +112,8 @@ class Olmo2Config(_WholeHeadsConfig):
 
     model_type: Literal["olmo2"] = "olmo2"
     rms_norm_eps: float = 1e-5
+    pad_token_id: int | None = None
+    """Transformers would take 1, and never train that token's embedding."""
 
 
 class Qwen3Config(_RotaryConfig):
