@@ -7,9 +7,10 @@ weights, tensor parallelism, plans, imports and exports.
     embedding                  (V, D)                  vocabulary    normal
     positions                  (T, D)                  replicated    normal; absent, if rotary
     blocks.N.attention_norm    (D)             (D)     replicated    ones
-    blocks.N.attention.qkv     ((H + 2G)K, D)  (..)    column        normal
+    blocks.N.attention.qkv     ((H + 2S)K, D)  (..)    column        normal
     blocks.N.attention.query_norm, key_norm
-                               (K)                     heads         ones; if query_key_norm
+                               (K)                     heads         ones; if query_key_norm "head"
+                               (HK), (SK)              features      ones; if it is "all"
     blocks.N.attention.out     (D, HK)         (D)     row           normal, of a residual output
     blocks.N.mlp_norm          (D)             (D)     replicated    ones
     blocks.N.mlp.up            (F, D)          (F)     column        normal; (2F, D), if SwiGLU
@@ -26,7 +27,9 @@ whole.
 Of t tensor ranks, each holds 1/t of the rows of a vocabulary or column-parallel weight, with their
 biases, and 1/t of the columns of a row-parallel one, with the whole bias. Outputs of a
 column-parallel layer are inputs of the next, row-parallel one: between the two, ranks need no
-communication. A norm of heads is replicated, but each rank has gradients of its heads only.
+communication, except a norm of all features of queries or of keys, whose weight they shard: they
+reduce the mean of the squares. A norm of heads is replicated, but each rank has gradients of its
+heads only.
 """
 
 from __future__ import annotations
@@ -46,9 +49,9 @@ Blocks = tuple[int, int]
 Fused = tuple[int, tuple[int, ...]]
 """Groups of rows, and the rows of each matrix in a group; (1, ()) for a single matrix."""
 Kind = Literal["embedding", "linear", "norm"]
-Sharding = Literal["vocabulary", "column", "row", "replicated", "heads"]
+Sharding = Literal["vocabulary", "column", "row", "replicated", "heads", "features"]
 
-_DIMENSIONS = {"vocabulary": 0, "column": 0, "row": 1, "replicated": None, "heads": None}
+_DIMENSIONS = {"vocabulary": 0, "column": 0, "row": 1, "features": 0}
 CPU_LOGIT_BYTES = 256 * 2**20
 GPU_LOGIT_BYTES = 512 * 2**20
 """Most bytes of logits at a time: fewer need less memory, more update the weight's gradient less
@@ -79,7 +82,7 @@ class LayerSpec:
     kind: Kind
     """`linear` is a matmul in a block."""
     weight: Shape
-    """(rows, D) of an embedding, (outputs, inputs) of a matmul, (D,) or (K,) of a norm."""
+    """(rows, D) of an embedding, (outputs, inputs) of a matmul, (features,) of a norm."""
     sharding: Sharding
     has_bias: bool
     std: float = 0.0
@@ -106,7 +109,7 @@ class LayerSpec:
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
         """Its parameters by name."""
-        dimension = _DIMENSIONS[self.sharding]
+        dimension = _DIMENSIONS.get(self.sharding)
         mean = 1.0 if self.kind == "norm" else 0.0
         weight = ParameterSpec(self.weight, dimension, mean, self.std, self.sharding == "heads")
         if not self.has_bias:
@@ -116,7 +119,7 @@ class LayerSpec:
 
     def shard(self, n_ranks: int) -> LayerSpec:
         """Returns what each of a number of tensor ranks holds of it."""
-        dimension = _DIMENSIONS[self.sharding]
+        dimension = _DIMENSIONS.get(self.sharding)
         if dimension is None:
             return self
         weight = list(self.weight)
@@ -145,11 +148,10 @@ def block_layers(model: Model, tensor: int = 1) -> Layers:
     is_gated, n_groups = model.mlp == "swiglu", model.n_key_value_heads
     qkv = n_groups, (model.n_heads // n_groups * K, K, K)
     up = _linear("mlp.up", (2 * F if is_gated else F, D), "column", model)
-    head_norms = ("attention.query_norm", "attention.key_norm") if model.query_key_norm else ()
     layers = (
         _norm("attention_norm", model),
         replace(_linear("attention.qkv", (n_qkv, D), "column", model), fused=qkv),
-        *(_norm(name, model, K, "heads") for name in head_norms),
+        *_query_key_norms(model),
         _linear("attention.out", (D, n_queries), "row", model),
         _norm("mlp_norm", model),
         replace(up, fused=(F, (1, 1))) if is_gated else up,
@@ -261,14 +263,25 @@ def _norm(
     return LayerSpec(name, "norm", (size or model.d_model,), sharding, has_bias=has_bias)
 
 
+def _query_key_norms(model: Model) -> list[LayerSpec]:
+    """Lists those of each head, or of all heads together."""
+    n_heads = {"none": (), "head": (1, 1), "all": (model.n_heads, model.n_key_value_heads)}
+    sizes = [n * model.d_head for n in n_heads[model.query_key_norm]]
+    names = ("attention.query_norm", "attention.key_norm")[: len(sizes)]
+    sharding: Sharding = "features" if model.query_key_norm == "all" else "heads"
+    return [_norm(name, model, size, sharding) for name, size in zip(names, sizes, strict=True)]
+
+
 def describe_parts(model: Model) -> list[str]:
     """Lists the parts of a model that GPT-3 does not have."""
     shared, scaling = model.n_key_value_heads, model.rotary_scaling
     parts = {
         f"{shared:,} key and value heads": shared != model.n_heads,
-        "query-key norm": model.query_key_norm,
+        "query-key norm": model.query_key_norm == "head",
+        "query-key norm of all heads together": model.query_key_norm == "all",
         "SwiGLU": model.mlp == "swiglu",
         "RMSNorm": model.norm == "rms",
+        "norm after attention and MLP": model.norm_place == "after",
         "no biases": not model.bias,
         f"rotary positions of base {model.rotary_base:,.0f}": model.positions == "rotary",
         f"scaled by {scaling.factor:g}" if scaling else "": scaling is not None,
@@ -311,6 +324,11 @@ def parameter_counts(model: Model, padded_vocabulary_size: int) -> dict[str, int
 def parameter_count(model: Model, padded_vocabulary_size: int) -> int:
     """Counts a model's parameters, including padding rows."""
     return sum(parameter_counts(model, padded_vocabulary_size).values())
+
+
+def count_rotary_values(model: Model) -> int:
+    """Counts the cosines and sines of rotary positions."""
+    return model.sequence_length * model.d_head if model.positions == "rotary" else 0
 
 
 def count_logit_chunks(n_tokens: int, n_columns: int, value_bytes: int, *, on_gpu: bool) -> int:

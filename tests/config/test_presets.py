@@ -38,6 +38,7 @@ def test_all_families_are_there() -> None:
     assert sizes == {
         "gpt3": 8, "mds": 8, "polaris": 40, "msamp": 3, "azure": 7,
         "demo": 1, "laptop": 1, "tiny": 1, "modern": 7, "llama": 2, "qwen3": 1, "smollm2": 2,
+        "olmo": 1,
     }  # fmt: skip
 
 
@@ -109,6 +110,7 @@ def test_sizes_are_those_the_guides_come_to(name: str, size: float) -> None:
         ("qwen3-0.6b", 596_049_920),
         ("smollm2-135m", 134_515_008),
         ("smollm2-360m", 361_821_120),
+        ("olmo-2-1b", 1_484_916_736),
     ],
 )
 def test_real_models_have_as_many_parameters(name: str, n_parameters: int) -> None:

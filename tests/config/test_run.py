@@ -36,6 +36,9 @@ IMPOSSIBLE = [
     ("train.length=1.5 steps", "'1.5' is not a whole number"),
     ("train.length=steps", "is not a"),
     ("schedule.warmup=.01", f"'.01' {LENGTH}"),
+    ("model.query_key_norm=heads", "Input should be 'none', 'head' or 'all' (got 'heads')"),
+    ("model.query_key_norm=1", "Input should be 'none', 'head' or 'all' (got 1)"),
+    ("model.norm_place=between", "Input should be 'before' or 'after' (got 'between')"),
     # out of range
     ("model.n_layers=0", "Input should be greater than or equal to 1 (got 0)"),
     ("model.dropout=1.0", "Input should be less than 1 (got 1.0)"),
@@ -390,3 +393,8 @@ def test_nearest_multiples(factor: int, near: int, n_beyond: int) -> None:
 @given(st.integers(1, 5000))
 def test_divisors(number: int) -> None:
     assert rules.divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+@pytest.mark.parametrize(("written", "read"), [("true", "head"), ("false", "none"), ("all", "all")])
+def test_query_key_norm_was_true_or_false(written: str, read: str) -> None:
+    assert load_run("tiny", [f"model.query_key_norm={written}"]).run.model.query_key_norm == read

@@ -1,4 +1,4 @@
-"""Llama and Qwen3 of transformers, imported, trained and exported."""
+"""Llama, Qwen3 and OLMo 2 of transformers, imported, trained and exported."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
     "Qwen3": {"num_key_value_heads": 2, "head_dim": 24},
     "Qwen3 tied, uneven": {"num_key_value_heads": 3, "num_attention_heads": 3, "head_dim": 16}
     | {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "Olmo2": {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, "pad_token_id": None},
+    "Olmo2 tied, every head its own keys": {"tie_word_embeddings": True, "pad_token_id": None},
 }
 
 
@@ -244,6 +246,7 @@ LLAMA = ["positions=rotary", "norm=rms", "mlp=swiglu", "bias=false", "n_key_valu
         (LLAMA, "LlamaForCausalLM"),
         ([*LLAMA, "d_head=32", "rotary_base=5e5"], "LlamaForCausalLM"),
         ([*LLAMA, "query_key_norm=true"], "Qwen3ForCausalLM"),
+        ([*LLAMA, "query_key_norm=all", "norm_place=after"], "Olmo2ForCausalLM"),
         ([*LLAMA, "query_key_norm=true", "d_model=62", "d_head=16"], "Qwen3ForCausalLM"),
     ],
 )
@@ -270,11 +273,12 @@ def test_the_fields_of_a_run_choose_the_architecture(
         ([*LLAMA, "norm=layer"], "has no model.norm='layer'\n", 'model.norm="rms"'),
         (
             [*LLAMA, "query_key_norm=true", "bias=true"],
-            "Qwen3ForCausalLM, the nearest of GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM, "
-            "has no model.bias=True\n",
+            "Qwen3ForCausalLM, the nearest of GPT2LMHeadModel, LlamaForCausalLM, "
+            "Olmo2ForCausalLM, Qwen3ForCausalLM, has no model.bias=True\n",
             "nearest that works: model.bias=false",
         ),
-        ([*LLAMA, "d_model=62", "d_head=16"], "query_key_norm=False\n", "query_key_norm=true"),
+        ([*LLAMA, "d_model=62", "d_head=16"], "query_key_norm='none'\n", 'query_key_norm="head"'),
+        ([*LLAMA, "norm_place=after"], "Olmo2.* has no model.query_key_norm='none'\n", '="all"'),
     ],
 )
 def test_a_model_of_no_family_is_refused_with_the_nearest(fields, lacks, works):
@@ -331,7 +335,7 @@ def run_from(folder: Path, tokens: Path, work: Path) -> Run:
     "case",
     [
         "Llama tied, llama3 scaling",
-        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in ("Llama", "Qwen3")),
+        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in ("Llama", "Qwen3", "Olmo2")),
     ],
 )
 def test_training_goes_on_as_in_transformers(tmp_path, case):

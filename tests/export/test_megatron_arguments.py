@@ -283,7 +283,7 @@ def test_parts_of_a_model_that_is_not_gpt3() -> None:
         "d_ff": d_model * 8 // 3 // 64 * 64,
         "norm": "rms",
         "bias": False,
-        "query_key_norm": True,
+        "query_key_norm": "head",
         "d_head": 48,
         "n_key_value_heads": 1,
         "positions": "rotary",

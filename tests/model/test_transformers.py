@@ -1,4 +1,4 @@
-"""Llama and Qwen3 of Hugging Face's transformers, with our weights, give our logits."""
+"""Llama, Qwen3 and OLMo 2 of Hugging Face's transformers, with our weights, give our logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainyard.config.run import Model, RotaryScaling
+from trainyard.config.run import Model
+from trainyard.config.section import RotaryScaling
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 
@@ -33,7 +34,8 @@ SMALL: dict[str, Any] = {
 SCALING = RotaryScaling(factor=4.0, original_sequence_length=16)
 MODELS = {
     "Llama": Model(**SMALL, rotary_base=500.0, rotary_scaling=SCALING, tied_embeddings=False),
-    "Qwen3": Model(**SMALL, d_head=12, query_key_norm=True, layer_norm_epsilon=1e-6),
+    "Qwen3": Model(**SMALL, d_head=12, query_key_norm="head", layer_norm_epsilon=1e-6),
+    "Olmo2": Model(**SMALL, query_key_norm="all", norm_place="after", tied_embeddings=False),
 }
 
 
@@ -64,7 +66,7 @@ def build_theirs(name: str, model: Model) -> Any:
 
 
 def map_weights(ours: dict[str, Tensor], model: Model) -> dict[str, Tensor]:
-    """Maps our weights to the names and shapes of Llama and Qwen3."""
+    """Maps our weights to their names and shapes."""
     theirs = {
         "model.embed_tokens.weight": ours["embedding.weight"],
         "model.norm.weight": ours["final_norm.weight"],
@@ -86,7 +88,10 @@ def map_weights(ours: dict[str, Tensor], model: Model) -> dict[str, Tensor]:
             "mlp.up_proj": up,
             "mlp.down_proj": ours[block + "mlp.down.weight"],
         }
-        if model.query_key_norm:
+        if model.norm_place == "after":
+            named["post_feedforward_layernorm"] = named["post_attention_layernorm"]
+            named["post_attention_layernorm"] = named.pop("input_layernorm")
+        if model.query_key_norm != "none":
             named["self_attn.q_norm"] = ours[block + "attention.query_norm.weight"]
             named["self_attn.k_norm"] = ours[block + "attention.key_norm.weight"]
         theirs |= {f"{layer}{name}.weight": value for name, value in named.items()}

@@ -36,7 +36,8 @@ BASE = """train.compile=never train.micro_batch_size=1 train.global_batch_size=8
     model.n_layers=4 model.sequence_length=32 model.dropout=0.0 parallel.zero_stage=0"""
 FP8 = "precision.kind=fp8 precision.fp8.emulate=true"
 MODERN = """model.positions=rotary model.norm=rms model.mlp=swiglu model.bias=false
-    model.query_key_norm=true model.n_heads=8 model.n_key_value_heads=4 model.d_head=12"""
+    model.query_key_norm=head model.n_heads=8 model.n_key_value_heads=4 model.d_head=12"""
+OLMO = f"{MODERN} model.query_key_norm=all model.norm_place=after"
 LOW_BIT = "precision.kind=fp8_lowbit precision.fp8.emulate=true"
 GATHER = "precision.fp8.all_gather=true"
 
@@ -44,6 +45,23 @@ GATHER = "precision.fp8.all_gather=true"
 TABLE = {
     "modern, tensor": (f"tensor=2 {MODERN}", 2),
     "modern, tensor, sequence, zero 3": (f"tensor=2 sequence=true zero_stage=3 {MODERN}", 4),
+    "olmo, tensor, bf16": (f"tensor=2 precision.kind=bf16 {OLMO}", 2),
+    "olmo, tensor, sequence, zero 3": (f"tensor=2 sequence=true zero_stage=3 {OLMO}", 4),
+    "olmo, tensor, recompute attention": (f"tensor=2 recompute=attention {OLMO}", 2),
+    "olmo, tensor, dropout, recompute block": (
+        f"tensor=2 recompute=block {OLMO} model.dropout=0.1",
+        2,
+    ),
+    "olmo, tensor, sequence, recompute block": (
+        f"tensor=2 sequence=true recompute=block {OLMO}",
+        2,
+    ),
+    "olmo, tensor, zero bubble": (f"tensor=2 pipeline=2 schedule=zero_bubble {OLMO}", 4),
+    "olmo, tensor, zero bubble, two chunks": (
+        f"tensor=2 pipeline=2 chunks=2 schedule=zero_bubble {OLMO}",
+        4,
+    ),
+    "olmo, tensor, ulysses": (f"tensor=2 context=2 {OLMO}", 4),
     "modern, ulysses": (f"context=2 {MODERN}", 2),
     "modern, ring, bf16": (f"context=2 context_method=ring precision.kind=bf16 {MODERN}", 2),
     "modern, pipeline": (f"pipeline=2 {MODERN}", 2),

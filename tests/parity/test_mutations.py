@@ -20,6 +20,7 @@ from trainyard.config.run import Parallel
 from trainyard.data.loader import Loader
 from trainyard.model import attention, gpt
 from trainyard.model.gpt import GPT
+from trainyard.model.linear import mean_of_last
 from trainyard.optim import clip, muon
 from trainyard.optim.adamw import AdamW
 from trainyard.parallel import context, mesh, tensor
@@ -221,6 +222,20 @@ def gradients_of_head_norms_not_added_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ParallelModel, "__init__", build)
 
 
+def squares_of_all_heads_not_added_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tensor.MeanOfGroup, "__call__", lambda self, x: mean_of_last(x))
+
+
+def norm_before_in_one_block(patch: pytest.MonkeyPatch) -> None:
+    right = tensor.apply_tensor_parallel
+
+    def wrong(model: GPT, group: dist.ProcessGroup, parallel: Parallel) -> None:
+        right(model, group, parallel)
+        model.blocks["1"].norm_place = "before"
+
+    patch.setattr(parallel_model, "apply_tensor_parallel", wrong)
+
+
 def orthogonalized_shards(patch: pytest.MonkeyPatch) -> None:
     def wrong(_self: muon.Muon, _matrices: Any, updates: list[Tensor]) -> list[Tensor]:
         return [muon.orthogonalize(update) for update in updates]
@@ -257,7 +272,15 @@ FAULTS: dict[str, tuple[Patch, Row]] = {
     "halves of SwiGLU exchanged": (halves_of_swiglu_exchanged, Row(TP2, model={"mlp": "swiglu"})),
     "gradients of head norms not added up": (
         gradients_of_head_norms_not_added_up,
-        Row(TP2, model={"query_key_norm": True}),
+        Row(TP2, model={"query_key_norm": "head"}),
+    ),
+    "squares of all heads not added up": (
+        squares_of_all_heads_not_added_up,
+        Row(TP2, model={"query_key_norm": "all"}),
+    ),
+    "norm before in one block": (
+        norm_before_in_one_block,
+        Row(TP2, model={"norm_place": "after"}),
     ),
     "orthogonalized shards": (orthogonalized_shards, Row(Z1, data=2, optimizer=MUON)),
     "momentum put together in the order of ranks": (

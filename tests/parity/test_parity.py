@@ -235,11 +235,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rms": {"norm": "rms"},
     "swiglu": {"mlp": "swiglu"},
     "grouped queries": SHARED,
-    "query-key norm": {"query_key_norm": True},
+    "query-key norm": {"query_key_norm": "head"},
+    "query-key norm of all heads": {"query_key_norm": "all"},
+    "norm after": {"norm_place": "after"},
     "no bias": {"bias": False},
     "wide heads": {"d_head": 12},
 }
-MODERN: dict[str, Any] = {k: v for option in OPTIONS.values() for k, v in option.items()}
+OLMO: dict[str, Any] = {k: v for option in OPTIONS.values() for k, v in option.items()}
+MODERN = OLMO | {"query_key_norm": "head", "norm_place": "before"}
 ONE_AXIS = {
     "recompute attention": (ATTENTION, 1),
     "dp2 zero 0": (layout(), 2),
@@ -260,20 +263,21 @@ MIXTURES = {
     "tp2 cp2 ulysses sequence interleaved": (SP2 | ULYSSES2 | INTERLEAVED, 1),
     "dp2 tp2 cp2 ring sequence zero 1": (SP2 | RING2 | Z1, 2),
 }
-for option, model in (OPTIONS | {"modern": MODERN}).items():
+for option, model in (OPTIONS | {"modern": MODERN, "olmo": OLMO}).items():
     for axes, (cut, data) in (ONE_AXIS | MIXTURES).items():
         dropout = {} if cut.get("context_method") == "ring" else DROPOUT
         TABLE[f"{option}, {axes}"] = Row(cut, data=data, model=model | dropout)
 # The gradient of a norm of heads is a few numbers, the small sums of many large ones: rounding
 # shows in them far more than elsewhere; and it grows with depth, faster than in GPT-3. fp64 proves
 # both.
-ROUNDED = MODERN | {"query_key_norm": False, "n_layers": 2}
+ROUNDED = MODERN | {"query_key_norm": "none", "n_layers": 2}
 ROUNDED_FP8 = ROUNDED | {"d_head": 8} | LONG  # sides in multiples of 16 or 32 on each rank
 TABLE |= {
     "modern, tp4 sequence": Row(SP4, model=MODERN | DROPOUT),
     "modern, muon dp2 tp2 sequence zero 1": Row(SP2 | Z1, data=2, optimizer=MUON, model=MODERN),
-    "modern, dp2 tp2 sequence zero 1 compiled": Row(
-        SP2 | Z1, data=2, train={"compile": "always"}, model=MODERN | DROPOUT
+    "olmo, muon dp2 tp2 sequence zero 1": Row(SP2 | Z1, data=2, optimizer=MUON, model=OLMO),
+    "olmo, dp2 tp2 sequence zero 1 compiled": Row(
+        SP2 | Z1, data=2, train={"compile": "always"}, model=OLMO | DROPOUT
     ),
     "modern, fp32 tp2 pp2 sequence": Row(SP2 | PP2, computed_in=F32, model=ROUNDED | DROPOUT),
     "modern, bf16 tp2 sequence": Row(SP2, computed_in=BF16, model=ROUNDED | DROPOUT),
@@ -290,6 +294,7 @@ TABLE |= {
 # Each axis by itself and two triples in fp64, and each precision.
 EVERY_DAY = (
     *("rotary, cp2 ring", "grouped queries, cp2 ulysses", "query-key norm, tp2"),
+    *("query-key norm of all heads, tp2", "olmo, dp2 tp2 pp2 sequence zero 3 recompute"),
     *("modern, tp2 sequence", "modern, dp2 tp2 cp2 ring sequence zero 1"),
     *("dp2 zero 1", "dp2 zero 3", "hybrid 2x2 zero 2", "tp2, dropout"),
     *("tp2 sequence, recompute block", "pp2 1f1b", "pp2 interleaved, uneven, untied"),

@@ -207,7 +207,7 @@ def test_parts_stay_and_shared_keys_can_be_sharded(preset: str) -> None:
     n_tensor = math.gcd(12, load_run(preset).run.model.n_key_value_heads)
     run = load_run(preset, [f"parallel.tensor={n_tensor}", "precision.kind=fp8_lowbit"]).run
     small = plan_layout_check(run, 4 * n_tensor).alone.model
-    for part in ("positions", "rotary_base", "norm", "mlp", "bias", "query_key_norm"):
+    for part in ("positions", "rotary_base", "norm", "norm_place", "mlp", "query_key_norm", "bias"):
         assert getattr(small, part) == getattr(run.model, part), part
     assert small.n_heads == 2 * small.n_key_value_heads
     is_wide = run.model.n_heads * run.model.d_head != run.model.d_model

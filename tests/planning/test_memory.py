@@ -79,13 +79,22 @@ def test_simulations_are_still_those_of_the_record(row: dict[str, Any]) -> None:
 
 
 MODERN = """model.positions=rotary model.norm=rms model.mlp=swiglu model.bias=false
-    model.query_key_norm=true model.n_heads=8 model.n_key_value_heads=2 model.d_head=48"""
+    model.query_key_norm=head model.n_heads=8 model.n_key_value_heads=2 model.d_head=48"""
+OLMO = f"{MODERN} model.query_key_norm=all model.norm_place=after"
 PARTS = {
     "rotary": ("model.positions=rotary", 1),
     "rms": ("model.norm=rms", 1),
     "swiglu": ("model.mlp=swiglu", 1),
     "grouped queries": ("model.n_heads=8 model.n_key_value_heads=2", 1),
-    "query-key norm": ("model.query_key_norm=true", 1),
+    "query-key norm": ("model.query_key_norm=head", 1),
+    "query-key norm of all heads": ("model.query_key_norm=all", 1),
+    "query-key norm of all heads, tensor": ("model.query_key_norm=all tensor=2", 2),
+    "norm after": ("model.norm_place=after", 1),
+    "norm after, recompute attention": ("model.norm_place=after recompute=attention", 1),
+    "norm after, tensor, sequence": ("model.norm_place=after tensor=2 sequence=true", 2),
+    "olmo": (OLMO, 1),
+    "olmo, tensor, sequence": (f"{OLMO} tensor=2 sequence=true", 2),
+    "olmo, recompute block": (f"{OLMO} recompute=block", 1),
     "modern": (MODERN, 1),
     "modern, fp32": (f"{MODERN} precision.kind=fp32", 1),
     "modern, recompute block": (f"{MODERN} recompute=block", 1),

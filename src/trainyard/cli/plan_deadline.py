@@ -16,21 +16,18 @@ from trainyard.cli.plan_search import describe_candidate
 from trainyard.config import rules
 from trainyard.config.load import LoadedRun, field_value, preset_names
 from trainyard.errors import ConfigError, MachineError
-from trainyard.planning.deadline import Trainer, TrainingEstimate, fewest_devices, largest_model
+from trainyard.planning.deadline import (
+    CHANGED_FIELDS,
+    Trainer,
+    TrainingEstimate,
+    fewest_devices,
+    largest_model,
+)
 from trainyard.planning.hardware import find_extremes
-from trainyard.planning.search import FIELDS
 from trainyard.units import Length, format_large, format_seconds, parse_duration, with_article
 
 if TYPE_CHECKING:
     from rich.text import Text
-
-CHANGED = (
-    *("model.n_layers", "model.d_model", "model.n_heads", "model.d_ff"),
-    *("model.d_head", "model.n_key_value_heads"),
-    *("train.length", "train.batch_ramp", "schedule.warmup", "schedule.decay"),
-    *FIELDS,
-)
-"""Fields that may differ from the run."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ def _render(
 
 def _changes(row: DeadlineRow, loaded: LoadedRun) -> str:
     """Formats the differences from the run as overrides."""
-    fields = {name: field_value(row.trained.run, name) for name in CHANGED}
+    fields = {name: field_value(row.trained.run, name) for name in CHANGED_FIELDS}
     texts = {
         name: "none" if value is None else str(value) if isinstance(value, Length) else value
         for name, value in fields.items()

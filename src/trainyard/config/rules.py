@@ -326,7 +326,7 @@ def _ways(run: Run, rule: str) -> list[Iterable[Changes]]:
 def _ways_to_cut(run: Run, rule: str) -> list[Iterable[Changes]]:
     model, parallel = run.model, run.parallel
     candidates = {
-        "parallel.tensor": divisors(math.gcd(model.n_key_value_heads, model.d_ff)),
+        "parallel.tensor": divisors(model.most_tensor_ranks),
         "parallel.context": divisors(model.sequence_length),
     }
     n_parts = parallel.context * (parallel.tensor if parallel.sequence else 1)

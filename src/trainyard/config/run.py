@@ -6,6 +6,7 @@ Derived values (data-parallel size, padded vocabulary, steps) are in `planning.r
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Annotated, Literal, Self
 
@@ -19,7 +20,9 @@ from trainyard.config.section import (
     NoneByName,
     Numbers,
     Prefixes,
+    QueryKeyNorm,
     Rate,
+    RotaryScaling,
     Section,
     Shares,
 )
@@ -32,28 +35,6 @@ MOST_PREFIXES = 32_766  # a corpus is a 16-bit number in the order
 def default_zero_stage(pipeline: int) -> int:
     """Returns the default ZeRO stage: the highest that costs no time."""
     return 2 if pipeline == 1 else 1
-
-
-class RotaryScaling(Section):
-    """Llama 3's change of rotary frequencies for longer sequences (arXiv:2407.21783)."""
-
-    factor: float = Field(default=8.0, ge=1)
-    """Divides the low frequencies."""
-    low_frequency_factor: float = Field(default=1.0, gt=0)
-    """Frequencies that turn fewer times in the original sequence are low."""
-    high_frequency_factor: float = Field(default=4.0, gt=0)
-    """Frequencies that turn more often stay; those between change gradually."""
-    original_sequence_length: int = Field(default=8192, ge=1)
-    """Tokens per sequence before."""
-
-    @model_validator(mode="after")
-    def _low_is_below_high(self) -> Self:
-        low, high = self.low_frequency_factor, self.high_frequency_factor
-        if low >= high:
-            raise ValueError(
-                f"low_frequency_factor={low} is not below high_frequency_factor={high}"
-            )
-        return self
 
 
 def _default_d_head(model: dict[str, int]) -> int:
@@ -73,14 +54,17 @@ class Model(Section):
     """Features of each head; absent: d_model / n_heads."""
     n_key_value_heads: int = Field(default_factory=lambda model: model.get("n_heads", 1), ge=1)
     """Heads of keys and values, shared by equal groups of heads (GQA); absent: n_heads."""
-    query_key_norm: bool = False
-    """Normalize each head's queries and keys, without bias (arXiv:2302.05442)."""
+    query_key_norm: QueryKeyNorm = "none"
+    """Normalize queries and keys, without bias: of each `head` (arXiv:2302.05442), or `all` of a
+    token together, by RMSNorm (arXiv:2501.00656). Also true for `head`, and false for `none`."""
     d_ff: int = Field(default=3072, ge=1)
     """Features inside the MLP; 4 x d_model in GPT-3."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """GELU, in its tanh approximation; or SwiGLU, with a second input matrix (arXiv:2002.05202)."""
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm, or RMSNorm (arXiv:1910.07467) without bias."""
+    norm_place: Literal["before", "after"] = "before"
+    """Normalize the input of attention and of the MLP, or their output (arXiv:2501.00656)."""
     bias: bool = True
     """Biases of linear layers."""
     positions: Literal["learned", "rotary"] = "learned"
@@ -103,6 +87,11 @@ class Model(Section):
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 n_layers)."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the variance in each LayerNorm, to the mean square in each RMSNorm."""
+
+    @property
+    def most_tensor_ranks(self) -> int:
+        """Any number of tensor ranks that divides this shards all layers equally."""
+        return math.gcd(self.n_key_value_heads, self.d_ff)
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -11,6 +11,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     StringConstraints,
+    model_validator,
 )
 
 from trainyard import units
@@ -30,6 +31,10 @@ Prefixes = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 NoneByName = BeforeValidator(lambda value: None if value == "none" else value)
+_BY_TRUTH = BeforeValidator(
+    lambda value: ("none", "head")[value] if isinstance(value, bool) else value
+)
+QueryKeyNorm = Annotated[Literal["none", "head", "all"], _BY_TRUTH]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
 
@@ -45,3 +50,25 @@ class Section(BaseModel):
         arbitrary_types_allowed=True,
         allow_inf_nan=False,
     )
+
+
+class RotaryScaling(Section):
+    """Llama 3's change of rotary frequencies for longer sequences (arXiv:2407.21783)."""
+
+    factor: float = Field(default=8.0, ge=1)
+    """Divides the low frequencies."""
+    low_frequency_factor: float = Field(default=1.0, gt=0)
+    """Frequencies that turn fewer times in the original sequence are low."""
+    high_frequency_factor: float = Field(default=4.0, gt=0)
+    """Frequencies that turn more often stay; those between change gradually."""
+    original_sequence_length: int = Field(default=8192, ge=1)
+    """Tokens per sequence before."""
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> Self:
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if low >= high:
+            raise ValueError(
+                f"low_frequency_factor={low} is not below high_frequency_factor={high}"
+            )
+        return self

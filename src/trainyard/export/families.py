@@ -1,6 +1,6 @@
 """Architectures of Hugging Face that we export and import: one table of keys and names.
 
-    ours                           GPT2LMHeadModel                     LlamaForCausalLM, Qwen3ForCausalLM
+    ours                           GPT2LMHeadModel                     Llama, Qwen3, Olmo2ForCausalLM
     embedding.weight               transformer.wte.weight              model.embed_tokens.weight
     blocks.N.attention.qkv.weight  transformer.h.N.attn.c_attn.weight  model.layers.N.self_attn.q_proj.weight,
                                                                        k_proj.weight, v_proj.weight
@@ -8,7 +8,7 @@
                                                                        up_proj.weight
 
 They store all queries, then all keys, then all values, in one matrix or three; our rows interleave
-them by group, (G, H/G + 2, K), and gates and values of SwiGLU by feature, (F, 2). GPT-2 stores
+them by group, (S, H/S + 2, K), and gates and values of SwiGLU by feature, (F, 2). GPT-2 stores
 matrices as (in, out), the others as (out, in), like ours. None has padding rows of the vocabulary.
 """  # noqa: E501
 
@@ -28,12 +28,14 @@ from torch import Tensor
 from trainyard.architecture import Shape, find_layer
 from trainyard.checkpoint.format import first_problem
 from trainyard.config.rules import NEAREST
-from trainyard.config.run import Model, RotaryScaling
+from trainyard.config.run import Model
+from trainyard.config.section import RotaryScaling
 from trainyard.errors import CheckpointError, ConfigError
 from trainyard.export.huggingface_config import (
     Config,
     GPT2Config,
     LlamaConfig,
+    Olmo2Config,
     Qwen3Config,
 )
 from trainyard.files import parse_json
@@ -170,13 +172,10 @@ def _group(tensor: Tensor, groups: int) -> Tensor:
 
 def _row_parts(name: str, n_rows: int, model: Model) -> tuple[int, list[int]]:
     """Returns the groups in the rows of our parameter, and the rows of each part in a group."""
-    if ".attention.qkv." in name:
-        G, K = model.n_key_value_heads, model.d_head
-        return G, [model.n_heads // G * K, K, K]
-    if ".mlp.up." in name and model.mlp == "swiglu":
-        return model.d_ff, [1, 1]
-    is_vocabulary = find_layer(model, name).sharding == "vocabulary"
-    return 1, [model.vocabulary_size if is_vocabulary else n_rows]
+    layer = find_layer(model, name)
+    n_groups, rows = layer.fused
+    is_vocabulary = layer.sharding == "vocabulary"
+    return n_groups, [*rows] or [model.vocabulary_size if is_vocabulary else n_rows]
 
 
 _SCALING_KEYS = {
@@ -258,7 +257,7 @@ _QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     config=Qwen3Config,
     keys=_ROTARY_KEYS,
-    parts={**_LLAMA.parts, "query_key_norm": True},
+    parts={**_LLAMA.parts, "query_key_norm": "head"},
     names={
         **_LLAMA.names,
         "blocks.N.attention.query_norm": "model.layers.N.self_attn.q_norm",
@@ -267,7 +266,20 @@ _QWEN3 = Family(
     prefix="model.",
     no_weight=_LLAMA.no_weight,
 )
-FAMILIES = (GPT2, _QWEN3, _LLAMA)
+_OLMO2 = Family(
+    architecture="Olmo2ForCausalLM",
+    config=Olmo2Config,
+    keys=_ROTARY_KEYS,
+    parts={**_LLAMA.parts, "query_key_norm": "all", "norm_place": "after"},
+    names={
+        **_QWEN3.names,
+        "blocks.N.attention_norm": "model.layers.N.post_attention_layernorm",
+        "blocks.N.mlp_norm": "model.layers.N.post_feedforward_layernorm",
+    },
+    prefix="model.",
+    no_weight=_LLAMA.no_weight,
+)
+FAMILIES = (GPT2, _QWEN3, _OLMO2, _LLAMA)
 SUPPORTED = ", ".join(sorted(family.architecture for family in FAMILIES))
 
 

@@ -53,6 +53,8 @@ logger = logging.getLogger("trainyard")
 
 _OTHER_MODEL = "its arguments and its weights must belong together"
 _VERSIONS = (0, 1, 2, 3)
+_NO_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq")
+"""Of fp8, and what follows from `rotary_base`."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
             n_rows_theirs,
         )
     model = model_of(arguments, vocabulary_size, str(grid.settings))
+    if version < 2 and arguments.group_query_attention:
+        raise CheckpointError(
+            f"{grid.settings} has checkpoint_version {version} and args.group_query_attention",
+            "no Megatron wrote query groups before version 2.0",
+        )
     _check_tensors(sources, model, n_rows_theirs, grid)
     shapes = parameter_shapes(model, padded_vocabulary_size(model))
     weights = _Weights(sources, model, shapes, version)
@@ -132,8 +139,8 @@ class _Weights:
         limit = end if dimension == 0 else whole.shape[dimension]
         for source in sources:
             part = read_tensor(source.path, source.tensor)
-            if ".attention.qkv." in name:
-                part = our_row_order(part, self.version, self.model.n_heads // len(sources))
+            if layer.fused[1]:
+                part = our_row_order(part, layer, self.version, len(sources))
             length = max(0, min(part.shape[dimension], limit - start))
             whole.narrow(dimension, min(start, limit), length).copy_(
                 part.narrow(dimension, 0, length)
@@ -227,7 +234,7 @@ def _pieces(grid: Grid, contents: Mapping[Path, Contents]) -> list[list[tuple[Pa
         for path in row:
             piece: dict[str, _Piece] = {}
             for name, tensor in contents[path].tensors.items():
-                if not name.endswith("_extra_state"):  # of fp8, not weights
+                if not name.endswith(_NO_WEIGHTS):
                     chunk = re.match(r"model([0-9]*)\.", name)
                     piece.setdefault(chunk[1] if chunk else "", {})[name] = tensor
             for chunk_number, tensors in piece.items():
@@ -246,7 +253,7 @@ def _our_names(path: Path, piece: _Piece, grid: Grid) -> dict[str, _Source]:
             which = "which our GPT lacks" if ours is None else f"a second one for {ours}"
             raise CheckpointError(
                 f"{path} has the tensor {name!r}, {which}",
-                "only GPT with learned positions, LayerNorm, biases and GELU can be imported",
+                "its model computes something that ours does not",
             )
         found[ours] = _Source(path, tensor)
     return found
@@ -263,10 +270,10 @@ def _rows(sources: _Sources, grid: Grid) -> int:
 def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: Grid) -> None:
     """Checks names and shapes against the model before writing."""
     tensor = len(grid.files[0])
-    if model.n_heads % tensor or model.d_ff % tensor:
+    if model.most_tensor_ranks % tensor:
         raise CheckpointError(
-            f"{grid.folder} has {tensor} tensor ranks, which cannot split {model.n_heads} heads "
-            f"and {model.d_ff} features",
+            f"{grid.folder} has {tensor} tensor ranks, which do not divide "
+            f"{model.most_tensor_ranks}, the most that can split its heads and features",
             _OTHER_MODEL,
         )
     wanted = shapes_of(stage_layers(model, n_rows, tensor=tensor))

@@ -61,7 +61,7 @@ class _Llama3Scaling(BaseModel, extra="forbid"):
 
 
 class _RotaryConfig(Config):
-    """Keys that Llama and Qwen3 share."""
+    """Keys that Llama, Qwen3 and OLMo 2 share."""
 
     max_position_embeddings: _Size
     hidden_size: _Size
@@ -92,17 +92,28 @@ class _RotaryConfig(Config):
         return keys | {"rope_theta": base, "rope_scaling": scaling}
 
 
-class LlamaConfig(_RotaryConfig):
-    """Of a `LlamaForCausalLM`."""
-
-    model_type: Literal["llama"] = "llama"
-    mlp_bias: Literal[False] = False
-
+class _WholeHeadsConfig(_RotaryConfig):
     @model_validator(mode="after")
     def _has_whole_heads(self) -> Self:
         if self.hidden_size % self.num_attention_heads:  # transformers refuses it too
             raise ValueError("hidden_size must be divisible by num_attention_heads")
         return self
+
+
+class LlamaConfig(_WholeHeadsConfig):
+    """Of a `LlamaForCausalLM`."""
+
+    model_type: Literal["llama"] = "llama"
+    mlp_bias: Literal[False] = False
+
+
+class Olmo2Config(_WholeHeadsConfig):
+    """Of an `Olmo2ForCausalLM`."""
+
+    model_type: Literal["olmo2"] = "olmo2"
+    rms_norm_eps: float = 1e-5
+    pad_token_id: int | None = None
+    """Transformers would take 1, and never train that token's embedding."""
 
 
 class Qwen3Config(_RotaryConfig):

@@ -4,6 +4,7 @@
     embedding.weight   (V, D)    embedding.word_embeddings.weight            (V'/t, D)  rows
     positions.weight   (T, D)    embedding.position_embeddings.weight        (T, D)     no
     blocks.0.attention.qkv.weight   layers.0.self_attention.query_key_value  (3D/t, D)  rows
+    blocks.0.attention.query_norm.weight   layers.0.self_attention.q_layernorm  (K)     no
     blocks.0.attention.out.weight   layers.0.self_attention.dense            (D, D/t)   columns
     blocks.0.mlp.up.weight          layers.0.mlp.dense_h_to_4h               (F/t, D)   rows
     blocks.0.mlp.down.weight        layers.0.mlp.dense_4h_to_h               (D, F/t)   columns
@@ -15,18 +16,21 @@ K features each:
 
     checkpoint_version 0      (3, H/t, K)
                        1.0    (H/t, K, 3)
-                       2.0 on (H/t, 3, K), as ours
+                       2.0 on (H/t, 3, K), as ours; of groups (S/t, H/S + 2, K), as ours
+
+SwiGLU has (2, F/t) rows on a tensor rank, all its gates and then its values; ours are (F/t, 2).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 from torch import Tensor
 
+from trainyard.architecture import LayerSpec
 from trainyard.checkpoint.format import first_problem
 from trainyard.config.run import Model
 from trainyard.errors import CheckpointError
@@ -36,6 +40,8 @@ Off = Literal[False, None]
 CORE_BLOCK_PARTS = {
     "input_layernorm": "attention_norm",
     "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.q_layernorm": "attention.query_norm",
+    "self_attention.k_layernorm": "attention.key_norm",
     "self_attention.linear_proj": "attention.out",
     "pre_mlp_layernorm": "mlp_norm",
     "mlp.linear_fc1": "mlp.up",
@@ -97,32 +103,62 @@ class Arguments(BaseModel):
     num_key_value_heads: int | None = None
     num_experts: int | list[int] | None = None
     position_embedding_type: Literal[
-        "learned_absolute", "absolute", "PositionEmbeddingType(2)", "PositionEmbeddingType.absolute"
+        "learned_absolute",
+        "absolute",
+        "PositionEmbeddingType(2)",
+        "PositionEmbeddingType.absolute",
+        "rope",
     ] = "learned_absolute"
-    normalization: Literal["LayerNorm", "layernorm"] = "LayerNorm"
-    add_position_embedding: Literal[True] = True
-    add_bias_linear: Literal[True] = True
-    swiglu: Off = False
+    use_rotary_position_embeddings: bool | None = False
+    add_position_embedding: bool = True
+    rotary_base: float = 10_000.0
+    rotary_percent: float = Field(default=1.0, ge=1, le=1)
+    rotary_interleaved: Off = False
+    rotary_seq_len_interpolation_factor: None = None
+    use_rope_scaling: bool | None = False
+    rope_scaling_factor: float = 8.0
+    no_rope_freq: None = None
+    normalization: Literal["LayerNorm", "layernorm", "RMSNorm", "rmsnorm"] = "LayerNorm"
+    qk_layernorm: bool | None = False
+    qk_l2_norm: Off = False
+    add_bias_linear: bool = True
+    add_qkv_bias: Off = False
+    swiglu: bool | None = False
     squared_relu: Off = False
     glu_activation: None = None
-    group_query_attention: Off = False
-    use_rotary_position_embeddings: Off = False
+    group_query_attention: bool | None = False
+    num_query_groups: int | None = None
+    attention_output_gate: Off = False
+    window_size: None = None
     apply_layernorm_1p: Off = False
     apply_residual_connection_post_layernorm: Off = False
     embed_layernorm: Off = False
-    qk_layernorm: Off = False
     multi_latent_attention: Off = False
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether it has rotary positions instead of learned ones."""
+        return self.position_embedding_type == "rope" or bool(self.use_rotary_position_embeddings)
+
+    @property
+    def norm(self) -> Literal["layer", "rms"]:
+        """Our kind of norm."""
+        return "rms" if self.normalization.lower() == "rmsnorm" else "layer"
 
     @model_validator(mode="after")
     def _computes_what_ours_does(self) -> Self:
-        if not self.bias_gelu_fusion and not self.openai_gelu:
+        if not self.add_position_embedding and not self.is_rotary:
+            raise ValueError("add_position_embedding is off; our models have positions")
+        if self.qk_layernorm and self.norm == "layer":
+            raise ValueError("qk_layernorm of LayerNorm has biases; ours has none")
+        if self.group_query_attention and not self.num_query_groups:
+            raise ValueError("group_query_attention without num_query_groups")
+        if not self.swiglu and not self.bias_gelu_fusion and not self.openai_gelu:
             raise ValueError(
                 "bias_gelu_fusion and openai_gelu are off, so its GELU is exact; "
                 "ours is the tanh approximation, as with either option"
             )
         heads = self.num_attention_heads
-        if self.kv_channels not in (None, self.hidden_size // heads):
-            raise ValueError(f"kv_channels={self.kv_channels} is not hidden_size / {heads} heads")
         if self.num_key_value_heads not in (None, heads):
             raise ValueError(f"num_key_value_heads={self.num_key_value_heads} are not {heads}")
         experts = self.num_experts if isinstance(self.num_experts, list) else [self.num_experts]
@@ -152,8 +188,7 @@ def read_arguments(values: Mapping[str, JsonValue], place: str) -> Arguments:
     except ValidationError as error:
         raise CheckpointError(
             f"{place} is not a GPT that can be imported: args.{first_problem(error)}",
-            "only GPT with learned positions, LayerNorm, biases and GELU computes what our models "
-            "compute",
+            "our models have no other option of that name",
         ) from None
 
 
@@ -164,20 +199,32 @@ def model_of(arguments: Arguments, vocabulary_size: int, place: str) -> Model:
         CheckpointError: the values are invalid.
     """
     D = arguments.hidden_size
-    epsilon = arguments.layernorm_epsilon or arguments.norm_epsilon or 1e-5
+    fields: dict[str, Any] = {
+        "n_layers": arguments.num_layers,
+        "d_model": D,
+        "n_heads": arguments.num_attention_heads,
+        "query_key_norm": "head" if arguments.qk_layernorm else "none",
+        "d_ff": arguments.ffn_hidden_size or 4 * D,
+        "mlp": "swiglu" if arguments.swiglu else "gelu",
+        "norm": arguments.norm,
+        "bias": arguments.add_bias_linear,
+        "sequence_length": arguments.max_position_embeddings,
+        "vocabulary_size": vocabulary_size,
+        "tied_embeddings": not arguments.untie_embeddings_and_output_weights,
+        "dropout": arguments.hidden_dropout,
+        "init_std": arguments.init_method_std,
+        "layer_norm_epsilon": arguments.layernorm_epsilon or arguments.norm_epsilon or 1e-5,
+    }
+    if arguments.kv_channels is not None:
+        fields["d_head"] = arguments.kv_channels
+    if arguments.group_query_attention:
+        fields["n_key_value_heads"] = arguments.num_query_groups
+    if arguments.is_rotary:
+        fields |= {"positions": "rotary", "rotary_base": arguments.rotary_base}
+        if arguments.use_rope_scaling:
+            fields["rotary_scaling"] = {"factor": arguments.rope_scaling_factor}
     try:
-        return Model(
-            n_layers=arguments.num_layers,
-            d_model=D,
-            n_heads=arguments.num_attention_heads,
-            d_ff=arguments.ffn_hidden_size or 4 * D,
-            sequence_length=arguments.max_position_embeddings,
-            vocabulary_size=vocabulary_size,
-            tied_embeddings=not arguments.untie_embeddings_and_output_weights,
-            dropout=arguments.hidden_dropout,
-            init_std=arguments.init_method_std,
-            layer_norm_epsilon=epsilon,
-        )
+        return Model(**fields)
     except ValidationError as error:
         raise CheckpointError(
             f"{place} is not a GPT that can be imported: {first_problem(error)}",
@@ -217,17 +264,19 @@ def our_name(name: str) -> str | None:
     return f"{ours}.{match[2]}" if match and ours else None
 
 
-def our_row_order(qkv: Tensor, version: float, n_heads: int) -> Tensor:
-    """Reorders the rows of queries, keys and values of one tensor rank to (H, 3, K).
+def our_row_order(part: Tensor, layer: LayerSpec, version: float, tensor: int) -> Tensor:
+    """Reorders the rows of a fused layer, from one of some tensor ranks, as ours are.
 
     Args:
-        qkv: weight or bias.
+        part: weight or bias.
+        layer: ours, whole.
         version: the checkpoint_version.
-        n_heads: of this rank.
+        tensor: ranks.
     """
-    K = qkv.shape[0] // (3 * n_heads)
-    if version == 0:
-        return qkv.reshape(3, n_heads, K, -1).transpose(0, 1).reshape(qkv.shape)
+    n_groups, rows = layer.fused
+    sizes = n_groups // tensor, rows[0]
+    if version == 0 or layer.name.endswith("mlp.up"):
+        return part.reshape(len(rows), *sizes, -1).transpose(0, 1).reshape(part.shape)
     if version == 1:
-        return qkv.reshape(n_heads, K, 3, -1).transpose(1, 2).reshape(qkv.shape)
-    return qkv
+        return part.reshape(*sizes, len(rows), -1).transpose(1, 2).reshape(part.shape)
+    return part

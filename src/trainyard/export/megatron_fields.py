@@ -181,7 +181,7 @@ class Conversion:
                     f"--qk-layernorm with --normalization {self.text('normalization')} has biases",
                     "Trainyard's norm of queries and keys has none: --normalization RMSNorm",
                 )
-            self.set("model.query_key_norm", True, "qk-layernorm")
+            self.set("model.query_key_norm", "head", "qk-layernorm")
         rotary = ("position-embedding-type", "use-rotary-position-embeddings")
         if self.text(rotary[0]) in ("rope", "rotary") or self.has(rotary[1]):
             self.set("model.positions", "rotary", *rotary)

@@ -103,13 +103,16 @@ class Attention(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.n_heads, self.d_head = model.n_heads, model.d_head
-        self.group_size = model.n_heads // model.n_key_value_heads
         layers = block_layers(model)
+        _, (of_queries, *_) = layers["attention.qkv"].fused
+        self.group_size = of_queries // model.d_head
         self.qkv = Linear(layers["attention.qkv"])
+        norms = (layers.get(f"attention.{name}") for name in ("query_norm", "key_norm"))
         self.query_norm, self.key_norm = (
-            Norm(layers[f"attention.{name}"], model) if model.query_key_norm else None
-            for name in ("query_norm", "key_norm")
+            None if spec is None else Norm(spec, model) for spec in norms
         )
+        copied = {"none": model.positions == "rotary", "head": False, "all": True}
+        self.copies_queries = copied[model.query_key_norm]
         self.core = CausalAttention(model.dropout, ATTENTION_WEIGHTS, model.sequence_length)
         self.out = Linear(layers["attention.out"])
 
@@ -132,16 +135,17 @@ class Attention(nn.Module):
         # Tensor parallelism may gather more tokens than `x` has, and leaves fewer heads.
         B, T, _ = qkv.shape
         qkv = qkv.view(B, T, -1, self.group_size + 2, self.d_head)
-        # Queries of groups, and what is turned, are copies: views would keep all of `qkv` as well.
+        # Queries of groups are copies, and so are values where queries and keys become copies: a
+        # view would keep all of `qkv` as well.
         if self.group_size > 1:
             parts = qkv.split((self.group_size, 1, 1), 3)
             q, k, v = (part.flatten(2, 3).contiguous() for part in parts)
         else:  # in the backward pass one kernel stacks them, and several would join a split
             q, k, v = qkv.unbind(3)
-            if rotation is not None and self.query_norm is None:
+            if self.copies_queries:
                 v = v.contiguous()
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+            q, k = _normalize(q, self.query_norm), _normalize(k, self.key_norm)
         if rotation is not None:
             q, k = _rotate(q, rotation), _rotate(k, rotation)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, K), (B, S, T, K) twice
@@ -155,6 +159,12 @@ class Attention(nn.Module):
             mixed = _attend(q, k, v, attn_mask=mask, is_causal=is_start)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
         return out
+
+
+def _normalize(x: Tensor, norm: Norm) -> Tensor:
+    """Normalizes (B, T, heads, K): each head or all of a token, by the number of its weights."""
+    out: Tensor = norm(x.reshape(*x.shape[:2], -1, *norm.weight.shape))
+    return out.view(x.shape)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

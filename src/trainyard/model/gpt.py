@@ -179,11 +179,14 @@ def _embedding(spec: LayerSpec | None) -> nn.Embedding | None:
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on the normalized residual stream and added back to it."""
+    """Attention, then MLP, each on the residual stream and added back to it.
+
+    The norm of each is before it or, if `model.norm_place` is "after", between it and the sum.
+    """
 
     def __init__(self, model: Model, recompute: Recompute) -> None:
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.norm_place = recompute, model.norm_place
         layers = block_layers(model)
         self.attention_norm = Norm(layers["attention_norm"], model)
         self.attention = Attention(model)
@@ -221,13 +224,16 @@ class Block(nn.Module):
         rotation: Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
+        is_before = self.norm_place == "before"
+        seen = self.attention_norm(x) if is_before else x
         if self.recompute == "attention" and self.training:
-            arguments = self.attention_norm(x), dropout_seeds, rotation
-            mixed = _recompute(self.attention, dropout_seeds, *arguments)
+            mixed = _recompute(self.attention, dropout_seeds, seen, dropout_seeds, rotation)
         else:
-            mixed = self.attention(self.attention_norm(x), dropout_seeds, rotation, cache)
+            mixed = self.attention(seen, dropout_seeds, rotation, cache)
+        mixed = mixed if is_before else self.attention_norm(mixed)
         x = x + self.attention_dropout(mixed, dropout_seeds, positions)
-        out: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), dropout_seeds, positions)
+        changed = self.mlp(self.mlp_norm(x)) if is_before else self.mlp_norm(self.mlp(x))
+        out: Tensor = x + self.mlp_dropout(changed, dropout_seeds, positions)
         return out
 
 

@@ -14,7 +14,7 @@ ones, and the matmul of a weight's gradient do it itself:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -138,19 +138,29 @@ class Linear(Layer):
 
 
 class Norm(Layer):
-    """LayerNorm or RMSNorm over the last dimension, in the precision of the input."""
+    """LayerNorm or RMSNorm over the last dimension, in the precision of the input.
+
+    Attributes:
+        mean: of the last dimension, which an RMSNorm keeps; replaceable.
+    """
 
     def __init__(self, spec: LayerSpec, model: Model) -> None:
         super().__init__(spec)
-        self.kind, self.epsilon = model.norm, model.layer_norm_epsilon
+        self.kind = "rms" if spec.sharding == "features" else model.norm
+        self.epsilon, self.mean = model.layer_norm_epsilon, mean_of_last
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes (..., D)."""
         weight, bias = self.cast(x.dtype)
         if self.kind == "layer":
             return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
-        out: Tensor = _RMSNorm.apply(x, weight, self.epsilon)  # type: ignore[no-untyped-call]
+        out: Tensor = _RMSNorm.apply(x, weight, self.epsilon, self.mean)  # type: ignore[no-untyped-call]
         return out
+
+
+def mean_of_last(x: Tensor) -> Tensor:
+    """Averages (..., D) to (..., 1)."""
+    return x.mean(-1, keepdim=True)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -161,20 +171,23 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, epsilon: float, mean: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.rsqrt(precise.square().mean(-1, keepdim=True) + epsilon)
+        scale = torch.rsqrt(mean(precise.square()) + epsilon)
         ctx.save_for_backward(x, scale, weight)
+        ctx.mean = mean
         return (precise * scale * weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, scale, weight = ctx.saved_tensors
         normal, precise = x * scale, gradient.to(scale.dtype)
         of_weight = (precise * normal).flatten(0, -2).sum(0)
         precise = precise * weight
-        of_x = scale * (precise - normal * (precise * normal).mean(-1, keepdim=True))
-        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
+        of_x = scale * (precise - normal * ctx.mean(precise * normal))
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None, None
 
 
 @contextmanager

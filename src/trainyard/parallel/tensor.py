@@ -8,10 +8,14 @@
         |  sum over ranks, then the bias
     residual stream
 
+Norms of all queries or keys of a token reduce the mean of the squares over ranks.
+
 Parameters are plain tensors, this rank's shards, with the names of the whole model.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,7 +25,7 @@ from trainyard.architecture import LayerSpec, Sharding
 from trainyard.config.run import Parallel
 from trainyard.model.attention import Attention
 from trainyard.model.gpt import GPT
-from trainyard.model.linear import Linear
+from trainyard.model.linear import Linear, Norm, mean_of_last
 from trainyard.model.loss import CrossEntropy, score_sequences, summed_cross_entropy
 from trainyard.parallel.collectives import (
     InputOfGroup,
@@ -59,6 +63,17 @@ class RowLinear(Linear):
         weight, bias = self.cast(x.dtype)
         out = self._collect(self.multiply(x, weight, None), self._group)
         return out if bias is None else out + bias
+
+
+@dataclass(frozen=True)
+class MeanOfGroup:
+    """The mean of features that ranks shard equally (`Norm.mean`)."""
+
+    group: dist.ProcessGroup
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Averages (..., D/tp) of each rank to (..., 1)."""
+        return all_reduce(mean_of_last(x), self.group) / self.group.size()
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -149,6 +164,11 @@ def apply_tensor_parallel(model: GPT, group: dist.ProcessGroup, parallel: Parall
             if isinstance(part, ColumnLinear) and parallel.schedule != "zero_bubble":
                 part.shared_input = shared
             model.set_submodule(name, part)
+        elif spec.sharding == "features":
+            norm = model.get_submodule(name)
+            assert isinstance(norm, Norm), name
+            norm.weight = nn.Parameter(torch.empty(spec.shard(group.size()).weight))
+            norm.mean = MeanOfGroup(group)
     for module in model.modules():
         if isinstance(module, Attention):
             module.core.first_head = group.rank() * (module.n_heads // group.size())

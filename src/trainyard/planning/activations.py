@@ -26,7 +26,13 @@ from __future__ import annotations
 
 import math
 
-from trainyard.architecture import count_logit_chunks, head_layer, inner_values, matmuls
+from trainyard.architecture import (
+    block_layers,
+    count_logit_chunks,
+    head_layer,
+    inner_values,
+    matmuls,
+)
 from trainyard.config.fp8_rules import fp8_blocks
 from trainyard.config.precisions import FP16
 from trainyard.config.run import Run
@@ -73,9 +79,10 @@ class MicroBatch:
         parallel = self.run.parallel
         are_whole = parallel.sequence and not parallel.gathers_again
         inputs = self.hidden if are_whole else self.stream
+        up, down = matmuls(self.run.model, "mlp", self.topology.tensor)
         inner = inner_values(self.run.model, "mlp", self.topology.tensor)
-        if self.run.model.mlp == "swiglu" and not self.compiles:  # the activated gate as well
-            inner += self.run.model.d_ff // self.topology.tensor
+        if not self.compiles:  # the activated gate of SwiGLU as well
+            inner += up.n_outputs - down.n_inputs
         mlp: float = self.value * self.n_tokens * inner
         kept = 2 * (self.stream + statistics + self._dropout_keys())
         if self.compiles:
@@ -90,13 +97,15 @@ class MicroBatch:
 
     def _attention(self) -> float:
         model, t = self.run.model, self.topology.tensor
-        head = self.value * self.n_tokens * model.d_head / t
-        part, shared = model.n_heads * head, model.n_key_value_heads * head
+        qkv, out = matmuls(model, "attention", t)
+        part = self.value * self.n_tokens * out.n_inputs
+        shared = self.value * self.n_tokens * (qkv.n_outputs - out.n_inputs) // 2
         inside = self.value * self.n_tokens * inner_values(model, "attention", t)
-        inside += int(part) if self.topology.context > 1 else 0
-        if model.query_key_norm:  # before and after it, and a number of each
-            n_norms = (model.n_heads + model.n_key_value_heads) / t
-            inside += int(part + shared + FP32_BYTES * self.n_tokens * n_norms)
+        inside += part if self.topology.context > 1 else 0
+        for name, n_bytes in (("query", part), ("key", shared)):
+            norm = block_layers(model, t).get(f"attention.{name}_norm")
+            if norm:  # keeps its input too, and a number of all that it normalizes together
+                inside += int(n_bytes + FP32_BYTES * n_bytes / self.value / norm.weight[0])
         lse = FP32_BYTES * self.n_tokens * model.n_heads / t
         if self.on_gpu or not model.dropout:
             return inside + lse

@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from trainyard.architecture import padded_vocabulary_size, parameter_count
+from trainyard.architecture import matmuls, padded_vocabulary_size, parameter_count
 from trainyard.config import rules
 from trainyard.config.run import Run
 from trainyard.planning.batches import BatchSchedule
 from trainyard.planning.cost import Cost, run_cost
 from trainyard.planning.flops import model_flops_per_token
 from trainyard.planning.hardware import Machine, find_extremes
-from trainyard.planning.search import Candidate, search
+from trainyard.planning.search import FIELDS, Candidate, search
 from trainyard.units import Length
 
 TOKENS_PER_PARAMETER = 20
@@ -37,6 +37,13 @@ SHAPES = (
     *((128, 20480), (128, 25600)),
 )
 """n_layers and d_model, smallest first."""
+CHANGED_FIELDS = (
+    *("model.n_layers", "model.d_model", "model.n_heads", "model.d_ff"),
+    *("model.d_head", "model.n_key_value_heads"),
+    *("train.length", "train.batch_ramp", "schedule.warmup", "schedule.decay"),
+    *FIELDS,
+)
+"""Fields in which a model of `SHAPES` in its layout may differ from the run."""
 
 
 @dataclass(frozen=True)
@@ -111,19 +118,20 @@ def largest_model(
 def shape_run(run: Run, n_layers: int, d_model: int, *, keeps_length: bool) -> Run:
     """Returns a run with another model: head size 64, 128 from d_model 2048; d_ff 4 d_model.
 
-    SwiGLU has 8/3 d_model instead, in multiples of 128, which are as many parameters. As many heads
-    share keys and values as before, if they divide the heads.
+    SwiGLU, whose three matrices are to have as many parameters as these two, gets 8/3 d_model, in
+    multiples of 128. As many heads share keys and values as before, if they divide the heads.
     """
     d_head = 128 if d_model >= 2048 else 64
     n_heads = d_model // d_head
     group_size = math.gcd(n_heads, run.model.n_heads // run.model.n_key_value_heads)
+    n_matrices = sum(len(layer.matrices) for layer in matmuls(run.model, "mlp"))
     size: rules.Changes = {
         "model.n_layers": n_layers,
         "model.d_model": d_model,
         "model.n_heads": n_heads,
         "model.d_head": d_head,
         "model.n_key_value_heads": n_heads // group_size,
-        "model.d_ff": 4 * d_model if run.model.mlp == "gelu" else round(d_model / 48) * 128,
+        "model.d_ff": round(8 * d_model / n_matrices / 128) * 128,
     }
     shaped = rules.change(run, size)
     if keeps_length:

@@ -23,7 +23,13 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from trainyard.architecture import Shape, matmuls, shapes_of, stage_layers
+from trainyard.architecture import (
+    Shape,
+    count_rotary_values,
+    matmuls,
+    shapes_of,
+    stage_layers,
+)
 from trainyard.config.run import Run
 from trainyard.planning.activations import FP32_BYTES, ID_BYTES, MicroBatch
 from trainyard.planning.resolve import Plan
@@ -328,8 +334,8 @@ class _Rank:
         """Tokens and labels of a step, and the table of rotary positions."""
         train, model = self.run.train, self.run.model
         n_tokens = train.micro_batch_size * model.sequence_length * self.n_micro_batches
-        n_turns = model.sequence_length * model.d_head * (model.positions == "rotary")
-        return 2 * ID_BYTES * n_tokens + FP32_BYTES * n_turns / self.topology.context
+        table = FP32_BYTES * count_rotary_values(model) / self.topology.context
+        return 2 * ID_BYTES * n_tokens + table
 
     def _last_message(self) -> float:
         """The last gradients sent with ZeRO 2 and 3, which FSDP2 keeps for a while."""

@@ -34,7 +34,7 @@ def list_shapes(run: Run, machine: Machine, n_devices: int) -> Iterator[Run]:
     does so.
     """
     model, parallel = run.model, run.parallel
-    tensors = rules.divisors(math.gcd(model.n_key_value_heads, model.d_ff, n_devices))
+    tensors = rules.divisors(math.gcd(model.most_tensor_ranks, n_devices))
     most_tensor = max(machine.devices_per_node, parallel.tensor)
     for tensor in (tensor for tensor in tensors if tensor <= most_tensor):
         for context, method in _contexts(run, n_devices // tensor):

@@ -8,7 +8,8 @@ With A = B x T/context x D values, the residual stream of a micro batch, a block
     ulysses           forward: all-to-all 3 A/tensor and A/tensor; backward: the same
     ring of p         forward: send 2 A/tensor p - 1 times; backward: the same, and again in fp32
 
-where queries, keys and values count with their own sizes, if these are not A.
+where queries, keys and values count with their own sizes, if these are not A. A norm of all queries
+or keys adds an all-reduce of one fp32 number for each token, in each pass.
 
 Per stage and micro batch a pipeline sends A (A/tensor with sequence) on, and its gradient back.
 Data ranks gather weights and reduce gradients for each block and for the rest; for n micro batches:
@@ -157,14 +158,16 @@ class _Counter:
         if self.topology.tensor == 1:
             return
         # Recomputation stops at the last value that the backward pass needs: the sum after the MLP
-        # is recomputed only for dropout, that after attention for the MLP.
+        # is recomputed only for dropout or a norm, that after attention for the MLP.
         recompute = self.run.parallel.recompute
         columns, rows = self._count_matmuls()
         spread_again = {"none": 0, "attention": self._count_matmuls("attention")[0]}
-        collect_again = rows - (not self.run.model.dropout) if recompute == "block" else 0
+        last_is_unused = self.run.model.norm_place == "before" and not self.run.model.dropout
+        collect_again = rows - last_is_unused if recompute == "block" else 0
         spread, collect = columns + spread_again.get(recompute, columns), rows + collect_again
         n = self.n_blocks * self.n_micro_batches
         self._count_cut(n, (spread, columns), (collect, rows), self.stream_bytes)
+        self._count_norms()
         if self.run.parallel.gathers_again:
             self.add("tensor", "all-gather", columns * n, columns * n * self.stream_bytes)
         if self.has_first:
@@ -176,6 +179,20 @@ class _Counter:
         n_values = self.n_blocks * self._partial_values(self.block)
         n_values += sum(map(self._partial_values, self.rests))
         self.add("tensor", "all-reduce", bool(n_values), n_values * FP32_BYTES)
+
+    def _count_norms(self) -> None:
+        """Counts the means of all queries or keys, in each pass through a block.
+
+        A zero bubble computes the gradients of weights after those of inputs, but for the first
+        stage, which needs none of inputs: both need the mean.
+        """
+        parallel = self.run.parallel
+        passes = self.n_blocks * (2 if parallel.recompute == "none" else 3)
+        if parallel.schedule == "zero_bubble":
+            passes += sum(end - first for first, end in self.stages if first > 0)
+        norms = sum(layer.sharding == "features" for layer in self.block.values())
+        calls = norms * passes * self.n_micro_batches
+        self.add("tensor", "all-reduce", calls, calls * self.n_tokens * FP32_BYTES)
 
     def _count_matmuls(self, part: str = "") -> tuple[int, int]:
         """Counts column-parallel and row-parallel layers of a block, or of a part of it."""
