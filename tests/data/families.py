@@ -24,7 +24,7 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
 TEXTS = [
     "The words of a text, and it's what they'll say; I'd've said 2026 or 31415926535.\n\n",
     "  def f(x):\r\n\treturn x ** 2  # ½ or ²\r\n" * 3,
-    "Señor naïve Ångström 漢字かな 한국어 हिन्दी Việt Nam \U0001f469\u200d\U0001f467!\n",
+    "Señor naïve Ångström 漢字かな 한국어 हिन्दी Việt \U0001f469\u200d\U0001f467!\n",
 ]
 
 

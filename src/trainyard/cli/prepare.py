@@ -57,8 +57,8 @@ def prepare(
     special_tokens: Annotated[
         Literal["text", "parse"] | None,
         typer.Option(
-            help="Special tokens such as <|endoftext|> inside a document: text, or parse (their ids, "
-            "as Megatron-LM) [text]."
+            help="Special tokens such as <|endoftext|> inside a document: text, or parse (their "
+            "ids, as Megatron-LM) [text]."
         ),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes; one core each.")] = 1,
