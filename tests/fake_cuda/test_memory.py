@@ -40,6 +40,7 @@ ONE_DEVICE = {
     "gpt3-1.3b": TWO_OF_4,
     "gpt3-2.7b": TWO_OF_4,
     "gpt3-6.7b": "train.micro_batch_size=2 train.global_batch_size=4",
+    "olmo-2-1b": "train.micro_batch_size=1 train.global_batch_size=2",
 }
 OF_350M = (
     *(f"precision.kind={kind} {TWO_OF_4}" for kind in ("fp32", "fp16", "fp8", "fp8_lowbit")),
