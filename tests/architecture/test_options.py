@@ -20,7 +20,7 @@ BUDGETS = {
     "SwiGLU": (r"'swiglu'|'gelu'", 6),
     "grouped queries": (r"n_key_value_heads", 9),
     "query-key norm": (r"query_key_norm", 6),
-    "place of norms": (r"norm_place", 5),
+    "place of norms": (r"norm_place", 6),
 }
 
 

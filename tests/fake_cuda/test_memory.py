@@ -73,6 +73,7 @@ def cells() -> list[tuple[str, int, str]]:
     """Gives preset, ranks and changes of each."""
     one = [(preset, changes) for preset, changes in ONE_DEVICE.items()]
     one += [("gpt3-350m", changes) for changes in OF_350M]
+    one += [("olmo-2-1b", f"precision.kind=fp8 {TWO_OF_4}")]
     found = [(preset, 1, f"{changes}{how}") for preset, changes in one for how in ("", f" {EAGER}")]
     for text, is_compiled in ON_EIGHT.items():
         size, _, changes = text.partition(" ")

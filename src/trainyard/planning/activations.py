@@ -17,9 +17,9 @@ gathers the inputs again. Zero bubble and recomputed blocks keep them gathered.
 
 A compiled block keeps other values (torch 2.13): with dropout also a byte for each value of the
 MLP's output; recomputing attention, no stream between attention and MLP; no inputs of attention and
-MLP where they would be gathered again, or in fp8, and there not the MLP's second F / t either. The
-compiled loss keeps no fp32 copy of the logits. tests/fake_cuda/test_memory.py compares all of this
-with CUDA's allocator.
+MLP where they would be gathered again, or in fp8, and there not the MLP's last F / t either; but
+one of these inputs where norms follow attention and MLP. The compiled loss keeps no fp32 copy of
+the logits. tests/fake_cuda/test_memory.py compares all of this with CUDA's allocator.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class MicroBatch:
             kept -= self.stream if recompute == "attention" else 0
             is_fp8 = number in fp8_blocks(self.run)
             inputs = 0 if is_fp8 or parallel.gathers_again else inputs
-            mlp /= 2 if is_fp8 else 1
+            if self.run.model.norm_place == "after" and not inputs:
+                kept += self.stream
+            mlp = self.value * self.n_tokens * up.n_outputs if is_fp8 else mlp
         if recompute == "attention":
             return kept + inputs + mlp + (self.stream if inputs else 0)
         return kept + 2 * inputs + mlp + self._attention()
