@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -216,6 +217,13 @@ def test_the_package_awkward_is_neither_imported_nor_hidden(
     with pytest.raises(DataError):
         trained.encode("\ud800")
     assert sys.modules["awkward"] is theirs
+
+
+def test_threads_encode_at_once(trained: Tokenizer) -> None:
+    expected = trained.encode("undo the end")
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(trained.encode, ["undo the end"] * 400))
+    assert found == [expected] * 400
 
 
 MEASURE_MEMORY = """
