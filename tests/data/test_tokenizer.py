@@ -220,10 +220,12 @@ def test_the_package_awkward_is_neither_imported_nor_hidden(
 
 
 def test_threads_encode_at_once(trained: Tokenizer) -> None:
-    expected = trained.encode("undo the end")
+    text = "undo the end " * 20_000  # long enough for the threads to meet in the engine
+    expected = trained.encode_batch([text])[0].tolist()
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(trained.encode, ["undo the end"] * 400))
-    assert found == [expected] * 400
+        found = list(threads.map(trained.encode_batch, [[text]] * 24))
+    assert all(tokens.tolist() == expected for tokens, _ in found)
+    assert not isinstance(sys.modules.get("awkward"), engines._Awkward)
 
 
 MEASURE_MEMORY = """
