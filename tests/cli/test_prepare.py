@@ -56,6 +56,18 @@ def run_verb(*arguments: str) -> str:
     return call(prepare_verb, *arguments)
 
 
+def test_a_tokenizer_that_is_not_supported_is_named(folder: Path) -> None:
+    path = Path("small/tokenizer.json")
+    content = json.loads(path.read_text("utf-8"))
+    content["normalizer"] = {"type": "Lowercase"}
+    path.write_text(json.dumps(content), "utf-8")
+    done = trainyard("prepare", "web.toml", folder=folder)
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert "small/tokenizer.json is not a supported tokenizer: normalizer 'Lowercase'" in said
+    assert "hint: supported: byte-level BPE as in GPT-2, Llama 3, Qwen 2 and 3, SmolLM2" in said
+
+
 def test_a_data_file_says_everything(folder: Path) -> None:
     wikitext = "The cat. It cost {{inflation|5}}. It is {{age|1969}} now."
     page = f"<page><title>A</title><revision><text>{wikitext}</text></revision></page>"

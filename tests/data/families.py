@@ -8,6 +8,7 @@ files that name the end of a document.
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def build_content(family: str, size: int = 600) -> dict[str, Any]:
         "padding": None,
         "added_tokens": [],
         "normalizer": {"type": "NFC"} if family == "qwen3" else None,
-        "pre_tokenizer": PRE_TOKENIZERS[family],
+        "pre_tokenizer": deepcopy(PRE_TOKENIZERS[family]),
         "post_processor": None,
         "decoder": {**BYTE_LEVEL, "use_regex": True},
         "model": {"type": "BPE", "vocab": {}, "merges": []},

@@ -20,6 +20,7 @@ from tests.data.families import (
     load_reference,
     write_folder,
 )
+from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from trainyard.data import tokenizer as subject
@@ -219,16 +220,13 @@ def test_a_copy_is_the_same_tokenizer(published: Published, tmp_path: Path) -> N
 
 
 @pytest.mark.exhaustive
-def test_every_code_point_has_the_ids_of_the_reference(published: Published) -> None:
-    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
-    for frame in (
-        "{0}",
-        "a{0}s{0}{0}",
-        "1{0}2 {0}",
-        "'{0}!{0}\n{0}",
-        "e{0}\u0301",
-        "\u0323{0}\u0323",
-    ):
+def test_every_character_has_the_ids_of_the_reference(published: Published) -> None:
+    # Gigatoken's Unicode is newer: to it, code points that the reference does not know are letters.
+    unknown = pre_tokenizers.Split(Regex(r"\p{Cn}+"), "removed")
+    code_points = map(chr, [*range(1, 0xD800), *range(0xE000, 0x110000)])
+    characters = "".join(piece for piece, _ in unknown.pre_tokenize_str("".join(code_points)))
+    assert len(characters) > 290_000
+    for frame in ("a{0}s{0}{0} 1{0}2 {0}'{0}!{0}\n{0}", "e{0}\u0301 \u0323{0}\u0323"):
         for start in range(0, len(characters), 100_000):
             texts = [frame.format(each) for each in characters[start : start + 100_000]]
             assert_exact(published.text, published.text_reference, texts)

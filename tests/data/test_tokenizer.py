@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -216,6 +217,15 @@ def test_the_package_awkward_is_neither_imported_nor_hidden(
     with pytest.raises(DataError):
         trained.encode("\ud800")
     assert sys.modules["awkward"] is theirs
+
+
+def test_threads_encode_at_once(trained: Tokenizer) -> None:
+    text = "undo the end " * 20_000  # long enough for the threads to meet in the engine
+    expected = trained.encode_batch([text])[0].tolist()
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(trained.encode_batch, [[text]] * 24))
+    assert all(tokens.tolist() == expected for tokens, _ in found)
+    assert not isinstance(sys.modules.get("awkward"), engines._Awkward)
 
 
 MEASURE_MEMORY = """

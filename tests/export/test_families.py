@@ -184,7 +184,8 @@ def test_biases_among_the_weights_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("case", "family"), [("Llama", "llama3"), ("Qwen3", "qwen3"), ("Llama", "smollm2")]
+    ("case", "family"),
+    [("Llama", "llama3"), ("Qwen3", "qwen3"), ("Llama", "smollm2"), ("Olmo2", "olmo2")],
 )
 def test_the_tokenizer_comes_along_there_and_back(tmp_path, case, family):
     random_model(tmp_path / "theirs", case, size=1000)
