@@ -69,6 +69,7 @@ def test_the_config_says_what_the_run_says(make_checkpoint, tmp_path, tokenizer_
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": 259,
         "n_positions": 64,
+        "n_ctx": 64,
         "n_embd": 64,
         "n_layer": 2,
         "n_head": 4,

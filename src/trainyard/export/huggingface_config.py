@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, computed_field, model_validator
 
 _Size = Annotated[int, Field(ge=1)]
 
@@ -39,6 +39,12 @@ class GPT2Config(Config):
     scale_attn_by_inverse_layer_idx: Literal[False] = False
     reorder_and_upcast_attn: Literal[False] = False
     add_cross_attention: Literal[False] = False
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def n_ctx(self) -> int:
+        """An older name of `n_positions`, which llama.cpp reads."""
+        return self.n_positions
 
     @model_validator(mode="after")
     def _has_one_dropout(self) -> Self:
