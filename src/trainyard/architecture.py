@@ -285,6 +285,7 @@ def describe_parts(model: Model) -> list[str]:
         "no biases": not model.bias,
         f"rotary positions of base {model.rotary_base:,.0f}": model.positions == "rotary",
         f"scaled by {scaling.factor:g}" if scaling else "": scaling is not None,
+        "attention within documents": model.attention_within_documents,
     }
     return [part for part, is_there in parts.items() if is_there]
 

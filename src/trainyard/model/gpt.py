@@ -72,7 +72,9 @@ class GPT(nn.Module):
         self.vocabulary_size = model.vocabulary_size
         self.d_model = model.d_model
         self.takes_tokens = blocks[0] == 0
-        self.end_id = model.end_of_document_id if model.attention_within_documents else None
+        # None of random tokens, as benchmarks read, ends a document.
+        end_id = -1 if model.end_of_document_id is None else model.end_of_document_id
+        self.end_id = end_id if model.attention_within_documents else None
         self.sequence_length = model.sequence_length
         # No buffers: a model built on "meta" gets uninitialized memory for its buffers.
         self.token_positions = torch.arange(model.sequence_length, device="cpu")
