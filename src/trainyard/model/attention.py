@@ -222,7 +222,7 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, rate: float
     mixed: Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, lengths, lengths, T, T, rate, True, False, scale=1 / math.sqrt(K)
     )[0]
-    return mixed[..., :K].unflatten(0, (B, T)).transpose(1, 2)
+    return mixed[..., :K].view(B, T, -1, K).transpose(1, 2)
 
 
 def _repeat_heads(x: Tensor, n_heads: int) -> Tensor:

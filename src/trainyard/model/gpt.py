@@ -11,6 +11,7 @@ V padded vocabulary, L n_layers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -164,7 +165,7 @@ class GPT(nn.Module):
         if is_cached:
             keys = torch.arange(start + x.shape[1], device=x.device)
             return document_mask(ends, keys[start:], keys, self.compute_dtype)
-        attention = next(iter(self.blocks.values())).attention
+        attention: Any = next(iter(self.blocks.values())).attention
         kernel = attention_kernel(attention.d_head, self.compute_dtype, x.device)
         n_tokens = x.shape[1] * self.sequence_length // len(self.residual_positions)
         documents: Tensor = attention.core.describe(ends, n_tokens, self.compute_dtype, kernel)

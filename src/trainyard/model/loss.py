@@ -237,6 +237,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 if error is None:
                     less_one = torch.expm1(target)
                     if z_loss:
+                        assert log_sum is not None
                         factor = 2 * z_loss * log_sum  # (n, 1)
                         less_one += factor * target.exp()
                         error = logits.copy_(log_probabilities.exp_().mul_(1 + factor))
