@@ -213,7 +213,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, rate: float) -> Tensor:
     """Attends within documents by flash attention, given their cumulative lengths.
 
-    `torch.nn.attention.varlen` has no dropout, and other arguments in torch 2.11 than in 2.13.
+    `torch.nn.attention.varlen` has no dropout, and in torch 2.11 no grouped queries.
     """
     B, _, T, K = q.shape
     if K % FLASH_HEAD_MULTIPLE:
