@@ -29,7 +29,7 @@ SHAPE = Model(
 )
 PARTS = {
     "learned": {},
-    "rotary": {"positions": "rotary", "n_key_value_heads": 2, "query_key_norm": True},
+    "rotary": {"positions": "rotary", "n_key_value_heads": 2, "query_key_norm": "head"},
 }
 # Documents of one token, of several; one that ends with the sequence, and one that does not.
 TEXTS = [

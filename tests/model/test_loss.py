@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainyard.architecture import CPU_LOGIT_BYTES
 from trainyard.model.loss import (
-    Vocabulary,
+    LossOptions,
     WholeVocabulary,
     _chunks,
     score_sequences,
@@ -54,7 +54,7 @@ def test_fp64_value_and_gradients_are_those_of_cross_entropy(
     n_rows: int, V: int, real: int, z_loss: float
 ) -> None:
     made = make(n_rows=n_rows, V=V, real=real)
-    found = summed_cross_entropy(*made, Vocabulary(real, z_loss=z_loss))
+    found = summed_cross_entropy(*made, LossOptions(real, z_loss=z_loss))
     torch.testing.assert_close(found, plain(*made, real), rtol=1e-13, atol=0)
     expected = plain(*made, real, z_loss)
     for mine, other in zip(gradients(found, made), gradients(expected, made), strict=True):
@@ -73,18 +73,18 @@ def test_lower_precisions_stay_near_fp64(
 ) -> None:
     # Its mathematics, without the compiler.
     monkeypatch.setattr("trainyard.model.loss._compiled", lambda function: function)
-    vocabulary = Vocabulary(50, compiles=is_compiled, z_loss=z_loss)
+    options = LossOptions(50, compiles=is_compiled, z_loss=z_loss)
     made = make(dtype, n_rows=400, D=32)
     exact = tuple(
         x.detach().to(dtype).double().requires_grad_() if x.is_floating_point() else x for x in made
     )
-    found, expected = summed_cross_entropy(*made, vocabulary), plain(*exact, 50)
+    found, expected = summed_cross_entropy(*made, options), plain(*exact, 50)
     assert found.dtype == torch.float32
     assert abs(found.item() / expected.item() - 1) < bound
     expected = plain(*exact, 50, z_loss)
     for mine, other in zip(gradients(found, made), gradients(expected, exact), strict=True):
         assert relative(mine, other) < bound
-    hidden_gradient, weight_gradient = gradients(summed_cross_entropy(*made, vocabulary), made)
+    hidden_gradient, weight_gradient = gradients(summed_cross_entropy(*made, options), made)
     assert hidden_gradient.dtype == dtype
     assert weight_gradient.dtype == torch.float32
 
@@ -94,13 +94,13 @@ def test_padding_changes_nothing_and_gets_no_gradient(
     is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainyard.model.loss._compiled", lambda function: function)
-    vocabulary = Vocabulary(50, compiles=is_compiled, z_loss=0.3)
+    options = LossOptions(50, compiles=is_compiled, z_loss=0.3)
     hidden, weight, labels = make()
-    first = summed_cross_entropy(hidden, weight, labels, vocabulary)
+    first = summed_cross_entropy(hidden, weight, labels, options)
     huge = weight.detach().clone()
     huge[50:] = 1e6
     huge.requires_grad_()
-    second = summed_cross_entropy(hidden, huge, labels, vocabulary)
+    second = summed_cross_entropy(hidden, huge, labels, options)
     assert torch.equal(first, second)
     hidden_gradient, weight_gradient = gradients(second, (hidden, huge, labels))
     assert torch.equal(hidden_gradient, gradients(first, (hidden, weight, labels))[0])
@@ -110,7 +110,7 @@ def test_padding_changes_nothing_and_gets_no_gradient(
 def test_where_nothing_is_labelled_loss_and_gradients_are_zero() -> None:
     hidden, weight, labels = make()
     made = (hidden, weight, torch.full_like(labels, -100))
-    loss = summed_cross_entropy(*made, Vocabulary(50))
+    loss = summed_cross_entropy(*made, LossOptions(50))
     assert loss.item() == 0
     for gradient in gradients(loss, made):
         assert gradient.count_nonzero() == 0
@@ -119,7 +119,7 @@ def test_where_nothing_is_labelled_loss_and_gradients_are_zero() -> None:
 def test_improbable_labels_have_a_finite_loss() -> None:
     hidden = torch.full((1, 1, 1), 1e4, requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
-    loss = summed_cross_entropy(hidden, weight, torch.tensor([[1]]), Vocabulary(2))
+    loss = summed_cross_entropy(hidden, weight, torch.tensor([[1]]), LossOptions(2))
     assert loss.item() == 2e4
     assert gradients(loss, (hidden, weight, hidden))[0].item() == pytest.approx(0.37 * 2)
 
@@ -127,14 +127,14 @@ def test_improbable_labels_have_a_finite_loss() -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.bfloat16, 1e-2)])
 def test_scale_is_a_factor_of_loss_and_gradients(dtype: torch.dtype, bound: float) -> None:
     made = make(dtype, n_rows=400)
-    scaled, factor = summed_cross_entropy(*made, Vocabulary(50), scale=0.003), 0.003
-    whole = summed_cross_entropy(*made, Vocabulary(50))
+    scaled, factor = summed_cross_entropy(*made, LossOptions(50), scale=0.003), 0.003
+    whole = summed_cross_entropy(*made, LossOptions(50))
     torch.testing.assert_close(scaled, factor * whole, rtol=1e-6, atol=0)
     expected = torch.autograd.grad(whole, made[:2])
     for mine, other in zip(torch.autograd.grad(scaled, made[:2]), expected, strict=True):
         assert relative(mine, factor * other.double()) < bound
     with torch.no_grad():
-        assert summed_cross_entropy(*made, Vocabulary(50), scale=0.003).item() == pytest.approx(
+        assert summed_cross_entropy(*made, LossOptions(50), scale=0.003).item() == pytest.approx(
             scaled.item()
         )
 
@@ -142,10 +142,10 @@ def test_scale_is_a_factor_of_loss_and_gradients(dtype: torch.dtype, bound: floa
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_gradients_can_be_asked_for_again_and_one_by_one(factor: float) -> None:
     made = make()
-    loss = factor * summed_cross_entropy(*made, Vocabulary(50))
+    loss = factor * summed_cross_entropy(*made, LossOptions(50))
     hidden, weight = made[:2]
     expected = [gradient.clone() for gradient in torch.autograd.grad(loss, (hidden, weight))]
-    loss = factor * summed_cross_entropy(*made, Vocabulary(50))
+    loss = factor * summed_cross_entropy(*made, LossOptions(50))
     for _ in range(2):  # as a zero-bubble pipeline does: for inputs now, for weights later
         (of_hidden,) = torch.autograd.grad(loss, hidden, retain_graph=True)
         (of_weight,) = torch.autograd.grad(loss, weight, retain_graph=True)
@@ -202,7 +202,7 @@ def shared(
 
     def compute(n: int) -> Tensor:
         loss = summed_cross_entropy(
-            inputs[n], parts[n], labels, Vocabulary(real, ranks[n], z_loss=z_loss), scale
+            inputs[n], parts[n], labels, LossOptions(real, ranks[n], z_loss=z_loss), scale
         )
         loss.backward()
         return loss.detach()
@@ -247,9 +247,9 @@ def test_ranks_exchange_three_numbers_a_token() -> None:
 def test_a_shared_vocabulary_without_gradients() -> None:
     made = make()
     with torch.no_grad():
-        found = summed_cross_entropy(*made, Vocabulary(50, Rank(0, 0, Barrier(1), [made[0]])))
+        found = summed_cross_entropy(*made, LossOptions(50, Rank(0, 0, Barrier(1), [made[0]])))
     assert not found.requires_grad
-    torch.testing.assert_close(found, summed_cross_entropy(*made, Vocabulary(50)).detach())
+    torch.testing.assert_close(found, summed_cross_entropy(*made, LossOptions(50)).detach())
 
 
 @pytest.mark.parametrize("label", [0, 1])

@@ -81,7 +81,6 @@ def test_simulations_are_still_those_of_the_record(row: dict[str, Any]) -> None:
 MODERN = """model.positions=rotary model.norm=rms model.mlp=swiglu model.bias=false
     model.query_key_norm=head model.n_heads=8 model.n_key_value_heads=2 model.d_head=48"""
 OLMO = f"{MODERN} model.query_key_norm=all model.norm_place=after"
-    model.query_key_norm=true model.n_heads=8 model.n_key_value_heads=2 model.d_head=48"""
 DOCUMENTS = "model.attention_within_documents=true"
 PARTS = {
     "rotary": ("model.positions=rotary", 1),

@@ -99,18 +99,18 @@ class CrossEntropy(nn.Module):
         scale: float | Tensor,
     ) -> Tensor:
         """Sums over the labels, like `summed_cross_entropy`."""
-        vocabulary = Vocabulary(vocabulary_size, None, self.compiles, self.z_loss)
-        return summed_cross_entropy(hidden, weight, labels, vocabulary, scale)
+        options = LossOptions(vocabulary_size, None, self.compiles, self.z_loss)
+        return summed_cross_entropy(hidden, weight, labels, options, scale)
 
     def score(self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int) -> Tensor:
         """Scores the labels of each sequence, like `score_sequences`."""
         return score_sequences(hidden, weight, labels, vocabulary_size, WholeVocabulary())
 
 
-class Vocabulary(NamedTuple):
-    """The rows of the output matrix, and how to compute with their logits."""
+class LossOptions(NamedTuple):
+    """Which rows the output matrix has, and how to compute with their logits."""
 
-    size: int
+    vocabulary_size: int
     """Real rows of the whole matrix; the padding above gets no probability."""
     shard: ShardedVocabulary | None = None
     """Which rows a rank has, if ranks shard them, (V/tp, D) each. The loss is then the same on all;
@@ -125,7 +125,7 @@ def summed_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    vocabulary: Vocabulary,
+    options: LossOptions,
     scale: float | Tensor = 1.0,
 ) -> Tensor:
     """Sums the cross entropy of every labelled token.
@@ -137,7 +137,7 @@ def summed_cross_entropy(
         hidden: final hidden states, (B, T, D), in the compute precision.
         weight: output matrix, (V, D), fp32.
         labels: next token ids, (B, T), int64; -100 for no label.
-        vocabulary: of `weight`.
+        options: the rows of `weight`, and more.
         scale: multiplies the sum; one over the tokens of a step makes it a part of their mean. A
             scalar tensor stays on its device.
 
@@ -147,7 +147,7 @@ def summed_cross_entropy(
     rows, targets = hidden.flatten(0, -2), labels.flatten()  # (N, D), (N)
     factor = scale if torch.is_grad_enabled() else None
     loss: Tensor = _SummedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows, weight, targets, factor, vocabulary
+        rows, weight, targets, factor, options
     )
     return loss if torch.is_grad_enabled() else scale * loss
 
@@ -202,9 +202,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         scale: float | Tensor | None,
-        vocabulary: Vocabulary,
+        options: LossOptions,
     ) -> Tensor:
-        shard, z_loss = vocabulary.shard, vocabulary.z_loss
+        shard, z_loss = options.shard, options.z_loss
         precise = torch.promote_types(torch.float32, hidden.dtype)
         scale = scale.to(precise) if isinstance(scale, Tensor) else scale
         matrix = weight.to(hidden.dtype)
@@ -217,11 +217,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
             targets = targets.masked_fill(nothing, 0)
             logits = F.linear(rows, matrix)  # (n, V)
             is_here = error = None
-            if vocabulary.compiles and shard is None:
-                target = _compiled(_to_error)(logits, targets, vocabulary.size, z_loss)
+            if options.compiles and shard is None:
+                target = _compiled(_to_error)(logits, targets, options.vocabulary_size, z_loss)
                 error = logits
             elif shard is None:
-                logits[:, vocabulary.size :] = -torch.inf
+                logits[:, options.vocabulary_size :] = -torch.inf
                 log_probabilities = F.log_softmax(logits, -1, dtype=precise)
                 target = log_probabilities.gather(1, targets)  # (n, 1)
                 log_sum = logits.gather(1, targets).to(precise) - target if z_loss else None
@@ -230,14 +230,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 is_here = (row >= 0) & (row < weight.shape[0])
                 targets = row.masked_fill(~is_here, 0)
                 log_probabilities, target, log_sum = _shared_log_softmax(
-                    logits, targets, is_here, vocabulary.size, shard
+                    logits, targets, is_here, options.vocabulary_size, shard
                 )
             loss -= target.masked_fill(nothing, 0.0).sum()
             if scale is not None:
                 if error is None:
                     less_one = torch.expm1(target)
-                    if z_loss:
-                        assert log_sum is not None
+                    if z_loss and log_sum is not None:
                         factor = 2 * z_loss * log_sum  # (n, 1)
                         less_one += factor * target.exp()
                         error = logits.copy_(log_probabilities.exp_().mul_(1 + factor))

@@ -32,6 +32,7 @@ from trainyard.architecture import (
     head_layer,
     inner_values,
     matmuls,
+    rotation_values,
 )
 from trainyard.config.fp8_rules import fp8_blocks
 from trainyard.config.precisions import FP16
@@ -128,7 +129,7 @@ class MicroBatch:
         model, is_half = self.run.model, self.value < FP32_BYTES
         if not model.attention_within_documents:
             return 0
-        turned = FP32_BYTES * model.d_head if model.positions == "rotary" else 0
+        turned = FP32_BYTES * rotation_values(model)
         is_ring = self.run.parallel.context_method == "ring"
         n_queries = self.n_tokens * (1 if is_ring else self.topology.context)
         has_mask = not (self.on_gpu and is_half)

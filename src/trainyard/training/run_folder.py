@@ -17,12 +17,7 @@ from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.data.loader import data_fingerprint, data_prefixes, describe_data, find_unread
 from trainyard.data.sidecar import load_sidecar
-from trainyard.data.vocabulary import (
-    END_OF_DOCUMENT,
-    Vocabulary,
-    load_vocabulary,
-    save_vocabulary,
-)
+from trainyard.data.vocabulary import Vocabulary, load_vocabulary, save_vocabulary
 from trainyard.errors import CheckpointError, ConfigError
 from trainyard.files import publish_text
 from trainyard.training.start import ANCESTRY, check_start
@@ -83,7 +78,7 @@ def find_end_of_document(run: Run) -> Run:
         return run
     ids = {"model": run.model.end_of_document_id}
     if run.tokenizer.path:
-        ids["the tokenizer"] = load_vocabulary(run.tokenizer.path).special_tokens[END_OF_DOCUMENT]
+        ids["the tokenizer"] = load_vocabulary(run.tokenizer.path).eod_id
     for prefix in data_prefixes(run):
         if not Path(f"{prefix}.json").exists():  # made by Megatron-LM: tokenizer unknown
             continue
