@@ -181,6 +181,11 @@ def inner_values(model: Model, part: str, tensor: int = 1) -> int:
     return sum(each.n_outputs if each.sharding == "column" else each.n_inputs for each in layers)
 
 
+def rotation_values(model: Model) -> int:
+    """Counts the cosines and sines that turn a head's features of a token; 0 if none does."""
+    return model.d_head if model.positions == "rotary" else 0
+
+
 def head_layer(model: Model, padded_vocabulary_size: int, tensor: int = 1) -> LayerSpec:
     """Returns the output matrix, (V, D): the embedding's, if tied."""
     name = "embedding" if model.tied_embeddings else "head"
@@ -285,6 +290,7 @@ def describe_parts(model: Model) -> list[str]:
         "no biases": not model.bias,
         f"rotary positions of base {model.rotary_base:,.0f}": model.positions == "rotary",
         f"scaled by {scaling.factor:g}" if scaling else "": scaling is not None,
+        "attention within documents": model.attention_within_documents,
     }
     return [part for part, is_there in parts.items() if is_there]
 

@@ -21,7 +21,7 @@ FILE_LINES = 400
 FUNCTION_LINES = 60
 FUNCTION_LINES_OF_LOOP_AND_STEP = 100
 PARAMETERS = 7
-TRAINING_CLOSURE_FILES = 74
+TRAINING_CLOSURE_FILES = 75
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -109,6 +109,14 @@ def bring_megatron_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             ConfigError,
             "optimizer.kind='muon' is not available in plain-torch",
         ),
+        ("plain-torch", ["train.z_loss=1e-4"], 1, ConfigError, "train.z_loss=0.0001 is not avail"),
+        (
+            "plain-torch",
+            ["model.attention_within_documents=true"],
+            1,
+            ConfigError,
+            "model.attention_within_documents=true is not available in plain-torch",
+        ),
     ],
 )
 def test_a_baseline_that_cannot_be(

@@ -25,7 +25,7 @@ def test_every_field_is_either_free_or_refused_with_a_reason():
         "data.split",
         *(f"data.{name}.weights" for name in ("blend", "train", "valid", "test")),
         *("data.from_step", "data.skip", "train.start_from", "train.start_with"),
-        *("train.global_batch_size", "train.seed"),
+        *("train.global_batch_size", "train.seed", "train.z_loss"),
         *(f"train.batch_ramp.{name}" for name in ("start", "increment", "length")),
         *(f"optimizer.{name}" for name in ("learning_rate", "betas", "epsilon")),
         *("optimizer.kind", "optimizer.momentum", "optimizer.weight_decay", "optimizer.clip_norm"),

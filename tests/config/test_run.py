@@ -21,6 +21,12 @@ IMPOSSIBLE = [
     ("model.n_layers=true", "Input should be a valid integer (got True)"),
     ("model.n_layers.x=4", "Input should be a valid integer (got {'x': 4})"),
     ("model.tied_embeddings=1", "Input should be a valid boolean (got 1)"),
+    ("model.end_of_document_id=-1", "Input should be greater than or equal to 0 (got -1)"),
+    (
+        "model.end_of_document_id=500; model.vocabulary_size=500",
+        "end_of_document_id=500 is not below vocabulary_size=500",
+    ),
+    ("train.z_loss=-1e-4", "Input should be greater than or equal to 0 (got -0.0001)"),
     ("log.wandb_project=3", "Input should be a valid string (got 3)"),
     ("data.blend.prefixes=a", "data.blend.prefixes: must be a list, such as"),
     ("data.blend.prefixes=[1]", "data.blend.prefixes.0: Input should be a valid string (got 1)"),

@@ -33,6 +33,17 @@ def test_greedy_equals_the_argmax_of_a_full_forward_pass(model: GPT, n_prompt: i
     assert generate(model, prompt, 40, GREEDY) == [greedy_by_full_forward(model, prompt, 40)]
 
 
+@pytest.mark.parametrize("n_prompt", [5, T])
+def test_a_document_begins_after_the_end_token(model: GPT, n_prompt: int) -> None:
+    prompt = torch.randint(50, (n_prompt,), generator=torch.Generator().manual_seed(1)).tolist()
+    texts = []
+    for model.end_id in (None, prompt[2]):
+        texts.append(generate(model, prompt, 40, GREEDY))
+        assert texts[-1] == [greedy_by_full_forward(model, prompt, 40)]
+    assert texts[0] != texts[1]
+    assert generate(model, prompt[3:5], 4, GREEDY) == generate(model, prompt[:5], 4, GREEDY)
+
+
 def test_padding_of_the_vocabulary_is_never_chosen(model: GPT) -> None:
     samples = generate(model, [1], 100, Sampling(5.0, top_k=0, top_p=1), n_samples=4)
     assert max(max(ids) for ids in samples) < 50

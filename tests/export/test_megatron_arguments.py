@@ -249,6 +249,8 @@ def test_an_unknown_flag_is_in_the_file_and_on_stderr(in_folder: Path) -> None:
             "(?s)--squared-relu.*--rotary-percent",
         ),
         ("--qk-layernorm", "--qk-layernorm with --normalization LayerNorm has biases"),
+        ("--reset-position-ids", "--reset-position-ids without --reset-attention-mask"),
+        ("--reset-attention-mask", "--reset-attention-mask without --reset-position-ids"),
         ("--attention-dropout 0.0", "--attention-dropout 0.0 and --hidden-dropout 0.1 differ"),
         ("--seed x", "--seed needs a number"),
         ("--lr-decay-style inverse-square-root", "inverse-square-root is not supported"),
@@ -273,7 +275,8 @@ def test_parts_of_a_model_that_is_not_gpt3() -> None:
     flags = (
         "--swiglu --normalization RMSNorm --disable-bias-linear --qk-layernorm --kv-channels 48 "
         "--group-query-attention --num-query-groups 1 --position-embedding-type rope "
-        "--rotary-base 500000 --use-rope-scaling --rope-scaling-factor 32.0"
+        "--rotary-base 500000 --use-rope-scaling --rope-scaling-factor 32.0 "
+        "--reset-position-ids --reset-attention-mask"
     )
     found = import_command(f"pretrain_gpt.py {SMALL} {flags}", [], "x")
     model = tomllib.loads(found.text)["model"]
@@ -289,6 +292,7 @@ def test_parts_of_a_model_that_is_not_gpt3() -> None:
         "positions": "rotary",
         "rotary_base": 500_000,
         "rotary_scaling": {"factor": 32.0},
+        "attention_within_documents": True,
     }
     assert {name: model[name] for name in expected} == expected
     assert not found.warnings

@@ -116,6 +116,15 @@ def test_without_a_tokenizer_there_is_a_warning(make_checkpoint, tmp_path, caplo
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] is None
 
 
+def test_documents_are_not_told_apart_elsewhere(make_checkpoint, tmp_path, caplog):
+    within = ("model.attention_within_documents=true", "model.end_of_document_id=3")
+    checkpoint, _ = make_checkpoint(*within, "model.vocabulary_size=8")
+    with caplog.at_level(logging.WARNING):
+        export_huggingface(checkpoint, tmp_path / "out")
+    assert "config.json cannot say model.attention_within_documents=true" in caplog.text
+    assert compare_logits(checkpoint, tmp_path / "out") <= 2e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_may_be_rounded(make_checkpoint, tmp_path, dtype):
     checkpoint, model = make_checkpoint()

@@ -39,7 +39,9 @@ def find_refused() -> dict[str, str]:
     for name, row in TABLE.items():
         run = build_run(row)
         if run.parallel.context > 1 and run.parallel.context_method == "ring":
-            if run.precision.kind == "fp32":
+            if run.model.attention_within_documents:
+                refused[name] = "incompatible with model.attention_within_documents=true"
+            elif run.precision.kind == "fp32":
                 refused[name] = "on a GPU is incompatible with precision.kind='fp32'"
             elif run.model.d_head % 8:
                 refused[name] = f"on a GPU is incompatible with heads of {run.model.d_head} values"

@@ -21,13 +21,21 @@ COMPILE = {"compiled": "train.compile=gpu", "eager": "train.compile=never"}
 AXES = (DROPOUT, RECOMPUTE, COMPILE)
 COMPILED_WITHOUT_DROPOUT = ("nothing recomputed",)
 """Compiled rows take most of the time: the other recomputations are compiled with dropout."""
+DOCUMENTS = (
+    *("model.attention_within_documents=true", "model.end_of_document_id=3"),
+    *("model.vocabulary_size=10", "model.dropout=0.1", "train.z_loss=1e-4"),
+)
 OTHERS = {
     "untied embeddings, eager": ("model.tied_embeddings=false", "train.compile=never"),
     "deterministic, compiled": ("train.deterministic=true",),
     "deterministic, eager": ("train.deterministic=true", "train.compile=never"),
     "rowwise, compiled": ("precision.fp8.scaling=rowwise",),
     "rowwise, eager": ("precision.fp8.scaling=rowwise", "train.compile=never"),
+    "documents, compiled": DOCUMENTS,
+    "documents, eager": (*DOCUMENTS, "train.compile=never"),
 }
+ONLY_FOR = {"rowwise": ("fp8", "fp8_lowbit"), "documents": ("fp32", "bf16")}
+"""What takes lengths of documents, and what takes a mask."""
 
 
 def rows() -> Iterator[tuple[str, str, tuple[str, ...]]]:
@@ -44,7 +52,7 @@ def rows() -> Iterator[tuple[str, str, tuple[str, ...]]]:
                 name = ", ".join([f"{kind} on sm_{capability}", *names])
                 yield name, capability, (f"precision.kind={kind}", *settings)
         for other, settings in OTHERS.items():
-            if capability == "90" and (is_fp8 or not other.startswith("rowwise")):
+            if capability == "90" and kind in ONLY_FOR.get(other.partition(",")[0], KINDS):
                 yield f"{kind} on sm_90, {other}", "90", (f"precision.kind={kind}", *settings)
 
 

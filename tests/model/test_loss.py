@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from threading import Barrier
 
 import pytest
@@ -11,7 +10,13 @@ from tests.waiting import WATCHDOG_SECONDS
 from torch import Tensor
 
 from trainyard.architecture import CPU_LOGIT_BYTES
-from trainyard.model.loss import WholeVocabulary, _chunks, score_sequences, summed_cross_entropy
+from trainyard.model.loss import (
+    LossOptions,
+    WholeVocabulary,
+    _chunks,
+    score_sequences,
+    summed_cross_entropy,
+)
 
 Made = tuple[Tensor, Tensor, Tensor]
 
@@ -29,9 +34,10 @@ def make(
     return hidden.to(dtype).requires_grad_(), weight.to(precise).requires_grad_(), labels
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor, real: int) -> Tensor:
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor, real: int, z_loss: float = 0.0) -> Tensor:
     logits = (hidden @ weight[:real].t()).flatten(0, 1)
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+    loss = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+    return loss + z_loss * logits.logsumexp(-1)[labels.flatten() >= 0].square().sum()
 
 
 def gradients(loss: Tensor, made: Made) -> tuple[Tensor, Tensor]:
@@ -42,35 +48,43 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize(("n_rows", "V", "real"), [(22, 64, 50), (22, 64, 64), (700, 50304, 50257)])
 def test_fp64_value_and_gradients_are_those_of_cross_entropy(
-    n_rows: int, V: int, real: int
+    n_rows: int, V: int, real: int, z_loss: float
 ) -> None:
     made = make(n_rows=n_rows, V=V, real=real)
-    found, expected = summed_cross_entropy(*made, real), plain(*made, real)
-    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    found = summed_cross_entropy(*made, LossOptions(real, z_loss=z_loss))
+    torch.testing.assert_close(found, plain(*made, real), rtol=1e-13, atol=0)
+    expected = plain(*made, real, z_loss)
     for mine, other in zip(gradients(found, made), gradients(expected, made), strict=True):
         assert relative(mine, other) < 1e-12
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
 def test_lower_precisions_stay_near_fp64(
-    dtype: torch.dtype, bound: float, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    bound: float,
+    is_compiled: bool,
+    z_loss: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Its mathematics, without the compiler.
     monkeypatch.setattr("trainyard.model.loss._compiled", lambda function: function)
-    sum_up = partial(summed_cross_entropy, compiles=is_compiled)
+    options = LossOptions(50, compiles=is_compiled, z_loss=z_loss)
     made = make(dtype, n_rows=400, D=32)
     exact = tuple(
         x.detach().to(dtype).double().requires_grad_() if x.is_floating_point() else x for x in made
     )
-    found, expected = sum_up(*made, 50), plain(*exact, 50)
+    found, expected = summed_cross_entropy(*made, options), plain(*exact, 50)
     assert found.dtype == torch.float32
     assert abs(found.item() / expected.item() - 1) < bound
+    expected = plain(*exact, 50, z_loss)
     for mine, other in zip(gradients(found, made), gradients(expected, exact), strict=True):
         assert relative(mine, other) < bound
-    hidden_gradient, weight_gradient = gradients(sum_up(*made, 50), made)
+    hidden_gradient, weight_gradient = gradients(summed_cross_entropy(*made, options), made)
     assert hidden_gradient.dtype == dtype
     assert weight_gradient.dtype == torch.float32
 
@@ -80,13 +94,13 @@ def test_padding_changes_nothing_and_gets_no_gradient(
     is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainyard.model.loss._compiled", lambda function: function)
-    sum_up = partial(summed_cross_entropy, compiles=is_compiled)
+    options = LossOptions(50, compiles=is_compiled, z_loss=0.3)
     hidden, weight, labels = make()
-    first = sum_up(hidden, weight, labels, 50)
+    first = summed_cross_entropy(hidden, weight, labels, options)
     huge = weight.detach().clone()
     huge[50:] = 1e6
     huge.requires_grad_()
-    second = sum_up(hidden, huge, labels, 50)
+    second = summed_cross_entropy(hidden, huge, labels, options)
     assert torch.equal(first, second)
     hidden_gradient, weight_gradient = gradients(second, (hidden, huge, labels))
     assert torch.equal(hidden_gradient, gradients(first, (hidden, weight, labels))[0])
@@ -96,7 +110,7 @@ def test_padding_changes_nothing_and_gets_no_gradient(
 def test_where_nothing_is_labelled_loss_and_gradients_are_zero() -> None:
     hidden, weight, labels = make()
     made = (hidden, weight, torch.full_like(labels, -100))
-    loss = summed_cross_entropy(*made, 50)
+    loss = summed_cross_entropy(*made, LossOptions(50))
     assert loss.item() == 0
     for gradient in gradients(loss, made):
         assert gradient.count_nonzero() == 0
@@ -105,7 +119,7 @@ def test_where_nothing_is_labelled_loss_and_gradients_are_zero() -> None:
 def test_improbable_labels_have_a_finite_loss() -> None:
     hidden = torch.full((1, 1, 1), 1e4, requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
-    loss = summed_cross_entropy(hidden, weight, torch.tensor([[1]]), 2)
+    loss = summed_cross_entropy(hidden, weight, torch.tensor([[1]]), LossOptions(2))
     assert loss.item() == 2e4
     assert gradients(loss, (hidden, weight, hidden))[0].item() == pytest.approx(0.37 * 2)
 
@@ -113,23 +127,25 @@ def test_improbable_labels_have_a_finite_loss() -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.bfloat16, 1e-2)])
 def test_scale_is_a_factor_of_loss_and_gradients(dtype: torch.dtype, bound: float) -> None:
     made = make(dtype, n_rows=400)
-    scaled, factor = summed_cross_entropy(*made, 50, scale=0.003), 0.003
-    whole = summed_cross_entropy(*made, 50)
+    scaled, factor = summed_cross_entropy(*made, LossOptions(50), scale=0.003), 0.003
+    whole = summed_cross_entropy(*made, LossOptions(50))
     torch.testing.assert_close(scaled, factor * whole, rtol=1e-6, atol=0)
     expected = torch.autograd.grad(whole, made[:2])
     for mine, other in zip(torch.autograd.grad(scaled, made[:2]), expected, strict=True):
         assert relative(mine, factor * other.double()) < bound
     with torch.no_grad():
-        assert summed_cross_entropy(*made, 50, scale=0.003).item() == pytest.approx(scaled.item())
+        assert summed_cross_entropy(*made, LossOptions(50), scale=0.003).item() == pytest.approx(
+            scaled.item()
+        )
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_gradients_can_be_asked_for_again_and_one_by_one(factor: float) -> None:
     made = make()
-    loss = factor * summed_cross_entropy(*made, 50)
+    loss = factor * summed_cross_entropy(*made, LossOptions(50))
     hidden, weight = made[:2]
     expected = [gradient.clone() for gradient in torch.autograd.grad(loss, (hidden, weight))]
-    loss = factor * summed_cross_entropy(*made, 50)
+    loss = factor * summed_cross_entropy(*made, LossOptions(50))
     for _ in range(2):  # as a zero-bubble pipeline does: for inputs now, for weights later
         (of_hidden,) = torch.autograd.grad(loss, hidden, retain_graph=True)
         (of_weight,) = torch.autograd.grad(loss, weight, retain_graph=True)
@@ -175,7 +191,7 @@ class Rank:
 
 
 def shared(
-    made: Made, real: int, n_ranks: int, scale: float = 1.0
+    made: Made, real: int, n_ranks: int, scale: float = 1.0, z_loss: float = 0.0
 ) -> tuple[list[Tensor], Tensor, Tensor, list[Rank]]:
     """Losses of every rank, the gradient of hidden states, that of the weight, and the ranks."""
     hidden, weight, labels = made
@@ -185,7 +201,9 @@ def shared(
     ranks = [Rank(n, n * len(parts[0]), meeting, table) for n in range(n_ranks)]
 
     def compute(n: int) -> Tensor:
-        loss = summed_cross_entropy(inputs[n], parts[n], labels, real, scale, ranks[n])
+        loss = summed_cross_entropy(
+            inputs[n], parts[n], labels, LossOptions(real, ranks[n], z_loss=z_loss), scale
+        )
         loss.backward()
         return loss.detach()
 
@@ -198,22 +216,23 @@ def shared(
 # With 4 ranks of 16 rows: all real; the last with two real rows; the last, then three, with none.
 @pytest.mark.parametrize("real", [64, 50, 48, 9])
 @pytest.mark.parametrize("n_ranks", [1, 2, 4])
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 6e-3)]
 )
 def test_a_shared_vocabulary_changes_nothing(
-    dtype: torch.dtype, bound: float, n_ranks: int, real: int
+    dtype: torch.dtype, bound: float, n_ranks: int, real: int, z_loss: float
 ) -> None:
     made = make(dtype, n_rows=60, real=real)
     hidden, weight, labels = made
     exact = (hidden.detach().double().requires_grad_(), weight.detach().double(), labels)
     exact[1].copy_(weight.to(dtype)).requires_grad_()  # the matrix as it is used
     expected = 0.3 * plain(*exact, real)
-    losses, of_hidden, of_weight, _ = shared(made, real, n_ranks, scale=0.3)
+    losses, of_hidden, of_weight, _ = shared(made, real, n_ranks, 0.3, z_loss)
     for loss in losses:
         assert torch.equal(loss, losses[0])
         assert loss.item() == pytest.approx(expected.item(), rel=bound)
-    correct = torch.autograd.grad(expected, exact[:2])
+    correct = torch.autograd.grad(0.3 * plain(*exact, real, z_loss), exact[:2])
     assert relative(of_hidden, correct[0]) < bound
     assert relative(of_weight, correct[1]) < bound
     assert of_weight[real:].count_nonzero() == 0
@@ -228,9 +247,9 @@ def test_ranks_exchange_three_numbers_a_token() -> None:
 def test_a_shared_vocabulary_without_gradients() -> None:
     made = make()
     with torch.no_grad():
-        found = summed_cross_entropy(*made, 50, shard=Rank(0, 0, Barrier(1), [made[0]]))
+        found = summed_cross_entropy(*made, LossOptions(50, Rank(0, 0, Barrier(1), [made[0]])))
     assert not found.requires_grad
-    torch.testing.assert_close(found, summed_cross_entropy(*made, 50).detach())
+    torch.testing.assert_close(found, summed_cross_entropy(*made, LossOptions(50)).detach())
 
 
 @pytest.mark.parametrize("label", [0, 1])

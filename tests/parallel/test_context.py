@@ -186,3 +186,13 @@ def test_a_ring_without_a_kernel_is_refused(
         return
     with pytest.raises(ConfigError, match=f"'ring' on a GPU is incompatible with {problem}"):
         refuse_ring(run, torch.device(device))
+
+
+def test_a_ring_takes_no_documents_on_a_gpu() -> None:
+    model = {"d_model": 64, "n_heads": 4, "dropout": 0.0, "attention_within_documents": True}
+    parallel = {"context": 2, "context_method": "ring"}
+    run = build_run({"model": model, "parallel": parallel})
+    refuse_ring(run, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="attention_within_documents=true: its kernels") as error:
+        refuse_ring(run, torch.device("cuda"))
+    assert error.value.hint == "parallel.context_method=ulysses"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainyard.config.run import Parallel
 from trainyard.data.loader import Loader
-from trainyard.model import attention, gpt
+from trainyard.model import attention, gpt, loss
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import mean_of_last
 from trainyard.optim import clip, muon
@@ -32,7 +32,20 @@ from trainyard.training import parity, step
 from trainyard.training.parity import BOUNDS, Outcome, compare
 
 from .layouts import Row, train_rank
-from .test_parity import DROPOUT, MUON, PP2, RING2, RING4, SHARED, SP2, TP2, Z1
+from .test_parity import (
+    DOCUMENTS,
+    DROPOUT,
+    MUON,
+    PP2,
+    RING2,
+    RING4,
+    SHARED,
+    SP2,
+    TP2,
+    ULYSSES2,
+    Z1,
+    Z_LOSS,
+)
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -236,6 +249,35 @@ def norm_before_in_one_block(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(parallel_model, "apply_tensor_parallel", wrong)
 
 
+def positions_from_the_start_of_a_shard(patch: pytest.MonkeyPatch) -> None:
+    """A rank counts positions from its first token, as if a document began there."""
+    right = gpt._in_documents
+
+    def wrong(positions: Tensor, ends: Tensor | None) -> Tensor:
+        return (right(positions, ends) - positions[0]).clamp(min=0)
+
+    patch.setattr(gpt, "_in_documents", wrong)
+
+
+def documents_of_the_next_tokens(patch: pytest.MonkeyPatch) -> None:
+    """A ring's rank sees the keys of the rank before those that have come."""
+    right = context._mask_of
+
+    def wrong(documents: Any, group: Any, step: int, *rest: Any) -> Any:
+        return right(documents, group, (step + 1) % group.size() if step else 0, *rest)
+
+    patch.setattr(context, "_mask_of", wrong)
+
+
+def z_loss_of_a_shard(patch: pytest.MonkeyPatch) -> None:
+    right = loss._shared_log_softmax
+
+    def wrong(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return (*right(logits, *rest)[:2], logits.logsumexp(1, keepdim=True))
+
+    patch.setattr(loss, "_shared_log_softmax", wrong)
+
+
 def orthogonalized_shards(patch: pytest.MonkeyPatch) -> None:
     def wrong(_self: muon.Muon, _matrices: Any, updates: list[Tensor]) -> list[Tensor]:
         return [muon.orthogonalize(update) for update in updates]
@@ -282,6 +324,12 @@ FAULTS: dict[str, tuple[Patch, Row]] = {
         norm_before_in_one_block,
         Row(TP2, model={"norm_place": "after"}),
     ),
+    "positions from the start of a shard": (
+        positions_from_the_start_of_a_shard,
+        Row(ULYSSES2, model=DOCUMENTS),
+    ),
+    "documents of the next tokens": (documents_of_the_next_tokens, Row(RING4, model=DOCUMENTS)),
+    "z-loss of a shard": (z_loss_of_a_shard, Row(TP2, train=Z_LOSS)),
     "orthogonalized shards": (orthogonalized_shards, Row(Z1, data=2, optimizer=MUON)),
     "momentum put together in the order of ranks": (
         momentum_put_together_in_the_order_of_ranks,

@@ -263,10 +263,20 @@ MIXTURES = {
     "tp2 cp2 ulysses sequence interleaved": (SP2 | ULYSSES2 | INTERLEAVED, 1),
     "dp2 tp2 cp2 ring sequence zero 1": (SP2 | RING2 | Z1, 2),
 }
-for option, model in (OPTIONS | {"modern": MODERN, "olmo": OLMO}).items():
+# A sequence of 16 tokens has two or three documents; with more kinds of tokens, few would end.
+DOCUMENTS = {"attention_within_documents": True, "end_of_document_id": 3, "vocabulary_size": 10}
+Z_LOSS = {"z_loss": 0.1}
+ALSO = {
+    "modern": (MODERN, {}),
+    "olmo": (OLMO, {}),
+    "documents": (DOCUMENTS, {}),
+    "z-loss": ({}, Z_LOSS),
+    "modern, documents, z-loss": (MODERN | DOCUMENTS, Z_LOSS),
+}
+for option, (model, train) in ({name: (each, {}) for name, each in OPTIONS.items()} | ALSO).items():
     for axes, (cut, data) in (ONE_AXIS | MIXTURES).items():
         dropout = {} if cut.get("context_method") == "ring" else DROPOUT
-        TABLE[f"{option}, {axes}"] = Row(cut, data=data, model=model | dropout)
+        TABLE[f"{option}, {axes}"] = Row(cut, data=data, model=model | dropout, train=train)
 # The gradient of a norm of heads is a few numbers, the small sums of many large ones: rounding
 # shows in them far more than elsewhere; and it grows with depth, faster than in GPT-3. fp64 proves
 # both.
@@ -296,6 +306,8 @@ EVERY_DAY = (
     *("rotary, cp2 ring", "grouped queries, cp2 ulysses", "query-key norm, tp2"),
     *("query-key norm of all heads, tp2", "olmo, dp2 tp2 pp2 sequence zero 3 recompute"),
     *("modern, tp2 sequence", "modern, dp2 tp2 cp2 ring sequence zero 1"),
+    *("documents, cp4 ring", "z-loss, tp2"),
+    "modern, documents, z-loss, tp2 cp2 ulysses sequence interleaved",
     *("dp2 zero 1", "dp2 zero 3", "hybrid 2x2 zero 2", "tp2, dropout"),
     *("tp2 sequence, recompute block", "pp2 1f1b", "pp2 interleaved, uneven, untied"),
     *("pp2 zero bubble", "cp2 ulysses", "cp2 ring"),

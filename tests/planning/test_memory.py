@@ -81,6 +81,7 @@ def test_simulations_are_still_those_of_the_record(row: dict[str, Any]) -> None:
 MODERN = """model.positions=rotary model.norm=rms model.mlp=swiglu model.bias=false
     model.query_key_norm=head model.n_heads=8 model.n_key_value_heads=2 model.d_head=48"""
 OLMO = f"{MODERN} model.query_key_norm=all model.norm_place=after"
+DOCUMENTS = "model.attention_within_documents=true"
 PARTS = {
     "rotary": ("model.positions=rotary", 1),
     "rms": ("model.norm=rms", 1),
@@ -102,10 +103,14 @@ PARTS = {
     "modern, ulysses": (f"{MODERN} context=2", 2),
     "modern, ring, zero 3": (f"{MODERN} context=2 context_method=ring zero_stage=3", 4),
     "modern, pipeline": (f"{MODERN} pipeline=2", 2),
+    "documents": (DOCUMENTS, 1),
+    "documents, fp32": (f"{DOCUMENTS} precision.kind=fp32 model.sequence_length=2048", 1),
+    "documents, modern, pipeline": (f"{DOCUMENTS} {MODERN} precision.kind=fp32 pipeline=2", 2),
+    "documents, modern, ulysses": (f"{DOCUMENTS} {MODERN} context=2", 2),
 }
 
 
-@pytest.mark.parametrize("name", everyday(PARTS, ("modern",)))
+@pytest.mark.parametrize("name", everyday(PARTS, ("modern", "documents, fp32")))
 def test_other_parts_than_those_of_gpt3(name: str) -> None:
     changes, n_ranks = PARTS[name]
     run = load("tiny", changes)
@@ -115,7 +120,11 @@ def test_other_parts_than_those_of_gpt3(name: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "changes", ["", "model.dropout=0.1", "model.dropout=0.1 recompute=block", "zero_stage=3"]
+    "changes",
+    [
+        *("", "model.dropout=0.1", "model.dropout=0.1 recompute=block", "zero_stage=3"),
+        DOCUMENTS,
+    ],
 )
 def test_a_cpu_differs_where_its_kernels_do(changes: str) -> None:
     run = load("tiny", changes)

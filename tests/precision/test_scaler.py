@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from trainyard.config.precisions import LossScale
-from trainyard.model.loss import summed_cross_entropy
+from trainyard.model.loss import LossOptions, summed_cross_entropy
 from trainyard.precision.scaler import LARGEST, LossScaler, SavedScale
 
 CPU = torch.device("cpu")
@@ -111,7 +111,7 @@ def test_nothing_waits_for_the_device() -> None:
     hidden = torch.empty(2, 3, 4, dtype=torch.float16, device=meta, requires_grad=True)
     weight = torch.empty(8, 4, device=meta, requires_grad=True)
     labels = torch.empty(2, 3, dtype=torch.int64, device=meta)
-    loss = summed_cross_entropy(hidden, weight, labels, 7, scaler.scale / 6)
+    loss = summed_cross_entropy(hidden, weight, labels, LossOptions(7), scaler.scale / 6)
     loss.backward()
     scaler.update(torch.linalg.vector_norm(weight.grad))
     assert (loss.dtype, hidden.grad.dtype, weight.grad.dtype) == (

@@ -70,11 +70,14 @@ def refuse_baseline(baseline: str, run: Run, n_ranks: int) -> None:
             f"precision.kind={run.precision.kind!r} is not available in {baseline}",
             f"one of {', '.join(PRECISIONS)}",
         )
-    if run.optimizer.kind != "adamw":
-        raise ConfigError(
-            f"optimizer.kind={run.optimizer.kind!r} is not available in {baseline}",
-            "optimizer.kind=adamw",
-        )
+    kind, documents = run.optimizer.kind, "model.attention_within_documents"
+    for setting, instead, is_there in (
+        (f"optimizer.kind={kind!r}", "optimizer.kind=adamw", kind != "adamw"),
+        (f"train.z_loss={run.train.z_loss}", "train.z_loss=0", run.train.z_loss > 0),
+        (f"{documents}=true", f"{documents}=false", run.model.attention_within_documents),
+    ):
+        if is_there:
+            raise ConfigError(f"{setting} is not available in {baseline}", instead)
     find_family(run.model, (GPT2,))
     if baseline == MEGATRON_CORE and not torch.cuda.is_available():
         raise MachineError(

@@ -21,6 +21,7 @@ from trainyard.data.indexed import IndexedWriter, optimal_dtype
 from trainyard.errors import ConfigError, UserError
 from trainyard.launch.environment import hide_secrets
 from trainyard.planning.batches import BatchSchedule
+from trainyard.training.run_folder import find_end_of_document
 from trainyard.units import Length
 
 JOB, RUN, RESULT, REFUSAL, TRACE, OPERATORS = (
@@ -131,6 +132,8 @@ def prepare_run(run: Run, steps: Steps, folder: Path) -> Run:
         folder: for random tokens, if the run names no data.
     """
     train = run.train.model_copy(update={"batch_ramp": None})
+    if names_data(run):
+        run = find_end_of_document(run)
     # The step needs no tokenizer: it neither prints text nor counts its bytes.
     run = run.model_copy(update={"train": train, "tokenizer": TokenizerChoice()})
     if not names_data(run):

@@ -35,19 +35,25 @@ FREE = (
     *("model.vocabulary_multiple", "precision.fp8.all_gather", "precision.fp8.emulate"),
 )
 REFUSED = {
+    "model.attention_within_documents": "the weights were trained to see as many documents",
+    "model.end_of_document_id": "it decides which tokens see each other",
     "model.": "it fixes the weights' shapes and the dropout they were trained with",
     "data.": "it changes the sequences, or their order",
     "train.start_from": "the run has begun",
     "train.start_with": "the run has begun",
     "train.global_batch_size": "it decides which data each step sees",
     "train.batch_ramp": "it decides which data each step sees",
+    "train.z_loss": "the checkpoint's moments were accumulated with it",
     "train.seed": "it decides the data order and dropout",
     "optimizer.": "the checkpoint's moments were accumulated with it",
     "schedule.": "the learning rate would jump",
     "precision.": "weights and moments were rounded to it",
 }
 # Before the first step there are only weights: only the model that computes with them is fixed.
-_FREE_AT_START = ("model.vocabulary_multiple", "model.dropout", "model.init_std")
+_FREE_AT_START = (
+    *("model.vocabulary_multiple", "model.dropout", "model.init_std"),
+    *("model.attention_within_documents", "model.end_of_document_id"),
+)
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,10 @@ class Model(Section):
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 n_layers)."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the variance in each LayerNorm, to the mean square in each RMSNorm."""
+    attention_within_documents: bool = False
+    """Let tokens see their own document only, with positions from its start."""
+    end_of_document_id: Annotated[int | None, NoneByName] = Field(default=None, ge=0)
+    """Last token of a document; absent: that of the tokenizer or of the token files."""
 
     @property
     def most_tensor_ranks(self) -> int:
@@ -113,6 +117,11 @@ class Model(Section):
             )
         if self.positions != "rotary" and scaling:
             raise ValueError("rotary_scaling needs positions='rotary' (got 'learned')")
+        if (self.end_of_document_id or 0) >= self.vocabulary_size:
+            raise ValueError(
+                f"end_of_document_id={self.end_of_document_id} is not below "
+                f"vocabulary_size={self.vocabulary_size}"
+            )
         return self
 
 
@@ -215,6 +224,9 @@ class Train(Section):
     """Where to torch.compile the blocks; on a CPU it rarely repays its start-up time."""
     deterministic: bool = False
     """Use deterministic kernels only: slower on a GPU, but a resumed run is bitwise the same."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Also minimize this x the mean squared log of the softmax's denominator (arXiv:2204.02311);
+    reported losses remain the cross entropy."""
 
 
 class Optimizer(Section):

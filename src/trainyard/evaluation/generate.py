@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainyard.errors import CheckpointError, ConfigError, DataError
+from trainyard.model.documents import find_document_ends
 from trainyard.model.gpt import GPT
 
 
@@ -111,8 +113,12 @@ def generate_steps(
             if caches[0].n_tokens == sequence_length:
                 caches = model.build_caches(sequence_length)
                 new = text[:, -max(1, sequence_length // 2) :]
+            inputs: dict[str, Any] = {"caches": caches}
+            if model.end_id is not None:
+                seen = text[:, -(caches[0].n_tokens + new.shape[1]) :]
+                inputs["document_ends"] = find_document_ends(seen, model.end_id).to(device)
             with torch.compiler.set_stance("force_eager"):  # each token has another length
-                hidden = model(new.to(device), caches=caches)[:, -1]  # (B, D)
+                hidden = model(new.to(device), **inputs)[:, -1]  # (B, D)
             chosen = choose(model.logits(hidden).cpu(), sampling, generator)
             yield chosen
             new = chosen[:, None]

@@ -46,7 +46,10 @@ HEAD = "lm_head.weight"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
 _OTHER_HEADS = {"d_head": "d_model / n_heads"}
-_ONLY_FOR_TRAINING = ("vocabulary_multiple", "dropout")
+_ONLY_FOR_TRAINING = (
+    *("vocabulary_multiple", "dropout"),
+    *("attention_within_documents", "end_of_document_id"),  # without effect on one document
+)
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,7 @@ class Conversion:
 
     def _model(self) -> None:
         self._architecture()
+        self._documents()
         if not self.has("ffn-hidden-size"):
             size = 4 * self.count("hidden-size")
             if self.has("swiglu"):
@@ -188,6 +189,17 @@ class Conversion:
             if self.has("use-rope-scaling"):
                 scaling = ("rope-scaling-factor", "use-rope-scaling")
                 self.set("model.rotary_scaling.factor", float(self.number(scaling[0])), *scaling)
+
+    def _documents(self) -> None:
+        resets = ("reset-position-ids", "reset-attention-mask")
+        given = [flag for flag in resets if self.has(flag)]
+        if len(given) == 1:
+            (other,) = {*resets} - {*given}
+            raise ConfigError(
+                f"--{given[0]} without --{other}", "model.attention_within_documents does both"
+            )
+        if given:
+            self.set("model.attention_within_documents", True, *resets)
 
     def _optimizer(self) -> None:
         """Muon, if Megatron's is the same; its defaults depend on the version."""

@@ -62,6 +62,12 @@ def export_huggingface(
     weights = CheckpointWeights.open(checkpoint)
     run = weights.manifest.build_run()
     family = find_family(run.model)
+    if run.model.attention_within_documents:
+        logger.warning(
+            "%s cannot say model.attention_within_documents=true: transformers computes the same "
+            "for one document at a time only",
+            CONFIG,
+        )
     parts = _find_parts(weights, family, run.model)
     vocabulary = _find_vocabulary(checkpoint, weights.manifest)
     config = family.config_of(run.model) | {"torch_dtype": str(dtype).removeprefix("torch.")}
@@ -114,6 +120,7 @@ def compare_logits(checkpoint: Path, folder: Path, n_tokens: int = 128) -> float
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     ours, run, _ = build_model_from_checkpoint(checkpoint)
     theirs.float().eval()
+    ours.end_id = None  # one document
     shape = (2, min(n_tokens, run.model.sequence_length))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(run.model.vocabulary_size, shape, generator=generator)

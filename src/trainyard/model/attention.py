@@ -12,8 +12,13 @@ from torch.nn.attention import SDPBackend
 
 from trainyard.architecture import block_layers
 from trainyard.config.run import Model
+from trainyard.model.documents import cumulative_lengths, document_mask
 from trainyard.model.dropout import ATTENTION_WEIGHTS, at_site, dropout, rows_of_heads
 from trainyard.model.linear import Linear, Norm
+
+FLASH = "flash_attention"
+FLASH_HEAD_MULTIPLE = 8
+"""Of the sizes of heads that its kernels take."""
 
 
 class KeyValueCache:
@@ -61,8 +66,27 @@ class CausalAttention(nn.Module):
         # No buffer: a model built on "meta" gets uninitialized memory for its buffers.
         self.positions = torch.arange(sequence_length, device="cpu")
 
+    def describe(self, ends: Tensor, n_tokens: int, dtype: torch.dtype, kernel: str) -> Tensor:
+        """Describes the documents of a micro batch for `forward`, once for all blocks.
+
+        Args:
+            ends: of documents, from `find_document_ends`.
+            n_tokens: of whole sequences, T.
+            dtype: of queries.
+            kernel: of attention, from `attention_kernel`; only flash attention takes lengths.
+        """
+        if kernel == FLASH:
+            return cumulative_lengths(ends)
+        positions = torch.arange(n_tokens, device=ends.device)
+        return document_mask(ends, positions, positions, dtype)
+
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout_seeds: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_seeds: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Mixes values: returns (B, H, T, K).
 
@@ -71,13 +95,20 @@ class CausalAttention(nn.Module):
             k: keys, (B, S, T, K); each serves H/S heads.
             v: values, like the keys.
             dropout_seeds: of the block, (B,); None for no dropout.
+            documents: from `describe`; None to see all tokens before.
         """
         if dropout_seeds is not None and q.is_cpu:
-            return self._mix_with_dropout(q, k, v, at_site(dropout_seeds, self.site))
+            return self._mix_with_dropout(q, k, v, at_site(dropout_seeds, self.site), documents)
         rate = 0.0 if dropout_seeds is None else self.dropout
-        return _attend(q, k, v, dropout_p=rate, is_causal=True)
+        if documents is None:
+            return _attend(q, k, v, dropout_p=rate, is_causal=True)
+        if documents.ndim == 1:
+            return _attend_packed(q, k, v, documents, rate)
+        return _attend(q, k, v, dropout_p=rate, attn_mask=documents)
 
-    def _mix_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, dropout_seeds: Tensor) -> Tensor:
+    def _mix_with_dropout(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout_seeds: Tensor, documents: Tensor | None
+    ) -> Tensor:
         B, H, T, K = q.shape
         precise = torch.promote_types(q.dtype, torch.float32)
         each_head = (_repeat_heads(x, H).to(precise) for x in (q, k, v))
@@ -88,7 +119,8 @@ class CausalAttention(nn.Module):
         scores = torch.baddbmm(
             later, queries, keys_of_tokens.transpose(1, 2), alpha=1 / math.sqrt(K)
         )
-        weights = scores.softmax(-1).view(B, H, T, T)
+        scores = scores.view(B, H, T, T)
+        weights = (scores if documents is None else scores + documents).softmax(-1)
         rows = rows_of_heads(self.first_head, H, positions)
         weights = dropout(weights, self.dropout, dropout_seeds, rows, positions)
         return (weights.flatten(0, 1) @ values).view(B, H, T, K).to(q.dtype)
@@ -121,6 +153,7 @@ class Attention(nn.Module):
         x: Tensor,
         dropout_seeds: Tensor | None = None,
         rotation: Tensor | None = None,
+        documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Attends from each token of `x`, (B, T, D), to itself and those before it.
@@ -129,6 +162,7 @@ class Attention(nn.Module):
             x: the normalized residual stream.
             dropout_seeds: dropout seeds of the block, (B,); None for no dropout.
             rotation: of the tokens, from `rotary_table`; None without rotary positions.
+            documents: what the core takes; with a cache, a mask of (B, 1, T, all so far).
             cache: keys and values of the tokens before `x`, when generating.
         """
         qkv = self.qkv(x)
@@ -150,13 +184,14 @@ class Attention(nn.Module):
             q, k = _rotate(q, rotation), _rotate(k, rotation)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, K), (B, S, T, K) twice
         if cache is None:
-            mixed = self.core(q, k, v, dropout_seeds)
+            mixed = self.core(q, k, v, dropout_seeds, documents)
         else:
             k, v = cache.append(k, v)
-            is_start = k.shape[2] == T
+            mask, is_start = documents, k.shape[2] == T
             # Flash attention takes no mask; one new token needs none.
-            mask = None if is_start or T == 1 else _new_see_all_before(T, k.shape[2], x.device)
-            mixed = _attend(q, k, v, attn_mask=mask, is_causal=is_start)
+            if mask is None and not (is_start or T == 1):
+                mask = _new_see_all_before(T, k.shape[2], x.device)
+            mixed = _attend(q, k, v, attn_mask=mask, is_causal=is_start and mask is None)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
         return out
 
@@ -173,6 +208,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
     shared = k.shape[1] < q.shape[1]
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=shared, **options)
+
+
+def _attend_packed(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, rate: float) -> Tensor:
+    """Attends within documents by flash attention, given their cumulative lengths.
+
+    `torch.nn.attention.varlen` has no dropout, and in torch 2.11 no grouped queries.
+    """
+    B, _, T, K = q.shape
+    if K % FLASH_HEAD_MULTIPLE:
+        q, k, v = (F.pad(x, (0, -K % FLASH_HEAD_MULTIPLE)) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, heads, K)
+    mixed: Tensor = torch.ops.aten._flash_attention_forward(
+        q, k, v, lengths, lengths, T, T, rate, True, False, scale=1 / math.sqrt(K)
+    )[0]
+    return mixed[..., :K].view(B, T, -1, K).transpose(1, 2)
 
 
 def _repeat_heads(x: Tensor, n_heads: int) -> Tensor:

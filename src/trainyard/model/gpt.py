@@ -11,6 +11,7 @@ V padded vocabulary, L n_layers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trainyard.architecture import Blocks, LayerSpec, block_layers, stage_layers
 from trainyard.config.run import Model, Recompute
-from trainyard.model.attention import Attention, KeyValueCache, rotary_table
+from trainyard.model.attention import Attention, KeyValueCache, attention_kernel, rotary_table
+from trainyard.model.documents import document_mask, document_starts, find_document_ends
 from trainyard.model.dropout import (
     ATTENTION_OUTPUT,
     MLP_OUTPUT,
@@ -49,9 +51,11 @@ class GPT(nn.Module):
         embedding: (V, D); also the tied head, if the stage ends with one.
         blocks: by number in the whole model.
         cross_entropy: of a stage with the loss.
-        token_positions: of the tokens in a sequence, int64, on the CPU.
+        end_id: last token of a document, if attention is within documents.
+        token_positions: of the tokens in a sequence, int64, on the CPU until a pass needs them.
         residual_positions: of the tokens in the residual stream, on the device after a pass.
-        rotation: of the tokens, from `rotary_table`; on the device after a pass.
+        rotation: of the tokens, from `rotary_table`, or of all positions if attention is within
+            documents; on the device after a pass.
     """
 
     def __init__(
@@ -69,6 +73,10 @@ class GPT(nn.Module):
         self.vocabulary_size = model.vocabulary_size
         self.d_model = model.d_model
         self.takes_tokens = blocks[0] == 0
+        # None of random tokens, as benchmarks read, ends a document.
+        end_id = -1 if model.end_of_document_id is None else model.end_of_document_id
+        self.end_id = end_id if model.attention_within_documents else None
+        self.sequence_length = model.sequence_length
         # No buffers: a model built on "meta" gets uninitialized memory for its buffers.
         self.token_positions = torch.arange(model.sequence_length, device="cpu")
         self.residual_positions = self.token_positions
@@ -95,6 +103,7 @@ class GPT(nn.Module):
         self,
         x: Tensor,
         dropout_seeds: Tensor | None = None,
+        document_ends: Tensor | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> Tensor:
         """Computes the hidden states after this stage, (B, T, D).
@@ -104,18 +113,23 @@ class GPT(nn.Module):
                 stage, if it does not take tokens.
             dropout_seeds: one for each sequence, (B,), int64, from `sequence_seeds`; no dropout
                 without them or in evaluation mode.
+            document_ends: of whole sequences, from `find_document_ends`, if attention is within
+                documents; absent: those of `x`, which then has whole sequences.
             caches: one per block when generating; `x` then continues what they hold.
         """
         if not self.training or self.dropout.rate == 0:
             dropout_seeds = None
         start = caches[0].n_tokens if caches else 0
+        if self.end_id is not None and document_ends is None:
+            document_ends = find_document_ends(x, self.end_id)
         x = self.embedding(x) if self.takes_tokens and self.embedding is not None else x
         # Kept there: each copy from ordinary memory would go through a buffer of the driver.
         self.residual_positions = self.residual_positions.to(x.device, non_blocking=True)
         positions = self.residual_positions[start : start + x.shape[1]]
-        rotation = self._rotation_of(start, x)
+        rotation = self._rotation_of(start, x, document_ends)
+        documents = self._describe(start, x, document_ends, is_cached=caches is not None)
         if self.positions is not None:
-            x = x + self.positions(positions)  # (B, T, D)
+            x = x + self.positions(_in_documents(positions, document_ends))  # (B, T, D)
         if self.takes_tokens:
             x = self.dropout(x.to(self.compute_dtype), dropout_seeds, positions)
         for index, (number, block) in enumerate(self.blocks.items()):
@@ -125,17 +139,37 @@ class GPT(nn.Module):
                 if dropout_seeds is None
                 else at_site(dropout_seeds, SITES_PER_BLOCK * int(number))
             )
-            x = block(x, block_seeds, positions, rotation, caches[index] if caches else None)
+            cache = caches[index] if caches else None
+            x = block(x, block_seeds, positions, rotation, documents, cache)
         return x if self.final_norm is None else self.final_norm(x)
 
-    def _rotation_of(self, start: int, x: Tensor) -> Tensor | None:
+    def _rotation_of(self, start: int, x: Tensor, ends: Tensor | None) -> Tensor | None:
         """Returns the rotation of the tokens of `x`, or of all that tensor ranks have of them."""
         if self.rotation is None:
             return None
         precise = torch.promote_types(self.compute_dtype, torch.float32)
         self.rotation = self.rotation.to(x.device, precise, non_blocking=True)
         n_tokens = x.shape[1] * len(self.token_positions) // len(self.residual_positions)
-        return self.rotation[:, start : start + n_tokens]
+        if ends is None:
+            return self.rotation[:, start : start + n_tokens]
+        self.token_positions = self.token_positions.to(x.device, non_blocking=True)
+        positions = self.token_positions[start : start + n_tokens]
+        return self.rotation[:, _in_documents(positions, ends)]  # (2, B, T, 1, K/2)
+
+    def _describe(
+        self, start: int, x: Tensor, ends: Tensor | None, *, is_cached: bool
+    ) -> Tensor | None:
+        """Describes the documents for attention of the tokens of `x` from `start` on."""
+        if ends is None:
+            return None
+        if is_cached:
+            keys = torch.arange(start + x.shape[1], device=x.device)
+            return document_mask(ends, keys[start:], keys, self.compute_dtype)
+        attention: Any = next(iter(self.blocks.values())).attention
+        kernel = attention_kernel(attention.d_head, self.compute_dtype, x.device)
+        n_tokens = x.shape[1] * self.sequence_length // len(self.residual_positions)
+        documents: Tensor = attention.core.describe(ends, n_tokens, self.compute_dtype, kernel)
+        return documents
 
     def summed_loss(self, hidden: Tensor, labels: Tensor, scale: float | Tensor = 1.0) -> Tensor:
         """Sums the cross entropy of every labelled token, by `summed_cross_entropy`.
@@ -171,6 +205,11 @@ class GPT(nn.Module):
         return [KeyValueCache(n_tokens) for _ in self.blocks]
 
 
+def _in_documents(positions: Tensor, ends: Tensor | None) -> Tensor:
+    """Counts positions, (T,), from the start of the sequence, or of each document, (B, T)."""
+    return positions if ends is None else positions - document_starts(ends, positions)
+
+
 def _embedding(spec: LayerSpec | None) -> nn.Embedding | None:
     if spec is None:
         return None
@@ -201,6 +240,7 @@ class Block(nn.Module):
         dropout_seeds: Tensor | None,
         positions: Tensor,
         rotation: Tensor | None = None,
+        documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Maps the residual stream, (B, T, D), to the next.
@@ -210,11 +250,13 @@ class Block(nn.Module):
             dropout_seeds: of this block, (B,); None for no dropout.
             positions: of the tokens of `x`, (T,).
             rotation: for attention.
+            documents: for attention.
             cache: keys and values of the tokens before, when generating.
         """
         if self.recompute == "block" and self.training:
-            return _recompute(self._add_both, dropout_seeds, x, dropout_seeds, positions, rotation)
-        return self._add_both(x, dropout_seeds, positions, rotation, cache)
+            arguments = x, dropout_seeds, positions, rotation, documents
+            return _recompute(self._add_both, dropout_seeds, *arguments)
+        return self._add_both(x, dropout_seeds, positions, rotation, documents, cache)
 
     def _add_both(
         self,
@@ -222,14 +264,16 @@ class Block(nn.Module):
         dropout_seeds: Tensor | None,
         positions: Tensor,
         rotation: Tensor | None,
+        documents: Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         is_before = self.norm_place == "before"
         seen = self.attention_norm(x) if is_before else x
         if self.recompute == "attention" and self.training:
-            mixed = _recompute(self.attention, dropout_seeds, seen, dropout_seeds, rotation)
+            arguments = seen, dropout_seeds, rotation, documents
+            mixed = _recompute(self.attention, dropout_seeds, *arguments)
         else:
-            mixed = self.attention(seen, dropout_seeds, rotation, cache)
+            mixed = self.attention(seen, dropout_seeds, rotation, documents, cache)
         mixed = mixed if is_before else self.attention_norm(mixed)
         x = x + self.attention_dropout(mixed, dropout_seeds, positions)
         changed = self.mlp(self.mlp_norm(x)) if is_before else self.mlp_norm(self.mlp(x))

@@ -18,6 +18,10 @@ whose largest factor is 1, so it cannot overflow them.
 Compiled, two kernels read the logits, and one of them writes the gradient over them; with the three
 matmuls that is 12 bytes per 16-bit logit. Otherwise log softmax is in fp32: 26 bytes.
 
+A z-loss of coefficient z adds z log^2(sum of exp(logits)) of each token to what is minimized, and
+2 z log(sum of exp(logits)) softmax(logits) to the gradient of its logits. The returned loss remains
+the cross entropy.
+
 If tensor ranks shard the rows of the weight, each has the logits of its rows. Ranks reduce small
 tensors, but no logits:
 
@@ -80,9 +84,11 @@ class CrossEntropy(nn.Module):
 
     Attributes:
         compiles: whether to compile what reads the logits.
+        z_loss: coefficient of the z-loss.
     """
 
     compiles = False
+    z_loss = 0.0
 
     def forward(
         self,
@@ -93,24 +99,34 @@ class CrossEntropy(nn.Module):
         scale: float | Tensor,
     ) -> Tensor:
         """Sums over the labels, like `summed_cross_entropy`."""
-        return summed_cross_entropy(
-            hidden, weight, labels, vocabulary_size, scale, compiles=self.compiles
-        )
+        options = LossOptions(vocabulary_size, None, self.compiles, self.z_loss)
+        return summed_cross_entropy(hidden, weight, labels, options, scale)
 
     def score(self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int) -> Tensor:
         """Scores the labels of each sequence, like `score_sequences`."""
         return score_sequences(hidden, weight, labels, vocabulary_size, WholeVocabulary())
 
 
+class LossOptions(NamedTuple):
+    """Which rows the output matrix has, and how to compute with their logits."""
+
+    vocabulary_size: int
+    """Real rows of the whole matrix; the padding above gets no probability."""
+    shard: ShardedVocabulary | None = None
+    """Which rows a rank has, if ranks shard them, (V/tp, D) each. The loss is then the same on all;
+    the gradient of hidden states is partial, for the caller to sum."""
+    compiles: bool = False
+    """Compile what reads the logits; for the loss of one device."""
+    z_loss: float = 0.0
+    """Coefficient of the z-loss, which only gradients contain."""
+
+
 def summed_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    vocabulary_size: int,
+    options: LossOptions,
     scale: float | Tensor = 1.0,
-    shard: ShardedVocabulary | None = None,
-    *,
-    compiles: bool = False,
 ) -> Tensor:
     """Sums the cross entropy of every labelled token.
 
@@ -121,12 +137,9 @@ def summed_cross_entropy(
         hidden: final hidden states, (B, T, D), in the compute precision.
         weight: output matrix, (V, D), fp32.
         labels: next token ids, (B, T), int64; -100 for no label.
-        vocabulary_size: real rows of the whole matrix; the padding above gets no probability.
+        options: the rows of `weight`, and more.
         scale: multiplies the sum; one over the tokens of a step makes it a part of their mean. A
             scalar tensor stays on its device.
-        shard: which rows `weight` has, if ranks shard them, (V/tp, D) each. The sum is then the
-            same on all; the gradient of `hidden` is partial, for the caller to sum.
-        compiles: compile what reads the logits; for the loss of one device.
 
     Returns:
         a scalar in fp32, in nats; it can be differentiated once.
@@ -134,7 +147,7 @@ def summed_cross_entropy(
     rows, targets = hidden.flatten(0, -2), labels.flatten()  # (N, D), (N)
     factor = scale if torch.is_grad_enabled() else None
     loss: Tensor = _SummedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows, weight, targets, factor, _Vocabulary(vocabulary_size, shard, compiles)
+        rows, weight, targets, factor, options
     )
     return loss if torch.is_grad_enabled() else scale * loss
 
@@ -148,7 +161,7 @@ def score_sequences(
         hidden: final hidden states, (B, T, D), in the compute precision.
         weight: output matrix, (V, D), or (V/tp, D) of the shard.
         labels: next token ids, (B, T), int64; -100 for no label.
-        vocabulary_size: as in `summed_cross_entropy`.
+        vocabulary_size: real rows of the whole matrix.
         shard: which rows `weight` has.
 
     Returns:
@@ -179,14 +192,6 @@ def score_sequences(
     return found.index_add_(0, labelled.nonzero()[:, 0], scores)
 
 
-class _Vocabulary(NamedTuple):
-    """How to compute with the logits; see `summed_cross_entropy`."""
-
-    size: int
-    shard: ShardedVocabulary | None
-    compiles: bool
-
-
 class _SummedCrossEntropy(torch.autograd.Function):
     """Computes the gradients in the forward pass, chunk by chunk."""
 
@@ -197,9 +202,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         scale: float | Tensor | None,
-        vocabulary: _Vocabulary,
+        options: LossOptions,
     ) -> Tensor:
-        shard = vocabulary.shard
+        shard, z_loss = options.shard, options.z_loss
         precise = torch.promote_types(torch.float32, hidden.dtype)
         scale = scale.to(precise) if isinstance(scale, Tensor) else scale
         matrix = weight.to(hidden.dtype)
@@ -212,26 +217,33 @@ class _SummedCrossEntropy(torch.autograd.Function):
             targets = targets.masked_fill(nothing, 0)
             logits = F.linear(rows, matrix)  # (n, V)
             is_here = error = None
-            if vocabulary.compiles and shard is None:
-                target = _compiled(_to_error)(logits, targets, vocabulary.size)
+            if options.compiles and shard is None:
+                target = _compiled(_to_error)(logits, targets, options.vocabulary_size, z_loss)
                 error = logits
             elif shard is None:
-                logits[:, vocabulary.size :] = -torch.inf
+                logits[:, options.vocabulary_size :] = -torch.inf
                 log_probabilities = F.log_softmax(logits, -1, dtype=precise)
                 target = log_probabilities.gather(1, targets)  # (n, 1)
+                log_sum = logits.gather(1, targets).to(precise) - target if z_loss else None
             else:
                 row = targets - shard.first_row
                 is_here = (row >= 0) & (row < weight.shape[0])
                 targets = row.masked_fill(~is_here, 0)
-                log_probabilities, target = _shared_log_softmax(
-                    logits, targets, is_here, vocabulary.size, shard
+                log_probabilities, target, log_sum = _shared_log_softmax(
+                    logits, targets, is_here, options.vocabulary_size, shard
                 )
             loss -= target.masked_fill(nothing, 0.0).sum()
             if scale is not None:
                 if error is None:
-                    error = torch.exp(log_probabilities, out=logits)
+                    less_one = torch.expm1(target)
+                    if z_loss and log_sum is not None:
+                        factor = 2 * z_loss * log_sum  # (n, 1)
+                        less_one += factor * target.exp()
+                        error = logits.copy_(log_probabilities.exp_().mul_(1 + factor))
+                    else:
+                        error = torch.exp(log_probabilities, out=logits)
                     del log_probabilities  # two at once are enough
-                    less_one = torch.expm1(target).to(error.dtype)
+                    less_one = less_one.to(error.dtype)
                     if is_here is not None:
                         less_one = torch.where(is_here, less_one, error.gather(1, targets))
                     error.scatter_(1, targets, less_one)
@@ -263,7 +275,7 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(function, dynamic=False)  # chunks have two sizes at most
 
 
-def _to_error(logits: Tensor, targets: Tensor, vocabulary_size: int) -> Tensor:
+def _to_error(logits: Tensor, targets: Tensor, vocabulary_size: int, z_loss: float) -> Tensor:
     """Replaces logits, (n, V), by their gradient; returns the log probabilities of targets, (n, 1).
 
     In one precision wider than that of the logits; padding gets no probability.
@@ -275,6 +287,8 @@ def _to_error(logits: Tensor, targets: Tensor, vocabulary_size: int) -> Tensor:
     log_sum = (x - largest).exp().sum(1, keepdim=True).log() + largest
     target = logits.gather(1, targets).to(precise) - log_sum
     error = torch.where(columns == targets, torch.expm1(target), torch.exp(x - log_sum))
+    if z_loss:
+        error = error + 2 * z_loss * log_sum * torch.exp(x - log_sum)
     logits.copy_(error)
     return target
 
@@ -285,8 +299,10 @@ def _shared_log_softmax(
     is_here: Tensor,
     vocabulary_size: int,
     shard: ShardedVocabulary,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the log probabilities, (n, V/tp), of a shard, and those of targets, (n, 1).
+
+    Returns them and the log of the sum of exp(logits) of all shards, (n, 1).
 
     Args:
         logits: of the shard, (n, V/tp); padding is overwritten.
@@ -305,11 +321,12 @@ def _shared_log_softmax(
         largest = torch.full_like(logits[:, :1], -torch.inf, dtype=precise)
     among_these = F.log_softmax(logits, -1, dtype=precise)
     # log of the sum of exp(logit - largest) is minus the largest log probability.
-    log_sum = largest - shard.maximum(largest) - among_these.amax(1, keepdim=True)
+    overall = shard.maximum(largest)
+    log_sum = largest - overall - among_these.amax(1, keepdim=True)
     target = (among_these.gather(1, targets) + log_sum).masked_fill(~is_here, 0.0)
     total, target = shard.sum(torch.stack((log_sum.exp(), target))).unbind()
     log_total = total.log()
-    return among_these.add_(log_sum - log_total), target - log_total
+    return among_these.add_(log_sum - log_total), target - log_total, overall + log_total
 
 
 def _chunks(hidden: Tensor, n_columns: int) -> list[tuple[int, int]]:

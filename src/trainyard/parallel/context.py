@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
-from trainyard.model.attention import Attention, CausalAttention
+from trainyard.model.attention import FLASH_HEAD_MULTIPLE, Attention, CausalAttention
+from trainyard.model.documents import document_mask
 from trainyard.model.gpt import GPT
 from trainyard.parallel.collectives import (
     exchange_parts,
@@ -42,8 +43,6 @@ from trainyard.parallel.collectives import (
 )
 
 Method = Literal["ulysses", "ring"]
-_HEAD_SIZE_MULTIPLE = 8
-"""Of the flash attention kernels on a GPU."""
 
 
 class UlyssesAttention(nn.Module):
@@ -60,12 +59,22 @@ class UlyssesAttention(nn.Module):
         self.first_head = core.first_head
         self._group = group
 
+    def describe(self, ends: Tensor, n_tokens: int, dtype: torch.dtype, kernel: str) -> Tensor:
+        """Describes the documents of whole sequences, for `core`."""
+        return self.core.describe(ends, n_tokens, dtype, kernel)
+
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout_seeds: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_seeds: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Attends from this rank's tokens, (B, H, T/p, K), to themselves and all before them.
 
-        Keys and values are (B, S, T/p, K). `dropout_seeds` are those of the block, for `core`.
+        Keys and values are (B, S, T/p, K). `dropout_seeds` are those of the block, for `core`, as
+        is what `describe` returned.
         """
         n_ranks = self._group.size()
         B, H, n_tokens, K = q.shape
@@ -78,7 +87,7 @@ class UlyssesAttention(nn.Module):
         received = exchange_parts(torch.cat(parts, dim=2), self._group)
         whole = received.flatten(0, 1).permute(2, 1, 0, 3)  # (B, (H + 2G)/p, T, K)
         q, k, v = torch.split(whole, [part.shape[2] for part in parts], dim=1)
-        mixed = self.core(q, k, v, dropout_seeds)
+        mixed = self.core(q, k, v, dropout_seeds, documents)
         parts_of_tokens = mixed.view(B, heads, n_ranks, n_tokens, K).permute(2, 1, 0, 3, 4)
         received = exchange_parts(parts_of_tokens, self._group)  # (p, H/p, B, T/p, K)
         return received.flatten(0, 1).transpose(0, 1)
@@ -98,24 +107,45 @@ class RingAttention(nn.Module):
         assert group.size() > 1, "one rank has no neighbour"
         self._group = group
 
+    def describe(self, ends: Tensor, n_tokens: int, dtype: torch.dtype, _kernel: str) -> Tensor:
+        """Describes the documents: the mask of this rank's tokens and all keys, rank by rank."""
+        p = self._group.size()
+        whole = torch.arange(n_tokens, device=ends.device)
+        by_rank = [take_shard(whole, rank, p, "ring", 0) for rank in range(p)]
+        return document_mask(ends, by_rank[self._group.rank()], torch.cat(by_rank), dtype)
+
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout_seeds: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_seeds: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Attends from this rank's tokens, (B, H, T/p, K), to themselves and all before them.
 
-        Keys and values are (B, S, T/p, K). Without dropout: `dropout_seeds` is None.
+        Keys and values are (B, S, T/p, K). Without dropout: `dropout_seeds` is None. `documents`
+        are from `describe`; None to see all tokens before.
         """
         assert dropout_seeds is None, "rules.py refuses dropout with the ring"
-        out: Tensor = _Ring.apply(q, k, v, self._group)  # type: ignore[no-untyped-call]
+        out: Tensor = _Ring.apply(q, k, v, documents, self._group)  # type: ignore[no-untyped-call]
         return out
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         kv = torch.stack((k, v))
         arriving = _start_shift(kv, group)
-        out, lse, random = _attend(q, kv, causal=True)
+        mask = _mask_of(documents, group, 0, slice(None), slice(None))
+        out, lse, random = _attend(q, kv, causal=True, mask=mask)
         # Merge in fp32 at least: rounding errors of half-precision merges would accumulate.
         out = out.to(torch.promote_types(q.dtype, torch.float32))
         for step in range(1, group.size()):
@@ -123,23 +153,27 @@ class _Ring(torch.autograd.Function):
             if step < group.size() - 1:
                 arriving = _start_shift(kv, group)
             queries, seen = _visible(group.rank(), step, q.shape[2])
-            more, more_lse, _ = _attend(q[:, :, queries], kv[:, :, :, seen], causal=False)
+            mask = _mask_of(documents, group, step, queries, seen)
+            more, more_lse, _ = _attend(
+                q[:, :, queries], kv[:, :, :, seen], causal=False, mask=mask
+            )
             part, part_lse = out[:, :, queries], lse[:, :, queries]
             part.lerp_(more.to(out.dtype), torch.sigmoid(more_lse - part_lse)[..., None])
             part_lse.copy_(torch.logaddexp(part_lse, more_lse))
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, *random)
+        ctx.save_for_backward(q, k, v, documents, out, lse, *random)
         ctx.group = group
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, lse, *random = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, documents, out, lse, *random = ctx.saved_tensors
         group: dist.ProcessGroup = ctx.group
         kv = torch.stack((sent_again(k, gradient), sent_again(v, gradient)))
         arriving = _start_shift(kv, group)
         # Given the lse over all keys, each shard of keys yields its part of the whole gradient.
-        parts = _attend_backward((gradient, q, out, lse), kv, random, causal=True)
+        mask = _mask_of(documents, group, 0, slice(None), slice(None))
+        parts = _attend_backward((gradient, q, out, lse), kv, random, causal=True, mask=mask)
         q_gradient, kv_gradient = (
             part.to(torch.promote_types(q.dtype, torch.float32)) for part in parts
         )
@@ -151,7 +185,10 @@ class _Ring(torch.autograd.Function):
                 arriving = _start_shift(kv, group)
             queries, seen = _visible(group.rank(), step, q.shape[2])
             rows = tuple(x[:, :, queries] for x in (gradient, q, out, lse))
-            q_part, kv_part = _attend_backward(rows, kv[:, :, :, seen], random, causal=False)
+            mask = _mask_of(documents, group, step, queries, seen)
+            q_part, kv_part = _attend_backward(
+                rows, kv[:, :, :, seen], random, causal=False, mask=mask
+            )
             q_gradient[:, :, queries] += q_part
             # Wait only now: the transfer overlapped the computation above.
             if following is None:
@@ -163,7 +200,7 @@ class _Ring(torch.autograd.Function):
         assert following is not None, "there are two ranks or more"
         kv_gradient += _finish_shift(following, kv_gradient)
         k_gradient, v_gradient = kv_gradient.to(q.dtype).unbind()
-        return q_gradient.to(q.dtype), k_gradient, v_gradient, None
+        return q_gradient.to(q.dtype), k_gradient, v_gradient, None, None
 
 
 def _visible(rank: int, step: int, n_tokens: int) -> tuple[slice, slice]:
@@ -171,6 +208,16 @@ def _visible(rank: int, step: int, n_tokens: int) -> tuple[slice, slice]:
     whole, half = slice(None), n_tokens // 2
     came_from_before = step <= rank
     return (whole, slice(0, half)) if came_from_before else (slice(half, None), whole)
+
+
+def _mask_of(
+    documents: Tensor | None, group: dist.ProcessGroup, step: int, queries: slice, seen: slice
+) -> Tensor | None:
+    """Returns the mask of some of this rank's queries and of keys from `step` ranks back."""
+    if documents is None:
+        return None
+    keys = documents.chunk(group.size(), -1)[group.rank() - step]
+    return keys[:, :, queries, seen]
 
 
 def _start_shift(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -186,11 +233,20 @@ def _finish_shift(arriving: Tensor, like: Tensor) -> Tensor:
     return finish(arriving).view_as(like)
 
 
-def _attend(q: Tensor, kv: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Returns (B, H, queries, K), the lse (B, H, queries), and more state for the backward."""
+def _attend(
+    q: Tensor, kv: Tensor, *, causal: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Returns (B, H, queries, K), the lse (B, H, queries), and more state for the backward.
+
+    A mask, only on a CPU, also says what is causal.
+    """
     k, v = kv.unbind()
     if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal and mask is None, attn_mask=mask
+        )
+        if mask is not None:  # the kernel returns 0 for a query that sees no key
+            lse.masked_fill_(mask.amax(-1) == -torch.inf, -torch.inf)
         return out, lse, []
     results = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     # Dropout's random state, unused.
@@ -198,7 +254,12 @@ def _attend(q: Tensor, kv: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, lis
 
 
 def _attend_backward(
-    rows: tuple[Tensor, ...], kv: Tensor, random: list[Tensor], *, causal: bool
+    rows: tuple[Tensor, ...],
+    kv: Tensor,
+    random: list[Tensor],
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the parts of the gradients of queries and of keys and values.
 
@@ -207,13 +268,14 @@ def _attend_backward(
         kv: the keys and values they saw.
         random: from the forward pass.
         causal: whether they saw only earlier keys.
+        mask: what else they saw not.
     """
     # Kernels read some of these as contiguous.
     gradient, q, out, lse = (x.contiguous() for x in rows)
     k, v = (x.contiguous() for x in kv.unbind())
     if q.device.type == "cpu":
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, lse, 0.0, causal
+            gradient, q, k, v, out, lse, 0.0, causal and mask is None, attn_mask=mask
         )
     else:
         lengths = (None, None, q.shape[2], k.shape[2])
@@ -245,18 +307,24 @@ def refuse_ring(run: Run, device: torch.device) -> None:
     """Rejects ring attention that has no kernel on a GPU.
 
     Raises:
-        ConfigError: names the precision or the head size.
+        ConfigError: names the precision, the head size, or the documents.
     """
     if run.parallel.context_method != "ring" or device.type != "cuda":
         return
     head_size = run.model.d_head
+    if run.model.attention_within_documents:
+        raise ConfigError(
+            "parallel.context_method='ring' on a GPU is incompatible with "
+            "model.attention_within_documents=true: its kernels take no mask",
+            "parallel.context_method=ulysses",
+        )
     problems = ["precision.kind='fp32'"] if run.precision.kind == "fp32" else []
-    if head_size % _HEAD_SIZE_MULTIPLE:
+    if head_size % FLASH_HEAD_MULTIPLE:
         problems.append(f"heads of {head_size} values")
     if problems:
         raise ConfigError(
             f"parallel.context_method='ring' on a GPU is incompatible with {' and '.join(problems)}"
-            f": flash attention needs bf16 or fp16, and a multiple of {_HEAD_SIZE_MULTIPLE}",
+            f": flash attention needs bf16 or fp16, and a multiple of {FLASH_HEAD_MULTIPLE}",
             "parallel.context_method=ulysses, or precision.kind=bf16 and another model.n_heads",
         )
 
@@ -268,7 +336,7 @@ def apply_context_parallel(model: GPT, group: dist.ProcessGroup, method: Method)
     """
     positions = take_shard(model.token_positions, group.rank(), group.size(), method, 0)
     model.token_positions = model.residual_positions = positions
-    if model.rotation is not None:
+    if model.rotation is not None and model.end_id is None:  # else positions choose in a pass
         model.rotation = take_shard(model.rotation, group.rank(), group.size(), method, 1)
     for module in list(model.modules()):
         if not isinstance(module, Attention):

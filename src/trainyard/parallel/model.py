@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from trainyard.architecture import parameters_of
 from trainyard.config.precisions import Stored
 from trainyard.config.run import Run
+from trainyard.model.documents import find_document_ends
 from trainyard.model.gpt import GPT, compile_blocks
 from trainyard.model.init import TensorShard, initialize
 from trainyard.model.linear import add_to_gradients, cast_once
@@ -163,6 +164,8 @@ class ParallelModel:
             apply_context_parallel(model, mesh.context, parallel.context_method)
         if mesh.tensor is not None:
             apply_tensor_parallel(model, mesh.tensor, parallel)
+        if model.cross_entropy is not None:
+            model.cross_entropy.z_loss = run.train.z_loss
         self._precision.convert_matmuls(model)
         initialize(model, run.train.seed, self.tensor_shard)
         self._precision.convert_weights(model)
@@ -201,15 +204,14 @@ class ParallelModel:
             this rank's part of the scaled loss of the whole batch; sum it over all ranks.
         """
         n_micro_batches = len(tokens) // self._micro_batch_size
-        tokens, labels = self._take(tokens), self._take(labels)
+        inputs = self._inputs(tokens)
         if dropout_seeds is not None:
-            dropout_seeds = dropout_seeds.to(self.mesh.device, non_blocking=True)
+            inputs["dropout_seeds"] = dropout_seeds.to(self.mesh.device, non_blocking=True)
+        tokens, labels = self._take(tokens), self._take(labels)
         if self._pipeline is not None:
-            loss = self._pipeline.forward_backward(
-                tokens, labels, dropout_seeds, n_micro_batches, scale
-            )
+            loss = self._pipeline.forward_backward(tokens, labels, inputs, n_micro_batches, scale)
         else:
-            loss = self._accumulate(tokens, labels, dropout_seeds, scale)
+            loss = self._accumulate(tokens, labels, inputs, scale)
         for each in self._converted:
             if each.converted_gradient is None:
                 each.convert_gradient()
@@ -228,6 +230,14 @@ class ParallelModel:
         if self._is_last_backward:
             local.convert_gradient()
 
+    def _inputs(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Returns what every stage takes besides tokens, with a row for each sequence."""
+        end_id = next(iter(self.stages.values())).end_id
+        if end_id is None:
+            return {}
+        ends = find_document_ends(tokens, end_id)
+        return {"document_ends": ends.to(self.mesh.device, non_blocking=True)}
+
     def _take(self, ids: Tensor) -> Tensor:
         """Takes this rank's tokens of its sequences, (sequences, T) to (sequences, T/cp)."""
         group = self.mesh.context
@@ -237,7 +247,7 @@ class ParallelModel:
         return ids.to(self.mesh.device, non_blocking=True)
 
     def _accumulate(
-        self, tokens: Tensor, labels: Tensor, dropout_seeds: Tensor | None, scale: float | Tensor
+        self, tokens: Tensor, labels: Tensor, inputs: dict[str, Tensor], scale: float | Tensor
     ) -> Tensor:
         (model,) = self.stages.values()
         total = torch.zeros((), device=self.mesh.device)
@@ -251,7 +261,7 @@ class ParallelModel:
                     prepare_micro_batch(model, self._parallel.zero_stage, is_last=is_last)
                 self._is_last_backward = is_last
                 add_to_gradients(layers)
-                hidden = model(tokens[here], None if dropout_seeds is None else dropout_seeds[here])
+                hidden = model(tokens[here], **{name: each[here] for name, each in inputs.items()})
                 loss = model.summed_loss(hidden, labels[here], scale)
                 loss.backward()  # type: ignore[no-untyped-call]
                 total = total + loss.detach()
@@ -281,17 +291,22 @@ class ParallelModel:
     ) -> list[Tensor]:
         """Measures this rank's micro batches without dropout; empty if another stage does."""
         dp_rank, dp_size = self.mesh.data_rank_and_size
-        tokens, labels = (self._take(ids.chunk(dp_size)[dp_rank]) for ids in (tokens, labels))
+        tokens, labels = (ids.chunk(dp_size)[dp_rank] for ids in (tokens, labels))
+        inputs = self._inputs(tokens)
+        tokens, labels = self._take(tokens), self._take(labels)
         for model in self.stages.values():
             model.eval()
         size = self._micro_batch_size
         if self._pipeline is not None:
-            found = self._pipeline.evaluate(measure, tokens, labels, len(tokens) // size)
+            found = self._pipeline.evaluate(measure, tokens, labels, inputs, len(tokens) // size)
         else:
             (model,) = self.stages.values()
             size *= max(1, len(model.token_positions) // tokens.shape[1])  # as many tokens
-            micro_batches = (torch.split(ids, size) for ids in (tokens, labels))
-            found = [measure(model, model(x), y) for x, y in zip(*micro_batches, strict=True)]
+            found = []
+            for start in range(0, len(tokens), size):
+                here = slice(start, start + size)
+                hidden = model(tokens[here], **{name: each[here] for name, each in inputs.items()})
+                found.append(measure(model, hidden, labels[here]))
         for model in self.stages.values():
             model.train()
         return found

@@ -181,7 +181,7 @@ class Pipeline:
         self,
         tokens: Tensor,
         labels: Tensor,
-        dropout_seeds: Tensor | None,
+        inputs: dict[str, Tensor],
         n_micro_batches: int,
         scale: float | Tensor,
     ) -> Tensor | None:
@@ -190,17 +190,22 @@ class Pipeline:
         Args:
             tokens: ids of all micro batches, (n_micro_batches x B, T), read by the first stage.
             labels: the next ids, read by the last stage.
-            dropout_seeds: of the sequences.
+            inputs: what every stage takes besides, with a row for each sequence.
             n_micro_batches: the number of equal parts to split them into.
             scale: multiplies the loss.
         """
         self._measure = partial(GPT.summed_loss, scale=scale)
         losses: list[Tensor] = []
-        self._run("step", (tokens, labels, dropout_seeds), n_micro_batches, losses)
+        self._run("step", (tokens, labels, inputs), n_micro_batches, losses)
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_last else None
 
     def evaluate(
-        self, measure: Callable[..., Tensor], tokens: Tensor, labels: Tensor, n_micro_batches: int
+        self,
+        measure: Callable[..., Tensor],
+        tokens: Tensor,
+        labels: Tensor,
+        inputs: dict[str, Tensor],
+        n_micro_batches: int,
     ) -> list[Tensor]:
         """Measures each micro batch on the last stage, without gradients; empty on the others.
 
@@ -208,15 +213,19 @@ class Pipeline:
         """
         self._measure = measure
         found: list[Tensor] = []
-        self._run("eval", (tokens, labels, None), n_micro_batches, found)
+        self._run("eval", (tokens, labels, inputs), n_micro_batches, found)
         return found
 
     def _run(
-        self, method: str, batch: tuple[Tensor, Tensor, Tensor | None], n: int, losses: list[Tensor]
+        self,
+        method: str,
+        batch: tuple[Tensor, Tensor, dict[str, Tensor]],
+        n: int,
+        losses: list[Tensor],
     ) -> None:
-        tokens, labels, dropout_seeds = batch
+        tokens, labels, inputs = batch
         arguments = (tokens,) if self.has_first else ()
-        options: dict[str, Any] = {} if dropout_seeds is None else {"dropout_seeds": dropout_seeds}
+        options: dict[str, Any] = {**inputs}
         if self.has_last:
             options |= {"target": labels, "losses": losses, "return_outputs": False}
         if n not in self._schedules:

@@ -26,7 +26,7 @@ from trainyard.config.run import Parallel
 from trainyard.model.attention import Attention
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import Linear, Norm, mean_of_last
-from trainyard.model.loss import CrossEntropy, score_sequences, summed_cross_entropy
+from trainyard.model.loss import CrossEntropy, LossOptions, score_sequences, summed_cross_entropy
 from trainyard.parallel.collectives import (
     InputOfGroup,
     all_reduce,
@@ -128,8 +128,8 @@ class VocabularyCrossEntropy(CrossEntropy):
     ) -> Tensor:
         """Sums over the labels (B, T) of this rank's tokens; `weight` is (V/tp, D)."""
         hidden = self._spread(hidden, self._group)
-        shard = self._shard(weight)
-        return summed_cross_entropy(hidden, weight, labels, vocabulary_size, scale, shard)
+        options = LossOptions(vocabulary_size, self._shard(weight), z_loss=self.z_loss)
+        return summed_cross_entropy(hidden, weight, labels, options, scale)
 
     def score(self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int) -> Tensor:
         """Scores the labels of each sequence, the same on all ranks."""

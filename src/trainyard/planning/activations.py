@@ -32,6 +32,7 @@ from trainyard.architecture import (
     head_layer,
     inner_values,
     matmuls,
+    rotation_values,
 )
 from trainyard.config.fp8_rules import fp8_blocks
 from trainyard.config.precisions import FP16
@@ -121,6 +122,20 @@ class MicroBatch:
         """Bytes the embedding keeps."""
         masks = self.n_tokens if self.topology.tensor > 1 else 0
         return masks + self._dropout_keys()
+
+    def documents(self) -> float:
+        """What tells the documents of a micro batch apart, for all blocks of a stage.
+
+        Positions turn queries and keys by sequence; flash attention takes lengths, others a mask.
+        """
+        model, is_half = self.run.model, self.value < FP32_BYTES
+        if not model.attention_within_documents:
+            return 0
+        turned = FP32_BYTES * rotation_values(model)
+        is_ring = self.run.parallel.context_method == "ring"
+        n_queries = self.n_tokens * (1 if is_ring else self.topology.context)
+        has_mask = not (self.on_gpu and is_half)
+        return self.n_tokens * turned + has_mask * self.value * n_queries * model.sequence_length
 
     def _dropout_keys(self) -> float:
         """Random bits of rows and columns, to recompute masks from."""

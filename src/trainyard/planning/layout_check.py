@@ -168,6 +168,8 @@ def _shrink_model(run: Run, plan: Plan) -> Model:
     d_head = width // n_heads if is_plain else 2 * width // n_heads
     small |= {"n_heads": n_heads, "n_key_value_heads": 4, "d_head": d_head}
     vocabulary = {"vocabulary_size": 90, "vocabulary_multiple": 8}
+    if model.attention_within_documents:  # of few kinds of tokens, many end a document
+        vocabulary |= {"vocabulary_size": 10, "end_of_document_id": 3}
     return model.model_copy(update={"n_layers": _few_layers(run, plan)} | small | vocabulary)
 
 

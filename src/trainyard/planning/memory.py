@@ -295,7 +295,7 @@ class _Rank:
             recompute = self.run.parallel.recompute
             total += n * sum(self.micro.block(recompute, number) for number in range(first, end))
             total += n * (self.micro.embedding() if first == 0 else 0)
-            total += n * self.micro.stream  # the stage's output
+            total += n * (self.micro.stream + self.micro.documents())  # the stage's output
             is_split = self.is_piped and self.run.parallel.schedule == "zero_bubble"
             if is_split and self.pipeline_rank > 0:
                 # Kept for the gradients of weights, computed that many micro batches later.

@@ -8,6 +8,8 @@ attention falls back to its slowest form. So they are on "cpu", and GPU behavior
 
     Tensor.is_cpu                   False: chunks of the loss, norms of gradients, as on a GPU
     F.scaled_dot_product_attention  saves what the flash kernel saves, with and without dropout
+    gpt.attention_kernel            that of a GPU: flash attention in bf16 and fp16
+    attention._attend_packed        as scaled_dot_product_attention, one document per sequence
     F.log_softmax                   of fp16: without a copy in fp32, as on a GPU
     block_scaled._CHUNK_BLOCKS      pieces as large as on a GPU
 
@@ -46,6 +48,9 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import _redistribute, debug
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from trainyard.model import attention as model_attention
+from trainyard.model import gpt
+from trainyard.model.attention import FLASH
 from trainyard.parallel import model as parallel_model
 from trainyard.precision import block_scaled
 from trainyard.simulate.accounting import replaced
@@ -197,10 +202,19 @@ def _acts_as_gpu() -> Iterator[None]:
         dropout_p: float = 0.0,
         is_causal: bool = False,
         enable_gqa: bool = False,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
-        assert is_causal, "training has no other mask"
-        out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        assert is_causal == (attn_mask is None), "training has no other mask"
+        out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, attn_mask=attn_mask
+        )
         return cast(Tensor, out)
+
+    def packed_attention(q: Tensor, k: Tensor, v: Tensor, _lengths: Tensor, rate: float) -> Tensor:
+        return attention(q, k, v, rate, is_causal=True)
+
+    def kernel(_d_head: int, dtype: torch.dtype, _device: torch.device) -> str:
+        return FLASH if dtype.itemsize == 2 else "efficient_attention"
 
     def log_probabilities(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         if x.dtype == torch.float16:  # the only one whose kernel needs no fp32 copy
@@ -210,6 +224,8 @@ def _acts_as_gpu() -> Iterator[None]:
     with (
         replaced(Tensor, "is_cpu", property(lambda _: False)),
         replaced(F, "scaled_dot_product_attention", attention),
+        replaced(gpt, "attention_kernel", kernel),
+        replaced(model_attention, "_attend_packed", packed_attention),
         replaced(F, "log_softmax", log_probabilities),
         replaced(block_scaled, "_CHUNK_BLOCKS", {"cpu": block_scaled._CHUNK_BLOCKS["cuda"]}),
     ):

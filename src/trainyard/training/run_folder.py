@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trainyard.config.load import load_run, render_run
+from trainyard.config.rules import change
 from trainyard.config.run import Run
-from trainyard.data.loader import data_fingerprint, describe_data, find_unread
+from trainyard.data.loader import data_fingerprint, data_prefixes, describe_data, find_unread
+from trainyard.data.sidecar import load_sidecar
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary, save_vocabulary
 from trainyard.errors import CheckpointError, ConfigError
 from trainyard.files import publish_text
@@ -51,6 +53,7 @@ def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite
     # The ranks read unknown files together, and reject data that differs.
     fingerprint = "" if find_unread(run) else data_fingerprint(run)
     vocabulary = load_vocabulary(run.tokenizer.path) if run.tokenizer.path else None
+    run = find_end_of_document(run)
     is_new = resume == "overwrite" or begun_run(folder) is None
     ancestors = check_start(folder, run) if is_new else []
     if resume == "overwrite":
@@ -63,6 +66,44 @@ def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite
     if is_new and (ancestors or (folder / ANCESTRY).exists()):
         publish_text(folder / ANCESTRY, json.dumps(ancestors, indent=2) + "\n")
     publish_text(folder / "run.toml", render_run(run))
+
+
+def find_end_of_document(run: Run) -> Run:
+    """Sets `model.end_of_document_id` by the tokenizer and the token files, if attention needs it.
+
+    Raises:
+        ConfigError: it is unknown, or they differ, or token files are without it.
+    """
+    if not run.model.attention_within_documents:
+        return run
+    ids = {"model": run.model.end_of_document_id}
+    if run.tokenizer.path:
+        ids["the tokenizer"] = load_vocabulary(run.tokenizer.path).eod_id
+    for prefix in data_prefixes(run):
+        if not Path(f"{prefix}.json").exists():  # made by Megatron-LM: tokenizer unknown
+            continue
+        sidecar = load_sidecar(prefix)
+        if not sidecar.append_eod:
+            raise ConfigError(
+                f"model.attention_within_documents=true, but documents in {prefix} have no last "
+                "token that ends them",
+                "prepare the text with append_eod = true",
+            )
+        ids[prefix] = sidecar.tokenizer.eod_id
+    known = {place: each for place, each in ids.items() if each is not None}
+    if not known:
+        raise ConfigError(
+            "model.attention_within_documents=true needs the token that ends a document, and "
+            "neither a tokenizer nor a record of the token files names it",
+            "model.end_of_document_id=50256 for GPT-2's tokens; or tokenizer.path",
+        )
+    if len({*known.values()}) > 1:
+        raise ConfigError(
+            "documents end with different tokens: "
+            + ", ".join(f"{each} by {place}" for place, each in known.items()),
+            "leave out model.end_of_document_id, and use token files of one tokenizer",
+        )
+    return change(run, {"model.end_of_document_id": next(iter(known.values()))})
 
 
 def begun_run(folder: Path) -> Run | None:
