@@ -109,6 +109,9 @@ class Layer(nn.Module):
 class Linear(Layer):
     """A matmul, plus a bias, in the precision of the input.
 
+    Of a weight that alternates the rows of two matrices, outputs alternate too; on a CPU those of
+    the first come first, since every other number is read slowly there.
+
     Attributes:
         product: computes the matmul; replaceable.
         shared_input: whose input it multiplies; None: its own.
@@ -116,6 +119,7 @@ class Linear(Layer):
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
+        self.is_paired = spec.fused[1] == (1, 1)
         self.product: MatmulFunction = PlainProduct()
         self.shared_input: SharedInput | None = None
 
@@ -127,14 +131,30 @@ class Linear(Layer):
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiplies by the cast weight and adds the cast bias."""
         values = total = None
-        if self.casts and self.sums and isinstance(self.product, PlainProduct):
+        if self.is_paired and x.is_cpu:
+            weight, bias = _rows_apart(weight), None if bias is None else _rows_apart(bias)
+        elif self.casts and self.sums and isinstance(self.product, PlainProduct):
             weight, values, total = self.weight, self.casts[0], self.sums[0]
-        elif self.shared_input is None:
+        if values is None and self.shared_input is None:
             return self.product(x, weight, bias)
         out: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
             x, weight, values, total, bias, (self.product, self.shared_input)
         )
         return out
+
+
+def _rows_apart(rows: Tensor) -> Tensor:
+    """Copies rows that alternate between two matrices, those of the first first."""
+    return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+
+
+def split_pairs(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits the outputs, (..., 2F), of a weight that alternates the rows of two matrices."""
+    if outputs.is_cpu:
+        first, second = outputs.chunk(2, -1)
+    else:
+        first, second = outputs.unflatten(-1, (-1, 2)).unbind(-1)
+    return first, second
 
 
 class Norm(Layer):
@@ -171,9 +191,10 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, scale, weight = ctx.saved_tensors
         normal, precise = x * scale, gradient.to(scale.dtype)
-        of_weight = (precise * normal).flatten(0, -2).sum(0)
-        precise = precise * weight
-        of_x = scale * (precise - normal * (precise * normal).mean(-1, keepdim=True))
+        product = precise * normal
+        of_weight = product.flatten(0, -2).sum(0)
+        mean = (product @ weight.to(scale.dtype)).unsqueeze(-1) / len(weight)
+        of_x = (precise * weight).addcmul_(normal, mean, value=-1).mul_(scale)
         return of_x.to(x.dtype), of_weight.to(weight.dtype), None
 
 
