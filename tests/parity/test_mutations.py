@@ -20,7 +20,6 @@ from trainyard.config.run import Parallel
 from trainyard.data.loader import Loader
 from trainyard.model import attention, gpt, loss
 from trainyard.model.gpt import GPT
-from trainyard.model.linear import mean_of_last
 from trainyard.optim import clip, muon
 from trainyard.optim.adamw import AdamW
 from trainyard.parallel import context, mesh, tensor
@@ -236,7 +235,7 @@ def gradients_of_head_norms_not_added_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def squares_of_all_heads_not_added_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tensor.MeanOfGroup, "__call__", lambda self, x: mean_of_last(x))
+    patch.setattr(tensor.AverageOfGroup, "__call__", lambda self, mean: mean)
 
 
 def norm_before_in_one_block(patch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = _normalize(q, self.query_norm), _normalize(k, self.key_norm)
         if rotation is not None:
-            q, k = _rotate(q, rotation), _rotate(k, rotation)
+            q, k = _Rotation.apply(q, rotation), _Rotation.apply(k, rotation)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, K), (B, S, T, K) twice
         if cache is None:
             mixed = self.core(q, k, v, dropout_seeds, documents)
@@ -254,12 +254,27 @@ def rotary_table(model: Model) -> Tensor | None:
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turns pairs of features of (B, T, heads, K), in the precision of `rotation`."""
+class _Rotation(torch.autograd.Function):
+    """Turns pairs of features of (B, T, heads, K), in the precision of `rotation`; keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rotation: Tensor) -> Tensor:
+        ctx.save_for_backward(rotation)
+        return _rotate(x, rotation, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _rotate(gradient, *ctx.saved_tensors, -1), None
+
+
+def _rotate(x: Tensor, rotation: Tensor, sign: int) -> Tensor:
     cosine, sine = rotation.unbind()
     first, second = x.to(rotation.dtype).chunk(2, -1)
-    turned = (first * cosine - second * sine, second * cosine + first * sine)
-    return torch.cat(turned, -1).to(x.dtype)
+    turned = x * torch.cat((cosine, cosine), -1)
+    of_first, of_second = turned.chunk(2, -1)
+    of_first.addcmul_(second, sine, value=-sign)
+    of_second.addcmul_(first, sine, value=sign)
+    return turned.to(x.dtype)
 
 
 def attention_kernel(d_head: int, dtype: torch.dtype, device: torch.device) -> str:

@@ -29,7 +29,7 @@ from trainyard.model.dropout import (
     Dropout,
     at_site,
 )
-from trainyard.model.linear import Linear, Norm
+from trainyard.model.linear import Linear, Norm, split_pairs
 from trainyard.model.loss import CrossEntropy
 
 
@@ -307,12 +307,31 @@ class MLP(nn.Module):
         """Maps (B, T, D) to (B, T, D) through (B, T, F)."""
         inner = self.up(x)
         if self.is_gated:
-            gate, value = inner.unflatten(-1, (-1, 2)).unbind(-1)
-            inner = F.silu(gate) * value
+            inner = _SwiGLU.apply(inner)  # type: ignore[no-untyped-call]
         else:
             inner = F.gelu(inner, approximate="tanh")
         out: Tensor = self.down(inner)
         return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) x value, (..., F), of outputs of `up`, (..., 2F); keeps nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor) -> Tensor:
+        ctx.save_for_backward(outputs)
+        gate, value = split_pairs(outputs)
+        return F.silu(gate).mul_(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (outputs,) = ctx.saved_tensors
+        gate, value = split_pairs(outputs)
+        of_outputs = torch.empty_like(outputs)
+        of_gate, of_value = split_pairs(of_outputs)
+        of_value.copy_(F.silu(gate).mul_(gradient))
+        of_gate.copy_(torch.ops.aten.silu_backward(gradient * value, gate))
+        return of_outputs
 
 
 def compile_blocks(model: GPT, *, in_order: bool = False) -> None:

@@ -109,6 +109,9 @@ class Layer(nn.Module):
 class Linear(Layer):
     """A matmul, plus a bias, in the precision of the input.
 
+    Of a weight that alternates the rows of two matrices, outputs alternate too; on a CPU those of
+    the first come first, since every other number is read slowly there.
+
     Attributes:
         product: computes the matmul; replaceable.
         shared_input: whose input it multiplies; None: its own.
@@ -116,6 +119,7 @@ class Linear(Layer):
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
+        self.is_paired = spec.fused[1] == (1, 1)
         self.product: MatmulFunction = PlainProduct()
         self.shared_input: SharedInput | None = None
 
@@ -127,9 +131,11 @@ class Linear(Layer):
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiplies by the cast weight and adds the cast bias."""
         values = total = None
-        if self.casts and self.sums and isinstance(self.product, PlainProduct):
+        if self.is_paired and x.is_cpu:
+            weight, bias = _rows_apart(weight), None if bias is None else _rows_apart(bias)
+        elif self.casts and self.sums and isinstance(self.product, PlainProduct):
             weight, values, total = self.weight, self.casts[0], self.sums[0]
-        elif self.shared_input is None:
+        if values is None and self.shared_input is None:
             return self.product(x, weight, bias)
         out: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
             x, weight, values, total, bias, (self.product, self.shared_input)
@@ -137,30 +143,44 @@ class Linear(Layer):
         return out
 
 
+def _rows_apart(rows: Tensor) -> Tensor:
+    """Copies rows that alternate between two matrices, those of the first first."""
+    return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+
+
+def split_pairs(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits the outputs, (..., 2F), of a weight that alternates the rows of two matrices."""
+    if outputs.is_cpu:
+        first, second = outputs.chunk(2, -1)
+    else:
+        first, second = outputs.unflatten(-1, (-1, 2)).unbind(-1)
+    return first, second
+
+
 class Norm(Layer):
     """LayerNorm or RMSNorm over the last dimension, in the precision of the input.
 
     Attributes:
-        mean: of the last dimension, which an RMSNorm keeps; replaceable.
+        average: of the means of all ranks that shard the features of an RMSNorm; replaceable.
     """
 
     def __init__(self, spec: LayerSpec, model: Model) -> None:
         super().__init__(spec)
         self.kind = "rms" if spec.sharding == "features" else model.norm
-        self.epsilon, self.mean = model.layer_norm_epsilon, mean_of_last
+        self.epsilon, self.average = model.layer_norm_epsilon, _of_one_rank
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes (..., D)."""
         weight, bias = self.cast(x.dtype)
         if self.kind == "layer":
             return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
-        out: Tensor = _RMSNorm.apply(x, weight, self.epsilon, self.mean)  # type: ignore[no-untyped-call]
+        out: Tensor = _RMSNorm.apply(x, weight, self.epsilon, self.average)  # type: ignore[no-untyped-call]
         return out
 
 
-def mean_of_last(x: Tensor) -> Tensor:
-    """Averages (..., D) to (..., 1)."""
-    return x.mean(-1, keepdim=True)
+def _of_one_rank(mean: Tensor) -> Tensor:
+    """The average of one mean."""
+    return mean
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -172,21 +192,22 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, epsilon: float, mean: Callable[[Tensor], Tensor]
+        ctx: Any, x: Tensor, weight: Tensor, epsilon: float, average: Callable[[Tensor], Tensor]
     ) -> Tensor:
         precise = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.rsqrt(mean(precise.square()) + epsilon)
+        scale = torch.rsqrt(average(precise.square().mean(-1, keepdim=True)) + epsilon)
         ctx.save_for_backward(x, scale, weight)
-        ctx.mean = mean
+        ctx.average = average
         return (precise * scale * weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, scale, weight = ctx.saved_tensors
         normal, precise = x * scale, gradient.to(scale.dtype)
-        of_weight = (precise * normal).flatten(0, -2).sum(0)
-        precise = precise * weight
-        of_x = scale * (precise - normal * ctx.mean(precise * normal))
+        product = precise * normal
+        of_weight = product.flatten(0, -2).sum(0)
+        mean = ctx.average((product @ weight.to(scale.dtype)).unsqueeze(-1) / len(weight))
+        of_x = (precise * weight).addcmul_(normal, mean, value=-1).mul_(scale)
         return of_x.to(x.dtype), of_weight.to(weight.dtype), None, None
 
 

@@ -25,7 +25,7 @@ from trainyard.architecture import LayerSpec, Sharding
 from trainyard.config.run import Parallel
 from trainyard.model.attention import Attention
 from trainyard.model.gpt import GPT
-from trainyard.model.linear import Linear, Norm, mean_of_last
+from trainyard.model.linear import Linear, Norm
 from trainyard.model.loss import CrossEntropy, LossOptions, score_sequences, summed_cross_entropy
 from trainyard.parallel.collectives import (
     InputOfGroup,
@@ -66,14 +66,14 @@ class RowLinear(Linear):
 
 
 @dataclass(frozen=True)
-class MeanOfGroup:
-    """The mean of features that ranks shard equally (`Norm.mean`)."""
+class AverageOfGroup:
+    """The average of the means of ranks (`Norm.average`)."""
 
     group: dist.ProcessGroup
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Averages (..., D/tp) of each rank to (..., 1)."""
-        return all_reduce(mean_of_last(x), self.group) / self.group.size()
+    def __call__(self, mean: Tensor) -> Tensor:
+        """Averages one mean of each rank."""
+        return all_reduce(mean, self.group) / self.group.size()
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -168,7 +168,7 @@ def apply_tensor_parallel(model: GPT, group: dist.ProcessGroup, parallel: Parall
             norm = model.get_submodule(name)
             assert isinstance(norm, Norm), name
             norm.weight = nn.Parameter(torch.empty(spec.shard(group.size()).weight))
-            norm.mean = MeanOfGroup(group)
+            norm.average = AverageOfGroup(group)
     for module in model.modules():
         if isinstance(module, Attention):
             module.core.first_head = group.rank() * (module.n_heads // group.size())
