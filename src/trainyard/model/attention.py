@@ -255,7 +255,7 @@ def rotary_table(model: Model) -> Tensor | None:
 
 
 class _Rotation(torch.autograd.Function):
-    """Turns pairs of features of (B, T, heads, K), in the precision of `rotation`; keeps nothing."""
+    """Turns pairs of features of (B, T, heads, K), in the precision of `rotation`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotation: Tensor) -> Tensor:

@@ -306,10 +306,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T, D) to (B, T, D) through (B, T, F)."""
         inner = self.up(x)
-        if self.is_gated:
-            inner = _SwiGLU.apply(inner)  # type: ignore[no-untyped-call]
-        else:
-            inner = F.gelu(inner, approximate="tanh")
+        inner = _SwiGLU.apply(inner) if self.is_gated else F.gelu(inner, approximate="tanh")
         out: Tensor = self.down(inner)
         return out
 
