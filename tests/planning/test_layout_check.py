@@ -64,8 +64,13 @@ def test_what_the_mathematics_depends_on_stays() -> None:
         "schedule.kind=warmup_stable_decay",
         "schedule.cooldown=5 steps",
         "parallel.recompute=block",
+        "train.z_loss=1e-3",
+        "model.attention_within_documents=true",
     )
     small = plan_layout_check(run).layouts[0]
+    assert small.train.z_loss == 1e-3
+    assert small.model.attention_within_documents
+    assert (small.model.vocabulary_size, small.model.end_of_document_id) == (10, 3)
     assert not small.model.tied_embeddings
     assert small.model.dropout == 0.3
     assert (small.optimizer.betas, small.optimizer.weight_decay) == ((0.8, 0.9), 0.3)

@@ -268,7 +268,7 @@ def _attend_backward(
         kv: the keys and values they saw.
         random: from the forward pass.
         causal: whether they saw only earlier keys.
-        mask: what else they saw not.
+        mask: as in `_attend`.
     """
     # Kernels read some of these as contiguous.
     gradient, q, out, lse = (x.contiguous() for x in rows)

@@ -204,6 +204,7 @@ def _shrink_train(run: Run, plan: Plan, n_data: int) -> Train:
         batch_ramp=ramp,
         length=Length(N_STEPS, "steps"),
         compile="never",
+        z_loss=train.z_loss,
     )
 
 
