@@ -181,7 +181,7 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = _normalize(q, self.query_norm), _normalize(k, self.key_norm)
         if rotation is not None:
-            q, k = _Rotation.apply(q, rotation), _Rotation.apply(k, rotation)
+            q, k = (_Rotation.apply(x, rotation) for x in (q, k))  # type: ignore[no-untyped-call]
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, K), (B, S, T, K) twice
         if cache is None:
             mixed = self.core(q, k, v, dropout_seeds, documents)
@@ -264,7 +264,8 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _rotate(gradient, *ctx.saved_tensors, -1), None
+        (rotation,) = ctx.saved_tensors
+        return _rotate(gradient, rotation, -1), None
 
 
 def _rotate(x: Tensor, rotation: Tensor, sign: int) -> Tensor:

@@ -306,9 +306,13 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T, D) to (B, T, D) through (B, T, F)."""
         inner = self.up(x)
-        inner = _SwiGLU.apply(inner) if self.is_gated else F.gelu(inner, approximate="tanh")
-        out: Tensor = self.down(inner)
+        change = _SwiGLU.apply if self.is_gated else _gelu
+        out: Tensor = self.down(change(inner))
         return out
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 class _SwiGLU(torch.autograd.Function):

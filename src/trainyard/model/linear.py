@@ -145,7 +145,7 @@ class Linear(Layer):
 
 def _rows_apart(rows: Tensor) -> Tensor:
     """Copies rows that alternate between two matrices, those of the first first."""
-    return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+    return rows.view(-1, 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
 def split_pairs(outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,7 @@ def split_pairs(outputs: Tensor) -> tuple[Tensor, Tensor]:
     if outputs.is_cpu:
         first, second = outputs.chunk(2, -1)
     else:
-        first, second = outputs.unflatten(-1, (-1, 2)).unbind(-1)
+        first, second = outputs.view(*outputs.shape[:-1], -1, 2).unbind(-1)
     return first, second
 
 
