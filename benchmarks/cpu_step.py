@@ -1,22 +1,24 @@
 """Speed and memory of one training step on a CPU, beside transformers and litgpt.
 
-    pip install -r benchmarks/peers.txt
-    python benchmarks/cpu_step.py --rounds 8 --output record.json
+    pip install --no-deps -r benchmarks/peers.txt
+    python benchmarks/cpu_step.py --family llama --rounds 8 --output record.json
 
 Each candidate trains in a process of its own, because how memory is allocated belongs to the
-process. All processes of a cell live at once and take one step each in turn, so that other work on
-the machine falls on all of them alike; read the ratios. A step is forward, backward, clipping and
-AdamW on one fixed batch, without dropout. bf16, slow on many CPUs, gets half the rounds
-and fewer candidates. Where the load is high, `--threads 1` and CPU seconds are steadier.
+process; all but transformers-default keep freed memory as `trainyard train` does. All processes of
+a cell live at once and take one step each in turn, so that other work on the machine falls on all
+of them alike; read the ratios. A step is forward, backward, clipping and AdamW on one fixed batch,
+without dropout. bf16, slow on many CPUs, gets half the rounds and fewer candidates. Where the load
+is high, `--threads 1` and CPU seconds are steadier.
 
-The same mathematics: transformers starts from our weights, its first loss must equal ours, and
-losses after the timed steps are in the record. It gets F.gelu's tanh form, its fastest. litgpt has
-no GPT-2: its GPT here has the same blocks and tied embeddings, but rotary positions on a quarter of
-each head instead of learned ones, and other initial weights. Peers train as their users do: bf16 by
-autocast, clip_grad_norm_, and the fused AdamW with decay on matrices alone. `transformers-default`
-is what comes out of the box: fp32, eager, its own composed GELU, AdamW without options.
+The same mathematics: transformers, and of Llama litgpt, start from our weights, the first loss of
+transformers must equal ours, and losses after the timed steps are in the record. GELU has its tanh
+form, the fastest. litgpt has no GPT-2: its GPT here has the same blocks and tied embeddings, but
+rotary positions on a quarter of each head instead of learned ones, and other initial weights. Peers
+train as their users do: bf16 by autocast, clip_grad_norm_, and the fused AdamW with decay on
+matrices alone. `transformers-default` is what comes out of the box: fp32, eager, its own composed
+GELU, AdamW without options.
 
-GFLOP of a step = 6 x (weights in products) x tokens + 12 L B T T D. `products` times just the
+GFLOP of a step = 6 x (weights in products) x tokens + 12 L B T T H K. `products` times just the
 matrix products of the blocks and the head, in all three directions: the rate nothing can exceed by
 much.
 """
@@ -25,84 +27,126 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
+import itertools
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from measuring import describe_machine, render
+
+from trainyard.architecture import matmuls
+from trainyard.config.run import Model
 
 Step = Callable[[], float]
 PEERS = ("transformers", "transformers-compiled", "litgpt", "litgpt-compiled")
 ALL = ("ours", "ours-compiled", *PEERS, "transformers-default", "products")
 # Eight processes of 124M parameters do not fit in the memory of a small machine, and bf16 is slow.
 FEW = ("ours", "transformers", "transformers-compiled", "litgpt", "products")
+LEAST = ("ours", "transformers", "products")
 FIRST_LOSS_BOUND = {"float32": 2e-6, "bfloat16": 2e-3}
+
+
+GPT2 = {"mlp": "gelu"}
+LLAMA = {"positions": "rotary", "norm": "rms", "mlp": "swiglu", "bias": False}
+SMALL = {"n_layers": 6, "d_model": 384, "n_heads": 6, "sequence_length": 256}
+SHAPES: dict[str, dict[str, dict[str, Any]]] = {
+    "gpt2": {
+        "10M-4k": GPT2 | SMALL | {"d_ff": 1536, "vocabulary_size": 4096},
+        "10M-50k": GPT2 | SMALL | {"d_ff": 1536, "vocabulary_size": 50304},
+        "124M-50k": GPT2
+        | {"n_layers": 12, "d_model": 768, "n_heads": 12, "sequence_length": 512}
+        | {"d_ff": 3072, "vocabulary_size": 50304},
+    },
+    "llama": {
+        "10M-4k": LLAMA | SMALL | {"n_key_value_heads": 2, "d_ff": 1024, "vocabulary_size": 4096},
+        "10M-50k": LLAMA | SMALL | {"n_key_value_heads": 2, "d_ff": 1024, "vocabulary_size": 50304},
+        # SmolLM2 135M
+        "135M-49k": LLAMA
+        | {"n_layers": 30, "d_model": 576, "n_heads": 9, "n_key_value_heads": 3}
+        | {"sequence_length": 512, "d_ff": 1536, "vocabulary_size": 49152, "rotary_base": 1e5},
+    },
+}
+TINY = {"n_layers": 1, "d_model": 32, "n_heads": 4, "sequence_length": 16}
+TINY |= {"d_ff": 64, "vocabulary_size": 96}
 
 
 @dataclass(frozen=True)
 class Cell:
-    n_layers: int
-    d_model: int
-    n_heads: int
-    n_tokens: int
+    family: str
+    fields: dict[str, Any]
+    """Of `[model]`."""
     n_sequences: int
-    vocabulary_size: int
     dtype: str
     candidates: tuple[str, ...]
 
+    @cached_property
+    def model(self) -> Model:
+        return Model(**self.fields, dropout=0.0)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_sequences * self.model.sequence_length
+
+    @property
+    def products(self) -> list[tuple[int, int, int]]:
+        """How often each product occurs, its inputs and its outputs."""
+        model = self.model
+        layers = [(model.n_layers, each.n_inputs, each.n_outputs) for each in matmuls(model)]
+        return [*layers, (1, model.d_model, model.vocabulary_size)]
+
+    @property
+    def product_gflop(self) -> float:
+        return 6e-9 * self.n_tokens * sum(math.prod(product) for product in self.products)
+
     @property
     def gflop(self) -> float:
-        tokens = self.n_tokens * self.n_sequences
-        weights = 12 * self.n_layers * self.d_model**2 + self.vocabulary_size * self.d_model
-        attention = 12 * self.n_layers * tokens * self.n_tokens * self.d_model
-        return (6 * weights * tokens + attention) / 1e9
+        model = self.model
+        square = self.n_tokens * model.sequence_length * model.n_heads * model.d_head
+        return self.product_gflop + 12e-9 * model.n_layers * square
 
 
-CELLS = {
-    f"{name}-{dtype}": Cell(*shape, dtype, candidates if dtype == "float32" else FEW)
-    for dtype in ("float32", "bfloat16")
-    for name, shape, candidates in (
-        ("10M-4k", (6, 384, 6, 256, 16, 4096), ALL),
-        ("10M-50k", (6, 384, 6, 256, 16, 50304), ALL),
-        ("124M-50k", (12, 768, 12, 512, 2, 50304), FEW),
-    )
-}
+def name_cells() -> dict[str, Cell]:
+    cells = {}
+    for family, shapes in SHAPES.items():
+        for dtype, (name, fields) in itertools.product(("float32", "bfloat16"), shapes.items()):
+            is_large = fields["n_layers"] > 6
+            candidates = FEW if is_large or dtype == "bfloat16" else ALL
+            cell = Cell(family, fields, 2 if is_large else 16, dtype, candidates)
+            cells[f"{family}-{name}-{dtype}"] = cell
+        tiny = shapes["10M-4k"] | TINY
+        cells[f"{family}-tiny"] = Cell(family, tiny, 2, "float32", LEAST)
+    return cells
+
+
+CELLS = name_cells()
 
 
 def batch(cell: Cell) -> tuple[Any, Any]:
     import torch
 
     generator = torch.Generator().manual_seed(1)
-    shape = (cell.n_sequences, cell.n_tokens + 1)
-    ids = torch.randint(0, cell.vocabulary_size, shape, generator=generator)
+    shape = (cell.n_sequences, cell.model.sequence_length + 1)
+    ids = torch.randint(0, cell.model.vocabulary_size, shape, generator=generator)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def build_our_model(cell: Cell) -> Any:
     import torch
 
-    from trainyard.config.run import Model
     from trainyard.model.gpt import GPT
     from trainyard.model.init import initialize
 
-    shape = Model(
-        n_layers=cell.n_layers,
-        d_model=cell.d_model,
-        n_heads=cell.n_heads,
-        d_ff=4 * cell.d_model,
-        sequence_length=cell.n_tokens,
-        vocabulary_size=cell.vocabulary_size,
-        dropout=0.0,
-    )
-    model = GPT(shape, cell.vocabulary_size, getattr(torch, cell.dtype))
+    model = GPT(cell.model, cell.model.vocabulary_size, getattr(torch, cell.dtype))
     initialize(model, seed=1)
     return model
 
@@ -110,12 +154,9 @@ def build_our_model(cell: Cell) -> Any:
 def build_ours(cell: Cell, compiled: bool) -> Step:
     from trainyard.config.run import Optimizer
     from trainyard.model.gpt import compile_blocks
-    from trainyard.model.loss import summed_cross_entropy
     from trainyard.optim.adamw import AdamW
     from trainyard.optim.clip import StepStats, norms_of
-    from trainyard.parallel.mesh import keep_freed_memory
 
-    keep_freed_memory()
     model = build_our_model(cell)
     if compiled:
         compile_blocks(model)
@@ -124,9 +165,7 @@ def build_ours(cell: Cell, compiled: bool) -> Step:
 
     def step() -> float:
         hidden = model(tokens)
-        loss = summed_cross_entropy(
-            hidden, model.head_weight, labels, cell.vocabulary_size, scale=1 / labels.numel()
-        )
+        loss = model.summed_loss(hidden, labels, 1 / labels.numel())
         loss.backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         norm = norms_of(gradients).square().sum().sqrt().float()
@@ -138,65 +177,42 @@ def build_ours(cell: Cell, compiled: bool) -> Step:
     return step
 
 
-def build_transformers(cell: Cell, default: bool) -> Any:
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+def build_peer_model(cell: Cell, candidate: str) -> Any:
+    from trainyard.bench.baseline_models import build_litgpt, build_transformers
 
-    config = GPT2Config(
-        vocab_size=cell.vocabulary_size,
-        n_positions=cell.n_tokens,
-        n_embd=cell.d_model,
-        n_layer=cell.n_layers,
-        n_head=cell.n_heads,
-        activation_function="gelu_new" if default else "gelu_pytorch_tanh",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
-    model = GPT2LMHeadModel(config).train()
-    d_head = cell.d_model // cell.n_heads
-    ours = build_our_model(cell).state_dict()
-    theirs = model.state_dict()
-    names = {"attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.qkv": "attn.c_attn"}
-    names |= {"attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-    with torch.no_grad():
-        theirs["transformer.wte.weight"].copy_(ours["embedding.weight"])
-        theirs["transformer.wpe.weight"].copy_(ours["positions.weight"])
-        for kind in ("weight", "bias"):
-            theirs[f"transformer.ln_f.{kind}"].copy_(ours[f"final_norm.{kind}"])
-            for index in range(cell.n_layers):
-                for mine, other in names.items():
-                    value = ours[f"blocks.{index}.{mine}.{kind}"]
-                    if mine == "attention.qkv":  # (H, 3, K) rows to (3, H, K)
-                        value = value.view(cell.n_heads, 3, d_head, -1).transpose(0, 1)
-                        value = value.reshape(3 * cell.d_model, -1).squeeze(-1)
-                    if value.ndim == 2:
-                        value = value.t()
-                    theirs[f"transformer.h.{index}.{other}.{kind}"].copy_(value)
+    if candidate.startswith("litgpt") and cell.family == "gpt2":
+        return build_similar_litgpt(cell.model)
+    build = build_litgpt if candidate.startswith("litgpt") else build_transformers
+    model = build(cell.model, build_our_model(cell))
+    if candidate.endswith("-default") and cell.family == "gpt2":
+        from transformers.activations import ACT2FN
+
+        for block in model.get_submodule("transformer.h").children():
+            block.mlp.act = ACT2FN["gelu_new"]
     return model
 
 
-def build_litgpt(cell: Cell) -> Any:
+def build_similar_litgpt(model: Model) -> Any:
+    """Builds what litgpt has that is most like our GPT-2."""
     import torch
     from litgpt import GPT, Config
 
     config = Config(
-        block_size=cell.n_tokens,
-        n_layer=cell.n_layers,
-        n_embd=cell.d_model,
-        n_head=cell.n_heads,
-        padded_vocab_size=cell.vocabulary_size,
+        block_size=model.sequence_length,
+        n_layer=model.n_layers,
+        n_embd=model.d_model,
+        n_head=model.n_heads,
+        padded_vocab_size=model.vocabulary_size,
         parallel_residual=False,
         gelu_approximate="tanh",
     )
     torch.manual_seed(1)
-    model = GPT(config).train()
-    for parameter in model.parameters():
+    theirs = GPT(config)
+    for parameter in theirs.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, 0.0, 0.02)
-    model.lm_head.weight = model.transformer.wte.weight
-    return model
+    theirs.lm_head.weight = theirs.transformer.wte.weight
+    return theirs
 
 
 def build_peer(cell: Cell, candidate: str) -> Step:
@@ -205,7 +221,7 @@ def build_peer(cell: Cell, candidate: str) -> Step:
 
     default = candidate.endswith("-default")
     lit = candidate.startswith("litgpt")
-    model = build_litgpt(cell) if lit else build_transformers(cell, default)
+    model = build_peer_model(cell, candidate).train()
     run = torch.compile(model) if candidate.endswith("-compiled") else model
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
@@ -235,11 +251,10 @@ def build_products(cell: Cell) -> Step:
     """Times one block's products and a quarter of the head's; gives seconds for the whole step."""
     import torch
 
-    tokens, width = cell.n_sequences * cell.n_tokens, cell.d_model
-    head_rows = tokens // 4
-    shapes = [(tokens, width, 3 * width), (tokens, width, width), (tokens, width, 4 * width)]
-    shapes += [(tokens, 4 * width, width), (head_rows, width, cell.vocabulary_size)]
-    repeats = [cell.n_layers] * 4 + [4]
+    repeats, inputs, outputs = zip(*cell.products, strict=True)
+    rows = [cell.n_tokens] * (len(repeats) - 1) + [cell.n_tokens // 4]
+    repeats = [*repeats[:-1], 4]
+    shapes = list(zip(rows, inputs, outputs, strict=True))
     dtype = getattr(torch, cell.dtype)
     sets = [[torch.randn(s).to(dtype) for s in ((m, k), (n, k), (m, n))] for m, k, n in shapes]
     outs = [[torch.empty(s, dtype=dtype) for s in ((m, n), (m, k), (n, k))] for m, k, n in shapes]
@@ -261,7 +276,11 @@ def serve(cell: Cell, candidate: str, threads: int) -> None:
     """Takes one step for each line that comes in, and says how it went."""
     import torch
 
+    from trainyard.parallel.mesh import keep_freed_memory
+
     torch.set_num_threads(threads)
+    if not candidate.endswith("-default"):
+        keep_freed_memory()
     if candidate == "products":
         step = build_products(cell)
     elif candidate.startswith("ours"):
@@ -313,9 +332,7 @@ def measure(name: str, rounds: int, threads: int) -> dict[str, Any]:
 
 def summary(cell: Cell, answers: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     products = [answer["value"] for answer in answers.pop("products")[1:]]
-    tokens = cell.n_tokens * cell.n_sequences
-    product_gflop = cell.gflop - 12 * cell.n_layers * tokens * cell.n_tokens * cell.d_model / 1e9
-    limit = product_gflop / min(products)
+    limit = cell.product_gflop / min(products)
     rows = {}
     for who, found in answers.items():
         walls = [answer["wall"] for answer in found[1:]]
@@ -324,6 +341,7 @@ def summary(cell: Cell, answers: dict[str, list[dict[str, float]]]) -> dict[str,
             "median_seconds": statistics.median(walls),
             "min_cpu_seconds": min(answer["cpu"] for answer in found[1:]),
             "median_cpu_seconds": statistics.median(answer["cpu"] for answer in found[1:]),
+            "tokens_per_second": cell.n_tokens / statistics.median(walls),
             "gflop_per_second": cell.gflop / min(walls),
             "fraction_of_products": cell.gflop / min(walls) / limit,
             "peak_megabytes": found[-1]["peak"],
@@ -367,7 +385,10 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cells", default=",".join(CELLS), help=f"of {', '.join(CELLS)}")
+    parser.add_argument("--family", choices=SHAPES, default="gpt2")
+    parser.add_argument(
+        "--cells", help=f"of {', '.join(CELLS)}; absent: all large ones of --family"
+    )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path)
@@ -376,27 +397,26 @@ def main() -> None:
     if arguments.serve:
         serve(CELLS[arguments.cells], arguments.serve, arguments.threads)
         return
-    record: dict[str, Any] = {
-        "machine": platform.processor() or platform.machine(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "litgpt")},
-        "threads": arguments.threads,
-        "rounds": arguments.rounds,
-        "cells": {},
-    }
-    for name in arguments.cells.split(","):
+    names = [name for name, cell in CELLS.items() if cell.family == arguments.family]
+    names = [name for name in names if CELLS[name].candidates != LEAST]
+    names = arguments.cells.split(",") if arguments.cells else names
+    peers = [name for name in ("transformers", "litgpt") if importlib.util.find_spec(name)]
+    record = describe_machine(["torch", *peers])
+    record |= {"threads": arguments.threads, "rounds": arguments.rounds, "cells": {}}
+    for name in names:
         load = os.getloadavg()[0]
         found = measure(name, arguments.rounds, arguments.threads) | {"load_before": load}
         record["cells"][name] = found
         show(name, found)
         if arguments.output:
-            arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            arguments.output.write_text(render(record), encoding="utf-8")
     for key in ("min_seconds", "median_seconds", "min_cpu_seconds", "median_cpu_seconds"):
         ratios = [found["fastest_peer_over_ours"][key] for found in record["cells"].values()]
         mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
         record[f"geometric_mean_{key}"] = mean
         print(f"fastest peer / ours by {key}: mean {mean:.3f}, least {min(ratios):.3f}")
     if arguments.output:
-        arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        arguments.output.write_text(render(record), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -122,10 +122,10 @@ def peers(session: Session, write: Write) -> None:
     summary: dict[str, dict[str, Figures]] = {}
     compiled = "train.compile=never" if session.small else "train.compile=gpu"
     candidates = (
-        ("gpt2-transformers", compiled, False),
+        ("transformers", compiled, False),
         ("plain-torch", compiled, False),
         ("megatron-core", compiled, True),
-        ("gpt2-transformers", "train.compile=never", False),
+        ("transformers", "train.compile=never", False),
     )
     for size in [size for size in ("1.3B", "350M") if size in session.sizes]:
         for peer, compiling, recomputes in candidates:

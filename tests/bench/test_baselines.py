@@ -22,12 +22,38 @@ Build = Callable[..., tuple[TrainContext, Timeline]]
 DROPOUT_FREE = ("model.dropout=0.0", "model.vocabulary_size=512")
 
 
-@pytest.mark.parametrize("overrides", [(), ("model.tied_embeddings=false", "model.d_ff=128")])
-@pytest.mark.parametrize("baseline", ["gpt2-transformers", "plain-torch"])
+UNTIED = ("model.tied_embeddings=false", "model.d_ff=128")
+LLAMA = (
+    *("model.positions=rotary", "model.norm=rms", "model.mlp=swiglu", "model.bias=false"),
+    *("model.n_heads=4", "model.n_key_value_heads=2"),
+)
+SCALED = (
+    "model.rotary_scaling.factor=4.0",
+    "model.rotary_scaling.original_sequence_length=16",
+)
+QWEN3 = ("model.query_key_norm=head", "model.layer_norm_epsilon=1e-6", "model.d_head=24")
+OLMO2 = ("model.query_key_norm=all", "model.norm_place=after")
+
+
+@pytest.mark.parametrize(
+    ("baseline", "overrides"),
+    [
+        ("transformers", ()),
+        ("transformers", UNTIED),
+        ("transformers", LLAMA),
+        ("transformers", (*LLAMA, *SCALED, *UNTIED)),
+        ("transformers", (*LLAMA, *QWEN3)),
+        ("transformers", (*LLAMA, *OLMO2)),
+        ("litgpt", LLAMA),
+        ("litgpt", (*LLAMA, *SCALED, *UNTIED)),
+        ("plain-torch", ()),
+        ("plain-torch", UNTIED),
+    ],
+)
 def test_a_baseline_trains_as_ours_does(
     build: Build, baseline: str, overrides: tuple[str, ...]
 ) -> None:
-    pytest.importorskip({"gpt2-transformers": "transformers"}.get(baseline, "torch"))
+    pytest.importorskip({"plain-torch": "torch"}.get(baseline, baseline))
     check_same_losses(baseline, *build(*DROPOUT_FREE, *overrides))
 
 
@@ -47,9 +73,9 @@ def check_same_losses(baseline: str, context: TrainContext, timeline: Timeline) 
         assert theirs.step().item() == pytest.approx(ours.step().item(), rel=2e-6)
 
 
-@pytest.mark.parametrize("baseline", ["gpt2-transformers", "plain-torch"])
+@pytest.mark.parametrize("baseline", ["transformers", "plain-torch"])
 def test_a_baseline_tells_the_same_parts(build: Build, baseline: str) -> None:
-    pytest.importorskip({"gpt2-transformers": "transformers"}.get(baseline, "torch"))
+    pytest.importorskip({"plain-torch": "torch"}.get(baseline, baseline))
     context, timeline = build()
     theirs = build_baseline(baseline, context.run, context.plan, context.device, timeline)
     theirs.step()
@@ -61,9 +87,7 @@ def test_a_baseline_tells_the_same_parts(build: Build, baseline: str) -> None:
 def test_transformers_knows_no_padding(build: Build) -> None:
     pytest.importorskip("transformers")
     context, timeline = build("model.dropout=0.0", "model.vocabulary_size=500")
-    theirs = build_baseline(
-        "gpt2-transformers", context.run, context.plan, context.device, timeline
-    )
+    theirs = build_baseline("transformers", context.run, context.plan, context.device, timeline)
     ours = OurTraining(context)
     assert theirs.step().item() == pytest.approx(ours.step().item(), rel=2e-6)
 
@@ -94,9 +118,9 @@ def bring_megatron_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("nanogpt", [], 1, ConfigError, "--against 'nanogpt' is not a baseline"),
         ("megatron-core", [], 1, MachineError, "--against megatron-core"),
         ("plain-torch", [], 2, LaunchError, "--against plain-torch trains on one rank"),
-        ("gpt2-transformers", [], 2, LaunchError, "--against gpt2-transformers trains on one rank"),
+        ("transformers", [], 2, LaunchError, "--against transformers trains on one rank"),
         (
-            "gpt2-transformers",
+            "transformers",
             ["precision.kind=fp16"],
             1,
             ConfigError,
@@ -116,6 +140,13 @@ def bring_megatron_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             1,
             ConfigError,
             "model.attention_within_documents=true is not available in plain-torch",
+        ),
+        (
+            "plain-torch",
+            ["model.norm=rms"],
+            1,
+            ConfigError,
+            "GPT2LMHeadModel has no model.norm='rms'",
         ),
     ],
 )

@@ -130,7 +130,7 @@ def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
         (["--compare", "fp32,fp31"], "'fp31' is not a precision", "fp32, fp16, bf16"),
         (["--compare", "fp32,fp32"], "'fp32' is listed twice", "each at most once"),
         (["--ranks", "3"], "cannot be divided", "nearest that works"),
-        (["--against", "gpt3"], "--against 'gpt3' is not a baseline", "gpt2-transformers"),
+        (["--against", "gpt3"], "--against 'gpt3' is not a baseline", "transformers"),
         (["parallel.tensor=3"], "must be divisible by parallel.tensor=3", "parallel.tensor="),
     ],
 )

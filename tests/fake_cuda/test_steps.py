@@ -75,7 +75,7 @@ def test_a_step_in_the_code_for_rocm(kind: str, monkeypatch: pytest.MonkeyPatch)
     in_fork(lambda: measure_run(settings), {}).judge()
 
 
-@pytest.mark.parametrize("name", ["plain-torch", "gpt2-transformers"])
+@pytest.mark.parametrize("name", ["plain-torch", "transformers"])
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_a_baseline_trains(name: str, kind: str) -> None:
     settings = [f"precision.kind={kind}", "train.compile=never"]

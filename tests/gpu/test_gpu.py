@@ -197,7 +197,7 @@ def test_a_full_gpu_is_one_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("baseline", "recompute"),
     [
-        ("gpt2-transformers", "none"),
+        ("transformers", "none"),
         ("plain-torch", "none"),
         ("megatron-core", "none"),
         ("megatron-core", "attention"),
@@ -208,7 +208,7 @@ def test_a_full_gpu_is_one_message(tmp_path: Path) -> None:
 def test_a_baseline_trains_as_ours_does(
     build: Build, baseline: str, recompute: str, kind: str
 ) -> None:
-    packages = {"gpt2-transformers": "transformers", "megatron-core": "megatron.core"}
+    packages = {"transformers": "transformers", "megatron-core": "megatron.core"}
     pytest.importorskip(packages.get(baseline, "torch"))
     context = build(kind, WITHOUT, "train.compile=never", f"parallel.recompute={recompute}")
     ours = OurTraining(context)

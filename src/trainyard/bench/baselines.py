@@ -1,11 +1,12 @@
 """Baselines: training steps of other projects, on the same model, batches and machine.
 
-    gpt2-transformers  Hugging Face's GPT2LMHeadModel: GELU in its fastest form, scaled dot product
-                       attention, bf16 by autocast, fused AdamW, compiled with the loss if the run
-                       compiles
-    plain-torch        a small GPT in plain PyTorch (`plain_torch.py`), trained in the same way
-    megatron-core      Megatron-Core's GPTModel with local layers (`megatron_core.py`), with its
-                       own mixed precision, gradient buffers and optimizer; on an NVIDIA GPU
+    transformers   Hugging Face's GPT-2, Llama, Qwen3 or OLMo 2: GELU in its fastest form, scaled
+                   dot product attention, bf16 by autocast, fused AdamW, compiled with the loss if
+                   the run compiles
+    litgpt         litgpt's Llama, trained in the same way
+    plain-torch    a small GPT-2 in plain PyTorch (`plain_torch.py`), trained in the same way
+    megatron-core  Megatron-Core's GPTModel with local layers (`megatron_core.py`), with its own
+                   mixed precision, gradient buffers and optimizer; GPT-2 on an NVIDIA GPU
 
 A baseline starts from our initial weights, and reads the same sequences with the same learning
 rates. Without dropout all do the same mathematics: the record has their losses.
@@ -22,22 +23,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainyard.bench.baseline_models import build_litgpt, build_transformers
 from trainyard.bench.timeline import BACKWARD, FORWARD, Timeline
-from trainyard.config.run import Model, Run
+from trainyard.config.run import Run
 from trainyard.data.loader import Loader, build_orders
 from trainyard.errors import ConfigError, LaunchError, MachineError
-from trainyard.export.families import GPT2, find_family
+from trainyard.export.families import FAMILIES, GPT2, LLAMA, Family, find_family
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 from trainyard.optim.adamw import build_adamw
 from trainyard.planning.batches import BatchSchedule
 from trainyard.planning.resolve import Plan, learning_rate
 
-GPT2_TRANSFORMERS, PLAIN_TORCH = "gpt2-transformers", "plain-torch"
-MEGATRON_CORE = "megatron-core"
-BASELINES = (GPT2_TRANSFORMERS, PLAIN_TORCH, MEGATRON_CORE)
+TRANSFORMERS, LITGPT = "transformers", "litgpt"
+PLAIN_TORCH, MEGATRON_CORE = "plain-torch", "megatron-core"
+BASELINES: dict[str, Sequence[Family]] = {
+    TRANSFORMERS: FAMILIES,
+    LITGPT: (LLAMA,),
+    PLAIN_TORCH: (GPT2,),
+    MEGATRON_CORE: (GPT2,),
+}
+"""The architectures that each has."""
 PACKAGES = {
-    GPT2_TRANSFORMERS: ("transformers", "pip install transformers"),
+    TRANSFORMERS: ("transformers", "pip install transformers"),
+    LITGPT: (
+        "litgpt",
+        "pip install --no-deps litgpt lightning lightning-utilities torchmetrics",
+    ),
     MEGATRON_CORE: ("megatron.core", "pip install --no-deps megatron-core==0.16.1"),
 }
 PRECISIONS = ("fp32", "bf16")
@@ -78,12 +90,12 @@ def refuse_baseline(baseline: str, run: Run, n_ranks: int) -> None:
     ):
         if is_there:
             raise ConfigError(f"{setting} is not available in {baseline}", instead)
-    find_family(run.model, (GPT2,))
+    find_family(run.model, BASELINES[baseline])
     if baseline == MEGATRON_CORE and not torch.cuda.is_available():
         raise MachineError(
             f"--against {baseline}: attention and optimizer of megatron-core need "
             "an NVIDIA GPU, and this machine has none",
-            f"--against {GPT2_TRANSFORMERS} and --against {PLAIN_TORCH} train on a CPU too",
+            f"--against {TRANSFORMERS} and --against {PLAIN_TORCH} train on a CPU too",
         )
 
 
@@ -224,26 +236,10 @@ def build_baseline(
 
         plain = build_plain(run.model, ours)
         baseline = AutocastBaseline(run, device, plain, plain)
+    elif name == LITGPT:
+        lit = build_litgpt(run.model, ours)
+        baseline = AutocastBaseline(run, device, lit, lit)
     else:
         theirs = build_transformers(run.model, ours)
         baseline = AutocastBaseline(run, device, theirs, lambda tokens: theirs(tokens).logits)
     return BaselineTraining(run, plan, device, timeline, baseline)
-
-
-def build_transformers(model: Model, ours: GPT) -> nn.Module:
-    """Builds a GPT2LMHeadModel with our weights."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    fields = GPT2.config_of(model)
-    for name in ("model_type", "architectures"):
-        del fields[name]
-    config = GPT2Config(**fields | {"activation_function": "gelu_pytorch_tanh"}, use_cache=False)
-    theirs: nn.Module = GPT2LMHeadModel(config)
-    weights: dict[str, Tensor] = {}
-    for name, parameter in ours.named_parameters():
-        weights |= GPT2.to_theirs(name, parameter.detach(), model)
-    if model.tied_embeddings:
-        weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    missing, unexpected = theirs.load_state_dict(weights, strict=False)
-    assert not missing and not unexpected, (missing, unexpected)
-    return theirs

@@ -62,7 +62,7 @@ def bench(
     against: Annotated[
         str | None,
         typer.Option(
-            help="Baseline to compare with: gpt2-transformers, plain-torch or megatron-core."
+            help="Baseline to compare with: transformers, litgpt, plain-torch or megatron-core."
         ),
     ] = None,
     rounds: Annotated[

@@ -202,7 +202,7 @@ _ROTARY_KEYS = {
     "rope_theta": "rotary_base",
     "rope_scaling": "rotary_scaling",
 }
-_LLAMA = Family(
+LLAMA = Family(
     architecture="LlamaForCausalLM",
     config=LlamaConfig,
     keys=_ROTARY_KEYS,
@@ -260,29 +260,29 @@ _QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     config=Qwen3Config,
     keys=_ROTARY_KEYS,
-    parts={**_LLAMA.parts, "query_key_norm": "head"},
+    parts={**LLAMA.parts, "query_key_norm": "head"},
     names={
-        **_LLAMA.names,
+        **LLAMA.names,
         "blocks.N.attention.query_norm": "model.layers.N.self_attn.q_norm",
         "blocks.N.attention.key_norm": "model.layers.N.self_attn.k_norm",
     },
     prefix="model.",
-    no_weight=_LLAMA.no_weight,
+    no_weight=LLAMA.no_weight,
 )
 _OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     config=Olmo2Config,
     keys=_ROTARY_KEYS,
-    parts={**_LLAMA.parts, "query_key_norm": "all", "norm_place": "after"},
+    parts={**LLAMA.parts, "query_key_norm": "all", "norm_place": "after"},
     names={
         **_QWEN3.names,
         "blocks.N.attention_norm": "model.layers.N.post_attention_layernorm",
         "blocks.N.mlp_norm": "model.layers.N.post_feedforward_layernorm",
     },
     prefix="model.",
-    no_weight=_LLAMA.no_weight,
+    no_weight=LLAMA.no_weight,
 )
-FAMILIES = (GPT2, _QWEN3, _OLMO2, _LLAMA)
+FAMILIES = (GPT2, _QWEN3, _OLMO2, LLAMA)
 SUPPORTED = ", ".join(sorted(family.architecture for family in FAMILIES))
 
 
@@ -296,9 +296,9 @@ def find_family(model: Model, families: Sequence[Family] = FAMILIES) -> Family:
     family, misfits = min(pairs, key=lambda pair: (pair[1] == _OTHER_HEADS, len(pair[1])))
     if misfits:
         lacks = ", ".join(f"model.{name}={getattr(model, name)!r}" for name in misfits)
-        other = f", the nearest of {SUPPORTED}" if len(families) > 1 else ""
+        other = f", the nearest of {SUPPORTED}," if len(families) > 1 else ""
         works = " ".join(f"model.{name}={_as_toml(value)}" for name, value in misfits.items())
-        raise ConfigError(f"{family.architecture}{other}, has no {lacks}", f"{NEAREST}{works}")
+        raise ConfigError(f"{family.architecture}{other} has no {lacks}", f"{NEAREST}{works}")
     return family
 
 

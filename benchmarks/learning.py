@@ -1,15 +1,17 @@
-"""Tokens that Muon and AdamW need to a held-out loss, each at the best learning rate of one grid.
+"""Tokens to a held-out loss, for models and optimizers at their best learning rates of one grid.
 
-    python benchmarks/optimizers.py novels.jsonl --output record.json
+    python benchmarks/learning.py novels.jsonl --output record.json
 
-Prepares the corpus with a tokenizer of 1,024 tokens. Both optimizers train the same small GPT with
-the same data, schedule and number of steps, once at every learning rate of the grid with the first
-seed; then with all seeds at the rate of the lowest final held-out loss. The target is the loss
-that all of AdamW's seeds reach: how many tokens does each run take to it, with linear interpolation
-between two evaluations? If the best rate is at an end of the grid, the record says so.
+Prepares the corpus with a tokenizer of 1,024 tokens. GPT-3's architecture and the modern one
+(rotary positions, RMSNorm, SwiGLU, no biases; as many parameters) train with AdamW and with Muon,
+with the same data, schedule and number of steps: once at every learning rate of the grid with the
+first seed; then with all seeds at the rate of the lowest final held-out loss. The target is the
+loss that all seeds of GPT-3 with AdamW reach: how many tokens does each run take to it, with linear
+interpolation between two evaluations? If the best rate is at an end of the grid, the record says
+so.
 
 Losses do not depend on the machine's load. Milliseconds per step do; they are the medians of runs
-of both optimizers in turn, on one core. At this size a step has few tokens for the size of its
+of all candidates in turn, on one core. At this size a step has few tokens for the size of its
 matrices, so the iterations of Muon take a far larger share of it than in a real run.
 """
 
@@ -26,7 +28,21 @@ from typing import Any
 
 from measuring import Figures, describe_machine, measure, publish
 
-KINDS = ("adamw", "muon")
+MODERN = {
+    "model.positions": "rotary",
+    "model.norm": "rms",
+    "model.mlp": "swiglu",
+    "model.bias": "false",
+    "model.d_ff": 176,  # three matrices with as many values as the two of GPT-3
+}
+MUON = {"optimizer.kind": "muon"}
+BASELINE = "gpt3 adamw"
+CANDIDATES: dict[str, dict[str, object]] = {
+    BASELINE: {},
+    "gpt3 muon": MUON,
+    "modern adamw": MODERN,
+    "modern muon": MODERN | MUON,
+}
 VOCABULARY = 1024
 RUN = f"""\
 [model]
@@ -77,11 +93,11 @@ def main() -> None:
         prepare = ["prepare", str(arguments.corpus.resolve()), "--output", "corpus"]
         call([*prepare, "--train-tokenizer", str(VOCABULARY)], folder)
         for rate in arguments.rates:
-            for kind in KINDS:
+            for kind in CANDIDATES:
                 runs[kind, rate, 1] = train(kind, rate, 1, arguments.steps, folder)
-        best = {kind: best_rate(kind, runs) for kind in KINDS}
+        best = {kind: best_rate(kind, runs) for kind in CANDIDATES}
         for seed in range(2, arguments.seeds + 1):
-            for kind in KINDS:
+            for kind in CANDIDATES:
                 runs[kind, best[kind], seed] = train(
                     kind, best[kind], seed, arguments.steps, folder
                 )
@@ -98,10 +114,9 @@ def call(words: list[str], folder: Path) -> None:
 
 def train(kind: str, rate: float, seed: int, n_steps: int, folder: Path) -> Figures:
     """Trains one run; gives its held-out losses by tokens, and the time of its steps."""
-    name = f"{kind}-{rate:g}-{seed}"
-    fields = {
+    name = f"{kind.replace(' ', '-')}-{rate:g}-{seed}"
+    fields = CANDIDATES[kind] | {
         "name": name,
-        "optimizer.kind": kind,
         "optimizer.learning_rate": rate,
         "schedule.minimum_learning_rate": rate / 10,
         "schedule.warmup": f"{n_steps // 10} steps",
@@ -146,11 +161,11 @@ def summarize(runs: dict[tuple[str, float, int], Figures], best: dict[str, float
     """Returns what a record says of the runs."""
     chosen = {
         kind: [run for (k, rate, _), run in runs.items() if (k, rate) == (kind, best[kind])]
-        for kind in KINDS
+        for kind in CANDIDATES
     }
-    target = max(map(final_loss, chosen["adamw"]))
+    target = max(map(final_loss, chosen[BASELINE]))
     found: Figures = {"target_loss": round(target, 4)}
-    for kind in KINDS:
+    for kind in CANDIDATES:
         grid = {
             rate: final_loss(run) for (k, rate, seed), run in runs.items() if (k, seed) == (kind, 1)
         }
@@ -174,10 +189,11 @@ def summarize(runs: dict[tuple[str, float, int], Figures], best: dict[str, float
             ],
         }
         found[kind] = row
-    reached = [n for kind in KINDS for n in found[kind]["tokens_to_target"]]
-    if None not in reached:
-        means = {kind: statistics.mean(found[kind]["tokens_to_target"]) for kind in KINDS}
-        found["tokens_of_muon_over_adamw"] = round(means["muon"] / means["adamw"], 3)
+    for kind in CANDIDATES:
+        reached = [found[name]["tokens_to_target"] for name in (kind, BASELINE)]
+        if None not in (reached[0] + reached[1]):
+            mine, baseline = map(statistics.mean, reached)
+            found[kind]["tokens_over_baseline"] = round(mine / baseline, 3)
     return found
 
 

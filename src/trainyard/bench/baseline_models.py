@@ -1,0 +1,85 @@
+"""Models of other projects with our weights, by the table of architectures of `export/`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from trainyard.config.run import Model
+from trainyard.export.families import GPT2, HEAD, LLAMA, Family, find_family
+from trainyard.model.gpt import GPT
+
+LITGPT = replace(
+    LLAMA,
+    names={
+        "embedding": "transformer.wte",
+        "blocks.N.attention_norm": "transformer.h.N.norm_1",
+        "blocks.N.attention.qkv": "transformer.h.N.attn.qkv",
+        "blocks.N.attention.out": "transformer.h.N.attn.proj",
+        "blocks.N.mlp_norm": "transformer.h.N.norm_2",
+        "blocks.N.mlp.up": "transformer.h.N.mlp.fc_1 transformer.h.N.mlp.fc_2",
+        "blocks.N.mlp.down": "transformer.h.N.mlp.proj",
+        "final_norm": "transformer.ln_f",
+        "head": "lm_head",
+    },
+)
+"""A Llama of litgpt."""
+
+
+def build_transformers(model: Model, ours: GPT) -> nn.Module:
+    """Builds the model of transformers that computes the same, in its fastest form."""
+    import transformers
+
+    family = find_family(model)
+    keys = family.config_of(model)
+    if family is GPT2:
+        keys["activation_function"] = "gelu_pytorch_tanh"
+    architecture = getattr(transformers, keys.pop("architectures")[0])
+    config = architecture.config_class.from_dict(keys | {"use_cache": False})
+    return _load(architecture(config), family, model, ours)
+
+
+def build_litgpt(model: Model, ours: GPT) -> nn.Module:
+    """Builds litgpt's model of a Llama."""
+    import litgpt
+
+    keys = LLAMA.config_of(model)
+    scaling = keys["rope_scaling"]
+    config = litgpt.Config(
+        block_size=keys["max_position_embeddings"],
+        padded_vocab_size=keys["vocab_size"],
+        n_layer=keys["num_hidden_layers"],
+        n_embd=keys["hidden_size"],
+        n_head=keys["num_attention_heads"],
+        n_query_groups=keys["num_key_value_heads"],
+        head_size=keys["head_dim"],
+        intermediate_size=keys["intermediate_size"],
+        rotary_percentage=1.0,
+        rope_base=keys["rope_theta"],
+        rope_adjustments=scaling
+        and {
+            "factor": scaling["factor"],
+            "low_freq_factor": scaling["low_freq_factor"],
+            "high_freq_factor": scaling["high_freq_factor"],
+            "original_max_seq_len": scaling["original_max_position_embeddings"],
+        },
+        parallel_residual=False,
+        bias=False,
+        norm_class_name="RMSNorm",
+        norm_eps=keys["rms_norm_eps"],
+        mlp_class_name="LLaMAMLP",
+    )
+    return _load(litgpt.GPT(config), LITGPT, model, ours)
+
+
+def _load(theirs: nn.Module, family: Family, model: Model, ours: GPT) -> nn.Module:
+    weights: dict[str, Tensor] = {}
+    for name, parameter in ours.named_parameters():
+        weights |= family.to_theirs(name, parameter.detach(), model)
+    if model.tied_embeddings:
+        (embedding,) = family.their_names("embedding.weight")
+        weights[HEAD] = weights[embedding]
+        theirs.get_submodule("lm_head").weight = theirs.get_parameter(embedding)
+    theirs.load_state_dict(weights)
+    return theirs
