@@ -9,8 +9,7 @@ and F as in the model and t tensor ranks:
     recompute block        residual stream D
 
 Values inside attention and MLP are outputs of column-parallel and inputs of row-parallel matmuls
-(architecture.py), for the parts of GPT-3. SwiGLU keeps 4 F / t, or 3 F / t compiled; a query-key
-norm its inputs.
+(architecture.py), for the parts of GPT-3. SwiGLU keeps 3 F / t; a query-key norm its inputs.
 
 With sequence parallelism, the residual stream and the inputs of both are D / t; the backward pass
 gathers the inputs again. Zero bubble and recomputed blocks keep them gathered.
@@ -80,10 +79,8 @@ class MicroBatch:
         parallel = self.run.parallel
         are_whole = parallel.sequence and not parallel.gathers_again
         inputs = self.hidden if are_whole else self.stream
-        up, down = matmuls(self.run.model, "mlp", self.topology.tensor)
+        up, _ = matmuls(self.run.model, "mlp", self.topology.tensor)
         inner = inner_values(self.run.model, "mlp", self.topology.tensor)
-        if not self.compiles:  # the activated gate of SwiGLU as well
-            inner += up.n_outputs - down.n_inputs
         mlp: float = self.value * self.n_tokens * inner
         kept = 2 * (self.stream + statistics + self._dropout_keys())
         if self.compiles:
