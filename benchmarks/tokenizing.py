@@ -1,6 +1,6 @@
 """Speed and memory of `trainyard prepare`, beside Megatron-LM's two preprocessing tools (Linux).
 
-    pip install -r benchmarks/peers.txt
+    pip install --no-deps -r benchmarks/peers.txt
     python benchmarks/tokenizing.py novels.jsonl gpt2/ --megabytes 1000 --output record.json
 
 Two files are made of the corpus. "repeated" is the corpus again and again, so a tokenizer that

@@ -51,7 +51,7 @@ from trainyard.corpus.preparation.worker import CorpusWorker, is_prepared, piece
 from trainyard.corpus.sources import Segment, find_files, read_documents
 from trainyard.corpus.sources.files import UNIT_BYTES, format_of
 from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
-from trainyard.data.tokenizer import tokenizer_name
+from trainyard.data.tokenizer import Tokenizer, tokenizer_name
 from trainyard.data.vocabulary import GPT2, Vocabulary, load_vocabulary
 from trainyard.errors import DataError, MachineError
 from trainyard.log import build_logger
@@ -128,7 +128,8 @@ def _work(
     n_workers = min(workers, max(len(plan.units), 1))
     try:
         if n_workers == 1:
-            CorpusWorker(plan, vocabulary, folder, quarantine=quarantine).work(on_beat)
+            tokenizer = Tokenizer(vocabulary, plan.tokenizer.name, plan.tokenizer.special_tokens)
+            CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(on_beat)
         else:
             work_in_processes(plan, vocabulary, folder, n_workers, on_beat, quarantine=quarantine)
     except EmptyCorpusError:

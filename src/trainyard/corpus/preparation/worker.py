@@ -41,7 +41,6 @@ from trainyard.corpus.preparation.unit import (
 from trainyard.corpus.preparation.work_folder import Claim, WorkerState, WorkFolder
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import Tokenizer
-from trainyard.data.vocabulary import Vocabulary
 from trainyard.errors import DataError, MachineError
 
 BEAT_SECONDS = 2.0
@@ -98,12 +97,11 @@ class CorpusWorker:
     """One of the processes that work on a corpus."""
 
     def __init__(
-        self, plan: PreparationPlan, vocabulary: Vocabulary, folder: WorkFolder, *, quarantine: bool
+        self, plan: PreparationPlan, folder: WorkFolder, tokenizer: Tokenizer, *, quarantine: bool
     ) -> None:
         self._plan = plan
         self._folder = folder
         self._quarantine = quarantine
-        tokenizer = Tokenizer(vocabulary, plan.tokenizer.name, plan.tokenizer.special_tokens)
         self._units = UnitWorker(plan.corpus, tokenizer, quarantine=quarantine)
         self._state = WorkerState(started=time.time())
         self._joins = {join_name(number) for number in range(len(plan.outputs))}
