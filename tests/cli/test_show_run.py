@@ -48,7 +48,7 @@ def test_all_fields_are_shown_when_asked() -> None:
     assert value_line(lines, "guard.skipped_steps_limit") == expected
     assert value_line(lines, "train.stop_after_minutes").endswith("= inf default")
     shown = {line.split()[0] for line in lines if " = " in line and line.startswith("  ")}
-    optional = ("train.batch_ramp.", "model.rotary_scaling.")
+    optional = ("train.batch_ramp.", "model.rotary_scaling.", "model.end_of_document_id")
     absent = {field for field in all_fields() if field.startswith(optional)}
     assert shown == set(all_fields()) - absent - {"description"}
 
