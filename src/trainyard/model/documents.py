@@ -31,7 +31,7 @@ def find_document_ends(tokens: Tensor, end_id: int) -> Tensor:
     is_end = tokens == end_id
     n_ended = is_end.cumsum(1)  # up to and with each token
     most = 1 << int(n_ended[:, -1].max()).bit_length()  # at least one more than end
-    column = torch.where(is_end, n_ended - 1, most)  # the last one takes what is not an end
+    column = torch.where(is_end, n_ended - 1, most)  # tokens that end nothing: the last column
     past = torch.arange(1, T + 1, device=tokens.device).expand_as(tokens)
     ends = tokens.new_full((len(tokens), most + 1), T)
     return ends.scatter_(1, column, past)[:, :most]
