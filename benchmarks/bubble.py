@@ -85,7 +85,7 @@ class Sleeper(nn.Module):
         super().__init__()
         self.seconds, self.takes_tokens = seconds, takes_tokens
         self.d_model, self.compute_dtype = 64, torch.float32
-        self.residual_positions = torch.arange(16)
+        self.residual_positions, self.blocks = torch.arange(16), nn.ModuleDict()
         self.start = nn.Parameter(torch.ones(self.d_model)) if takes_tokens else None
         self.weight = nn.Parameter(torch.ones(self.d_model))
 
@@ -125,7 +125,7 @@ def sleepers(schedule: str, chunks: int, seconds: float) -> Pipeline:
     example = torch.zeros(1, 16, dtype=torch.int64)
     group = dist.group.WORLD
     assert group is not None
-    return Pipeline(stages, n_ranks * chunks, group, schedule, example)
+    return Pipeline(stages, n_ranks * chunks, group, schedule, example, layers=[])
 
 
 def blocks(schedule: str, chunks: int) -> Pipeline:
@@ -148,7 +148,8 @@ def time_steps(pipeline: Pipeline, n_micro_batches: int, n_steps: int) -> list[l
     for _ in range(n_steps + 1):  # the first builds the schedule and connects
         dist.barrier()
         clock.busy_seconds, start = 0.0, time.perf_counter()
-        pipeline.forward_backward(tokens, tokens, None, n_micro_batches, 1.0)
+        pipeline._measure = lambda model, hidden, ids: model.summed_loss(hidden, ids, 1.0)
+        pipeline._run("step", (tokens, tokens, {}), n_micro_batches, [])
         dist.barrier()
         seconds = time.perf_counter() - start
         busy = [torch.zeros(()) for _ in range(dist.get_world_size())]
@@ -206,6 +207,7 @@ def main() -> None:
         help="that all stages of a rank sleep, three times for a micro batch",
     )
     parser.add_argument("--steps", type=int, default=5, help="for each line")
+    parser.add_argument("--only-sleepers", action="store_true", help="no real blocks")
     parser.add_argument("--output", type=Path, default=Path("bubble.json"))
     arguments = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -213,7 +215,10 @@ def main() -> None:
     record = describe_machine(["torch"])
     record["sleep_milliseconds"] = arguments.milliseconds
     with tempfile.TemporaryDirectory() as folder:
-        for n_ranks, part in ((4, "4 ranks that sleep"), (2, "2 ranks with real blocks")):
+        parts = {4: "4 ranks that sleep", 2: "2 ranks with real blocks"}
+        if arguments.only_sleepers:
+            del parts[2]
+        for n_ranks, part in parts.items():
             options = (n_ranks, folder, arguments.milliseconds / 1000, arguments.steps)
             multiprocessing.start_processes(be_rank, options, n_ranks, start_method="fork")
             rows = Path(folder, f"rows{n_ranks}.json").read_text(encoding="utf-8")

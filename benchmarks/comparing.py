@@ -55,7 +55,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     near = NearDeduplicate(kind="near_deduplicate", bands=arguments.bands)
-    steps = {"exact": Deduplicate(kind="deduplicate"), "near": near}
+    steps: dict[str, Deduplicate | NearDeduplicate] = {
+        "exact": Deduplicate(kind="deduplicate"),
+        "near": near,
+    }
     record: Figures = describe_machine(("numpy",)) | {"load_average": os.getloadavg()}
     with (
         tempfile.TemporaryDirectory() as name,

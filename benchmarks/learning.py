@@ -35,9 +35,9 @@ MODERN = {
     "model.bias": "false",
     "model.d_ff": 176,  # three matrices with as many values as the two of GPT-3
 }
-MUON = {"optimizer.kind": "muon"}
+MUON: dict[str, Any] = {"optimizer.kind": "muon"}
 BASELINE = "gpt3 adamw"
-CANDIDATES: dict[str, dict[str, object]] = {
+CANDIDATES: dict[str, dict[str, Any]] = {
     BASELINE: {},
     "gpt3 muon": MUON,
     "modern adamw": MODERN,

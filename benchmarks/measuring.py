@@ -9,15 +9,17 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 Figures = dict[str, Any]
+N_OPERATORS = 12
 
 
 def measure(command: list[str], cores: int, folder: Path) -> Figures:
@@ -85,6 +87,29 @@ class MemoryWatch(threading.Thread):
         self._done.set()
         self.join()
         return self.peak_bytes
+
+
+def profile_operators(action: Callable[[], object]) -> dict[str, float]:
+    """Calls an action under torch's profiler; gives the largest shares of CPU time by operator."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        action()
+    rows = sorted(profiler.key_averages(), key=lambda row: -row.self_cpu_time_total)
+    whole = sum(row.self_cpu_time_total for row in rows)
+    return {row.key: round(row.self_cpu_time_total / whole, 4) for row in rows[:N_OPERATORS]}
+
+
+def write_source_corpus(path: Path, megabytes: float) -> None:
+    """Writes the source of Python's standard library as documents of a .jsonl file."""
+    n_bytes = 0
+    with path.open("w", encoding="utf-8") as file:
+        for source in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+            if {"site-packages", "lib2to3", "test", "tests"} & set(source.parts):
+                continue
+            n_bytes += file.write(json.dumps({"text": source.read_text("utf-8", "replace")}) + "\n")
+            if n_bytes >= megabytes * 1e6:
+                break
 
 
 def describe_machine(packages: Sequence[str]) -> Figures:

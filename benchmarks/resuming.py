@@ -38,6 +38,7 @@ ITEMS = {
     6: "first step: data, forward, backward",
 }
 FIRST_STEP_DONE = 7
+VOCABULARY_SIZE = 50257
 
 
 def measure(command: list[str]) -> dict[str, float]:
@@ -68,6 +69,7 @@ def main() -> None:
     """Prints a table and writes the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--preset", default="gpt3-125m")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="trainyard-resuming-", dir=".") as folder:
@@ -75,10 +77,11 @@ def main() -> None:
         random = np.random.default_rng(0)
         with IndexedWriter(tokens, np.dtype(np.uint16)) as writer:
             for _ in range(64):
-                writer.add_document(random.integers(0, 50257, 512).astype(np.uint16))
+                writer.add_document(random.integers(0, VOCABULARY_SIZE, 512).astype(np.uint16))
         run = load_run(
-            "gpt3-125m",
+            arguments.preset,
             [
+                f"model.vocabulary_size={VOCABULARY_SIZE}",
                 *("model.sequence_length=256", "train.global_batch_size=4"),
                 *("train.micro_batch_size=4", "train.length='4 steps'", "precision.kind=fp32"),
                 *("schedule.decay='4 steps'", "schedule.warmup='1 steps'", "evaluate.batches=0"),
@@ -101,6 +104,7 @@ def main() -> None:
     record = describe_machine(("torch",))
     record |= {
         "load_average": os.getloadavg(),
+        "preset": arguments.preset,
         "checkpoint_bytes": size,
         "median_seconds": {
             name: round(statistics.median(each[name] for each in rounds), 3) for name in rounds[0]

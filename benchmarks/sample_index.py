@@ -12,25 +12,27 @@ machines compare.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from measuring import describe_machine, publish
 
 from trainyard.config.run import Blend
 from trainyard.data.blend import build_blend_index
-from trainyard.data.indexed import IndexedWriter, token_paths
+from trainyard.data.indexed import token_paths, write_index
 from trainyard.data.order import SequenceSettings, build_order
+from trainyard.data.sidecar import Sidecar, TokenizerRecord, save_sidecar
+from trainyard.files import BlockChecksum, FileRecord
 
-N_DOCUMENTS = 20_000_000
 MEAN_TOKENS = 1000
 SEQUENCE_LENGTH = 1024
 SPLIT = "949,50,1"
@@ -44,17 +46,32 @@ def make_corpus(prefix: str, n_documents: int) -> dict[str, float]:
     random = np.random.RandomState(SEED)
     lengths = random.randint(1, 2 * MEAN_TOKENS - 1, n_documents).astype(np.int32)
     n_tokens = int(lengths.sum(dtype=np.int64))
-    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
-        writer._add_lengths(lengths, np.ones(n_documents, np.int32))
+    dtype = np.dtype(np.uint16)
     bin_path, idx_path = token_paths(prefix)
+    bin_path.touch()
     os.truncate(bin_path, 2 * n_tokens)
-    with idx_path.open("rb") as file:
-        checksum = hashlib.file_digest(file, "sha256").hexdigest()
-    sidecar = {
-        "bin": {"size_bytes": 2 * n_tokens, "sha256": "0" * 64},  # not worth hashing 40 GB of holes
-        "idx": {"size_bytes": idx_path.stat().st_size, "sha256": checksum},
-    }
-    Path(f"{prefix}.json").write_text(json.dumps(sidecar))
+    ones = np.ones(n_documents, np.int32)
+    blocks = write_index(idx_path, dtype, (n_documents, n_documents), lambda: [(lengths, ones)])
+    sidecar = Sidecar(
+        recipe="benchmark",
+        tokenizer=TokenizerRecord("benchmark", "0" * 64, 50257, 50256, "text"),
+        json_key="text",
+        append_eod=True,
+        dtype=dtype.name,
+        documents=n_documents,
+        empty_documents=0,
+        sequences=n_documents,
+        tokens=n_tokens,
+        text_bytes=4 * n_tokens,
+        steps=[],
+        groups={},
+        quarantined={},
+        quarantined_places=[],
+        bin=FileRecord([BlockChecksum(2 * n_tokens, "0" * 64)]),  # 40 GB of holes are not hashed
+        idx=FileRecord(blocks),
+        sources=[],
+    )
+    save_sidecar(sidecar, prefix)
     return {"tokens": n_tokens}
 
 
@@ -74,11 +91,11 @@ def build(prefix: str, n_epochs: int, n_tokens: int, folder: str) -> dict[str, f
     return {"train_sequences": len(order), "epochs": order.corpora[0].plan.n_epochs}
 
 
-def shuffle_only(n_epochs: int, n_tokens: int) -> dict[str, float]:
+def shuffle_only(n_epochs: int, n_documents: int, n_tokens: int) -> dict[str, float]:
     """Shuffles arrays of the training split's sizes as Megatron-LM does, and nothing else."""
     random = np.random.RandomState(SEED)
     for size, dtype in (
-        (int(0.949 * N_DOCUMENTS) * n_epochs, np.int32),
+        (int(0.949 * n_documents) * n_epochs, np.int32),
         (int(0.949 * n_tokens) * n_epochs // SEQUENCE_LENGTH, np.uint32),
     ):
         random.shuffle(np.arange(size, dtype=dtype))
@@ -100,7 +117,7 @@ def run_child(*arguments: object) -> dict[str, float]:
 
 
 def child(name: str, *arguments: object) -> None:
-    tasks = {
+    tasks: dict[str, Callable[..., Any]] = {
         "build": build,
         "shuffle": shuffle_only,
         "blend": blend_only,
@@ -116,23 +133,23 @@ def child(name: str, *arguments: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--documents", type=int, default=20_000_000)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(*json.loads(options.child))
         return
-    record: dict[str, object] = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "numpy": np.__version__,
-        "documents": N_DOCUMENTS,
+    n_documents = options.documents
+    record = describe_machine(("numpy",)) | {
+        "documents": n_documents,
         "import": run_child("import"),
         "blend of 2 corpora, 20 M sequences": run_child("blend", 20_000_000),
     }
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "corpus"
         # Every job is a child: a process begins with its parent's peak of memory as its own.
-        record["tokens"] = n_tokens = int(run_child("corpus", str(prefix), N_DOCUMENTS)["tokens"])
+        record["tokens"] = n_tokens = int(run_child("corpus", str(prefix), n_documents)["tokens"])
         for n_epochs, megatron in MEGATRON.items():
             cache = Path(folder) / f"cache{n_epochs}"
             arguments = (str(prefix), n_epochs, n_tokens, str(cache))
@@ -140,13 +157,10 @@ def main() -> None:
                 "trainyard": run_child("build", *arguments),
                 "trainyard, second start": run_child("build", *arguments),
                 "cache_gb": round(sum(f.stat().st_size for f in cache.iterdir()) / 1e9, 2),
-                "shuffles alone, 32 bits": run_child("shuffle", n_epochs, n_tokens),
-                "megatron_elsewhere": megatron,
+                "shuffles alone, 32 bits": run_child("shuffle", n_epochs, n_documents, n_tokens),
+                "megatron_elsewhere_with_20_million_documents": megatron,
             }
-    text = json.dumps(record, indent=2)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    publish(record, options.output)
 
 
 if __name__ == "__main__":

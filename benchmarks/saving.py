@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -41,7 +42,6 @@ from trainyard.checkpoint.save import ALONE, save_checkpoint
 from trainyard.config.load import load_run
 
 PIECE_BYTES = 8 * 2**20
-D_MODEL = 1024
 FACTS = Facts(step=1, consumed_sequences=0, consumed_tokens=0, run={})
 State = dict[str, Tensor]
 Work = Callable[[], object]
@@ -49,11 +49,12 @@ Work = Callable[[], object]
 
 def make_state(gigabytes: float) -> State:
     """Makes weights and moments of a GPT with as many blocks as fit."""
-    block_bytes = 12 * 12 * D_MODEL**2
-    rest_bytes = 12 * D_MODEL * 50304
+    d_model = 1024 if gigabytes >= 1 else 64
+    block_bytes = 12 * 12 * d_model**2
+    rest_bytes = 12 * d_model * 50304
     n_layers = max(1, round((gigabytes * 1e9 - rest_bytes) / block_bytes))
-    size = [f"model.{key}" for key in (f"n_layers={n_layers}", f"d_model={D_MODEL}", "n_heads=16")]
-    gpt = load_run("tiny", [*size, f"model.d_ff={4 * D_MODEL}", "model.vocabulary_size=50257"]).run
+    size = [f"model.{key}" for key in (f"n_layers={n_layers}", f"d_model={d_model}", "n_heads=16")]
+    gpt = load_run("tiny", [*size, f"model.d_ff={4 * d_model}", "model.vocabulary_size=50257"]).run
     generator = torch.Generator().manual_seed(0)
     shapes = parameter_shapes(gpt.model, padded_vocabulary_size(gpt.model))
     state = {}
@@ -143,7 +144,8 @@ def fill(target: State, found: State) -> None:
 def no_checksums() -> Iterator[None]:
     """Has our files written and read without checksums of values."""
     nothing = SimpleNamespace(update=lambda piece: None, hexdigest=lambda: "0" * 32)
-    shard.xxhash = SimpleNamespace(xxh3_128=lambda: nothing)
+    no_hashes: Any = SimpleNamespace(xxh3_128=lambda: nothing)
+    shard.xxhash = no_hashes
     try:
         yield
     finally:

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from trainyard.planning.size import padded_vocabulary_size, parameter_shapes
 
+from trainyard.architecture import padded_vocabulary_size, parameter_shapes
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.load import load_into
 from trainyard.checkpoint.save import SavingRank, save_checkpoint

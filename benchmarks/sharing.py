@@ -21,6 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -126,8 +127,8 @@ class Simulation:
         dying = random.sample(self.workers, n_dead)
         for worker in self.workers:
             worker.folder.join()
-            self._add(random.random(), lambda worker=worker: self._step(worker, worker in dying))
-            self._add(BEAT_INTERVAL * random.random(), lambda worker=worker: self._beat(worker))
+            self._add(random.random(), partial(self._step, worker, worker in dying))
+            self._add(BEAT_INTERVAL * random.random(), partial(self._beat, worker))
         self._add(0.5, self._read_progress)
         started, progress_calls = self.clock.now, 0
         while self.events:

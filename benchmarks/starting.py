@@ -1,11 +1,12 @@
 """Seconds from the command `trainyard train` to the end of its first step, itemised (Linux).
 
-    python benchmarks/starting.py novels.jsonl --rounds 5 --output record.json
+    python benchmarks/starting.py --rounds 5 --output record.json
 
-The text is prepared once, outside of what is timed. Then the preset `laptop` is started for two
-steps, again and again, with one rank and with two in turn. Nothing is added to the command:
-the heartbeats of its workers and the run folder show how far it is. Imports alone, each in a
-process of its own, are measured beside it.
+The text, absent: source of Python's standard library, is prepared once, outside of what is timed.
+Then a preset is started for two steps, again and again, with one rank and with two in
+turn. Nothing is added to the command: the heartbeats of its workers and the run folder show how far
+it is. Imports alone, and commands that need no torch, are measured beside it, each in a process of
+its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from measuring import describe_machine, render
+from measuring import describe_machine, render, write_source_corpus
 
 from trainyard.launch.environment import Process, rank_environment
 from trainyard.launch.heartbeat import HeartbeatReader
@@ -35,9 +36,11 @@ SETTINGS = [
     "log.interval=1",
     "data.blend.prefixes=['text_text_document']",
     "tokenizer.path='text_tokenizer'",
+    "model.vocabulary_size=8192",
+    "train.global_batch_size=16",
     "data.cache_folder='cache'",
 ]
-RUN_FOLDER = Path("runs/laptop")
+RUN_FOLDER = Path("runs/started")
 PARENT_ITEMS = {
     "folder": "command: interpreter, its imports, run read and planned",
     "run.toml": "command: data and older checkpoints looked at, run folder written",
@@ -60,6 +63,8 @@ IMPORTS = {
     "and what torch's optimizers import": "import trainyard.cli.main, torch._dynamo",
     "and all of a worker": "import trainyard.cli.main, torch._dynamo, trainyard.training.worker",
 }
+
+COMMANDS = ("--help", "show tiny", "plan gpt3-13b --gpu h100-80g --gpus 64")
 
 
 class Watch:
@@ -104,7 +109,7 @@ class Watch:
         return None
 
 
-def measure(n_ranks: int) -> dict[str, float]:
+def measure(preset: str, n_ranks: int) -> dict[str, float]:
     """Starts training once; gives the seconds of each item."""
     shutil.rmtree("runs", ignore_errors=True)
     own = HeartbeatReader() if n_ranks == 1 else None
@@ -112,9 +117,8 @@ def measure(n_ranks: int) -> dict[str, float]:
     if own is not None:
         environment |= _heartbeat_variable(own.descriptor)
         descriptors = [own.descriptor]
-    command = [*COMMAND, "train", "laptop", *SETTINGS, "--ranks", str(n_ranks)]
-    if n_ranks > 1:
-        command.append(f"train.micro_batch_size={16 // n_ranks}")
+    sizes = [f"name={RUN_FOLDER.name}", f"train.micro_batch_size={16 // n_ranks}"]
+    command = [*COMMAND, "train", preset, *SETTINGS, *sizes, "--ranks", str(n_ranks)]
     started = time.perf_counter()
     with (
         Path("log").open("wb") as log,
@@ -129,7 +133,8 @@ def measure(n_ranks: int) -> dict[str, float]:
     if running.returncode:
         sys.exit(Path("log").read_text(errors="replace"))
     found, before = {}, started
-    for key, name in {**PARENT_ITEMS, **WORKER_ITEMS}.items():
+    items: list[tuple[str | int, str]] = [*PARENT_ITEMS.items(), *WORKER_ITEMS.items()]
+    for key, name in items:
         if isinstance(key, str):
             now = watch.seen[key]
         else:
@@ -140,12 +145,12 @@ def measure(n_ranks: int) -> dict[str, float]:
     return {**found, "all, to the end of the first step": before - started}
 
 
-def measure_imports() -> dict[str, float]:
-    """Times imports, each in a process of its own."""
+def measure_processes(commands: dict[str, list[str]]) -> dict[str, float]:
+    """Times commands, each in a process of its own."""
     found = {}
-    for name, program in IMPORTS.items():
+    for name, command in commands.items():
         started = time.perf_counter()
-        subprocess.run([sys.executable, "-P", "-c", program], check=True)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found[name] = time.perf_counter() - started
     return found
 
@@ -164,25 +169,33 @@ def _heartbeat_variable(descriptor: int) -> dict[str, str]:
 def main() -> None:
     """Prints a table and writes the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("text", type=Path)
+    parser.add_argument("text", type=Path, nargs="?")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--preset", default="laptop")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    text = arguments.text.resolve()
+    text = arguments.text and arguments.text.resolve()
     output = arguments.output.resolve() if arguments.output else None
     record = describe_machine(("torch", "tensorboard", "pydantic"))
-    rounds: dict[str, list[dict[str, float]]] = {"1 rank": [], "2 ranks": [], "imports": []}
+    imports = {name: [*COMMAND[:3], program] for name, program in IMPORTS.items()}
+    commands = {f"trainyard {words}": [*COMMAND, *words.split()] for words in COMMANDS}
+    rounds: dict[str, list[dict[str, float]]] = {
+        name: [] for name in ("1 rank", "2 ranks", "imports", "commands")
+    }
     with tempfile.TemporaryDirectory(prefix="trainyard-starting-", dir=".") as folder:
         os.chdir(folder)
+        if text is None:
+            write_source_corpus(text := Path("sources.jsonl"), 4)
         prepare = ["prepare", str(text), "--output", "text", "--train-tokenizer", "8192"]
         subprocess.run([*COMMAND, *prepare], check=True)
         record["load_average"] = os.getloadavg()
-        for n_ranks in (1, 2):
-            measure(n_ranks)  # files and the order of the data are in memory and cache after it
+        for n_ranks in (1, 2):  # after it, files and the order of the data are in memory and cache
+            measure(arguments.preset, n_ranks)
         for _ in range(arguments.rounds):
-            rounds["1 rank"].append(measure(1))
-            rounds["2 ranks"].append(measure(2))
-            rounds["imports"].append(measure_imports())
+            rounds["1 rank"].append(measure(arguments.preset, 1))
+            rounds["2 ranks"].append(measure(arguments.preset, 2))
+            rounds["imports"].append(measure_processes(imports))
+            rounds["commands"].append(measure_processes(commands))
         os.chdir("..")
     for name, each in rounds.items():
         record[name] = {

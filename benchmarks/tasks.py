@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,12 @@ def main() -> None:
         candidates = {"trainyard": run_ours(trained, trained.require_tokenizer(), path)}
         for size in (4, 32):
             model = HFLM(str(folder / "gpt"), device="cpu", dtype="float32", batch_size=size)
-            candidates[f"lm-eval, batches of {size}"] = lambda model=model: lm_eval.simple_evaluate(
-                model, tasks=["own"], task_manager=manager, bootstrap_iters=0
+            candidates[f"lm-eval, batches of {size}"] = partial(
+                lm_eval.simple_evaluate,
+                model,
+                tasks=["own"],
+                task_manager=manager,
+                bootstrap_iters=0,
             )
         rounds = [
             {name: time_it(function) for name, function in candidates.items()}

@@ -1,22 +1,23 @@
 """Speed and memory of `trainyard prepare`, beside Megatron-LM's two preprocessing tools (Linux).
 
-    pip install --no-deps -r benchmarks/peers.txt
-    python benchmarks/tokenizing.py novels.jsonl gpt2/ --megabytes 1000 --output record.json
+    python3 tools/set_up.py bench
+    .venv-bench/bin/python benchmarks/tokenizing.py novels.jsonl --megabytes 1000
 
-Two files are made of the corpus. "repeated" is the corpus again and again, so a tokenizer that
-remembers words knows nearly all of them. In "fresh" every repetition has its own alphabet for all
-words outside the 4,096 most frequent, so each brings as many new words as the first one did; web
-text lies between the two. Lengths in bytes are the same.
+Two files are made of the corpus (absent: the source of Python's standard library). "repeated" is
+the corpus again and again, so a tokenizer that remembers words knows nearly all of them. In "fresh"
+every repetition has its own alphabet for all words outside the 4,096 most frequent, so each brings
+as many new words as the first one did; web text lies between the two. Lengths in bytes are the
+same.
 
 A case is a whole process held to one core (or two, where it says so), from start to published
 files; the cases take turns, round after round. What the default tool does takes minutes a GB, so
 it is timed on a slice from the middle of the file and compared by rate. `work_seconds` is a
 process's own clock without its imports: ours has none, so ratios called "without its start" favour
-the peer. MB are 10^6 bytes of text.
+the peer. Ours in steady state is what half of a file more takes, joining included: it stands beside
+the peer's own clock. MB are 10^6 bytes of text.
 
-`tokenizing_cases.py` holds the peers, and says what of them is Megatron-LM's own code. Where
-megatron-core cannot be imported they are left out, and the record says so; `--peers` names another
-Python that can.
+The peers are Megatron-LM's real scripts at the commit in `peers.toml`. Where they cannot run they
+are left out, and the record says why.
 """
 
 from __future__ import annotations
@@ -36,20 +37,19 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
-from measuring import Figures, describe_machine, measure, render
+from measuring import Figures, describe_machine, measure, render, write_source_corpus
+from peers import find_peer
+
+from trainyard.data.vocabulary import load_vocabulary
 
 FREQUENT_WORDS = 4096
 NOTES = (
     "ours: the installed command `trainyard prepare`; it also syncs its files to the disk and "
     "writes their checksums, which the peers do not",
-    "default tool: real are MegatronHFTokenizer, IndexedDatasetBuilder and multiprocessing.Pool; "
-    "re-enacted is the loop of tools/preprocess_data.py around them (json.loads, text_to_ids, eod, "
-    "imap with chunks of 32, add_document)",
-    "default tool: work_seconds is by its own clock, at the rate from the end of its first chunk; "
-    "one worker makes two processes there, and both share the one core",
-    "fast tool: real are MegatronHFTokenizer, IndexedDatasetBuilder, gigatoken and awkward; "
-    "re-enacted is tools/preprocess_data_fast.py and add_documents, which no release holds yet",
-    "the peers import megatron.core.datasets alone; the real scripts also import megatron.training",
+    "default tool: Megatron-LM's tools/preprocess_data.py --workers 1; work_seconds is by its own "
+    "clock, at the rate after its first chunk; its two processes share the one core",
+    "fast tool: Megatron-LM's tools/preprocess_data_fast.py --use-gigatoken; work_seconds is by "
+    "its own clock, without imports",
     "inputs were just written, so all cases read them from memory",
     "write alone: as many bytes as ids of 16 bits take where four bytes of text make one",
     "peak_mebibytes adds up all processes, sampled; pages they share count more than once",
@@ -58,8 +58,8 @@ NOTES = (
 
 AIMS = {
     "ours on all over default tool without its start": 60,
-    "ours over fast tool without its start": 1.8,
-    "two workers over one": 1.8,
+    "ours in steady state over fast tool without its start": 1.8,
+    "two workers over one, in steady state": 1.8,
     "ours over encode alone": 0.4,
 }
 # The first pattern that a function's name matches says which stage it belongs to.
@@ -82,8 +82,14 @@ def ours(corpus: Path, workers: int) -> list[str]:
     return [str(command), "prepare", str(corpus), *options]
 
 
-def other(python: str, run: str, corpus: Path) -> list[str]:
-    return [python, str(Path(__file__).with_name("tokenizing_cases.py")), run, str(corpus)]
+def other(run: str, corpus: Path, *checkout: str) -> list[str]:
+    return [
+        sys.executable,
+        str(Path(__file__).with_name("tokenizing_cases.py")),
+        run,
+        str(corpus),
+        *checkout,
+    ]
 
 
 @dataclass(frozen=True)
@@ -98,21 +104,24 @@ class Case:
 
 def build_cases(corpus: Path, text_bytes: int, folder: Path, options: Any) -> dict[str, Case]:
     """The cases of one file; `folder` takes the slice and the file of one document."""
-    middle, one = folder / "slice.jsonl", folder / "one.jsonl"
+    middle, one, half = (folder / f"{name}.jsonl" for name in ("slice", "one", "half"))
     slice_bytes = cut_slice(corpus, middle, options.slice_megabytes * 10**6)
     one_bytes = cut_slice(corpus, one, 1)
+    half_bytes = cut_slice(corpus, half, corpus.stat().st_size // 2)
     cases = {
         "ours": Case(ours(corpus, 1), text_bytes),
         "ours, two workers": Case(ours(corpus, 2), text_bytes, 2),
+        "ours, half": Case(ours(half, 1), half_bytes),
+        "ours, two workers, half": Case(ours(half, 2), half_bytes, 2),
         "ours, slice": Case(ours(middle, 1), slice_bytes),
         "ours, one document": Case(ours(one, 1), one_bytes),
     }
     for name in ("encode alone", "read and parse alone", "write alone"):
-        cases[name] = Case(other(sys.executable, name, corpus), text_bytes)
+        cases[name] = Case(other(name, corpus), text_bytes)
     if options.peers_missing:
         return cases
-    peers, names = options.peers, ("fast tool", "default tool")
-    fast, default = (other(peers, *at) for at in zip(names, (corpus, middle), strict=True))
+    fast = other("fast tool", corpus, options.checkout)
+    default = other("default tool", middle, options.checkout)
     cases["fast tool"] = Case(fast, text_bytes)
     cases["fast tool, two cores"] = Case(fast, text_bytes, 2)
     cases["default tool, slice"] = Case(default, slice_bytes, rounds=options.default_rounds)
@@ -185,6 +194,13 @@ def measure_file(corpus: Path, text_bytes: int, folder: Path, options: Any) -> F
                     digests[name] = digest_outputs(Path(place))
             print(f"{corpus.stem} {number} {name}: {rows[name][-1]}", file=sys.stderr, flush=True)
     found = {name: summarize(rows[name], cases[name].text_bytes) for name in cases}
+    for name in ("ours", "ours, two workers"):
+        half = f"{name}, half"
+        found[name]["steady_megabytes_per_second"] = steady_rate(
+            cases[name].text_bytes - cases[half].text_bytes,
+            found[name]["wall_seconds"],
+            found[half]["wall_seconds"],
+        )
     return {
         "text_megabytes": round(text_bytes / 1e6, 1),
         "slice_megabytes": round(cases["ours, slice"].text_bytes / 1e6, 1),
@@ -196,12 +212,22 @@ def measure_file(corpus: Path, text_bytes: int, folder: Path, options: Any) -> F
     }
 
 
+def write_tokenizer(folder: Path) -> None:
+    """Writes the files of GPT-2's tokenizer, which ships with Trainyard."""
+    vocabulary = load_vocabulary("gpt2")
+    folder.mkdir()
+    ids = {token: number for number, token in enumerate(vocabulary.tokens)}
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    lines = ["#version: 0.2", *map(" ".join, vocabulary.merges), ""]
+    (folder / "merges.txt").write_text("\n".join(lines), encoding="utf-8")
+    # What AutoTokenizer wants to know, and the other files do not say.
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+
+
 def scratch(folder: Path, tokenizer: Path) -> tempfile.TemporaryDirectory[str]:
     """Makes a folder with the tokenizer in it, under the name that all cases use."""
     place = tempfile.TemporaryDirectory(dir=folder)
     shutil.copytree(tokenizer, Path(place.name) / "gpt2")
-    # What AutoTokenizer wants to know, and vocab.json and merges.txt do not say.
-    (Path(place.name) / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     return place
 
 
@@ -240,19 +266,29 @@ def summarize(rows: list[Figures], text_bytes: int) -> Figures:
     return found
 
 
+def steady_rate(n_bytes: int, whole: Figures, half: Figures) -> Figures:
+    """The rate of the `n_bytes` that a whole file has more than its half, without start and end."""
+    return {
+        name: round(n_bytes / 1e6 / (whole[key] - half[key]), 2)
+        for name, key in (("best", "min"), ("median", "median"))
+        if whole[key] > half[key]  # not so for a few MB
+    }
+
+
 def compare(found: dict[str, Figures]) -> Figures:
     """Gives ratios of rates: of the medians, and of the best rounds."""
 
     def ratio(first: str, second: str, clocks: tuple[str, str] = ("wall", "wall")) -> Figures:
         keys = [f"{clock}_megabytes_per_second" for clock in clocks]
-        return {
-            what: round(found[first][keys[0]][what] / found[second][keys[1]][what], 2)
-            for what in ("median", "best")
-        }
+        rates, others = found[first][keys[0]], found[second][keys[1]]
+        return {what: round(rates[what] / others[what], 2) for what in rates if what in others}
 
     ratios = {
         "ours over encode alone": ratio("ours", "encode alone", ("wall", "work")),
         "two workers over one": ratio("ours, two workers", "ours"),
+        "two workers over one, in steady state": ratio(
+            "ours, two workers", "ours", ("steady", "steady")
+        ),
     }
     if "fast tool" not in found:
         return add_aims(ratios)
@@ -260,6 +296,9 @@ def compare(found: dict[str, Figures]) -> Figures:
     ratios |= {
         "ours over fast tool": ratio("ours", "fast tool"),
         "ours over fast tool without its start": ratio("ours", "fast tool", own),
+        "ours in steady state over fast tool without its start": ratio(
+            "ours", "fast tool", ("steady", "work")
+        ),
         "two workers over fast tool on two cores": ratio(
             "ours, two workers", "fast tool, two cores"
         ),
@@ -291,7 +330,7 @@ def profile(corpus: Path, one: Path, folder: Path, options: Any) -> Figures:
     found = []
     for path in (one, one, corpus):  # the first warms what the disk holds of the packages
         with scratch(folder, options.tokenizer) as name:
-            command = other(sys.executable, "profile", path)
+            command = other("profile", path)
             found.append(measure(command, 1, Path(name))["self_seconds"])
     _, start, all_seconds = found
     seconds = {name: value - start.get(name, 0) for name, value in all_seconds.items()}
@@ -308,40 +347,42 @@ def profile(corpus: Path, one: Path, folder: Path, options: Any) -> Figures:
     }
 
 
-def find_missing_peers(python: str) -> str:
-    """Gives why the peers cannot run, or nothing."""
-    code = "import awkward, gigatoken, megatron.core.datasets.indexed_dataset, transformers"
-    command = [python, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
-
-
-def find_peer_version(python: str) -> str:
-    code = "import importlib.metadata as m; print(m.version('megatron-core'))"
-    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "absent"
+def find_missing_peers(clones: Path | None, folder: Path) -> tuple[str, str]:
+    """Returns the checkout of Megatron-LM, and why it cannot run; one of them is empty."""
+    found = find_peer("Megatron-LM", clones)
+    if isinstance(found, str):
+        return "", found
+    command = other("imports of Megatron-LM", folder, str(found))
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    return str(found), done.stderr.strip().splitlines()[-1] if done.returncode else ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("corpus", type=Path)
-    parser.add_argument("tokenizer", type=Path, help="folder with vocab.json and merges.txt")
+    parser.add_argument("corpus", type=Path, nargs="?")
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--slice-megabytes", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--default-rounds", type=int, default=3, help="of the default tool")
     parser.add_argument("--files", default="repeated,fresh")
-    parser.add_argument("--peers", default=sys.executable, help="a Python with megatron-core")
+    parser.add_argument("--peers", type=Path, help="folder with a clone of Megatron-LM")
     parser.add_argument("--scratch", type=Path, help="folder on the disk to measure on")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    options.peers_missing = find_missing_peers(options.peers)
-    corpus = options.corpus.read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        options.checkout, options.peers_missing = find_missing_peers(options.peers, Path(folder))
+        options.tokenizer = Path(folder) / "gpt2"
+        write_tokenizer(options.tokenizer)
+        write_source_corpus(path := Path(folder) / "sources.jsonl", min(options.megabytes, 30))
+        corpus = (options.corpus or path).read_bytes()
+        write_record(corpus, options)
+
+
+def write_record(corpus: bytes, options: argparse.Namespace) -> None:
     text_bytes = sum(len(json.loads(line)["text"].encode()) for line in corpus.splitlines())
     repetitions = max(1, round(options.megabytes * 1e6 / text_bytes))
     packages = ("gigatoken", "awkward", "tokenizers", "transformers", "numpy", "msgspec")
     record = describe_machine(packages) | {
-        "megatron-core": find_peer_version(options.peers),
         "peers_missing": options.peers_missing,
         "notes": NOTES,
         "files": {},

@@ -3,9 +3,8 @@
     PYTHON tokenizing_cases.py RUN corpus.jsonl
 
 runs in a folder that holds GPT-2's vocabulary as `gpt2/`, and leaves what it found in
-`figures.json`. The peers are Megatron-LM's own classes (tokenizer, index builder) from the package
-megatron-core; the few lines of its scripts around them, which are in no package, are re-enacted
-here. The peers run under any Python that has megatron-core; the rest needs Trainyard.
+`figures.json`. The peers are Megatron-LM's own scripts, as whole commands; a third argument
+names its checkout.
 """
 
 from __future__ import annotations
@@ -14,8 +13,11 @@ import cProfile
 import json
 import os
 import pstats
+import re
+import runpy
 import sys
 import time
+import typing
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,93 +26,59 @@ from typing import Any
 
 Figures = dict[str, Any]
 BLOCK_BYTES = 4 * 2**20
-CHUNK_DOCUMENTS = 32
 
 
-class Encoder:
-    """What a worker process of the default tool holds."""
+def start_megatron(_: Path) -> Figures:
+    """Makes Megatron-LM importable, and imports what both of its tools do.
 
-    tokenizer: Any
+    It is written for Python 3.12; Python 3.11 lacks only a decorator that has no effect.
+    """
+    if not hasattr(typing, "override"):
+        typing.override = lambda function: function  # type: ignore[attr-defined]
+    sys.path.insert(0, sys.argv[3])
+    import gigatoken  # noqa: F401
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: F401
+    from megatron.training.arguments import _add_tokenizer_args  # noqa: F401
 
-    def start(self) -> None:
-        Encoder.tokenizer = build_megatron_tokenizer()
-
-    def encode(self, line: str) -> tuple[list[int], list[int], int]:
-        text = json.loads(line)["text"]
-        ids = Encoder.tokenizer.text_to_ids(text)
-        if ids:
-            ids.append(Encoder.tokenizer.eod)
-        return ids, [len(ids)] if ids else [], len(line)
-
-
-def build_megatron_tokenizer() -> Any:
-    from megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer import MegatronHFTokenizer
-
-    # It looks for the name "gpt2" too, and finds the folder of that name in the current one.
-    files = {"vocab_file": "gpt2/vocab.json", "merges_file": "gpt2/merges.txt"}
-    return MegatronHFTokenizer("GPT2BPETokenizer", **files)
+    return {}
 
 
-def build_megatron_writer(tokenizer: Any) -> Any:
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    return IndexedDatasetBuilder("out.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
+def run_megatron(script: str, corpus: Path, *options: str) -> str:
+    """Runs a script of Megatron-LM in this process; returns what it printed."""
+    path = Path(sys.argv[3]) / "tools" / script
+    start_megatron(corpus)
+    files = ["--vocab-file", "gpt2/vocab.json", "--merge-file", "gpt2/merges.txt"]
+    tokenizer = ["--tokenizer-type", "GPT2BPETokenizer", *files, "--append-eod"]
+    sys.argv = [script, "--input", str(corpus), "--output-prefix", "out", *tokenizer, *options]
+    runpy.run_path(str(path), run_name="__main__")
+    sys.stdout.flush()
+    return Path("log").read_text(encoding="utf-8")
 
 
 def run_default_tool(corpus: Path) -> Figures:
-    """One worker process and the main one, as with --workers 1 --append-eod."""
-    import multiprocessing
-
-    encoder = Encoder()
-    tokenizer = build_megatron_tokenizer()
-    pool = multiprocessing.Pool(1, initializer=encoder.start)
-    writer = build_megatron_writer(tokenizer)
-    n_characters, first_characters, start = 0, 0, time.perf_counter()
-    with corpus.open(encoding="utf-8") as lines, pool:
-        for number, (ids, lengths, line_characters) in enumerate(
-            pool.imap(encoder.encode, lines, CHUNK_DOCUMENTS), 1
-        ):
-            writer.add_document(ids, lengths)
-            n_characters += line_characters
-            if number == CHUNK_DOCUMENTS:  # the worker has started
-                first_characters, start = n_characters, time.perf_counter()
-        writer.finalize("out.idx")
-    seconds = time.perf_counter() - start
-    # What the whole file would have taken at the rate of all but the first chunk.
-    return {"work_seconds": seconds * n_characters / (n_characters - first_characters)}
+    """One worker process and the main one; its own clock, from the end of its first chunk."""
+    log = run_megatron("preprocess_data.py", corpus, "--workers", "1", "--log-interval", "8")
+    counts = re.findall(r"Processed (\d+) documents \(([\d.]+) docs/s", log)
+    chunk = min(3, len(counts) - 2)  # of 32 documents
+    ends = [(int(n), int(n) / float(rate)) for n, rate in (counts[chunk], counts[-1])]
+    (first, start), (last, end) = ends
+    with corpus.open("rb") as lines:
+        n_documents = sum(1 for _ in lines)
+    return {"work_seconds": (end - start) * n_documents / (last - first)}
 
 
 def run_fast_tool(corpus: Path) -> Figures:
-    """The whole file as one array, as with --append-eod; its clock starts after the imports."""
-    import awkward
-    import gigatoken
-    import megatron.core.datasets.indexed_dataset
-    import megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer  # noqa: F401
-    import numpy as np
-
-    start = time.perf_counter()
-    tokenizer = build_megatron_tokenizer()
-    engine = gigatoken.Tokenizer(tokenizer.tokenizer)
-    documents = engine.encode_files(gigatoken.JsonlFileSource([corpus], "text"))
-    ends = awkward.singletons(awkward.Array(np.full(len(documents), tokenizer.eod, np.uint32)))
-    documents = awkward.concatenate([documents, ends], axis=1)
-    writer = build_megatron_writer(tokenizer)
-    tokens = np.asarray(awkward.flatten(documents), dtype=writer.dtype)
-    writer.data_file.write(tokens.tobytes())
-    lengths = np.asarray(awkward.num(documents, axis=1)).tolist()
-    writer.sequence_lengths.extend(lengths)
-    writer.document_indices.extend(range(1, len(lengths) + 1))
-    writer.finalize("out.idx")
-    return {"work_seconds": time.perf_counter() - start}
+    """Its clock starts after the imports."""
+    log = run_megatron("preprocess_data_fast.py", corpus, "--use-gigatoken")
+    return {"work_seconds": float(re.findall(r"Elapsed time: ([\d.]+) seconds", log)[0])}
 
 
 def read_texts(corpus: Path) -> Iterator[list[str]]:
     """Yields the batches of documents that `prepare` works with."""
     from trainyard.corpus.sources import find_files, read_documents, split_into_units
 
-    for unit in split_into_units(
-        [(file, file.stat().st_size) for file in find_files([str(corpus)])]
-    ):
+    files = [(file, file.stat().st_size) for file in find_files([str(corpus)])]
+    for unit in split_into_units(files, 2**27):
         for segment in unit:
             for batch in read_documents(segment, "text"):
                 yield batch.texts
@@ -164,6 +132,7 @@ def run_profile(corpus: Path) -> Figures:
 
 
 RUNS: dict[str, Callable[[Path], Figures]] = {
+    "imports of Megatron-LM": start_megatron,
     "default tool": run_default_tool,
     "fast tool": run_fast_tool,
     "encode alone": run_encode_alone,

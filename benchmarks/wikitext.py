@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from trainyard.corpus.sources.files import Segment
 from trainyard.corpus.sources.wikipedia import read_wikipedia
@@ -204,7 +205,7 @@ def main() -> None:
     start = time.process_time()
     ours = read_ours(options.dump, dropped)
     seconds = time.process_time() - start
-    figures = {"ours": count_traces(ours.values())}
+    figures: dict[str, Any] = {"ours": count_traces(ours.values())}
     figures["ours"]["megabytes_of_file_per_second"] = round(
         options.dump.stat().st_size / 1e6 / seconds, 2
     )

@@ -83,7 +83,7 @@ def build_plain(run: Run) -> Step:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         divisor = StepStats(total, norm, one).divisor(run.optimizer.clip_norm)
         optimizer.step(run.optimizer.learning_rate, divisor, (~norm.isfinite()).float())
-        optimizer.fused.zero_grad()
+        model.zero_grad()
         return total.item()
 
     return step

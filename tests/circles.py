@@ -1,9 +1,10 @@
-"""Which cases of a table run every day, and which when all are asked for."""
+"""Which cases of a table run every day, which when all are asked for, and in which part."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -20,7 +21,14 @@ def everyday(cases: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
         case
         if case in chosen
         else pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.exhaustive
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=(pytest.mark.exhaustive, pytest.mark.table),
         )
         for case in cases
     ]
+
+
+def is_in_part(name: str, part: str) -> bool:
+    """Tells whether the case of a name is in a part of all, such as "2/3"."""
+    number, _, n_parts = part.partition("/")
+    return crc32(name.encode()) % int(n_parts) == int(number) % int(n_parts)

@@ -15,12 +15,26 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.circles import is_in_part
 from tests.leftovers import collect_what_failed, ended_with_the_block, logging_as_before
 from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layouts", type=int, default=3, help="how many test_layout_walk.py visits")
+    parser.addoption("--part", default="1/1", help="of the cases marked `table`, such as 2/3")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the cases of tables that are in other parts."""
+    part = config.getoption("part")
+    left_out = {
+        item
+        for item in items
+        if item.get_closest_marker("table") and not is_in_part(item.nodeid, part)
+    }
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)

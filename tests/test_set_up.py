@@ -38,6 +38,8 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("pyproject.toml", "constraints.txt", "log", "fails"):
         (folder / name).write_text("")
     (folder / "tests" / "fake_cuda" / "stubs").mkdir(parents=True)
+    (folder / "benchmarks").mkdir()
+    (folder / "benchmarks" / "peers.txt").write_text("")
     for name in ("requirements.txt", "build.py", "stubs/runtime.cpp"):
         (folder / "tests" / "fake_cuda" / name).write_text("")
     write_programs(folder)
@@ -66,7 +68,7 @@ def set_up(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def write_programs(folder: Path) -> None:
-    for venv in (".venv", ".venv-cuda"):
+    for venv in (".venv", ".venv-bench", ".venv-cuda"):
         (folder / venv / "bin").mkdir(parents=True, exist_ok=True)
         for name in ("python", "uv"):
             program = folder / venv / "bin" / name
@@ -80,7 +82,8 @@ def start(module: ModuleType, purpose: str) -> list[str]:
     sys.argv = ["set_up.py", purpose]
     module.main()
     words = {"created": "created", "-q -c constraints.txt uv": "uv", "-e .[train,dev]": "dev"}
-    words |= {"--no-deps": "cuda", "fake_cuda/build.py": "stubs"}
+    words |= {"--no-deps -r constraints": "cuda", "fake_cuda/build.py": "stubs"}
+    words["--no-deps -r benchmarks/peers.txt"] = "peers"
     words["-e .[train]"] = "train"
     return [
         f"{line.split()[0]} {word}"
@@ -105,6 +108,15 @@ def test_what_is_set_up_is_not_set_up_again(
     capsys.readouterr()
     assert start(set_up, "dev") == []
     assert capsys.readouterr() == ("", "")
+
+
+def test_benchmarks_have_an_environment_with_peers(set_up: ModuleType) -> None:
+    assert start(set_up, "bench") == ["created created", "python uv", "uv dev", "uv peers"]
+    assert start(set_up, "bench") == []
+    Path("benchmarks/peers.txt").write_text("litgpt==0.6\n")
+    assert start(set_up, "bench") == ["python uv", "uv dev", "uv peers"]
+    start(set_up, "dev")
+    assert start(set_up, "bench") == start(set_up, "dev") == []
 
 
 def test_the_fake_gpu_has_an_environment_of_its_own(

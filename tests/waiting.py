@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 WATCHDOG_SECONDS = 900.0
@@ -44,8 +45,9 @@ def prepare_fork() -> None:
     at work for a moment even after it was joined.
     """
     import torch
-    import torch._dynamo  # at first use in every fork it would take seconds
 
+    for name in ("torch._dynamo", "trainyard.parallel.data", "trainyard.parallel.pipeline"):
+        import_module(name)  # at first use in every fork it would take seconds
     torch.set_num_threads(1)
     tasks = Path("/proc/self/task")
     own = str(threading.get_native_id())

@@ -2,6 +2,7 @@
 
     set_up.py train    .venv for training
     set_up.py dev      .venv for tests and checks too
+    set_up.py bench    .venv-bench for benchmarks beside peers
     set_up.py cuda     .venv-cuda for tests on a fake GPU (tests/fake_cuda); exits with 3 and one
                        line where this machine cannot have it
 
@@ -32,17 +33,20 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).resolve()
 ROOT = SCRIPT.parent.parent
-EXTRAS = {"train": ["train"], "dev": ["train", "dev"]}
+EXTRAS = {"train": ["train"], "dev": ["train", "dev"], "bench": ["train", "dev", "bench"]}
 CONTENTS = {
     "train": "what training needs: 70 packages, 350 MB unless cached (3 GB if torch comes with "
     "CUDA), 10 seconds to a few minutes",
     "dev": "what training, tests and checks need: 90 packages, 400 MB unless cached (3 GB if torch "
     "comes with CUDA), 10 seconds to a few minutes",
+    "bench": "what benchmarks and their peers need: 100 packages, 600 MB unless cached (3 GB if "
+    "torch comes with CUDA), 10 seconds to a few minutes",
     "cuda": "what tests on a fake GPU need: 90 packages, 1.1 GB unless cached, without NVIDIA's "
     "libraries, half a minute to a few minutes; 2.5 GB on disk",
 }
 FILES = ["pyproject.toml", "constraints.txt"]
 FAKE_CUDA = Path("tests") / "fake_cuda"
+PEERS = Path("benchmarks") / "peers.txt"
 CUDA_REQUIREMENTS = FAKE_CUDA / "requirements.txt"
 COMPILERS = ("gcc", "g++", "nm", "readelf")
 EXIT_NOT_HERE = 3
@@ -67,7 +71,7 @@ class Environment:
     @classmethod
     def of(cls, purpose: str) -> Environment:
         """Returns the one for a purpose."""
-        return cls(Path(".venv-cuda" if purpose == "cuda" else ".venv"))
+        return cls(Path({"cuda": ".venv-cuda", "bench": ".venv-bench"}.get(purpose, ".venv")))
 
     @property
     def python(self) -> Path:
@@ -88,7 +92,7 @@ class State:
         folder: the checkout, which the commands in its `bin` name.
         torch_index: where torch comes from; empty for PyPI, or pip's settings.
         files: the checksum of the files that name packages.
-        extras: of Trainyard; "cuda" for the packages of tests/fake_cuda.
+        extras: of Trainyard; "cuda" for the packages of tests/fake_cuda, "bench" for peers.
         stubs: the checksum of what the fake GPU is built from; empty without one.
     """
 
@@ -140,7 +144,8 @@ def needs(before: State | None, purpose: str) -> State:
         files = checksum([*map(Path, FILES), CUDA_REQUIREMENTS])
         return State(str(ROOT), "", files, ["cuda"], checksum(sources))
     asked = os.environ.get("TORCH_INDEX", "")
-    wanted = State(str(ROOT), asked, checksum(map(Path, FILES)), EXTRAS[purpose])
+    peers = [PEERS] if purpose == "bench" else []
+    wanted = State(str(ROOT), asked, checksum([*map(Path, FILES), *peers]), EXTRAS[purpose])
     if before is None:
         return wanted
     extras = max(wanted.extras, before.extras, key=len)
@@ -212,7 +217,9 @@ def install(venv: Environment, extras: list[str], torch_index: str) -> None:
     """
     pip = [str(venv.python), "-m", "pip"]
     constraints = ["-c", "constraints.txt"]
-    packages = [*constraints, "-e", f".[{','.join(extras)}]"]
+    own_extras = [extra for extra in extras if extra != "bench"]
+    packages = [*constraints, "-e", f".[{','.join(own_extras)}]"]
+    peers = ["--no-deps", "-r", str(PEERS)]
     if extras == ["cuda"]:
         # All that is pinned, and nothing that torch would bring: 2 GB of NVIDIA's libraries.
         packages = ["--no-deps", "-r", "constraints.txt", "-r", str(CUDA_REQUIREMENTS), "-e", "."]
@@ -230,12 +237,16 @@ def install(venv: Environment, extras: list[str], torch_index: str) -> None:
         uv += ["--build-constraints", "constraints.txt"]
         environment = uv_environment(settings, os.environ, venv.folder / ".cache")
         failure = run("packages", [*uv, *packages], environment)
+        if failure is None and "bench" in extras:
+            failure = run("peers", [*uv, *peers], environment)
     if failure is not None:
         print(
             f"  uv failed ({tail(failure, 1).strip()}); pip installs instead, in minutes",
             flush=True,
         )
         failure = run("packages", [*pip, "install", "-q", *packages], variables)
+        if failure is None and "bench" in extras:
+            failure = run("peers", [*pip, "install", "-q", *peers], variables)
     if failure is not None:
         if "No matching distribution found for torch===" in failure:
             raise NotHereError("the package index has no CUDA build of torch for this Python")

@@ -10,8 +10,6 @@ import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from trainyard.errors import MachineError
 
@@ -43,6 +41,9 @@ def missing_package(error: ModuleNotFoundError) -> MachineError | None:
 
 def install_command(extra: str) -> str:
     """Returns the command that adds an extra to this installation."""
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
     options, place = "", DISTRIBUTION
     origin = json.loads(_distribution_file("direct_url.json") or "{}")
     if "dir_info" in origin:

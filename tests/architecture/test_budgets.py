@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from tests.architecture.packages import PICTURE, draw
+from tests.circles import everyday
+from tests.faults.small_run import small_overrides, write_tokens
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "trainyard"
@@ -163,11 +166,11 @@ def test_code_of_others_is_replaced_only_in_the_simulation() -> None:
 
 def test_every_option_is_documented() -> None:
     from trainyard.config import corpus
-    from trainyard.config.load import all_fields
+    from trainyard.config.schema import field_manuals
 
-    manuals = all_fields() | all_fields(corpus.Corpus)
+    manuals = field_manuals() | field_manuals(corpus.Corpus)
     for step in ("Keep", "Normalize", "LengthLimits", "Quality", "NearDeduplicate"):
-        fields = all_fields(getattr(corpus, step))
+        fields = field_manuals(getattr(corpus, step))
         manuals |= {f"{step}.{name}": text for name, text in fields.items() if name != "kind"}
     undocumented = [name for name, text in manuals.items() if len(text) < 10]
     assert not undocumented
@@ -195,3 +198,33 @@ def test_light_verbs_do_not_import_torch(arguments: list[str]) -> None:
     )
     argv = [sys.executable, "-c", code]
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+
+
+@pytest.mark.parametrize("verb", everyday(["train", "evaluate", "generate"], ["train"]))
+def test_one_process_imports_neither_the_compiler_nor_distributed_tensors(
+    verb: str, tmp_path: Path
+) -> None:
+    tokens = write_tokens(tmp_path)
+    vocabulary = ["tokenizer.path=gpt2", "model.vocabulary_size=50257"]
+    first = ["train", "tiny", *small_overrides(tokens, 3), *vocabulary]
+    arguments = {
+        "train": first,
+        "evaluate": ["evaluate", "tiny", "--data", str(tokens)],
+        "generate": ["generate", "tiny", "--tokens", "2"],
+    }[verb]
+    if verb != "train":
+        run_and_list_modules(first, tmp_path)
+    heavy = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"}
+    modules = run_and_list_modules(arguments, tmp_path)
+    assert "torch" in modules and not heavy & modules
+
+
+def run_and_list_modules(arguments: list[str], folder: Path) -> set[str]:
+    code = (
+        "import json, sys; from trainyard.cli.main import main\n"
+        f"try: main({arguments!r})\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "open('modules', 'w').write(json.dumps(list(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=folder)
+    return set(json.loads((folder / "modules").read_text(encoding="utf-8")))

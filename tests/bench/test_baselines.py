@@ -40,6 +40,8 @@ OLMO2 = ("model.query_key_norm=all", "model.norm_place=after")
     [
         ("transformers", ()),
         ("transformers", UNTIED),
+        ("transformers", ("model.positions=rotary",)),
+        ("transformers", ("model.positions=rotary", *UNTIED)),
         ("transformers", LLAMA),
         ("transformers", (*LLAMA, *SCALED, *UNTIED)),
         ("transformers", (*LLAMA, *QWEN3)),

@@ -102,10 +102,12 @@ def test_a_profile_names_operators_and_parts(build: Build, tmp_path: Path) -> No
     found = profile_ours(build, tmp_path, OurTraining.step)
     shares = [each["share"] for each in found["operators"]]
     assert shares == sorted(shares, reverse=True)
-    assert {"aten::mm", "aten::addmm"} <= {each["name"] for each in found["operators"]}
-    assert all(".py" not in each["name"] for each in found["operators"])
     trace = json.loads((tmp_path / "trace.json").read_text())
     names = {entry["name"] for entry in trace["traceEvents"] if "name" in entry}
+    # Which of them take longest depends on the machine and its load.
+    assert {"aten::mm", "aten::addmm"} <= names
+    assert {each["name"] for each in found["operators"]} <= names
+    assert all(".py" not in each["name"] for each in found["operators"])
     assert {"trainyard: forward", "trainyard: backward", "trainyard: optimizer"} <= names
     table = (tmp_path / "operators.txt").read_text().splitlines()
     assert table[0].split() == ["share", "ms/step", "calls/step", "operator"]

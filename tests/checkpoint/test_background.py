@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.waiting import WATCHDOG_SECONDS
 
+from trainyard.checkpoint import background
 from trainyard.checkpoint.background import AsyncCheckpointer, Retention, probe, remove_old
 from trainyard.checkpoint.format import list_checkpoints, read_manifest
 from trainyard.checkpoint.load import load_into, load_tensors
@@ -266,6 +267,24 @@ def test_the_best_is_of_those_with_a_finite_loss_and_of_equal_ones_the_newest(tm
     removed = remove_old(tmp_path, Retention(last=1, best=1))
     assert [path.name for path in removed] == ["step-00000004"]
     assert steps_in(tmp_path) == [8, 5]
+
+
+def test_manifests_of_older_ones_are_read_once(tmp_path, save, monkeypatch):
+    read = []
+    read_manifest = background.read_manifest
+
+    def count(path):
+        read.append(path.name)
+        return read_manifest(path)
+
+    monkeypatch.setattr(background, "read_manifest", count)
+    for step in range(1, 9):
+        save(step, float(step))
+        remove_old(tmp_path, Retention(last=1, every=1))
+    assert max(map(read.count, read)) == 2  # as the newest, and as an older one
+    save(3, 0.5)  # again, better than any
+    remove_old(tmp_path, Retention(last=1, best=1))
+    assert steps_in(tmp_path) == [8, 3]
 
 
 def test_only_complete_ones_count(tmp_path, save):

@@ -382,7 +382,7 @@ def test_a_folder_that_rank_0_cannot_make_fails_all(tmp_path, make_facts):
 
 
 def test_large_parts_are_spread_over_files(tmp_path, make_facts, monkeypatch):
-    monkeypatch.setattr("trainyard.checkpoint.save.split_in_shards.__defaults__", (20,))
+    monkeypatch.setattr("trainyard.checkpoint.save.limit_of_shards", lambda _n_bytes: 20)
 
     def one(ranks: SavingRank) -> Path:
         tensors = {f"model.{name}": torch.full((4,), float(ranks.rank)) for name in "ab"}

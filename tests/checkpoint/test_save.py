@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from trainyard.checkpoint.format import list_checkpoints
 from trainyard.checkpoint.load import load_tensors
 from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.checkpoint.save import save_checkpoint
-from trainyard.checkpoint.shard import split_in_shards
+from trainyard.checkpoint.shard import (
+    SHARD_LIMIT_BYTES,
+    THREADS,
+    limit_of_shards,
+    split_in_shards,
+)
 from trainyard.checkpoint.verify import check_checkpoint
 
 
@@ -21,6 +27,26 @@ def test_shards_keep_the_order_and_the_limit():
         [1],
     ]
     assert [name for shard in shards for name in shard] == list(tensors)
+
+
+@pytest.mark.parametrize("gigabytes", [0.6, 1.5, 4.0, 12.0])
+def test_the_threads_that_write_end_together(gigabytes):
+    n_bytes = int(gigabytes * 1e9)
+    sizes = [n_bytes // 200] * 200
+    tensors = {
+        f"t{i}": torch.empty(size, dtype=torch.uint8, device="meta") for i, size in enumerate(sizes)
+    }
+    shards = split_in_shards(tensors, limit_of_shards(n_bytes))
+    threads = [0] * THREADS
+    for shard in shards:  # to the thread that is free first
+        threads[threads.index(min(threads))] += sum(t.nbytes for t in shard.values())
+    assert max(threads) < 1.25 * n_bytes / THREADS
+    assert len(shards) <= 2 * THREADS + 2 or gigabytes > 8
+
+
+def test_small_checkpoints_have_few_files_and_large_ones_files_to_move():
+    assert limit_of_shards(10**7) > 10**7
+    assert limit_of_shards(10**13) == SHARD_LIMIT_BYTES
 
 
 def test_a_second_checkpoint_of_a_step_replaces_the_first(tmp_path, make_facts):

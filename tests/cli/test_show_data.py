@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from trainyard.cli.show_data import count_lengths, printable, show_data, without_ending
+from trainyard.cli.names import without_ending
+from trainyard.cli.show_data import count_lengths, printable, show_data
 from trainyard.config.corpus import load_corpus
 from trainyard.corpus.preparation.prepare import prepare
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer

@@ -15,6 +15,7 @@ from trainyard.config.corpus import (
     Quality,
     load_corpus,
 )
+from trainyard.config.section import describe_fields
 from trainyard.errors import ConfigError
 
 HEAD = 'inputs = ["a.jsonl"]\noutput = "out"\ntokenizer = "gpt2"\n'
@@ -158,5 +159,5 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_the_bend_of_the_defaults_is_where_the_manual_says() -> None:
     near = NearDeduplicate(kind="near_deduplicate")
     assert round((1 / near.bands) ** (1 / near.rows), 2) == 0.72
-    assert "0.72" in (NearDeduplicate.model_fields["rows"].description or "")
+    assert "0.72" in describe_fields(NearDeduplicate)["rows"]
     assert Quality(kind="quality").min_words == 50

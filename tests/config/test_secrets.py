@@ -65,8 +65,8 @@ def test_a_run_with_a_login_is_named_by_its_field_alone() -> None:
     data = good.data.model_copy(update={"blend": blend})
     text = {"description": "from https://me:letmein@host/x"}
     run = good.model_copy(update={"data": data, **text})
-    found = secret_problems(run)
+    found = secret_problems(run.model_dump())
     assert list(found) == ["description", "data.blend.prefixes"]
     assert found["description"].startswith("description holds a URL with a login or a key, which")
     assert "letmein" not in str(found)
-    assert not secret_problems(good)
+    assert not secret_problems(good.model_dump())

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from tests.command import call, trainyard
 
+from trainyard.api import checkpoints as api
 from trainyard.checkpoint.format import TOKENIZER, read_manifest
 from trainyard.checkpoint.resume import find_checkpoint, newest_checkpoint
 from trainyard.cli.check import checkpoint as check_checkpoint
@@ -82,6 +83,19 @@ def moved(copied: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.Monke
         yield Path("elsewhere/web")
     finally:
         hidden.rename(trained)
+
+
+def test_several_prompts_are_continued_in_one_batch(moved: Path) -> None:
+    few = ("--tokens", "8", "--temperature", "0")
+    alone = [call(generate, moved, "--prompt", text, *few) for text in ("It was", "a")]
+    both = call(generate, moved, "--prompt", "It was", "--prompt", "a", *few)
+    assert both == f"--- prompt 1 of 2\n{alone[0]}--- prompt 2 of 2\n{alone[1]}"
+    checkpoint = api.SavedCheckpoint(moved)
+    texts = api.generate(checkpoint, ["It was", "a"], tokens=8, temperature=0)
+    assert [f"{text}\n" for text in texts] == alone
+    samples = call(generate, moved, "--prompt", "a", "--prompt", "b", "--samples", "2", *few)
+    assert "--- prompt 2 of 2, sample 1 of 2\nb" in samples
+    assert api.generate(checkpoint, []) == []
 
 
 def test_every_verb_reads_a_moved_run(moved: Path) -> None:

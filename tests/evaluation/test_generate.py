@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.model.test_gpt import MODERN, SHAPE, build
 
 from trainyard.errors import CheckpointError, ConfigError, DataError
+from trainyard.evaluation import generate as generating
 from trainyard.evaluation.generate import Sampling, choose, generate, generate_steps
 from trainyard.model.gpt import GPT
 
@@ -30,7 +32,7 @@ def greedy_by_full_forward(model: GPT, ids: list[int], n_tokens: int) -> list[in
 def test_greedy_equals_the_argmax_of_a_full_forward_pass(model: GPT, n_prompt: int) -> None:
     prompt = torch.randint(50, (n_prompt,), generator=torch.Generator().manual_seed(1)).tolist()
     # 40 tokens: the cache is filled and started again several times.
-    assert generate(model, prompt, 40, GREEDY) == [greedy_by_full_forward(model, prompt, 40)]
+    assert generate(model, [prompt], 40, GREEDY) == [greedy_by_full_forward(model, prompt, 40)]
 
 
 @pytest.mark.parametrize("n_prompt", [5, T])
@@ -38,27 +40,80 @@ def test_a_document_begins_after_the_end_token(model: GPT, n_prompt: int) -> Non
     prompt = torch.randint(50, (n_prompt,), generator=torch.Generator().manual_seed(1)).tolist()
     texts = []
     for model.end_id in (None, prompt[2]):
-        texts.append(generate(model, prompt, 40, GREEDY))
+        texts.append(generate(model, [prompt], 40, GREEDY))
         assert texts[-1] == [greedy_by_full_forward(model, prompt, 40)]
     assert texts[0] != texts[1]
-    assert generate(model, prompt[3:5], 4, GREEDY) == generate(model, prompt[:5], 4, GREEDY)
+    assert generate(model, [prompt[3:5]], 4, GREEDY) == generate(model, [prompt[:5]], 4, GREEDY)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt-3": {},
+    "rotary": {"positions": "rotary"},
+    "modern": MODERN,
+    "documents": {"attention_within_documents": True, "end_of_document_id": 3},
+    "documents without an end": {"attention_within_documents": True},
+}
+
+
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_a_batch_gives_each_prompt_what_it_gets_alone(options: dict[str, Any]) -> None:
+    model = build(SHAPE.model_copy(update=options), torch.float64).double()
+    prompts = [[5, 3, 8, 1, 4, 4], [7], [3, 2, 9], []]
+    together = generate(model, prompts, 10, GREEDY, eod_id=3)
+    assert together == [generate(model, [ids], 10, GREEDY, eod_id=3)[0] for ids in prompts]
+    assert len(set(map(tuple, together))) == 4
+
+
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_logits_of_a_batch_are_those_of_each_prompt(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(SHAPE.model_copy(update=options), torch.float64).double()
+    seen: list[torch.Tensor] = []
+
+    def note(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+        seen.append(logits)
+        return torch.full((len(logits),), 6)
+
+    monkeypatch.setattr(generating, "choose", note)
+    monkeypatch.setattr(model, "logits", lambda hidden: hidden @ model.head_weight.t())
+    prompts = [[5, 3, 8, 1, 4, 4], [7], [3, 2, 9]]
+    generate(model, prompts, 4, GREEDY)
+    together = torch.stack(seen, 1)
+    for number, prompt in enumerate(prompts):
+        seen.clear()
+        generate(model, [prompt], 4, GREEDY)
+        torch.testing.assert_close(together[[number]], torch.stack(seen, 1), rtol=0, atol=1e-12)
+
+
+def test_prompts_that_do_not_fit_together_are_continued_by_length(model: GPT) -> None:
+    prompts = [[1, 2, 3, 4, 5], [6], [5, 4, 3, 2, 1]]
+    together = generate(model, prompts, 2 * T, GREEDY)
+    assert together == [greedy_by_full_forward(model, prompt, 2 * T) for prompt in prompts]
 
 
 def test_padding_of_the_vocabulary_is_never_chosen(model: GPT) -> None:
-    samples = generate(model, [1], 100, Sampling(5.0, top_k=0, top_p=1), n_samples=4)
+    samples = generate(model, 4 * [[1]], 100, Sampling(5.0, top_k=0, top_p=1))
     assert max(max(ids) for ids in samples) < 50
-    few = generate(model, [1], 100, Sampling(5.0, 0, 1.0, vocabulary_size=5), n_samples=4)
+    few = generate(model, 4 * [[1]], 100, Sampling(5.0, 0, 1.0, vocabulary_size=5))
     assert {i for ids in few for i in ids} == set(range(5))
 
 
 def test_a_seed_gives_the_same_text_and_another_one_another(model: GPT) -> None:
-    texts = [generate(model, [1, 2], 20, Sampling(1.0, 0, 1.0, seed)) for seed in (7, 7, 8)]
+    texts = [generate(model, [[1, 2]], 20, Sampling(1.0, 0, 1.0, seed)) for seed in (7, 7, 8)]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_samples_of_one_prompt_differ(model: GPT) -> None:
-    first, second = generate(model, [1, 2], 20, Sampling(1.0, 0, 1.0), n_samples=2)
+    first, second = generate(model, 2 * [[1, 2]], 20, Sampling(1.0, 0, 1.0))
     assert len(first) == len(second) == 20
+    assert first != second
+
+
+def test_samples_differ_beside_a_prompt_of_another_length(model: GPT) -> None:
+    prompts = [[1, 2], [3], [1, 2]]
+    first, _, second = generate(model, prompts, 2 * T, Sampling(1.0, 0, 1.0))
+    assert len(first) == len(second) == 2 * T
     assert first != second
 
 
@@ -91,22 +146,22 @@ def test_temperature_sharpens_and_flattens() -> None:
 
 
 def test_a_sample_ends_at_the_end_of_document(model: GPT) -> None:
-    whole = generate(model, [1], 12, GREEDY)[0]
+    whole = generate(model, [[1]], 12, GREEDY)[0]
     stop = whole[4]
-    assert generate(model, [1], 12, GREEDY, eod_id=stop) == [whole[: whole.index(stop)]]
-    steps = list(generate_steps(model, [1], 12, GREEDY, eod_id=stop))
+    assert generate(model, [[1]], 12, GREEDY, eod_id=stop) == [whole[: whole.index(stop)]]
+    steps = list(generate_steps(model, [[1]], 12, GREEDY, eod_id=stop))
     assert len(steps) == whole.index(stop) + 1  # no step after every sample has ended
 
 
 def test_an_empty_prompt_starts_a_document(model: GPT) -> None:
-    ids = generate(model, [], 3, GREEDY, eod_id=49)[0]
-    assert ids == generate(model, [49], 3, GREEDY, eod_id=49)[0]
+    ids = generate(model, [[]], 3, GREEDY, eod_id=49)[0]
+    assert ids == generate(model, [[49]], 3, GREEDY, eod_id=49)[0]
 
 
 def test_the_mode_of_the_model_is_restored(model: GPT) -> None:
-    evaluated = generate(model, [1], 5, GREEDY)
+    evaluated = generate(model, [[1]], 5, GREEDY)
     model.train()
-    assert generate(model, [1], 5, GREEDY) == evaluated
+    assert generate(model, [[1]], 5, GREEDY) == evaluated
     assert model.training
 
 
@@ -121,7 +176,7 @@ def test_the_mode_of_the_model_is_restored(model: GPT) -> None:
 )
 def test_a_wrong_prompt_is_refused(model: GPT, prompt: list[int], problem: str) -> None:
     with pytest.raises(DataError, match=problem):
-        generate(model, prompt, 3, GREEDY)
+        generate(model, [prompt], 3, GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -148,4 +203,4 @@ def test_a_diverged_model_is_named(model: GPT) -> None:
     with torch.no_grad():
         model.final_norm.weight.fill_(float("nan"))
     with pytest.raises(CheckpointError, match=r"scores are not numbers .* diverged"):
-        generate(model, [1], 3, GREEDY)
+        generate(model, [[1]], 3, GREEDY)

@@ -34,6 +34,8 @@ transformers = pytest.importorskip("transformers")
 
 SCALING = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALING |= {"original_max_position_embeddings": 24}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
+NEOX = {"use_parallel_residual": False, "hidden_act": "gelu_new", "rope_parameters": ROPE}
 CASES: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
     "Llama tied, llama3 scaling": {
@@ -46,6 +48,10 @@ CASES: dict[str, dict[str, Any]] = {
     "Qwen3": {"num_key_value_heads": 2, "head_dim": 24},
     "Qwen3 tied, uneven": {"num_key_value_heads": 3, "num_attention_heads": 3, "head_dim": 16}
     | {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "GPTNeoX": NEOX,
+    "GPTNeoX tied, another base": NEOX
+    | {"tie_word_embeddings": True, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    | {"rope_parameters": ROPE | {"rope_theta": 50_000.0}},
     "Olmo2": {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, "pad_token_id": None},
     "Olmo2 tied, every head its own keys": {"tie_word_embeddings": True, "pad_token_id": None},
 }
@@ -175,6 +181,33 @@ def test_a_sliding_window_is_refused(tmp_path, key):
         import_huggingface(tmp_path / "theirs", tmp_path / "mine")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("use_parallel_residual", True, "use_parallel_residual: .*got True"),
+        ("use_parallel_residual", None, "use_parallel_residual: .*got True"),
+        ("hidden_act", "gelu", "hidden_act: .*got 'gelu'"),
+        ("hidden_act", None, "hidden_act: .*got 'gelu'"),
+        ("attention_bias", False, "attention_bias: .*got False"),
+        ("hidden_dropout", 0.1, "attention_dropout=0.0 and hidden_dropout=0.1 differ"),
+        ("rope_parameters", ROPE | {"partial_rotary_factor": 0.25}, "rotary_pct: .*got 0.25"),
+        ("rope_parameters", {"rope_type": "default"}, "rotary_pct: .*got 0.25"),
+        ("rope_parameters", None, "rotary_pct: .*got 0.25"),
+        ("rope_parameters", ROPE | {"rope_type": "yarn", "factor": 2.0}, "rope_scaling: "),
+    ],
+)
+def test_a_gpt_neox_that_our_model_does_not_compute_is_refused(tmp_path, key, value, problem):
+    """A value of None removes the key: transformers then assumes one that our models lack."""
+    random_model(tmp_path / "theirs", "GPTNeoX")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    del config[key]
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    if value is not None:
+        set_keys(tmp_path / "theirs", **{key: value})
+    with pytest.raises(CheckpointError, match=f"is not a GPTNeoXForCausalLM .*{problem}"):
+        import_huggingface(tmp_path / "theirs", tmp_path / "mine")
+
+
 def test_biases_among_the_weights_are_refused(tmp_path):
     random_model(tmp_path / "theirs")
     bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}
@@ -244,6 +277,7 @@ LLAMA = ["positions=rotary", "norm=rms", "mlp=swiglu", "bias=false", "n_key_valu
     [
         ([], "GPT2LMHeadModel"),
         (["rotary_base=5e5", "dropout=0"], "GPT2LMHeadModel"),
+        (["positions=rotary", "rotary_base=5e5"], "GPTNeoXForCausalLM"),
         (LLAMA, "LlamaForCausalLM"),
         ([*LLAMA, "d_head=32", "rotary_base=5e5"], "LlamaForCausalLM"),
         ([*LLAMA, "query_key_norm=true"], "Qwen3ForCausalLM"),
@@ -274,8 +308,8 @@ def test_the_fields_of_a_run_choose_the_architecture(
         ([*LLAMA, "norm=layer"], "has no model.norm='layer'\n", 'model.norm="rms"'),
         (
             [*LLAMA, "query_key_norm=true", "bias=true"],
-            "Qwen3ForCausalLM, the nearest of GPT2LMHeadModel, LlamaForCausalLM, "
-            "Olmo2ForCausalLM, Qwen3ForCausalLM, has no model.bias=True\n",
+            "Qwen3ForCausalLM, the nearest of GPT2LMHeadModel, GPTNeoXForCausalLM, "
+            "LlamaForCausalLM, Olmo2ForCausalLM, Qwen3ForCausalLM, has no model.bias=True\n",
             "nearest that works: model.bias=false",
         ),
         ([*LLAMA, "d_model=62", "d_head=16"], "query_key_norm='none'\n", 'query_key_norm="head"'),
@@ -336,7 +370,10 @@ def run_from(folder: Path, tokens: Path, work: Path) -> Run:
     "case",
     [
         "Llama tied, llama3 scaling",
-        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in ("Llama", "Qwen3", "Olmo2")),
+        *(
+            pytest.param(case, marks=pytest.mark.exhaustive)
+            for case in ("Llama", "Qwen3", "Olmo2", "GPTNeoX")
+        ),
     ],
 )
 def test_training_goes_on_as_in_transformers(tmp_path, case):
@@ -360,5 +397,5 @@ def test_training_goes_on_as_in_transformers(tmp_path, case):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         prompt = [3, 4, 5, 6]
         written = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
-        (text,) = generate(ours, prompt, 20, Sampling(temperature=0))
+        (text,) = generate(ours, [prompt], 20, Sampling(temperature=0))
         assert text == written[0, 4:].tolist()

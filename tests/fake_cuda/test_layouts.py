@@ -1,7 +1,8 @@
-"""Every layout of the parity table, its ranks on fake devices of their own.
+"""Layouts of the parity table, their ranks on fake devices of their own.
 
 Nothing is exchanged, so this shows no number: it shows that groups, buffers, streams and the logic
-of the host get through a step, and that no rank waits in it.
+of the host get through a step, and that no rank waits in it. Options of the model are on together:
+numbers tell them apart, and there are none here.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import torch
 from tests.fake_cuda.device import in_forks
 from tests.fake_cuda.steps import Measured, measure_rank
 from tests.parity.layouts import Row
-from tests.parity.test_parity import TABLE
+from tests.parity.test_parity import ALONE, TABLE
 from torch.distributed.pipelining import PipelineStage
 
 from trainyard.config.run import Run
 
+ROWS = {name: row for name, row in TABLE.items() if name.partition(", ")[0] not in ALONE}
 KIND_FOR = {"fp64": "bf16"}
 """fp64 is no precision of training."""
 
@@ -36,7 +38,7 @@ def build_run(row: Row) -> Run:
 def find_refused() -> dict[str, str]:
     """Maps rows that a GPU cannot compute, for lack of a kernel, to the reason."""
     refused = {}
-    for name, row in TABLE.items():
+    for name, row in ROWS.items():
         run = build_run(row)
         if run.parallel.context > 1 and run.parallel.context_method == "ring":
             if run.model.attention_within_documents:
@@ -70,7 +72,8 @@ def measure_ranks(row: Row, folder: Path) -> list[Measured]:
     return in_forks(n_ranks, work, {"FAKE_CUDA_DEVICES": str(n_ranks)})
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if name not in REFUSED])
+@pytest.mark.table
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in REFUSED])
 def test_all_ranks_get_through_a_step(
     name: str,
     tmp_path: Path,
@@ -78,7 +81,7 @@ def test_all_ranks_get_through_a_step(
     note_launches: Callable[[int], None],
 ) -> None:
     monkeypatch.setattr(PipelineStage, "_warmup_backward_result", agree)
-    ranks = measure_ranks(TABLE[name], tmp_path)
+    ranks = measure_ranks(ROWS[name], tmp_path)
     for measured in ranks:
         measured.judge()
     note_launches(max(measured.counts.launches for measured in ranks))
@@ -87,4 +90,4 @@ def test_all_ranks_get_through_a_step(
 @pytest.mark.parametrize(("name", "why"), REFUSED.items())
 def test_what_a_gpu_cannot_do_is_refused(name: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=why):
-        measure_ranks(TABLE[name], tmp_path)
+        measure_ranks(ROWS[name], tmp_path)

@@ -23,6 +23,7 @@ from trainyard.checkpoint.format import list_checkpoints, step_of
 from trainyard.data.loader import Batch, Loader
 from trainyard.launch.environment import Process, rank_environment
 from trainyard.launch.heartbeat import HeartbeatReader, Phase
+from trainyard.launch.watched import leave_after
 from trainyard.training import worker
 
 
@@ -136,7 +137,7 @@ def _be_rank(course: Course, process: Process, writing_end: int) -> None:
         _slow_down_flushes(course.flush_seconds)
     _write_down_batches(course.folder / f"order-{process.rank}.jsonl")
     sys.argv = ["worker", str(course.folder)]
-    worker.main()
+    leave_after(worker.main)
 
 
 def _slow_down_flushes(seconds: float) -> None:

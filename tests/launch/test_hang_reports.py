@@ -137,6 +137,24 @@ def test_what_an_earlier_job_told_is_not_heard(tmp_path: Path) -> None:
     assert now.read() == [WAITING]
 
 
+def test_each_report_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    def read_text(path: Path, encoding: str = "utf-8") -> str:
+        opened.append(path.name)
+        return path.read_bytes().decode(encoding)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    one, other = HangReports(tmp_path), HangReports(tmp_path)
+    one.write([WAITING, replace(WAITING, rank=2)])
+    for _ in range(3):
+        assert [seen.rank for seen in other.read()] == [0, 2]
+    assert sorted(opened) == ["rank-00000.json", "rank-00002.json"]
+    one.write([replace(WAITING, rank=2, step=13)])
+    assert [seen.step for seen in other.read()] == [WAITING.step, 13]
+    assert opened[2:] == ["rank-00002.json"]
+
+
 def test_what_cannot_be_read_or_written_is_left_out(tmp_path: Path) -> None:
     hang_reports = HangReports(tmp_path / "logs")
     (tmp_path / "logs").mkdir()

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 from tests.command import Fork
-from tests.waiting import wait_until
+from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.launch.environment import Process, rank_environment
 from trainyard.launch.heartbeat import (
@@ -103,6 +103,31 @@ def test_a_watched_module_shows_its_stack_while_it_holds_the_lock_of_python(
     wait_until(is_in_module)
     running.kill()
     running.wait()
+
+
+WORK = """
+import sys, threading
+from trainyard.launch.watched import leave_after
+def work():
+    threading.Thread(target=threading.Event().wait).start()  # as for a dead rank
+    sys.stdout.write("said")
+    {ending}
+leave_after(work)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("pass", 0), ("sys.exit(75)", 75), ("raise ValueError", 1)]
+)
+def test_a_worker_ends_without_waiting_for_its_threads(ending: str, code: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", WORK.format(ending=ending)],
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
+    )
+    assert (ended.returncode, ended.stdout) == (code, "said")
+    assert ("ValueError" in ended.stderr) == (code == 1)
 
 
 def test_a_worker_may_open_as_many_files_as_this_machine_allows() -> None:

@@ -1,4 +1,4 @@
-"""Casts of weights that several passes share."""
+"""Casts of weights that several passes share, and blocks of rows that stay in a cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 
 from trainyard.architecture import LayerSpec
 from trainyard.config.run import Model
-from trainyard.model.linear import Linear, Norm, add_to_gradients, cast_once
+from trainyard.model import linear
+from trainyard.model.gpt import MLP
+from trainyard.model.linear import Linear, Norm, add_to_gradients, cached_blocks, cast_once
 
 SQUARE = LayerSpec("square", "linear", (8, 8), "replicated", has_bias=True)
 NORM = LayerSpec("norm", "norm", (8,), "replicated", has_bias=True)
@@ -106,3 +108,37 @@ def test_compiled_backward_passes_add_without_a_pass_of_their_own(n_micro_batche
 def test_the_matmuls_of_gradients_exist_in_torch() -> None:
     schema = str(torch.ops.aten.addmm.dtype_out._schema)
     assert "ScalarType out_dtype" in schema and "Tensor(a!) out" in schema
+
+
+def test_blocks_have_all_rows_in_order_and_are_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "CACHE_BYTES", 3 * 4 * 10)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    whole, other = torch.randn(2, 7, 10), torch.randn(2, 7, 5)
+    blocks = list(cached_blocks(whole, other))
+    assert [len(a) for a, _ in blocks] == [len(b) for _, b in blocks] == [6, 6, 2]
+    assert torch.equal(torch.cat([b for _, b in blocks]), other.flatten(0, 1))
+    for first, _ in blocks:
+        first.zero_()
+    assert not whole.any()
+
+
+@pytest.mark.parametrize("rows_in_a_block", [1, 5, 1000])
+def test_gradients_of_swiglu_are_those_of_its_formula(
+    monkeypatch: pytest.MonkeyPatch, rows_in_a_block: int
+) -> None:
+    monkeypatch.setattr(linear, "CACHE_BYTES", rows_in_a_block * 2 * 12 * 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    mlp = MLP(Model(n_layers=1, d_model=8, n_heads=1, d_ff=12, mlp="swiglu", bias=False)).double()
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(3, 7, 8, dtype=torch.float64)
+    up, down = (each.weight.detach().requires_grad_() for each in (mlp.up, mlp.down))
+    gate, value = (x @ up.t()).unflatten(-1, (12, 2)).unbind(-1)
+    expected = (gate * gate.sigmoid() * value) @ down.t()
+    found = mlp(x)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(found)
+    found.backward(upstream)
+    expected.backward(upstream)
+    torch.testing.assert_close(mlp.up.weight.grad, up.grad)
+    torch.testing.assert_close(mlp.down.weight.grad, down.grad)

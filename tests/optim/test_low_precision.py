@@ -9,9 +9,10 @@ import torch
 from tests.optim.updates import apply_update
 from torch import Tensor, nn
 
+from trainyard.bench.baselines import build_adamw
 from trainyard.config.precisions import stored
 from trainyard.config.run import Optimizer
-from trainyard.optim.adamw import LowPrecisionAdamW, build_adamw
+from trainyard.optim.adamw import LowPrecisionAdamW
 from trainyard.optim.clip import StepStats, norms_of
 from trainyard.parallel.model import LocalParameter
 from trainyard.parallel.placement import Placement, whole

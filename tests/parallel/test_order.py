@@ -49,6 +49,7 @@ def backward_order(run: Run, n_ranks: int) -> str:
     model = ParallelModel(run, plan, mesh, torch.bfloat16).stages[0]
     (block,) = model.blocks.values()
     n_tokens = len(model.residual_positions)
+    counters.clear()  # of what this process compiled before
     x = torch.ones(1, n_tokens, run.model.d_model, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(2):
         out = block(x, None, model.residual_positions)

@@ -22,7 +22,7 @@ from trainyard.model import attention, gpt, linear, loss
 from trainyard.model.gpt import GPT
 from trainyard.optim import clip, muon
 from trainyard.optim.adamw import AdamW
-from trainyard.parallel import context, mesh, tensor
+from trainyard.parallel import context, data, mesh, tensor
 from trainyard.parallel import model as parallel_model
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
@@ -149,7 +149,7 @@ def stale_shard(patch: pytest.MonkeyPatch) -> None:
     right = AdamW.step
 
     def wrong(optimizer: AdamW, *arguments: Any) -> None:
-        parameter = local_part(optimizer.fused.param_groups[0]["params"][0])
+        parameter = local_part(optimizer.parameters[0])
         before = parameter.detach().clone()
         right(optimizer, *arguments)
         if dist.is_initialized() and dist.get_rank() == 1:
@@ -185,7 +185,7 @@ def gradients_of_replicas_not_added_up(patch: pytest.MonkeyPatch) -> None:
     def wrong(model: Any, *_: Any, **__: Any) -> None:
         model.set_requires_all_reduce(False)
 
-    patch.setattr(parallel_model, "prepare_micro_batch", wrong)
+    patch.setattr(data, "prepare_micro_batch", wrong)
 
 
 def ring_turns_consecutive_positions(patch: pytest.MonkeyPatch) -> None:

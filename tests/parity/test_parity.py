@@ -152,10 +152,8 @@ TABLE = {
     "muon fp32 tp2 sequence": Row(SP2, computed_in=F32, optimizer=MUON),
     "muon bf16 tp2 sequence": Row(SP2, computed_in=BF16, optimizer=MUON),
     "muon dp4 tp2 hybrid zero 2": Row(TP2 | HYBRID | Z2, data=4, optimizer=MUON),
-    # Compiled blocks.
-    "dp2 tp2 sequence zero 1 compiled": Row(
-        SP2 | Z1, data=2, train={"compile": "always"}, model=DROPOUT
-    ),
+    # Compiled blocks; cut ones below.
+    "dp2 zero 1 compiled": Row(Z1, data=2, train={"compile": "always"}, model=DROPOUT),
     # The precisions of training.
     "fp32 dp2 zero 3": Row(Z3, data=2, computed_in=F32, model=DROPOUT),
     "fp32 dp2 tp2 pp2 sequence zero 1": Row(SP2 | PP2 | Z1, data=2, computed_in=F32, model=DROPOUT),
@@ -227,7 +225,7 @@ TABLE = {
 }
 
 
-# Each option of the model by itself, and all together.
+# Each option of the model by itself on each axis, and all together on mixtures of axes too.
 SHARED = {"n_heads": 8, "n_key_value_heads": 4}
 SCALED = {"original_sequence_length": 8, "factor": 4.0}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -266,17 +264,20 @@ MIXTURES = {
 # A sequence of 16 tokens has two or three documents; with more kinds of tokens, few would end.
 DOCUMENTS = {"attention_within_documents": True, "end_of_document_id": 3, "vocabulary_size": 10}
 Z_LOSS = {"z_loss": 0.1}
-ALSO = {
-    "modern": (MODERN, {}),
-    "olmo": (OLMO, {}),
+ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{name: (model, {}) for name, model in OPTIONS.items()},
     "documents": (DOCUMENTS, {}),
     "z-loss": ({}, Z_LOSS),
+}
+TOGETHER = {
+    "modern": (MODERN, {}),
+    "olmo": (OLMO, {}),
     "modern, documents, z-loss": (MODERN | DOCUMENTS, Z_LOSS),
 }
-for option, (model, train) in ({name: (each, {}) for name, each in OPTIONS.items()} | ALSO).items():
-    for axes, (cut, data) in (ONE_AXIS | MIXTURES).items():
+for name, (model, train) in (ALONE | TOGETHER).items():
+    for axes, (cut, data) in (ONE_AXIS if name in ALONE else ONE_AXIS | MIXTURES).items():
         dropout = {} if cut.get("context_method") == "ring" else DROPOUT
-        TABLE[f"{option}, {axes}"] = Row(cut, data=data, model=model | dropout, train=train)
+        TABLE[f"{name}, {axes}"] = Row(cut, data=data, model=model | dropout, train=train)
 # The gradient of a norm of heads is a few numbers, the small sums of many large ones: rounding
 # shows in them far more than elsewhere; and it grows with depth, faster than in GPT-3. fp64 proves
 # both.
@@ -286,9 +287,7 @@ TABLE |= {
     "modern, tp4 sequence": Row(SP4, model=MODERN | DROPOUT),
     "modern, muon dp2 tp2 sequence zero 1": Row(SP2 | Z1, data=2, optimizer=MUON, model=MODERN),
     "olmo, muon dp2 tp2 sequence zero 1": Row(SP2 | Z1, data=2, optimizer=MUON, model=OLMO),
-    "olmo, dp2 tp2 sequence zero 1 compiled": Row(
-        SP2 | Z1, data=2, train={"compile": "always"}, model=OLMO | DROPOUT
-    ),
+    "olmo, tp2 sequence compiled": Row(SP2, train={"compile": "always"}, model=OLMO | DROPOUT),
     "modern, fp32 tp2 pp2 sequence": Row(SP2 | PP2, computed_in=F32, model=ROUNDED | DROPOUT),
     "modern, bf16 tp2 sequence": Row(SP2, computed_in=BF16, model=ROUNDED | DROPOUT),
     "modern, fp16 cp2 ring": Row(RING2, computed_in=F16, model=ROUNDED),

@@ -10,6 +10,8 @@ from trainyard.planning.hardware import (
     cpu_multiplies_bf16_natively,
     find_device,
     find_local_machine,
+    is_amd_with_avx512,
+    is_cpu_of_amd,
     transfer_efficiencies,
 )
 
@@ -94,6 +96,31 @@ def test_native_bf16_is_read_from_the_flags(tmp_path: Path, text: str, native: b
     cpu_info.write_text(text)
     assert cpu_multiplies_bf16_natively(cpu_info) is native
     assert cpu_multiplies_bf16_natively(tmp_path / "missing") is False
+
+
+@pytest.mark.parametrize(
+    ("text", "is_of_amd", "has_avx512"),
+    [
+        ("processor : 0\nvendor_id\t: AuthenticAMD\nflags : fpu avx2\n", True, False),
+        ("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f\n", True, True),
+        (
+            "vendor_id\t: GenuineIntel\nmodel name : not AuthenticAMD\nflags : avx512f\n",
+            False,
+            False,
+        ),
+        ("processor\t: 0\nFeatures\t: fp asimd\n", False, False),
+        ("", False, False),
+    ],
+)
+def test_the_maker_of_the_processor(
+    tmp_path: Path, text: str, is_of_amd: bool, has_avx512: bool
+) -> None:
+    cpu_info = tmp_path / "cpuinfo"
+    cpu_info.write_text(text)
+    assert is_cpu_of_amd(cpu_info) is is_of_amd
+    assert is_amd_with_avx512(cpu_info) is has_avx512
+    assert is_amd_with_avx512(tmp_path / "missing") is False
+    assert is_cpu_of_amd(tmp_path / "missing") is False
 
 
 def test_efficiencies_of_other_devices_say_that_they_are_assumed() -> None:

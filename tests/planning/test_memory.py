@@ -66,10 +66,17 @@ def test_the_record_is_of_many_layouts_and_all_recipes() -> None:
     }
 
 
+# Simulating every recipe takes 20 minutes; `benchmarks/planned_memory.py` does it.
+SIMULATED = {"recipes/azure/1.3b.toml", "recipes/lumi/125m.toml", "recipes/msamp/345m-bf16.toml"}
+AGAIN = [
+    row
+    for row in ROWS
+    if row["source"] == "tiny" or (row["source"] in SIMULATED and row["pipeline_rank"] == 0)
+]
 EVERY_DAY = [r for r in ROWS if r["changes"].startswith("zero_stage=1 ") and r["n_ranks"] == 2]
 
 
-@pytest.mark.parametrize("row", everyday(ROWS, EVERY_DAY), ids=name_of)
+@pytest.mark.parametrize("row", everyday(AGAIN, EVERY_DAY), ids=name_of)
 def test_simulations_are_still_those_of_the_record(row: dict[str, Any]) -> None:
     run, n_ranks = load(row["source"], row["changes"]), row["n_ranks"]
     rank = row["pipeline_rank"] * n_ranks // run.parallel.pipeline

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainyard.precision.policy import CodedReduceScatter
+from trainyard.parallel.data import CodedReduceScatter
 from trainyard.simulate.accounting import Accounting
 
 E4M3_ROUNDING = 2.0**-4  # relative, at most

@@ -8,7 +8,6 @@ are the real ones; they tell a CPU from everything else, and so do here what the
 
 from __future__ import annotations
 
-import importlib
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -138,10 +137,7 @@ class Calls(TorchFunctionMode):
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    # It refuses to be fused on "meta", where it can be.
-    adam = importlib.import_module("torch.optim.adam")
-    monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *_args: None)
+def gpu() -> Iterator[Gpu]:
     with Gpu() as made, Calls(made):
         yield made
 

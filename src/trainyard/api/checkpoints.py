@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +23,8 @@ from trainyard.evaluation.ranks import open_predictor
 from trainyard.launch.environment import Process
 from trainyard.model.gpt import GPT
 from trainyard.planning.resolve import resolve
+
+Prompt = TypeVar("Prompt", str, list[str])
 
 
 class SavedCheckpoint:
@@ -73,19 +75,19 @@ class SavedCheckpoint:
 
 def generate(
     checkpoint: SavedCheckpoint | str | Path,
-    prompt: str = "",
+    prompt: Prompt = "",  # type: ignore[assignment]
     *,
     tokens: int = 100,
     temperature: float = 0.8,
     top_k: int = 50,
     top_p: float = 0.95,
     seed: int = 0,
-) -> str:
+) -> Prompt:
     """Continues a prompt; returns both, as `trainyard generate` prints them.
 
     Args:
         checkpoint: or its path.
-        prompt: empty: a new document.
+        prompt: empty: a new document. Several are continued in one batch: a list, as returned.
         tokens: new ones at most; a document may end earlier.
         temperature: 0: greedy decoding.
         top_k: sample from the k most likely tokens; 0: all.
@@ -98,9 +100,11 @@ def generate(
     found = checkpoint if isinstance(checkpoint, SavedCheckpoint) else SavedCheckpoint(checkpoint)
     tokenizer = found.tokenizer
     sampling = Sampling(temperature, top_k, top_p, seed, tokenizer.vocabulary_size)
-    prompt_ids = tokenizer.encode(prompt)
-    (sample,) = generate_ids(found.model(), prompt_ids, tokens, sampling, tokenizer.eod_id)
-    return prompt + tokenizer.decode(sample)
+    prompts: list[str] = [prompt] if isinstance(prompt, str) else prompt
+    ids = list(map(tokenizer.encode, prompts))
+    new = generate_ids(found.model(), ids, tokens, sampling, tokenizer.eod_id) if ids else []
+    texts = [text + tokenizer.decode(sample) for text, sample in zip(prompts, new, strict=True)]
+    return texts[0] if isinstance(prompt, str) else texts
 
 
 @dataclass(frozen=True)

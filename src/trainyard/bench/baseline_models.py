@@ -7,9 +7,11 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from trainyard.config.run import Model
-from trainyard.export.families import GPT2, HEAD, LLAMA, Family, find_family
+from trainyard.export.families import LLAMA, Family, find_family
 from trainyard.model.gpt import GPT
 
+HEAD = "lm_head"
+"""In memory; a GPT-NeoX of transformers has another name in files."""
 LITGPT = replace(
     LLAMA,
     names={
@@ -33,8 +35,8 @@ def build_transformers(model: Model, ours: GPT) -> nn.Module:
 
     family = find_family(model)
     keys = family.config_of(model)
-    if family is GPT2:
-        keys["activation_function"] = "gelu_pytorch_tanh"
+    for key, value in keys.items():
+        keys[key] = "gelu_pytorch_tanh" if value == "gelu_new" else value
     architecture = getattr(transformers, keys.pop("architectures")[0])
     config = architecture.config_class.from_dict(keys | {"use_cache": False})
     return _load(architecture(config), family, model, ours)
@@ -77,9 +79,12 @@ def _load(theirs: nn.Module, family: Family, model: Model, ours: GPT) -> nn.Modu
     weights: dict[str, Tensor] = {}
     for name, parameter in ours.named_parameters():
         weights |= family.to_theirs(name, parameter.detach(), model)
+    head = f"{HEAD}.weight"
     if model.tied_embeddings:
         (embedding,) = family.their_names("embedding.weight")
-        weights[HEAD] = weights[embedding]
-        theirs.get_submodule("lm_head").weight = theirs.get_parameter(embedding)
+        weights[head] = weights[embedding]
+        theirs.get_submodule(HEAD).weight = theirs.get_parameter(embedding)
+    else:
+        weights[head] = weights.pop(family.head)
     theirs.load_state_dict(weights)
     return theirs

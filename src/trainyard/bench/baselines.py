@@ -25,13 +25,12 @@ from torch import Tensor, nn
 
 from trainyard.bench.baseline_models import build_litgpt, build_transformers
 from trainyard.bench.timeline import BACKWARD, FORWARD, Timeline
-from trainyard.config.run import Run
+from trainyard.config.run import Optimizer, Run
 from trainyard.data.loader import Loader, build_orders
 from trainyard.errors import ConfigError, LaunchError, MachineError
 from trainyard.export.families import FAMILIES, GPT2, LLAMA, Family, find_family
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
-from trainyard.optim.adamw import build_adamw
 from trainyard.planning.batches import BatchSchedule
 from trainyard.planning.resolve import Plan, learning_rate
 
@@ -243,3 +242,18 @@ def build_baseline(
         theirs = build_transformers(run.model, ours)
         baseline = AutocastBaseline(run, device, theirs, lambda tokens: theirs(tokens).logits)
     return BaselineTraining(run, plan, device, timeline, baseline)
+
+
+def build_adamw(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> torch.optim.AdamW:
+    """Builds torch's fused AdamW; one-dimensional parameters (biases and norms) are not decayed."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optimizer.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=optimizer.learning_rate,
+        betas=optimizer.betas,
+        eps=optimizer.epsilon,
+        fused=True,
+    )

@@ -12,7 +12,6 @@ only change names.
 
 from __future__ import annotations
 
-import atexit
 import math
 from typing import Any
 
@@ -59,7 +58,6 @@ class MegatronBaseline:
 
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        atexit.register(leave_group)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(run.train.seed)
         self._model = _build_model(run, device, ours)
@@ -87,7 +85,7 @@ class MegatronBaseline:
 
 
 def leave_group() -> None:
-    """Destroys the process group, if there is one."""
+    """Destroys the process group, if there is one, in a process that goes on."""
     if dist.is_initialized():
         from megatron.core import parallel_state
 

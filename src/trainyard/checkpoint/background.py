@@ -17,6 +17,7 @@ Old checkpoints are removed only once a newer one is complete. With
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 import threading
@@ -24,13 +25,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.format import Facts, Manifest, list_checkpoints, read_manifest
+from trainyard.checkpoint.format import MANIFEST, Facts, list_checkpoints, read_manifest, step_of
 from trainyard.checkpoint.save import (
     SavingRank,
     remove_checkpoint,
@@ -224,13 +226,19 @@ def remove_old(folder: Path, keep: Retention) -> list[Path]:
     than the last of these, complete or not.
     """
     newest_first = list_checkpoints(folder)
-    complete = {path: m for path in newest_first if (m := _manifest_of(path)) is not None}
-    newest = list(complete)[: keep.last]
+    losses: dict[Path, float] = {}  # of complete ones
+    for path in newest_first:
+        with suppress(CheckpointError, OSError):
+            if len(losses) < keep.last:
+                losses[path] = _read_loss(path)
+            else:
+                losses[path] = _remember_loss(path, (path / MANIFEST).stat().st_mtime_ns)
+    newest = list(losses)[: keep.last]
     if len(newest) < keep.last:
         return []
-    kept = {*newest, *_best(complete, keep.best)}
+    kept = {*newest, *_best(losses, keep.best)}
     if keep.every:
-        kept.update(path for path, m in complete.items() if m.step % keep.every == 0)
+        kept.update(path for path in losses if (step_of(path) or 0) % keep.every == 0)
     older = newest_first[newest_first.index(newest[-1]) :]
     removed = [path for path in older if path not in kept]
     for path in removed:
@@ -302,18 +310,23 @@ def _allocate(n_bytes: int, *, page_locked: bool) -> Tensor:
     return room
 
 
-def _manifest_of(path: Path) -> Manifest | None:
-    try:
-        return read_manifest(path)
-    except CheckpointError:
-        return None
+def _read_loss(path: Path) -> float:
+    """Reads the held-out loss of a complete checkpoint; NaN: none.
+
+    Raises:
+        CheckpointError: it is not complete.
+    """
+    loss = read_manifest(path).training.get(HELD_OUT_LOSS)
+    return loss if isinstance(loss, float) else math.nan
 
 
-def _best(complete: Mapping[Path, Manifest], n_best: int) -> list[Path]:
+@functools.cache
+def _remember_loss(path: Path, changed_at_ns: int) -> float:
+    """Reads a manifest once; else each save would read those of all older checkpoints again."""
+    return _read_loss(path)
+
+
+def _best(losses: Mapping[Path, float], n_best: int) -> list[Path]:
     """Returns those with the lowest held-out loss; ties go to the newest."""
-    losses = {
-        path: loss
-        for path, manifest in complete.items()
-        if isinstance(loss := manifest.training.get(HELD_OUT_LOSS), float) and math.isfinite(loss)
-    }
-    return sorted(losses, key=lambda path: losses[path])[:n_best]
+    finite = [path for path, loss in losses.items() if math.isfinite(loss)]
+    return sorted(finite, key=lambda path: losses[path])[:n_best]

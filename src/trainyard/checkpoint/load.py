@@ -99,9 +99,8 @@ def build_model_from_checkpoint(
     manifest = read_manifest(path)
     run = manifest.build_run()
     n_rows = _require_model(path, manifest, run)
-    with torch.device("meta"):
+    with torch.device(device):
         model = GPT(run.model, n_rows, compute_dtype)
-    model.to_empty(device=device)
     parameters = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     load_into(path, parameters, run.model.vocabulary_size)
     return model.eval(), run, manifest

@@ -49,7 +49,7 @@ from trainyard.checkpoint.format import (
     render_manifest,
     step_folder_name,
 )
-from trainyard.checkpoint.shard import split_in_shards, write_shards
+from trainyard.checkpoint.shard import limit_of_shards, split_in_shards, write_shards
 from trainyard.data.vocabulary import Vocabulary
 from trainyard.errors import MachineError
 from trainyard.files import flush
@@ -240,9 +240,10 @@ def _named_shards(
     tensors: Mapping[str, Tensor], ranks: SavingRank
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yields files: model-RANK-of-RANKS, plus -FILE-of-FILES if a rank has several."""
+    limit = limit_of_shards(sum(tensor.nbytes for tensor in tensors.values()))
     for part in dict.fromkeys(name.partition(".")[0] for name in tensors):
         own = {name: t for name, t in tensors.items() if name.startswith(f"{part}.")}
-        shards = split_in_shards(own)
+        shards = split_in_shards(own, limit)
         for index, shard in enumerate(shards):
             numbers = [(ranks.rank, ranks.n_ranks)] if ranks.n_ranks > 1 else []
             if len(shards) > 1 or not numbers:

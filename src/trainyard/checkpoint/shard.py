@@ -41,6 +41,7 @@ from trainyard.files import open_file
 
 # Few files, each small enough to move.
 SHARD_LIMIT_BYTES: Final = 2**30
+_SMALL_SHARD_BYTES: Final = 2**26
 # Two keep most disks busy; the others hash meanwhile.
 THREADS: Final = 4
 # Large, because each piece waits for the GIL, which a busy training loop releases every 5 ms.
@@ -104,6 +105,14 @@ def split_in_shards(
         shards[-1][name] = tensor
         room -= tensor.nbytes
     return shards
+
+
+def limit_of_shards(n_bytes: int) -> int:
+    """Returns a limit for the shards of `n_bytes` that keeps all threads writing until the end.
+
+    Of several files a thread, the last ones end at about the same time.
+    """
+    return min(max(n_bytes // (2 * THREADS), _SMALL_SHARD_BYTES), SHARD_LIMIT_BYTES)
 
 
 def write_shards(shards: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, Written]:

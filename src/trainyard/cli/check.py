@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from trainyard.architecture import describe_parts
 from trainyard.cli.check_layout import layout
 from trainyard.cli.help import Verb
-from trainyard.cli.names import find_run
+from trainyard.cli.names import find_run, without_ending
 from trainyard.errors import CheckpointError, DataError, UserError
 from trainyard.units import format_bytes, format_large, format_number
 
@@ -48,7 +47,6 @@ def data(
 
     Example: trainyard check data data/web_text_document --tokenizer gpt2
     """
-    from trainyard.cli.show_data import without_ending
     from trainyard.corpus.verify import check_data
     from trainyard.data.tokenizer import load_tokenizer
 
@@ -131,7 +129,7 @@ def _check_each(
     """
     from rich.console import Console
 
-    from trainyard.cli.show_data import facts_table
+    from trainyard.cli.tables import facts_table
     from trainyard.log import show_progress
 
     console = Console(soft_wrap=True)
@@ -172,6 +170,8 @@ def find_step_folders(path: Path, *, all_of_them: bool) -> list[Path]:
 
 def describe_checkpoint(manifest: Manifest) -> dict[str, str]:
     """Describes the contents of a checkpoint."""
+    from trainyard.architecture import describe_parts
+
     run, sizes = manifest.build_run(), [file.n_bytes for file in manifest.files.values()]
     n_chunks = sum(len(tensor.chunks) for tensor in manifest.tensors.values())
     return {

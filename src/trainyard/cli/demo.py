@@ -207,7 +207,7 @@ def _use(held_out: str) -> None:
     ):
         typer.echo(f"{name:<14}{8 * len(packed) / len(text):.4f} bits per byte of the same text")
     _announce(f"generate {FOLDER} --prompt {shlex.quote(PROMPT)} --temperature {TEMPERATURE}")
-    generate(FOLDER, prompt=PROMPT, temperature=TEMPERATURE)
+    generate(FOLDER, prompt=[PROMPT], temperature=TEMPERATURE)
     _announce(f"export {FOLDER} --to huggingface --output {FOLDER}/huggingface")
     export(FOLDER, output=FOLDER / "huggingface")
     _announce(f"report {FOLDER}")

@@ -49,8 +49,8 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face folder.
 
-    The architecture is the one that computes the model: GPT2LMHeadModel, LlamaForCausalLM,
-    Qwen3ForCausalLM or Olmo2ForCausalLM. The folder has a model card, README.md.
+    The architecture is the one that computes the model: GPT2LMHeadModel, GPTNeoXForCausalLM,
+    LlamaForCausalLM, Qwen3ForCausalLM or Olmo2ForCausalLM. The folder has a model card, README.md.
 
     Example: trainyard export runs/demo --output demo-hf
 

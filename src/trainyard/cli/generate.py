@@ -18,19 +18,26 @@ def generate(
         Path,
         typer.Argument(help="A run, its folder or a checkpoint.", autocompletion=complete_run),
     ],
-    prompt: Annotated[str, typer.Option(help="Text to continue; empty: a new document.")] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens per sample.")] = 100,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text to continue; repeated: all in one batch; empty or absent: a new document."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens of each text.")] = 100,
     temperature: Annotated[float, typer.Option(help="0: greedy decoding.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from the top k tokens; 0: all.")] = 50,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling: total probability.")] = 0.95,
-    samples: Annotated[int, typer.Option(min=1, help="Number of samples.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Number of samples of each prompt.")] = 1,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed repeats the text.")] = 0,
 ) -> None:
-    """Generate text from a prompt.
+    """Generate text from prompts.
 
     Example: trainyard generate runs/tiny --prompt "It was a dark" --tokens 50
 
     Example: trainyard generate runs/tiny --temperature 0
+
+    Example: trainyard generate runs/tiny --prompt "It was" --prompt "The king" --samples 3
     """
     source = find_trained(source)
     from trainyard.evaluation.generate import Sampling, generate_steps
@@ -41,9 +48,10 @@ def generate(
     trained = load_trained(source)
     tokenizer = trained.require_tokenizer()
     sampling = replace(sampling, vocabulary_size=tokenizer.vocabulary_size)
-    prompt_ids = tokenizer.encode(prompt)
-    if samples == 1 and sys.stdout.isatty():
-        typer.echo(prompt, nl=False)
+    prompts = [text for text in prompt or [""] for _ in range(samples)]
+    prompt_ids = [tokenizer.encode(text) for text in prompts]
+    if len(prompts) == 1 and sys.stdout.isatty():
+        typer.echo(prompts[0], nl=False)
         steps = generate_steps(trained.model, prompt_ids, tokens, sampling, tokenizer.eod_id)
         ids = (int(step[0]) for step in steps)
         try:
@@ -52,13 +60,17 @@ def generate(
         finally:  # Ctrl-C leaves the shell's prompt on a line of its own
             typer.echo()
         return
-    found = generate_ids(
-        trained.model, prompt_ids, tokens, sampling, tokenizer.eod_id, n_samples=samples
-    )
-    for number, sample in enumerate(found, 1):
-        if samples > 1:
-            typer.echo(f"--- sample {number} of {samples}")
-        typer.echo(prompt + tokenizer.decode(sample))
+    found = generate_ids(trained.model, prompt_ids, tokens, sampling, tokenizer.eod_id)
+    for number, (text, ids_of_text) in enumerate(zip(prompts, found, strict=True)):
+        if len(prompts) > 1:
+            typer.echo(f"--- {_describe(number, len(prompts) // samples, samples)}")
+        typer.echo(text + tokenizer.decode(ids_of_text))
+
+
+def _describe(number: int, n_prompts: int, n_samples: int) -> str:
+    prompt = f"prompt {number // n_samples + 1} of {n_prompts}" if n_prompts > 1 else ""
+    sample = f"sample {number % n_samples + 1} of {n_samples}" if n_samples > 1 else ""
+    return ", ".join(filter(None, (prompt, sample)))
 
 
 def stream_text(

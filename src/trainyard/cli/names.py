@@ -38,6 +38,14 @@ def find_run(name: str | Path) -> Path:
     )
 
 
+def without_ending(name: str) -> str:
+    """Returns the prefix of token files, without the extension of a file name."""
+    for ending in (".bin", ".idx", ".json"):
+        if name.endswith(ending) and not Path(f"{name}.idx").exists():
+            return name.removesuffix(ending)
+    return name
+
+
 def holds_checkpoint(folder: Path) -> bool:
     """Returns whether `folder` is a checkpoint, intact or not, or a folder of a run with some."""
     is_step = (folder / "manifest.json").exists() or folder.name.startswith("step-")

@@ -149,9 +149,9 @@ def _find_data(prefixes: list[str], tokenizer: str) -> tuple[int, int, str]:
 def _render(head: str, name: str, chosen: NewRun, data: dict[str, Any]) -> str:
     """Renders sections and fields, each below the first sentence of its documentation."""
     from trainyard.cli.show_run import as_toml
-    from trainyard.config.load import all_fields
+    from trainyard.config.schema import field_manuals
 
-    manuals = all_fields() | {"train.batch_ramp": "No ramp, unlike the preset"}
+    manuals = field_manuals() | {"train.batch_ramp": "No ramp, unlike the preset"}
     lines = [*_comment(head), ""]
     if chosen.preset:
         lines += _comment(f"Other values, with their sources: trainyard show {chosen.preset}")

@@ -16,7 +16,6 @@ from trainyard.cli.names import (
     complete_run_file,
 )
 from trainyard.errors import ConfigError, MachineError
-from trainyard.planning.hardware import GIGA
 
 if TYPE_CHECKING:
     from trainyard.api.plan_table import Report
@@ -185,6 +184,8 @@ def parse_storage(text: str) -> tuple[float, ...]:
     Raises:
         ConfigError: it is not a list of positive numbers.
     """
+    from trainyard.planning.hardware import GIGA
+
     try:
         speeds = tuple(float(speed) * GIGA for speed in text.split(","))
     except ValueError:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainyard.cli.names import RUNS_FOLDER, complete_shown, holds_checkpoint
+from trainyard.cli.names import RUNS_FOLDER, complete_shown, holds_checkpoint, without_ending
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,8 +57,6 @@ def show(
     """
     from rich.console import Console
 
-    from trainyard.cli.show_data import show_data, without_ending
-
     console = Console(soft_wrap=True)
     names = what or []
     if schema:
@@ -82,6 +80,8 @@ def show(
 
         typer.echo(render_families())
     elif Path(f"{without_ending(names[0])}.idx").exists():
+        from trainyard.cli.show_data import show_data
+
         show_data(without_ending(names[0]), console, count=count, tokenizer_path=tokenizer)
     else:
         _show_thing(names[0], names[1:], console, all_fields=all_fields)
@@ -114,7 +114,7 @@ def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields
         from trainyard.checkpoint.format import read_manifest
         from trainyard.checkpoint.resume import find_checkpoint, format_value
         from trainyard.cli.check import describe_checkpoint
-        from trainyard.cli.show_data import facts_table
+        from trainyard.cli.tables import facts_table
         from trainyard.training.run_folder import read_history
         from trainyard.training.start import ancestors_of, describe_ancestry
 

@@ -12,6 +12,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from trainyard.cli.tables import facts_table
 from trainyard.errors import ConfigError, DataError
 from trainyard.units import format_bytes
 
@@ -68,14 +69,6 @@ def show_data(
     if sidecar is not None and sidecar.quarantined:
         _show_quarantined(sidecar, console)
     _show_documents(dataset, tokenizer, count, console)
-
-
-def facts_table(title: str, facts: dict[str, str]) -> Table:
-    """Renders names and values below a title."""
-    table = Table(title=Text(title), title_justify="left", show_header=False, box=None)
-    for name, value in facts.items():
-        table.add_row(name, Text(value))
-    return table
 
 
 def printable(text: str) -> str:
@@ -289,11 +282,3 @@ def show_tokenizer(name: str, console: Console) -> None:
         "pieces": " ".join(repr(tokenizer.decode([i])) for i in ids),
     }
     console.print(facts_table(name, facts))
-
-
-def without_ending(name: str) -> str:
-    """Returns the prefix of token files, without the extension of a file name."""
-    for ending in (".bin", ".idx", ".json"):
-        if name.endswith(ending) and not Path(f"{name}.idx").exists():
-            return name.removesuffix(ending)
-    return name

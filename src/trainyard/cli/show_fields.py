@@ -26,6 +26,8 @@ from trainyard.config.corpus import (
 )
 from trainyard.config.load import all_fields, field_value, preset_names
 from trainyard.config.run import Run
+from trainyard.config.schema import field_manuals
+from trainyard.config.section import describe_fields
 from trainyard.errors import ConfigError
 
 RECIPES = Path("recipes")
@@ -64,15 +66,16 @@ def render_fields(section: str = "") -> Text:
         manual = textwrap.fill((kind.__doc__ or "").strip().splitlines()[0], WIDTH)
         text.append(f'\nsteps, kind = "{name}"', style="cyan not bold")
         text.append("\n" + textwrap.indent(manual, "    "), style="not bold")
+        manuals = describe_fields(kind)
         for field, info in kind.model_fields.items():
             if field != "kind":
                 default = None if info.is_required() else info.default
-                _append_field(text, f"  {field}", default, info.description or "")
+                _append_field(text, f"  {field}", default, manuals.get(field, ""))
     return text
 
 
 def _append_fields(text: Text, defaults: BaseModel, fields: list[str]) -> None:
-    manuals = all_fields(type(defaults))
+    manuals = field_manuals(type(defaults))
     for field in fields:
         _append_field(text, field, field_value(defaults, field), manuals[field])
 

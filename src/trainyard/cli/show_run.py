@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trainyard.architecture import describe_parts, parameter_counts
-from trainyard.cli.show_data import facts_table
+from trainyard.cli.tables import facts_table
 from trainyard.config.cluster import Cluster, cluster_names, cluster_texts, cpu_mask, read_cluster
 from trainyard.config.load import LoadedRun, all_fields, field_value
 from trainyard.config.run import Run

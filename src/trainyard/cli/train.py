@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trainyard.cli.names import RUNS_FOLDER, complete_override, complete_run_file
-from trainyard.config.run import Run
 from trainyard.errors import (
     EXIT_HOLD,
     EXIT_INTERRUPTED,
@@ -29,10 +28,10 @@ from trainyard.launch.environment import Process, read_process, read_start
 from trainyard.launch.lock import hold
 from trainyard.launch.restarts import note_refusal
 from trainyard.launch.supervise import SupervisedJob, exit_code_below, supervise
-from trainyard.planning.hardware import list_gpus
 from trainyard.units import format_figure, format_seconds
 
 if TYPE_CHECKING:
+    from trainyard.config.run import Run
     from trainyard.planning.resolve import Plan
 
 Resume = Literal["auto", "must", "never"]
@@ -299,6 +298,8 @@ def wait_for_run_folder(
 
 
 def _count_gpus() -> int:
+    from trainyard.planning.hardware import list_gpus
+
     if not list_gpus():  # spares the slow import of torch
         return 0
     import torch

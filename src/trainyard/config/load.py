@@ -9,12 +9,12 @@ import difflib
 import re
 import textwrap
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, get_args
 
 import tomli_w
 from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
@@ -129,19 +129,19 @@ def field_value(run: BaseModel, field: str) -> Any:
     return value
 
 
-def all_fields(section: type[BaseModel] = Run, prefix: str = "") -> dict[str, str]:
-    """Maps every dotted field name of a run file to its documentation."""
-    fields: dict[str, str] = {}
-    for name, info in section.model_fields.items():
+def all_fields(section: type[BaseModel] = Run) -> list[str]:
+    """Lists every dotted field name of a run file."""
+    return [field for field, _, _ in walk_fields(section)]
+
+
+def walk_fields(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yields every dotted field name, with its section and its name there."""
+    for name, info in kind.model_fields.items():
         inner = _section_of(info.annotation)
         if inner:
-            fields |= all_fields(inner, f"{prefix}{name}.")
+            yield from walk_fields(inner, f"{prefix}{name}.")
         else:
-            manual = info.description or ""
-            if get_origin(info.annotation) is Literal:
-                manual += f" One of {', '.join(get_args(info.annotation))}."
-            fields[prefix + name] = manual
-    return fields
+            yield prefix + name, kind, name
 
 
 def _layers(source: str) -> list[tuple[str, dict[str, Any]]]:

@@ -67,7 +67,7 @@ def broken_rules(run: Run) -> dict[str, str]:
         **state_problems(run),
         **_batch_problems(run),
         **_length_problems(run),
-        **secret_problems(run),
+        **secret_problems(run.model_dump()),
     }
 
 

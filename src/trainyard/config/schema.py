@@ -1,4 +1,4 @@
-"""The JSON schema of run files, for editors and validators; from the models of `config/run.py`.
+"""The documentation of fields, and the JSON schema of run files for editors and validators.
 
 It checks names, types, ranges and choices of fields. Rules across fields need `trainyard show`.
 """
@@ -6,9 +6,13 @@ It checks names, types, ranges and choices of fields. Rules across fields need `
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
+from pydantic import BaseModel
+
+from trainyard.config.load import walk_fields
 from trainyard.config.run import Run
+from trainyard.config.section import describe_fields
 
 _EXTENDS = {"type": "string", "description": "A preset, or another run file, to start from."}
 _LENGTH = {
@@ -16,6 +20,17 @@ _LENGTH = {
     "pattern": r"^\s*[0-9][0-9_,]*(\.[0-9]+)?\s*[kKMBGT]? (tokens|sequences|steps)\s*$",
     "examples": ["300B tokens", "1.5M sequences", "2000 steps"],
 }
+
+
+def field_manuals(section: type[BaseModel] = Run) -> dict[str, str]:
+    """Maps every dotted field name of a run file to its documentation."""
+    manuals: dict[str, str] = {}
+    for field, kind, name in walk_fields(section):
+        manuals[field] = describe_fields(kind).get(name, "")
+        annotation = kind.model_fields[name].annotation
+        if get_origin(annotation) is Literal:
+            manuals[field] += f" One of {', '.join(get_args(annotation))}."
+    return manuals
 
 
 def run_schema() -> dict[str, Any]:

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from pydantic import BaseModel
-
 HIDDEN = "***"
 # Shorter ones would hide parts of ordinary words.
 _FEWEST_LETTERS = 6
@@ -50,12 +48,12 @@ def hide(text: str, secrets: Iterable[str]) -> str:
     return _PARAMETER.sub(rf"\1{HIDDEN}", _LOGIN.sub(rf"\1{HIDDEN}\2", text))
 
 
-def secret_problems(section: BaseModel) -> dict[str, str]:
+def secret_problems(settings: Mapping[str, Any]) -> dict[str, str]:
     """Maps each dotted field with a login or key in a URL to a message that omits it."""
     return {
         field: f"{field} holds a URL with a login or a key, which would be copied to the run folder"
         " and to every checkpoint; give the address without it"
-        for field, text in _texts(section)
+        for field, text in _texts(settings)
         if _LOGIN.search(text) or _PARAMETER.search(text)
     }
 
@@ -63,8 +61,8 @@ def secret_problems(section: BaseModel) -> dict[str, str]:
 def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield field, value
-    elif isinstance(value, BaseModel):
-        for name, inner in value:
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
             yield from _texts(inner, f"{field}.{name}" if field else name)
     elif isinstance(value, list | tuple):
         for inner in value:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,56 +58,76 @@ class Sampling:
 
 def generate(
     model: GPT,
-    prompt_ids: list[int],
+    prompts: Sequence[list[int]],
     n_tokens: int,
     sampling: Sampling,
     eod_id: int | None = None,
-    n_samples: int = 1,
 ) -> list[list[int]]:
-    """Continues a prompt with several samples; returns the new token ids of each.
+    """Continues prompts, all in one batch; returns the new token ids of each.
+
+    Greedy decoding gives each prompt the tokens that it gets alone. If the texts do not fit the
+    model's sequence_length, prompts of one length are a batch, one length after the other.
 
     Args:
         model: its train or eval mode is restored.
-        prompt_ids: the prompt; an empty one starts a document, after `eod_id`.
-        n_tokens: maximum length of a sample.
+        prompts: the ids of each, such as one prompt several times for several samples; an empty
+            one starts a document, after `eod_id`.
+        n_tokens: maximum length of a continuation.
         sampling: how to choose tokens.
-        eod_id: the end-of-document token; a sample ends before it.
-        n_samples: number of samples.
+        eod_id: the end-of-document token; a continuation ends before it.
 
     Raises:
-        DataError: the prompt does not fit the model.
+        DataError: a prompt does not fit the model.
         CheckpointError: the model's weights have diverged.
     """
-    found = generate_steps(model, prompt_ids, n_tokens, sampling, eod_id, n_samples)
-    steps = [ids.tolist() for ids in found]
-    samples = [[ids[sample] for ids in steps] for sample in range(n_samples)]
-    return [ids[: ids.index(eod_id)] if eod_id in ids else ids for ids in samples]
+    longest = max(map(len, prompts), default=0) + n_tokens
+    lengths = set(map(len, prompts))
+
+    def of_length(length: int) -> list[list[int]]:
+        return [prompt for prompt in prompts if len(prompt) == length]
+
+    if len(lengths) > 1 and longest > len(model.token_positions):
+        batches = {
+            length: iter(generate(model, of_length(length), n_tokens, sampling, eod_id))
+            for length in sorted(lengths)
+        }
+        return [next(batches[len(prompt)]) for prompt in prompts]
+    steps = [ids.tolist() for ids in generate_steps(model, prompts, n_tokens, sampling, eod_id)]
+    found = [[ids[number] for ids in steps] for number in range(len(prompts))]
+    return [ids[: ids.index(eod_id)] if eod_id in ids else ids for ids in found]
 
 
 @torch.no_grad()
 def generate_steps(
     model: GPT,
-    prompt_ids: list[int],
+    prompts: Sequence[list[int]],
     n_tokens: int,
     sampling: Sampling,
     eod_id: int | None = None,
-    n_samples: int = 1,
 ) -> Iterator[Tensor]:
-    """Yields one token id of each sample, (B,), for `generate`.
+    """Yields one token id for each prompt, (B,), for `generate`.
 
-    Ends early once every sample has reached `eod_id`; ignore a sample's tokens after its own. When
-    the model's sequence_length is full, it recomputes the last half of the text and drops the rest:
-    positions are learned, so the cache cannot slide.
+    Ends early once every prompt has reached `eod_id`; ignore a prompt's tokens after its own.
+    Shorter prompts are padded on the left; the padding counts as documents before them, which their
+    tokens do not see and from which their positions do not count. When the model's sequence_length
+    is full, it recomputes the last half of the texts, of one length, and drops the rest: positions
+    are learned, so the cache cannot slide.
     """
     sequence_length = len(model.token_positions)
-    prompt_ids = _checked_prompt(prompt_ids, model.vocabulary_size, sequence_length, eod_id)
+    checked = [
+        _checked_prompt(prompt, model.vocabulary_size, sequence_length, eod_id)
+        for prompt in prompts
+    ]
     device = model.head_weight.device
     # Drawn on the CPU, so that a seed works the same on every device.
     generator = torch.Generator().manual_seed(sampling.seed)
-    text = torch.tensor([prompt_ids] * n_samples)  # (B, T)
-    new = text
+    longest = max(map(len, checked))
+    end_id = -1 if model.end_id is None else model.end_id  # the padding, -1 if it is no token
+    text = torch.tensor([[end_id] * (longest - len(ids)) + ids for ids in checked])  # (B, T)
+    has_documents = model.end_id is not None or min(map(len, checked)) < longest
+    new = text.clamp(min=0)
     caches = model.build_caches(sequence_length)
-    finished = torch.zeros(n_samples, dtype=torch.bool)
+    finished = torch.zeros(len(text), dtype=torch.bool)
     was_training = model.training
     model.eval()
     try:
@@ -114,10 +136,11 @@ def generate_steps(
                 caches = model.build_caches(sequence_length)
                 new = text[:, -max(1, sequence_length // 2) :]
             inputs: dict[str, Any] = {"caches": caches}
-            if model.end_id is not None:
-                seen = text[:, -(caches[0].n_tokens + new.shape[1]) :]
-                inputs["document_ends"] = find_document_ends(seen, model.end_id).to(device)
-            with torch.compiler.set_stance("force_eager"):  # each token has another length
+            if has_documents:
+                n_seen = caches[0].n_tokens + new.shape[1]
+                ends = find_document_ends(text[:, -n_seen:], end_id)
+                inputs["document_ends"] = ends.to(device)
+            with _eagerly():
                 hidden = model(new.to(device), **inputs)[:, -1]  # (B, D)
             chosen = choose(model.logits(hidden).cpu(), sampling, generator)
             yield chosen
@@ -128,6 +151,14 @@ def generate_steps(
                 return
     finally:
         model.train(was_training)
+
+
+def _eagerly() -> AbstractContextManager[None]:
+    """Calls no compiled blocks, since each token has another length; without a compiler none is."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:

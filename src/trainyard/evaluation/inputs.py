@@ -24,7 +24,9 @@ from trainyard.files import FILE_LIMIT_BYTES, read_file
 from trainyard.launch.environment import Process
 from trainyard.model.gpt import GPT
 from trainyard.parallel.mesh import choose_device
+from trainyard.planning.hardware import is_cpu_of_amd
 from trainyard.precision.block_scaled import torch_dtype
+from trainyard.precision.policy import use_onednn
 
 FREQUENCY_TOKENS = 20_000_000  # of the training data: enough for its frequencies
 _COUNTED_SEQUENCES = 256
@@ -83,9 +85,20 @@ def load_trained(path: Path) -> Trained:
     """
     trained = read_trained_run(path)
     device = choose_device(Process())
-    dtype = choose_dtype(trained.run, device)
-    model, _, _ = build_model_from_checkpoint(trained.checkpoint, device, dtype)
+    model = load_model(trained, device, choose_dtype(trained.run, device))
     return Trained(trained.checkpoint, trained.run, trained.tokenizer, model)
+
+
+def load_model(trained: TrainedRun, device: torch.device, dtype: torch.dtype) -> GPT:
+    """Loads the model of a checkpoint, to compute in `dtype` by the fastest matmuls of a device.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    model, _, _ = build_model_from_checkpoint(trained.checkpoint, device, dtype)
+    if device.type == "cpu" and is_cpu_of_amd():
+        use_onednn(model)
+    return model
 
 
 def choose_dtype(run: Run, device: torch.device) -> torch.dtype:

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.load import build_model_from_checkpoint, load_into
+from trainyard.checkpoint.load import load_into
 from trainyard.config.load import override_run, render_run
 from trainyard.config.precisions import Precision, PrecisionKind
 from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
-from trainyard.evaluation.inputs import TrainedRun, choose_dtype
+from trainyard.evaluation.inputs import TrainedRun, choose_dtype, load_model
 from trainyard.evaluation.loss import Predictor, loss_of_model, pad_batch
 from trainyard.launch.environment import Process, refuse_missing_devices
 from trainyard.model.gpt import GPT
@@ -91,7 +91,7 @@ def open_predictor(
     dtype = compute_dtype or choose_dtype(trained.run, device)
     model, size = trained.run.model, trained.run.train.micro_batch_size
     if process.n_ranks == 1 and not overrides:
-        whole, _, _ = build_model_from_checkpoint(trained.checkpoint, device, dtype)
+        whole = load_model(trained, device, dtype)
         measures = loss_of_model(whole), loss_of_model(whole, GPT.score_sequences)
         yield Predictor(*measures, model.sequence_length, model.vocabulary_size, size)
         return

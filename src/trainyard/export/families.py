@@ -9,7 +9,8 @@
 
 They store all queries, then all keys, then all values, in one matrix or three; our rows interleave
 them by group, (S, H/S + 2, K), and gates and values of SwiGLU by feature, (F, 2). GPT-2 stores
-matrices as (in, out), the others as (out, in), like ours. None has padding rows of the vocabulary.
+matrices as (in, out), the others as (out, in), like ours. GPTNeoXForCausalLM stores rows of queries,
+keys and values like ours. None has padding rows of the vocabulary.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from trainyard.errors import CheckpointError, ConfigError
 from trainyard.export.huggingface_config import (
     Config,
     GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     Olmo2Config,
     Qwen3Config,
@@ -42,7 +44,6 @@ from trainyard.files import parse_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-HEAD = "lm_head.weight"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
 _OTHER_HEADS = {"d_head": "d_model / n_heads"}
@@ -71,6 +72,15 @@ class Family:
     """Pattern of buffers that old versions stored with the weights."""
     transposes: bool = False
     """Whether it stores matrices as (in, out)."""
+    interleaves: bool = False
+    """Whether it interleaves rows of queries, keys and values as we do."""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes for absent keys, where we write others."""
+
+    @property
+    def head(self) -> str:
+        """Its name of the output matrix."""
+        return f"{self.names['head']}.weight"
 
     def model_of(self, keys: Mapping[str, Any]) -> Model:
         """Reads a config as the model section of a run.
@@ -78,7 +88,7 @@ class Family:
         Raises:
             ValidationError: it has an option that our model lacks.
         """
-        config = self.config.model_validate(keys)
+        config = self.config.model_validate({**self.absent, **keys})
         values = {ours: getattr(config, theirs) for theirs, ours in self.keys.items()}
         fields = {ours: value for ours, value in values.items() if value is not None}
         fields.setdefault("d_ff", 4 * fields["d_model"])  # GPT-2's n_inner
@@ -124,7 +134,7 @@ class Family:
     def their_shapes(self, name: str, shape: Shape, model: Model) -> dict[str, Shape]:
         """Maps the names of our parameter's parts to their shapes."""
         names = self.their_names(name)
-        groups, sizes = _row_parts(name, shape[0], model)
+        groups, sizes = self._row_parts(name, shape[0], model)
         n_rows = [groups * size for size in sizes]
         n_rows = n_rows if len(names) > 1 else [sum(n_rows)]
         step = -1 if self._is_transposed(name, model) else 1
@@ -133,7 +143,7 @@ class Family:
     def to_theirs(self, name: str, tensor: Tensor, model: Model) -> dict[str, Tensor]:
         """Converts our parameter to its parts; views if possible."""
         names = self.their_names(name)
-        groups, sizes = _row_parts(name, len(tensor), model)
+        groups, sizes = self._row_parts(name, len(tensor), model)
         rows = _group(tensor[: groups * sum(sizes)], groups)
         parts = [part.flatten(0, 1) for part in torch.split_with_sizes(rows, sizes, 1)]
         if len(names) < len(parts):
@@ -158,7 +168,7 @@ class Family:
             return F.pad(parts[0], (0, 0, 0, n_rows - len(parts[0])))
         if self._is_transposed(name, model):
             parts = [part.t() for part in parts]
-        groups, sizes = _row_parts(name, layer.weight[0], model)
+        groups, sizes = self._row_parts(name, layer.weight[0], model)
         if len(parts) < len(sizes):
             parts = torch.split_with_sizes(parts[0], [groups * size for size in sizes])
         if len(parts) == 1:
@@ -168,17 +178,17 @@ class Family:
     def _is_transposed(self, name: str, model: Model) -> bool:
         return self.transposes and find_layer(model, name).kind == "linear"
 
+    def _row_parts(self, name: str, n_rows: int, model: Model) -> tuple[int, list[int]]:
+        """Returns the groups in the rows of our parameter, and the rows of each part in a group."""
+        layer = find_layer(model, name)
+        n_groups, rows = layer.fused
+        if rows and not self.interleaves:
+            return n_groups, [*rows]
+        return 1, [model.vocabulary_size if layer.sharding == "vocabulary" else n_rows]
+
 
 def _group(tensor: Tensor, groups: int) -> Tensor:
     return tensor.reshape(groups, -1, *tensor.shape[1:])
-
-
-def _row_parts(name: str, n_rows: int, model: Model) -> tuple[int, list[int]]:
-    """Returns the groups in the rows of our parameter, and the rows of each part in a group."""
-    layer = find_layer(model, name)
-    n_groups, rows = layer.fused
-    is_vocabulary = layer.sharding == "vocabulary"
-    return n_groups, [*rows] or [model.vocabulary_size if is_vocabulary else n_rows]
 
 
 _SCALING_KEYS = {
@@ -256,6 +266,41 @@ GPT2 = Family(
     no_weight=r"transformer\.h\.[0-9]+\.attn\.(masked_)?bias",
     transposes=True,
 )
+_GPT_NEOX = Family(
+    architecture="GPTNeoXForCausalLM",
+    config=GPTNeoXConfig,
+    keys={
+        "num_hidden_layers": "n_layers",
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "intermediate_size": "d_ff",
+        "max_position_embeddings": "sequence_length",
+        "vocab_size": "vocabulary_size",
+        "tie_word_embeddings": "tied_embeddings",
+        "attention_dropout": "dropout",
+        "hidden_dropout": "dropout",
+        "initializer_range": "init_std",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "rotary_emb_base": "rotary_base",
+    },
+    parts={"positions": "rotary"},
+    names={
+        "embedding": "gpt_neox.embed_in",
+        "blocks.N.attention_norm": "gpt_neox.layers.N.input_layernorm",
+        "blocks.N.attention.qkv": "gpt_neox.layers.N.attention.query_key_value",
+        "blocks.N.attention.out": "gpt_neox.layers.N.attention.dense",
+        "blocks.N.mlp_norm": "gpt_neox.layers.N.post_attention_layernorm",
+        "blocks.N.mlp.up": "gpt_neox.layers.N.mlp.dense_h_to_4h",
+        "blocks.N.mlp.down": "gpt_neox.layers.N.mlp.dense_4h_to_h",
+        "final_norm": "gpt_neox.final_layer_norm",
+        "head": "embed_out",
+    },
+    prefix="gpt_neox.",
+    no_weight=r"gpt_neox\.layers\.[0-9]+\.attention\.(masked_)?bias"
+    r"|gpt_neox\.layers\.[0-9]+\.attention\.rotary_emb\.inv_freq",
+    interleaves=True,
+    absent={"hidden_act": "gelu", "use_parallel_residual": True, "rotary_pct": 0.25},
+)
 _QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     config=Qwen3Config,
@@ -282,7 +327,7 @@ _OLMO2 = Family(
     prefix="model.",
     no_weight=LLAMA.no_weight,
 )
-FAMILIES = (GPT2, _QWEN3, _OLMO2, LLAMA)
+FAMILIES = (GPT2, _GPT_NEOX, _QWEN3, _OLMO2, LLAMA)
 SUPPORTED = ", ".join(sorted(family.architecture for family in FAMILIES))
 
 

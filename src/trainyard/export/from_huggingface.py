@@ -20,7 +20,6 @@ from trainyard.data.vocabulary import Vocabulary, holds_tokenizer
 from trainyard.errors import CheckpointError, DataError
 from trainyard.export.families import (
     CONFIG,
-    HEAD,
     WEIGHTS,
     WEIGHTS_INDEX,
     Family,
@@ -118,7 +117,7 @@ def _find_tensors(
         )
     if not any(name.startswith(family.prefix) for name in theirs):
         theirs = {
-            name if name == HEAD else family.prefix + name: values
+            name if name == family.head else family.prefix + name: values
             for name, values in theirs.items()
         }
     found = {}
@@ -135,17 +134,20 @@ def _find_tensors(
                     _OTHER_CONFIG,
                 )
         found[name] = [theirs.pop(their) for their in wanted]
-    if model.tied_embeddings and HEAD in theirs:
-        _require_equal_head(folder, theirs.pop(HEAD), found["embedding.weight"][0])
+    if model.tied_embeddings and family.head in theirs:
+        _require_equal_head(folder, family, theirs, found["embedding.weight"][0])
     _refuse_the_rest(folder, family, theirs)
     return found
 
 
-def _require_equal_head(folder: Path, head: Values, embedding: Values) -> None:
+def _require_equal_head(
+    folder: Path, family: Family, theirs: dict[str, Values], embedding: Values
+) -> None:
+    head = theirs.pop(family.head)
     same = head.shape == embedding.shape
     if not (same and torch.equal(_read_tensor(head), _read_tensor(embedding))):
         raise CheckpointError(
-            f"{HEAD!r} in {folder} is not the embedding, but its config.json ties them",
+            f"{family.head!r} in {folder} is not the embedding, but its config.json ties them",
             "tie_word_embeddings: false in that file keeps both",
         )
 

@@ -5,7 +5,7 @@ A key with one value stands for an option that our models lack. Other keys are i
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, Field, computed_field, model_validator
 
@@ -18,6 +18,19 @@ class Config(BaseModel):
     vocab_size: _Size
     initializer_range: float = 0.02
     quantization_config: None = Field(default=None, exclude=True)
+
+
+_AnyConfig = TypeVar("_AnyConfig", bound=Config)
+
+
+def _require_one_dropout(config: _AnyConfig, *keys: str) -> _AnyConfig:
+    rates = {key: getattr(config, key) for key in keys}
+    if len(set(rates.values())) > 1:
+        *others, last = (f"{key}={rate}" for key, rate in rates.items())
+        raise ValueError(
+            f"{', '.join(others)} and {last} differ; they only affect training: make them equal"
+        )
+    return config
 
 
 class GPT2Config(Config):
@@ -48,12 +61,44 @@ class GPT2Config(Config):
 
     @model_validator(mode="after")
     def _has_one_dropout(self) -> Self:
-        if len({self.embd_pdrop, self.attn_pdrop, self.resid_pdrop}) > 1:
-            raise ValueError(
-                f"embd_pdrop={self.embd_pdrop}, attn_pdrop={self.attn_pdrop} and "
-                f"resid_pdrop={self.resid_pdrop} differ; they only affect training: make them equal"
-            )
-        return self
+        return _require_one_dropout(self, "embd_pdrop", "attn_pdrop", "resid_pdrop")
+
+
+class GPTNeoXConfig(Config):
+    """Of a `GPTNeoXForCausalLM` whose MLP follows attention, with all features of heads rotated."""
+
+    model_type: Literal["gpt_neox"] = "gpt_neox"
+    max_position_embeddings: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_hidden_layers: _Size
+    num_attention_heads: _Size
+    hidden_act: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
+    layer_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: Literal[True] = True
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    use_parallel_residual: Literal[False] = False
+    rotary_pct: float = Field(default=1.0, ge=1, le=1)
+    rotary_emb_base: float = 10_000.0
+    rope_scaling: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_rope_parameters(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """Reads `rope_parameters`, which has base and share of features since transformers 5."""
+        rope = keys.get("rope_parameters")
+        if not isinstance(rope, dict):
+            return keys
+        rope = dict(rope)
+        share, base = rope.pop("partial_rotary_factor", 0.25), rope.pop("rope_theta", 10_000.0)
+        scaling = None if rope in ({}, {"rope_type": "default"}) else rope
+        return keys | {"rotary_pct": share, "rotary_emb_base": base, "rope_scaling": scaling}
+
+    @model_validator(mode="after")
+    def _has_one_dropout(self) -> Self:
+        return _require_one_dropout(self, "attention_dropout", "hidden_dropout")
 
 
 class _Llama3Scaling(BaseModel, extra="forbid"):

@@ -86,6 +86,7 @@ class HangReports:
         self._folder = folder
         # An earlier job may have left some; new reports come later.
         self._before = self._list()
+        self._known: dict[Path, tuple[tuple[int, int], RankStatus]] = {}
 
     def write(self, statuses: Iterable[RankStatus]) -> None:
         """Writes this process's reports; a failing disk must not keep it from ending."""
@@ -98,13 +99,19 @@ class HangReports:
                 new.replace(path)
 
     def read(self) -> list[RankStatus]:
-        """Reads all reports written since this object was created, by rank."""
-        told = []
-        for path, identity in sorted(self._list().items()):
-            if self._before.get(path) != identity:
+        """Returns all reports written since this object was created, by rank.
+
+        Opens only files that changed since the last call: n parents that wait for each other would
+        open n^2 files at each look.
+        """
+        listed = self._list()
+        for path, identity in listed.items():
+            seen = self._known[path][0] if path in self._known else self._before.get(path)
+            if seen != identity:
                 with suppress(OSError, ValueError, TypeError):
-                    told.append(RankStatus(**json.loads(path.read_text(encoding="utf-8"))))
-        return told
+                    status = RankStatus(**json.loads(path.read_text(encoding="utf-8")))
+                    self._known[path] = (identity, status)
+        return [self._known[path][1] for path in sorted(listed) if path in self._known]
 
     def _list(self) -> dict[Path, tuple[int, int]]:
         found = {}

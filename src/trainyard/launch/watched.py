@@ -15,7 +15,10 @@ import resource
 import runpy
 import signal
 import sys
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 from trainyard.launch.environment import Process, read_process
 from trainyard.launch.heartbeat import N_BYTES, STACK_SIGNAL, START_SECONDS, Heartbeat
@@ -38,11 +41,29 @@ def be_watched(process: Process) -> None:
     Heartbeat(process.heartbeat, START_SECONDS, START_SECONDS).enter("start", 0)
 
 
-if __name__ == "__main__":
-    be_watched(read_process())
-    del sys.argv[0]
+def leave_after(work: Callable[[], object]) -> NoReturn:
+    """Ends this process with the exit code of `work`, but not as Python ends a process.
+
+    Python would abort it while a thread waits for a dead rank in a save, and while autograd's
+    thread of a GPU still frees the last graph.
+    """
+    code = 1
     try:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        work()
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
     except KeyboardInterrupt:  # ends as Python does, without the traceback
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    be_watched(read_process())
+    del sys.argv[0]
+    leave_after(lambda: runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True))

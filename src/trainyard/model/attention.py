@@ -14,7 +14,7 @@ from trainyard.architecture import block_layers
 from trainyard.config.run import Model
 from trainyard.model.documents import cumulative_lengths, document_mask
 from trainyard.model.dropout import ATTENTION_WEIGHTS, at_site, dropout, rows_of_heads
-from trainyard.model.linear import Linear, Norm
+from trainyard.model.linear import Linear, Norm, apply
 
 FLASH = "flash_attention"
 FLASH_HEAD_MULTIPLE = 8
@@ -181,7 +181,7 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = _normalize(q, self.query_norm), _normalize(k, self.key_norm)
         if rotation is not None:
-            q, k = (_Rotation.apply(x, rotation) for x in (q, k))  # type: ignore[no-untyped-call]
+            q, k = (apply(_Rotation, x, rotation) for x in (q, k))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, K), (B, S, T, K) twice
         if cache is None:
             mixed = self.core(q, k, v, dropout_seeds, documents)
@@ -237,7 +237,7 @@ def rotary_table(model: Model) -> Tensor | None:
     Llama 3's scaling lowers the frequency.
 
     Returns:
-        (2, T, 1, K/2), fp64, on the CPU; None for learned positions.
+        (2, T, 1, K), each of the K/2 angles twice, fp64, on the CPU; None for learned positions.
     """
     if model.positions != "rotary":
         return None
@@ -250,7 +250,7 @@ def rotary_table(model: Model) -> Tensor | None:
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
     positions = torch.arange(model.sequence_length, dtype=torch.float64, device="cpu")
-    angles = positions[:, None, None] * frequencies
+    angles = (positions[:, None, None] * frequencies).repeat(1, 1, 2)
     return torch.stack((angles.cos(), angles.sin()))
 
 
@@ -271,8 +271,9 @@ class _Rotation(torch.autograd.Function):
 def _rotate(x: Tensor, rotation: Tensor, sign: int) -> Tensor:
     cosine, sine = rotation.unbind()
     first, second = x.to(rotation.dtype).chunk(2, -1)
-    turned = x * torch.cat((cosine, cosine), -1)
+    turned = x * cosine
     of_first, of_second = turned.chunk(2, -1)
+    sine = sine[..., : first.shape[-1]]
     of_first.addcmul_(second, sine, value=-sign)
     of_second.addcmul_(first, sine, value=sign)
     return turned.to(x.dtype)

@@ -29,7 +29,15 @@ from trainyard.model.dropout import (
     Dropout,
     at_site,
 )
-from trainyard.model.linear import Linear, Norm, split_pairs
+from trainyard.model.linear import (
+    Linear,
+    MatmulFunction,
+    Norm,
+    PlainProduct,
+    apply,
+    cached_blocks,
+    split_pairs,
+)
 from trainyard.model.loss import CrossEntropy
 
 
@@ -91,6 +99,7 @@ class GPT(nn.Module):
         self.final_norm = Norm(self.layers["final_norm"], model) if gives_loss else None
         self.head = _embedding(self.layers.get("head"))
         self.cross_entropy: CrossEntropy | None = CrossEntropy() if gives_loss else None
+        self.head_product: MatmulFunction = PlainProduct()
 
     @property
     def head_weight(self) -> Tensor:
@@ -154,7 +163,7 @@ class GPT(nn.Module):
             return self.rotation[:, start : start + n_tokens]
         self.token_positions = self.token_positions.to(x.device, non_blocking=True)
         positions = self.token_positions[start : start + n_tokens]
-        return self.rotation[:, _in_documents(positions, ends)]  # (2, B, T, 1, K/2)
+        return self.rotation[:, _in_documents(positions, ends)]  # (2, B, T, 1, K)
 
     def _describe(
         self, start: int, x: Tensor, ends: Tensor | None, *, is_cached: bool
@@ -198,7 +207,7 @@ class GPT(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores the real vocabulary: (..., D) -> (..., vocabulary_size), fp32."""
         weight = self.head_weight[: self.vocabulary_size].to(hidden.dtype)
-        return F.linear(hidden, weight).float()
+        return self.head_product(hidden, weight).float()
 
     def build_caches(self, n_tokens: int) -> list[KeyValueCache]:
         """Makes empty KV caches for `n_tokens`, one per block."""
@@ -306,8 +315,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T, D) to (B, T, D) through (B, T, F)."""
         inner = self.up(x)
-        change = _SwiGLU.apply if self.is_gated else _gelu
-        out: Tensor = self.down(change(inner))
+        out: Tensor = self.down(apply(_SwiGLU, inner) if self.is_gated else _gelu(inner))
         return out
 
 
@@ -327,11 +335,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (outputs,) = ctx.saved_tensors
-        gate, value = split_pairs(outputs)
         of_outputs = torch.empty_like(outputs)
-        of_gate, of_value = split_pairs(of_outputs)
-        of_value.copy_(F.silu(gate).mul_(gradient))
-        of_gate.copy_(torch.ops.aten.silu_backward(gradient * value, gate))
+        for block, of_block, of_out in cached_blocks(outputs, of_outputs, gradient):
+            gate, value = split_pairs(block)
+            of_gate, of_value = split_pairs(of_block)
+            of_value.copy_(F.silu(gate).mul_(of_out))
+            of_gate.copy_(torch.ops.aten.silu_backward(of_out * value, gate))
         return of_outputs
 
 

@@ -25,6 +25,9 @@ from torch import Tensor, library, nn
 from trainyard.architecture import LayerSpec
 from trainyard.config.run import Model
 
+CACHE_BYTES = 2**20
+"""Of each core."""
+
 
 class MatmulFunction(Protocol):
     """A matmul of (..., in) with a weight (out, in), plus a bias, like `F.linear`."""
@@ -132,6 +135,9 @@ class Linear(Layer):
         """Multiplies by the cast weight and adds the cast bias."""
         values = total = None
         if self.is_paired and x.is_cpu:
+            if not torch.is_grad_enabled() and x.shape[:-1].numel() < x.shape[-1]:
+                paired = self.product(x, weight, bias)  # of few tokens: smaller than the weight
+                return torch.cat(paired.view(*x.shape[:-1], -1, 2).unbind(-1), -1)
             weight, bias = _rows_apart(weight), None if bias is None else _rows_apart(bias)
         elif self.casts and self.sums and isinstance(self.product, PlainProduct):
             weight, values, total = self.weight, self.casts[0], self.sums[0]
@@ -157,6 +163,35 @@ def split_pairs(outputs: Tensor) -> tuple[Tensor, Tensor]:
     return first, second
 
 
+def cached_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Splits tensors of as many rows, (..., N), into blocks; on a GPU and compiled, into one.
+
+    On a CPU a block of the first tensor is as large as a core's second-level cache, so that one
+    operation finds there what the one before it read or wrote.
+    """
+    if torch.compiler.is_compiling() or not tensors[0].is_cpu:
+        return iter([tensors])
+    rows = [each.flatten(0, -2) for each in tensors]
+    bytes_per_row = rows[0].shape[1] * rows[0].element_size()
+    n_rows = max(1, torch.get_num_threads() * CACHE_BYTES // bytes_per_row)
+    return zip(*(torch.split(each, n_rows) for each in rows), strict=True)
+
+
+class _Forgetful:
+    """Stands for the context of an autograd function that has no backward pass."""
+
+    def save_for_backward(self, *_: Tensor) -> None:
+        """Saves nothing."""
+
+
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """Applies a function; where no gradient is wanted, without the graph's work on each call."""
+    if torch.is_grad_enabled():
+        return function.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
+    out: Tensor = function.forward(_Forgetful(), *arguments)
+    return out
+
+
 class Norm(Layer):
     """LayerNorm or RMSNorm over the last dimension, in the precision of the input.
 
@@ -174,8 +209,7 @@ class Norm(Layer):
         weight, bias = self.cast(x.dtype)
         if self.kind == "layer":
             return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
-        out: Tensor = _RMSNorm.apply(x, weight, self.epsilon, self.average)  # type: ignore[no-untyped-call]
-        return out
+        return apply(_RMSNorm, x, weight, self.epsilon, self.average)
 
 
 def _of_one_rank(mean: Tensor) -> Tensor:
@@ -264,6 +298,12 @@ class _KnownCast(torch.autograd.Function):
             return gradient.to(ctx.dtype), None, None
         total.add_(gradient)
         return None, None, None
+
+
+def multiply_by(product: MatmulFunction, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiplies, with the gradients that `product` computes."""
+    out: Tensor = _Product.apply(x, weight, None, None, bias, (product, None))  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Product(torch.autograd.Function):

@@ -50,22 +50,58 @@ _BITS = {1: torch.uint8, 2: torch.int16}
 
 
 class AdamW:
-    """Torch's fused AdamW as an `optim.optimizer.LocalOptimizer`.
+    """AdamW by torch's fused kernel, as an `optim.optimizer.LocalOptimizer`.
 
-    Its kernel divides gradients by `grad_scale` and skips when `found_inf` is 1, which
+    The kernel divides gradients by `grad_scale` and skips when `found_inf` is 1, which
     torch.amp.GradScaler uses for loss scaling. Here they also carry the clipping, so gradients are
-    read once without a device sync.
+    read once without a device sync. It is called as torch.optim.AdamW calls it; that class would
+    import torch's compiler, which takes half a second.
+
+    Args:
+        parameters: of this rank, in one precision.
+        settings: of the run; one-dimensional parameters (biases and norms) are not decayed.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], settings: Optimizer) -> None:
-        self.fused = build_adamw(parameters, settings)
+        self.parameters = parameters
+        matrices = [each for each in parameters if each.ndim > 1]
+        vectors = [each for each in parameters if each.ndim == 1]
+        groups = [(matrices, settings.weight_decay), (vectors, 0.0)]
+        self._groups = [(group, decay) for group, decay in groups if group]
+        self._settings = settings
+        self._moments: dict[nn.Parameter, dict[str, Tensor]] = {}
+        device = parameters[0].device if parameters else None
+        self._n_updates = torch.zeros((), dtype=torch.float32, device=device)
 
+    @torch.no_grad()
     def step(self, learning_rate: float, divisor: Tensor, skip: Tensor) -> None:
         """Updates all weights."""
-        for group in self.fused.param_groups:
-            group["lr"] = learning_rate
-        self.fused.grad_scale, self.fused.found_inf = divisor, skip  # type: ignore[attr-defined]
-        self.fused.step()
+        if not self._moments:
+            self.prepare_state(0)
+        beta1, beta2 = self._settings.betas
+        self._n_updates += 1
+        for group, decay in self._groups:
+            gradients = [each.grad for each in group if each.grad is not None]
+            assert len(gradients) == len(group), "each parameter has a gradient"
+            first, second = ([self._moments[each][name] for each in group] for name in MOMENTS)
+            torch._fused_adamw_(
+                [local_part(each) for each in group],
+                [local_part(each) for each in gradients],
+                first,
+                second,
+                [],
+                [self._n_updates] * len(group),
+                lr=learning_rate,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=decay,
+                eps=self._settings.epsilon,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor,
+                found_inf=skip,
+            )
+        self._n_updates -= skip
 
     def state_of(self, local: LocalParameter) -> dict[str, Tensor]:
         """Returns this rank's moments of a parameter; none before the first update."""
@@ -73,33 +109,17 @@ class AdamW:
 
     def moments_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Returns the moments of a parameter that belongs to no `LocalParameter`."""
-        state = self.fused.state.get(parameter, {})
-        return {name: local_part(state[name]) for name in MOMENTS if name in state}
+        return self._moments.get(parameter, {})
 
     def prepare_state(self, n_updates: int | None) -> None:
         """Makes zero moments for a checkpoint to fill; None for none, as at the start."""
-        self.fused.state.clear()
+        self._moments.clear()
         if n_updates is None:
             return
-        for parameter in (each for group in self.fused.param_groups for each in group["params"]):
-            done = torch.tensor(float(n_updates), device=parameter.device)
-            moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
-            self.fused.state[parameter] = {"step": done, **moments}
-
-
-def build_adamw(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> torch.optim.AdamW:
-    """Builds fused AdamW; one-dimensional parameters (biases and norms) are not decayed."""
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optimizer.weight_decay},
-        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups,
-        lr=optimizer.learning_rate,
-        betas=optimizer.betas,
-        eps=optimizer.epsilon,
-        fused=True,
-    )
+        self._n_updates.fill_(n_updates)
+        for parameter in self.parameters:
+            values = local_part(parameter)
+            self._moments[parameter] = {name: torch.zeros_like(values) for name in MOMENTS}
 
 
 @dataclass(frozen=True)
@@ -169,10 +189,8 @@ class LowPrecisionAdamW:
             if each.parameter.ndim == 1
         }
         precise = [each.parameter for each, _ in parameters if MASTER not in each.stored.states]
-        self.plain = AdamW(precise, settings)
-        # In a separate group: the fused kernel does not mix plain and distributed tensors.
         masters = [master for _, master in self.vectors.values()]
-        self.plain.fused.add_param_group({"params": masters, "weight_decay": 0.0})
+        self.plain = AdamW([*precise, *masters], settings)
         self._settings = settings
         device = next(iter(self.matrices.values())).key.device
         self._n_updates = torch.zeros((), dtype=torch.int64, device=device)

@@ -45,7 +45,8 @@ def choose_device(process: Process, *, deterministic: bool = False) -> torch.dev
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     # Flash attention for every run: cuDNN's takes few dropout rates and is not deterministic.
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(deterministic)  # which imports torch's compiler
     # Nothing here reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if deterministic:

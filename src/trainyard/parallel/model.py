@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trainyard.architecture import parameters_of
 from trainyard.config.precisions import Stored
@@ -24,16 +24,18 @@ from trainyard.config.run import Run
 from trainyard.model.documents import find_document_ends
 from trainyard.model.gpt import GPT, compile_blocks
 from trainyard.model.init import TensorShard, initialize
-from trainyard.model.linear import add_to_gradients, cast_once
+from trainyard.model.linear import Layer, add_to_gradients, cast_once
 from trainyard.parallel.context import apply_context_parallel, refuse_ring, take_shard
-from trainyard.parallel.data import apply_fsdp, prepare_micro_batch
 from trainyard.parallel.mesh import Mesh
-from trainyard.parallel.pipeline import Pipeline, layers_in_flight
-from trainyard.parallel.placement import local_part
+from trainyard.parallel.placement import is_distributed, local_part
 from trainyard.parallel.tensor import apply_tensor_parallel
+from trainyard.planning.hardware import is_amd_with_avx512
 from trainyard.planning.resolve import Plan
 from trainyard.precision.block_scaled import BlockScaledTensor, torch_dtype
-from trainyard.precision.policy import PrecisionPolicy
+from trainyard.precision.policy import PrecisionPolicy, use_onednn
+
+if TYPE_CHECKING:
+    from trainyard.parallel.pipeline import Pipeline
 
 EMBEDDING = "embedding.weight"
 
@@ -63,7 +65,7 @@ class LocalParameter:
     def norm_weight(self, n_tensor_ranks: int) -> float:
         """One over the number of ranks that hold this part; 0 for a copy."""
         n_holders = n_tensor_ranks if self.dimension is None else 1
-        if isinstance(self.parameter, DTensor):
+        if is_distributed(self.parameter):
             mesh = self.parameter.device_mesh
             for placement, size in zip(self.parameter.placements, mesh.shape, strict=True):
                 n_holders *= size if placement.is_replicate() else 1
@@ -141,6 +143,7 @@ class ParallelModel:
         shares = [each.norm_weight(mesh.topology.tensor) for each in self.local_parameters]
         self.norm_weights = torch.tensor(shares, dtype=torch.float64, device=mesh.device)
         self._converted = [e for e in self.local_parameters if e.stored.converts_gradient]
+        self._layers = self._layers_in_flight()
         self._is_last_backward = False
         self._pipeline: Pipeline | None = None
         if mesh.pipeline is None:
@@ -148,11 +151,19 @@ class ParallelModel:
                 keep = partial(self._keep, each)
                 each.parameter.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
         if mesh.pipeline is not None:
+            # Imported here: with it comes torch's compiler, which takes half a second.
+            from trainyard.parallel.pipeline import Pipeline
+
             any_stage = next(iter(self.stages.values()))
             shape = (self._micro_batch_size, len(any_stage.token_positions))
             example = torch.empty(shape, dtype=torch.int64, device=mesh.device)
             self._pipeline = Pipeline(
-                self.stages, len(plan.stages), mesh.pipeline, run.parallel.schedule, example
+                self.stages,
+                len(plan.stages),
+                mesh.pipeline,
+                run.parallel.schedule,
+                example,
+                self._layers,
             )
 
     def _build_stage(self, run: Run, plan: Plan, number: int) -> GPT:
@@ -167,14 +178,21 @@ class ParallelModel:
         if model.cross_entropy is not None:
             model.cross_entropy.z_loss = run.train.z_loss
         self._precision.convert_matmuls(model)
+        # A split backward pass (zero bubble) needs the gradients' matmuls apart.
+        splits = mesh.pipeline is not None and parallel.schedule == "zero_bubble"
+        if mesh.device.type == "cpu" and is_amd_with_avx512() and not splits:
+            use_onednn(model)
         initialize(model, run.train.seed, self.tensor_shard)
         self._precision.convert_weights(model)
         on_gpu = mesh.device.type == "cuda"
         if run.train.compile == "always" or (run.train.compile == "gpu" and on_gpu):
             compile_blocks(model, in_order=mesh.tensor is not None or mesh.context is not None)
         if mesh.data is not None:
+            # Imported here: with it comes DTensor, which takes half a second.
+            from trainyard.parallel.data import apply_fsdp, convert_messages
+
             apply_fsdp(model, mesh.data, parallel.zero_stage)
-            self._precision.convert_messages(model)
+            convert_messages(model, self._precision)
         return model.to(mesh.device).train()
 
     @property
@@ -246,21 +264,37 @@ class ParallelModel:
             ids = take_shard(ids, group.rank(), group.size(), method, dimension=1)
         return ids.to(self.mesh.device, non_blocking=True)
 
+    def _layers_in_flight(self) -> list[Layer]:
+        """Lists the layers whose casts each micro batch in flight would make and hold.
+
+        FSDP already holds one of each weight, and recomputed blocks hold none.
+        """
+        if self.mesh.data is not None:
+            return []
+        blocks = (block for model in self.stages.values() for block in model.blocks.values())
+        kept = (block for block in blocks if block.recompute != "block")
+        return [each for block in kept for each in block.modules() if isinstance(each, Layer)]
+
+    def _prepare_micro_batch(self, model: GPT, *, is_last: bool) -> None:
+        if self.mesh.data is not None:
+            from trainyard.parallel.data import prepare_micro_batch
+
+            prepare_micro_batch(model, self._parallel.zero_stage, is_last=is_last)
+
     def _accumulate(
         self, tokens: Tensor, labels: Tensor, inputs: dict[str, Tensor], scale: float | Tensor
     ) -> Tensor:
         (model,) = self.stages.values()
         total = torch.zeros((), device=self.mesh.device)
         size = self._micro_batch_size
-        layers = list(layers_in_flight(model))
-        with cast_once(layers, model.compute_dtype):
+        with cast_once(self._layers, model.compute_dtype):
             for start in range(0, len(tokens), size):
                 here = slice(start, start + size)
                 is_last = start + size >= len(tokens)
                 if start == 0 or is_last:  # nothing changes between
-                    prepare_micro_batch(model, self._parallel.zero_stage, is_last=is_last)
+                    self._prepare_micro_batch(model, is_last=is_last)
                 self._is_last_backward = is_last
-                add_to_gradients(layers)
+                add_to_gradients(self._layers)
                 hidden = model(tokens[here], **{name: each[here] for name, each in inputs.items()})
                 loss = model.summed_loss(hidden, labels[here], scale)
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ PyTorch's schedules do the work. This module builds one for each number of micro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 
 from trainyard.model.gpt import GPT
@@ -155,6 +154,7 @@ class Pipeline:
         group: dist.ProcessGroup,
         schedule: str,
         example: Tensor,
+        layers: Sequence[Layer],
     ) -> None:
         self._schedule = schedule
         self._measure: Callable[..., Tensor] = GPT.summed_loss
@@ -174,7 +174,7 @@ class Pipeline:
             for number, model in stages.items()
         ]
         self._last = stages.get(n_stages - 1)
-        self._layers = [layer for model in stages.values() for layer in layers_in_flight(model)]
+        self._layers = layers
         self._dtype = next(iter(stages.values())).compute_dtype
 
     def forward_backward(
@@ -248,16 +248,6 @@ class Pipeline:
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         assert self._last is not None
         return self._measure(self._last, hidden, labels)
-
-
-def layers_in_flight(model: GPT) -> Iterator[Layer]:
-    """Returns the layers whose casts each micro batch in flight would make and hold.
-
-    FSDP already holds one of each weight, and recomputed blocks hold none.
-    """
-    for block in model.blocks.values():
-        if not isinstance(block, FSDPModule) and block.recompute != "block":
-            yield from (each for each in block.modules() if isinstance(each, Layer))
 
 
 def _example_hidden(model: GPT, tokens: Tensor) -> Tensor:

@@ -14,13 +14,16 @@ A parameter is first split equally over tensor ranks, and each part over data ra
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from trainyard.model.init import TensorShard
 
 Shape = tuple[int, ...]
@@ -85,18 +88,21 @@ def is_writer(parameter: Tensor, dimension: int | None, tensor: TensorShard) -> 
 
 def local_part(parameter: Tensor) -> Tensor:
     """Returns this rank's values, detached, sharing their memory."""
-    from torch.distributed.tensor import DTensor
-
     part = parameter.detach()
-    return part.to_local() if isinstance(part, DTensor) else part
+    return part.to_local() if is_distributed(part) else part
+
+
+def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor, whose import takes half a second: without it there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _cuts(parameter: Tensor) -> Iterator[tuple[int | None, int, int]]:
     """Yields for each axis of a mesh: the dimension it shards (None: replicates), rank, ranks."""
-    # Imported here: it takes a second, which single-process readers of checkpoints avoid.
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    if is_distributed(parameter):
+        from torch.distributed.tensor import Replicate, Shard
 
-    if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         for axis, cut in enumerate(parameter.placements):
             assert type(cut) in (Shard, Replicate), cut

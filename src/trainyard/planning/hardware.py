@@ -349,9 +349,28 @@ def cpu_multiplies_bf16_natively(cpu_info: Path = Path("/proc/cpuinfo")) -> bool
 
     Without them bf16 is emulated, and slower than fp32.
     """
-    try:
-        text = cpu_info.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & _cpu_flags(cpu_info))
+
+
+def is_cpu_of_amd(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
+    """Returns whether this CPU is AMD's; False if unknown."""
+    text = _read_cpu_info(cpu_info)
+    return bool(re.search(r"^vendor_id\s*: AuthenticAMD$", text, re.MULTILINE))
+
+
+def is_amd_with_avx512(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
+    """Returns whether this CPU is AMD's of Zen 4 or later; False if unknown."""
+    return is_cpu_of_amd(cpu_info) and "avx512f" in _cpu_flags(cpu_info)
+
+
+def _cpu_flags(cpu_info: Path) -> set[str]:
+    text = _read_cpu_info(cpu_info)
     flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)  # x86, then Arm
-    return bool(flags and {"avx512_bf16", "amx_bf16", "bf16"} & set(flags[1].split()))
+    return set(flags[1].split()) if flags else set()
+
+
+def _read_cpu_info(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,31 +1,24 @@
 """Applies a run's precision to a model, after the table in `config/precisions.py`.
 
-`PrecisionPolicy` changes matmuls, weights and messages of blocks; the messages are below it. FSDP
-copies what it sends of a block into one flat message, and passes it to a function that this module
-replaces.
+`PrecisionPolicy` changes matmuls and weights of blocks; messages are in `parallel/data.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-# Private up to torch 2.13 at least: the public names of one collective depend on the version.
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-
-from trainyard.config.precisions import FP32, SCALED_COLUMNS, Stored
+from trainyard.config.precisions import FP32, Stored
 from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.model.gpt import GPT
-from trainyard.model.linear import Linear
-from trainyard.precision.block_scaled import E4M3, BlockScaledTensor, torch_dtype
-from trainyard.precision.float8 import blocks_in_fp8, convert_to_float8, quiet_import
+from trainyard.model.linear import Linear, PlainProduct, multiply_by
+from trainyard.planning.hardware import is_amd_with_avx512
+from trainyard.precision.block_scaled import torch_dtype
+from trainyard.precision.float8 import blocks_in_fp8, convert_to_float8
 
 
 class PrecisionPolicy:
@@ -54,143 +47,70 @@ class PrecisionPolicy:
         if weight != FP32:
             model.blocks.to(torch_dtype(weight))
 
-    def convert_messages(self, model: GPT) -> None:
-        """Replaces collectives of a model sharded by `apply_fsdp`."""
-        if self._kept.precision.formats.reduced.is_scaled:
-            for block in model.blocks.values():
-                assert isinstance(block, FSDPModule), "without ZeRO, gradients are all-reduced"
-                block.set_custom_reduce_scatter(CodedReduceScatter())
-        if self._run.precision.fp8.all_gather and self._run.parallel.zero_stage > 0:
-            for block in blocks_in_fp8(model, self._run).values():
-                assert isinstance(block, FSDPModule)
-                block.set_custom_all_gather(Float8AllGather(block))
+    @property
+    def reduces_in_8_bits(self) -> bool:
+        """Whether ranks send gradients of blocks in 8 bits."""
+        return self._kept.precision.formats.reduced.is_scaled
+
+    def gathered_in_fp8(self, model: GPT) -> list[nn.Module]:
+        """Lists the blocks whose weights ranks send in fp8."""
+        gathers = self._run.precision.fp8.all_gather and self._run.parallel.zero_stage > 0
+        return [*blocks_in_fp8(model, self._run).values()] if gathers else []
 
     def stored(self, name: str, n_dimensions: int) -> Stored:
         """Returns the formats of a parameter between steps."""
         return self._kept.stored(name.startswith("blocks."), n_dimensions)
 
 
-class Float8AllGather(DefaultAllGather):
-    """Gathers the weights of a block in fp8: half the bytes of bf16.
+FEW_ROWS = 512
+"""Of an input, on a CPU of AMD without AVX-512: more are faster with MKL there."""
 
-    It casts the weights of fp8 matmuls to fp8 before the gather and back to bf16 after it; biases
-    and norms stay bf16:
 
-        bf16    qkv.weight  qkv.bias  out.weight  ...       2 bytes each
-        sent    e4m3        bf16      e4m3        ...       1 byte, 2 bytes, 1 byte
+class OneDnnProduct(PlainProduct):
+    """`F.linear` in fp32 on a CPU by oneDNN, where torch would take Intel's MKL.
 
-    First, ranks reduce the largest magnitude of each whole weight, which decides its scale, in one
-    message of four numbers. The matmul then finds the same scale and the same fp8 values as from
-    the weight itself. So nothing else changes: neither the mathematics, nor the plain parameter
-    that optimizer, checkpoints and comparisons see.
+    Faster on CPUs of AMD: with AVX-512, and with few rows on all of them
+    (docs/decisions/029-onednn.md, with the figures).
+    The gradient of the weight stays with MKL: oneDNN would copy its transposed factors.
 
     Args:
-        block: already sharded.
+        most_rows: of the input; with more, torch chooses.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        with quiet_import():
-            from torchao.float8 import config, float8_utils
+    def __init__(self, most_rows: int = sys.maxsize) -> None:
+        self.most_rows = most_rows
 
-        self._dtype: torch.dtype = config.e4m3_dtype
-        self._scale_of, self._encode = float8_utils.amax_to_scale, float8_utils.to_fp8_saturated
-        weights = {id(m.weight) for m in block.modules() if isinstance(m, Linear)}
-        parameters = list(block.parameters())
-        self._shapes = [parameter.shape for parameter in parameters]
-        self._is_fp8 = [id(parameter) in weights for parameter in parameters]
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """Multiplies."""
+        # For the compiler weights would have to be constants.
+        if torch.compiler.is_compiling() or x.shape[:-1].numel() > self.most_rows:
+            return super().__call__(x, weight, bias)
+        if torch.is_grad_enabled():  # and not inside `multiply_by`
+            return multiply_by(self, x, weight, bias)
+        # Private: torch's compiler calls it for inference.
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
 
-    @torch.no_grad()
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
-        """Fills `output_tensor`, (ranks x n,), with every rank's `input_tensor`, (n,)."""
-        n_ranks = group.size()
-        lengths = [-(-shape[0] // n_ranks) * shape[1:].numel() for shape in self._shapes]
-        assert sum(lengths) == len(input_tensor), "FSDP pads parts to equal rows"
-        parts = torch.split(input_tensor, lengths)
-        in_fp8 = [part for part, is_fp8 in zip(parts, self._is_fp8, strict=True) if is_fp8]
-        largest = torch.stack([part.abs().max() for part in in_fp8]).float()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        scales = self._scale_of(largest, self._dtype, round_scales_to_power_of_2=True)
-        sent = torch.cat([part.view(torch.uint8) for part in self._made_fp8(parts, scales)])
-        received = sent.new_empty(n_ranks, len(sent))
-        super().__call__(received.view(-1), sent, group)
-        n_bytes = [
-            length * (1 if is_fp8 else input_tensor.element_size())
-            for length, is_fp8 in zip(lengths, self._is_fp8, strict=True)
-        ]
-        targets = torch.split(output_tensor.view(n_ranks, -1), lengths, dim=1)
-        scale_of = iter(scales)
-        columns = torch.split(received, n_bytes, dim=1)
-        for target, column, is_fp8 in zip(targets, columns, self._is_fp8, strict=True):
-            values = column.contiguous()
-            if is_fp8:
-                target.copy_(values.view(self._dtype).float() / next(scale_of))
-            else:
-                target.copy_(values.view(input_tensor.dtype))
-
-    def _made_fp8(self, parts: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
-        scale_of = iter(scales)
-        return [
-            self._encode(part.float() * next(scale_of), self._dtype) if is_fp8 else part
-            for part, is_fp8 in zip(parts, self._is_fp8, strict=True)
-        ]
+    def input_gradient(self, gradient: Tensor, weight: Tensor, /) -> Tensor:
+        """Multiplies."""
+        return self(gradient, weight.t())  # as of a weight (in, out)
 
 
-class CodedReduceScatter(ReduceScatter):
-    """Reduce-scatters the gradients of a block in 8 bits, a quarter of the bytes of fp32.
+def use_onednn(model: GPT) -> None:
+    """Replaces the matmuls of a model on a CPU, if it computes in fp32; the loss keeps its own.
 
-        rank 0    a0 a1 a2    fp32 gradients               encode        b0 c0  for rank 0
-        rank 1    b0 b1 b2    for the parts of all         ------->      b1, .. all-to-all, bytes
-        rank 2    c0 c1 c2    three ranks                  decode
-
-        rank 0 ends with a0 + b0 + c0, summed in fp32
-
-    A ring reduction in 8 bits would round at every hop, and needs headroom for the largest sum.
-    Here `block_scaled.py` rounds each contribution once, with its own scales; a rank's own is not
-    rounded. Non-finite values arrive as infinite or NaN.
+    One step of the backward pass then computes both gradients of a matmul.
     """
+    on_cpu = all(each.is_cpu for each in model.parameters())  # none is in a simulation of a GPU
+    if on_cpu and model.compute_dtype == torch.float32 and has_onednn():
+        product = OneDnnProduct() if is_amd_with_avx512() else OneDnnProduct(FEW_ROWS)
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.product = product
+        model.head_product = product
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Allocates an input or output buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: object,
-        async_op: bool = False,
-    ) -> None:
-        """Sums this rank's part over all ranks.
-
-        Args:
-            output_tensor: filled with the sum, (n,), fp32.
-            input_tensor: this rank's contribution to every rank's part, (ranks x n,), fp32.
-            group: the ranks.
-            op: must be the sum, as set in FSDP.
-            async_op: never set by FSDP.
-        """
-        assert op == dist.ReduceOp.SUM and not async_op, (op, async_op)
-        n_ranks, rank = group.size(), group.rank()
-        parts = input_tensor.view(n_ranks, -1)
-        n_values = parts.shape[1]
-        padded = F.pad(parts, (0, -n_values % SCALED_COLUMNS))
-        codes = BlockScaledTensor.of(padded, E4M3)
-        sent = torch.cat([codes.values.view(torch.uint8), codes.exponents], dim=1)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        output_tensor.copy_(parts[rank])
-        for other in range(n_ranks):
-            if other != rank:
-                message = received[other : other + 1]
-                values = message[:, : padded.shape[1]].view(E4M3)
-                exponents = message[:, padded.shape[1] :]
-                output_tensor += BlockScaledTensor(values, exponents).decode().view(-1)[:n_values]
+def has_onednn() -> bool:
+    """Returns whether this torch has matmuls of oneDNN in fp32."""
+    library: Any = torch.backends.mkldnn
+    return bool(library.is_available()) and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -144,7 +144,7 @@ def sample(context: TrainContext, state: State, metrics: Metrics) -> str:
     for prompt in context.run.evaluate.sample_prompts:
         ids = context.tokenizer.encode(prompt)
         n_tokens, end = context.run.evaluate.sample_tokens, context.tokenizer.eod_id
-        (new,) = generate(model, ids, n_tokens, sampling, end)
+        (new,) = generate(model, [ids], n_tokens, sampling, end)
         text = context.tokenizer.decode(new)
         metrics.write("sample", {"step": state.step, "prompt": prompt, "text": text})
         texts.append(f"sample: {prompt}{text}")

@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import logging
-import os
 import sys
 import traceback
 from collections import Counter
@@ -369,10 +368,7 @@ def main() -> None:
     except Exception:
         sys.stderr.write(hide_secrets(traceback.format_exc()))
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A normal exit would abort if a save thread is waiting for a dead rank.
-    os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

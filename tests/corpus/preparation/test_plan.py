@@ -16,6 +16,7 @@ from trainyard.corpus.preparation.plan import (
     plan_corpus,
 )
 from trainyard.corpus.preparation.worker import piece_names
+from trainyard.corpus.sources.files import choose_unit_bytes
 from trainyard.data.sidecar import TokenizerRecord
 from trainyard.errors import DataError
 
@@ -83,6 +84,11 @@ def test_small_files_of_two_outputs_share_no_unit(folder: Path) -> None:
     made = plan(folder, unit_bytes=10_000, files_per_output=2)
     assert [len(unit) for unit in made.units] == [2, 1]
     assert len(plan(folder, unit_bytes=10_000).units) == 1
+
+
+@pytest.mark.parametrize(("total", "unit"), [(0, 32), (1_000, 62.5), (10**6, 128)])
+def test_units_of_small_corpora_are_smaller(total: int, unit: float) -> None:
+    assert choose_unit_bytes(total * 2**20) == unit * 2**20
 
 
 def test_names_are_those_of_megatron_and_sort_as_the_outputs_do() -> None:

@@ -25,6 +25,7 @@ import msgspec
 from trainyard import __version__
 from trainyard.config.corpus import Corpus, output_prefixes
 from trainyard.corpus.sources import Segment, scan_inputs, split_into_units
+from trainyard.corpus.sources.files import choose_unit_bytes
 from trainyard.data.sidecar import SourceRecord, TokenizerRecord
 from trainyard.errors import DataError, printable
 
@@ -158,7 +159,7 @@ def list_sources(corpus: Corpus) -> tuple[list[SourceRecord], Counter[str]]:
 def plan_corpus(
     corpus: Corpus,
     tokenizer: TokenizerRecord,
-    unit_bytes: int,
+    unit_bytes: int | None = None,
     sources: list[SourceRecord] | None = None,
 ) -> PreparationPlan:
     """Cuts a corpus into units of about `unit_bytes` of input, and units into outputs.
@@ -166,7 +167,7 @@ def plan_corpus(
     Args:
         corpus: what is prepared.
         tokenizer: that encodes it.
-        unit_bytes: of input in a unit.
+        unit_bytes: of input in a unit; None: chosen from the size of the inputs.
         sources: its inputs, if they have been listed.
 
     Raises:
@@ -174,6 +175,7 @@ def plan_corpus(
     """
     sources = sources or list_sources(corpus)[0]
     files = [(Path(source.path), source.size_bytes) for source in sources]
+    unit_bytes = unit_bytes or choose_unit_bytes(sum(size for _, size in files))
     per_output = corpus.files_per_output or len(files)
     prefixes = output_prefixes(corpus, -(-len(files) // per_output))
     units: list[list[Segment]] = []

@@ -3,8 +3,8 @@ r"""Converts raw text to Megatron-LM token files, with the same bytes for any nu
     corpus = Corpus(inputs=("corpus/",), output="data/web", tokenizer="gpt2")
     sidecars = prepare(corpus, workers=8)
 
-writes `data/web_text_document.bin`, `.idx` and `.json`. The corpus is split into units of about
-128 MiB that depend only on the files. Their tokens stay in a work folder, `data/web.work`, until
+writes `data/web_text_document.bin`, `.idx` and `.json`. The corpus is split into units of 32
+to 128 MiB that depend only on the files. Their tokens stay in a work folder, `data/web.work`, until
 all are done:
 
     any process, any machine      unit 0 -> parts/unit-000000.{bin,idx}   \
@@ -49,7 +49,7 @@ from trainyard.corpus.preparation.unit import PLACES_PER_KIND, Place, UnitResult
 from trainyard.corpus.preparation.work_folder import WorkFolder, name_process
 from trainyard.corpus.preparation.worker import CorpusWorker, is_prepared, piece_names, unit_name
 from trainyard.corpus.sources import Segment, find_files, read_documents
-from trainyard.corpus.sources.files import UNIT_BYTES, format_of
+from trainyard.corpus.sources.files import format_of
 from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
 from trainyard.data.tokenizer import Tokenizer, tokenizer_name
 from trainyard.data.vocabulary import GPT2, Vocabulary, load_vocabulary
@@ -68,7 +68,7 @@ def prepare(
     workers: int = 1,
     on_error: OnError = "stop",
     overwrite: bool = False,
-    unit_bytes: int = UNIT_BYTES,
+    unit_bytes: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     on_skipped: Callable[[Counter[str]], None] | None = None,
 ) -> list[Sidecar]:
@@ -79,7 +79,7 @@ def prepare(
         workers: processes on this machine; each takes one core.
         on_error: whether a bad document ends the run, or is set aside and counted.
         overwrite: replace token files, and unfinished work, that were made otherwise.
-        unit_bytes: how much input a worker takes at a time.
+        unit_bytes: how much input a worker takes at a time; None: chosen from the inputs.
         on_progress: called every few seconds with the progress of all workers.
         on_skipped: called with the input files that are not read, if this process lists them.
 
@@ -215,9 +215,7 @@ def train_on_inputs(
     path = folder / "tokenizer.json"
     is_there = path.exists() and not overwrite
     if is_there:
-        plan = plan_corpus(
-            corpus, _record_tokenizer(corpus, load_vocabulary(corpus.tokenizer)), UNIT_BYTES
-        )
+        plan = plan_corpus(corpus, _record_tokenizer(corpus, load_vocabulary(corpus.tokenizer)))
         if work_path(corpus).exists() or is_prepared(plan):
             return
     own = folder.with_name(f"{folder.name}.{name_process(os.getpid())}")

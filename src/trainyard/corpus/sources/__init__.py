@@ -3,7 +3,7 @@
 A corpus goes through three steps, each one call:
 
     files = find_files(["corpus/", "more/*.jsonl.zst"])     # sorted, checked, no duplicates
-    units = split_into_units([(file, file.stat().st_size) for file in files])  # of about 128 MiB
+    units = split_into_units([(file, file.stat().st_size) for file in files], 2**27)
     for segment in units[0]:                                # a file, or whole lines of one
         for batch in read_documents(segment, key="text"):
             batch.texts                                     # a few MiB of documents, in order

@@ -30,7 +30,9 @@ _TABLES = {".parquet": "Parquet", ".arrow": "Arrow"}
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 LISTING_NAME = "fetch.listing"
 """What fetching keeps in the folder of a corpus; it is no part of the text."""
-UNIT_BYTES = 128 * 2**20
+_MOST_UNIT_BYTES = 128 * 2**20
+_LEAST_UNIT_BYTES = 32 * 2**20
+_UNITS_OF_SMALL_CORPUS = 16
 # Wikitext takes twenty times the work of a line of JSON, and bzip2 packs four bytes of it in one.
 _DUMP_UNITS = {("wikipedia", ""): 4, ("wikipedia", ".bz2"): 16}
 # Wikimedia names the parts of a dump pages-articles1.xml-p1p41242.bz2.
@@ -241,9 +243,13 @@ def _list_folder(folder: Path, skipped: Counter[str]) -> Iterator[os.DirEntry[st
             yield entry
 
 
-def split_into_units(
-    files: Sequence[tuple[Path, int]], unit_bytes: int = UNIT_BYTES
-) -> list[list[Segment]]:
+def choose_unit_bytes(total_bytes: int) -> int:
+    """Returns the input of a unit: less for a small corpus, so that its workers end together."""
+    equal = total_bytes // _UNITS_OF_SMALL_CORPUS
+    return min(max(equal, _LEAST_UNIT_BYTES), _MOST_UNIT_BYTES)
+
+
+def split_into_units(files: Sequence[tuple[Path, int]], unit_bytes: int) -> list[list[Segment]]:
     """Cuts files, given with their sizes, into pieces of work of about `unit_bytes`, in order.
 
     Small files share a unit; a large plain `.jsonl` file is cut between lines, a dump anywhere. The

@@ -1,0 +1,148 @@
+"""Matmuls by oneDNN: those of `F.linear`, forward and backward, and where they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.training.small import build_small_context
+from torch import Tensor
+
+from trainyard.config.run import Model
+from trainyard.model.gpt import GPT, compile_blocks
+from trainyard.model.init import initialize
+from trainyard.model.linear import Linear
+from trainyard.parallel import model as parallel_model
+from trainyard.precision import policy
+from trainyard.precision.policy import OneDnnProduct, has_onednn, use_onednn
+
+pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")
+
+SMALL = {"n_layers": 2, "d_model": 32, "n_heads": 2, "d_ff": 48, "sequence_length": 16}
+GPT3: dict[str, Any] = {**SMALL, "vocabulary_size": 64, "dropout": 0.0}
+MODERN = {"positions": "rotary", "norm": "rms", "mlp": "swiglu", "bias": False}
+
+
+@pytest.fixture(autouse=True)
+def _zen4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_model, "is_amd_with_avx512", lambda: True)
+
+
+def results(multiply: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    leaves = [each.detach().requires_grad_() for each in (x, weight, bias) if each is not None]
+    out = multiply(*leaves)
+    out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape))
+    return [out.detach(), *(each.grad for each in leaves if each.grad is not None)]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(5, 24), (3, 7, 24), (1, 1, 24), (512, 24), (0, 24)])
+def test_outputs_and_gradients_are_those_of_linear(shape: tuple[int, ...], has_bias: bool) -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(shape), torch.randn(40, 24)
+    bias = torch.randn(40) if has_bias else None
+    found = results(OneDnnProduct(), x, weight, bias)
+    precise = [None if each is None else each.double() for each in (x, weight, bias)]
+    expected = results(F.linear, *precise)  # type: ignore[arg-type]
+    assert len(found) == len(expected) == 3 + has_bias
+    for mine, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=2e-5)
+
+
+def test_many_rows_are_left_to_torch() -> None:
+    torch.manual_seed(1)
+    weight, product = torch.randn(40, 24), OneDnnProduct(most_rows=8)
+    for n_rows, operation in ((8, "mkldnn::_linear_pointwise"), (9, "aten::linear")):
+        with torch.no_grad(), torch.profiler.profile() as profile:
+            product(torch.randn(n_rows, 24), weight)
+        assert operation in {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("has_avx512", [False, True])
+def test_without_avx512_only_few_rows_are_taken(
+    has_avx512: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "is_amd_with_avx512", lambda: has_avx512)
+    model = GPT(Model(**GPT3), 64)
+    use_onednn(model)
+    assert isinstance(model.head_product, OneDnnProduct)
+    assert (model.head_product.most_rows == policy.FEW_ROWS) is not has_avx512
+
+
+def test_inputs_in_any_order_of_memory() -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(24, 6).t(), torch.randn(24, 40).t()
+    torch.testing.assert_close(OneDnnProduct()(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("fields", [GPT3, GPT3 | MODERN], ids=["gpt3", "modern"])
+def test_a_model_has_the_same_loss_and_gradients(fields: dict[str, Any]) -> None:
+    tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
+    found = []
+    for change in (lambda model: None, use_onednn):
+        model = GPT(Model(**fields), 64)
+        initialize(model, seed=1)
+        change(model)
+        loss = model.summed_loss(model(tokens), tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        found.append([loss, *(parameter.grad for parameter in model.parameters())])
+        with torch.no_grad():
+            found[-1].append(model.logits(model(tokens)))
+    assert isinstance(model.head_product, OneDnnProduct)
+    uses = [isinstance(m.product, OneDnnProduct) for m in model.modules() if isinstance(m, Linear)]
+    assert uses == [True] * 8
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
+def test_compiled_blocks_do_without() -> None:
+    tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for compiles in (False, True):
+        model = GPT(Model(**GPT3 | MODERN), 64)
+        initialize(model, seed=1)
+        use_onednn(model)
+        if compiles:
+            compile_blocks(model)
+        model.summed_loss(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
+
+
+def products_of(n_ranks: int = 1, **sections: dict[str, Any]) -> set[str]:
+    model = build_small_context(n_ranks, **sections).model
+    layers = [m for stage in model.stages.values() for m in stage.modules()]
+    return {type(m.product).__name__ for m in layers if isinstance(m, Linear)}
+
+
+def test_it_is_for_fp32_alone() -> None:
+    assert products_of() == {"OneDnnProduct"}
+    assert products_of(precision={"kind": "bf16"}) == {"PlainProduct"}
+
+
+def test_it_is_for_some_processors_of_amd_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_model, "is_amd_with_avx512", lambda: False)
+    assert products_of() == {"PlainProduct"}
+
+
+def test_a_torch_without_it_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "has_onednn", lambda: False)
+    assert products_of() == {"PlainProduct"}
+
+
+def products_of_stages(schedule: str) -> set[str]:
+    parallel_model.is_amd_with_avx512 = lambda: True
+    return products_of(2, parallel={"pipeline": 2, "schedule": schedule, "zero_stage": 0})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name"), [("1f1b", "OneDnnProduct"), ("zero_bubble", "PlainProduct")]
+)
+def test_a_split_backward_pass_keeps_the_matmuls_apart(
+    run_ranks: Callable[..., list[Any]], schedule: str, name: str
+) -> None:
+    assert run_ranks(2, products_of_stages, schedule) == [{name}] * 2
