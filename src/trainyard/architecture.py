@@ -183,7 +183,7 @@ def inner_values(model: Model, part: str, tensor: int = 1) -> int:
 
 def rotation_values(model: Model) -> int:
     """Counts the cosines and sines that turn a head's features of a token; 0 if none does."""
-    return model.d_head if model.positions == "rotary" else 0
+    return 2 * model.d_head if model.positions == "rotary" else 0
 
 
 def head_layer(model: Model, padded_vocabulary_size: int, tensor: int = 1) -> LayerSpec:

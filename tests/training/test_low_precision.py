@@ -146,7 +146,7 @@ def held_bytes() -> int:
             # Other types are those of a simulation that this process ran before.
             if type(local) in (torch.Tensor, torch.nn.Parameter) and local.device.type == "cpu":
                 storage = local.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+                storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 

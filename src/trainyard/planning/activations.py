@@ -120,6 +120,12 @@ class MicroBatch:
         masks = self.n_tokens if self.topology.tensor > 1 else 0
         return masks + self._dropout_keys()
 
+    def rotations(self) -> int:
+        """The table of a stage that turns queries and keys, by the positions of the rank's tokens."""
+        model = self.run.model
+        n_ranks = 1 if model.attention_within_documents else self.topology.context
+        return FP32_BYTES * rotation_values(model) * model.sequence_length // n_ranks
+
     def documents(self) -> float:
         """What tells the documents of a micro batch apart, for all blocks of a stage.
 

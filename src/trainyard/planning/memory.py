@@ -150,7 +150,7 @@ class _Rank:
     def always(self) -> Items:
         """Constant memory within a step."""
         return {
-            "weights": self.weight_bytes,
+            "weights": self.weight_bytes + len(self.stages) * self.micro.rotations(),
             "optimizer": self.state_bytes,
             "exchanged activations": self._exchanged(),
             "context and libraries": self._libraries(),
