@@ -34,7 +34,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from trainyard.api.plan_table import describe_step
-from trainyard.cli.main import PROGRAM, app
+from trainyard.cli.help import PROGRAM
+from trainyard.cli.main import app
 from trainyard.cli.plan import plan
 from trainyard.errors import MachineError
 from trainyard.export.megatron_fields import flag_table

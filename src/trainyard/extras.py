@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import sys
-from importlib import metadata
 from pathlib import Path
 
 from trainyard.errors import MachineError
@@ -64,6 +63,8 @@ def _installer() -> str:
 
 
 def _extras() -> dict[str, str]:
+    from importlib import metadata  # which takes 20 ms, and is needed on few starts
+
     try:
         requirements = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # a source tree that is not installed
@@ -73,6 +74,8 @@ def _extras() -> dict[str, str]:
 
 
 def _distribution_file(name: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.distribution(DISTRIBUTION).read_text(name)
     except metadata.PackageNotFoundError:

@@ -16,6 +16,8 @@ from tests.architecture.packages import PICTURE, draw
 from tests.circles import everyday
 from tests.faults.small_run import small_overrides, write_tokens
 
+from trainyard.cli.help import VERBS
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "trainyard"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -217,6 +219,12 @@ def test_one_process_imports_neither_the_compiler_nor_distributed_tensors(
     heavy = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"}
     modules = run_and_list_modules(arguments, tmp_path)
     assert "torch" in modules and not heavy & modules
+
+
+def test_a_verb_imports_no_other(tmp_path: Path) -> None:
+    modules = run_and_list_modules(["show", "tiny"], tmp_path)
+    verbs = {verb for verb in VERBS if f"trainyard.cli.{verb}" in modules}
+    assert verbs == {"show"} and "importlib.metadata" not in modules
 
 
 def run_and_list_modules(arguments: list[str], folder: Path) -> set[str]:

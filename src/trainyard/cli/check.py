@@ -23,6 +23,7 @@ Place = TypeVar("Place", str, Path)
 Progress = Callable[[int, int], None]
 
 check = typer.Typer(
+    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Verify token files, checkpoints, or the layout of a run.",

@@ -1,12 +1,23 @@
-"""The help of a verb: its options in groups, its examples one a line, at any terminal width."""
+"""The verbs and their help: options in groups, examples one a line, at any terminal width."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any, cast
 
+import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+PROGRAM = "trainyard"
+VERBS = (
+    *("prepare", "new", "check", "plan", "train", "launch", "status", "evaluate", "generate"),
+    *("report", "export", "import", "show", "doctor", "bench", "demo", "completion"),
+)
+"""In the order of the work; each is a function or a `Typer`, in a module here of its name."""
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "prepare": {
@@ -31,17 +42,42 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "generate": {"Sampling": "temperature top_k top_p samples seed"},
 }
 """Verb to groups of its options, in order; other options come under Options."""
-ORDER = "prepare new check plan train launch status evaluate generate report export import show"
-"""Verbs in the order of the work; others follow."""
 _EXAMPLE = re.compile(r"^Examples?:\s*")
 
 
 class Verbs(TyperGroup):
-    """The verbs, in the order of the work."""
+    """The verbs; each is imported when it is needed."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Lists their names."""
-        return list(dict.fromkeys((*ORDER.split(), *super().list_commands(ctx))))
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = cast(Any, _Imported())
+
+
+class _Imported(Mapping[str, Any]):
+    """The commands of the verbs by name."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in VERBS:
+            raise KeyError(name)
+        return _import(name)
+
+
+@cache
+def _import(name: str) -> Any:
+    module = "import_" if name == "import" else name
+    verb = getattr(import_module(f"trainyard.cli.{module}"), module)
+    if not isinstance(verb, typer.Typer):
+        function, verb = verb, typer.Typer(add_completion=False, rich_markup_mode=None)
+        verb.command(name, cls=Verb)(function)
+    command = get_command(verb)
+    command.name = name
+    return command
 
 
 class Verb(TyperCommand):

@@ -11,31 +11,14 @@ import io
 import os
 import sys
 import traceback
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from typer._completion_classes import completion_init
-from typer._completion_shared import get_completion_script
 from typer.exceptions import TyperException
 
 from trainyard import __version__
-from trainyard.cli.bench import bench
-from trainyard.cli.check import check
-from trainyard.cli.demo import demo
-from trainyard.cli.doctor import doctor
-from trainyard.cli.evaluate import evaluate
-from trainyard.cli.export import export
-from trainyard.cli.generate import generate
-from trainyard.cli.help import Verb, Verbs
-from trainyard.cli.import_ import import_
-from trainyard.cli.launch import launch
-from trainyard.cli.new import new
-from trainyard.cli.plan import plan
-from trainyard.cli.prepare import prepare
-from trainyard.cli.report import report
-from trainyard.cli.show import show
-from trainyard.cli.status import status
-from trainyard.cli.train import train
+from trainyard.cli.help import PROGRAM, Verbs
 from trainyard.errors import EXIT_INTERRUPTED, UserError
 from trainyard.extras import missing_package
 from trainyard.launch.environment import hide_secrets, let_idle_threads_sleep
@@ -43,7 +26,6 @@ from trainyard.log import build_logger
 
 EXIT_CLOSED_PIPE = 141
 """Exit code where the reader of the output has left, as `head` does."""
-PROGRAM = "trainyard"
 
 app = typer.Typer(
     cls=Verbs,
@@ -79,31 +61,6 @@ def _options(
 
     Every verb takes a run by its name in runs/ or by its folder. trainyard VERB -h shows examples.
     """
-
-
-def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell.")],
-) -> None:
-    """Print the script for completion in a shell.
-
-    It completes verbs, options, runs, presets and fields.
-
-    Examples:
-    source <(trainyard completion bash)
-    trainyard completion zsh > ~/.zfunc/_trainyard
-    trainyard completion fish > ~/.config/fish/completions/trainyard.fish
-    """
-    variable = f"_{PROGRAM.upper()}_COMPLETE"
-    typer.echo(get_completion_script(prog_name=PROGRAM, complete_var=variable, shell=shell))
-
-
-for verb in (prepare, new, plan, train, launch, status, evaluate, generate, report, export):
-    app.command(cls=Verb)(verb)
-app.command("import", cls=Verb)(import_)
-app.command(cls=Verb)(show)
-app.add_typer(check, name="check")
-for command in (doctor, bench, demo, completion):
-    app.command(cls=Verb)(command)
 
 
 def _replace_characters(error: UnicodeError) -> tuple[str, int]:

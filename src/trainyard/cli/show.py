@@ -72,11 +72,11 @@ def show(
 
         show_order(names[1:], split, start, count, output)
     elif names and names[0] == "cluster":
-        from trainyard.cli.show_run import show_cluster
+        from trainyard.cli.show_cluster import show_cluster
 
         show_cluster(names[1:], console)
     elif not names:
-        from trainyard.cli.show_fields import render_families
+        from trainyard.cli.show_families import render_families
 
         typer.echo(render_families())
     elif Path(f"{without_ending(names[0])}.idx").exists():
@@ -88,7 +88,7 @@ def show(
 
 
 def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields: bool) -> None:
-    from trainyard.cli.show_fields import is_family
+    from trainyard.cli.show_families import is_family
     from trainyard.config.load import load_run, preset_names
     from trainyard.data.vocabulary import GPT2
 
@@ -103,7 +103,7 @@ def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields
 
         show_tokenizer(name, console)
     elif is_family(name):
-        from trainyard.cli.show_fields import render_family
+        from trainyard.cli.show_families import render_family
 
         typer.echo(render_family(name))
     elif overrides or all_fields or not holds_checkpoint(path):

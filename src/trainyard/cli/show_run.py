@@ -1,4 +1,4 @@
-"""`trainyard show RUN` and `cluster NAME`: what run and cluster files say."""
+"""`trainyard show RUN`: what a run file says."""
 
 from __future__ import annotations
 
@@ -6,19 +6,12 @@ import json
 import textwrap
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from trainyard.architecture import describe_parts, parameter_counts
-from trainyard.cli.tables import facts_table
-from trainyard.config.cluster import Cluster, cluster_names, cluster_texts, cpu_mask, read_cluster
 from trainyard.config.load import LoadedRun, all_fields, field_value
 from trainyard.config.run import Run
-from trainyard.errors import ConfigError
-from trainyard.jobs.schedulers import SCHEDULERS
-from trainyard.planning.clusters import find_machine
 from trainyard.planning.flops import model_flops_per_token
-from trainyard.planning.hardware import GIGA, TERA
 from trainyard.planning.resolve import Plan, resolve
 from trainyard.units import Length, format_large
 
@@ -132,48 +125,3 @@ def as_toml(value: Any) -> str:
             shown = [shown[0], f"... {len(shown) - 1} more"]
         return f"[{', '.join(shown)}]"
     return "inf" if value == float("inf") else json.dumps(value)
-
-
-def show_cluster(names: list[str], console: Console) -> None:
-    """Prints a cluster, or lists all clusters without a name.
-
-    Raises:
-        UserError: there is no such cluster, or its file is invalid.
-    """
-    if not names:
-        console.print("clusters: " + ", ".join(cluster_names()), highlight=False)
-        return
-    if len(names) > 1:
-        raise ConfigError(f"{names[1]} is a second cluster", "trainyard show cluster lumi")
-    cluster = read_cluster(names[0])
-    console.print(facts_table(names[0], _cluster_facts(names[0], cluster)))
-    for place, text in cluster_texts(names[0]):
-        console.print(f"\n[bold]{place}[/bold]")
-        console.print(text.rstrip(), markup=False, highlight=False)
-
-
-def _cluster_facts(name: str, cluster: Cluster) -> dict[str, str]:
-    machine, launch = find_machine(name), cluster.launch
-    device = machine.device
-    peaks = ", ".join(f"{kind} {peak / TERA:,.4g}" for kind, peak in device.peaks.items())
-    bandwidth = (device.memory_bytes_per_second or 0) / GIGA
-    memory = f"{machine.memory_bytes / 2**30:.0f} GiB, " if machine.memory_bytes else ""
-    facts = {
-        "what": cluster.description,
-        "devices": f"{machine.devices_per_node} x {device.name} a node",
-        "memory": f"{memory}{bandwidth:,.0f} GB/s",
-        "TFLOP/s": peaks,
-        "link": f"{machine.link_bytes_per_second / GIGA:g} GB/s inside a node",
-        "network": f"{machine.network_bytes_per_second / GIGA:g} GB/s a device between nodes",
-        "jobs": _describe_start(cluster),
-    }
-    for local_rank, cpus in enumerate(launch.cpu_lists):
-        facts[f"rank {local_rank}"] = f"CPUs {cpus}, mask {cpu_mask(cpus)}"
-    return facts
-
-
-def _describe_start(cluster: Cluster) -> str:
-    how = SCHEDULERS[cluster.launch.scheduler].describe(cluster.launch)
-    container = cluster.launch.container
-    image = f" with {container.image or 'an image of yours'}"
-    return how + (f", {container.runtime}{image}" if container.runtime != "none" else "")

@@ -25,7 +25,6 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
 from trainyard import __version__
@@ -270,6 +269,8 @@ def read_variables(
 
 def read_versions(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns the versions of all software that can change a result, and the user's command."""
+    from importlib import metadata  # which takes 20 ms, and is needed on few starts
+
     versions = {
         "trainyard": __version__,
         "python": platform.python_version(),

@@ -121,7 +121,7 @@ class MicroBatch:
         return masks + self._dropout_keys()
 
     def rotations(self) -> int:
-        """The table of a stage that turns queries and keys, by the positions of the rank's tokens."""
+        """A stage's table that turns queries and keys, by the positions of the rank's tokens."""
         model = self.run.model
         n_ranks = 1 if model.attention_within_documents else self.topology.context
         return FP32_BYTES * rotation_values(model) * model.sequence_length // n_ranks
