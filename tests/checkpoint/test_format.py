@@ -279,7 +279,7 @@ def test_chunks_are_accepted_just_when_they_hold_every_value_once():
 
 def test_a_manifest_of_absurd_size_is_not_read(checkpoint):
     os.truncate(checkpoint / MANIFEST, 2**40)
-    with pytest.raises(CheckpointError, match=r"has 1\.0 TiB; no manifest is above 1\.0 GiB"):
+    with pytest.raises(CheckpointError, match=r"has 1\.0 TiB; no manifest is above 16\.0 GiB"):
         read_manifest(checkpoint)
 
 
