@@ -101,7 +101,13 @@ def read_saving(record: Figures) -> Iterable[Row]:
             yield Row(cell, "GB/s", rates["ours"], peers, (limit, rates[limit]))
         stall = size["stall in the background"]
         ours, copy = (statistics.median(stall[who]["seconds"]) for who in ("ours", "plain copy"))
-        yield Row("the same, stall of training", "s", ours, {}, ("plain copy", copy))
+        yield Row(
+            "checkpoint of 1.5 GB, stall of training in a background save",
+            "s",
+            ours,
+            {},
+            ("plain copy", copy),
+        )
 
 
 def read_tokenizing(record: Figures) -> Iterable[Row]:
@@ -122,7 +128,7 @@ def read_tokenizing(record: Figures) -> Iterable[Row]:
         if has_steady(cases, "ours"):
             tool = "Megatron-LM's fast tool, its own clock"
             peers = {tool: rate("fast tool", "work")} if "fast tool" in cases else {}
-            cell, one = f"the same, {name}, steady state", rate("ours", "steady")
+            cell, one = f"text to token files, {name}, steady state", rate("ours", "steady")
             yield Row(cell, "MB/s", one, peers, limit)
             if has_steady(cases, "ours, two workers"):
                 two = rate("ours, two workers", "steady")
@@ -175,7 +181,8 @@ def read_two_ranks(record: Figures) -> Iterable[Row]:
 def read_sample_index(record: Figures) -> Iterable[Row]:
     for epochs in ("1 epochs", "4 epochs"):
         ours, limit = record[epochs]["trainyard"], record[epochs]["shuffles alone, 32 bits"]
-        cell = f"order of sequences, {record['documents']:,} documents, {epochs}, CPU"
+        told = epochs.removesuffix("s") if epochs.startswith("1 ") else epochs
+        cell = f"order of sequences, {record['documents']:,} documents, {told}, CPU time"
         limits = ("shuffles alone", limit["cpu_seconds"])
         yield Row(cell, "s", ours["cpu_seconds"], {}, limits)
 
@@ -206,7 +213,8 @@ def read_wrapping(record: Figures) -> Iterable[Row]:
 def read_bubble(record: Figures) -> Iterable[Row]:
     for line in record["4 ranks that sleep"]:
         if line["micro_batches"] == 8 and line["schedule"] != "gpipe":
-            cell = f"busy ranks, {line['schedule']}, {line['chunks']} chunks, 8 micro batches"
+            schedule = f"{line['schedule']}, chunks: {line['chunks']}"
+            cell = f"pipeline utilization, {schedule}, 8 micro batches"
             yield Row(
                 cell, "%", 100 - 100 * line["idle"], {}, ("formula", 100 - 100 * line["formula"])
             )
