@@ -17,7 +17,7 @@ from trainyard.model.init import initialize
 from trainyard.model.linear import Linear
 from trainyard.parallel import model as parallel_model
 from trainyard.precision import policy
-from trainyard.precision.policy import OneDnnProduct, has_onednn, use_onednn
+from trainyard.precision.policy import LEAST_WORK, OneDnnProduct, has_onednn, use_onednn
 
 pytestmark = pytest.mark.skipif(not has_onednn(), reason="this torch has no oneDNN")
 
@@ -29,6 +29,7 @@ MODERN = {"positions": "rotary", "norm": "rms", "mlp": "swiglu", "bias": False}
 @pytest.fixture(autouse=True)
 def _zen4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_model, "is_amd_with_avx512", lambda: True)
+    monkeypatch.setattr(policy, "LEAST_WORK", 0)
 
 
 def results(multiply: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
@@ -52,13 +53,24 @@ def test_outputs_and_gradients_are_those_of_linear(shape: tuple[int, ...], has_b
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=2e-5)
 
 
+def uses_onednn(product: OneDnnProduct, n_rows: int, weight: Tensor) -> bool:
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        product(torch.randn(n_rows, weight.shape[1]), weight)
+    names = {event.name for event in profile.events()}
+    assert ("mkldnn::_linear_pointwise" in names) is not ("aten::linear" in names)
+    return "mkldnn::_linear_pointwise" in names
+
+
 def test_many_rows_are_left_to_torch() -> None:
-    torch.manual_seed(1)
     weight, product = torch.randn(40, 24), OneDnnProduct(most_rows=8)
-    for n_rows, operation in ((8, "mkldnn::_linear_pointwise"), (9, "aten::linear")):
-        with torch.no_grad(), torch.profiler.profile() as profile:
-            product(torch.randn(n_rows, 24), weight)
-        assert operation in {event.name for event in profile.events()}
+    assert uses_onednn(product, 8, weight) and not uses_onednn(product, 9, weight)
+
+
+def test_small_matmuls_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "LEAST_WORK", LEAST_WORK)
+    product, narrow, wide = OneDnnProduct(), torch.randn(192, 64), torch.randn(512, 512)
+    assert uses_onednn(product, 1, wide) and uses_onednn(product, 2**25 // (192 * 64) + 1, narrow)
+    assert not uses_onednn(product, 1024, narrow) and not uses_onednn(product, 1, wide[:511])
 
 
 @pytest.mark.parametrize("has_avx512", [False, True])

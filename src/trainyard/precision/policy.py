@@ -64,6 +64,9 @@ class PrecisionPolicy:
 
 FEW_ROWS = 512
 """Of an input, on a CPU of AMD without AVX-512: more are faster with MKL there."""
+LEAST_WORK = 2**25
+"""Values of a weight times rows, at least 128: of less, a call of oneDNN takes longer to begin than
+it saves."""
 
 
 class OneDnnProduct(PlainProduct):
@@ -82,8 +85,10 @@ class OneDnnProduct(PlainProduct):
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         """Multiplies."""
+        n_rows = x.shape[:-1].numel()
+        is_small = weight.numel() * max(n_rows, 128) < LEAST_WORK
         # For the compiler weights would have to be constants.
-        if torch.compiler.is_compiling() or x.shape[:-1].numel() > self.most_rows:
+        if torch.compiler.is_compiling() or is_small or n_rows > self.most_rows:
             return super().__call__(x, weight, bias)
         if torch.is_grad_enabled():  # and not inside `multiply_by`
             return multiply_by(self, x, weight, bias)
