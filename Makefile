@@ -18,7 +18,7 @@ test: set-up-dev
 	$(PYTEST) -n 2
 
 # make test-all MARKS=exhaustive: only what make test leaves out. Three at once, as those of clusters wait.
-# PART=2/3: of the cases of tables only a part; the commits of CI take turns.
+# PART=2/4: of the cases of tables only a part; the commits of CI take turns.
 PART ?= 1/1
 test-all: set-up-dev
 	$(PYTEST) -n 3 -m '$(MARKS)' --part $(PART)
