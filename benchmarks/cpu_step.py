@@ -7,8 +7,9 @@ Each candidate trains in a process of its own, because how memory is allocated b
 process; all but transformers-default keep freed memory as `trainyard train` does. All processes of
 a cell run at once and take turns, so that other work on the machine slows all of them alike; read
 the ratios. A turn is an untimed step, which warms memory, and a timed one. A step is forward,
-backward, clipping and AdamW on one fixed batch, without dropout. bf16, slow on many CPUs, gets half
-the rounds and fewer candidates. Where the load is high, `--threads 1` and CPU seconds are steadier.
+backward, clipping and AdamW on one fixed batch, without dropout. Cells in bf16 have fewer
+candidates, and are left out on a CPU without bf16 matmuls, which would take minutes for a turn;
+`--emulated` keeps them. Where the load is high, `--threads 1` and CPU seconds are steadier.
 
 The same mathematics: transformers, nanoGPT, and of Llama litgpt, start from our weights, the first
 loss of transformers must equal ours, and losses after the timed steps are in the record. GELU has
@@ -44,6 +45,8 @@ from typing import Any
 from cpu_step_cases import ALL, CELLS, LEAST, PEERS, SHAPES, Cell, build
 from measuring import describe_machine, profile_operators, render
 from peers import find_peer
+
+from trainyard.planning.hardware import cpu_multiplies_bf16_natively
 
 FIRST_LOSS_BOUND = {"float32": 2e-6, "bfloat16": 2e-3}
 
@@ -120,7 +123,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     candidates = {who: Candidate(name, who, threads, path) for who in names}
     for candidate in candidates.values():  # compiles, makes the optimizer's state, touches memory
         candidate.step()
-    for number in range(rounds if cell.dtype == "float32" else max(2, rounds // 2)):
+    for number in range(rounds):
         order = list(candidates.values())
         for candidate in order[number % len(order) :] + order[: number % len(order)]:
             candidate.take_turn()
@@ -194,6 +197,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--peers", type=Path, help="folder with a clone of nanoGPT")
+    parser.add_argument("--emulated", action="store_true", help="bf16 also where it is emulated")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--serve", choices=ALL, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -203,9 +207,14 @@ def main() -> None:
     names = [name for name, cell in CELLS.items() if cell.family == arguments.family]
     names = [name for name in names if CELLS[name].candidates != LEAST]
     names = arguments.cells.split(",") if arguments.cells else names
+    emulated = [name for name in names if CELLS[name].dtype == "bfloat16"]
+    if arguments.emulated or cpu_multiplies_bf16_natively():
+        emulated = []
+    names = [name for name in names if name not in emulated]
     peers = [name for name in ("transformers", "litgpt") if importlib.util.find_spec(name)]
     record = describe_machine(["torch", *peers])
     record |= {"threads": arguments.threads, "rounds": arguments.rounds, "cells": {}}
+    record["left_out"] = {name: "this CPU emulates bf16" for name in emulated}
     arguments.missing, arguments.path = find_missing(arguments.peers)
     for name in names:
         load = os.getloadavg()[0]

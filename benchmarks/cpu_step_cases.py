@@ -18,7 +18,7 @@ from trainyard.config.run import Model
 Step = Callable[[], float]
 PEERS = ("transformers", "transformers-compiled", "litgpt", "litgpt-compiled", "nanoGPT")
 ALL = ("ours", *PEERS, "transformers-default", "products")
-# Eight processes of 124M parameters do not fit in the memory of a small machine, and bf16 is slow.
+# Eight processes of 124M parameters do not fit in the memory of a small machine.
 FEW = ("ours", "transformers", "transformers-compiled", "litgpt", "nanoGPT", "products")
 LEAST = ("ours", "transformers", "litgpt", "nanoGPT", "products")
 
@@ -85,15 +85,17 @@ class Cell:
 def name_cells() -> dict[str, Cell]:
     cells = {}
     for family, shapes in SHAPES.items():
-        for dtype, (name, fields) in itertools.product(("float32", "bfloat16"), shapes.items()):
+        tiny = {"tiny": shapes["10M-4k"] | TINY}
+        both = itertools.product(("float32", "bfloat16"), (shapes | tiny).items())
+        for dtype, (name, fields) in both:
             is_large = fields["n_layers"] > 6
-            candidates = FEW if is_large or dtype == "bfloat16" else ALL
+            few = FEW if is_large or dtype == "bfloat16" else ALL
+            candidates = LEAST if name == "tiny" else few
             # Nine processes with all their logits must fit in 24 GB.
-            n_sequences = 2 if is_large else 8 if fields["vocabulary_size"] > 10_000 else 16
-            cell = Cell(family, fields, n_sequences, dtype, candidates)
-            cells[f"{family}-{name}-{dtype}"] = cell
-        tiny = shapes["10M-4k"] | TINY
-        cells[f"{family}-tiny"] = Cell(family, tiny, 2, "float32", LEAST)
+            n_sequences = 8 if fields["vocabulary_size"] > 10_000 else 16
+            if is_large or name == "tiny":
+                n_sequences = 2
+            cells[f"{family}-{name}-{dtype}"] = Cell(family, fields, n_sequences, dtype, candidates)
     return cells
 
 

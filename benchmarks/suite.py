@@ -236,21 +236,23 @@ class Group:
         return f"suite-{self.name}.json"
 
 
-TINY_STEP = "--rounds 2 --threads 1 --cells"
+TINY_STEP = "--rounds 2 --threads 1 --emulated --cells"
 GROUPS = (
     Group(
         "cpu-step-gpt2",
         "cpu_step.py",
-        "--rounds 3 --cells gpt2-10M-4k-float32,gpt2-10M-50k-float32,gpt2-124M-50k-float32",
-        f"{TINY_STEP} gpt2-tiny",
+        "--rounds 3 --cells gpt2-10M-4k-float32,gpt2-10M-50k-float32,gpt2-124M-50k-float32,"
+        "gpt2-124M-50k-bfloat16",
+        f"{TINY_STEP} gpt2-tiny-float32,gpt2-tiny-bfloat16",
         read_cpu_step,
         has_peers=True,
     ),
     Group(
         "cpu-step-llama",
         "cpu_step.py",
-        "--rounds 3 --cells llama-10M-4k-float32,llama-10M-50k-float32,llama-135M-49k-float32",
-        f"{TINY_STEP} llama-tiny",
+        "--rounds 3 --cells llama-10M-4k-float32,llama-10M-50k-float32,llama-135M-49k-float32,"
+        "llama-135M-49k-bfloat16",
+        f"{TINY_STEP} llama-tiny-float32,llama-tiny-bfloat16",
         read_cpu_step,
         has_peers=True,
     ),

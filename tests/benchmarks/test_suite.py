@@ -84,7 +84,8 @@ def check_losses(cell: dict[str, Any]) -> None:
     assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 1
     assert {"ours", "transformers"} <= cell["candidates"].keys()
     ours, nanogpt = cell["candidates"]["ours"], cell["candidates"].get("nanoGPT")
-    assert nanogpt is None or nanogpt["first_loss"] == pytest.approx(ours["first_loss"], rel=1e-6)
+    bound = {"float32": 1e-6, "bfloat16": 1e-3}[cell["cell"]["dtype"]]
+    assert nanogpt is None or nanogpt["first_loss"] == pytest.approx(ours["first_loss"], rel=bound)
     for row in cell["candidates"].values():
         assert row["last_loss"] < row["first_loss"]
 
