@@ -117,7 +117,7 @@ def test_a_save_in_the_background_is_loaded(kind: str) -> None:
         save_state(context, training._state, saver, None)
         training.step()
         saver.wait()
-        return load_state(context, "must").step
+        return load_state(context).step
 
     assert in_fork(save_and_load, {}) == 2
 

@@ -61,6 +61,7 @@ def load_into(
     tensors: Mapping[str, Tensor],
     vocabulary_size: int,
     placements: Mapping[str, Placement] | None = None,
+    manifest: Manifest | None = None,
 ) -> None:
     """Fills tensors in place, on any device, from those of the same names.
 
@@ -70,12 +71,13 @@ def load_into(
         vocabulary_size: rows of embedding and head that must exist; padding above may differ, and
             rows missing in the checkpoint stay unchanged.
         placements: their positions in the whole tensors; without one, a tensor is whole.
+        manifest: of the checkpoint, if it has been read: a large one takes long.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or a tensor is missing or has another shape or
             type. Damage is found late, after some tensors may have been filled.
     """
-    manifest = read_manifest(path)
+    manifest = manifest or read_manifest(path)
     places = {name: whole(tensor.shape) for name, tensor in tensors.items()}
     places.update(placements or {})
     for name, tensor in tensors.items():
@@ -102,7 +104,7 @@ def build_model_from_checkpoint(
     with torch.device(device):
         model = GPT(run.model, n_rows, compute_dtype)
     parameters = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
-    load_into(path, parameters, run.model.vocabulary_size)
+    load_into(path, parameters, run.model.vocabulary_size, manifest=manifest)
     return model.eval(), run, manifest
 
 

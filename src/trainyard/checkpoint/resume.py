@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -221,19 +220,6 @@ def format_value(value: object) -> str:
     return "absent" if value is None else str(value)
 
 
-def complete_checkpoints(folder: Path) -> Iterator[Path]:
-    """Yields the checkpoints in `folder` with correct manifest and file sizes, newest first.
-
-    Skips others with a warning.
-    """
-    for path in list_checkpoints(folder):
-        problem = problem_of(path)
-        if problem:
-            logger.warning("skipping %s: %s", path.name, problem)
-        else:
-            yield path
-
-
 def problem_of(path: Path) -> str:
     """Returns the problem of a checkpoint's manifest or file sizes, if any."""
     try:
@@ -244,8 +230,16 @@ def problem_of(path: Path) -> str:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Finds the complete checkpoint of the highest step in `folder`."""
-    return next(complete_checkpoints(folder), None)
+    """Finds the newest checkpoint in `folder` with correct manifest and file sizes.
+
+    Skips others with a warning.
+    """
+    for path in list_checkpoints(folder):
+        problem = problem_of(path)
+        if not problem:
+            return path
+        logger.warning("skipping %s: %s", path.name, problem)
+    return None
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -14,12 +14,14 @@ from trainyard.checkpoint.background import AsyncCheckpointer, Retention, SaveTi
 from trainyard.checkpoint.format import (
     Facts,
     Manifest,
+    list_checkpoints,
+    load_manifest,
     manifest_sha256,
     read_manifest,
     step_of,
 )
 from trainyard.checkpoint.load import load_into
-from trainyard.checkpoint.resume import changes_data, check_resumable, complete_checkpoints
+from trainyard.checkpoint.resume import changes_data, check_resumable
 from trainyard.checkpoint.save import ALONE, SavingRank
 from trainyard.config.precisions import EXPONENTS, SCALED_COLUMNS
 from trainyard.config.rules import change
@@ -30,7 +32,7 @@ from trainyard.planning.batches import BatchSchedule
 from trainyard.planning.resolve import learning_rate, resolve
 from trainyard.planning.saving import checkpoint_bytes, rank_bytes
 from trainyard.training.metrics import Metrics
-from trainyard.training.run_folder import Resume, checkpoint_folder, find_checkpoint
+from trainyard.training.run_folder import checkpoint_folder
 from trainyard.training.start import ANCESTRY, ancestry
 from trainyard.training.state import State, TrainContext
 from trainyard.training.stop import StopReason
@@ -88,16 +90,15 @@ def save_state(
     saver.save(facts, tensors, placements, checkpoint_bytes(context.run, context.plan.n_parameters))
 
 
-def load_state(context: TrainContext, resume: Resume) -> State:
+def load_state(context: TrainContext) -> State:
     """Loads the newest checkpoint of the run folder; without one, starts at step 0.
 
     It then takes the weights of `train.start_from`, if any.
 
     Raises:
-        CheckpointError: all are damaged, or it belongs to another run or other data, or `resume`
-            forbids it.
+        CheckpointError: all are damaged, or it belongs to another run or other data.
     """
-    if find_checkpoint(context.folder, resume) is None:
+    if not list_checkpoints(checkpoint_folder(context.folder)):
         return _load_start(context) if context.run.train.start_from else State.at_start(context)
     return load_newest(context, lambda _step: True)
 
@@ -108,7 +109,7 @@ def _load_start(context: TrainContext) -> State:
     problem, state = None, State.at_start(context)
     try:
         path = Path(ancestors[-1]["path"])
-        manifest = read_manifest(path)
+        manifest = _read_manifest(context, path)
         if manifest_sha256(path) != ancestors[-1]["sha256"]:
             raise CheckpointError(f"{path} has changed since {context.folder / ANCESTRY}")
         parent = State.from_json(context, manifest.step, manifest.training)
@@ -119,7 +120,7 @@ def _load_start(context: TrainContext) -> State:
             saved["loss_scale"] = manifest.training.get("loss_scale")
         state = State.from_json(context, 0, saved)
         state.ancestors = ancestors
-        _fill(context, path, parent.updates if has_state else None)
+        _fill(context, path, manifest, parent.updates if has_state else None)
         _say_start(context, manifest, parent, path)
     except CheckpointError as error:
         problem = error.problem
@@ -156,7 +157,7 @@ def load_newest(context: TrainContext, is_wanted: Callable[[int], bool]) -> Stat
         CheckpointError: none is left, or it belongs to another run or other data.
     """
     mesh, folder = context.model.mesh, checkpoint_folder(context.folder)
-    candidates = (path for path in complete_checkpoints(folder) if is_wanted(step_of(path) or 0))
+    candidates = (path for path in list_checkpoints(folder) if is_wanted(step_of(path) or 0))
     problem: str | None = None
     while True:
         chosen = next(candidates, None) if context.is_first_rank else None
@@ -177,7 +178,7 @@ def load_newest(context: TrainContext, is_wanted: Callable[[int], bool]) -> Stat
 def _try(context: TrainContext, path: Path) -> tuple[str | None, State | None]:
     """Loads a checkpoint; returns its problem, or the state."""
     try:
-        manifest = read_manifest(path)
+        manifest = _read_manifest(context, path)
     except CheckpointError as error:
         return error.problem, None
     tokenizer = context.tokenizer.fingerprint if context.tokenizer else ""
@@ -189,10 +190,15 @@ def _try(context: TrainContext, path: Path) -> tuple[str | None, State | None]:
     if changes_data(manifest, context.run):
         state.data_offset = 0
     try:
-        _fill(context, path, state.updates if manifest.step > 0 else None)
+        _fill(context, path, manifest, state.updates if manifest.step > 0 else None)
     except CheckpointError as error:
         return error.problem, None
     return None, state
+
+
+def _read_manifest(context: TrainContext, path: Path) -> Manifest:
+    """Reads a manifest; the first rank looks for all its files, others for those they will read."""
+    return read_manifest(path) if context.is_first_rank else load_manifest(path)
 
 
 def describe_new_length(context: TrainContext, manifest: Manifest) -> str:
@@ -216,12 +222,13 @@ def describe_new_length(context: TrainContext, manifest: Manifest) -> str:
     return text
 
 
-def _fill(context: TrainContext, path: Path, n_updates: int | None) -> None:
+def _fill(context: TrainContext, path: Path, manifest: Manifest, n_updates: int | None) -> None:
     """Copies a checkpoint's tensors into model and optimizer; into the model only without updates.
 
     Args:
         context: of the run.
         path: of the checkpoint.
+        manifest: of it.
         n_updates: that its optimizer state has had; None takes weights alone.
     """
     has_state = n_updates is not None
@@ -229,7 +236,7 @@ def _fill(context: TrainContext, path: Path, n_updates: int | None) -> None:
         context.optimizer.prepare_state(n_updates)
     tensors, placements = _named_parts(context, to_write=False)
     wanted = {name: t for name, t in tensors.items() if has_state or name.startswith(WEIGHTS)}
-    load_into(path, wanted, context.run.model.vocabulary_size, placements)
+    load_into(path, wanted, context.run.model.vocabulary_size, placements, manifest)
     if not has_state:
         context.optimizer.prepare_state(None)
 

@@ -22,6 +22,7 @@ from typing import get_args
 import torch
 
 from trainyard.checkpoint.background import probe
+from trainyard.checkpoint.format import list_checkpoints
 from trainyard.config.load import load_run
 from trainyard.config.precisions import BF16, FP16
 from trainyard.config.run import Run
@@ -116,21 +117,26 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
     device = choose_device(process, deterministic=run.train.deterministic)
     refuse_device(run, device)
     n_bytes = checkpoint_bytes(run, plan.n_parameters)
-    if process.n_ranks == 1:
+
+    def check_folder() -> None:
+        """Raises an error where checkpoints cannot be written, or not resumed as asked."""
         probe(checkpoint_folder(folder), n_bytes)
+        find_checkpoint(folder, resume)
 
     def facts() -> dict[str, str]:
-        newest = find_checkpoint(folder, resume)
-        started_from = {"checkpoint": newest.name if newest else "none"}
         if process.rank == 0:  # here, so that the others hear of it
-            probe(checkpoint_folder(folder), n_bytes)
+            check_folder()
+        newest = next(iter(list_checkpoints(checkpoint_folder(folder))), None)
+        started_from = {"checkpoint": newest.name if newest else "none"}
         return gather_facts(run_text, describe_data(run)) | started_from
 
+    if process.n_ranks == 1:
+        check_folder()
     with start_ranks(process, device, facts), name_device_errors(run, plan, device):
         _warn_of_slow_precision(run, device)
         mesh = build_mesh(plan.topology, process.rank, device)
         read_unread(run, mesh, heartbeat, keeps=process.local_rank == 0)
-        return _train_on(build_context(folder, run, plan, mesh, heartbeat), resume, log)
+        return _train_on(build_context(folder, run, plan, mesh, heartbeat), log)
 
 
 def read_unread(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> None:
@@ -187,10 +193,10 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
-def _train_on(context: TrainContext, resume: Resume, log: LogLines) -> StopReason:
+def _train_on(context: TrainContext, log: LogLines) -> StopReason:
     folder, run = context.folder, context.run
     context.heartbeat.enter("load", 0)
-    state = load_state(context, resume)
+    state = load_state(context)
     device = context.device
     try:
         if context.is_first_rank:
