@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from trainyard.checkpoint import format as checkpoint_format
 from trainyard.errors import CheckpointError
 from trainyard.optim.clip import StepStats
+from trainyard.training import checkpoints
 from trainyard.training import step as steps
+from trainyard.training.checkpoints import build_saver, load_state, save_state
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import StepResult, train_step
 
@@ -180,3 +186,38 @@ def test_going_back_forgets_what_was_left_out_on_the_abandoned_way() -> None:
     assert [each["step"] for each in saved.ranges] == [18, 20]
     saved.step = 40
     assert saved.n_rollbacks_here == 0
+
+
+def resume_and_count(folder: Path) -> tuple[int, int]:
+    """Saves, loads, and counts reads of the manifest, and requests for sizes of files."""
+    context = replace(build_small_context(2, parallel={"zero_stage": 1}), folder=folder)
+    state = State.at_start(context)
+    take_steps(context, state, 1)
+    saver = build_saver(context)
+    save_state(context, state, saver, None)
+    saver.wait()
+    counts = {"load_manifest": 0, "regular_file_size": 0}
+
+    def count(name: str) -> Callable[[Path], Any]:
+        counted = getattr(checkpoint_format, name)
+
+        def call(path: Path) -> Any:
+            counts[name] += 1
+            return counted(path)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in counts:
+            patch.setattr(checkpoint_format, name, count(name))
+        patch.setattr(checkpoints, "load_manifest", checkpoint_format.load_manifest)
+        assert load_state(context).step == 1
+    return counts["load_manifest"], counts["regular_file_size"]
+
+
+def test_a_rank_reads_the_manifest_once_and_the_first_one_looks_for_all_files(
+    tmp_path: Path, run_ranks: Callable[..., list[Any]]
+) -> None:
+    first, second = run_ranks(2, resume_and_count, tmp_path)
+    n_files = len(checkpoint_format.read_manifest(tmp_path / "checkpoints/step-00000001").sizes)
+    assert (first, second) == ((1, 1 + n_files), (1, 1))  # the manifest has a size, too
