@@ -188,14 +188,20 @@ def test_going_back_forgets_what_was_left_out_on_the_abandoned_way() -> None:
     assert saved.n_rollbacks_here == 0
 
 
-def resume_and_count(folder: Path) -> tuple[int, int]:
-    """Saves, loads, and counts reads of the manifest, and requests for sizes of files."""
+def save_after(n_steps: int, folder: Path) -> TrainContext:
+    """Trains on two ranks, and saves after each step."""
     context = replace(build_small_context(2, parallel={"zero_stage": 1}), folder=folder)
-    state = State.at_start(context)
-    take_steps(context, state, 1)
-    saver = build_saver(context)
-    save_state(context, state, saver, None)
-    saver.wait()
+    state, saver = State.at_start(context), build_saver(context)
+    for _ in range(n_steps):
+        take_steps(context, state, 1)
+        save_state(context, state, saver, None)
+        saver.wait()
+    return context
+
+
+def resume_and_count(folder: Path) -> tuple[int, int]:
+    """Loads, and counts reads of the manifest, and requests for sizes of files."""
+    context = save_after(1, folder)
     counts = {"load_manifest": 0, "regular_file_size": 0}
 
     def count(name: str) -> Callable[[Path], Any]:
@@ -221,3 +227,21 @@ def test_a_rank_reads_the_manifest_once_and_the_first_one_looks_for_all_files(
     first, second = run_ranks(2, resume_and_count, tmp_path)
     n_files = len(checkpoint_format.read_manifest(tmp_path / "checkpoints/step-00000001").sizes)
     assert (first, second) == ((1, 1 + n_files), (1, 1))  # the manifest has a size, too
+
+
+def lose_and_resume(folder: Path, file: int) -> int:
+    """Removes one of the files of the newest checkpoint, and loads."""
+    context = save_after(2, folder)
+    context.model.mesh.barrier()
+    if context.is_first_rank:
+        files = (folder / "checkpoints/step-00000002").glob("*.safetensors")
+        sorted(files)[file].unlink()
+    context.model.mesh.barrier()
+    return load_state(context).step
+
+
+@pytest.mark.parametrize("file", [0, -1])
+def test_all_ranks_take_an_older_checkpoint_if_a_file_of_one_is_lost(
+    file: int, tmp_path: Path, run_ranks: Callable[..., list[Any]]
+) -> None:
+    assert run_ranks(2, lose_and_resume, tmp_path, file) == [1, 1]

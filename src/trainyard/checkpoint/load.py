@@ -71,7 +71,7 @@ def load_into(
         vocabulary_size: rows of embedding and head that must exist; padding above may differ, and
             rows missing in the checkpoint stay unchanged.
         placements: their positions in the whole tensors; without one, a tensor is whole.
-        manifest: of the checkpoint, if it has been read: a large one takes long.
+        manifest: of the checkpoint, if already read; a large one takes long to read.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or a tensor is missing or has another shape or

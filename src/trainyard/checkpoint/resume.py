@@ -232,7 +232,7 @@ def problem_of(path: Path) -> str:
 def newest_checkpoint(folder: Path) -> Path | None:
     """Finds the newest checkpoint in `folder` with correct manifest and file sizes.
 
-    Skips others with a warning.
+    Logs a warning for each newer one that it skips.
     """
     for path in list_checkpoints(folder):
         problem = problem_of(path)

@@ -197,7 +197,10 @@ def _try(context: TrainContext, path: Path) -> tuple[str | None, State | None]:
 
 
 def _read_manifest(context: TrainContext, path: Path) -> Manifest:
-    """Reads a manifest; the first rank looks for all its files, others for those they will read."""
+    """Reads a manifest; only the first rank checks that all files are there, with their sizes.
+
+    Other ranks find what is wrong with the files that they read.
+    """
     return read_manifest(path) if context.is_first_rank else load_manifest(path)
 
 
@@ -228,7 +231,7 @@ def _fill(context: TrainContext, path: Path, manifest: Manifest, n_updates: int 
     Args:
         context: of the run.
         path: of the checkpoint.
-        manifest: of it.
+        manifest: of the checkpoint.
         n_updates: that its optimizer state has had; None takes weights alone.
     """
     has_state = n_updates is not None

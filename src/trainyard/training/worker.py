@@ -119,7 +119,7 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
     n_bytes = checkpoint_bytes(run, plan.n_parameters)
 
     def check_folder() -> None:
-        """Raises an error where checkpoints cannot be written, or not resumed as asked."""
+        """Raises an error if no checkpoint can be written, or `resume` does not fit those there."""
         probe(checkpoint_folder(folder), n_bytes)
         find_checkpoint(folder, resume)
 
