@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import math
 import os
@@ -88,6 +89,29 @@ def check_losses(cell: dict[str, Any]) -> None:
     assert nanogpt is None or nanogpt["first_loss"] == pytest.approx(ours["first_loss"], rel=bound)
     for row in cell["candidates"].values():
         assert row["last_loss"] < row["first_loss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "left_out"), [([], ["gpt2-tiny-bfloat16"]), (["--emulated"], [])]
+)
+def test_bf16_is_left_out_where_it_is_emulated(
+    options: list[str], left_out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    cpu_step = importlib.import_module("cpu_step")
+    ratios = dict.fromkeys(
+        ("min_seconds", "median_seconds", "min_cpu_seconds", "median_cpu_seconds"), 1.0
+    )
+    monkeypatch.setattr(cpu_step, "cpu_multiplies_bf16_natively", lambda: False)
+    monkeypatch.setattr(cpu_step, "measure", lambda *_: {"fastest_peer_over_ours": ratios})
+    monkeypatch.setattr(cpu_step, "show", lambda *_: None)
+    cells, record = ["gpt2-tiny-float32", "gpt2-tiny-bfloat16"], tmp_path / "record"
+    command = ["cpu_step.py", "--cells", ",".join(cells), "--peers", str(tmp_path), *options]
+    monkeypatch.setattr(sys, "argv", [*command, "--output", str(record)])
+    cpu_step.main()
+    found = json.loads(record.read_text(encoding="utf-8"))
+    assert list(found["left_out"]) == left_out
+    assert list(found["cells"]) == [cell for cell in cells if cell not in left_out]
 
 
 def test_no_script_is_forgotten() -> None:

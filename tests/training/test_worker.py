@@ -173,6 +173,9 @@ def test_resume_never_and_must(tiny_run: Run, tmp_path: Path) -> None:
     start(tmp_path / "run", tiny_run, "never")
     with pytest.raises(CheckpointError, match="step-00000012 exists, and --resume never"):
         start(tmp_path / "run", tiny_run, "never")
+    # A worker may be started again without the parent that looks first.
+    with pytest.raises(CheckpointError, match="step-00000012 exists, and --resume never"):
+        run_worker(tmp_path / "run", "never")
 
 
 def test_resume_with_a_changed_run_names_the_fields(tiny_run: Run, tmp_path: Path) -> None:
