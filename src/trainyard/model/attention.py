@@ -14,7 +14,7 @@ from trainyard.architecture import block_layers
 from trainyard.config.run import Model
 from trainyard.model.documents import cumulative_lengths, document_mask
 from trainyard.model.dropout import ATTENTION_WEIGHTS, at_site, dropout, rows_of_heads
-from trainyard.model.linear import Linear, Norm, apply
+from trainyard.model.linear import Linear, Norm, apply, as_output
 
 FLASH = "flash_attention"
 FLASH_HEAD_MULTIPLE = 8
@@ -260,7 +260,7 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotation: Tensor) -> Tensor:
         ctx.save_for_backward(rotation)
-        return _rotate(x, rotation, 1)
+        return as_output(_rotate(x, rotation, 1))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainyard.model.linear import as_output
+
 # Sites of a block, beyond 3i of its seeds.
 ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = 1, 2, 3
 SITES_PER_BLOCK = 3
@@ -102,7 +104,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rate: float, bits: Tensor, factors: Tensor) -> Tensor:
         ctx.rate = rate
         ctx.save_for_backward(bits, factors)
-        return _apply(x, rate, bits, factors)
+        return as_output(_apply(x, rate, bits, factors))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -35,6 +35,7 @@ from trainyard.model.linear import (
     Norm,
     PlainProduct,
     apply,
+    as_output,
     cached_blocks,
     split_pairs,
 )
@@ -330,7 +331,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, outputs: Tensor) -> Tensor:
         ctx.save_for_backward(outputs)
         gate, value = split_pairs(outputs)
-        return F.silu(gate).mul_(value)
+        return as_output(F.silu(gate).mul_(value))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

@@ -177,6 +177,15 @@ def cached_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(torch.split(each, n_rows) for each in rows), strict=True)
 
 
+def as_output(x: Tensor) -> Tensor:
+    """Returns a new tensor with the data of `x`, for an autograd function to return.
+
+    An operation in place, or a `.to` without effect, returns the tensor it was given. A function
+    that returns that one too has no gradient when compiled by torch 2.11: zeros, without an error.
+    """
+    return x.view_as(x)
+
+
 class _Forgetful:
     """Stands for the context of an autograd function that has no backward pass."""
 
@@ -232,7 +241,7 @@ class _RMSNorm(torch.autograd.Function):
         scale = torch.rsqrt(average(precise.square().mean(-1, keepdim=True)) + epsilon)
         ctx.save_for_backward(x, scale, weight)
         ctx.average = average
-        return (precise * scale * weight).to(x.dtype)
+        return as_output((precise * scale * weight).to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainyard.architecture import count_logit_chunks
-from trainyard.model.linear import sum_product
+from trainyard.model.linear import as_output, sum_product
 
 IGNORE_INDEX = -100
 
@@ -255,7 +255,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 weight_gradient = _add_product(weight_gradient, error.t(), rows, scale, like=weight)
                 del error
         ctx.save_for_backward(hidden_gradient, weight_gradient)
-        return loss if scale is None else scale * loss
+        return as_output(loss) if scale is None else scale * loss
 
     @staticmethod
     @once_differentiable

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainyard.model.linear import as_output
+
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 # torch.distributed's functional collectives wait at once where they are compiled; these never do.
@@ -91,7 +93,7 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _same(x: Tensor, _group: dist.ProcessGroup) -> Tensor:
-    return x.view_as(x)
+    return x
 
 
 class _Collective(torch.autograd.Function):
@@ -100,7 +102,7 @@ class _Collective(torch.autograd.Function):
         ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: Collective, backward: Collective
     ) -> Tensor:
         ctx.group, ctx.backward_collective = group, backward
-        return forward(x, group)
+        return as_output(forward(x, group))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

@@ -35,6 +35,7 @@ from trainyard.errors import ConfigError
 from trainyard.model.attention import FLASH_HEAD_MULTIPLE, Attention, CausalAttention
 from trainyard.model.documents import document_mask
 from trainyard.model.gpt import GPT
+from trainyard.model.linear import as_output
 from trainyard.parallel.collectives import (
     exchange_parts,
     finish,
@@ -163,7 +164,7 @@ class _Ring(torch.autograd.Function):
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, documents, out, lse, *random)
         ctx.group = group
-        return out
+        return as_output(out)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
