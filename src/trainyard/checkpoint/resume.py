@@ -24,7 +24,7 @@ logger = logging.getLogger("trainyard")
 
 FREE = (
     *("name", "description", "tokenizer.", "parallel."),
-    *("checkpoint.", "evaluate.", "log.", "guard."),
+    *("checkpoint.", "evaluate.", "log.", "guard.", "kernels."),
     # Files may move: their fingerprint is compared, not their paths.
     *("data.cache_folder", "data.blend.prefixes", "data.train.prefixes"),
     *("data.valid.prefixes", "data.test.prefixes", "data.blend.patterns"),

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from trainyard import units
+from trainyard.config.kernels import Kernels
 from trainyard.config.precisions import Precision, Stored, stored
 from trainyard.config.section import (
     Length,
@@ -392,6 +393,8 @@ class Run(Section):
     """Held-out loss and samples."""
     log: Log = Log()
     """Log lines, metrics, TensorBoard."""
+    kernels: Kernels = Kernels()
+    """Kernels of a GPU."""
     guard: Guard = Guard()
     """Machine and numerical errors."""
 

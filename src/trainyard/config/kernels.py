@@ -1,0 +1,24 @@
+"""How a GPU computes: choices between kernels, which change results by rounding only."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from trainyard.config.section import Section
+
+
+class Kernels(Section):
+    """Kernels of a GPU, where several compute the same; the defaults are the fastest expected."""
+
+    attention: Literal["auto", "flash", "cudnn"] = "auto"
+    """Attention without dropout and documents: cuDNN's on GPUs of compute capability 9 and 10, else
+    flash attention."""
+    swiglu_halves: bool = True
+    """Compute gates and values of SwiGLU as two halves, which kernels read in wide words."""
+    skip_guards: bool = True
+    """After the first steps, run compiled blocks without checking again what they were compiled
+    for."""
+    cuda_graph: bool = False
+    """Record the passes of a micro batch once, and launch them together."""
+    reduced_precision: bool = False
+    """Let matmuls add partial sums in bf16 or fp16 instead of fp32."""
