@@ -27,9 +27,8 @@ import numpy as np
 from measuring import describe_machine, publish
 
 from trainyard.config.run import Blend
-from trainyard.data.blend import build_blend_index
 from trainyard.data.indexed import token_paths, write_index
-from trainyard.data.order import SequenceSettings, build_order
+from trainyard.data.order import SequenceSettings, build_blend_index, build_order
 from trainyard.data.sidecar import Sidecar, TokenizerRecord, save_sidecar
 from trainyard.files import BlockChecksum, FileRecord
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainyard.data.blend import build_blend_index
+from trainyard.data.order import build_blend_index
 
 
 def follow_the_rule(

@@ -19,17 +19,23 @@ from typing import TYPE_CHECKING, Any
 from trainyard import __version__
 from trainyard.doctor import environment, filesystem, network
 from trainyard.doctor.rank_group import RankGroup
-from trainyard.doctor.verdict import READ, WARN, WRITE, Finding, Measurement
+from trainyard.doctor.verdict import PASS, READ, REPLACE, WARN, WRITE, Finding, Measurement
 from trainyard.errors import MachineError
 from trainyard.launch.environment import Process, read_variables
 from trainyard.planning.hardware import GIGA
 from trainyard.units import format_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from trainyard.parallel.start import StartedRank
 
 LEAST_BYTES_PER_SECOND = 20e6
 """Lowest rate of a slow disk that is not hung."""
+
+
+COMPILE_SECONDS = 60.0
+"""To compile a small block, on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +173,11 @@ def _examine_device(own: Examination, ranks: StartedRank, order: Order, group: R
         own.measure([found])
         group.enter("matmuls", order.budget_seconds)
     group.wait()
+    if device.type == "cuda":
+        group.enter("the comparison of compiled blocks", COMPILE_SECONDS)
+        if process.local_rank == 0:
+            own.find(compare_compiled(device))
+        group.wait()
     if process.n_ranks > 1:
         from trainyard.doctor.collectives import Talk
 
@@ -174,6 +185,21 @@ def _examine_device(own: Examination, ranks: StartedRank, order: Order, group: R
         for found in Talk(device, order.budget_seconds).measure():
             own.measure([found])
             group.enter("the collectives", order.budget_seconds)
+
+
+def compare_compiled(device: torch.device) -> list[Finding]:
+    """Compares the gradients of a small block of all parts, compiled and eager."""
+    import torch
+
+    from trainyard.config.load import load_run
+    from trainyard.model.compiled import Trial
+
+    model = load_run("modern-125m", ["model.dropout=0.1"]).run.model
+    try:
+        Trial(model, torch.bfloat16, "none", device).refuse_wrong()
+    except MachineError as error:
+        return [Finding("compiled blocks", error.problem, REPLACE, error.hint)]
+    return [Finding("compiled blocks", "have the gradients of eager ones", PASS)]
 
 
 def _examine_folder(own: Examination, process: Process, order: Order, group: RankGroup) -> None:

@@ -101,6 +101,11 @@ class LocalParameter:
         self.parameter.grad = None
 
 
+def compiles_blocks(run: Run, device: torch.device) -> bool:
+    """Tells whether a run compiles its blocks on a device."""
+    return run.train.compile == "always" or (run.train.compile == "gpu" and device.type == "cuda")
+
+
 class ParallelModel:
     """This rank's part of the model.
 
@@ -184,8 +189,7 @@ class ParallelModel:
             use_onednn(model)
         initialize(model, run.train.seed, self.tensor_shard)
         self._precision.convert_weights(model)
-        on_gpu = mesh.device.type == "cuda"
-        if run.train.compile == "always" or (run.train.compile == "gpu" and on_gpu):
+        if compiles_blocks(run, mesh.device):
             compile_blocks(model, in_order=mesh.tensor is not None or mesh.context is not None)
         if mesh.data is not None:
             # Imported here: with it comes DTensor, which takes half a second.

@@ -33,8 +33,8 @@ from trainyard.architecture import (
     matmuls,
     rotation_values,
 )
-from trainyard.config.fp8_rules import fp8_blocks
 from trainyard.config.precisions import FP16
+from trainyard.config.rules import fp8_blocks
 from trainyard.config.run import Run
 from trainyard.planning.resolve import Plan
 

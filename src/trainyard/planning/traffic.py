@@ -50,8 +50,8 @@ from trainyard.architecture import (
     rest_layers,
     shapes_of,
 )
-from trainyard.config.fp8_rules import fp8_blocks
 from trainyard.config.precisions import SCALED_COLUMNS
+from trainyard.config.rules import fp8_blocks
 from trainyard.config.run import Run
 from trainyard.planning.resolve import Plan
 from trainyard.topology import Topology

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainyard.config.fp8_rules import fp8_blocks
 from trainyard.config.precisions import Fp8
+from trainyard.config.rules import fp8_blocks
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.model.gpt import GPT, Block

@@ -48,6 +48,7 @@ from trainyard.launch.environment import (
 )
 from trainyard.launch.heartbeat import Heartbeat
 from trainyard.log import build_logger, show_progress
+from trainyard.model.compiled import Trial, refuse_wrong_once
 from trainyard.optim.optimizer import build_optimizer
 from trainyard.parallel.mesh import (
     Mesh,
@@ -57,12 +58,13 @@ from trainyard.parallel.mesh import (
     keep_freed_memory,
     name_device_errors,
 )
-from trainyard.parallel.model import ParallelModel
+from trainyard.parallel.model import ParallelModel, compiles_blocks
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.planning.batches import BatchSchedule
 from trainyard.planning.hardware import cpu_multiplies_bf16_natively
 from trainyard.planning.resolve import Plan, resolve
 from trainyard.planning.saving import checkpoint_bytes
+from trainyard.precision.block_scaled import torch_dtype
 from trainyard.precision.float8 import refuse_device
 from trainyard.topology import name_ranks
 from trainyard.training.checkpoints import build_saver, load_state
@@ -118,20 +120,24 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
     refuse_device(run, device)
     n_bytes = checkpoint_bytes(run, plan.n_parameters)
 
-    def check_folder() -> None:
-        """Raises an error if no checkpoint can be written, or `resume` does not fit those there."""
+    def check_first_rank() -> None:
+        """Raises an error if `resume` does not fit, or a checkpoint or compiled block is wrong."""
         probe(checkpoint_folder(folder), n_bytes)
         find_checkpoint(folder, resume)
+        if compiles_blocks(run, device):
+            dtype = torch_dtype(run.precision.formats.compute)
+            trial = Trial(run.model, dtype, run.parallel.recompute, device)
+            refuse_wrong_once(trial, Path(run.data.cache_folder))
 
     def facts() -> dict[str, str]:
         if process.rank == 0:  # here, so that the others hear of it
-            check_folder()
+            check_first_rank()
         newest = next(iter(list_checkpoints(checkpoint_folder(folder))), None)
         started_from = {"checkpoint": newest.name if newest else "none"}
         return gather_facts(run_text, describe_data(run)) | started_from
 
     if process.n_ranks == 1:
-        check_folder()
+        check_first_rank()
     with start_ranks(process, device, facts), name_device_errors(run, plan, device):
         _warn_of_slow_precision(run, device)
         mesh = build_mesh(plan.topology, process.rank, device)

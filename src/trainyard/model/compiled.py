@@ -1,0 +1,141 @@
+"""Whether compiled blocks have the gradients of eager ones.
+
+A compiler that is wrong says nothing: torch 2.11 gave some functions a gradient of zero. So
+before a run compiles its blocks on a device for the first time, a small block is compared there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainyard.config.run import Model, Recompute
+from trainyard.errors import MachineError
+from trainyard.files import publish_text
+from trainyard.model.attention import rotary_table
+from trainyard.model.dropout import sequence_seeds
+from trainyard.model.gpt import Block
+from trainyard.model.linear import Layer, add_to_gradients, cast_once
+
+N_TOKENS = 128
+BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Largest difference from rounding, of a gradient's norm; of a wrong one it is near 1."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A small block with the parts of a model, to compare on a device.
+
+    Args:
+        model: whose parts it has.
+        dtype: of activations and matmuls.
+        recompute: what its backward pass recomputes.
+        device: where it runs.
+    """
+
+    model: Model
+    dtype: torch.dtype
+    recompute: Recompute
+    device: torch.device
+
+    @property
+    def small(self) -> Model:
+        """The model with few heads and features."""
+        shares = self.model.n_heads > self.model.n_key_value_heads
+        n_heads = 4 if shares else 2
+        sizes = {"n_layers": 1, "n_heads": n_heads, "n_key_value_heads": 2}
+        sizes |= {"d_model": n_heads * self.model.d_head, "d_ff": 2 * n_heads * self.model.d_head}
+        return self.model.model_copy(update=sizes | {"sequence_length": N_TOKENS})
+
+    def gradients(self, *, compiled: bool) -> dict[str, Tensor]:
+        """Computes the gradients of two micro batches, as a step does."""
+        model, draw = self.small, torch.Generator().manual_seed(1)
+        block = Block(model, self.recompute)
+        for name, parameter in block.named_parameters():
+            mean = 1.0 if "norm.weight" in name else 0.0
+            torch.nn.init.normal_(parameter, mean, 0.1, draw)
+        block.attention.core.dropout = 0.0  # on a GPU it draws from the device's generator
+        block.to(self.device).train()
+        if compiled:
+            block.compile(fullgraph=self.recompute == "none")
+        rotation = rotary_table(model)
+        if rotation is not None:
+            precise = torch.promote_types(self.dtype, torch.float32)
+            rotation = rotation.to(self.device, precise)
+        layers = [each for each in block.modules() if isinstance(each, Layer)]
+        positions = torch.arange(N_TOKENS, device=self.device)
+        found = {}
+        with cast_once(layers, self.dtype):
+            for number in range(2):
+                shape = (2, N_TOKENS, model.d_model)
+                x, upstream = (
+                    torch.randn(shape, generator=draw).to(self.device, self.dtype) for _ in range(2)
+                )
+                seeds = sequence_seeds(1, number, 0, 2).to(self.device) if model.dropout else None
+                add_to_gradients(layers)
+                x.requires_grad_()
+                block(x, seeds, positions, rotation).backward(upstream)
+                found[f"its input {number}"] = x.grad
+        found |= {name: parameter.grad for name, parameter in block.named_parameters()}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def refuse_wrong(self) -> None:
+        """Compares all gradients.
+
+        Raises:
+            MachineError: one is another when compiled, or the compiler fails.
+        """
+        torch.compiler.reset()  # what was compiled for other sizes would make sizes dynamic
+        place = f"on {_name(self.device)} with torch {torch.__version__}"
+        hint = "train.compile=never; or a torch that docs/installing.md lists as tried"
+        try:
+            expected, found = (self.gradients(compiled=each) for each in (False, True))
+        except torch._dynamo.exc.TorchDynamoException as error:
+            first = str(error).strip().splitlines()[0]
+            raise MachineError(f"blocks cannot be compiled {place}: {first}", hint) from error
+        finally:
+            torch.compiler.reset()
+        for name, gradient in expected.items():
+            share = difference(gradient, found[name]) if name in found else 1.0
+            if not share <= BOUNDS[self.dtype]:
+                raise MachineError(
+                    f"compiled blocks are wrong {place}: the gradient of {name} differs from the "
+                    f"one that is not compiled by {share:.0%}",
+                    hint,
+                )
+
+
+def difference(expected: Tensor, found: Tensor) -> float:
+    """Returns the norm of the difference of two tensors, as a share of the larger one's."""
+    a, b = expected.double(), found.double()
+    largest = max(float(a.norm()), float(b.norm()))
+    return float((a - b).norm()) / largest if largest else 0.0
+
+
+def refuse_wrong_once(trial: Trial, cache: Path) -> None:
+    """Compares gradients where no earlier run has: the same parts, device and software.
+
+    Args:
+        trial: what to compare.
+        cache: a folder that remembers what was right.
+
+    Raises:
+        MachineError: a gradient is wrong.
+    """
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    code = hashlib.sha256(b"".join(each.read_bytes() for each in sources)).hexdigest()
+    facts = f"{trial} {_name(trial.device)} {torch.__version__} {code}"
+    right = cache / "compiled" / hashlib.sha256(facts.encode()).hexdigest()
+    if right.exists():
+        return
+    trial.refuse_wrong()
+    right.parent.mkdir(parents=True, exist_ok=True)
+    publish_text(right, f"{facts}\n")
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"

@@ -1,0 +1,67 @@
+"""Compiled blocks are compared with eager ones before a device trains with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training.conftest import start, with_fields
+from torch import Tensor
+
+from trainyard.config.load import load_run
+from trainyard.config.run import Run
+from trainyard.doctor.examine import compare_compiled
+from trainyard.doctor.verdict import PASS, REPLACE
+from trainyard.errors import MachineError
+from trainyard.model.compiled import Trial, refuse_wrong_once
+from trainyard.model.gpt import _SwiGLU
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
+
+
+def plant_a_compiler_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = _SwiGLU.backward
+
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        found: Tensor = right(ctx, gradient)
+        return torch.zeros_like(found) if torch.compiler.is_compiling() else found
+
+    monkeypatch.setattr(_SwiGLU, "backward", staticmethod(backward))
+
+
+def test_a_device_is_compared_once_and_refused_where_it_compiles_wrongly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_run("smollm2-135m", ["model.d_head=16"]).run.model
+    trial = Trial(model, torch.float32, "none", torch.device("cpu"))
+    refuse_wrong_once(trial, tmp_path)
+    plant_a_compiler_that_is_wrong(monkeypatch)
+    refuse_wrong_once(trial, tmp_path)
+    other = replace(trial, dtype=torch.bfloat16)
+    with pytest.raises(MachineError, match=r"the gradient of .* differs .* by [0-9]+%") as found:
+        refuse_wrong_once(other, tmp_path)
+    assert "train.compile=never" in found.value.hint and torch.__version__ in found.value.problem
+    assert len([*tmp_path.glob("compiled/*")]) == 1
+
+
+@pytest.mark.exhaustive
+def test_doctor_compares_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = compare_compiled(torch.device("cpu"))
+    assert finding.verdict == PASS
+    plant_a_compiler_that_is_wrong(monkeypatch)
+    (finding,) = compare_compiled(torch.device("cpu"))
+    assert finding.verdict == REPLACE and "differs" in finding.text
+
+
+@pytest.mark.exhaustive
+def test_training_does_not_start_where_blocks_compile_wrongly(
+    tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = with_fields(tiny_run, model={"mlp": "swiglu"}, train={"compile": "always"})
+    plant_a_compiler_that_is_wrong(monkeypatch)
+    with pytest.raises(MachineError, match="compiled blocks are wrong on this CPU"):
+        start(tmp_path / "run", run)
+    assert not [*(tmp_path / "run" / "checkpoints").glob("step-*")]
