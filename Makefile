@@ -2,7 +2,9 @@
 # make bench sets up .venv-bench, make test-cuda .venv-cuda; make wheels downloads into wheels/.
 
 PYTHON ?= python3
-BIN := .venv/bin
+# make test TORCH=2.11.0: another torch, in an environment of its own, .venv-2.11.0.
+OWN := $(if $(TORCH),-$(TORCH))
+BIN := .venv$(OWN)/bin
 # With it set, each of the hundreds of processes would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 # Scripts import each other by file name, or as parts of `benchmarks`: mypy looks at each kind alone.
@@ -24,7 +26,7 @@ test-all: set-up-dev
 	$(PYTEST) -n 3 -m '$(MARKS)' --part $(PART)
 
 test-cuda: set-up-cuda
-	.venv-cuda/bin/python tests/fake_cuda/start.py -m pytest -n 2 --dist worksteal -q tests/fake_cuda --part $(PART)
+	.venv-cuda$(OWN)/bin/python tests/fake_cuda/start.py -m pytest -n 2 --dist worksteal -q tests/fake_cuda --part $(PART)
 
 check: set-up-dev
 	$(BIN)/ruff format --check src tests benchmarks tools
@@ -52,4 +54,4 @@ set-up-train set-up-dev set-up-bench set-up-cuda:
 	@$(PYTHON) tools/set_up.py $(@:set-up-%=%)
 
 clean:
-	rm -rf .venv .venv-bench .venv-cuda .peers runs wheels
+	rm -rf .venv .venv-* .peers runs wheels

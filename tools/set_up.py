@@ -6,6 +6,9 @@
     set_up.py cuda     .venv-cuda for tests on a fake GPU (tests/fake_cuda); exits with 3 and one
                        line where this machine cannot have it
 
+With TORCH=2.11.0 in the environment, they get that torch instead of the one of constraints.txt, in
+folders of their own: .venv-2.11.0, .venv-cuda-2.11.0. Exits with 3 where the index does not have it.
+
 uv installs in seconds what takes pip minutes, so pip installs uv, and takes over if uv fails. uv
 gets pip's settings (index, mirror, local wheels, certificates), so both find the same packages.
 `.set-up.json` in the environment records what is installed. It is written last: an interrupted
@@ -21,6 +24,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -70,8 +74,10 @@ class Environment:
 
     @classmethod
     def of(cls, purpose: str) -> Environment:
-        """Returns the one for a purpose."""
-        return cls(Path({"cuda": ".venv-cuda", "bench": ".venv-bench"}.get(purpose, ".venv")))
+        """Returns the one for a purpose, and for the torch asked for."""
+        folder = {"cuda": ".venv-cuda", "bench": ".venv-bench"}.get(purpose, ".venv")
+        torch = os.environ.get("TORCH")
+        return cls(Path(f"{folder}-{torch}" if torch else folder))
 
     @property
     def python(self) -> Path:
@@ -120,7 +126,8 @@ def main() -> None:
             if wanted != before:
                 set_up(venv, before, wanted)
     except NotHereError as error:
-        print(f"no fake GPU here: {error}", flush=True)
+        what = "fake GPU" if purpose == "cuda" else str(venv.folder)
+        print(f"no {what} here: {error}", flush=True)
         sys.exit(EXIT_NOT_HERE)
     except SetUpError as error:
         sys.exit(f"error: {error}")
@@ -213,16 +220,17 @@ def install(venv: Environment, extras: list[str], torch_index: str) -> None:
 
     Raises:
         SetUpError: neither could.
-        NotHereError: there is no CUDA build of torch for this machine.
+        NotHereError: the index has no such torch for this machine.
     """
     pip = [str(venv.python), "-m", "pip"]
     constraints = ["-c", "constraints.txt"]
     own_extras = [extra for extra in extras if extra != "bench"]
-    packages = [*constraints, "-e", f".[{','.join(own_extras)}]"]
+    pins = str(write_pins(venv, "===" if extras == ["cuda"] else "=="))
+    packages = ["-c", pins, "-e", f".[{','.join(own_extras)}]"]
     peers = ["--no-deps", "-r", str(PEERS)]
     if extras == ["cuda"]:
         # All that is pinned, and nothing that torch would bring: 2 GB of NVIDIA's libraries.
-        packages = ["--no-deps", "-r", "constraints.txt", "-r", str(CUDA_REQUIREMENTS), "-e", "."]
+        packages = ["--no-deps", "-r", pins, "-r", str(CUDA_REQUIREMENTS), "-e", "."]
     variables = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     failure = run("installer (uv)", [*pip, "install", "-q", *constraints, "uv"], variables)
     listing = subprocess.run([*pip, "config", "list"], capture_output=True, text=True)
@@ -247,14 +255,35 @@ def install(venv: Environment, extras: list[str], torch_index: str) -> None:
         failure = run("packages", [*pip, "install", "-q", *packages], variables)
         if failure is None and "bench" in extras:
             failure = run("peers", [*pip, "install", "-q", *peers], variables)
+    if failure is None and extras == ["cuda"]:
+        failure = run("triton", [*pip, "install", "-q", "--no-deps", *triton_of(venv)], variables)
     if failure is not None:
-        if "No matching distribution found for torch===" in failure:
-            raise NotHereError("the package index has no CUDA build of torch for this Python")
+        if found := re.search("No matching distribution found for torch=+([0-9.]+)", failure):
+            build = "CUDA build of torch" if extras == ["cuda"] else "torch"
+            raise NotHereError(f"the package index has no {build} {found[1]} for this Python")
         raise SetUpError(
             f"pip cannot install the packages:\n{tail(failure)}\n"
             "hint: check the network; set a proxy or a mirror with `pip config`; `make clean` "
             f"removes {venv.folder} for a fresh start"
         )
+
+
+def write_pins(venv: Environment, exactly: str) -> Path:
+    """Writes constraints.txt with the torch asked for; `===` takes no other build, such as +cpu."""
+    pins = Path("constraints.txt").read_text(encoding="utf-8")
+    torch = os.environ.get("TORCH") or r"\1"
+    pins = re.sub(r"^torch==(.+)$", f"torch{exactly}{torch}", pins, flags=re.MULTILINE)
+    path = venv.folder / "pins.txt"
+    path.write_text(pins, encoding="utf-8")
+    return path
+
+
+def triton_of(venv: Environment) -> list[str]:
+    """Returns the triton that the installed torch requires."""
+    code = "from importlib.metadata import requires; print(*requires('torch'), sep='\\n')"
+    listing = subprocess.run([str(venv.python), "-c", code], capture_output=True, text=True)
+    lines = listing.stdout.splitlines()
+    return [line.partition(";")[0].strip() for line in lines if line.startswith("triton")]
 
 
 def build_stubs(venv: Environment) -> None:
