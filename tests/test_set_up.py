@@ -20,9 +20,12 @@ SCRIPT = Path(__file__).parent.parent / "tools" / "set_up.py"
 RECORD = Path(".venv/.set-up.json")
 OWN_CACHE = Path(".venv/.cache")
 # In `log`: a line for each start; the file `fails` has patterns of those that are to fail.
-PROGRAM = """#!/bin/sh
+PROGRAM = r"""#!/bin/sh
 echo "$(basename "$0") $* index=$UV_INDEX" >> log
-case "$*" in "-m pip config list") echo "global.extra-index-url='http://mirror/simple'" ;; esac
+case "$*" in
+  "-m pip config list") echo "global.extra-index-url='http://mirror/simple'" ;;
+  *"requires('torch')"*) printf 'sympy\ntriton==3.6.0; platform_system == "Linux"\n' ;;
+esac
 for pattern in $(cat fails); do
   case "$(basename "$0") $*" in *$pattern*) echo "no route to host"; exit 1 ;; esac
 done
@@ -55,8 +58,8 @@ def set_up(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, "set_up", module)
     spec.loader.exec_module(module)
     monkeypatch.chdir(checkout)
-    monkeypatch.delenv("TORCH_INDEX", raising=False)
-    monkeypatch.delenv("UV_INDEX", raising=False)
+    for name in ("TORCH", "TORCH_INDEX", "UV_INDEX"):
+        monkeypatch.delenv(name, raising=False)
 
     def create(_venv: object) -> None:
         write_programs(checkout)
@@ -68,7 +71,7 @@ def set_up(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def write_programs(folder: Path) -> None:
-    for venv in (".venv", ".venv-bench", ".venv-cuda"):
+    for venv in (".venv", ".venv-bench", ".venv-cuda", ".venv-2.11.0", ".venv-cuda-2.11.0"):
         (folder / venv / "bin").mkdir(parents=True, exist_ok=True)
         for name in ("python", "uv"):
             program = folder / venv / "bin" / name
@@ -82,7 +85,7 @@ def start(module: ModuleType, purpose: str) -> list[str]:
     sys.argv = ["set_up.py", purpose]
     module.main()
     words = {"created": "created", "-q -c constraints.txt uv": "uv", "-e .[train,dev]": "dev"}
-    words |= {"--no-deps -r constraints": "cuda", "fake_cuda/build.py": "stubs"}
+    words |= {"--no-deps -r .venv-cuda": "cuda", "fake_cuda/build.py": "stubs"}
     words["--no-deps -r benchmarks/peers.txt"] = "peers"
     words["-e .[train]"] = "train"
     return [
@@ -125,8 +128,10 @@ def test_the_fake_gpu_has_an_environment_of_its_own(
     monkeypatch.setattr(set_up, "find_missing_for_cuda", lambda: "")
     monkeypatch.setenv("TORCH_INDEX", "http://cpu/simple")  # has no CUDA
     assert start(set_up, "cuda") == ["created created", "python uv", "uv cuda", "python stubs"]
-    install = Path("log").read_text().splitlines()[-2]
+    log = Path("log").read_text().splitlines()
+    (install,) = (line for line in log if "-e ." in line)
     assert install.endswith("-e . index=http://mirror/simple")
+    assert "python -m pip install -q --no-deps triton==3.6.0 index=" in log
     assert "Setting up .venv-cuda with what tests on a fake GPU need" in capsys.readouterr().out
     assert start(set_up, "cuda") == []
     assert start(set_up, "dev")[1:] == ["python uv", "uv dev"]
@@ -137,10 +142,43 @@ def test_the_fake_gpu_has_an_environment_of_its_own(
     assert start(set_up, "cuda") == start(set_up, "dev") == []
 
 
+@pytest.mark.parametrize(("purpose", "exactly"), [("dev", "=="), ("cuda", "===")])
+def test_another_torch_has_environments_of_its_own(
+    purpose: str,
+    exactly: str,
+    set_up: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(set_up, "find_missing_for_cuda", lambda: "")
+    Path("constraints.txt").write_text("numpy==2.0\ntorch==2.13.0\ntorchao==0.18.0\n")
+    folder = ".venv-cuda" if purpose == "cuda" else ".venv"
+    start(set_up, purpose)
+    pins = f"numpy==2.0\ntorch{exactly}VERSION\ntorchao==0.18.0\n"
+    assert Path(folder, "pins.txt").read_text() == pins.replace("VERSION", "2.13.0")
+    monkeypatch.setenv("TORCH", "2.11.0")
+    assert start(set_up, purpose)[0] == "created created"
+    assert Path(f"{folder}-2.11.0", "pins.txt").read_text() == pins.replace("VERSION", "2.11.0")
+    assert f"{folder}-2.11.0/pins.txt" in Path("log").read_text()
+    assert start(set_up, purpose) == []
+    monkeypatch.setenv("TORCH", "2.12.0")
+    monkeypatch.setattr(set_up, "create", lambda venv: shutil.copytree(folder, venv.folder))
+    for program in ("python", "uv"):
+        said = f"No matching distribution found for torch{exactly}2.12.0"
+        Path(folder, "bin", program).write_text(PROGRAM.replace("no route to host", said))
+    Path("fails").write_text("install")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        start(set_up, purpose)
+    assert ended.value.code == 3
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("no ") and "torch 2.12.0 for this Python" in last
+
+
 @pytest.mark.parametrize(
     ("missing", "fails", "why"),
     [
-        ("", "install", "the package index has no CUDA build of torch for this Python"),
+        ("", "install", "the package index has no CUDA build of torch 2.13.0 for this Python"),
         ("g++", "", "its stubs cannot be compiled without g++"),
         ("Linux", "", "this is Darwin on arm64, and its stubs stand for libraries of Linux"),
     ],
@@ -159,7 +197,7 @@ def test_where_there_can_be_no_fake_gpu_one_line_says_why(
     monkeypatch.setattr(set_up.platform, "machine", lambda: machine)
     monkeypatch.setattr(set_up.shutil, "which", lambda name: None if name == missing else name)
     Path("fails").write_text(fails)
-    said = "No matching distribution found for torch===2.13.0"
+    said = "No matching distribution found for torch===2.13.0 (from"
     for name in ("python", "uv"):
         program = checkout / ".venv-cuda" / "bin" / name
         program.write_text(PROGRAM.replace("no route to host", said))
