@@ -174,6 +174,13 @@ REFUSED_LAYOUTS = [  # the whole sentence
         "model.dropout=0.0",
     ),
     (
+        "kernels.attention=cudnn; model.dropout=0.1; model.sequence_length=192",
+        "kernels.attention='cudnn' is incompatible with model.dropout=0.1 and "
+        "precision.kind='fp32' and model.sequence_length=192: it is not deterministic, whole and "
+        "causal, without dropout, in bf16 or fp16; of multiples of 128 tokens, and heads of "
+        'multiples of 8 up to 128 values; nearest that works: kernels.attention="auto"',
+    ),
+    (
         "model.n_layers=3; parallel.pipeline=2; parallel.chunks=2; parallel.schedule=interleaved",
         "model.n_layers=3 is fewer than parallel.pipeline=2 x parallel.chunks=2: a stage needs "
         "at least one block; nearest that works: parallel.pipeline=1 with parallel.chunks=1",

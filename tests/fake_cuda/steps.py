@@ -62,15 +62,25 @@ class Measured:
 def measure_run(overrides: Sequence[str]) -> Measured:
     """Trains a small model and evaluates it, on one device."""
     run = load_run("tiny", [*SMALL, *overrides]).run
-    device = choose_device(Process(), deterministic=run.train.deterministic)
+    device = choose_device(Process(), run)
     context = build_on_device(run, device)
     return measure_steps(context, OurTraining(context))
+
+
+def train_once(overrides: Sequence[str]) -> TrainContext:
+    """Does a step and computes a loss without gradients, on one device."""
+    run = load_run("tiny", [*SMALL, *overrides]).run
+    context = build_on_device(run, choose_device(Process(), run))
+    OurTraining(context).step()
+    ids = torch.zeros(run.train.global_batch_size, run.model.sequence_length, dtype=torch.long)
+    context.model.held_out_loss(ids, ids)
+    return context
 
 
 def measure_rank(run: Run, rank: int, n_ranks: int, store: Path) -> Measured:
     """Trains as one rank of several, each on a device of its own; they meet in a file."""
     process = Process(rank, n_ranks, rank, n_ranks, store_file=store)
-    device = choose_device(process)
+    device = choose_device(process, run)
     with start_ranks(process, device, dict):
         context = build_on_device(run, device, rank, n_ranks)
         return measure_steps(context, OurTraining(context))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import pytest
 import torch
 from tests.fake_cuda.device import in_fork
-from tests.fake_cuda.steps import measure_run, train_baseline
+from tests.fake_cuda.steps import measure_run, train_baseline, train_once
 
 KINDS = ("fp32", "bf16", "fp16", "fp8", "fp8_lowbit")
 DROPOUT = {"dropout": "model.dropout=0.1", "no dropout": "model.dropout=0"}
@@ -22,6 +23,7 @@ AXES = (DROPOUT, RECOMPUTE, COMPILE)
 COMPILED_IN_FULL = "bf16 on sm_90"
 """Compiled rows take most of the time: here dropout or recomputation may differ from the first of
 its axis, elsewhere neither."""
+ATTENTION = re.compile(r"aten::_(?:scaled_dot_product_)?(cudnn|flash|efficient)_attention")
 DOCUMENTS = (
     *("model.attention_within_documents=true", "model.end_of_document_id=3"),
     *("model.vocabulary_size=10", "model.dropout=0.1", "train.z_loss=1e-4"),
@@ -74,6 +76,48 @@ def test_a_step_is_as_it_must_be(name: str, note_launches: Callable[[int], None]
     measured = in_fork(lambda: measure_run(settings), device)
     measured.judge()
     note_launches(measured.counts.launches)
+
+
+def find_attention(settings: Sequence[str]) -> tuple[str, set[str]]:
+    """Gives the kernel of attention that a run names, and those that a step and a loss call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        context = train_once(settings)
+    names = {event.key for event in profile.key_averages()}
+    found = {match[1] for name in names if (match := ATTENTION.match(name))}
+    return context.attention_kernel, found
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "kernel"),
+    [
+        ((), {}, "cudnn"),
+        (("train.compile=gpu",), {}, "cudnn"),
+        (("model.n_key_value_heads=2",), {"FAKE_CUDA_CAPABILITY": "100"}, "cudnn"),
+        (("kernels.attention=cudnn",), {"FAKE_CUDA_CAPABILITY": "80"}, "cudnn"),
+        (("kernels.attention=flash",), {}, "flash"),
+        (("model.dropout=0.1",), {}, "flash"),
+        (("train.deterministic=true",), {}, "flash"),
+        (("model.sequence_length=192",), {}, "flash"),
+        ((), {"FAKE_CUDA_CAPABILITY": "80"}, "flash"),
+    ],
+)
+def test_the_kernel_of_attention(
+    settings: tuple[str, ...], device: dict[str, str], kernel: str
+) -> None:
+    run = ("train.compile=never", "model.dropout=0", "precision.kind=bf16", *settings)
+    named, called = in_fork(lambda: find_attention(run), device)
+    assert (named, called) == (f"{kernel}_attention", {kernel})
+
+
+def test_attention_within_documents_is_flash() -> None:
+    run = (*DOCUMENTS, "model.dropout=0", "train.compile=never", "precision.kind=bf16")
+    assert in_fork(lambda: find_attention(run), {}) == ("flash_attention", {"flash"})
+
+
+def test_cudnn_that_is_not_there_is_refused() -> None:
+    run = ("kernels.attention=cudnn", "model.dropout=0", "precision.kind=bf16")
+    with pytest.raises(RuntimeError, match=r"kernels.attention='cudnn': torch .* on NVIDIA H200"):
+        in_fork(lambda: train_once(run), {"FAKE_CUDA_CAPABILITY": "75"})
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from trainyard.config.load import load_run
 from trainyard.training.checkpoints import build_saver, load_state, save_state
 
 ROOT = Path(__file__).parents[2]
-WITH_CUDNN = {"FAKE_CUDNN_VERSION": "92000"}
 SENTENCE = "Once upon a time there was a small machine that learned to read what people wrote. "
 RUN = (
     *("tiny", "name=web", "data.blend.prefixes=['web_text_document']", "data.split=80,10,10"),
@@ -128,7 +126,6 @@ def test_what_a_gpu_is_tested_for_without_numbers() -> None:
     done = subprocess.run(
         [*command, "-k", names, "-p", "no:cacheprovider"],
         cwd=ROOT,
-        env=os.environ | WITH_CUDNN,
         capture_output=True,
         text=True,
         timeout=WATCHDOG_SECONDS,
@@ -142,7 +139,6 @@ def test_the_gpu_benchmark_runs_in_small(part: str, tmp_path: Path) -> None:
     subprocess.run(
         [*command, "--output", str(tmp_path), "--minutes", "15"],
         cwd=ROOT,
-        env=os.environ | WITH_CUDNN,
         check=True,
         capture_output=True,
         timeout=WATCHDOG_SECONDS,

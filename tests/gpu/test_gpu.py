@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
@@ -16,8 +17,10 @@ from trainyard.bench.measure import OurTraining
 from trainyard.bench.timeline import DeviceClock, Timeline
 from trainyard.config.load import load_run
 from trainyard.config.precisions import Fp8
+from trainyard.config.rules import takes_cudnn
 from trainyard.errors import MachineError
 from trainyard.launch.environment import Process, chooses_allocator
+from trainyard.model.attention import CausalAttention, cudnn_can_attend
 from trainyard.parallel.mesh import build_mesh, choose_device
 from trainyard.planning.resolve import resolve
 from trainyard.training.metrics import Metrics, peak_memory_bytes
@@ -125,21 +128,48 @@ def test_a_step_does_not_wait_for_the_device(build: Build, kind: str, dropout: s
     assert all(torch.isfinite(loss) for loss in losses)
 
 
-@pytest.mark.parametrize(
-    ("kind", "kernel"),
-    [("fp32", "efficient_attention"), ("bf16", "flash_attention"), ("fp16", "flash_attention")],
-)
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("rate", [0.0, 0.0625, 0.1])
-def test_dropout_does_not_choose_the_kernel_of_attention(
-    build: Build, kind: str, kernel: str, rate: float
-) -> None:
+def test_the_kernel_of_attention(build: Build, kind: str, rate: float) -> None:
     context = build(kind, f"model.dropout={rate}", "train.compile=never")
-    assert context.attention_kernel == context.versions["attention"] == kernel
+    capability = torch.cuda.get_device_capability() if torch.version.hip is None else None
+    kernel = "efficient" if kind == "fp32" else "flash"
+    kernel = "cudnn" if takes_cudnn(context.run, capability) else kernel
+    assert context.attention_kernel == context.versions["attention"] == f"{kernel}_attention"
     with torch.profiler.profile() as profile:
         OurTraining(context).step()
     names = {event.key for event in profile.key_averages()}
-    assert f"aten::_scaled_dot_product_{kernel}" in names
-    assert "aten::_scaled_dot_product_cudnn_attention" not in names
+    called = {name for name in names if re.fullmatch(r"aten::_scaled_dot_product_\w+", name)}
+    assert f"aten::_scaled_dot_product_{kernel}_attention" in called
+    assert all(kernel in name for name in called)
+
+
+@pytest.mark.parametrize("heads", [(4, 4, 64), (8, 2, 128)])
+@pytest.mark.parametrize("n_tokens", [128, 1024])
+def test_attention_of_cudnn_is_that_of_flash(heads: tuple[int, int, int], n_tokens: int) -> None:
+    n_heads, n_shared, d_head = heads
+    if not cudnn_can_attend(d_head, torch.bfloat16, torch.device("cuda")):
+        pytest.skip("no attention of cuDNN here")
+    torch.manual_seed(1)
+    shape = (2, n_tokens, n_heads + 2 * n_shared, d_head)
+    qkv = torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    upstream = torch.randn(2, n_heads, n_tokens, d_head, device="cuda")
+    found = []
+    for takes_it, dtype in (
+        (True, torch.bfloat16),
+        (False, torch.bfloat16),
+        (False, torch.float32),
+    ):
+        core = CausalAttention(0.0, 1, n_tokens)
+        core.takes_cudnn = takes_it
+        inputs = [
+            x.to(dtype).detach().requires_grad_()
+            for x in qkv.split([n_heads, n_shared, n_shared], 1)
+        ]
+        out = core(*inputs)
+        found.append([out, *torch.autograd.grad(out, inputs, upstream.to(dtype))])
+    for ours, flash, exact in zip(*found, strict=True):
+        assert torch.dist(ours.float(), exact) <= 1.5 * torch.dist(flash.float(), exact)
 
 
 def test_speed_is_the_devices(build: Build) -> None:

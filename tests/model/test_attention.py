@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainyard.model.attention import CausalAttention
+from trainyard.model.attention import CausalAttention, _attend_by_cudnn
 from trainyard.model.dropout import at_site, dropout, rows_of_heads, sequence_seeds
 
 SEEDS = sequence_seeds(1, 0, 0, 2)
@@ -50,3 +50,14 @@ def test_without_keys_there_is_none() -> None:
     q, k, v = queries_keys_values()
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.equal(CausalAttention(0.3, 1, 12)(q, k, v), expected)
+
+
+def test_attention_of_cudnn_is_called_as_torch_calls_it() -> None:
+    q, k, v = (x.to("meta", torch.bfloat16) for x in queries_keys_values(n_tokens=128))
+    out = _attend_by_cudnn(q.requires_grad_(), k, v)
+    assert out.shape == q.shape
+    assert out.stride() == q.contiguous().transpose(1, 2).contiguous().transpose(1, 2).stride()
+    assert out.grad_fn is not None and "Cudnn" in out.grad_fn.name()
+    operation = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    names = [argument.name for argument in operation._schema.arguments]
+    assert names[3:7] == ["attn_bias", "compute_log_sumexp", "dropout_p", "is_causal"]

@@ -255,6 +255,10 @@ def test_sums_inside_matmuls_are_fp32_and_attention_is_flash(tiny_run: Run, tmp_
     assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()
+    choose_device(Process(), with_fields(tiny_run, kernels={"reduced_precision": True}))
+    assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    choose_device(Process())
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
 class DeviceTime(HostClock):
@@ -319,7 +323,7 @@ def test_a_deterministic_run_has_the_same_losses(tiny_run: Run, tmp_path: Path) 
 
 def test_what_has_no_deterministic_kernel_is_named(tiny_run: Run) -> None:
     run = with_fields(tiny_run, train={"deterministic": True})
-    device = choose_device(Process(), deterministic=True)
+    device = choose_device(Process(), run)
     with (
         pytest.raises(ConfigError, match="put_ has no deterministic kernel for cpu"),
         name_device_errors(run, resolve(run, 1), device),

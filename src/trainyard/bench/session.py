@@ -39,7 +39,7 @@ def run_job(folder: Path, process: Process, start: StartupTimes) -> None:
         job = BenchJob.read(folder)
         run = load_run(str(folder / RUN)).run
         plan = resolve(run, process.n_ranks)
-    device = choose_device(process, deterministic=run.train.deterministic)
+    device = choose_device(process, run)
     refuse_device(run, device)
     began = time.perf_counter()
     with start_ranks(process, device, lambda: _facts(run)), name_device_errors(run, plan, device):

@@ -6,6 +6,13 @@ from typing import Literal
 
 from trainyard.config.section import Section
 
+CUDNN_TOKENS = 128
+"""cuDNN's attention takes multiples of it: of others, some gave NaN (pytorch/pytorch#196678)."""
+CUDNN_HEAD_MULTIPLE, CUDNN_LARGEST_HEAD = 8, 128
+"""Sizes of heads that it takes, forward and backward."""
+CUDNN_CAPABILITIES = (9, 10)
+"""Major compute capabilities where it is expected to be faster than flash attention."""
+
 
 class Kernels(Section):
     """Kernels of a GPU, where several compute the same; the defaults are the fastest expected."""

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from trainyard.config import kernels
 from trainyard.config.precisions import SCALED_COLUMNS
 from trainyard.config.run import Run, default_zero_stage
 from trainyard.config.secrets import secret_problems
@@ -33,6 +34,7 @@ _SCHEDULES = ("parallel.schedule", ["1f1b", "interleaved", "gpipe"])
 _PLAIN = ("precision.kind", ["bf16"])
 _ZERO_1 = ("parallel.zero_stage", [1])
 FIXED_BY_VALUES: dict[str, list[tuple[str, list[Any]]]] = {
+    "cudnn": [("kernels.attention", ["auto"])],
     "ring_dropout": [("parallel.context_method", ["ulysses"]), ("model.dropout", [0.0])],
     "chunks": [("parallel.chunks", [1, 2]), _SCHEDULES],
     "zero_bubble_compile": [("train.compile", ["never"]), _SCHEDULES],
@@ -65,6 +67,7 @@ def broken_rules(run: Run) -> dict[str, str]:
         **_cut_problems(run),
         **_pipeline_problems(run),
         **_sharding_problems(run),
+        **_kernel_problems(run),
         **fp8_problems(run),
         **state_problems(run),
         **_batch_problems(run),
@@ -212,6 +215,48 @@ def _sharding_problems(run: Run) -> dict[str, str]:
             "parallel.zero_stage=0: every rank is already a replica"
         )
     return problems
+
+
+def takes_cudnn(run: Run, capability: tuple[int, int] | None) -> bool:
+    """Returns whether a run computes attention by cuDNN on a GPU; else by torch's own kernels.
+
+    Args:
+        run: the run.
+        capability: compute capability of the GPU; None if it is not NVIDIA's or unknown.
+    """
+    if run.kernels.attention != "auto":
+        return run.kernels.attention == "cudnn"
+    is_faster = capability is not None and capability[0] in kernels.CUDNN_CAPABILITIES
+    return is_faster and not _obstacles_to_cudnn(run)
+
+
+def _kernel_problems(run: Run) -> dict[str, str]:
+    if run.kernels.attention != "cudnn" or not (obstacles := _obstacles_to_cudnn(run)):
+        return {}
+    return {
+        "cudnn": f"kernels.attention='cudnn' is incompatible with {' and '.join(obstacles)}: it "
+        "is not deterministic, whole and causal, without dropout, in bf16 or fp16; of multiples of "
+        f"{kernels.CUDNN_TOKENS} tokens, and heads of multiples of {kernels.CUDNN_HEAD_MULTIPLE} "
+        f"up to {kernels.CUDNN_LARGEST_HEAD} values"
+    }
+
+
+def _obstacles_to_cudnn(run: Run) -> list[str]:
+    """Lists the fields of a run that rule out cuDNN's attention, with their values."""
+    model, parallel = run.model, run.parallel
+    is_ring = parallel.context_method == "ring" and parallel.context > 1
+    multiple, largest = kernels.CUDNN_HEAD_MULTIPLE, kernels.CUDNN_LARGEST_HEAD
+    obstacles = {
+        f"model.dropout={model.dropout}": model.dropout > 0,
+        "model.attention_within_documents=true": model.attention_within_documents,
+        "train.deterministic=true": run.train.deterministic,
+        "parallel.context_method='ring'": is_ring,
+        f"precision.kind={run.precision.kind!r}": run.precision.formats.compute.n_bytes > 2,
+        f"model.sequence_length={model.sequence_length}": model.sequence_length
+        % kernels.CUDNN_TOKENS,
+        f"model.d_head={model.d_head}": model.d_head % multiple or model.d_head > largest,
+    }
+    return [field for field, rules_out in obstacles.items() if rules_out]
 
 
 def _batch_problems(run: Run) -> dict[str, str]:

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainyard.architecture import block_layers
+from trainyard.config.kernels import CUDNN_TOKENS
 from trainyard.config.run import Model
 from trainyard.model.documents import cumulative_lengths, document_mask
 from trainyard.model.dropout import ATTENTION_WEIGHTS, at_site, dropout, rows_of_heads
 from trainyard.model.linear import Linear, Norm, apply, as_output
 
-FLASH = "flash_attention"
+CUDNN, FLASH = "cudnn_attention", "flash_attention"
 FLASH_HEAD_MULTIPLE = 8
 """Of the sizes of heads that its kernels take."""
 
@@ -56,6 +58,7 @@ class CausalAttention(nn.Module):
     Attributes:
         first_head: number of the first head in the whole model.
         positions: of the tokens in the sequence, ascending, int64, on the CPU.
+        takes_cudnn: whether cuDNN computes what it can: on a GPU, without dropout and documents.
     """
 
     def __init__(self, dropout: float, site: int, sequence_length: int) -> None:
@@ -63,6 +66,7 @@ class CausalAttention(nn.Module):
         self.dropout = dropout
         self.site = site
         self.first_head = 0
+        self.takes_cudnn = False
         # No buffer: a model built on "meta" gets uninitialized memory for its buffers.
         self.positions = torch.arange(sequence_length, device="cpu")
 
@@ -101,6 +105,8 @@ class CausalAttention(nn.Module):
             return self._mix_with_dropout(q, k, v, at_site(dropout_seeds, self.site), documents)
         rate = 0.0 if dropout_seeds is None else self.dropout
         if documents is None:
+            if self.takes_cudnn and rate == 0 and q.shape[2] % CUDNN_TOKENS == 0:
+                return _attend_by_cudnn(q, k, v)
             return _attend(q, k, v, dropout_p=rate, is_causal=True)
         if documents.ndim == 1:
             return _attend_packed(q, k, v, documents, rate)
@@ -210,6 +216,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=shared, **options)
 
 
+def _attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attends by cuDNN, also with shared keys and values, whatever torch would choose."""
+    needs_gradient = q.requires_grad
+    mixed: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, needs_gradient, is_causal=True
+    )[0]
+    return mixed
+
+
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, rate: float) -> Tensor:
     """Attends within documents by flash attention, given their cumulative lengths.
 
@@ -280,7 +295,7 @@ def _rotate(x: Tensor, rotation: Tensor, sign: int) -> Tensor:
 
 
 def attention_kernel(d_head: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Names the kernel of attention on a GPU, with and without dropout; "cpu" on a CPU.
+    """Names torch's kernel of attention on a GPU, with and without dropout; "cpu" on a CPU.
 
     `choose_device` leaves torch one choice: "flash_attention" in bf16 and fp16, which has no fp32,
     and "efficient_attention" there; "math" if neither takes the device or the size of heads.
@@ -289,6 +304,14 @@ def attention_kernel(d_head: int, dtype: torch.dtype, device: torch.device) -> s
         return device.type
     x = torch.empty(1, 1, 1, d_head, dtype=dtype, device=device, requires_grad=True)
     return str(SDPBackend(torch._fused_sdp_choice(x, x, x, is_causal=True)).name).lower()
+
+
+def cudnn_can_attend(d_head: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns whether torch would compute attention by the cuDNN found, on a GPU."""
+    x = torch.empty(1, 1, CUDNN_TOKENS, d_head, dtype=dtype, device=device, requires_grad=True)
+    call = cuda.SDPAParams(x, x, x, None, 0.0, True, False)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return cuda.can_use_cudnn_attention(call)
 
 
 def _new_see_all_before(new: int, total: int, device: torch.device) -> Tensor:

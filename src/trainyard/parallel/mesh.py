@@ -30,20 +30,23 @@ from trainyard.topology import AXES, Coordinates, Topology
 TEXT_BYTES = 256
 
 
-def choose_device(process: Process, *, deterministic: bool = False) -> torch.device:
+def choose_device(process: Process, run: Run | None = None) -> torch.device:
     """Chooses the GPU of this rank, or the CPU where there is none, and how torch computes there.
 
     Args:
         process: this rank.
-        deterministic: only with kernels that add up in a fixed order.
+        run: says which kernels it takes; absent: of inference.
 
     Raises:
         MachineError: the machine has fewer GPUs than ranks.
     """
+    deterministic = run is not None and run.train.deterministic
     # Sums inside a matmul stay in fp32, where cuBLAS would add up parts of them in its format.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    # Flash attention for every run: cuDNN's takes few dropout rates and is not deterministic.
+    reduced = run is not None and run.kernels.reduced_precision
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = reduced
+    # Where torch chooses attention, flash attention: cuDNN's takes few dropout rates, is not
+    # deterministic, and gave NaN for some lengths. `CausalAttention` calls it where it is safe.
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)  # which imports torch's compiler

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,16 @@ from torch import Tensor, nn
 
 from trainyard.architecture import parameters_of
 from trainyard.config.precisions import Stored
+from trainyard.config.rules import takes_cudnn
 from trainyard.config.run import Run
+from trainyard.errors import MachineError
+from trainyard.model.attention import CUDNN, attention_kernel, cudnn_can_attend
 from trainyard.model.documents import find_document_ends
 from trainyard.model.gpt import GPT, compile_blocks
 from trainyard.model.init import TensorShard, initialize
 from trainyard.model.linear import Layer, add_to_gradients, cast_once
 from trainyard.parallel.context import apply_context_parallel, refuse_ring, take_shard
-from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.mesh import Mesh, device_name
 from trainyard.parallel.placement import is_distributed, local_part
 from trainyard.parallel.tensor import apply_tensor_parallel
 from trainyard.planning.hardware import is_amd_with_avx512
@@ -118,6 +121,7 @@ class ParallelModel:
     Attributes:
         stages: its parts of the model, by pipeline stage.
         local_parameters: its parameters, stage by stage.
+        attention_kernel: its name, "cpu" on a CPU.
         norm_weights: weight of each parameter's squared norm in the global one, fp64.
     """
 
@@ -129,6 +133,7 @@ class ParallelModel:
         self._is_tied = run.model.tied_embeddings
         self._precision = PrecisionPolicy(run, compute_dtype)
         self._micro_batch_size = run.train.micro_batch_size
+        self.attention_kernel = _choose_attention(run, self._precision.compute_dtype, mesh.device)
         numbers = range(mesh.coordinates.pipeline, len(plan.stages), mesh.topology.pipeline)
         self.stages = {number: self._build_stage(run, plan, number) for number in numbers}
         # Now, because FSDP swaps parameters between a forward and a backward pass.
@@ -175,6 +180,9 @@ class ParallelModel:
         mesh, parallel, blocks = self.mesh, run.parallel, plan.stages[number]
         padded = plan.padded_vocabulary_size
         model = GPT(run.model, padded, self._precision.compute_dtype, parallel.recompute, blocks)
+        for block in model.blocks.values():
+            attention: Any = block.attention
+            attention.core.takes_cudnn = self.attention_kernel == CUDNN
         if mesh.context is not None:
             refuse_ring(run, mesh.device)
             apply_context_parallel(model, mesh.context, parallel.context_method)
@@ -376,6 +384,26 @@ class ParallelModel:
                 each for each in self.local_parameters if each.name == EMBEDDING
             ):
                 dist.all_reduce(gradient, group=self.mesh.first_and_last_stage)
+
+
+def _choose_attention(run: Run, dtype: torch.dtype, device: torch.device) -> str:
+    """Names the kernel of attention.
+
+    Raises:
+        MachineError: the run asks for cuDNN's, which is not there.
+    """
+    if device.type == "cuda":
+        is_nvidia = torch.version.hip is None
+        if takes_cudnn(run, torch.cuda.get_device_capability(device) if is_nvidia else None):
+            if is_nvidia and cudnn_can_attend(run.model.d_head, dtype, device):
+                return CUDNN
+            if run.kernels.attention == "cudnn":
+                raise MachineError(
+                    f"kernels.attention='cudnn': torch {torch.__version__} on "
+                    f"{device_name(device)} has no attention of cuDNN for this run",
+                    "kernels.attention=auto",
+                )
+    return attention_kernel(run.model.d_head, dtype, device)
 
 
 def _tensors(parameters: Iterable[LocalParameter]) -> list[Tensor]:

@@ -20,12 +20,10 @@ from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import CheckpointError
 from trainyard.launch.environment import read_versions
 from trainyard.launch.heartbeat import Heartbeat
-from trainyard.model.attention import attention_kernel
 from trainyard.optim.optimizer import LocalOptimizer
 from trainyard.parallel.model import ParallelModel
 from trainyard.planning.batches import BatchSchedule
 from trainyard.planning.resolve import Plan
-from trainyard.precision.block_scaled import torch_dtype
 from trainyard.precision.scaler import LossScaler, SavedScale
 from trainyard.training.spikes import SavedWindow, SpikeWindow
 from trainyard.training.start import Ancestor
@@ -267,8 +265,7 @@ class TrainContext:
     @property
     def attention_kernel(self) -> str:
         """The kernel that computes attention on this device."""
-        model, dtype = self.run.model, torch_dtype(self.run.precision.formats.compute)
-        return attention_kernel(model.d_head, dtype, self.device)
+        return self.model.attention_kernel
 
     @property
     def versions(self) -> dict[str, str]:

@@ -116,7 +116,7 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
     plan = resolve(run, process.n_ranks)
     refuse_what_is_not_built(run)
     refuse_missing_devices(torch.cuda.device_count())
-    device = choose_device(process, deterministic=run.train.deterministic)
+    device = choose_device(process, run)
     refuse_device(run, device)
     n_bytes = checkpoint_bytes(run, plan.n_parameters)
 

@@ -1,9 +1,8 @@
-// Stands for cuBLAS, cuBLASLt and cuDNN: matmuls are counted and compute nothing.
+// Stands for cuBLAS and cuBLASLt: matmuls are counted and compute nothing.
 //
 // fp8 matmuls are refused where cuBLASLt would refuse them ("cublasLtMatmul()", requirements of
 // FP8 kernels): both types must be fp8 and not both e5m2, A transposed and B not, dimensions and
-// leading dimensions multiples of 16, addresses multiples of 16 bytes. Of cuDNN there is only a
-// version that torch finds too old: so it takes flash or memory-efficient attention.
+// leading dimensions multiples of 16, addresses multiples of 16 bytes.
 //
 // The few types are declared here, so that 630 MB of NVIDIA's packages are not needed.
 #include <cstring>
@@ -125,13 +124,4 @@ EXPORT Status cublasLtMatmul(void*, Matmul* matmul, const void*, const void* a_s
   uintptr_t addresses = (uintptr_t)a_start | (uintptr_t)b_start | (uintptr_t)d_start;
   bool is_misaligned = (is_fp8(a) || is_fp8(b)) && addresses % FP8_MULTIPLE;
   return is_misaligned ? NOT_SUPPORTED : judge(matmul, a, b, c);
-}
-
-// cuDNN.
-
-EXPORT size_t cudnnGetVersion() { return fake::setting("FAKE_CUDNN_VERSION", 8907); }
-EXPORT int cudnnGetProperty(int part, int* value) {
-  size_t version = cudnnGetVersion();
-  *value = part == 0 ? version / 10000 : part == 1 ? version / 100 % 100 : version % 100;
-  return SUCCESS;
 }
