@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.commands import TRAINYARD, Budget, Figures, run_python
+from benchmarks.commands import TRAINYARD, Budget, Figures, run_python
 from benchmarks.measuring import describe_machine, render
 
 from trainyard.config.load import load_run

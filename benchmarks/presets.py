@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.gpu.commands import Budget, Variant, bench
+from benchmarks.commands import Budget, Variant, bench
 from benchmarks.measuring import describe_machine, render
 
 from trainyard.config.load import load_run, preset_names

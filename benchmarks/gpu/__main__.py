@@ -1,154 +1,114 @@
-"""Everything that is claimed of a GPU, measured by one command.
+"""Everything that is claimed of a GPU, measured in two calls on a borrowed machine.
 
-    python -m benchmarks.gpu --minutes 28 --output benchmarks/records
-    python -m benchmarks.gpu --only ceiling,sizes --minutes 9
-    python -m benchmarks.gpu --small                # the rehearsal: seconds a part, on a CPU
+    python -m benchmarks.gpu --output OUT                      # call 1, within 575 s
+    python -m benchmarks.gpu --output OUT --continue           # call 2, within 180 s: the rest
+    python -m benchmarks.gpu --fake                            # the rehearsal on the fake GPU
+    python -m benchmarks.gpu --pack FOLDER --corpus TEXT.jsonl # what the machine lacks
 
-Parts run in this order, the most valuable first, and stop where the time is up:
-
-    ceiling    products in bf16 and fp8 on random data, copies
-    sizes      350M to 6.7B in bf16: MFU, and the share of the ceiling
-    precision  fp8 and fp8_lowbit against bf16: speed, memory
-    tests      pytest -m gpu
-    budget     where the time of a step goes, by kernels; how often the host waits
-    peers      transformers, plain PyTorch and Megatron-Core in turn with ours
-    trials     what might help, one change at a time
-    accuracy   losses after 1,000 steps on real text, with --data PREFIX
-
-Each part writes its record after every command it ran, so that nothing is lost where the machine is
-taken away. A candidate that fails, for memory say, is in the record with its last words, and the
-rest goes on. A later call finds the fastest micro batches and the ceiling in the records of an
-earlier one.
+Items run in the order of `items.py`, the most valuable first. `docs/gpu-day.md` tells what each
+decides.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
-import shlex
-import sys
+import subprocess
+import tarfile
+import tempfile
 import time
-import traceback
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-from benchmarks.gpu.commands import LEAST_SECONDS, Budget, Figures
-from benchmarks.gpu.parts import PARTS
-from benchmarks.gpu.session import Session
-from benchmarks.measuring import describe_machine, render
+from benchmarks.gpu.item import Row, Session
+from benchmarks.gpu.supervisor import (
+    RESULTS,
+    Supervisor,
+    choose,
+    read_results,
+    say,
+    show_ends,
+    unfinished,
+)
 
-PACKAGES = ("torch", "triton", "torchao", "transformers", "megatron-core", "numpy")
-
-
-def describe(commit: str) -> Figures:
-    installed = []
-    for name in PACKAGES:
-        try:
-            version(name)
-        except PackageNotFoundError:
-            continue
-        installed.append(name)
-    try:
-        found = describe_machine(installed)
-    except OSError:  # there is no git
-        found = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "python": platform.python_version(),
-            "packages": {name: version(name) for name in installed},
-            "commit": "",
-            "date": time.strftime("%Y-%m-%d"),
-        }
-    arguments = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]
-    found["command"] = shlex.join(["python", "-m", "benchmarks.gpu", *arguments])
-    if commit:  # a copy of the files knows none
-        found["commit"] = commit
-    return found
+CALL_SECONDS, CONTINUE_SECONDS = 565.0, 170.0
+"""To these come the grace of the supervisor and the start of Python."""
+FAKE_SECONDS, FAKE_SLOWNESS = 5400.0, 20.0
+FAKE_H100 = {
+    "FAKE_CUDA_NAME": "NVIDIA H100 80GB HBM3",
+    "FAKE_CUDA_MB": "85500",
+    "FAKE_CUDNN_VERSION": "92000",
+}
+CACHE = "inductor.tar.xz"
+OWN_CACHE = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""A caller's own, as `--pack` sets them, win."""
+ROOT = Path(__file__).parents[2]
 
 
-def find_earlier(folder: Path, part: str) -> Figures | None:
-    """Reads the newest record of a part."""
-    found = sorted(folder.glob(f"*-gpu-{part}.json"))
-    return json.loads(found[-1].read_text(encoding="utf-8")) if found else None
+def describe() -> Row:
+    """Returns facts of this machine and call."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
+    )
+    return {
+        "call": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "commit": done.stdout.strip(),
+    }
 
 
-def recall(session: Session, folder: Path) -> None:
-    """Takes over what an earlier call found out."""
-    if earlier := find_earlier(folder, "ceiling"):
-        session.ceiling = earlier.get("tflops_per_second", {}).get("bf16", {}).get("large")
-    if earlier := find_earlier(folder, "sizes"):
-        for size, figures in earlier.get("summary", {}).items():
-            recompute, micro = figures["rung"]
-            session.best[size] = (recompute, micro)
+def variables(packed: Path | None, folder: Path, *, is_fake: bool) -> dict[str, str]:
+    """Returns the worker's environment; unpacks the compiler's cache into `folder`."""
+    found = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if is_fake:
+        from tests.fake_cuda.start import variables as fake_variables
 
-
-def show(part: str, found: Figures) -> None:
-    """Prints the last thing that was found, on one line."""
-    items = found.get("items")
-    if not items:
-        print(f"{part}: {json.dumps(found)[:600]}", flush=True)
-        return
-    last = items[-1]
-    name = last.get("variant") or last.get("precision", "")
-    if "record" in last:
-        told = "; ".join(
-            f"{each['name']} {each['tokens_per_second_per_device']:.0f} tokens/s "
-            f"{each['tflops_per_second_per_device']:.1f} TFLOP/s "
-            f"MFU {each['model_flops_utilization'] or 0:.3f} "
-            f"{each['peak_memory_bytes'] / 2**30:.1f} GiB"
-            for each in last["record"]["candidates"]
-        )
-    elif last.get("losses"):
-        told = f"loss {last['losses'][-1][1]:.4f} at step {last['losses'][-1][0]}"
-    else:
-        told = f"{last.get('failed', '')} {last.get('said', '')[-300:]}"
-    print(f"{part}: {name}: {told} ({last.get('seconds', 0):.0f} s)", flush=True)
+        found |= fake_variables() | FAKE_H100
+    elif packed is not None:
+        with tarfile.open(packed / CACHE) as archive:
+            archive.extractall(folder, filter="data")
+        found["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    return found | {name: os.environ[name] for name in OWN_CACHE if name in os.environ}
 
 
 def main() -> None:
+    """Does a call."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--small", action="store_true", help="the rehearsal on a CPU")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas")
-    parser.add_argument("--minutes", type=float, default=28.0, help="when to stop")
-    parser.add_argument("--output", type=Path, help="folder of the records")
-    parser.add_argument("--earlier", type=Path, help="records of an earlier call; else --output")
-    parser.add_argument("--data", action="append", default=[], help="token files, for accuracy")
-    parser.add_argument("--commit", default="", help="of the code, where this is no checkout")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="of the results")
+    parser.add_argument("--packed", type=Path, help="folder of --pack")
+    parser.add_argument("--continue", dest="goes_on", action="store_true", help="only the rest")
+    parser.add_argument("--only", default="", help="items whose names contain one of: a,b")
+    parser.add_argument("--seconds", type=float, help="when to stop")
+    parser.add_argument("--fake", action="store_true", help="rehearse on the fake GPU")
+    parser.add_argument("--pack", type=Path, help="gather in a folder what the machine lacks")
+    parser.add_argument("--corpus", type=Path, help="with --pack: JSON Lines of text")
+    parser.add_argument("--items", default="benchmarks.gpu.items", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    wanted = arguments.only.split(",")
-    if unknown := sorted(set(wanted) - set(PARTS)):
-        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    here = Path("runs/gpu-rehearsal" if arguments.small else "benchmarks/records")
-    output = arguments.output or here
-    output.mkdir(parents=True, exist_ok=True)
-    budget = Budget(time.monotonic() + 60 * arguments.minutes)
-    session = Session(arguments.small, budget, tuple(arguments.data))
-    recall(session, arguments.earlier or output)
-    machine = describe(arguments.commit)
-    for part in [part for part in PARTS if part in wanted]:
-        path = output / f"{machine['date']}-gpu-{part}.json"
-        began = time.monotonic()
+    if arguments.pack:
+        if not arguments.corpus:
+            parser.error("--pack needs --corpus, a file of JSON Lines with real text")
+        from benchmarks.gpu.pack import pack
 
-        def write(
-            found: Figures, part: str = part, path: Path = path, began: float = began
-        ) -> None:
-            seconds = round(time.monotonic() - began, 1)
-            record: dict[str, Any] = {**machine, "part": part, "seconds": seconds, **found}
-            record["rehearsal"] = arguments.small
-            path.write_text(render(record), encoding="utf-8")
-            show(part, found)
-
-        if budget.left < LEAST_SECONDS:
-            print(f"{part}: no time left", flush=True)
-            continue
-        try:
-            PARTS[part](session, write)
-        except Exception:  # the other parts are worth having without this one
-            text = traceback.format_exc()
-            path.with_suffix(".failed.txt").write_text(text, encoding="utf-8")
-            print(f"{part} failed:\n{text}", flush=True)
+        pack(arguments.pack, arguments.corpus)
+        return
+    seconds = arguments.seconds or (CONTINUE_SECONDS if arguments.goes_on else CALL_SECONDS)
+    if arguments.fake and not arguments.seconds:
+        seconds = FAKE_SECONDS
+    deadline = time.monotonic() + seconds
+    slowness = FAKE_SLOWNESS if arguments.fake else 1.0
+    items = choose(arguments.items, arguments.only, slowness)
+    output = arguments.output.absolute()
+    if arguments.goes_on:
+        items = unfinished(items, read_results(output / RESULTS))
+    packed = arguments.packed and arguments.packed.absolute()
+    with tempfile.TemporaryDirectory(prefix="gpu-") as name:
+        environment = variables(packed, Path(name), is_fake=arguments.fake)
+        session = Session(arguments.fake, output, packed)
+        supervisor = Supervisor(session, deadline, arguments.items, environment, slowness)
+        supervisor.results.append(describe() | {"seconds": seconds, "fake": arguments.fake})
+        supervisor.do(items)
+        say("\n".join(show_ends(items, supervisor.ends)))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_a_run_shorter_than_its_benchmark_begins_again(build: Any) -> None:
     n_steps = parts.plan.n_steps
     for _ in range(n_steps + 2):
         training.step()
-    assert training._state.step == 2
+    assert training.state.step == 2
 
 
 def test_training_logs_the_formula_that_is_asked_for(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import resource
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.waiting import WATCHDOG_SECONDS
 
-from trainyard.config.load import load_run
 from trainyard.planning.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -61,52 +64,121 @@ def test_what_the_device_does_at_once_counts_once(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("part", ["sizes", "precision", "peers", "trials", "budget"])
-def test_all_that_a_part_times_can_be(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gpu import parts
-    from benchmarks.gpu.commands import Budget, Variant
-    from benchmarks.gpu.session import Session
-
-    tried: list[Variant] = []
-
-    def fail(variant: Variant, *_: object, **__: object) -> dict[str, object]:
-        tried.append(variant)
-        return {"failed": "exit code 2", "out_of_memory": True, "said": ""}
-
-    monkeypatch.setattr(parts, "bench", fail)
-    found: dict[str, object] = {}
-    parts.PARTS[part](Session(False, Budget(0.0), ()), found.update)
-    assert len(tried) > 1
-    assert len({variant.name for variant in tried}) == len(tried)
-    for variant in tried:
-        resolve(load_run(variant.model, list(variant.overrides)).run, 1)
-    assert found["items"]
+HOW_PLANTED_ITEMS_END = {
+    "first": "done",
+    "failure": "failed",
+    "wrong": "wrong",
+    "exit": "crashed",
+    "segfault": "crashed",
+    "too long": "interrupted",
+    "hang": "killed",
+    "once": "failed",
+    "last": "done",
+}
+PLANTED = "tests.benchmarks.planted_items"
 
 
-@pytest.mark.exhaustive
-def test_the_rehearsal_leaves_records(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--only", "ceiling,sizes"]
-    source = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(
-        [*command, "--output", str(tmp_path), "--minutes", "8"],
+def supervise(folder: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
+    """Runs the command over the planted items; gives its results, and all it says."""
+    source = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    command = [sys.executable, "-m", "benchmarks.gpu", "--items", PLANTED]
+    done = subprocess.run(
+        [*command, "--output", str(folder), "--seconds", str(WATCHDOG_SECONDS), *words],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": source},
-        check=True,
         capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
     )
-    (ceiling,) = (json.loads(path.read_text()) for path in tmp_path.glob("*-gpu-ceiling.json"))
-    assert ceiling["tflops_per_second"]["bf16"]["large"] > 0
-    assert ceiling["failed"] == {}
-    (sizes,) = (json.loads(path.read_text()) for path in tmp_path.glob("*-gpu-sizes.json"))
-    assert [item.get("failed") for item in sizes["items"]] == [None] * 5
-    assert sizes["summary"]["6.7B"]["with_dropout"]["tokens_per_second"] > 0
-    assert list(ceiling["attention_tflops_per_second"]) == ["flash_attention dropout 0.0"]
-    assert sizes["summary"]["6.7B"]["of_ceiling"] > 0
-    assert sizes["rehearsal"] is True
+    assert "Traceback" not in done.stderr, done.stderr
+    path = folder / "results.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return rows, done.stdout
+
+
+def ends_of(rows: list[dict[str, Any]]) -> dict[str, str]:
+    return {row["item"]: row["end"] for row in rows if "end" in row}
+
+
+def test_no_item_stops_the_others(tmp_path: Path) -> None:
+    rows, said = supervise(tmp_path)
+    assert ends_of(rows) == HOW_PLANTED_ITEMS_END
+    found = {row["item"]: row["found"] for row in rows if "found" in row}
+    assert set(found) == set(HOW_PLANTED_ITEMS_END) - {"once"}  # what came before the fault
+    told = {row["item"]: row["said"] for row in rows if "end" in row}
+    assert "illegal memory access" in told["failure"]
+    assert "exit code 7" in told["exit"]
+    assert "exit code -11" in told["segfault"] and "read_address_zero" in told["segfault"]
+    assert all(f"== {name}: {end}" in said for name, end in HOW_PLANTED_ITEMS_END.items())
+    assert "WRONG gradients" in said
+
+
+def test_a_second_call_does_what_is_not_done(tmp_path: Path) -> None:
+    supervise(tmp_path, "--only", "first,once,last")
+    before = (tmp_path / "results.jsonl").read_bytes()
+    rows, said = supervise(tmp_path, "--continue", "--only", "first,once,last")
+    assert (tmp_path / "results.jsonl").read_bytes().startswith(before)
+    assert ends_of(rows) == {"first": "done", "once": "done", "last": "done"}
+    assert "== once: done" in said and "== first" not in said
+
+
+def test_what_no_longer_fits_is_left_out_and_said(tmp_path: Path) -> None:
+    rows, said = supervise(tmp_path, "--only", "first", "--seconds", "60")
+    assert ends_of(rows) == {"first": "skipped"} and "== first: skipped" in said
+
+
+@pytest.mark.parametrize("full_after", [0, 250, 700])
+def test_a_full_disk_keeps_what_was_written(
+    full_after: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.gpu.item import Session
+    from benchmarks.gpu.supervisor import Supervisor
+
+    path = tmp_path / "results.jsonl"
+    supervisor = Supervisor(Session(False, tmp_path), math.inf)
+    rows = [{"item": "x", "row": f"row {number}", "found": 1.0} for number in range(20)]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (full_after, before[1]))
+        for row in rows:
+            supervisor.results.append(row)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large: 1 rows only printed" in capsys.readouterr().out
+    text = path.read_text()
+    kept = [json.loads(line) for line in text.splitlines()]
+    assert kept == rows[: len(kept)] and len(text) <= full_after
+    assert len(rows) > len(kept)
+    supervisor.results.append(rows[-1])  # there is room again
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [*rows, rows[-1]]
+
+
+def test_a_folder_that_cannot_be_written_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.gpu.supervisor import Results
+
+    Results(tmp_path / "none" / "results.jsonl").append({"item": "x", "end": "done"})
+    assert (
+        "results.jsonl: No such file or directory: 1 rows only printed" in capsys.readouterr().out
+    )
+
+
+def test_every_item_can_be_done() -> None:
+    from benchmarks.gpu.item import read_items
+    from benchmarks.gpu.runs import RUNS, load
+
+    items = read_items("benchmarks.gpu.items")
+    assert len({item.name for item in items}) == len(items)
+    for item in items:
+        module, _, name = item.function.partition(":")
+        assert callable(getattr(import_module(module), name))
+    for name in RUNS:
+        resolve(load(name, is_small=False), 1)
 
 
 def test_a_failure_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gpu.commands import Budget, Variant, bench
+    from benchmarks.commands import Budget, Variant, bench
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     found = bench(Variant("none", "no-such-preset"), Budget(time.monotonic() + WATCHDOG_SECONDS))

@@ -43,22 +43,27 @@ class TimedTraining(Protocol):
 
 
 class OurTraining:
-    """The step of `trainyard train`."""
+    """The step of `trainyard train`.
+
+    Attributes:
+        context: of the run.
+        state: its progress.
+    """
 
     def __init__(self, context: TrainContext) -> None:
-        self._context = context
-        self._state = State.at_start(context)
+        self.context = context
+        self.state = State.at_start(context)
 
     @property
     def models(self) -> Sequence[nn.Module]:
         """The stages of this rank."""
-        return list(self._context.model.stages.values())
+        return list(self.context.model.stages.values())
 
     def step(self) -> Tensor:
         """Runs the next step; returns its loss, on the device."""
-        loss = train_step(self._context, self._state).loss
+        loss = train_step(self.context, self.state).loss
         # Start over if the run is shorter than the benchmark.
-        self._state.step = (self._state.step + 1) % self._context.plan.n_steps
+        self.state.step = (self.state.step + 1) % self.context.plan.n_steps
         return loss
 
 

@@ -51,7 +51,7 @@ def run_job(folder: Path, process: Process, start: StartupTimes) -> None:
             if process.rank == 0:
                 build_orders(run, plan, ("train", "valid"))
         with start.timing("model"):
-            candidate = _build(folder, run, plan, mesh, job, timeline)
+            candidate = build_candidate(folder, run, plan, mesh, job, timeline)
         found = measure(candidate, job, timeline, mesh, folder)
     if process.rank == 0:
         start.seconds["first step"] = found.pop("first_step_seconds")
@@ -59,9 +59,10 @@ def run_job(folder: Path, process: Process, start: StartupTimes) -> None:
         (folder / RESULT).write_text(json.dumps(found), encoding="utf-8")
 
 
-def _build(
+def build_candidate(
     folder: Path, run: Run, plan: Plan, mesh: Mesh, job: BenchJob, timeline: Timeline
 ) -> TimedTraining:
+    """Builds a candidate: ours, or a baseline."""
     if job.baseline:
         torch.backends.cuda.enable_cudnn_sdp(enabled=True)  # baselines compute as torch chooses
         return build_baseline(job.baseline, run, plan, mesh.device, timeline)

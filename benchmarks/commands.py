@@ -70,20 +70,19 @@ def _end_of(text: str) -> str:
     return "\n".join([*told, *lines[-6:]])[-2000:]
 
 
-def bench(variant: Variant, budget: Budget, keep: Path | None = None) -> Figures:
+def bench(variant: Variant, budget: Budget) -> Figures:
     """Times a variant by `trainyard bench`; an error is a result too.
 
     Args:
         variant: what.
         budget: of time.
-        keep: a folder for the traces of `--profile`; else they are thrown away.
 
     Returns:
         "record", the bench's own, and "seconds"; or "failed", with its last words.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        output = (keep or Path(name)) / f"{variant.name.replace(' ', '-').replace('/', '-')}.json"
+        output = Path(name) / "record.json"
         command = ["bench", variant.model, *variant.overrides, "--ranks", "1"]
         command += [*variant.options, "--output", str(output), "--json"]
         code, _, errors = run_python([*TRAINYARD, *command], budget, variant.environment)
@@ -101,25 +100,3 @@ def bench(variant: Variant, budget: Budget, keep: Path | None = None) -> Figures
             found["out_of_memory"] = "not fit into the memory" in errors or "ut of memory" in errors
             found["said"] = errors
     return found
-
-
-def digest(candidate: Figures) -> Figures:
-    """Keeps of a candidate's figures what tables need."""
-    split = candidate["split"]["milliseconds"]
-    return {
-        "name": candidate["name"],
-        "tokens_per_second": round(candidate["tokens_per_second_per_device"], 1),
-        "tflops_per_second": round(candidate["tflops_per_second_per_device"], 6),
-        "model_flops_utilization": candidate["model_flops_utilization"],
-        "hardware_flops_utilization": candidate["hardware_flops_utilization"],
-        "milliseconds_per_step": candidate["milliseconds_per_step"]["median"],
-        "peak_memory_bytes": candidate["peak_memory_bytes"],
-        "split_milliseconds": {part: round(value, 2) for part, value in split.items()},
-        "first_loss": candidate["first_loss"],
-        "last_loss": candidate["last_loss"],
-    }
-
-
-def digests(found: Figures) -> list[Figures]:
-    """Gives the candidates of a `bench` that came back; none of one that failed."""
-    return [digest(each) for each in found["record"]["candidates"]] if "record" in found else []
