@@ -35,12 +35,14 @@ class Trial:
         dtype: of activations and matmuls.
         recompute: what its backward pass recomputes.
         device: where it runs.
+        takes_cudnn: whether cuDNN computes its attention.
     """
 
     model: Model
     dtype: torch.dtype
     recompute: Recompute
     device: torch.device
+    takes_cudnn: bool = False
 
     @property
     def small(self) -> Model:
@@ -59,6 +61,7 @@ class Trial:
             mean = 1.0 if "norm.weight" in name else 0.0
             torch.nn.init.normal_(parameter, mean, 0.1, draw)
         block.attention.core.dropout = 0.0  # on a GPU it draws from the device's generator
+        block.attention.core.takes_cudnn = self.takes_cudnn
         block.to(self.device).train()
         if compiled:
             block.compile(fullgraph=self.recompute == "none")

@@ -133,7 +133,7 @@ class ParallelModel:
         self._is_tied = run.model.tied_embeddings
         self._precision = PrecisionPolicy(run, compute_dtype)
         self._micro_batch_size = run.train.micro_batch_size
-        self.attention_kernel = _choose_attention(run, self._precision.compute_dtype, mesh.device)
+        self.attention_kernel = choose_attention(run, self._precision.compute_dtype, mesh.device)
         numbers = range(mesh.coordinates.pipeline, len(plan.stages), mesh.topology.pipeline)
         self.stages = {number: self._build_stage(run, plan, number) for number in numbers}
         # Now, because FSDP swaps parameters between a forward and a backward pass.
@@ -386,7 +386,7 @@ class ParallelModel:
                 dist.all_reduce(gradient, group=self.mesh.first_and_last_stage)
 
 
-def _choose_attention(run: Run, dtype: torch.dtype, device: torch.device) -> str:
+def choose_attention(run: Run, dtype: torch.dtype, device: torch.device) -> str:
     """Names the kernel of attention.
 
     Raises:

@@ -48,6 +48,7 @@ from trainyard.launch.environment import (
 )
 from trainyard.launch.heartbeat import Heartbeat
 from trainyard.log import build_logger, show_progress
+from trainyard.model.attention import CUDNN
 from trainyard.model.compiled import Trial, refuse_wrong_once
 from trainyard.optim.optimizer import build_optimizer
 from trainyard.parallel.mesh import (
@@ -58,7 +59,7 @@ from trainyard.parallel.mesh import (
     keep_freed_memory,
     name_device_errors,
 )
-from trainyard.parallel.model import ParallelModel, compiles_blocks
+from trainyard.parallel.model import ParallelModel, choose_attention, compiles_blocks
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.planning.batches import BatchSchedule
 from trainyard.planning.hardware import cpu_multiplies_bf16_natively
@@ -126,7 +127,8 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
         find_checkpoint(folder, resume)
         if compiles_blocks(run, device):
             dtype = torch_dtype(run.precision.formats.compute)
-            trial = Trial(run.model, dtype, run.parallel.recompute, device)
+            takes_cudnn = choose_attention(run, dtype, device) == CUDNN
+            trial = Trial(run.model, dtype, run.parallel.recompute, device, takes_cudnn)
             refuse_wrong_once(trial, Path(run.data.cache_folder))
 
     def facts() -> dict[str, str]:
