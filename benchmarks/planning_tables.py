@@ -22,10 +22,10 @@ from trainyard.planning.clusters import find_machine
 from trainyard.planning.flops import flops_per_token
 from trainyard.planning.hardware import Machine
 from trainyard.planning.memory import rank_memory
+from trainyard.planning.program import Program, twice
 from trainyard.planning.resolve import resolve
 from trainyard.planning.time import step_time
 from trainyard.planning.traffic import busiest_rank
-from trainyard.planning.work import Program
 from trainyard.units import format_figure
 
 # Without torch.compile: norm, bias, dropout and sum, GELU and the heads' order are kernels of their
@@ -34,39 +34,41 @@ from trainyard.units import format_figure
 # and are summed after the backward pass.
 MEGATRON_DEEPSPEED = Program(
     name="Megatron-DeepSpeed",
-    stream_bytes=24,
-    inner_bytes=6,
+    stream_bytes=twice(24),
+    heads_bytes=twice(6),
+    mlp_bytes=twice(6),
     score_bytes=8,
     logit_bytes=40,
     gradient_bytes=6,
-    block_kernels=60,
+    block_kernels=twice(60),
     reduced_bytes=2,
-    cast_bytes=0,
+    cast_bytes=(0, 0),
     shown_data=1,
     hides_in_pipeline=False,
     hides_tensor="none",
+    attention_speed=1,
 )
 # Its softmax kernel wants a multiple of 4 matrices; otherwise five plain ones take its place.
-UNFUSED_SOFTMAX = replace(MEGATRON_DEEPSPEED, score_bytes=20, block_kernels=85)
-FLASH_ATTENTION = replace(MEGATRON_DEEPSPEED, score_bytes=0, block_kernels=50)
+UNFUSED_SOFTMAX = replace(MEGATRON_DEEPSPEED, score_bytes=20, block_kernels=twice(85))
+FLASH_ATTENTION = replace(MEGATRON_DEEPSPEED, score_bytes=0, block_kernels=twice(50))
 # Of 2023: gradients are summed and exchanged in fp32. With Transformer Engine an fp8 operand is
 # read and written once, in both orders, its scale being that of earlier steps.
-MEGATRON_LM = replace(FLASH_ATTENTION, gradient_bytes=10, reduced_bytes=4, cast_bytes=2)
+MEGATRON_LM = replace(FLASH_ATTENTION, gradient_bytes=10, reduced_bytes=4, cast_bytes=(2, 2))
 # Of 2024: more kernels are fused, and most communication is hidden.
 MEGATRON_CORE = replace(
     MEGATRON_LM,
-    stream_bytes=20,
+    stream_bytes=twice(20),
     logit_bytes=20,
     gradient_bytes=8,
-    block_kernels=30,
+    block_kernels=twice(30),
     shown_data=0,
     hides_in_pipeline=True,
     hides_tensor="all",
-    attention_share=1.4,  # cuDNN's on H100, where ours is FlashAttention-2
+    attention_speed=1.4,  # cuDNN's on H100
 )
 # Of 2023: FSDP that gathers weights late (BACKWARD_POST), and sums gradients in bf16. The speed of
 # its attention, in Triton, and what it shows of its exchange are fitted.
-COMPOSER = replace(FLASH_ATTENTION, name="Composer", shown_data=1, attention_share=0.6)
+COMPOSER = replace(FLASH_ATTENTION, name="Composer", shown_data=1, attention_speed=0.6)
 
 
 def make_run(model: Model, batch: tuple[int, int], parallel: Parallel, kind: Any) -> Run:
@@ -87,7 +89,8 @@ class Published:
     run: Run
     n_devices: int
     machine: Machine
-    program: Program
+    program: Program | None
+    """None: this one."""
     seconds: float | None
     """Of a step; None where they did not measure it."""
     memory: float | None = None
@@ -278,7 +281,7 @@ COMPOSER_SHAPES = {
 }
 
 
-def composer(program: Program = COMPOSER) -> list[Published]:
+def composer(program: Program | None = COMPOSER) -> list[Published]:
     """A100 and H100 bf16, MPT with FSDP (ZeRO 3), scripts/train/benchmarking/README.md of
     github.com/mosaicml/llm-foundry at 8c8dd48; rows whose micro batches are unequal are left out.
     50 GB/s for each H100 between nodes is assumed, 25 GB/s for each A100 is said."""
@@ -295,7 +298,7 @@ def composer(program: Program = COMPOSER) -> list[Published]:
     return rows
 
 
-def judge_composer(program: Program) -> dict[str, Any]:
+def judge_composer(program: Program | None) -> dict[str, Any]:
     """Errors by device."""
     errors: dict[str, list[float]] = {}
     for row in composer(program):

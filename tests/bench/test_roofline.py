@@ -112,10 +112,12 @@ def test_prices() -> None:
     shares = machine.efficiencies
     matmul = Kernel("", "mm", 48 * 10**6, 989 * 10**9, torch.bfloat16)
     copy = Kernel("", "copy_", 48 * 10**6, n_launches=2)
-    first, second = price(Counter({matmul: 3, copy: 5}), machine)
+    first, second = price(tiny(), Counter({matmul: 3, copy: 5}), machine)
     assert first.bound == "FLOP" and second.bound == "memory"
     assert first.limit_seconds == pytest.approx(3 * 1e-3)
-    assert first.seconds == pytest.approx(3e-3 / (shares.matmul_share * shares.sustained_share))
+    # Reading and writing add to multiplying, in small matrices most.
+    multiplying = 1e-3 / (shares.matmul_share * shares.sustained_share)
+    assert first.seconds == pytest.approx(3 * (multiplying + 1e-5 / shares.memory_share))
     assert second.limit_seconds == pytest.approx(5 * 1e-5)
     assert second.seconds == pytest.approx(5e-5 / shares.memory_share)
     assert (second.launches, second.bytes) == (10, 5 * 48 * 10**6)

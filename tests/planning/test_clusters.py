@@ -51,7 +51,7 @@ def test_every_gpu_has_a_machine_with_all_figures(gpu: str) -> None:
     assert machine.device.peaks
     assert set(machine.efficiencies.sources) == {
         *("matmul_share", "sustained_share", "attention_share", "memory_share"),
-        *("link_share", "network_share", "launch_seconds"),
+        *("link_share", "network_share", "launch_seconds", "block_seconds"),
     }
 
 

@@ -1,13 +1,8 @@
 """Predicts a training step from its kernels, without the device: `trainyard bench --roofline`.
 
-A kernel takes the longer of two times:
-
-                 limit: datasheet        predicted: what such kernels reach
-    its FLOP     / peak                  / (peak x matmul or attention share x sustained share)
-    its bytes    / memory bandwidth      / (bandwidth x memory share)
-
-The shares are those of `plan` (planning/hardware.py), as is the host's time to launch a kernel,
-which overlaps the device's. `simulate/kernels.py` counts the kernels.
+`simulate/kernels.py` counts the kernels; `Machine` in planning/hardware.py prices them, and the
+host's time to launch them, as it does for `plan`. A kernel's limit is the longer of FLOP / peak and
+bytes / memory bandwidth, by the datasheet.
 """
 
 from __future__ import annotations
@@ -16,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainyard.config.rules import takes_cudnn
 from trainyard.config.run import Run
-from trainyard.errors import ConfigError, MachineError
+from trainyard.errors import ConfigError
 from trainyard.planning.clusters import find_machine
 from trainyard.planning.flops import model_flops_per_token, model_flops_utilization
-from trainyard.planning.hardware import TERA, Machine
+from trainyard.planning.hardware import CUDNN_SPEED, FP8_SPEEDS, TERA, Machine
 from trainyard.planning.resolve import resolve
-from trainyard.planning.time import HIDING
-from trainyard.simulate.kernels import Kernel, count_kernels
+from trainyard.simulate.kernels import COMPILED_FORWARD, Kernel, count_kernels
 
 N_SHOWN = 24
 _FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -82,12 +77,12 @@ def predict(run: Run, gpu: str) -> Roofline:
             f"--roofline predicts one device; the layout of {run.name} has {plan.n_ranks}",
             "set the parallel sizes to 1: the parts of a layout are in trainyard plan",
         )
-    kernels = price(count_kernels(run), machine)
-    shares = machine.efficiencies
+    counted = count_kernels(run)
+    kernels = price(run, counted, machine)
     device_seconds = sum(each.seconds for each in kernels)
     limit_seconds = sum(each.limit_seconds for each in kernels)
-    host_seconds = shares.launch_seconds * sum(each.launches for each in kernels)
-    seconds = (device_seconds**HIDING + host_seconds**HIDING) ** (1 / HIDING)
+    host = sum(each.launches for each in kernels), _block_passes(counted)
+    seconds = machine.with_host(device_seconds, *host)
     n_tokens = run.train.global_batch_size * run.model.sequence_length
     flops = model_flops_per_token(run.model, plan.padded_vocabulary_size)
     peak = machine.device.peak_flops_per_second(run.precision.kind)
@@ -103,34 +98,33 @@ def predict(run: Run, gpu: str) -> Roofline:
         kernels=tuple(kernels),
         limit_seconds=limit_seconds,
         device_seconds=device_seconds,
-        host_seconds=host_seconds,
+        host_seconds=machine.with_host(0, *host),
         step_seconds=seconds,
         limit_mfu=utilization(limit_seconds),
         mfu=utilization(seconds),
     )
 
 
-def price(kernels: Counter[Kernel], machine: Machine) -> list[PricedKernel]:
+def price(run: Run, kernels: Counter[Kernel], machine: Machine) -> list[PricedKernel]:
     """Prices the kernels of a step; the longest first.
 
     Raises:
         MachineError: the device's bandwidth, or its peak for a kernel's format, is unknown.
     """
-    shares, bandwidth = machine.efficiencies, machine.device.memory_bytes_per_second
-    if bandwidth is None:
-        raise MachineError(
-            f"the memory bandwidth of {machine.device.name} is unknown",
-            "name another GPU: trainyard bench RUN --roofline h200",
-        )
+    speed = CUDNN_SPEED if takes_cudnn(run, machine.device.capability) else 1.0
     priced = []
     for kernel, n in kernels.items():
-        bytes_seconds = kernel.n_bytes / bandwidth
-        flops_seconds = kernel.flops / _peak(kernel, machine) if kernel.flops else 0.0
-        share = shares.attention_share if kernel.is_attention else shares.matmul_share
-        reached = (
-            bytes_seconds / shares.memory_share,
-            flops_seconds / (share * shares.sustained_share),
-        )
+        bytes_limit, flops_limit = kernel.n_bytes / machine.memory_bandwidth, 0.0
+        seconds = machine.memory_seconds(kernel.n_bytes)
+        if kernel.flops:
+            name = str(kernel.dtype).removeprefix("torch.")
+            dtype = "fp8" if name.startswith("float8") else _FORMATS.get(name, name)
+            flops_limit = kernel.flops / machine.peak(dtype)
+            if kernel.is_attention:
+                seconds = machine.attention_seconds(kernel.flops, dtype, speed)
+            else:
+                by_scale = FP8_SPEEDS[run.precision.fp8.scaling] if dtype == "fp8" else 1.0
+                seconds += machine.matmul_seconds(kernel.flops, dtype, by_scale)
         priced.append(
             PricedKernel(
                 place=kernel.place,
@@ -138,24 +132,23 @@ def price(kernels: Counter[Kernel], machine: Machine) -> list[PricedKernel]:
                 launches=n * kernel.n_launches,
                 bytes=n * kernel.n_bytes,
                 flops=n * kernel.flops,
-                limit_seconds=n * max(bytes_seconds, flops_seconds),
-                seconds=n * max(reached),
-                bound="memory" if reached[0] >= reached[1] else "FLOP",
+                limit_seconds=n * max(bytes_limit, flops_limit),
+                seconds=n * seconds,
+                bound="memory" if bytes_limit >= flops_limit else "FLOP",
             )
         )
     return sorted(priced, key=lambda each: each.seconds, reverse=True)
 
 
-def _peak(kernel: Kernel, machine: Machine) -> float:
-    name = str(kernel.dtype).removeprefix("torch.")
-    dtype = "fp8" if name.startswith("float8") else _FORMATS.get(name, name)
-    peak = machine.device.peaks.get(dtype)
-    if peak is None:
-        raise MachineError(
-            f"{machine.device.name} has no known peak for {dtype} matmuls",
-            f"set precision.kind to one with a known peak: {', '.join(machine.device.peaks)}",
-        )
-    return peak
+def _block_passes(counted: Counter[Kernel]) -> int:
+    """Counts passes through compiled blocks.
+
+    Each has one attention in its forward pass, and is called once more in its backward pass, which
+    recomputes inside.
+    """
+    return 2 * sum(
+        n for each, n in counted.items() if each.is_attention and each.place == COMPILED_FORWARD
+    )
 
 
 def render(roofline: Roofline) -> Iterator[str]:

@@ -31,6 +31,7 @@ from trainyard.config.section import Section
 
 PrecisionKind = Literal["fp32", "fp16", "bf16", "fp8", "fp8_lowbit"]
 OptimizerKind = Literal["adamw", "muon"]
+Scaling = Literal["tensorwise", "rowwise"]
 
 SCALED_COLUMNS = 32
 """Columns of a block-scaled matrix that share a scale."""
@@ -182,7 +183,7 @@ class LossScale(Section):
 class Fp8(Section):
     """fp8 matmuls, fp8 and fp8_lowbit only."""
 
-    scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
+    scaling: Scaling = "tensorwise"
     """One power-of-two scale per tensor, or one per row, which is slower."""
     all_gather: bool = False
     """With ZeRO 1 to 3, all-gather block weights in fp8: half the bytes; tensorwise only."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from trainyard.config.precisions import FORMATS, PrecisionKind
+from trainyard.config.precisions import FORMATS, PrecisionKind, Scaling
+from trainyard.errors import MachineError
 
 TERA = 1e12
 GIGA = 1e9
@@ -38,6 +39,8 @@ class Device:
     """Of its peak, by fused attention."""
     matmul_source: str = "fastest matmul measured on the device"
     """Source of `matmul_share`."""
+    capability: tuple[int, int] | None = None
+    """NVIDIA's compute capability, where a kernel depends on it."""
 
     def peak_flops_per_second(self, kind: PrecisionKind) -> float | None:
         """Returns the peak of a precision's block matmuls; None if unknown or unsupported."""
@@ -72,11 +75,13 @@ DEVICES = (
     Device(
         *("H100", r"H100 80GB HBM3", HOPPER, 80 * GIB, 3.35 * TERA, 450 * GIGA),
         *HOPPER_SHARES,
+        capability=(9, 0),
     ),
     # NVIDIA H200 datasheet (2024), SXM5.
     Device(
         *("H200", r"\bH200(?! NVL)", HOPPER, 141 * GIB, 4.8 * TERA, 450 * GIGA),
         *HOPPER_SHARES,
+        capability=(9, 0),
     ),
     # NVIDIA HGX B200 datasheet (2025).
     Device(
@@ -87,6 +92,7 @@ DEVICES = (
         8.0 * TERA,
         900 * GIGA,
         *(0.78, *HOPPER_SHARES[1:]),
+        capability=(10, 0),
     ),
     # NVIDIA T4 datasheet (2019).
     Device("T4", r"\bT4$", _peaks(fp32=8.1, fp16=65), 16 * GIB, 0.30 * TERA, PCIE_3),
@@ -182,21 +188,35 @@ class Efficiencies:
     sustained_share: float
     """Of the speed of isolated matmuls and attention, in a whole step."""
     attention_share: float
-    """Of the peak, by fused attention."""
+    """Of the peak, by flash attention; its bytes are included."""
     memory_share: float
-    """Of the memory bandwidth, by memory-bound kernels."""
+    """Of the memory bandwidth, by all other kernels."""
     link_share: float
     """Of the bandwidth inside a node, by collectives."""
     network_share: float
     """Of the bandwidth between nodes, by collectives."""
     launch_seconds: float
     """Host time to launch a kernel."""
+    block_seconds: float
+    """Host time of a pass through a compiled block, besides that of its launches."""
     sources: Mapping[str, str]
     """Source of each figure, by name."""
 
 
 ATTENTION_SHARE = 0.6
 """Of the speed of matmuls, by fused attention."""
+CUDNN_SPEED = 1.6
+"""Of cuDNN's attention relative to flash attention 2. On an H100, 2,048 tokens, heads of 128: 484 to
+298 TFLOP/s forward if causal, 465 to 291 backward (figures 5 and 6 of arXiv:2407.08608); newer
+versions are reported at 1.7 to 2.3 (huggingface/transformers pull request 48163)."""
+FP8_SPEEDS: Mapping[Scaling, float] = {"tensorwise": 1.0, "rowwise": 0.5}
+"""Of matmuls by their scales: cuBLAS has one for a tensor; torch's kernels for rows are CUTLASS's.
+Fitted: nanochat's d26 on an H100 is 1.17 times as fast as in bf16 with tensorwise scales (predicted
+without a fit: 1.12) and 0.90 times with rowwise ones."""
+BLOCK_SECONDS = 0.3e-3
+HIDING = 3
+"""Host and device work overlap, but kernels are unequal: each waits for the other at times. A sum
+of high powers is a little more than the longer, most where both are alike."""
 FIT = "fitted on measured steps of A100s (docs/planning-accuracy.md)"
 BOUND = "upper bound of that fit, which it reached"
 A100_EFFICIENCIES = Efficiencies(
@@ -207,6 +227,7 @@ A100_EFFICIENCIES = Efficiencies(
     link_share=0.85,
     network_share=0.92,
     launch_seconds=14e-6,
+    block_seconds=BLOCK_SECONDS,
     sources={
         "matmul_share": "fastest matmul measured on the device",
         "sustained_share": FIT,
@@ -215,6 +236,7 @@ A100_EFFICIENCIES = Efficiencies(
         "link_share": BOUND,
         "network_share": BOUND,
         "launch_seconds": FIT,
+        "block_seconds": "counted in CPU time of a CUDA build without a GPU",
     },
 )
 UNMEASURED_PRODUCT_SHARE = 0.51
@@ -268,6 +290,74 @@ class Machine:
     def memory_bytes(self) -> int | None:
         """Of a device, nominal; None if unknown."""
         return self.device.memory_bytes
+
+    def peak(self, dtype: str) -> float:
+        """Returns the FLOP/s of dense matmuls in a format.
+
+        Raises:
+            MachineError: it is unknown or unsupported.
+        """
+        peak = self.device.peaks.get(dtype)
+        if peak is None:
+            known = ", ".join(self.device.peaks) or "none"
+            raise MachineError(
+                f"{self.name}: {self.device.name} has no known peak for {dtype} matmuls",
+                f"set precision.kind to one with a known peak: {known}",
+            )
+        return peak
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Bytes per second of a device's memory.
+
+        Raises:
+            MachineError: it is unknown.
+        """
+        bandwidth = self.device.memory_bytes_per_second
+        if bandwidth is None:
+            raise MachineError(
+                f"{self.name}: the memory bandwidth of {self.device.name} is unknown",
+                "give memory_gigabytes_per_second in a cluster file of your own",
+            )
+        return bandwidth
+
+    def matmul_seconds(self, flops: float, dtype: str, speed: float = 1.0) -> float:
+        """Prices the FLOP of matmuls; `memory_seconds` prices their bytes.
+
+        Args:
+            flops: of matmuls.
+            dtype: of their factors.
+            speed: relative to such matmuls, as in FP8_SPEEDS.
+        """
+        share = self.efficiencies.matmul_share * self.efficiencies.sustained_share
+        return flops / (self.peak(dtype) * share * speed)
+
+    def attention_seconds(self, flops: float, dtype: str, speed: float) -> float:
+        """Prices fused attention with its bytes.
+
+        Args:
+            flops: of its matmuls; of causal attention half of the square.
+            dtype: of queries, keys and values.
+            speed: relative to flash attention, such as CUDNN_SPEED.
+        """
+        share = self.efficiencies.attention_share * self.efficiencies.sustained_share
+        return flops / (self.peak(dtype) * share * speed)
+
+    def memory_seconds(self, n_bytes: float) -> float:
+        """Prices bytes that kernels other than attention read and write."""
+        return n_bytes / (self.memory_bandwidth * self.efficiencies.memory_share)
+
+    def with_host(self, device_seconds: float, launches: float, block_passes: float) -> float:
+        """Prices kernels together with the host's time to launch them.
+
+        Args:
+            device_seconds: of all kernels.
+            launches: of kernels.
+            block_passes: through compiled blocks.
+        """
+        shares = self.efficiencies
+        host_seconds = launches * shares.launch_seconds + block_passes * shares.block_seconds
+        return float((device_seconds**HIDING + host_seconds**HIDING) ** (1 / HIDING))
 
 
 def find_extremes(machine: Machine) -> tuple[Machine, Machine] | None:

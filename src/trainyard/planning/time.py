@@ -29,13 +29,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trainyard.architecture import matmuls
-from trainyard.config.precisions import MASTER, DType
+from trainyard.config.precisions import MASTER
+from trainyard.config.rules import takes_cudnn
 from trainyard.config.run import Run
-from trainyard.errors import MachineError
-from trainyard.planning.hardware import Machine
+from trainyard.planning.hardware import CUDNN_SPEED, FP8_SPEEDS, Machine
+from trainyard.planning.program import Program
 from trainyard.planning.resolve import Plan
 from trainyard.planning.traffic import FP32_BYTES, Collective, Traffic
-from trainyard.planning.work import Matmul, Program, Stage, StagePass, Work, count_work
+from trainyard.planning.work import Matmul, Stage, StagePass, Work, count_work
 from trainyard.topology import Topology
 
 Parts = dict[str, float]
@@ -59,9 +60,6 @@ UNPACK_BYTES = 21
 """Moved per weight that arrives as fp8: reordered, cast to fp32, divided, written as bf16."""
 FORWARD_SHARE = {"none": 1 / 2, "attention": 2 / 5, "block": 1 / 3}
 """Of the communication inside layers; the backward pass includes that of recomputation."""
-# Host and device work overlap, but kernels are unequal: each waits for the other at times. A sum
-# of high powers is a little more than the longer, most where both are alike.
-HIDING = 3
 
 
 @dataclass(frozen=True)
@@ -104,9 +102,9 @@ def price(work: Work, topology: Topology, machine: Machine) -> StepTime:
     if work.run.parallel.schedule == "zero_bubble":
         parts["bubble"] /= 3
     parts["data"] = max(map(prices.data_seconds, work.traffic, work.unpacked, seconds))
-    n_update_bytes = _update_bytes(work.run) * max(work.updated)
-    update_seconds = prices.memory_seconds(n_update_bytes) + prices.update_seconds()
-    parts["optimizer"] = prices.with_launches(update_seconds, work.update_kernels)
+    nupdate_bytes = update_bytes(work.run) * max(work.updated)
+    update_seconds = machine.memory_seconds(nupdate_bytes) + prices.update_seconds()
+    parts["optimizer"] = machine.with_host(update_seconds, work.update_kernels, 0)
     return StepTime(
         seconds=sum(parts.values()),
         parts={name: parts[name] for name in PARTS},
@@ -114,17 +112,19 @@ def price(work: Work, topology: Topology, machine: Machine) -> StepTime:
     )
 
 
-def _update_bytes(run: Run) -> int:
+def update_bytes(run: Run) -> int:
     """Returns the bytes an update moves for each weight of a matrix, without scales.
 
-    Clipping reads the gradient; the update reads it again, and reads and writes the states and the
-    weight. It writes once what follows from them: a weight with a master weight, or its cast.
+    Clipping reads the gradient; the update scales it in place, reads and writes the states and the
+    weight. A weight with a master weight follows from it; another one is cast for the next step.
     """
     stored, compute = run.stored(True, 2), run.precision.formats.compute
-    n_bytes = 2 * (stored.gradient.n_bytes + sum(state.n_bytes for state in stored.states.values()))
+    n_bytes = 3 * stored.gradient.n_bytes
+    n_bytes += 2 * sum(state.n_bytes for state in stored.states.values())
     if MASTER in stored.states:
         return n_bytes + stored.weight.n_bytes
-    return n_bytes + 2 * stored.weight.n_bytes + compute.n_bytes * (stored.weight != compute)
+    cast_bytes = stored.weight.n_bytes + compute.n_bytes
+    return n_bytes + 2 * stored.weight.n_bytes + cast_bytes * (stored.weight != compute)
 
 
 def _total(stages: Iterable[PassSeconds]) -> Parts:
@@ -141,20 +141,13 @@ class _Prices:
 
     def __init__(self, work: Work, topology: Topology, machine: Machine) -> None:
         self.work, self.topology, self.machine = work, topology, machine
-        self.program, self.shares = work.program, machine.efficiencies
+        self.program = work.program
         self.parallel = work.run.parallel
         formats = work.run.precision.formats
         self.value_bytes = formats.compute.n_bytes
-        self.block_peak = _peak(machine, formats.block_matmuls) * self.shares.sustained_share
-        self.other_peak = _peak(machine, formats.compute) * self.shares.sustained_share
-        bandwidth = machine.device.memory_bytes_per_second
-        if bandwidth is None:
-            raise MachineError(
-                f"{machine.name}: the memory bandwidth of {machine.device.name} is unknown",
-                "give memory_gigabytes_per_second in a cluster file of your own",
-            )
-        self.attention_share = self.shares.attention_share * self.program.attention_share
-        self.memory_bandwidth = bandwidth * self.shares.memory_share
+        self.dtypes = formats.compute.name, formats.block_matmuls.name
+        takes = takes_cudnn(work.run, machine.device.capability)
+        self.attention_speed = self.program.attention_speed or (CUDNN_SPEED if takes else 1.0)
 
     def stages(self) -> list[PassSeconds]:
         """Times the passes of one micro batch through each stage."""
@@ -208,20 +201,18 @@ class _Prices:
 
     def _pass(self, work: StagePass, talk: Parts) -> Parts:
         """Times one pass of a micro batch through a stage."""
+        machine = self.machine
         parts = {
             "matmuls": sum(map(self._product_seconds, work.products)),
-            "attention": work.attention_flops / (self.other_peak * self.attention_share),
-            "memory-bound": self.memory_seconds(work.memory_bytes),
+            "attention": machine.attention_seconds(
+                work.attention_flops, self.dtypes[0], self.attention_speed
+            ),
+            "memory-bound": machine.memory_seconds(work.memory_bytes),
             **talk,
         }
         device_seconds = sum(parts.values())
-        seconds = self.with_launches(device_seconds, work.kernels)
+        seconds = machine.with_host(device_seconds, work.kernels, work.blocks)
         return parts | {"overhead": seconds - device_seconds}
-
-    def with_launches(self, device_seconds: float, kernels: float) -> float:
-        """Times kernels together with the host's time to launch them."""
-        host_seconds = kernels * self.shares.launch_seconds
-        return float((device_seconds**HIDING + host_seconds**HIDING) ** (1 / HIDING))
 
     def update_seconds(self) -> float:
         """Times what Muon multiplies and exchanges."""
@@ -232,17 +223,10 @@ class _Prices:
         return sum(map(self._product_seconds, self.work.update_products)) + max(talks)
 
     def _product_seconds(self, product: Matmul) -> float:
-        a, b, c = product.rows, product.inner, product.columns
-        peak, operand_bytes = self.other_peak, float(self.value_bytes)
-        if product.in_fp8:
-            peak, operand_bytes = self.block_peak, 1 + self.program.cast_bytes
-        n_bytes = operand_bytes * (a * b + b * c) + self.value_bytes * a * c
-        flops_seconds = 2.0 * a * b * c / (peak * self.shares.matmul_share)
-        return product.count * (flops_seconds + self.memory_seconds(n_bytes))
-
-    def memory_seconds(self, n_bytes: float) -> float:
-        """Times memory traffic."""
-        return n_bytes / self.memory_bandwidth
+        n_bytes = product.n_bytes(self.value_bytes, self.program.cast_bytes)
+        speed = FP8_SPEEDS[self.work.run.precision.fp8.scaling] if product.in_fp8 else 1.0
+        multiplying = self.machine.matmul_seconds(product.flops, self.dtypes[product.in_fp8], speed)
+        return multiplying + self.machine.memory_seconds(n_bytes)
 
     def talk_seconds(self, kind: Traffic) -> float:
         """Times calls: rings send each part of a buffer past all ranks except one."""
@@ -259,7 +243,8 @@ class _Prices:
         Its position follows from the order of ranks in `topology.py`. Latency is that of rings
         inside a node and of trees between nodes.
         """
-        topology, machine, shares = self.topology, self.machine, self.shares
+        topology, machine = self.topology, self.machine
+        shares = machine.efficiencies
         stride, size = {
             "tensor": (1, topology.tensor),
             "context": (topology.tensor, topology.context),
@@ -288,7 +273,7 @@ class _Prices:
             rank_seconds: its compute time for one micro batch.
         """
         parallel, program = self.parallel, self.program
-        seconds = self.memory_seconds(UNPACK_BYTES * unpacked)
+        seconds = self.machine.memory_seconds(UNPACK_BYTES * unpacked)
         for kind in filter(_is_of_data, traffic):
             is_gradient = kind.collective != "all-gather"
             share = program.reduced_bytes / FP32_BYTES if is_gradient else 1
@@ -306,14 +291,3 @@ def _is_of_data(kind: Traffic) -> bool:
     """Returns whether it belongs to the whole step; in a pipeline, the sum of tied embeddings."""
     is_sum = (kind.axis, kind.collective) == ("pipeline", "all-reduce")
     return is_sum or kind.axis in ("shard", "replicate")
-
-
-def _peak(machine: Machine, dtype: DType) -> float:
-    peak = machine.device.peaks.get(dtype.name)
-    if peak is None:
-        known = ", ".join(machine.device.peaks) or "none"
-        raise MachineError(
-            f"{machine.name}: {machine.device.name} has no known peak for {dtype.name} matmuls",
-            f"set precision.kind to one with a known peak: {known}",
-        )
-    return peak

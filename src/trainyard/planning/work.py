@@ -7,8 +7,7 @@ For one micro batch of n tokens, a block of width D and MLP width F on t tensor 
     bytes       norms, dropout and sums read and write the residual stream, n x D values, a number
                 of times; GELU and head transposes those inside the layers, n x (F + 3D)/t
 
-The number of reads, writes and kernels, and whether attention is fused, depend on the training
-program. `OURS` describes this one; benchmarks/planning_tables.py describes measured baselines.
+The number of reads, writes and kernels depends on the training program (`planning/program.py`).
 """
 
 from __future__ import annotations
@@ -16,20 +15,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from trainyard.architecture import (
     LayerSpec,
     block_layers,
+    count_logit_chunks,
     count_values,
     head_layer,
     matmuls,
+    parameters_of,
     rest_layers,
 )
 from trainyard.config.precisions import MASTER
 from trainyard.config.run import Run
+from trainyard.planning.program import Passes, Program, own_program
 from trainyard.planning.resolve import Plan
 from trainyard.planning.traffic import (
+    FP32_BYTES,
     Traffic,
     block_gathers,
     count_fp8_blocks,
@@ -40,7 +42,7 @@ from trainyard.planning.traffic import (
 Kind = tuple[int, int, bool, bool]
 """A stage's blocks, its fp8 blocks, and whether it is the first and the last."""
 BACKWARD = 2
-"""Matmuls, bytes and kernels of a backward pass, relative to a forward pass."""
+"""Matmuls of a backward pass, relative to a forward pass."""
 NEWTON_SCHULZ_ITERATIONS = 5
 NEWTON_SCHULZ_KERNELS, MUON_KERNELS = 20, 10
 """Launched for each matrix that is orthogonalized, and for each that is updated."""
@@ -49,90 +51,31 @@ ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
-class Program:
-    """How a program does the same mathematics; per forward pass, unless stated otherwise."""
-
-    name: str
-    stream_bytes: float
-    """Moved by each block per value of the residual stream."""
-    inner_bytes: float
-    """Moved by each block per value between its layers: queries, keys, values, MLP."""
-    score_bytes: float
-    """Moved per attention score; 0 if attention is fused."""
-    logit_bytes: float
-    """Moved per logit, forward and backward together."""
-    gradient_bytes: float
-    """Moved per parameter and micro batch to accumulate gradients."""
-    block_kernels: int
-    """Launched by each block."""
-    reduced_bytes: int
-    """Of a gradient in data parallel reductions."""
-    cast_bytes: float
-    """Moved per operand of an fp8 matmul to convert it."""
-    shown_data: float
-    """Share of communication that is exposed despite overlap, by data ranks and by tensor ranks
-    with `hides_tensor`: 1 without overlap, else its slowdown of computation."""
-    hides_in_pipeline: bool
-    """Whether data ranks below ZeRO 3 overlap in a pipeline too."""
-    hides_tensor: Literal["none", "backward", "all"]
-    """What tensor ranks exchange beside matmuls: of column-parallel layers' backward passes, or all
-    but a first part."""
-    attention_share: float = 1.0
-    """Speed of its fused attention relative to ours."""
-    rest_kernels: int | None = None
-    """Launched outside the blocks: embedding, head, loss, sums of gradients. None: like a block."""
-    fp8_kernels: int = 0
-    """Launched in addition by a block with fp8 matmuls."""
-    matrix_kernels: int = 0
-    """Launched in a step for each matrix with low-precision state: its gradient is encoded, its
-    state decoded, updated and encoded."""
-
-
-# Compiled: dropout, residual sum and norm are one kernel (reads two values, writes two, at 2 bytes,
-# for each half of a block), GELU is another, heads are views. Logits: written, read for maximum and
-# sum, read and written for the gradient, which both products read. fp8: an operand is read to find
-# its scale, read again and written, 5 bytes; 4 such conversions serve the 6 operands of a layer's
-# three products. Exchanges take up to 24 of 108 to 132 multiprocessors: an estimate. Kernels are
-# counted, in tests/fake_cuda/launches.json and by `bench --roofline`: a bf16 block has 32 in both
-# passes, an fp8 block 49 more, the rest 135, and a low-precision matrix 53 in a step.
-OURS = Program(
-    name="trainyard",
-    stream_bytes=16,
-    inner_bytes=4,
-    score_bytes=0,
-    logit_bytes=12,
-    gradient_bytes=10,
-    block_kernels=11,
-    reduced_bytes=4,
-    cast_bytes=3.3,
-    shown_data=0.2,
-    hides_in_pipeline=False,
-    hides_tensor="backward",
-    rest_kernels=45,
-    fp8_kernels=16,
-    matrix_kernels=53,
-)
-# Every operation of a block is a separate kernel; bytes are estimates, kernels are counted.
-UNCOMPILED = replace(
-    OURS,
-    stream_bytes=24,
-    inner_bytes=6,
-    logit_bytes=24,
-    block_kernels=47,
-    fp8_kernels=129,
-    matrix_kernels=336,
-)
-
-
-@dataclass(frozen=True)
 class Matmul:
     """Equal matmuls: `rows x inner` times `inner x columns`."""
 
-    rows: int
+    rows: float
     inner: int
     columns: int
     count: float = 1
     in_fp8: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Of all."""
+        return 2.0 * self.rows * self.inner * self.columns * self.count
+
+    def n_bytes(self, value_bytes: int, cast_bytes: tuple[float, float]) -> float:
+        """Bytes that all read and write.
+
+        Args:
+            value_bytes: of a number in the compute precision.
+            cast_bytes: as in `Program`.
+        """
+        factors = self.rows * self.inner, self.inner * self.columns
+        moved = [1 + n for n in cast_bytes] if self.in_fp8 else [value_bytes] * 2
+        operands = sum(size * n for size, n in zip(factors, moved, strict=True))
+        return self.count * (operands + value_bytes * self.rows * self.columns)
 
 
 @dataclass(frozen=True)
@@ -145,6 +88,8 @@ class StagePass:
     memory_bytes: float = 0
     """Read and written by everything else."""
     kernels: float = 0
+    blocks: float = 0
+    """Compiled blocks that it passes through."""
 
     def __add__(self, other: StagePass) -> StagePass:
         return StagePass(
@@ -152,15 +97,17 @@ class StagePass:
             self.attention_flops + other.attention_flops,
             self.memory_bytes + other.memory_bytes,
             self.kernels + other.kernels,
+            self.blocks + other.blocks,
         )
 
-    def times(self, n: float, attention: float | None = None) -> StagePass:
-        """Repeats it; by default, attention and the rest equally often."""
+    def times(self, n: float) -> StagePass:
+        """Repeats it."""
         return StagePass(
             tuple(replace(each, count=each.count * n) for each in self.products),
-            self.attention_flops * (n if attention is None else attention),
+            self.attention_flops * n,
             self.memory_bytes * n,
             self.kernels * n,
+            self.blocks * n,
         )
 
 
@@ -187,8 +134,8 @@ class Work:
     """Of a whole step, by pipeline rank."""
     updated: tuple[int, ...]
     """Parameters of a rank's optimizer, by pipeline rank."""
-    update_kernels: int
-    """Launched by the update of low-precision state or by Muon, on the rank with most blocks."""
+    update_kernels: float
+    """Launched by the update, on the rank with most blocks."""
     update_products: tuple[Matmul, ...]
     """Muon's, on the rank with the largest matrices."""
     unpacked: tuple[int, ...]
@@ -205,7 +152,9 @@ def count_work(run: Run, plan: Plan, program: Program | None = None) -> Work:
         program: the training program; absent: this one, compiled unless train.compile is "never".
     """
     if program is None:
-        program = UNCOMPILED if run.train.compile == "never" else OURS
+        program = own_program(
+            run.model, run.precision.fp8.scaling, is_compiled=run.train.compile != "never"
+        )
     counter = _Counter(run, plan, program)
     topology = plan.topology
     kinds = [
@@ -223,15 +172,14 @@ def count_work(run: Run, plan: Plan, program: Program | None = None) -> Work:
     n_shards = topology.shard * topology.context if run.parallel.zero_stage else 1
     n_blocks = max(sum(n for n, *_ in each) for each in ranks)
     rounds = update_rounds(run, n_blocks, topology.n_ranks // topology.pipeline)
+    updated = [sum(stages[kind].n_parameters for kind in each) // n_shards for each in ranks]
     return Work(
         run=run,
         program=program,
         stages=tuple(stages[kind] for kind in kinds),
         traffic=tuple(traffic[of_rank] for of_rank in ranks),
-        updated=tuple(
-            sum(stages[kind].n_parameters for kind in of_rank) // n_shards for of_rank in ranks
-        ),
-        update_kernels=counter.update_kernels(n_blocks, rounds),
+        updated=tuple(updated),
+        update_kernels=counter.update_kernels(n_blocks, rounds, max(updated)),
         update_products=tuple(itertools.chain(*(newton_schulz(each[0]) for each in rounds))),
         unpacked=tuple(
             counter.unpacked_values(sum(kind[1] for kind in of_rank), block_gathers(run, topology))
@@ -254,7 +202,7 @@ class _Counter:
 
     def __init__(self, run: Run, plan: Plan, program: Program) -> None:
         self.run, self.model, self.program = run, run.model, program
-        self.tensor = plan.topology.tensor
+        self.topology, self.tensor = plan.topology, plan.topology.tensor
         self.block = block_layers(run.model, self.tensor)
         self.padded_vocabulary_size = plan.padded_vocabulary_size
         self.n_tokens = (
@@ -275,41 +223,76 @@ class _Counter:
         if n_fp8:
             forward_fp8, backward_fp8 = self._blocks(n_fp8, in_fp8=True)
             forward, backward = forward + forward_fp8, backward + backward_fp8
-        head = self._head() if blocks[1] == self.model.n_layers else StagePass()
-        n_parameters = self._parameters(blocks)
-        summing = StagePass(memory_bytes=n_parameters * self.program.gradient_bytes)
+        rest = rest_layers(self.model, self.padded_vocabulary_size, blocks, self.tensor)
+        n_rest = count_values(rest)
+        if blocks[1] == self.model.n_layers:
+            forward_head, backward_head = self._head()
+            forward, backward = forward + forward_head, backward + backward_head
+        table_bytes = self.program.table_bytes
+        if table_bytes is None:
+            table_bytes = self.program.gradient_bytes
         return Stage(
-            forward=forward + head,
-            backward=backward + head.times(BACKWARD) + summing,
+            forward=forward,
+            backward=backward + StagePass(memory_bytes=n_rest * table_bytes),
             n_blocks=n_blocks,
-            n_parameters=n_parameters,
+            n_parameters=n_blocks * count_values(self.block) + n_rest,
         )
 
     def _blocks(self, n: int, *, in_fp8: bool) -> tuple[StagePass, StagePass]:
         """Counts the forward and the backward pass of a number of equal blocks."""
-        attention = self._half("attention", in_fp8) + self._scores()
-        block = attention + self._half("mlp", in_fp8)
-        again = {"none": StagePass(), "attention": attention, "block": block}
-        backward = block.times(BACKWARD, ATTENTION_BACKWARD) + again[self.run.parallel.recompute]
-        return block.times(n), backward.times(n)
+        attention = self._half("attention", in_fp8), self._scores()
+        mlp = self._half("mlp", in_fp8), (StagePass(), StagePass())
+        forward, backward = (
+            sum((half[part] for half in (*attention, *mlp)), start=StagePass()) for part in (0, 1)
+        )
+        if self.run.parallel.recompute == "block":
+            backward += self._again(forward)
+        elif self.run.parallel.recompute == "attention":
+            backward += attention[0][0] + attention[1][0]
+        n_values = count_values(self.block)
+        backward += StagePass(memory_bytes=n_values * self._gradient_bytes(in_fp8))
+        blocks = float(self.program.is_compiled)
+        return replace(forward, blocks=blocks).times(n), replace(backward, blocks=blocks).times(n)
 
-    def _parameters(self, blocks: tuple[int, int]) -> int:
-        """Counts them on one rank."""
-        rest = rest_layers(self.model, self.padded_vocabulary_size, blocks, self.tensor)
-        return (blocks[1] - blocks[0]) * count_values(self.block) + count_values(rest)
+    def _again(self, forward: StagePass) -> StagePass:
+        """The forward pass of a block as its backward pass recomputes it."""
+        program = self.program
+        if not program.is_compiled:
+            return forward
+        # Nothing needs the last matmul and sum; weights are cast at each use.
+        unneeded = program.unneeded_bytes * self.wide * self._stream
+        return replace(
+            forward,
+            products=forward.products[:-1],
+            memory_bytes=forward.memory_bytes - unneeded,
+            kernels=forward.kernels - 2 + program.recast_kernels * len(parameters_of(self.block)),
+        )
 
-    def update_kernels(self, n_blocks: int, rounds: Sequence[Sequence[LayerSpec]]) -> int:
-        """Counts launches of the update of low-precision state, or of Muon's rounds.
+    def _gradient_bytes(self, in_fp8: bool) -> float:
+        """Bytes moved per parameter of a block and micro batch, beside its products."""
+        program, topology = self.program, self.topology
+        if self.run.parallel.recompute == "block":
+            return program.gradient_bytes + program.recast_bytes
+        is_alone = topology.n_ranks == topology.tensor
+        if program.fused_gradient_bytes is None or in_fp8 or not is_alone:
+            return program.gradient_bytes
+        return program.fused_gradient_bytes
 
-        Every data rank has a part of every matrix.
+    def update_kernels(
+        self, n_blocks: int, rounds: Sequence[Sequence[LayerSpec]], n_updated: int
+    ) -> float:
+        """Counts launches of the update.
+
+        Every data rank has a part of every matrix, of low-precision state or in Muon's rounds.
         """
+        kernels = self.program.step_kernels + n_updated * self.program.list_kernels
         if rounds:
             n_matrices = sum(map(len, rounds))
             n_whole = sum(len(each[0].matrices) for each in rounds)
-            return n_matrices * MUON_KERNELS + n_whole * NEWTON_SCHULZ_KERNELS
-        if MASTER not in self.run.stored(True, 2).states:
-            return 0
-        return n_blocks * len(matmuls(self.model)) * self.program.matrix_kernels
+            kernels += n_matrices * MUON_KERNELS + n_whole * NEWTON_SCHULZ_KERNELS
+        if MASTER in self.run.stored(True, 2).states:
+            kernels += n_blocks * len(matmuls(self.model)) * self.program.matrix_kernels
+        return kernels
 
     def unpacked_values(self, n_fp8_blocks: int, gathers: int) -> int:
         """Counts weights that arrive as fp8 in a step and are cast back to 16 bits."""
@@ -318,37 +301,69 @@ class _Counter:
         )
         return gathers * n_fp8_blocks * matrices * self.run.precision.fp8.all_gather
 
-    def _half(self, part: str, in_fp8: bool) -> StagePass:
+    def _half(self, part: str, in_fp8: bool) -> tuple[StagePass, StagePass]:
         """The attention or the MLP of a block, with norm and sum, but without scores."""
-        n, layers = self.n_tokens, matmuls(self.model, part, self.tensor)
-        products = (Matmul(n, each.n_inputs, each.n_outputs, in_fp8=in_fp8) for each in layers)
-        inner = sum(each.n_outputs for each in layers if each.sharding == "column")
-        memory_bytes = self._stream_bytes() / 2 + self.program.inner_bytes * n * inner
-        kernels = self.program.block_kernels + self.program.fp8_kernels * in_fp8
-        return StagePass(tuple(products), 0, memory_bytes * self.wide, kernels / 2)
+        n, layers, program = self.n_tokens, matmuls(self.model, part, self.tensor), self.program
+        products = tuple(Matmul(n, each.n_inputs, each.n_outputs, in_fp8=in_fp8) for each in layers)
+        inner = n * sum(each.n_outputs for each in layers if each.sharding == "column")
+        inner_bytes = program.heads_bytes if part == "attention" else program.mlp_bytes
+        forward, backward = (
+            StagePass(
+                products,
+                0,
+                self.wide * (program.stream_bytes[i] / 2 * self._stream + inner_bytes[i] * inner),
+                (program.block_kernels[i] + program.fp8_kernels[i] * in_fp8) / 2,
+            )
+            for i in (0, 1)
+        )
+        return forward, replace(backward, products=_twice(products))
 
-    def _scores(self) -> StagePass:
+    def _scores(self) -> tuple[StagePass, StagePass]:
         """Attention scores, and values weighted by them."""
         model, n, T = self.model, self.n_tokens, self.model.sequence_length
         if not self.program.score_bytes:
-            return StagePass(
-                attention_flops=2.0 * n * T * (model.n_heads * model.d_head // self.tensor)
+            flops = 2.0 * n * T * (model.n_heads * model.d_head // self.tensor)
+            return (
+                StagePass(attention_flops=flops),
+                StagePass(attention_flops=ATTENTION_BACKWARD * flops),
             )
         # All of the square, head by head: scores, then values.
         n_heads = n / T * model.n_heads / self.tensor
         product = Matmul(T, model.d_head, T, count=2 * n_heads)
         memory_bytes = self.program.score_bytes * n_heads * T * T
-        return StagePass((product,), memory_bytes=memory_bytes * self.wide)
+        scores = StagePass((product,), memory_bytes=memory_bytes * self.wide)
+        return scores, scores.times(BACKWARD)
 
-    def _stream_bytes(self) -> float:
+    @property
+    def _stream(self) -> float:
+        """Values of the residual stream on a rank."""
         shares = self.tensor if self.run.parallel.sequence else 1
-        return self.program.stream_bytes * self.n_tokens * self.model.d_model / shares
+        return self.n_tokens * self.model.d_model / shares
 
-    def _head(self) -> StagePass:
-        """The output matrix and the loss."""
+    def _head(self) -> tuple[StagePass, StagePass]:
+        """The output matrix and the loss, and what else is outside the blocks."""
         n, head = self.n_tokens, head_layer(self.model, self.padded_vocabulary_size, self.tensor)
-        product = Matmul(n, head.n_inputs, head.n_outputs)
-        n_bytes = self.program.logit_bytes / (1 + BACKWARD) * n * head.n_outputs * self.wide
-        rest_kernels = self.program.rest_kernels
-        kernels = self.program.block_kernels if rest_kernels is None else rest_kernels
-        return StagePass((product,), 0, n_bytes, kernels)
+        program, n_chunks, sums = self.program, 1, 0.0
+        if program.chunk_kernels is not None:
+            n_chunks = count_logit_chunks(n, head.n_outputs, FP32_BYTES, on_gpu=True)
+            # The first writes the sum in fp32, where products are counted in 16 bits; others add.
+            sums = (8 * n_chunks - 4 - 2 * n_chunks) * head.n_inputs * head.n_outputs
+        products = (Matmul(n / n_chunks, head.n_inputs, head.n_outputs, n_chunks),)
+        n_bytes = program.logit_bytes / (1 + BACKWARD) * n * head.n_outputs * self.wide
+        rest: Passes = tuple(each * self._stream for each in program.rest_bytes)  # type: ignore[assignment]
+        kernels = n_chunks * (program.chunk_kernels or 0) / (1 + BACKWARD)
+        others = program.rest_kernels or program.block_kernels
+        return (
+            StagePass(products, 0, n_bytes + rest[0], kernels + others[0]),
+            StagePass(
+                _twice(products),
+                0,
+                BACKWARD * n_bytes + rest[1] + sums,
+                BACKWARD * kernels + others[1],
+            ),
+        )
+
+
+def _twice(products: tuple[Matmul, ...]) -> tuple[Matmul, ...]:
+    """Products of the backward pass: for each, one of equal size for either factor."""
+    return tuple(replace(each, count=BACKWARD * each.count) for each in products)

@@ -54,6 +54,8 @@ _INDEXED = {"embedding", "gather", "index_select", "scatter_", "index_add_", "in
 # so many values in a launch (ATen/native/cuda/MultiTensorApply.cuh).
 _MOST_TENSORS, _MOST_CHUNKS, _CHUNK_VALUES = {1: 110, 2: 64, 3: 48, 4: 36}, 320, 65_536
 _FEWEST_OF_MANY_LISTS = 30
+COMPILED_FORWARD = "blocks, forward"
+"""Place of kernels in forward passes of compiled blocks."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ def _lowered_only(counter: _KernelCounter) -> Iterator[None]:
     def compile_to_module(graph: Any) -> Any:
         graph.init_wrapper_code()
         graph._update_scheduler()
-        place = f"blocks, {'backward' if graph.is_backward else 'forward'}"
+        place = "blocks, backward" if graph.is_backward else COMPILED_FORWARD
         if counter.is_in_loss:
             place = "head and loss"
         kernels = [each for node in graph.scheduler.nodes for each in _of_node(place, node)]

@@ -1,0 +1,206 @@
+"""What a training program adds to the matmuls of a step: bytes moved and kernels launched.
+
+`own_program` describes this one, from a table by parts of a model; a test compares it with the
+kernels that `simulate/kernels.py` counts. benchmarks/planning_tables.py describes others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from trainyard.config.precisions import Scaling
+from trainyard.config.run import Model
+
+Passes = tuple[float, float]
+"""Of a forward and of a backward pass."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """How a program does the same mathematics, besides its matmuls and fused attention."""
+
+    name: str
+    stream_bytes: Passes
+    """Moved by each block per value of the residual stream."""
+    heads_bytes: Passes
+    """Moved by each block per query, key and value."""
+    mlp_bytes: Passes
+    """Moved by each block per value of the MLP's first matmul."""
+    score_bytes: float
+    """Moved per attention score and forward pass; 0 if attention is fused."""
+    logit_bytes: float
+    """Moved per logit, forward and backward together, beside the products."""
+    gradient_bytes: float
+    """Moved per parameter and micro batch to add to gradients."""
+    block_kernels: Passes
+    """Launched by each block."""
+    reduced_bytes: int
+    """Of a gradient in data parallel reductions."""
+    cast_bytes: tuple[float, float]
+    """Moved to convert each factor of an fp8 matmul, per token's value and per weight."""
+    shown_data: float
+    """Share of communication that is exposed despite overlap, by data ranks and by tensor ranks
+    with `hides_tensor`: 1 without overlap, else its slowdown of computation."""
+    hides_in_pipeline: bool
+    """Whether data ranks below ZeRO 3 overlap in a pipeline too."""
+    hides_tensor: Literal["none", "backward", "all"]
+    """What tensor ranks exchange beside matmuls: of column-parallel layers' backward passes, or all
+    but a first part."""
+    attention_speed: float | None = None
+    """Of its fused attention, relative to flash attention; None: of the kernel that a run takes."""
+    rest_kernels: Passes | None = None
+    """Launched outside the blocks: embedding, head, loss, sums of gradients. None: like a block."""
+    rest_bytes: Passes = (0, 0)
+    """Moved there per value of the residual stream: embedding, final norm."""
+    chunk_kernels: float | None = None
+    """Launched for each chunk of the loss, whose products add to the gradient of the head; None:
+    the loss has no chunks."""
+    fused_gradient_bytes: float | None = None
+    """As `gradient_bytes`, where matmuls add to gradients."""
+    table_bytes: float | None = None
+    """As `gradient_bytes`, of embedding and head; None: the same."""
+    recast_bytes: float = 0
+    """Moved per parameter of a recomputed block and micro batch to cast it at each use."""
+    recast_kernels: float = 0
+    """Launched for it."""
+    unneeded_bytes: float = 0
+    """Moved by a block's last sum per value of the stream, which is not recomputed."""
+    step_kernels: int = 0
+    """Launched in a step besides micro batches."""
+    list_kernels: float = 0
+    """Launched in a step for each parameter, by operations on lists of many."""
+    fp8_kernels: Passes = (0, 0)
+    """Launched in addition by a block with fp8 matmuls."""
+    matrix_kernels: int = 0
+    """Launched in a step for each matrix with low-precision state: its gradient is encoded, its
+    state decoded, updated and encoded."""
+    is_compiled: bool = False
+    """Whether the host calls compiled blocks."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a part of a model adds: values moved, and kernels, of a pass through a block."""
+
+    stream: Passes = (0, 0)
+    heads: Passes = (0, 0)
+    mlp: Passes = (0, 0)
+    kernels: Passes = (0, 0)
+
+
+@dataclass(frozen=True)
+class _Fp8:
+    """What fp8 matmuls add; see `Program`."""
+
+    cast_bytes: Mapping[str, float]
+    """By the kind of MLP."""
+    kernels: Passes
+    weight_bytes: float = 2.6
+
+
+# Compiled, by Inductor of torch 2.13 on a GPU. A norm reads the stream and writes its result; with
+# a residual sum before it, it reads the two addends. Biases are sums over tokens. Heads are views,
+# but for rotations, and for their gradients, which are written into one matrix.
+_MATMULS = _Part(kernels=(4, 8))
+_ATTENTION = _Part(kernels=(1, 2))
+_NORMS = _Part(stream=(9, 13), kernels=(3, 3))
+_BIASES = _Part(stream=(0, 2), heads=(0, 1), mlp=(0, 1), kernels=(0, 4))
+_POSITIONS = {
+    "learned": _Part(heads=(0, 2), kernels=(0, 3)),
+    "rotary": _Part(heads=(2.7, 2), kernels=(3, 3)),
+}
+_MLPS = {
+    "gelu": _Part(mlp=(2, 3), kernels=(1, 1)),
+    "swiglu": _Part(mlp=(1.5, 7.5), kernels=(1, 2)),
+}
+_DROPOUT = _Part(stream=(4.5, 6), kernels=(0, 2))
+# A factor is read for its scale, then read and cast, for products with its rows and with its
+# columns; Inductor computes each time what made it.
+_FP8 = {
+    "tensorwise": _Fp8({"gelu": 7.5, "swiglu": 5.2}, (20, 28)),
+    "rowwise": _Fp8({"gelu": 5.2, "swiglu": 3.6}, (6, 25)),
+}
+# Embedding and final norm, not compiled: bytes for each value of the stream, and kernels.
+_REST: dict[str, tuple[Passes, Passes]] = {
+    "layer": ((27, 21), (11, 13)),
+    "rms": ((54, 72), (17, 20)),
+    "dropout": ((60, 50), (45, 11)),
+}
+_VALUE_BYTES = 2
+LAUNCH_VALUES = 320 * 65_536
+"""Values of lists of tensors that one launch takes (ATen/native/cuda/MultiTensorApply.cuh): their
+norm, update and cast."""
+
+# Exchanges take up to 24 of 108 to 132 multiprocessors: an estimate.
+_COMPILED = Program(
+    name="trainyard",
+    stream_bytes=(0, 0),
+    heads_bytes=(0, 0),
+    mlp_bytes=(0, 0),
+    score_bytes=0,
+    logit_bytes=6,
+    gradient_bytes=10,
+    block_kernels=(0, 0),
+    reduced_bytes=4,
+    cast_bytes=(0, 0),
+    shown_data=0.2,
+    hides_in_pipeline=False,
+    hides_tensor="backward",
+    chunk_kernels=14,
+    fused_gradient_bytes=6,
+    table_bytes=34,
+    recast_bytes=17,
+    recast_kernels=2.6,
+    unneeded_bytes=8,
+    step_kernels=100,
+    list_kernels=3 / LAUNCH_VALUES,
+    matrix_kernels=53,
+    is_compiled=True,
+)
+
+
+@cache
+def own_program(model: Model, scaling: Scaling, *, is_compiled: bool) -> Program:
+    """Describes this program; where blocks are not compiled, bytes are estimates."""
+    parts = [_MATMULS, _ATTENTION, _NORMS, _POSITIONS[model.positions], _MLPS[model.mlp]]
+    parts += [_BIASES] * model.bias + [_DROPOUT] * (model.dropout > 0)
+    rest = [_REST[model.norm]] + [_REST["dropout"]] * (model.dropout > 0)
+    fp8 = _FP8[scaling]
+    program = replace(
+        _COMPILED,
+        cast_bytes=(fp8.cast_bytes[model.mlp], fp8.weight_bytes),
+        fp8_kernels=fp8.kernels,
+        stream_bytes=_sum([each.stream for each in parts], _VALUE_BYTES),
+        heads_bytes=_sum([each.heads for each in parts], _VALUE_BYTES),
+        mlp_bytes=_sum([each.mlp for each in parts], _VALUE_BYTES),
+        block_kernels=_sum([each.kernels for each in parts]),
+        rest_bytes=_sum([n_bytes for n_bytes, _ in rest]),
+        rest_kernels=_sum([kernels for _, kernels in rest]),
+    )
+    if is_compiled:
+        return program
+    # Every operation of a block is a kernel.
+    return replace(
+        program,
+        stream_bytes=twice(24),
+        heads_bytes=twice(6),
+        mlp_bytes=twice(6),
+        logit_bytes=24,
+        block_kernels=twice(47 if model.dropout else 12),
+        fp8_kernels=twice(129),
+        matrix_kernels=336,
+        is_compiled=False,
+    )
+
+
+def twice(forward: float) -> Passes:
+    """A backward pass that costs twice as much as a forward pass."""
+    return forward, 2 * forward
+
+
+def _sum(passes: list[Passes], factor: float = 1) -> Passes:
+    forward, backward = (factor * sum(each) for each in zip(*passes, strict=True))
+    return forward, backward
