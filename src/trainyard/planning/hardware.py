@@ -206,8 +206,8 @@ class Efficiencies:
 ATTENTION_SHARE = 0.6
 """Of the speed of matmuls, by fused attention."""
 CUDNN_SPEED = 1.6
-"""Of cuDNN's attention relative to flash attention 2. On an H100, 2,048 tokens, heads of 128: 484 to
-298 TFLOP/s forward if causal, 465 to 291 backward (figures 5 and 6 of arXiv:2407.08608); newer
+"""Of cuDNN's attention relative to flash attention 2. On an H100, 2,048 tokens, heads of 128: 484
+to 298 TFLOP/s forward if causal, 465 to 291 backward (figures 5 and 6 of arXiv:2407.08608); newer
 versions are reported at 1.7 to 2.3 (huggingface/transformers pull request 48163)."""
 FP8_SPEEDS: Mapping[Scaling, float] = {"tensorwise": 1.0, "rowwise": 0.5}
 """Of matmuls by their scales: cuBLAS has one for a tensor; torch's kernels for rows are CUTLASS's.
