@@ -81,7 +81,7 @@ def read_pins(name: str) -> list[str]:
 def prepare(folder: Path, corpus: Path) -> None:
     """Makes token files of the beginning of a corpus."""
     target = folder / TOKENS
-    target.mkdir(exist_ok=True)
+    target.parent.mkdir(exist_ok=True)
     with TemporaryDirectory() as name:
         part = Path(name) / "text.jsonl"
         with corpus.open(encoding="utf-8") as lines, part.open("w", encoding="utf-8") as to:
@@ -91,8 +91,17 @@ def prepare(folder: Path, corpus: Path) -> None:
                 n_bytes += len(line)
                 if n_bytes > 2 * CORPUS:  # 4 bytes of text are a token of 2 bytes
                     break
-        words = ["prepare", str(part), "--output", str(target / "text"), "--tokenizer", "gpt2"]
+        words = [
+            "prepare",
+            str(part),
+            "--output",
+            str(target),
+            "--tokenizer",
+            "gpt2",
+            "--overwrite",
+        ]
         subprocess.run([sys.executable, "-P", "-m", "trainyard.cli", *words], check=True)
+    target.with_suffix(".toml").unlink()  # names this machine's folders
 
 
 def store_predictions(folder: Path) -> None:

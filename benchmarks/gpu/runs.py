@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     import torch
 
 STEPS = Steps(warm_up=2, timed=4)
-FAKE_BLOCKS = 2
+FAKE_BLOCKS = 3
+"""With two, none would be in fp8: the first and the last stay in bf16."""
 DEVICE = "h100"
 PREDICTIONS = "predictions.json"
-TOKENS = "tokens"
-"""Real text, in the packed folder, as a prefix of token files."""
+TOKENS = "tokens/text"
+"""Real text in the packed folder: what `prepare` was told to write."""
+SUFFIX = "_text_document"
 
 
 @dataclass(frozen=True)
@@ -261,18 +263,21 @@ def weights_on(device: torch.device) -> Iterator[None]:
 
 def time_run(session: Session, name: str, profiles: str = "") -> Iterator[Row]:
     """Times a run; gives speed and memory beside what was predicted, and a ratio."""
+    from torch._dynamo.utils import counters
+
     from trainyard.bench.figures import compute_figures
     from trainyard.bench.measure import measure
     from trainyard.parallel.mesh import device_name
 
     timed = RUNS[name]
     has_text = "documents" in name and session.packed is not None
-    tokens = session.packed / TOKENS / "text_document" if has_text and session.packed else None
+    tokens = session.packed / (TOKENS + SUFFIX) if has_text and session.packed else None
     with TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
         run = prepare_run(load(name, is_small=session.fake, tokens=tokens), STEPS, folder)
         plan = resolve(run, 1)
         job = BenchJob(STEPS, timed.baseline, takes_apart=False, profiles=bool(profiles))
+        counters["inductor"].clear()
         with building(run, folder) as build:
             candidate, timeline, mesh = build(job)
             result = measure(candidate, job, timeline, mesh, folder)
@@ -295,6 +300,8 @@ def time_run(session: Session, name: str, profiles: str = "") -> Iterator[Row]:
         "step_ms": figures.milliseconds_per_step.median,
         "first_step_s": result["first_step_seconds"],
         "loss": result["last_loss"],
+        "cached_graphs": counters["inductor"]["fxgraph_cache_hit"],
+        "compiled_graphs": counters["inductor"]["fxgraph_cache_miss"],
     }
     base = measured(session).get(timed.against)
     if base is not None:

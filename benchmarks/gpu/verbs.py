@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.gpu.item import Row, Session
-from benchmarks.gpu.runs import TOKENS
+from benchmarks.gpu.runs import SUFFIX, TOKENS
 
 TRAINYARD = [sys.executable, "-P", "-m", "trainyard.cli"]
 N_STEPS, SAVED = 20, 10
@@ -35,14 +35,14 @@ def examine(_: Session) -> Iterator[Row]:
 def train(session: Session) -> Iterator[Row]:
     """Trains 350M on real text, kills the run after a save, starts it again, and generates."""
     assert session.packed is not None, "no tokens: --packed FOLDER"
-    tokens = session.packed.absolute() / TOKENS
+    tokens = session.packed / (TOKENS + SUFFIX)
     words = [
-        *("gpt3-350m", "name=day", f"data.blend.prefixes=['{tokens / 'text_document'}']"),
-        *("data.split=95,5,0", f"tokenizer.path={tokens / 'text_tokenizer'}"),
+        *("gpt3-350m", "name=day", f"data.blend.prefixes=['{tokens}']"),
+        *("data.split=95,5,0", "tokenizer.path=gpt2"),
         *("model.dropout=0", "train.micro_batch_size=16", "train.global_batch_size=32"),
         *("train.batch_ramp=none", f"train.length={N_STEPS} steps", "schedule.warmup=5 steps"),
         *(f"checkpoint.interval={SAVED}", "evaluate.batches=1", "log.interval=1"),
-        *(["model.n_layers=2"] if session.fake else []),
+        *(["model.n_layers=3"] if session.fake else []),
     ]
     with TemporaryDirectory() as name:
         folder = Path(name)

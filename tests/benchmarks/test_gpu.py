@@ -75,6 +75,7 @@ HOW_PLANTED_ITEMS_END = {
     "once": "failed",
     "last": "done",
 }
+MOST_GIB = 75
 PLANTED = "tests.benchmarks.planted_items"
 
 
@@ -166,15 +167,22 @@ def test_a_folder_that_cannot_be_written_is_said(
 
 def test_every_item_can_be_done() -> None:
     from benchmarks.gpu.item import read_items
-    from benchmarks.gpu.runs import RUNS, load
 
     items = read_items("benchmarks.gpu.items")
     assert len({item.name for item in items}) == len(items)
     for item in items:
         module, _, name = item.function.partition(":")
         assert callable(getattr(import_module(module), name))
+
+
+def test_every_timed_run_fits_into_80_gb() -> None:
+    from benchmarks.gpu.runs import RUNS, load, predict
+
     for name in RUNS:
-        resolve(load(name, is_small=False), 1)
+        run = load(name, is_small=False)
+        found = predict(name, run, resolve(run, 1), None)
+        assert found["gib_plan"] < MOST_GIB, name
+        assert 0.1 < found["mfu_plan"] < 0.7, name
 
 
 def test_a_failure_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
