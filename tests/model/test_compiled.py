@@ -30,6 +30,7 @@ from trainyard.model.linear import (
     _of_one_rank,
     _Product,
     _RMSNorm,
+    _Rows,
     add_to_gradients,
     as_output,
     cast_once,
@@ -69,24 +70,34 @@ def calls_on_one_rank(dtype: torch.dtype) -> dict[str, Call]:
     bits = torch.randint(-(2**62), 2**62, (8, 1))
     factors = torch.randint(-(2**31), 2**31 - 1, (16,), dtype=torch.int32)
     rotation = torch.rand(2, 3, 1, 16)
-    plain = PlainProduct(), None
+    plain, halves = (PlainProduct(), None, 1), (PlainProduct(), None, 2)
     cast, labels = torch.randn(12, 16).to(torch.bfloat16), torch.randint(0, 20, (8,))
     options = LossOptions(20)
     return {
-        "_SwiGLU": (_SwiGLU.apply, [draw(8, 16)]),
+        "_SwiGLU": (lambda x: _SwiGLU.apply(x, False), [draw(8, 16)]),
+        "_SwiGLU of halves": (lambda x: _SwiGLU.apply(x, True), [draw(8, 16)]),
         "_RMSNorm": (
             lambda x, w: _RMSNorm.apply(x, w, 1e-5, _of_one_rank),
             [draw(8, 16), torch.rand(16) + 0.5],
         ),
+        "_Rows": (lambda w: _Rows.apply(labels.abs(), w, None), [torch.randn(20, 16)]),
         "_Dropout": (lambda x: _Dropout.apply(x, 0.1, bits, factors), [draw(8, 16)]),
         "_Rotation": (lambda x: _Rotation.apply(x, rotation), [draw(2, 3, 4, 16)]),
-        "_KnownCast": (lambda w: _KnownCast.apply(w, cast, None), [torch.randn(12, 16)]),
+        "_KnownCast": (lambda w: _KnownCast.apply(w, cast, None, 1), [torch.randn(12, 16)]),
+        "_KnownCast of halves": (
+            lambda w: _KnownCast.apply(w, cast, None, 2),
+            [torch.randn(12, 16)],
+        ),
         "_Product": (
             lambda x, w: _Product.apply(x, w, None, None, None, plain),
             [draw(8, 16), draw(12, 16)],
         ),
         "_Product that sums in fp32": (
             lambda x, w: _Product.apply(x.bfloat16(), w, cast, None, None, plain),
+            [draw(8, 16), torch.randn(12, 16)],
+        ),
+        "_Product that sums halves in fp32": (
+            lambda x, w: _Product.apply(x.bfloat16(), w, cast, None, None, halves),
             [draw(8, 16), torch.randn(12, 16)],
         ),
         "_SummedCrossEntropy": (
@@ -218,7 +229,7 @@ def test_operations_of_our_own_are_the_same_compiled(backend: str) -> None:
     for run in (sum_product, torch.compile(sum_product, backend=backend, fullgraph=True)):
         total = torch.ones(4, 6)
         run(total, a, b, 0.5)
-        found.append([total, run(None, a, b, 0.5)])
+        found.append([total, run(None, a, b, 0.5), run(None, a, b, 0.5, 2)])
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 

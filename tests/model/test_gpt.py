@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from trainyard.config.run import Model, Recompute
 from trainyard.model.dropout import Dropout, sequence_seeds
 from trainyard.model.gpt import GPT, compile_blocks
 from trainyard.model.init import initialize
+from trainyard.model.linear import add_to_gradients, cast_once
 
 SHAPE = Model(
     n_layers=2,
@@ -252,3 +254,26 @@ def test_few_tokens_without_gradients_have_the_same_swiglu() -> None:
     with torch.no_grad():
         few = model(tokens)
     torch.testing.assert_close(few, model(tokens).detach(), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_embedding_and_head_add_to_their_gradients_what_autograd_would(is_tied: bool) -> None:
+    model = build(SHAPE.model_copy(update={"tied_embeddings": is_tied}), torch.float64).double()
+    ends = [each for each in (model.embedding, model.head) if each is not None]
+    micro_batches = torch.randint(0, 61, (3, 2, 9))
+
+    def compute(add: Callable[[], None]) -> list[Tensor | None]:
+        for tokens in micro_batches:
+            add()
+            hidden = model(tokens[:, :-1])
+            model.summed_loss(hidden, tokens[:, 1:]).backward()
+        found = [each.weight.grad for each in ends]
+        model.zero_grad()
+        return found
+
+    by_autograd = compute(lambda: None)
+    with cast_once(ends, torch.float64):
+        added = compute(lambda: add_to_gradients(ends))
+    assert all(each.sums is None for each in ends)
+    for expected, found in zip(by_autograd, added, strict=True):
+        torch.testing.assert_close(found, expected)

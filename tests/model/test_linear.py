@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from trainyard.model.gpt import MLP
 from trainyard.model.linear import Linear, Norm, add_to_gradients, cached_blocks, cast_once
 
 SQUARE = LayerSpec("square", "linear", (8, 8), "replicated", has_bias=True)
+PAIRED = replace(SQUARE, fused=(4, (1, 1)))
 NORM = LayerSpec("norm", "norm", (8,), "replicated", has_bias=True)
 
 
@@ -62,9 +64,12 @@ def test_weights_in_that_precision_already_are_left_alone() -> None:
         assert layer.cast(torch.float32)[0] is layer.weight
 
 
+@pytest.mark.parametrize("spec", [SQUARE, PAIRED], ids=["rows in order", "rows of two in turn"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_are_added_to_the_same_memory_with_the_same_bits(dtype: torch.dtype) -> None:
-    layer, norm = Linear(SQUARE), Norm(NORM, Model())
+def test_gradients_are_added_to_the_same_memory_with_the_same_bits(
+    dtype: torch.dtype, spec: LayerSpec
+) -> None:
+    layer, norm = Linear(spec), Norm(NORM, Model())
     parameters = (*layer.parameters(), *norm.parameters())
     for parameter in parameters:
         torch.nn.init.normal_(parameter)

@@ -30,6 +30,7 @@ from trainyard.model.dropout import (
     at_site,
 )
 from trainyard.model.linear import (
+    Embedding,
     Linear,
     MatmulFunction,
     Norm,
@@ -100,14 +101,21 @@ class GPT(nn.Module):
         self.final_norm = Norm(self.layers["final_norm"], model) if gives_loss else None
         self.head = _embedding(self.layers.get("head"))
         self.cross_entropy: CrossEntropy | None = CrossEntropy() if gives_loss else None
+        if gives_loss:
+            self.output_layer.is_cast = True
         self.head_product: MatmulFunction = PlainProduct()
+
+    @property
+    def output_layer(self) -> Embedding:
+        """The layer of the output matrix."""
+        layer = self.embedding if self.head is None else self.head
+        assert layer is not None, "this stage has no head"
+        return layer
 
     @property
     def head_weight(self) -> Tensor:
         """The output matrix, (V, D)."""
-        layer = self.embedding if self.head is None else self.head
-        assert layer is not None, "this stage has no head"
-        return layer.weight
+        return self.output_layer.weight
 
     def forward(
         self,
@@ -191,7 +199,7 @@ class GPT(nn.Module):
         """
         assert self.cross_entropy is not None, "this stage gives no loss"
         loss: Tensor = self.cross_entropy(
-            hidden, self.head_weight, labels, self.vocabulary_size, scale
+            hidden, self.output_layer, labels, self.vocabulary_size, scale
         )
         return loss
 
@@ -220,11 +228,8 @@ def _in_documents(positions: Tensor, ends: Tensor | None) -> Tensor:
     return positions if ends is None else positions - document_starts(ends, positions)
 
 
-def _embedding(spec: LayerSpec | None) -> nn.Embedding | None:
-    if spec is None:
-        return None
-    n_rows, d_model = spec.weight
-    return nn.Embedding(n_rows, d_model, _weight=torch.empty(spec.weight))
+def _embedding(spec: LayerSpec | None) -> Embedding | None:
+    return None if spec is None else Embedding(spec)
 
 
 class Block(nn.Module):
@@ -316,7 +321,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T, D) to (B, T, D) through (B, T, F)."""
         inner = self.up(x)
-        out: Tensor = self.down(apply(_SwiGLU, inner) if self.is_gated else _gelu(inner))
+        inner = apply(_SwiGLU, inner, self.up.gives_halves) if self.is_gated else _gelu(inner)
+        out: Tensor = self.down(inner)
         return out
 
 
@@ -328,21 +334,22 @@ class _SwiGLU(torch.autograd.Function):
     """silu(gate) x value, (..., F), of outputs of `up`, (..., 2F); keeps nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor) -> Tensor:
+    def forward(ctx: Any, outputs: Tensor, are_halves: bool) -> Tensor:
         ctx.save_for_backward(outputs)
-        gate, value = split_pairs(outputs)
+        ctx.are_halves = are_halves
+        gate, value = split_pairs(outputs, are_halves=are_halves)
         return as_output(F.silu(gate).mul_(value))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (outputs,) = ctx.saved_tensors
         of_outputs = torch.empty_like(outputs)
         for block, of_block, of_out in cached_blocks(outputs, of_outputs, gradient):
-            gate, value = split_pairs(block)
-            of_gate, of_value = split_pairs(of_block)
+            gate, value = split_pairs(block, are_halves=ctx.are_halves)
+            of_gate, of_value = split_pairs(of_block, are_halves=ctx.are_halves)
             of_value.copy_(F.silu(gate).mul_(of_out))
             of_gate.copy_(torch.ops.aten.silu_backward(of_out * value, gate))
-        return of_outputs
+        return of_outputs, None
 
 
 def compile_blocks(model: GPT, *, in_order: bool = False) -> None:

@@ -85,12 +85,16 @@ class Layer(nn.Module):
         casts: of both, while passes share them (`cast_once`).
         sums: of both gradients, for backward passes to add to (`add_to_gradients`); None inside:
             there is none yet.
+        n_parts: matrices whose rows alternate in the weight; in casts they follow each other.
+        is_cast: whether passes use a cast of it.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     casts: tuple[Tensor, Tensor | None] | None = None
     sums: tuple[Tensor | None, Tensor | None] | None = None
+    n_parts: int = 1
+    is_cast: bool = True
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
@@ -102,18 +106,18 @@ class Layer(nn.Module):
         if self.casts is None:
             return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
         weight, bias = self.casts
-        sum_of_weight, sum_of_bias = self.sums or (None, None)
-        shared: Tensor = _KnownCast.apply(self.weight, weight, sum_of_weight)  # type: ignore[no-untyped-call]
-        return shared, (
-            None if bias is None else _KnownCast.apply(self.bias, bias, sum_of_bias)  # type: ignore[no-untyped-call]
+        of_weight, of_bias = self.sums or (None, None)
+        share: Callable[..., Tensor] = _KnownCast.apply
+        return share(self.weight, weight, of_weight, self.n_parts), (
+            None if bias is None else share(self.bias, bias, of_bias, self.n_parts)
         )
 
 
 class Linear(Layer):
     """A matmul, plus a bias, in the precision of the input.
 
-    Of a weight that alternates the rows of two matrices, outputs alternate too; on a CPU those of
-    the first come first, since every other number is read slowly there.
+    Of a weight that alternates the rows of two matrices, outputs alternate too; on a CPU, and where
+    passes share casts, those of the first come first, since every other number is read slowly.
 
     Attributes:
         product: computes the matmul; replaceable.
@@ -123,8 +127,14 @@ class Linear(Layer):
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
         self.is_paired = spec.fused[1] == (1, 1)
+        self.n_parts = 2 if self.is_paired else 1
         self.product: MatmulFunction = PlainProduct()
         self.shared_input: SharedInput | None = None
+
+    @property
+    def gives_halves(self) -> bool:
+        """Whether the outputs of two matrices follow each other, and do not alternate."""
+        return self.weight.is_cpu or (self.casts is not None and self.n_parts == 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., inputs) to (..., outputs)."""
@@ -134,29 +144,30 @@ class Linear(Layer):
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiplies by the cast weight and adds the cast bias."""
         values = total = None
-        if self.is_paired and x.is_cpu:
+        if self.is_paired and x.is_cpu and self.casts is None:
             if not torch.is_grad_enabled() and x.shape[:-1].numel() < x.shape[-1]:
                 paired = self.product(x, weight, bias)  # of few tokens: smaller than the weight
                 return torch.cat(paired.view(*x.shape[:-1], -1, 2).unbind(-1), -1)
-            weight, bias = _rows_apart(weight), None if bias is None else _rows_apart(bias)
+            weight = _parts(weight, 2).reshape(weight.shape)
+            bias = None if bias is None else _parts(bias, 2).reshape(bias.shape)
         elif self.casts and self.sums and isinstance(self.product, PlainProduct):
             weight, values, total = self.weight, self.casts[0], self.sums[0]
         if values is None and self.shared_input is None:
             return self.product(x, weight, bias)
         out: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x, weight, values, total, bias, (self.product, self.shared_input)
+            x, weight, values, total, bias, (self.product, self.shared_input, self.n_parts)
         )
         return out
 
 
-def _rows_apart(rows: Tensor) -> Tensor:
-    """Copies rows that alternate between two matrices, those of the first first."""
-    return rows.view(-1, 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+def _parts(rows: Tensor, n_parts: int) -> Tensor:
+    """Views rows that alternate between matrices, (n F, ...), as these, (n, F, ...)."""
+    return rows.view(-1, n_parts, *rows.shape[1:]).transpose(0, 1)
 
 
-def split_pairs(outputs: Tensor) -> tuple[Tensor, Tensor]:
+def split_pairs(outputs: Tensor, *, are_halves: bool) -> tuple[Tensor, Tensor]:
     """Splits the outputs, (..., 2F), of a weight that alternates the rows of two matrices."""
-    if outputs.is_cpu:
+    if are_halves:
         first, second = outputs.chunk(2, -1)
     else:
         first, second = outputs.view(*outputs.shape[:-1], -1, 2).unbind(-1)
@@ -199,6 +210,37 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
         return function.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
     out: Tensor = function.forward(_Forgetful(), *arguments)
     return out
+
+
+class Embedding(Layer):
+    """A matrix whose rows are read by number, in fp32; a head multiplies by its cast."""
+
+    is_cast = False
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Maps (...), int64, to (..., D)."""
+        total = self.sums[0] if self.sums else None
+        return apply(_Rows, rows, self.weight, total)
+
+
+class _Rows(torch.autograd.Function):
+    """`F.embedding`, whose backward pass may add to the sum, for want of a gradient of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.n_rows = len(weight)
+        ctx.total = total  # not saved, which would forbid the head to add to it before
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None]:
+        (rows,) = ctx.saved_tensors
+        if ctx.total is not None:
+            ctx.total.index_add_(0, rows.flatten(), gradient.flatten(0, -2))
+            return None, None, None
+        dense = torch.ops.aten.embedding_dense_backward
+        return None, dense(gradient, rows, ctx.n_rows, -1, scale_grad_by_freq=False), None
 
 
 class Norm(Layer):
@@ -254,6 +296,20 @@ class _RMSNorm(torch.autograd.Function):
         return of_x.to(x.dtype), of_weight.to(weight.dtype), None, None
 
 
+def _cast_all(layers: list[Layer], dtype: torch.dtype) -> list[Tensor]:
+    """Casts weight and bias of each layer."""
+    known = [(p.detach(), e.n_parts) for e in layers for p in (e.weight, e.bias) if p is not None]
+    casts = [torch.empty_like(parameter, dtype=dtype) for parameter, _ in known]
+    in_order = [number for number, (_, n_parts) in enumerate(known) if n_parts == 1]
+    if in_order:  # one kernel for many
+        torch._foreach_copy_([casts[n] for n in in_order], [known[n][0] for n in in_order])
+    for values, (parameter, n_parts) in zip(casts, known, strict=True):
+        if n_parts > 1:
+            parts = _parts(parameter, n_parts)
+            values.view(parts.shape).copy_(parts)
+    return casts
+
+
 @contextmanager
 def cast_once(layers: Iterable[Layer], dtype: torch.dtype) -> Iterator[None]:
     """Shares one cast of each parameter among all passes inside its block.
@@ -264,19 +320,16 @@ def cast_once(layers: Iterable[Layer], dtype: torch.dtype) -> Iterator[None]:
         layers: their parameters must not change inside the block.
         dtype: of their inputs.
     """
-    cast = [each for each in layers if each.weight.dtype != dtype]
-    known = [p.detach() for each in cast for p in (each.weight, each.bias) if p is not None]
-    casts = [torch.empty_like(parameter, dtype=dtype) for parameter in known]
-    if casts:
-        torch._foreach_copy_(casts, known)  # one kernel for many
-    unused = iter(casts)
+    layers = list(layers)
+    cast = [each for each in layers if each.is_cast and each.weight.dtype != dtype]
+    unused = iter(_cast_all(cast, dtype))
     for each in cast:
         each.casts = next(unused), None if each.bias is None else next(unused)
-    del known, casts, unused
+    del unused
     try:
         yield
     finally:
-        for each in cast:
+        for each in layers:
             each.casts = each.sums = None
 
 
@@ -284,10 +337,15 @@ def add_to_gradients(layers: Iterable[Layer]) -> None:
     """Makes the next backward pass add to the gradients of layers under `cast_once`.
 
     Their parameters then get no gradient from autograd. Call it before each forward pass, whose
-    backward pass must follow before the next.
+    backward pass must follow before the next. An embedding's gradient is made here, since a tied
+    one has two parts.
     """
     for each in layers:
-        if each.casts is not None:
+        if isinstance(each, Embedding):
+            if each.weight.grad is None:
+                each.weight.grad = torch.zeros_like(each.weight)
+            each.sums = each.weight.grad, None
+        elif each.casts is not None:
             each.sums = each.weight.grad, None if each.bias is None else each.bias.grad
 
 
@@ -295,23 +353,29 @@ class _KnownCast(torch.autograd.Function):
     """A cast whose values already exist: only adds the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, cast: Tensor, total: Tensor | None) -> Tensor:
-        ctx.dtype = parameter.dtype
+    def forward(
+        ctx: Any, parameter: Tensor, cast: Tensor, total: Tensor | None, n_parts: int
+    ) -> Tensor:
+        ctx.dtype, ctx.n_parts = parameter.dtype, n_parts
         ctx.save_for_backward(total)
         return cast.view_as(cast)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         (total,) = ctx.saved_tensors
-        if total is None:
-            return gradient.to(ctx.dtype), None, None
-        total.add_(gradient)
-        return None, None, None
+        if total is not None:
+            parts = _parts(total, ctx.n_parts)
+            parts.add_(gradient.view(parts.shape))
+            return None, None, None, None
+        if ctx.n_parts > 1:
+            rows = gradient.view(ctx.n_parts, -1, *gradient.shape[1:])
+            gradient = rows.transpose(0, 1).reshape(gradient.shape)
+        return gradient.to(ctx.dtype), None, None, None
 
 
 def multiply_by(product: MatmulFunction, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiplies, with the gradients that `product` computes."""
-    out: Tensor = _Product.apply(x, weight, None, None, bias, (product, None))  # type: ignore[no-untyped-call]
+    out: Tensor = _Product.apply(x, weight, None, None, bias, (product, None, 1))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -330,9 +394,9 @@ class _Product(torch.autograd.Function):
         values: Tensor | None,
         total: Tensor | None,
         bias: Tensor | None,
-        how: tuple[MatmulFunction, SharedInput | None],
+        how: tuple[MatmulFunction, SharedInput | None, int],
     ) -> Tensor:
-        product, shared = how
+        product, shared, _ = how
         whole = x if shared is None else shared.finish(shared.start(x))
         again = shared is not None and shared.gathers_again
         factor = weight if values is None else values
@@ -344,14 +408,14 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, factor, total = ctx.saved_tensors
-        product, shared = ctx.how
+        product, shared, n_parts = ctx.how
         arriving = ctx.again.start(x, gradient) if ctx.again else x
         of_whole = product.input_gradient(gradient, factor)
         summed = shared.start_sum(of_whole) if shared else of_whole
         whole = ctx.again.finish(arriving) if ctx.again else arriving
         rows = gradient.flatten(0, -2)
         if ctx.sums:
-            of_weight = sum_product(total, rows.t(), whole.flatten(0, -2))
+            of_weight = sum_product(total, rows.t(), whole.flatten(0, -2), n_parts=n_parts)
         else:
             of_weight = product.weight_gradient(gradient, whole)
         of_bias = rows.sum(0) if ctx.has_bias else None
@@ -359,46 +423,53 @@ class _Product(torch.autograd.Function):
         return of_x, of_weight if total is None else None, None, None, of_bias, None
 
 
-def sum_product(total: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """Adds scale x a @ b to `total` in place, or to zero without one; returns the sum, fp32."""
+def sum_product(
+    total: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, n_parts: int = 1
+) -> Tensor:
+    """Adds scale x a @ b to `total` in place, or to zero without one; returns the sum, fp32.
+
+    The rows of `total` alternate between `n_parts` matrices, which follow each other in `a`.
+    """
     if total is None:
-        product: Tensor = torch.ops.trainyard.product(a, b, scale)
+        product: Tensor = torch.ops.trainyard.product(a, b, scale, n_parts)
         return product
-    torch.ops.trainyard.add_product(total, a, b, scale)
+    torch.ops.trainyard.add_product(total, a, b, scale, n_parts)
     return total
 
 
 # Operations of their own, because Inductor would add in a kernel after the matmul.
 _LIBRARY: Any = library.Library("trainyard", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define("add_product(Tensor(a!) total, Tensor a, Tensor b, float scale) -> ()")
-_LIBRARY.define("product(Tensor a, Tensor b, float scale) -> Tensor")
+_LIBRARY.define("add_product(Tensor(a!) total, Tensor a, Tensor b, float scale, int parts) -> ()")
+_LIBRARY.define("product(Tensor a, Tensor b, float scale, int parts) -> Tensor")
 
 
 @library.impl(_LIBRARY, "add_product", "CompositeExplicitAutograd")
-def _add_product(total: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+def _add_product(
+    total: Tensor, a: Tensor, b: Tensor, scale: float, n_parts: int, beta: float = 1.0
+) -> None:
+    parts = _parts(total, n_parts)
     if _has_mixed_matmuls(a):
-        torch.addmm(total, a, b, out_dtype=total.dtype, alpha=scale, out=total)
+        for rows, factor in zip(parts, a.chunk(n_parts), strict=True):
+            torch.addmm(rows, factor, b, out_dtype=total.dtype, beta=beta, alpha=scale, out=rows)
     else:
-        total.add_(a @ b, alpha=scale)
+        parts.add_((a @ b).view(parts.shape), alpha=scale)
 
 
 @library.impl(_LIBRARY, "product", "CompositeExplicitAutograd")
-def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    if _has_mixed_matmuls(a):
-        total = torch.empty(len(a), b.shape[1], dtype=torch.float32, device=a.device)
-        torch.addmm(total, a, b, out_dtype=total.dtype, beta=0, alpha=scale, out=total)
-        return total
-    total = torch.zeros(len(a), b.shape[1], dtype=torch.float32, device=a.device)
-    return total.add_(a @ b, alpha=scale)
+def _product(a: Tensor, b: Tensor, scale: float, n_parts: int) -> Tensor:
+    make = torch.empty if _has_mixed_matmuls(a) else torch.zeros
+    total = make(len(a), b.shape[1], dtype=torch.float32, device=a.device)
+    _add_product(total, a, b, scale, n_parts, beta=0.0)
+    return total
 
 
 @library.impl(_LIBRARY, "add_product", "Meta")
-def _shape_of_added(total: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+def _shape_of_added(total: Tensor, a: Tensor, b: Tensor, scale: float, n_parts: int) -> None:
     assert total.shape == (len(a), b.shape[1]), (total.shape, a.shape, b.shape)
 
 
 @library.impl(_LIBRARY, "product", "Meta")
-def _shape_of_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+def _shape_of_product(a: Tensor, b: Tensor, scale: float, n_parts: int) -> Tensor:
     return a.new_empty(len(a), b.shape[1], dtype=torch.float32)
 
 

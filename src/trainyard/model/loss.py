@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainyard.architecture import count_logit_chunks
-from trainyard.model.linear import as_output, sum_product
+from trainyard.model.linear import Layer, as_output, sum_product
 
 IGNORE_INDEX = -100
 
@@ -93,14 +93,14 @@ class CrossEntropy(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        head: Layer,
         labels: Tensor,
         vocabulary_size: int,
         scale: float | Tensor,
     ) -> Tensor:
         """Sums over the labels, like `summed_cross_entropy`."""
-        options = LossOptions(vocabulary_size, None, self.compiles, self.z_loss)
-        return summed_cross_entropy(hidden, weight, labels, options, scale)
+        options = LossOptions(vocabulary_size, None, self.compiles, self.z_loss).sharing(head)
+        return summed_cross_entropy(hidden, head.weight, labels, options, scale)
 
     def score(self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int) -> Tensor:
         """Scores the labels of each sequence, like `score_sequences`."""
@@ -119,6 +119,15 @@ class LossOptions(NamedTuple):
     """Compile what reads the logits; for the loss of one device."""
     z_loss: float = 0.0
     """Coefficient of the z-loss, which only gradients contain."""
+    cast: Tensor | None = None
+    """The weight in the compute precision, if passes share it."""
+    total: Tensor | None = None
+    """Receives the gradient of the weight, in the forward pass, in place of autograd's."""
+
+    def sharing(self, head: Layer) -> LossOptions:
+        """Adds what the passes of a step share."""
+        cast, total = head.casts and head.casts[0], head.sums and head.sums[0]
+        return self._replace(cast=cast, total=total)
 
 
 def summed_cross_entropy(
@@ -207,10 +216,10 @@ class _SummedCrossEntropy(torch.autograd.Function):
         shard, z_loss = options.shard, options.z_loss
         precise = torch.promote_types(torch.float32, hidden.dtype)
         scale = scale.to(precise) if isinstance(scale, Tensor) else scale
-        matrix = weight.to(hidden.dtype)
+        matrix = weight.to(hidden.dtype) if options.cast is None else options.cast
         loss = torch.zeros((), dtype=precise, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden)
-        weight_gradient: Tensor | None = None
+        weight_gradient = options.total
         for start, end in _chunks(hidden, weight.shape[0]):
             rows, targets = hidden[start:end], labels[start:end, None]
             nothing = targets == IGNORE_INDEX  # (n, 1)
@@ -254,7 +263,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 rows = rows.masked_fill(nothing, 0.0)
                 weight_gradient = _add_product(weight_gradient, error.t(), rows, scale, like=weight)
                 del error
-        ctx.save_for_backward(hidden_gradient, weight_gradient)
+        is_added = options.total is not None
+        ctx.save_for_backward(hidden_gradient, None if is_added else weight_gradient)
         return as_output(loss) if scale is None else scale * loss
 
     @staticmethod
@@ -265,6 +275,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             torch._assert_async(upstream == 1)
         elif upstream.item() != 1.0:
             # Not in place: a pipeline may need one of the two now and the other later.
+            assert weight_gradient is not None, "the gradient was added to the sum before"
             hidden_gradient = hidden_gradient * upstream
             weight_gradient = weight_gradient * upstream
         return hidden_gradient, weight_gradient, None, None, None

@@ -197,6 +197,10 @@ class ParallelModel:
             use_onednn(model)
         initialize(model, run.train.seed, self.tensor_shard)
         self._precision.convert_weights(model)
+        if mesh.device.type == "cuda" and not run.kernels.swiglu_halves:
+            for layer in model.modules():
+                if isinstance(layer, Layer):
+                    layer.n_parts = 1
         if compiles_blocks(run, mesh.device):
             compile_blocks(model, in_order=mesh.tensor is not None or mesh.context is not None)
         if mesh.data is not None:
@@ -283,9 +287,13 @@ class ParallelModel:
         """
         if self.mesh.data is not None:
             return []
-        blocks = (block for model in self.stages.values() for block in model.blocks.values())
-        kept = (block for block in blocks if block.recompute != "block")
-        return [each for block in kept for each in block.modules() if isinstance(each, Layer)]
+        models = self.stages.values()
+        blocks = (block for model in models for block in model.blocks.values())
+        kept = [block for block in blocks if block.recompute != "block"]
+        if self.mesh.device.type == "cuda":  # on a CPU gradients keep the order of their sums
+            ends = [end for model in models for end in (model.embedding, model.head)]
+            kept += [end for end in ends if end is not None]
+        return [each for part in kept for each in part.modules() if isinstance(each, Layer)]
 
     def _prepare_micro_batch(self, model: GPT, *, is_last: bool) -> None:
         if self.mesh.data is not None:

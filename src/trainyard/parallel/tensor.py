@@ -25,7 +25,7 @@ from trainyard.architecture import LayerSpec, Sharding
 from trainyard.config.run import Parallel
 from trainyard.model.attention import Attention
 from trainyard.model.gpt import GPT
-from trainyard.model.linear import Linear, Norm
+from trainyard.model.linear import Embedding, Layer, Linear, Norm
 from trainyard.model.loss import CrossEntropy, LossOptions, score_sequences, summed_cross_entropy
 from trainyard.parallel.collectives import (
     InputOfGroup,
@@ -76,20 +76,20 @@ class AverageOfGroup:
         return all_reduce(mean, self.group) / self.group.size()
 
 
-class VocabularyEmbedding(nn.Embedding):
+class VocabularyEmbedding(Embedding):
     """An embedding sharded by rows."""
 
     def __init__(self, spec: LayerSpec, group: dist.ProcessGroup, *, sequence: bool) -> None:
-        n_rows, d_model = spec.weight
-        super().__init__(n_rows, d_model, _weight=torch.empty(spec.weight))
+        super().__init__(spec)
         self._group = group
-        self._first_row = self.num_embeddings * group.rank()
+        self._n_rows = spec.weight[0]
+        self._first_row = self._n_rows * group.rank()
         self._collect = scatter_tokens if sequence else reduce_from_group
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps ids (B, T) to (B, T or T/tp, D)."""
         rows = tokens - self._first_row
-        elsewhere = (rows < 0) | (rows >= self.num_embeddings)
+        elsewhere = (rows < 0) | (rows >= self._n_rows)
         found = super().forward(rows.masked_fill(elsewhere, 0))
         return self._collect(found.masked_fill(elsewhere[..., None], 0.0), self._group)
 
@@ -121,15 +121,15 @@ class VocabularyCrossEntropy(CrossEntropy):
     def forward(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        head: Layer,
         labels: Tensor,
         vocabulary_size: int,
         scale: float | Tensor,
     ) -> Tensor:
-        """Sums over the labels (B, T) of this rank's tokens; `weight` is (V/tp, D)."""
-        hidden = self._spread(hidden, self._group)
+        """Sums over the labels (B, T) of this rank's tokens; the weight is (V/tp, D)."""
+        hidden, weight = self._spread(hidden, self._group), head.weight
         options = LossOptions(vocabulary_size, self._shard(weight), z_loss=self.z_loss)
-        return summed_cross_entropy(hidden, weight, labels, options, scale)
+        return summed_cross_entropy(hidden, weight, labels, options.sharing(head), scale)
 
     def score(self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int) -> Tensor:
         """Scores the labels of each sequence, the same on all ranks."""
@@ -160,6 +160,7 @@ def apply_tensor_parallel(model: GPT, group: dist.ProcessGroup, parallel: Parall
     for name, spec in model.layers.items():
         if spec.sharding in _SHARDED:
             part = _SHARDED[spec.sharding](spec.shard(group.size()), group, sequence=sequence)
+            part.is_cast = getattr(model.get_submodule(name), "is_cast", True)
             # A split backward pass (zero bubble) needs the gradients' matmuls apart.
             if isinstance(part, ColumnLinear) and parallel.schedule != "zero_bubble":
                 part.shared_input = shared

@@ -56,6 +56,8 @@ class MicroBatch:
         stream: the residual stream between two blocks.
         hidden: the head's input.
         head_gradient: of the head's weight.
+        shares_head: whether micro batches share the head's cast.
+        adds_ends: whether they add to the gradients of embedding and head.
     """
 
     def __init__(self, run: Run, plan: Plan, on_gpu: bool) -> None:
@@ -70,6 +72,9 @@ class MicroBatch:
         self.stream = self.value * self.n_residual * model.d_model
         self.hidden = self.value * self.n_tokens * model.d_model
         self.head_gradient = FP32_BYTES * self.vocabulary * model.d_model
+        is_whole = on_gpu and topology.data * topology.context == 1
+        self.shares_head = is_whole and self.value < FP32_BYTES
+        self.adds_ends = is_whole and topology.pipeline == 1
 
     def block(self, recompute: str, number: int) -> float:
         """Bytes that the block of a number keeps of a micro batch."""
@@ -172,7 +177,11 @@ class MicroBatch:
         n_rows = math.ceil(self.n_tokens / n_chunks)
         is_cast = value < FP32_BYTES
         matrix = value * V * self.run.model.d_model if is_cast else 0
-        hidden, weight = self.hidden, self.head_gradient
+        product, matrix = matrix, 0 if self.shares_head else matrix
+        hidden, weight = self.hidden, 0 if self.adds_ends else self.head_gradient
+        if self.adds_ends:  # by the matmul, but for the loss scale of fp16
+            is_fp16 = self.run.precision.formats.compute == FP16
+            product = product + self.head_gradient if is_fp16 else 0
         # Only the GPU kernel for fp16 computes fp32 log probabilities without an fp32 copy first.
         has_copy = is_cast and not (self.on_gpu and self.run.precision.formats.compute == FP16)
         n_precise = 2 if has_copy else 1
@@ -181,5 +190,5 @@ class MicroBatch:
         logits = n_rows * V * (value + n_precise * FP32_BYTES)
         rows = value * n_rows * self.run.model.d_model
         forward = matrix + hidden + logits + (weight + rows if n_chunks > 1 else 0)
-        products = matrix + hidden + weight + matrix + n_rows * V * value + 2 * rows
+        products = matrix + hidden + weight + product + n_rows * V * value + 2 * rows
         return max(forward, products) + NUMBERS_OF_A_TOKEN * self.n_tokens

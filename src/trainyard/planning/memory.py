@@ -189,7 +189,7 @@ class _Rank:
         n_buffers = 1 if self.is_shared else 0
         return {
             "gradients": self._gradients(at_end=True)
-            + (head * (3 if both else 1) if self.has_first else 0),
+            + (head * (3 if both else 1) if self.has_first and not self.micro.adds_ends else 0),
             "gathered weights": self._gathered(n_at_once=1),
             "activations": self._activations([max(0, first - 1), *others]) + self.micro.embedding(),
             "buffers": self._batch()
@@ -235,7 +235,8 @@ class _Rank:
         is_whole = self.zero <= 1 or self.is_piped or not self.is_shared
         if self.n_micro_batches == 1 and not self.is_piped:
             if not at_end:
-                return 0
+                n_ends = 1 if self.run.model.tied_embeddings else 2
+                return self.micro.head_gradient * n_ends if self.micro.adds_ends else 0
             is_whole = not self.is_shared
         return self.gradient_bytes if is_whole else FP32_BYTES * self.held_values
 
@@ -256,9 +257,11 @@ class _Rank:
             n_at_once: blocks gathered at the same time with ZeRO 3; below it, all stay.
         """
         if not self.is_shared:
-            if not self.casts:
-                return 0
-            return self.value * (self.block_values if self.shares_casts else self.one_block)
+            head = self.micro.head_gradient / FP32_BYTES
+            n_values = head if self.has_last and self.micro.shares_head else 0
+            if self.casts:
+                n_values += self.block_values if self.shares_casts else self.one_block
+            return self.value * n_values
         n_blocks = self.n_blocks if self.zero < 3 else min(self.n_blocks, n_at_once)
         rest = FP32_BYTES * self.rest_values
         return rest + self.value * self.one_block * n_blocks
@@ -318,7 +321,7 @@ class _Rank:
     def _waiting_gradient(self) -> float:
         """Of a tied head, which waits for that of the embedding."""
         both = self.has_first and self.has_last and self.run.model.tied_embeddings
-        return self.micro.head_gradient if both else 0
+        return self.micro.head_gradient if both and not self.micro.adds_ends else 0
 
     def _exchanged(self) -> float:
         """Messages in a pipeline: two received, one sent, and the last of each stage.
