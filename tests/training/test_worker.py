@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -41,7 +42,10 @@ from trainyard.launch.heartbeat import Heartbeat
 from trainyard.parallel.mesh import HostClock, build_mesh, choose_device, name_device_errors
 from trainyard.planning.resolve import resolve
 from trainyard.topology import Topology
+from trainyard.training import loop
 from trainyard.training.run_folder import write_run_folder
+from trainyard.training.state import State, TrainContext
+from trainyard.training.step import StepResult, train_step
 from trainyard.training.stop import DONE, Stop, StopReason
 from trainyard.training.worker import main as worker_main
 from trainyard.training.worker import read_unread, run_worker
@@ -480,3 +484,18 @@ def test_ranks_that_see_other_data_are_told(
         return caught.value.problem
 
     assert set(run_ranks(3, read)) == {"rank 2 of 3: the token files differ from those of rank 0"}
+
+
+def test_after_the_second_step_the_collector_has_little_left_to_look_at(
+    tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = []
+
+    def noted(context: TrainContext, state: State) -> StepResult:
+        frozen.append(gc.get_freeze_count())
+        return train_step(context, state)
+
+    monkeypatch.setattr(loop, "train_step", noted)
+    start(tmp_path / "run", tiny_run)
+    assert frozen[:2] == [0, 0] and min(frozen[2:]) > 10_000
+    assert gc.get_freeze_count() == 0, "what runs next in this process is collected as ever"

@@ -26,7 +26,7 @@ from trainyard.bench.timeline import Timeline
 from trainyard.parallel.mesh import Mesh
 from trainyard.training.metrics import peak_memory_bytes
 from trainyard.training.state import State, TrainContext
-from trainyard.training.step import train_step
+from trainyard.training.step import WARM_UP_STEPS, spare_collector, train_step
 
 COMMUNICATION = "communication"
 
@@ -94,6 +94,7 @@ def measure(
         timeline.clock.wait()
 
     train(job.steps.warm_up)
+    spare_collector(WARM_UP_STEPS)
     n_timed = job.steps.timed
     if job.seconds:
         warm = timeline.clock.seconds(marks[1], marks[-1]) / (job.steps.warm_up - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from trainyard.training.checkpoints import Saves, save_state
 from trainyard.training.guard import describe_spikes, require_equal_copies, roll_back, stop_if_stuck
 from trainyard.training.metrics import Metrics
 from trainyard.training.state import State, TrainContext
-from trainyard.training.step import train_step
+from trainyard.training.step import spare_collector, train_step
 from trainyard.training.stop import DONE, Stop, StopReason
 
 SAMPLING = Sampling(temperature=0.6, top_k=50, top_p=1.0, seed=0)
@@ -51,6 +52,7 @@ def train(
     run, plan = context.run, context.plan
     saves, vote = Saves(saver, metrics, show), StopVote(context.model.mesh)
     ending: StopReason | None = None
+    first_step = state.step
     while state.step < plan.n_steps and ending is None:
         with metrics.timing():
             result = train_step(context, state)
@@ -58,6 +60,7 @@ def train(
         state.step += 1
         metrics.add(result, n_sequences)
         show(state.step, "")
+        spare_collector(state.step - first_step)
 
         request = vote.cast(saves.stop_request(state.step) or stop.stop_request())
         is_last = state.step == plan.n_steps
@@ -88,6 +91,7 @@ def train(
             context.heartbeat.enter("save", state.step)
             save_state(context, state, saver, held_out_loss)
     saves.finish(state.step)
+    gc.unfreeze()
     return ending or DONE, state
 
 
