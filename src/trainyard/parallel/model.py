@@ -290,9 +290,9 @@ class ParallelModel:
         models = self.stages.values()
         blocks = (block for model in models for block in model.blocks.values())
         kept = [block for block in blocks if block.recompute != "block"]
-        if self.mesh.device.type == "cuda":  # on a CPU gradients keep the order of their sums
-            ends = [end for model in models for end in (model.embedding, model.head)]
-            kept += [end for end in ends if end is not None]
+        ends = [end for model in models for end in (model.embedding, model.head)]
+        # On a CPU gradients keep the order of their sums.
+        kept += [end for end in ends if end is not None and not end.weight.is_cpu]
         return [each for part in kept for each in part.modules() if isinstance(each, Layer)]
 
     def _prepare_micro_batch(self, model: GPT, *, is_last: bool) -> None:
