@@ -236,7 +236,7 @@ A100_EFFICIENCIES = Efficiencies(
         "link_share": BOUND,
         "network_share": BOUND,
         "launch_seconds": FIT,
-        "block_seconds": "counted in CPU time of a CUDA build without a GPU",
+        "block_seconds": "assumed: both passes of a block take 1 ms, with 32 launches",
     },
 )
 UNMEASURED_PRODUCT_SHARE = 0.51
