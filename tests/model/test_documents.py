@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from trainyard.config.run import Model
-from trainyard.model.documents import cumulative_lengths, document_mask, find_document_ends
+from trainyard.model.documents import (
+    cumulative_lengths,
+    document_mask,
+    find_document_ends,
+    pack_lengths,
+)
 from trainyard.model.dropout import sequence_seeds
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
@@ -125,3 +130,23 @@ def test_ends_masks_and_lengths() -> None:
         [-torch.inf, -torch.inf, 0],
         [0, -torch.inf, -torch.inf],
     ]
+
+
+@pytest.mark.parametrize("mean", [2, 10, 1000])
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_packed_lengths_have_no_empty_documents(mean: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(mean)
+    tokens = torch.randint(0, mean, (12, 100), generator=generator)
+    ends = find_document_ends(tokens, 0)
+    packed, longest = pack_lengths(ends, size)
+    assert packed.dtype == torch.int32
+    lengths = []
+    for rows, of_batch in zip(packed.split(size), ends.split(size), strict=True):
+        expected = cumulative_lengths(of_batch).unique().tolist()
+        found = rows.flatten().tolist()
+        assert found[: len(expected)] == expected
+        assert set(found[len(expected) :]) <= {100 * size}
+        lengths += [end - start for start, end in pairwise(expected)]
+    assert max(lengths) <= longest <= min(100, 2 * max(lengths))
+    most = max(len(cumulative_lengths(each).unique()) for each in ends.split(size))
+    assert most <= packed.shape[1] * size < 1.25 * most + size + 1

@@ -28,19 +28,29 @@ class KeyValueCache:
 
     Args:
         most_tokens: that it will hold; the first ones decide all other sizes.
+
+    Attributes:
+        n_tokens: so far; 0 to start anew in the same memory.
+        place: where the next token goes, (1,), int64, on the device; if set, a CUDA graph can
+            repeat an append, which returns the whole memory.
     """
 
     def __init__(self, most_tokens: int) -> None:
         self.n_tokens = 0
-        self._most_tokens = most_tokens
+        self.place: Tensor | None = None
+        self.most_tokens = most_tokens
         self._keys = self._values = torch.empty(0)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Appends new tokens, (B, S, new, K) each; returns all so far."""
-        if self.n_tokens == 0:
-            B, S, _, K = keys.shape
-            self._keys = keys.new_empty(B, S, self._most_tokens, K)
-            self._values = torch.empty_like(self._keys)
+        if self.place is not None:
+            self._keys.index_copy_(2, self.place, keys)
+            self._values.index_copy_(2, self.place, values)
+            return self._keys, self._values
+        if self._keys.ndim == 1:
+            B, S, _, K = keys.shape  # zeros, as a mask leaves out no NaN
+            self._keys = keys.new_zeros(B, S, self.most_tokens, K)
+            self._values = torch.zeros_like(self._keys)
         end = self.n_tokens + keys.shape[2]
         self._keys[:, :, self.n_tokens : end] = keys
         self._values[:, :, self.n_tokens : end] = values
@@ -73,6 +83,9 @@ class CausalAttention(nn.Module):
     def describe(self, ends: Tensor, n_tokens: int, dtype: torch.dtype, kernel: str) -> Tensor:
         """Describes the documents of a micro batch for `forward`, once for all blocks.
 
+        Returns a mask, (B, 1, T, T), or cumulative lengths, (longest, documents + 1), all rows
+        alike: a number of rows may differ between calls of a compiled block.
+
         Args:
             ends: of documents, from `find_document_ends`.
             n_tokens: of whole sequences, T.
@@ -80,7 +93,7 @@ class CausalAttention(nn.Module):
             kernel: of attention, from `attention_kernel`; only flash attention takes lengths.
         """
         if kernel == FLASH:
-            return cumulative_lengths(ends)
+            return cumulative_lengths(ends).expand(n_tokens, -1)
         positions = torch.arange(n_tokens, device=ends.device)
         return document_mask(ends, positions, positions, dtype)
 
@@ -108,7 +121,7 @@ class CausalAttention(nn.Module):
             if self.takes_cudnn and rate == 0 and q.shape[2] % CUDNN_TOKENS == 0:
                 return _attend_by_cudnn(q, k, v)
             return _attend(q, k, v, dropout_p=rate, is_causal=True)
-        if documents.ndim == 1:
+        if documents.ndim == 2:
             return _attend_packed(q, k, v, documents, rate)
         return _attend(q, k, v, dropout_p=rate, attn_mask=documents)
 
@@ -193,11 +206,15 @@ class Attention(nn.Module):
             mixed = self.core(q, k, v, dropout_seeds, documents)
         else:
             k, v = cache.append(k, v)
+            if cache.place is not None:
+                # As if the heads of a group were tokens: fewer kernels take shared keys and a mask.
+                q = q.reshape(B, k.shape[1], -1, self.d_head)
             mask, is_start = documents, k.shape[2] == T
             # Flash attention takes no mask; one new token needs none.
             if mask is None and not (is_start or T == 1):
                 mask = _new_see_all_before(T, k.shape[2], x.device)
             mixed = _attend(q, k, v, attn_mask=mask, is_causal=is_start and mask is None)
+            mixed = mixed.reshape(B, -1, T, self.d_head)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
         return out
 
@@ -225,8 +242,8 @@ def _attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return mixed
 
 
-def _attend_packed(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, rate: float) -> Tensor:
-    """Attends within documents by flash attention, given their cumulative lengths.
+def _attend_packed(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, rate: float) -> Tensor:
+    """Attends within documents by flash attention, given their cumulative lengths by `describe`.
 
     `torch.nn.attention.varlen` has no dropout, and in torch 2.11 no grouped queries.
     """
@@ -234,8 +251,9 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, rate: float
     if K % FLASH_HEAD_MULTIPLE:
         q, k, v = (F.pad(x, (0, -K % FLASH_HEAD_MULTIPLE)) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, heads, K)
+    longest, lengths = documents.shape[0], documents[0]
     mixed: Tensor = torch.ops.aten._flash_attention_forward(
-        q, k, v, lengths, lengths, T, T, rate, True, False, scale=1 / math.sqrt(K)
+        q, k, v, lengths, lengths, longest, longest, rate, True, False, scale=1 / math.sqrt(K)
     )[0]
     return mixed[..., :K].view(B, T, -1, K).transpose(1, 2)
 

@@ -68,3 +68,33 @@ def cumulative_lengths(ends: Tensor) -> Tensor:
     """Returns the ends in a row of all sequences, after a 0: (B M + 1), int32; some are empty."""
     sequences = torch.arange(len(ends), device=ends.device)[:, None]
     return F.pad((ends + sequences * ends[:, -1:]).flatten(), (1, 0)).int()
+
+
+def pack_lengths(ends: Tensor, micro_batch_size: int) -> tuple[Tensor, int]:
+    """Computes the cumulative lengths of the documents of each micro batch, without empty ones.
+
+    Both sizes are rounded up, so that few occur.
+
+    Args:
+        ends: of the sequences of whole micro batches, (N, M), on the CPU.
+        micro_batch_size: sequences of each.
+
+    Returns:
+        (N, P), int32, whose rows of a micro batch are in a row what flash attention takes, with
+        some empty documents at the end; and the longest document, a power of two or T.
+    """
+    n_sequences, T = len(ends), int(ends[0, -1])
+    firsts = torch.arange(n_sequences) % micro_batch_size * T
+    lengths = ends.diff(dim=1, prepend=ends.new_zeros(n_sequences, 1))
+    is_real = (lengths > 0).view(-1, micro_batch_size * ends.shape[1])
+    number = is_real.cumsum(1)  # from 1: the first place has a 0
+    n_places = int(number[:, -1].max()) + 1
+    for unit in (max(1, (1 << n_places.bit_length()) // 8), micro_batch_size):
+        n_places = -(-n_places // unit) * unit  # up to a quarter more
+    last = micro_batch_size * T
+    packed = torch.full((len(is_real), n_places + 1), last, dtype=torch.int32)
+    packed[:, 0] = 0
+    column = torch.where(is_real, number, n_places)  # what is empty: past the end
+    packed.scatter_(1, column, (ends + firsts[:, None]).view_as(is_real).int())
+    longest = min(T, 1 << (int(lengths.max()) - 1).bit_length())
+    return packed[:, :n_places].reshape(n_sequences, -1), longest

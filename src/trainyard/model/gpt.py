@@ -10,6 +10,7 @@ V padded vocabulary, L n_layers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,7 @@ class GPT(nn.Module):
         x: Tensor,
         dropout_seeds: Tensor | None = None,
         document_ends: Tensor | None = None,
+        document_lengths: Tensor | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> Tensor:
         """Computes the hidden states after this stage, (B, T, D).
@@ -133,6 +135,8 @@ class GPT(nn.Module):
                 without them or in evaluation mode.
             document_ends: of whole sequences, from `find_document_ends`, if attention is within
                 documents; absent: those of `x`, which then has whole sequences.
+            document_lengths: those of `pack_lengths` for flash attention, as (B, longest, P);
+                absent: computed from the ends, with empty documents among them.
             caches: one per block when generating; `x` then continues what they hold.
         """
         if not self.training or self.dropout.rate == 0:
@@ -145,7 +149,12 @@ class GPT(nn.Module):
         self.residual_positions = self.residual_positions.to(x.device, non_blocking=True)
         positions = self.residual_positions[start : start + x.shape[1]]
         rotation = self._rotation_of(start, x, document_ends)
-        documents = self._describe(start, x, document_ends, is_cached=caches is not None)
+        if document_lengths is None:
+            documents = self._describe(start, x, document_ends, is_cached=caches is not None)
+        else:
+            documents = document_lengths[:, 0].flatten().expand(document_lengths.shape[1], -1)
+            if "torch._dynamo" in sys.modules:  # compiled blocks serve all sizes
+                torch._dynamo.maybe_mark_dynamic(documents, [0, 1])
         if self.positions is not None:
             x = x + self.positions(_in_documents(positions, document_ends))  # (B, T, D)
         if self.takes_tokens:
@@ -188,6 +197,33 @@ class GPT(nn.Module):
         n_tokens = x.shape[1] * self.sequence_length // len(self.residual_positions)
         documents: Tensor = attention.core.describe(ends, n_tokens, self.compute_dtype, kernel)
         return documents
+
+    def decode(
+        self, tokens: Tensor, starts: Tensor, place: Tensor, caches: list[KeyValueCache]
+    ) -> Tensor:
+        """Computes the final hidden state of one more token of each text, (B, D), on a GPU.
+
+        No shape depends on its place, and the host need not know it: a CUDA graph can repeat this.
+
+        Args:
+            tokens: ids, (B,).
+            starts: where the document of each began, (B,).
+            place: of the tokens in the texts, (1,), the `place` of all caches.
+            caches: one per block, which saw the tokens before in `forward`.
+        """
+        assert self.embedding is not None and self.final_norm is not None, "this is a stage"
+        keys = torch.arange(caches[0].most_tokens, device=place.device)
+        seen = (keys >= starts[:, None]) & (keys <= place)
+        positions = (place - starts)[:, None]  # (B, 1)
+        rotation = None if self.rotation is None else self.rotation[:, positions]
+        x = self.embedding(tokens[:, None])
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        x = x.to(self.compute_dtype)
+        for block, cache in zip(self.blocks.values(), caches, strict=True):
+            x = block(x, None, place, rotation, seen[:, None, None], cache)
+        hidden: Tensor = self.final_norm(x)
+        return hidden[:, 0]
 
     def summed_loss(self, hidden: Tensor, labels: Tensor, scale: float | Tensor = 1.0) -> Tensor:
         """Sums the cross entropy of every labelled token, by `summed_cross_entropy`.

@@ -23,8 +23,8 @@ from trainyard.config.precisions import Stored
 from trainyard.config.rules import takes_cudnn
 from trainyard.config.run import Run
 from trainyard.errors import MachineError
-from trainyard.model.attention import CUDNN, attention_kernel, cudnn_can_attend
-from trainyard.model.documents import find_document_ends
+from trainyard.model.attention import CUDNN, FLASH, attention_kernel, cudnn_can_attend
+from trainyard.model.documents import find_document_ends, pack_lengths
 from trainyard.model.gpt import GPT, compile_blocks
 from trainyard.model.init import TensorShard, initialize
 from trainyard.model.linear import Layer, add_to_gradients, cast_once
@@ -238,7 +238,7 @@ class ParallelModel:
             this rank's part of the scaled loss of the whole batch; sum it over all ranks.
         """
         n_micro_batches = len(tokens) // self._micro_batch_size
-        inputs = self._inputs(tokens)
+        inputs = self._inputs(tokens, packs_lengths=self.attention_kernel == FLASH)
         if dropout_seeds is not None:
             inputs["dropout_seeds"] = dropout_seeds.to(self.mesh.device, non_blocking=True)
         tokens, labels = self._take(tokens), self._take(labels)
@@ -264,13 +264,18 @@ class ParallelModel:
         if self._is_last_backward:
             local.convert_gradient()
 
-    def _inputs(self, tokens: Tensor) -> dict[str, Tensor]:
+    def _inputs(self, tokens: Tensor, *, packs_lengths: bool = False) -> dict[str, Tensor]:
         """Returns what every stage takes besides tokens, with a row for each sequence."""
         end_id = next(iter(self.stages.values())).end_id
         if end_id is None:
             return {}
         ends = find_document_ends(tokens, end_id)
-        return {"document_ends": ends.to(self.mesh.device, non_blocking=True)}
+        inputs = {"document_ends": ends.to(self.mesh.device, non_blocking=True)}
+        if packs_lengths:
+            lengths, longest = pack_lengths(ends, self._micro_batch_size)
+            on_device = lengths.to(self.mesh.device, non_blocking=True)
+            inputs["document_lengths"] = on_device[:, None].expand(-1, longest, -1)
+        return inputs
 
     def _take(self, ids: Tensor) -> Tensor:
         """Takes this rank's tokens of its sequences, (sequences, T) to (sequences, T/cp)."""
