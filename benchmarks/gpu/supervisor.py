@@ -28,7 +28,7 @@ START_SECONDS = 90.0
 """For the imports of a worker, before its first item begins."""
 GRACE_SECONDS = 5.0
 """After the deadline, for an interrupted item to report."""
-ENDED = ("done", "wrong")
+TIMES = ("seconds", "cpu_seconds")
 
 
 class Results:
@@ -237,18 +237,20 @@ def _number(value: Any) -> str:
 
 def unfinished(items: Sequence[Item], results: Sequence[Row]) -> list[Item]:
     """Returns the items that no earlier call has done."""
-    done = {row["item"] for row in results if row.get("end") in ENDED[:1]}
+    done = {row["item"] for row in results if row.get("end") == "done"}
     return [item for item in items if item.name not in done]
 
 
 def show_ends(items: Sequence[Item], ends: Mapping[str, Row]) -> Iterator[str]:
     """Yields the lines of the last table: items, allowances, and how each ended."""
-    yield f"{'item':<40}{'allowance':>10}{'seconds':>9}  end"
+    yield f"{'item':<40}{'allowance':>10}{'seconds':>9}{'CPU':>9}  end"
     for item in items:
         end = ends.get(item.name, {"end": "not begun"})
-        yield f"{item.name:<40}{item.allowance:>10g}{end.get('seconds', 0):>9g}  {end['end']}"
-    seconds = sum(ends.get(item.name, {}).get("seconds", 0) for item in items)
-    yield f"{'sum':<40}{sum(item.allowance for item in items):>10g}{seconds:>9.1f}"
+        times = "".join(f"{end.get(name, 0):>9g}" for name in TIMES)
+        yield f"{item.name:<40}{item.allowance:>10g}{times}  {end['end']}"
+    sums = (sum(ends.get(item.name, {}).get(name, 0) for item in items) for name in TIMES)
+    times = "".join(f"{each:>9.1f}" for each in sums)
+    yield f"{'sum':<40}{sum(item.allowance for item in items):>10g}{times}"
 
 
 def choose(module: str, only: str, slowness: float) -> list[Item]:

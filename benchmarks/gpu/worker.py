@@ -48,7 +48,8 @@ def main() -> None:
 def _do(item: Item, session: Session, pipe: Any, seconds: float) -> bool:
     """Does an item; tells whether this process can do another."""
     _tell(pipe, item=item.name, begin=True)
-    began, end, said, goes_on = time.monotonic(), "done", "", True
+    began, used = time.monotonic(), time.process_time()
+    end, said, goes_on = "done", "", True
     wrong = []
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -64,8 +65,11 @@ def _do(item: Item, session: Session, pipe: Any, seconds: float) -> bool:
         signal.setitimer(signal.ITIMER_REAL, 0)
     if wrong and end == "done":
         end, said = "wrong", ", ".join(wrong)
-    seconds = round(time.monotonic() - began, 1)
-    _tell(pipe, item=item.name, end=end, seconds=seconds, said=said)
+    times = {
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(time.process_time() - used, 1),
+    }
+    _tell(pipe, item=item.name, end=end, **times, said=said)
     return goes_on
 
 
