@@ -7,7 +7,8 @@
                        line where this machine cannot have it
 
 With TORCH=2.11.0 in the environment, they get that torch instead of the one of constraints.txt, in
-folders of their own: .venv-2.11.0, .venv-cuda-2.11.0. Exits with 3 where the index does not have it.
+folders of their own: .venv-2.11.0, .venv-cuda-2.11.0. Where the index does not have it, exits
+with 3.
 
 uv installs in seconds what takes pip minutes, so pip installs uv, and takes over if uv fails. uv
 gets pip's settings (index, mirror, local wheels, certificates), so both find the same packages.
@@ -258,14 +259,19 @@ def install(venv: Environment, extras: list[str], torch_index: str) -> None:
     if failure is None and extras == ["cuda"]:
         failure = run("triton", [*pip, "install", "-q", "--no-deps", *triton_of(venv)], variables)
     if failure is not None:
-        if found := re.search("No matching distribution found for torch=+([0-9.]+)", failure):
-            build = "CUDA build of torch" if extras == ["cuda"] else "torch"
-            raise NotHereError(f"the package index has no {build} {found[1]} for this Python")
-        raise SetUpError(
-            f"pip cannot install the packages:\n{tail(failure)}\n"
-            "hint: check the network; set a proxy or a mirror with `pip config`; `make clean` "
-            f"removes {venv.folder} for a fresh start"
-        )
+        raise explain(failure, venv)
+
+
+def explain(failure: str, venv: Environment) -> SetUpError | NotHereError:
+    """Returns the error for what pip said."""
+    if found := re.search("No matching distribution found for torch=+([0-9.]+)", failure):
+        build = "CUDA build of torch" if "===" in found[0] else "torch"
+        return NotHereError(f"the package index has no {build} {found[1]} for this Python")
+    return SetUpError(
+        f"pip cannot install the packages:\n{tail(failure)}\n"
+        "hint: check the network; set a proxy or a mirror with `pip config`; `make clean` "
+        f"removes {venv.folder} for a fresh start"
+    )
 
 
 def write_pins(venv: Environment, exactly: str) -> Path:

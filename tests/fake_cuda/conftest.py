@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 
@@ -13,7 +12,12 @@ RECORD = "RECORD_LAUNCHES"
 
 if has_started():
     # Forks of the cases have it all; importing takes longer than most of them.
-    from tests.fake_cuda.steps import LAUNCHES, judge_launches, read_launches
+    from tests.fake_cuda.steps import (
+        LAUNCHES,
+        LAUNCHES_OF_THIS_TORCH,
+        judge_launches,
+        record_launches,
+    )
 
 else:
     collect_ignore_glob = ["test_*.py"]
@@ -43,5 +47,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if name == "launches"
     }
     if RECORD in os.environ and found:
-        text = json.dumps(read_launches() | found, indent=0, sort_keys=True)
-        LAUNCHES.write_text(text + "\n", encoding="utf-8")
+        record_launches(found, LAUNCHES_OF_THIS_TORCH if os.environ.get("TORCH") else LAUNCHES)

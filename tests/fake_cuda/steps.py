@@ -31,6 +31,8 @@ SMALL = (
     *("model.sequence_length=256", "train.micro_batch_size=4", "train.global_batch_size=8"),
 )
 LAUNCHES = Path(__file__).parent / "launches.json"
+LAUNCHES_OF_THIS_TORCH = LAUNCHES.with_name(f"launches-{torch.__version__.partition('+')[0]}.json")
+"""Rows with more launches than in launches.json, which is of the torch of constraints.txt."""
 MORE_LAUNCHES = 1.02
 DEVICE = torch.device("cuda", 0)
 WARM_UP_STEPS = 2
@@ -152,9 +154,21 @@ def note_refused_kernels() -> Iterator[list[str]]:
 
 
 def read_launches() -> dict[str, int]:
-    """Reads how many launches a step of each row has."""
+    """Reads how many launches a step of each row has, with this torch."""
     found: dict[str, int] = json.loads(LAUNCHES.read_text(encoding="utf-8"))
+    if LAUNCHES_OF_THIS_TORCH.exists():
+        found |= json.loads(LAUNCHES_OF_THIS_TORCH.read_text(encoding="utf-8"))
     return found
+
+
+def record_launches(found: dict[str, int], path: Path) -> None:
+    """Writes the launches of rows: all to launches.json, to another torch's file those above it."""
+    budgets = json.loads(LAUNCHES.read_text(encoding="utf-8"))
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    rows = known | found
+    if path != LAUNCHES:
+        rows = {row: n for row, n in rows.items() if n > MORE_LAUNCHES * budgets.get(row, 0)}
+    path.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def judge_launches(row: str, n: int) -> None:

@@ -125,7 +125,7 @@ def test_an_old_torch(tmp_path: Path) -> None:
         f'#!/bin/bash\nPYTHONPATH={tmp_path}/site:{SOURCES} exec {sys.executable} "$@"\n',
     )
     done = run(tmp_path, "slurm", python)
-    problem = "torch 2.7.0 is installed, but Trainyard needs torch<2.14,>=2.11"
+    problem = "torch 2.7.0 is installed, but Trainyard needs torch<2.15,>=2.11"
     assert_held(done, f"{python}: {problem}\n")
 
 

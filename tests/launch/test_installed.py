@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from trainyard.errors import EXIT_HOLD
 from trainyard.launch.installed import find_problem, find_problems
 
-SOURCES = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "src"
 
 
 def test_this_python_lacks_nothing() -> None:
@@ -54,7 +56,7 @@ def test_a_missing_package() -> None:
 @pytest.mark.parametrize("what", ["train", "prepare"])
 @pytest.mark.parametrize(
     ("name", "version", "wanted"),
-    [("torch", "2.7.0", "torch<2.14,>=2.11"), ("torchao", "0.17.0", "torchao<0.19,>=0.18")],
+    [("torch", "2.7.0", "torch<2.15,>=2.11"), ("torchao", "0.17.0", "torchao<0.19,>=0.18")],
 )
 def test_an_old_package_holds_training_alone(
     name: str, version: str, wanted: str, what: str, tmp_path: Path
@@ -68,6 +70,18 @@ def test_an_old_package_holds_training_alone(
     )
     said = f"{name} {version} is installed, but Trainyard needs {wanted}\n"
     assert (done.returncode, done.stdout) == ((EXIT_HOLD, said) if what == "train" else (0, ""))
+
+
+def test_pages_and_ci_state_the_range_of_torch() -> None:
+    (wanted,) = re.findall(r'"(torch>=2\.\d+,<2\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    oldest, beyond = map(int, re.findall(r"2\.(\d+)", wanted))
+    for page in (ROOT / "README.md", ROOT / "docs" / "installing.md"):
+        text = page.read_text()
+        assert f"torch 2.{oldest} to 2.{beyond - 1}" in text
+        assert set(re.findall(r"torch>=[\d.,<]+", text)) == {wanted}
+    script = ROOT / ".ci" / "run"
+    tried = re.search(r"for torch in 2\.(\d+)\.\d+ 2\.(\d+)\.\d+", script.read_text())
+    assert tried is not None and [*map(int, tried.groups())] == [oldest, beyond - 1]
 
 
 def write_package(folder: Path, name: str, version: str) -> None:

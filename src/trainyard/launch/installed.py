@@ -36,7 +36,7 @@ def find_problems(needs_torch: bool) -> list[str]:
 
 
 def find_problem(requirement: str) -> str | None:
-    """Returns why a requirement such as `torch<2.14,>=2.11` is not met; None if it is.
+    """Returns why a requirement such as `torch<2.15,>=2.11` is not met; None if it is.
 
     Versions compare by their leading numbers, so 2.11.0a0+vendor meets >=2.11.
     """

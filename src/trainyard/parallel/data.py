@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-# Private up to torch 2.13 at least: the public names of one collective depend on the version.
+# Private up to torch 2.14 at least: the public names of one collective depend on the version.
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from trainyard.config.precisions import SCALED_COLUMNS
@@ -67,7 +67,7 @@ def _share(
     module: torch.nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, zero_stage: int
 ) -> None:
     if zero_stage == 0:
-        # FSDP2's internals, all-reducing; private up to torch 2.13 at least, the same in 2.11.
+        # FSDP2's internals, all-reducing; private up to torch 2.14 at least, the same in 2.11.
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
         replicate(module, mesh=mesh, mp_policy=policy)
