@@ -8,7 +8,13 @@ from tests.model.test_gpt import MODERN, SHAPE, build
 
 from trainyard.errors import CheckpointError, ConfigError, DataError
 from trainyard.evaluation import generate as generating
-from trainyard.evaluation.generate import Sampling, choose, generate, generate_steps
+from trainyard.evaluation.generate import (
+    Sampling,
+    choose,
+    find_largest,
+    generate,
+    generate_steps,
+)
 from trainyard.model.gpt import GPT
 
 T = 16
@@ -204,3 +210,35 @@ def test_a_diverged_model_is_named(model: GPT) -> None:
         model.final_norm.weight.fill_(float("nan"))
     with pytest.raises(CheckpointError, match=r"scores are not numbers .* diverged"):
         generate(model, [[1]], 3, GREEDY)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3, top_k=7), Sampling(top_k=0)])
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_the_decoder_of_gpus_gives_the_same_text(
+    options: dict[str, Any], sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(SHAPE.model_copy(update=options), torch.float64).double()
+    # 40 tokens: the cache is filled and started again; of unlike prompts no more than fit.
+    for prompts, n in (([[5, 3, 8, 1], [2, 3, 4, 4]], 40), ([[5, 3, 8, 1, 4, 4], [7]], 10)):
+        expected = generate(model, prompts, n, sampling, eod_id=3)
+        with monkeypatch.context() as patch:
+            patch.setattr(generating, "_decode", generating._decode_on_gpu)
+            assert generate(model, prompts, n, sampling, eod_id=3) == expected
+
+
+def test_draws_choose_as_multinomial_does() -> None:
+    logits = torch.randn(500, 40, generator=torch.Generator().manual_seed(0))
+    draws, same_draws = (torch.Generator().manual_seed(1) for _ in range(2))
+    probabilities, ids = logits.softmax(-1).sort(descending=True, stable=True)
+    place = torch.multinomial(probabilities, 1, generator=same_draws)
+    sampling = Sampling(temperature=1, top_k=0, top_p=1)
+    assert choose(logits, sampling, draws).equal(ids.gather(-1, place)[:, 0])
+
+
+def test_the_largest_are_in_the_order_of_a_stable_sort() -> None:
+    scores = torch.randn(20, 300, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    scores[:, ::7], scores[:, 1::7], scores[:, 2] = 0.0, -0.0, -INF
+    for n in (1, 50, 299):
+        found, ids = find_largest(scores, n)
+        expected = scores.sort(descending=True, stable=True)
+        assert found.equal(expected.values[:, :n]) and ids.equal(expected.indices[:, :n])

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from tests.command import trainyard
-from tests.fake_cuda.device import build_on_device, in_fork
+from tests.fake_cuda.device import Counts, build_on_device, in_fork
 from tests.fake_cuda.steps import DEVICE, SMALL
 from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.bench.measure import OurTraining
 from trainyard.config.load import load_run
+from trainyard.evaluation.generate import TOKENS_A_WAIT, Sampling, generate
 from trainyard.training.checkpoints import build_saver, load_state, save_state
 
 ROOT = Path(__file__).parents[2]
@@ -150,3 +151,20 @@ def test_the_gpu_benchmark_is_rehearsed(tmp_path: Path) -> None:
     assert ends == dict.fromkeys(items, ("done", ""))
     (timed,) = (row for row in rows if row.get("row") == "gpt ours")
     assert timed["gib"] > 0 and timed["gib_plan"] > 0 and timed["mfu_plan"] > 0
+
+
+def count_generated(n_tokens: int) -> Counts:
+    """Generates two texts; gives what the device was asked for."""
+    run = load_run("tiny", [*SMALL, "model.dropout=0", "precision.kind=bf16"]).run
+    model = build_on_device(run, DEVICE).model.stages[0]
+    before = Counts.now()
+    generate(model, [[1, 2, 3], [4, 5]], n_tokens, Sampling())
+    return Counts.now().since(before)
+
+
+def test_a_generated_token_is_one_launch_and_few_wait() -> None:
+    few, more = (
+        in_fork(lambda n=n: count_generated(n), {}) for n in (2 * TOKENS_A_WAIT, 4 * TOKENS_A_WAIT)
+    )
+    found = more.since(few)
+    assert (found.waits, found.launches) == (2, 2 * (TOKENS_A_WAIT + 1))

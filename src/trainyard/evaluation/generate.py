@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from trainyard.errors import CheckpointError, ConfigError, DataError
-from trainyard.model.documents import find_document_ends
+from trainyard.model.attention import KeyValueCache
+from trainyard.model.documents import document_starts, find_document_ends
 from trainyard.model.gpt import GPT
+from trainyard.model.linear import Layer, cast_once
+
+TOKENS_A_WAIT = 16
+"""On a GPU the host waits once for this many tokens, and then sees whether all texts have ended."""
+Choice = tuple["Sampling", torch.Generator]
+"""How to choose tokens, and what draws."""
 
 
 @dataclass(frozen=True)
@@ -118,39 +125,192 @@ def generate_steps(
         _checked_prompt(prompt, model.vocabulary_size, sequence_length, eod_id)
         for prompt in prompts
     ]
-    device = model.head_weight.device
     # Drawn on the CPU, so that a seed works the same on every device.
     generator = torch.Generator().manual_seed(sampling.seed)
     longest = max(map(len, checked))
     end_id = -1 if model.end_id is None else model.end_id  # the padding, -1 if it is no token
     text = torch.tensor([[end_id] * (longest - len(ids)) + ids for ids in checked])  # (B, T)
     has_documents = model.end_id is not None or min(map(len, checked)) < longest
-    new = text.clamp(min=0)
-    caches = model.build_caches(sequence_length)
+    on_gpu = model.head_weight.device.type == "cuda"
+    decode = _decode_on_gpu if on_gpu else _decode
     finished = torch.zeros(len(text), dtype=torch.bool)
     was_training = model.training
     model.eval()
     try:
-        for _ in range(n_tokens):
-            if caches[0].n_tokens == sequence_length:
-                caches = model.build_caches(sequence_length)
-                new = text[:, -max(1, sequence_length // 2) :]
-            inputs: dict[str, Any] = {"caches": caches}
-            if has_documents:
-                n_seen = caches[0].n_tokens + new.shape[1]
-                ends = find_document_ends(text[:, -n_seen:], end_id)
-                inputs["document_ends"] = ends.to(device)
-            with _eagerly():
-                hidden = model(new.to(device), **inputs)[:, -1]  # (B, D)
-            chosen = choose(model.logits(hidden).cpu(), sampling, generator)
+        document_end = end_id if has_documents else None
+        for chosen in decode(model, text, n_tokens, (sampling, generator), document_end):
             yield chosen
-            new = chosen[:, None]
-            text = torch.cat([text, new], dim=1)
             finished |= chosen == eod_id if eod_id is not None else False
             if finished.all():
                 return
     finally:
         model.train(was_training)
+
+
+def _decode(
+    model: GPT, text: Tensor, n_tokens: int, choice: Choice, end_id: int | None
+) -> Iterator[Tensor]:
+    """Yields the tokens after a text, (B,) each; `end_id` is None for one document each."""
+    sequence_length = len(model.token_positions)
+    caches, new = model.build_caches(sequence_length), text
+    for _ in range(n_tokens):
+        if caches[0].n_tokens == sequence_length:
+            caches = model.build_caches(sequence_length)
+            new = text[:, -max(1, sequence_length // 2) :]
+        hidden = _continue(model, text, new, caches, end_id)
+        chosen = choose(model.logits(hidden).cpu(), *choice)
+        yield chosen
+        new = chosen[:, None]
+        text = torch.cat([text, new], dim=1)
+
+
+def _continue(
+    model: GPT, text: Tensor, new: Tensor, caches: list[KeyValueCache], end_id: int | None
+) -> Tensor:
+    """Computes the last hidden state of each text, (B, D), from the cache and its new tokens."""
+    inputs: dict[str, Any] = {"caches": caches}
+    if end_id is not None:
+        n_seen = caches[0].n_tokens + new.shape[1]
+        ends = find_document_ends(text[:, -n_seen:], end_id)
+        inputs["document_ends"] = ends.to(model.head_weight.device)
+    with _eagerly():
+        hidden: Tensor = model(new.clamp(min=0).to(model.head_weight.device), **inputs)
+    return hidden[:, -1]
+
+
+def _decode_on_gpu(
+    model: GPT, text: Tensor, n_tokens: int, choice: Choice, end_id: int | None
+) -> Iterator[Tensor]:
+    """Yields what `_decode` does; the host waits once for several tokens."""
+    sequence_length = len(model.token_positions)
+    layers = [each for each in model.modules() if isinstance(each, Layer)]
+    with cast_once(layers, model.compute_dtype):
+        decoder = _Decoder(model, choice[0], len(text))
+        while n_tokens:
+            cache = decoder.caches[0]
+            starts_anew = cache.n_tokens in (0, sequence_length)
+            if starts_anew and cache.n_tokens:
+                seen = text[:, -max(1, sequence_length // 2) :]
+            elif starts_anew:
+                seen = text
+            n_places = sequence_length - (seen.shape[1] - 1 if starts_anew else cache.n_tokens)
+            n_here = min(TOKENS_A_WAIT, n_tokens, n_places)
+            decoder.draw(n_here, choice[1])
+            if starts_anew:
+                decoder.start(seen, end_id)
+            for _ in range(n_here - starts_anew):
+                decoder.step()
+            chosen = decoder.read(n_here)
+            yield from chosen
+            text = torch.cat([text, chosen.t()], dim=1)
+            n_tokens -= n_here
+
+
+class _Decoder:
+    """Continues texts on a GPU; all that a token depends on is there.
+
+    Args:
+        model: on the GPU.
+        sampling: how to choose tokens.
+        n_texts: B.
+
+    Attributes:
+        caches: one per block, of as many tokens as the model takes.
+    """
+
+    def __init__(self, model: GPT, sampling: Sampling, n_texts: int) -> None:
+        self._model, self._sampling = model, sampling
+        self.caches = model.build_caches(len(model.token_positions))
+        device = model.head_weight.device
+        self._ids, self._starts = torch.zeros(2, n_texts, dtype=torch.int64, device=device)
+        self._end_id = -1
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._number = torch.zeros_like(self._place)  # of the token since the last wait
+        self._chosen = torch.zeros(TOKENS_A_WAIT, n_texts, dtype=torch.int64, device=device)
+        n_draws = _count_candidates(sampling, model.vocabulary_size)
+        self._draws = torch.ones(TOKENS_A_WAIT, n_texts, n_draws, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def draw(self, n_tokens: int, generator: torch.Generator) -> None:
+        """Draws what chooses the next tokens, as `torch.multinomial` does on a CPU."""
+        self._number.zero_()
+        if self._sampling.temperature:
+            shape = n_tokens, *self._draws.shape[1:]
+            drawn = torch.empty(shape, pin_memory=self._ids.is_cuda)
+            for each in drawn:
+                each.exponential_(generator=generator)
+            self._draws[:n_tokens].copy_(drawn, non_blocking=True)
+
+    def start(self, text: Tensor, end_id: int | None) -> None:
+        """Reads whole texts, (B, T), and chooses the next token of each."""
+        for cache in self.caches:
+            cache.n_tokens, cache.place = 0, None
+        hidden = _continue(self._model, text, text, self.caches, end_id)
+        n_tokens = text.shape[1]
+        starts = torch.zeros(len(text), dtype=torch.int64)
+        if end_id is not None:
+            self._end_id = end_id
+            ends = find_document_ends(text, end_id)
+            starts = document_starts(ends, torch.tensor([n_tokens - 1]))[:, 0]
+        self._starts.copy_(starts)
+        self._ids.copy_(text[:, -1])
+        self._place.fill_(n_tokens - 1)
+        for cache in self.caches:
+            cache.place = self._place
+        self._take(hidden)
+
+    def step(self) -> None:
+        """Reads the newest tokens, and chooses the next ones."""
+        if self._graph is None and self._ids.is_cuda:
+            self._graph = self._record()
+        if self._graph is None:
+            self._compute()
+        else:
+            self._graph.replay()
+        self.caches[0].n_tokens += 1
+
+    def read(self, n_tokens: int) -> Tensor:
+        """Waits for the tokens since `draw`: (n_tokens, B).
+
+        Raises:
+            CheckpointError: a logit is NaN.
+        """
+        chosen = self._chosen[:n_tokens].cpu()
+        if (chosen < 0).any():
+            raise _diverged()
+        return chosen
+
+    def _take(self, hidden: Tensor) -> None:
+        """Chooses tokens by the hidden states before them, (B, D), and goes to their place."""
+        logits = self._model.logits(hidden)
+        draws = self._draws[self._number][0]
+        chosen = choose_by_draws(logits, self._sampling, draws)
+        chosen = chosen.masked_fill(logits.isnan().any(-1), -1)
+        self._chosen.index_copy_(0, self._number, chosen[None])
+        self._number += 1
+        self._place += 1
+        self._starts.copy_(torch.where(self._ids == self._end_id, self._place, self._starts))
+        self._ids.copy_(chosen.clamp(min=0))
+
+    def _compute(self) -> None:
+        hidden = self._model.decode(self._ids, self._starts, self._place, self.caches)
+        self._take(hidden)
+
+    def _record(self) -> torch.cuda.CUDAGraph:
+        """Records a step; one before it, without effect, lets libraries prepare."""
+        state = (self._ids, self._starts, self._place, self._number, self._chosen)
+        before = [each.clone() for each in state]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), _eagerly():
+            self._compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        for each, value in zip(state, before, strict=True):
+            each.copy_(value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), _eagerly():
+            self._compute()
+        return graph
 
 
 def _eagerly() -> AbstractContextManager[None]:
@@ -167,22 +327,64 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Te
     Raises:
         CheckpointError: a logit is NaN.
     """
+    if logits[:, : sampling.vocabulary_size].isnan().any():
+        raise _diverged()
+    shape = len(logits), _count_candidates(sampling, logits.shape[1])
+    draws = torch.empty(shape, dtype=logits.dtype)
+    if sampling.temperature:
+        draws.exponential_(generator=generator)
+    return choose_by_draws(logits, sampling, draws)
+
+
+def choose_by_draws(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
+    """Picks one token for each row of logits: (B, V) -> (B,), without waiting for a device.
+
+    Args:
+        logits: of all tokens.
+        sampling: how to choose.
+        draws: exponentially distributed, one for each candidate, the most likely first; they
+            decide as in `torch.multinomial`.
+    """
     logits = logits[:, : sampling.vocabulary_size]
-    if logits.isnan().any():
-        raise CheckpointError(
-            "the model's scores are not numbers (NaN): its weights have diverged",
-            "use an earlier checkpoint; the loss in metrics.jsonl shows when it diverged",
-        )
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    scores, ids = (logits / sampling.temperature).sort(descending=True, stable=True)
-    if sampling.top_k:
-        scores, ids = scores[:, : sampling.top_k], ids[:, : sampling.top_k]
+    scores = logits / sampling.temperature
+    n_candidates = draws.shape[1]
+    if scores.is_cuda and n_candidates < scores.shape[1]:
+        scores, ids = find_largest(scores, n_candidates)
+    else:
+        scores, ids = scores.sort(descending=True, stable=True)
+        scores, ids = scores[:, :n_candidates], ids[:, :n_candidates]
     probabilities = scores.softmax(-1)
     likelier = probabilities.cumsum(-1) - probabilities  # cumulative probability of likelier tokens
-    probabilities[likelier >= sampling.top_p] = 0
-    place = torch.multinomial(probabilities, 1, generator=generator)
+    probabilities.masked_fill_(likelier >= sampling.top_p, 0)
+    place = (probabilities / draws).argmax(-1, keepdim=True)
     return ids.gather(-1, place)[:, 0]
+
+
+def find_largest(scores: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Returns the first `n` of each row in a stable descending sort, and their places; in fp32.
+
+    `topk` alone orders equal scores in any way, and in bf16 many are equal.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # no -0.0
+    in_order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32
+    places = torch.arange(scores.shape[1], device=scores.device)
+    keys = in_order + (scores.shape[1] - places)
+    ids = keys.topk(n).indices
+    return scores.gather(-1, ids), ids
+
+
+def _count_candidates(sampling: Sampling, n_logits: int) -> int:
+    n_logits = min(n_logits, sampling.vocabulary_size or n_logits)
+    return min(sampling.top_k or n_logits, n_logits)
+
+
+def _diverged() -> CheckpointError:
+    return CheckpointError(
+        "the model's scores are not numbers (NaN): its weights have diverged",
+        "use an earlier checkpoint; the loss in metrics.jsonl shows when it diverged",
+    )
 
 
 def _checked_prompt(

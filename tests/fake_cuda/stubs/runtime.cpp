@@ -35,6 +35,8 @@ static cudaError_t give_handle(Handle* handle) {
   return cudaSuccess;
 }
 
+static bool is_capturing = false;  // a graph
+
 static cudaError_t wait() {
   fake::n_waits++;
   return cudaSuccess;
@@ -247,18 +249,47 @@ EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t) { return wait(); }
+
+// Graphs: of one stream at a time, empty; each start of one counts as a launch.
+
+EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+  is_capturing = true;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
+  is_capturing = false;
+  return give_handle(graph);
+}
 EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+  *status = is_capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
-                                            unsigned long long* id, cudaGraph_t*,
-                                            const cudaGraphNode_t**, const cudaGraphEdgeData**,
-                                            size_t*) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
+EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                            unsigned long long* id, cudaGraph_t* graph,
+                                            const cudaGraphNode_t** nodes,
+                                            const cudaGraphEdgeData** edges, size_t* n) {
+  if (id) *id = is_capturing;
+  if (graph) *graph = nullptr;
+  if (nodes) *nodes = nullptr;
+  if (edges) *edges = nullptr;
+  if (n) *n = 0;
+  return cudaStreamIsCapturing(stream, status);
+}
+EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* n) {
+  *n = 1;
   return cudaSuccess;
 }
+EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* ready, cudaGraph_t,
+                                                 unsigned long long) {
+  return give_handle(ready);
+}
+EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) {
+  fake::n_kernels++;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
+EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
+
 EXPORT cudaError_t cudaEventCreate(cudaEvent_t* event) { return give_handle(event); }
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   return give_handle(event);
