@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 FOR_SCRIPTS := --implicit-reexport --allow-untyped-calls --no-warn-unused-ignores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --dist worksteal -q
 
-.PHONY: demo test test-all test-cuda check bench wheels set-up-train set-up-dev set-up-bench set-up-cuda clean
+.PHONY: demo test test-all test-compiled test-cuda check bench wheels set-up-train set-up-dev set-up-bench set-up-cuda clean
 
 demo: set-up-train
 	$(BIN)/trainyard demo
@@ -24,6 +24,10 @@ test: set-up-dev
 PART ?= 1/1
 test-all: set-up-dev
 	$(PYTEST) -n 3 -m '$(MARKS)' --part $(PART)
+
+# Compiled equals eager, all cases: with TORCH=2.11.0 on another torch.
+test-compiled: set-up-dev
+	$(PYTEST) -n 2 -m '' --part $(PART) tests/model/test_compiled.py
 
 test-cuda: set-up-cuda
 	.venv-cuda$(OWN)/bin/python tests/fake_cuda/start.py -m pytest -n 2 --dist worksteal -q tests/fake_cuda --part $(PART)

@@ -214,7 +214,7 @@ def keys_of_other_groups(patch: pytest.MonkeyPatch) -> None:
 
 def halves_of_swiglu_exchanged(patch: pytest.MonkeyPatch) -> None:
     """A rank takes the first half of its rows as gates, as in a whole weight of two halves."""
-    patch.setattr(linear, "_rows_apart", lambda rows: rows)
+    patch.setattr(linear, "_parts", lambda rows, n: rows.view(n, -1, *rows.shape[1:]))
 
 
 def gradients_of_head_norms_not_added_up(patch: pytest.MonkeyPatch) -> None:

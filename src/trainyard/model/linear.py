@@ -189,12 +189,12 @@ def cached_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def as_output(x: Tensor) -> Tensor:
-    """Returns a new tensor with the data of `x`, for an autograd function to return.
+    """Returns `x` for an autograd function to return; compiled, as a new tensor of the same data.
 
     An operation in place, or a `.to` without effect, returns the tensor it was given. A function
     that returns that one too has no gradient when compiled by torch 2.11: zeros, without an error.
     """
-    return x.view_as(x)
+    return x.view_as(x) if torch.compiler.is_compiling() else x
 
 
 class _Forgetful:

@@ -263,8 +263,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 rows = rows.masked_fill(nothing, 0.0)
                 weight_gradient = _add_product(weight_gradient, error.t(), rows, scale, like=weight)
                 del error
-        is_added = options.total is not None
-        ctx.save_for_backward(hidden_gradient, None if is_added else weight_gradient)
+        ctx.save_for_backward(hidden_gradient, weight_gradient if options.total is None else None)
         return as_output(loss) if scale is None else scale * loss
 
     @staticmethod

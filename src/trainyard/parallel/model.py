@@ -180,9 +180,7 @@ class ParallelModel:
         mesh, parallel, blocks = self.mesh, run.parallel, plan.stages[number]
         padded = plan.padded_vocabulary_size
         model = GPT(run.model, padded, self._precision.compute_dtype, parallel.recompute, blocks)
-        for block in model.blocks.values():
-            attention: Any = block.attention
-            attention.core.takes_cudnn = self.attention_kernel == CUDNN
+        self._choose_kernels(model, run)
         if mesh.context is not None:
             refuse_ring(run, mesh.device)
             apply_context_parallel(model, mesh.context, parallel.context_method)
@@ -197,10 +195,6 @@ class ParallelModel:
             use_onednn(model)
         initialize(model, run.train.seed, self.tensor_shard)
         self._precision.convert_weights(model)
-        if mesh.device.type == "cuda" and not run.kernels.swiglu_halves:
-            for layer in model.modules():
-                if isinstance(layer, Layer):
-                    layer.n_parts = 1
         if compiles_blocks(run, mesh.device):
             compile_blocks(model, in_order=mesh.tensor is not None or mesh.context is not None)
         if mesh.data is not None:
@@ -210,6 +204,14 @@ class ParallelModel:
             apply_fsdp(model, mesh.data, parallel.zero_stage)
             convert_messages(model, self._precision)
         return model.to(mesh.device).train()
+
+    def _choose_kernels(self, model: GPT, run: Run) -> None:
+        for block in model.blocks.values():
+            attention: Any = block.attention
+            attention.core.takes_cudnn = self.attention_kernel == CUDNN
+            mlp: Any = block.mlp
+            if self.mesh.device.type == "cuda" and not run.kernels.swiglu_halves:
+                mlp.up.n_parts = 1
 
     @property
     def tensor_shard(self) -> TensorShard:
