@@ -114,7 +114,7 @@ _POSITIONS = {
 }
 _MLPS = {
     "gelu": _Part(mlp=(2, 3), kernels=(1, 1)),
-    "swiglu": _Part(mlp=(1.5, 7.5), kernels=(1, 2)),
+    "swiglu": _Part(mlp=(1.5, 5), kernels=(1, 2)),
 }
 _DROPOUT = _Part(stream=(4.5, 6), kernels=(0, 2))
 # A factor is read for its scale, then read and cast, for products with its rows and with its
@@ -151,11 +151,11 @@ _COMPILED = Program(
     hides_tensor="backward",
     chunk_kernels=14,
     fused_gradient_bytes=6,
-    table_bytes=34,
+    table_bytes=8,
     recast_bytes=17,
     recast_kernels=2.6,
     unneeded_bytes=8,
-    step_kernels=100,
+    step_kernels=85,
     list_kernels=3 / LAUNCH_VALUES,
     matrix_kernels=53,
     is_compiled=True,
