@@ -59,7 +59,7 @@ def test_a_file_for_other_devices_fits_them(folder: Path) -> None:
     assert 'extends = "gpt3-125m"' in (folder / "big.toml").read_text(), "the text is short"
 
 
-@pytest.mark.parametrize(("gpus", "days", "preset"), [(8, 1, "gpt3-1.3b"), (64, 7, "gpt3-6.7b")])
+@pytest.mark.parametrize(("gpus", "days", "preset"), [(8, 1, "gpt3-1.3b"), (64, 6, "gpt3-6.7b")])
 def test_the_largest_model_in_time(gpus: int, days: int, preset: str) -> None:
     trainer = Trainer.at_its_slowest(find_machine(None, "h100-80g"), (1e9,))
     chosen = choose_run(400_000_000_000, 50257, trainer, gpus, days * DAY)

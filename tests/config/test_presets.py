@@ -8,7 +8,9 @@ import pytest
 from trainyard.architecture import padded_vocabulary_size, parameter_count
 from trainyard.config.load import load_run, preset_names, render_run
 from trainyard.config.run import Run
+from trainyard.planning.memory import busiest_memory
 from trainyard.planning.resolve import resolve
+from trainyard.planning.room import gpu_bytes
 
 
 def preset(name: str) -> Run:
@@ -68,7 +70,6 @@ def test_gpt3_and_mds_tables(
         assert run.optimizer.betas == (0.9, 0.95)
         assert run.optimizer.weight_decay == 0.1
         assert run.optimizer.clip_norm == 1.0
-        assert run.model.dropout == 0.1
     assert paper.schedule.minimum_learning_rate == pytest.approx(rate / 10)
     assert str(paper.schedule.warmup) == "375M tokens"
     assert str(paper.schedule.decay) == "260B tokens"
@@ -82,6 +83,26 @@ def test_gpt3_and_mds_tables(
     assert (str(mds.schedule.warmup), str(mds.schedule.decay)) == ("3B tokens", "300B tokens")
     assert mds.model.init_std == std
     assert std == pytest.approx(math.sqrt(1 / (3 * width)), rel=0.1)
+
+
+def test_presets_have_dropout_only_where_their_source_does() -> None:
+    for name in preset_names():
+        is_megatron = name.startswith(("azure-", "mds-", "polaris-")) or name == "msamp-345m"
+        assert preset(name).model.dropout == 0.1 * (is_megatron or name == "tiny"), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt3-125m", "gpt3-350m", "modern-125m", "modern-350m"),
+        *("smollm2-135m", "smollm2-360m", "qwen3-0.6b"),
+    ],
+)
+def test_small_presets_fill_a_small_gpu_and_divide_on_eight(name: str) -> None:
+    run, room = preset(name), gpu_bytes("RTX 4090")
+    assert run.train.micro_batch_size > 1
+    assert busiest_memory(run, resolve(run, 1), on_gpu=True).peak_bytes <= room
+    assert resolve(run, 8).data_parallel_size == 8
 
 
 @pytest.mark.parametrize(

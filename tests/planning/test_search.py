@@ -79,7 +79,8 @@ def test_only_the_layout_changes() -> None:
 def test_nothing_is_found_where_nothing_can_be() -> None:
     run = load_run("gpt3-175b").run
     assert search(run, POLARIS, 4) == []
-    odd = load_run("gpt3-125m", ["train.global_batch_size=1", "train.batch_ramp=none"]).run
+    sizes = ["train.micro_batch_size=1", "train.global_batch_size=1", "train.batch_ramp=none"]
+    odd = load_run("gpt3-125m", sizes).run
     assert search(odd, POLARIS, 7) == []
 
 

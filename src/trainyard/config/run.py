@@ -82,7 +82,7 @@ class Model(Section):
     """Pad the embedding to a multiple of this x parallel.tensor rows, for fast matmuls."""
     tied_embeddings: bool = True
     """Share one matrix between the token embedding and the output head."""
-    dropout: float = Field(default=0.1, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of embeddings, attention weights and residual outputs in training."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 n_layers)."""
