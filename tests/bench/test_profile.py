@@ -78,13 +78,13 @@ def test_a_step_reads_nothing_that_the_host_does_not_have(build: Build, tmp_path
     found = profile_ours(build, tmp_path, OurTraining.step)
     places = found["host_reads_per_step"]
     # The gradient that the loss gets, only where it is on the CPU; the labels of the batch, which
-    # is there too. On a GPU neither waits.
+    # is there too. On a GPU neither waits. torch 2.11 places the former in the forward pass.
     allowed = {
-        "trainyard/model/loss.py": "backward",
-        "trainyard/training/step.py": "compute_gradients",
+        "trainyard/model/loss.py": ("backward", "summed_cross_entropy"),
+        "trainyard/training/step.py": ("compute_gradients",),
     }
     for place in places:
-        assert allowed[place.partition("(")[0]] in place
+        assert place.endswith(allowed[place.partition("(")[0]])
     assert sum(places.values()) <= 3
     assert found["host_waits_per_step"] == {}
 

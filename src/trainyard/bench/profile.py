@@ -68,7 +68,10 @@ def profile_steps(
     for n_steps in (REHEARSALS, PROFILED_STEPS):
         with (
             profile(
-                activities=activities, with_stack=with_places, experimental_config=config
+                activities=activities,
+                with_stack=with_places,
+                experimental_config=config,
+                acc_events=True,  # of one cycle; torch 2.11 warns without it
             ) as profiler,
             timeline.recording(models, annotates=True),
         ):
@@ -164,9 +167,12 @@ def _reader(event: Any) -> str:
         caller = caller.cpu_parent
     if caller is not None and caller.name.startswith("aten::"):
         return ""
-    while caller is not None and ".py(" not in caller.name:
+    parents = []
+    while caller is not None:
+        parents.append(caller.name)
         caller = caller.cpu_parent
-    return "unknown" if caller is None else str(caller.name)
+    # In torch 2.11 Python code is no parent, and of a backward pass the stack is the forward one's.
+    return next((str(name) for name in (*parents, *event.stack) if ".py(" in name), "unknown")
 
 
 def _per_step(names: Iterable[str]) -> dict[str, float]:

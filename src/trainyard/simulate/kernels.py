@@ -327,7 +327,8 @@ def _library_calls(origin: Any) -> Iterator[tuple[int, str, torch.dtype]]:
         if isinstance(function, torch._ops.OpOverload):
             inputs = args[number:]
             tensors = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
-            flops = count_flops(function, inputs, kwargs, origin.meta["val"])
+            # In torch 2.11 an operation that returns nothing has no value.
+            flops = count_flops(function, inputs, kwargs, origin.meta.get("val"))
             if tensors:
                 yield flops, function._opname, _narrowest(tensors)
             return
