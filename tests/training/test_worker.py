@@ -148,6 +148,8 @@ def test_run_folder_says_everything(tiny_run: Run, tmp_path: Path) -> None:
     assert plan["n_steps"] == 12
     manifest = read_manifest(folder / "checkpoints" / "step-00000012")
     assert manifest.build_run() == with_fields(tiny_run, log={"tensorboard": True})
+    # Defaults too: a later version may have others.
+    assert manifest.run["model"] == tiny_run.model.model_dump(mode="json")
 
 
 def test_rate_of_a_step_counts_its_own_batch(tiny_run: Run, tmp_path: Path) -> None:
