@@ -61,8 +61,6 @@ ITEMS = (
     _run("350m muon", 25),
     _run("350m documents", 30),
     _run("125m", 15),
-    _run("125m cuda graph", 25),
-    _run("125m guards", 15),
     _run("modern-1.3b pairs", 20),
     _run("1.3b reduced precision", 20),
     _check("tests rest", 120, "run_tests", "rest"),

@@ -141,20 +141,6 @@ RUNS: dict[str, Timed] = {
         "350m micro 16",
         "price of documents",
     ),
-    "125m cuda graph": Timed(
-        "gpt3-125m",
-        _sizes(8, 64, "kernels.cuda_graph=true"),
-        "x1.1",
-        "125m",
-        _FASTER.format("cuda_graph"),
-    ),
-    "125m guards": Timed(
-        "gpt3-125m",
-        _sizes(8, 64, "kernels.skip_guards=false"),
-        "x0.97",
-        "125m",
-        "kernels.skip_guards: true where below 0.99",
-    ),
     "125m": Timed("gpt3-125m", _sizes(8, 64), "0.30"),
     "modern-1.3b pairs": Timed(
         "modern-1.3b",

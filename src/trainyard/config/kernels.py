@@ -22,10 +22,5 @@ class Kernels(Section):
     flash attention."""
     swiglu_halves: bool = True
     """Compute gates and values of SwiGLU as two halves, which kernels read in wide words."""
-    skip_guards: bool = True
-    """After the first steps, run compiled blocks without checking again what they were compiled
-    for."""
-    cuda_graph: bool = False
-    """Record the passes of a micro batch once, and launch them together."""
     reduced_precision: bool = False
     """Let matmuls add partial sums in bf16 or fp16 instead of fp32."""
