@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
+import torch
 import triton
 from tests.fake_cuda.device import build_on_device, in_fork
 from tests.fake_cuda.steps import DEVICE, SMALL
@@ -38,7 +39,10 @@ ACCESS = re.compile(r"\b(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\s")
 SOURCE = re.compile(r'\.file\s+1 "(.*)"')
 TARGET = re.compile(r"\.target (\w+)")
 STACK = re.compile(r"(\d+) bytes stack frame")
-PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+PTXAS = Path(torch.__file__).parent / "bin/ptxas"
+"""Inductor takes it where it is there; else Triton its own."""
+if not PTXAS.exists():
+    PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 
 
 @dataclass(frozen=True)
