@@ -54,7 +54,7 @@ def test_outputs_and_gradients_are_those_of_linear(shape: tuple[int, ...], has_b
 
 
 def uses_onednn(product: OneDnnProduct, n_rows: int, weight: Tensor) -> bool:
-    with torch.no_grad(), torch.profiler.profile() as profile:
+    with torch.no_grad(), torch.profiler.profile(acc_events=True) as profile:
         product(torch.randn(n_rows, weight.shape[1]), weight)
     names = {event.name for event in profile.events()}
     assert ("mkldnn::_linear_pointwise" in names) is not ("aten::linear" in names)

@@ -51,9 +51,9 @@ ATTENTION: dict[str, Callable[..., int]] = {
 }
 
 
-# Our own operations.
-_MATMULS = {"add_product": 1, "product": 0}
-"""Matmuls that sum gradients (model/linear.py), and the place of their first factor."""
+# Our own operations, and one that torch's FLOP table lacks.
+_MATMULS = {"add_product": 1, "product": 0, "addmm_": 1}
+"""Matmuls that sum gradients (model/linear.py, loss.py), and the place of their first factor."""
 
 
 class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -208,7 +208,9 @@ def count_flops(function: Any, args: Any, kwargs: Any, out: Any) -> int:
         return int(flop_counter.mm_flop(a.shape, b.shape))
     if name in ATTENTION:
         first = 1 if name.endswith("backward") else 0
-        return ATTENTION[name](*(x.shape for x in args[: 3 + first]))
+        # Keys and values have as many heads as queries: torch 2.11 counts no shared ones.
+        heads = args[0].shape[:2]
+        return ATTENTION[name](*((*heads, *x.shape[2:]) for x in args[: 3 + first]))
     formula = flop_counter.flop_registry.get(function.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
