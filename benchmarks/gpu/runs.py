@@ -209,7 +209,7 @@ def building(run: Run, folder: Path) -> Iterator[Any]:
     from trainyard.launch.environment import Process
     from trainyard.parallel.mesh import build_mesh, choose_device
 
-    device = choose_device(Process(), deterministic=run.train.deterministic)
+    device = choose_device(Process(), run)
     plan = resolve(run, 1)
     mesh, timeline = build_mesh(plan.topology, 0, device), Timeline(build_clock(device))
     torch.cuda.reset_peak_memory_stats()

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -163,8 +164,6 @@ def count_generated(n_tokens: int) -> Counts:
 
 
 def test_a_generated_token_is_one_launch_and_few_wait() -> None:
-    few, more = (
-        in_fork(lambda n=n: count_generated(n), {}) for n in (2 * TOKENS_A_WAIT, 4 * TOKENS_A_WAIT)
-    )
+    few, more = (in_fork(partial(count_generated, n * TOKENS_A_WAIT), {}) for n in (2, 4))
     found = more.since(few)
     assert (found.waits, found.launches) == (2, 2 * (TOKENS_A_WAIT + 1))

@@ -91,13 +91,14 @@ class Layer(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    casts: tuple[Tensor, Tensor | None] | None = None
-    sums: tuple[Tensor | None, Tensor | None] | None = None
     n_parts: int = 1
     is_cast: bool = True
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
+        # Not of the class: compiled code would notice when they become the layer's own.
+        self.casts: tuple[Tensor, Tensor | None] | None = None
+        self.sums: tuple[Tensor | None, Tensor | None] | None = None
         self.weight = nn.Parameter(torch.empty(spec.weight))
         self.bias = nn.Parameter(torch.empty(spec.weight[:1])) if spec.has_bias else None
 
