@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.cpp_extension  # Inductor needs it, and cannot import it after some other tests
 from tests.training.conftest import start, with_fields
 from torch import Tensor
 
@@ -25,9 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own, not our
 def plant_a_compiler_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     right = _SwiGLU.backward
 
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        found: Tensor = right(ctx, gradient)
-        return torch.zeros_like(found) if torch.compiler.is_compiling() else found
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        found, _ = right(ctx, gradient)
+        return torch.zeros_like(found) if torch.compiler.is_compiling() else found, None
 
     monkeypatch.setattr(_SwiGLU, "backward", staticmethod(backward))
 

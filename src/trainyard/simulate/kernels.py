@@ -96,6 +96,7 @@ def count_kernels(run: Run) -> Counter[Kernel]:
     compiled = "never" if run.train.compile == "never" else "always"
     run = change(run, {"train.compile": compiled})
     counter = _KernelCounter()
+    torch.compiler.reset()  # what was compiled for other sizes would make sizes dynamic
     with fake_world(0, 1), ExitStack() as stack:
         mesh = build_mesh(plan.topology, 0, torch.device("cpu"))
         stack.enter_context(fake_tensors(on_gpu=True))
