@@ -29,6 +29,7 @@ RUN = (
     *("precision.kind=bf16", "train.micro_batch_size=2", "train.global_batch_size=4"),
     *("train.compile=never", "train.length=4 steps", "checkpoint.interval=2"),
     *("evaluate.interval=2", "evaluate.batches=1", "log.interval=1"),
+    *("evaluate.sample_interval=2", "evaluate.sample_tokens=3"),
 )
 PATH = [
     ("evaluate", "runs/web"),

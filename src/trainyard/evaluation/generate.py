@@ -16,6 +16,7 @@ from trainyard.model.attention import KeyValueCache
 from trainyard.model.documents import document_starts, find_document_ends
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import Layer, cast_once
+from trainyard.parallel.placement import is_distributed
 
 TOKENS_A_WAIT = 16
 """On a GPU the host waits once for this many tokens, and then sees whether all texts have ended."""
@@ -131,8 +132,10 @@ def generate_steps(
     end_id = -1 if model.end_id is None else model.end_id  # the padding, -1 if it is no token
     text = torch.tensor([[end_id] * (longest - len(ids)) + ids for ids in checked])  # (B, T)
     has_documents = model.end_id is not None or min(map(len, checked)) < longest
+    # Sharded weights are gathered by the hooks of `forward`.
+    is_whole = not any(map(is_distributed, model.parameters()))
     on_gpu = model.head_weight.device.type == "cuda"
-    decode = _decode_on_gpu if on_gpu else _decode
+    decode = _decode_on_gpu if on_gpu and is_whole else _decode
     finished = torch.zeros(len(text), dtype=torch.bool)
     was_training = model.training
     model.eval()
