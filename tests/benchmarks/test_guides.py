@@ -16,6 +16,8 @@ from benchmarks.guides import (
 )
 
 from trainyard.planning.clusters import find_machine
+from trainyard.planning.memory import rank_memory
+from trainyard.planning.resolve import resolve
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -45,7 +47,10 @@ def test_a_job_and_its_line_of_the_page() -> None:
     plan, simulation = row["plan"], row["simulation"]
     assert plan["n_parameters"] > 10e6
     assert simulation["peak_bytes"] <= simulation["planned_bytes"]
-    assert simulation["planned_bytes"] <= plan["peak_bytes_by_pipeline_rank"][0]
+    run = job.load()
+    found = [rank_memory(run, resolve(run, 1), 0, on_gpu).peak_bytes for on_gpu in (True, False)]
+    assert simulation["planned_bytes"] <= found[0]  # it simulates a GPU; the job is on a CPU
+    assert plan["peak_bytes_by_pipeline_rank"] == found[1:]
     page = write_page({row["recipe"]: row}, "record.json", "abc")
     assert "| `laptop/gpt-10m`, 1 | one process" in page
     assert "rank 0: " in page
