@@ -102,8 +102,8 @@ def price(work: Work, topology: Topology, machine: Machine) -> StepTime:
     if work.run.parallel.schedule == "zero_bubble":
         parts["bubble"] /= 3
     parts["data"] = max(map(prices.data_seconds, work.traffic, work.unpacked, seconds))
-    nupdate_bytes = update_bytes(work.run) * max(work.updated)
-    update_seconds = machine.memory_seconds(nupdate_bytes) + prices.update_seconds()
+    n_bytes = update_bytes(work.run) * max(work.updated)
+    update_seconds = machine.memory_seconds(n_bytes) + prices.update_seconds()
     parts["optimizer"] = machine.with_host(update_seconds, work.update_kernels, 0)
     return StepTime(
         seconds=sum(parts.values()),
