@@ -29,8 +29,9 @@ test-all: set-up-dev
 test-compiled: set-up-dev
 	$(PYTEST) -n 2 -m '' --part $(PART) tests/model/test_compiled.py
 
+CASES ?= tests/fake_cuda
 test-cuda: set-up-cuda
-	.venv-cuda$(OWN)/bin/python tests/fake_cuda/start.py -m pytest -n 2 --dist worksteal -q tests/fake_cuda --part $(PART)
+	.venv-cuda$(OWN)/bin/python tests/fake_cuda/start.py -m pytest -n 2 --dist worksteal -q $(CASES) --part $(PART)
 
 check: set-up-dev
 	$(BIN)/ruff format --check src tests benchmarks tools
