@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.cpp_extension  # Inductor needs it, and cannot import it after some other tests
 from tests.training.conftest import start, with_fields
 from torch import Tensor
 
@@ -20,7 +19,10 @@ from trainyard.errors import MachineError
 from trainyard.model.compiled import Trial, refuse_wrong_once
 from trainyard.model.gpt import _SwiGLU
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
+pytestmark = [
+    pytest.mark.exhaustive,  # Inductor compiles for a CPU
+    pytest.mark.filterwarnings("ignore"),  # the compiler's own, not ours
+]
 
 
 def plant_a_compiler_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +50,6 @@ def test_a_device_is_compared_once_and_refused_where_it_compiles_wrongly(
     assert len([*tmp_path.glob("compiled/*")]) == 1
 
 
-@pytest.mark.exhaustive
 def test_doctor_compares_too(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = compare_compiled(torch.device("cpu"))
     assert finding.verdict == PASS
@@ -57,7 +58,6 @@ def test_doctor_compares_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.verdict == REPLACE and "differs" in finding.text
 
 
-@pytest.mark.exhaustive
 def test_training_does_not_start_where_blocks_compile_wrongly(
     tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
