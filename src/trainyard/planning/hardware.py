@@ -188,9 +188,9 @@ class Efficiencies:
     sustained_share: float
     """Of the speed of isolated matmuls and attention, in a whole step."""
     attention_share: float
-    """Of the peak, by flash attention; its bytes are included."""
+    """Share of the peak that flash attention reaches; its bytes are included."""
     memory_share: float
-    """Of the memory bandwidth, by all other kernels."""
+    """Share of the memory bandwidth that all other kernels reach."""
     link_share: float
     """Of the bandwidth inside a node, by collectives."""
     network_share: float
@@ -206,11 +206,15 @@ class Efficiencies:
 ATTENTION_SHARE = 0.6
 """Of the speed of matmuls, by fused attention."""
 CUDNN_SPEED = 1.6
-"""Of cuDNN's attention relative to flash attention 2. On an H100, 2,048 tokens, heads of 128: 484
+"""Speed of cuDNN's attention, relative to flash attention 2.
+
+On an H100, 2,048 tokens, heads of 128: 484
 to 298 TFLOP/s forward if causal, 465 to 291 backward (figures 5 and 6 of arXiv:2407.08608); newer
 versions are reported at 1.7 to 2.3 (huggingface/transformers pull request 48163)."""
 FP8_SPEEDS: Mapping[Scaling, float] = {"tensorwise": 1.0, "rowwise": 0.5}
-"""Of matmuls by their scales: cuBLAS has one for a tensor; torch's kernels for rows are CUTLASS's.
+"""Speed of matmuls by their scales.
+
+cuBLAS has one for a tensor; torch's kernels for rows are CUTLASS's.
 Fitted: nanochat's d26 on an H100 is 1.17 times as fast as in bf16 with tensorwise scales (predicted
 without a fit: 1.12) and 0.90 times with rowwise ones."""
 BLOCK_SECONDS = 0.3e-3

@@ -15,7 +15,7 @@ from trainyard.config.precisions import Scaling
 from trainyard.config.run import Model
 
 Passes = tuple[float, float]
-"""Of a forward and of a backward pass."""
+"""A figure of a forward and one of a backward pass."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Program:
     block_kernels: Passes
     """Launched by each block."""
     reduced_bytes: int
-    """Of a gradient in data parallel reductions."""
+    """Bytes of a gradient in data-parallel reductions."""
     cast_bytes: tuple[float, float]
     """Moved to convert each factor of an fp8 matmul, per token's value and per weight."""
     shown_data: float
@@ -50,7 +50,7 @@ class Program:
     """What tensor ranks exchange beside matmuls: of column-parallel layers' backward passes, or all
     but a first part."""
     attention_speed: float | None = None
-    """Of its fused attention, relative to flash attention; None: of the kernel that a run takes."""
+    """Speed of its fused attention relative to flash; None: of the kernel that a run takes."""
     rest_kernels: Passes | None = None
     """Launched outside the blocks: embedding, head, loss, sums of gradients. None: like a block."""
     rest_bytes: Passes = (0, 0)

@@ -62,7 +62,7 @@ class Matmul:
 
     @property
     def flops(self) -> float:
-        """Of all."""
+        """FLOP of all of them."""
         return 2.0 * self.rows * self.inner * self.columns * self.count
 
     def n_bytes(self, value_bytes: int, cast_bytes: tuple[float, float]) -> float:
