@@ -5,6 +5,8 @@ PYTHON ?= python3
 # make test TORCH=2.11.0: another torch, in an environment of its own, .venv-2.11.0.
 OWN := $(if $(TORCH),-$(TORCH))
 BIN := .venv$(OWN)/bin
+# Of this make alone: tests call tools/set_up.py too.
+unexport TORCH
 # With it set, each of the hundreds of processes would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 # Scripts import each other by file name, or as parts of `benchmarks`: mypy looks at each kind alone.
@@ -56,7 +58,7 @@ wheels:
 
 set-up-train set-up-dev set-up-bench set-up-cuda:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Trainyard needs Python 3.11 or newer\nhint: make PYTHON=python3.12 ...")'
-	@$(PYTHON) tools/set_up.py $(@:set-up-%=%)
+	@TORCH=$(TORCH) $(PYTHON) tools/set_up.py $(@:set-up-%=%)
 
 clean:
 	rm -rf .venv .venv-* .peers runs wheels

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.circles import everyday
+from tests.circles import everyday, skip_if_torch_is_old
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from trainyard.config.load import load_run
@@ -25,27 +24,24 @@ from trainyard.parallel.pipeline import _LeanStage, _SendingStage
 from trainyard.planning.resolve import resolve
 from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.simulation import count_steps
-from trainyard.training.run_folder import FIRST_WITH_ZERO_BUBBLE
 
 SMALL = """train.compile=never train.micro_batch_size=1 train.global_batch_size=24
     model.n_layers=4 model.d_model=32 model.n_heads=2 model.d_ff=64 model.sequence_length=64
     model.vocabulary_size=90 model.dropout=0.0 parallel.pipeline=2 parallel.zero_stage=0"""
 MESSAGE_BYTES = 64 * 32 * 4
-TORCH = tuple(int(number) for number in version("torch").split(".")[:2])
 SCHEDULES = [
     "schedule=gpipe",
     "schedule=1f1b",
     "schedule=interleaved chunks=2",
-    pytest.param(
-        "schedule=zero_bubble chunks=2",
-        marks=pytest.mark.skipif(TORCH < FIRST_WITH_ZERO_BUBBLE, reason="needs torch 2.13"),
-    ),
+    "schedule=zero_bubble chunks=2",
 ]
 
 
 def build_run(schedule: str, precision: str) -> Run:
     words = [f"parallel.{word}" for word in schedule.split()]
-    return load_run("tiny", [*SMALL.split(), *words, f"precision.kind={precision}"]).run
+    run = load_run("tiny", [*SMALL.split(), *words, f"precision.kind={precision}"]).run
+    skip_if_torch_is_old(run)
+    return run
 
 
 def count(run: Run, numbers: list[int]) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.circles import everyday
+from tests.circles import everyday, skip_if_torch_is_old
 from torch import Tensor
 
 from trainyard.config.load import load_run
@@ -109,7 +109,9 @@ TABLE = {
 
 def build_run(changes: str) -> Run:
     words = [word if "." in word else f"parallel.{word}" for word in changes.split()]
-    return load_run("tiny", [*BASE.split(), *words]).run
+    run = load_run("tiny", [*BASE.split(), *words]).run
+    skip_if_torch_is_old(run)
+    return run
 
 
 def name_groups(mesh: Mesh) -> dict[str, str]:

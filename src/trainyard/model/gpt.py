@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -220,8 +221,8 @@ class GPT(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions)
         x = x.to(self.compute_dtype)
-        for block, cache in zip(self.blocks.values(), caches, strict=True):
-            x = block(x, None, place, rotation, seen[:, None, None], cache)
+        for block, kept in zip(self.blocks.values(), caches, strict=True):
+            x = block(x, None, place, rotation, seen[:, None, None], kept)
         hidden: Tensor = self.final_norm(x)
         return hidden[:, 0]
 
@@ -285,6 +286,12 @@ class Block(nn.Module):
         self.mlp = MLP(model)
         self.mlp_dropout = Dropout(model.dropout, MLP_OUTPUT)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles in place, as of `nn.Module`."""
+        if self.recompute != "none":
+            _recompute_functions()
+        super().compile(*args, **kwargs)
+
     def forward(
         self,
         x: Tensor,
@@ -330,6 +337,26 @@ class Block(nn.Module):
         changed = self.mlp(self.mlp_norm(x)) if is_before else self.mlp_norm(self.mlp(x))
         out: Tensor = x + self.mlp_dropout(changed, dropout_seeds, positions)
         return out
+
+
+@cache
+def _recompute_functions() -> None:
+    """Makes torch 2.11 recompute what autograd functions compute; without it, their inputs stay."""
+    from torch._functorch.autograd_function import autograd_function_apply
+    from torch._higher_order_ops.wrap import TagActivationCheckpoint
+
+    tag_nodes = getattr(TagActivationCheckpoint, "tag_nodes", None)
+    if tag_nodes is None:  # later ones do
+        return
+
+    def tag_all(graph: Any, is_sac: bool) -> Any:
+        tag_nodes(graph, is_sac)
+        for call in graph.graph.find_nodes(op="call_function", target=autograd_function_apply):
+            for node in getattr(graph, call.args[0].target).graph.nodes:
+                node.meta |= {name: call.meta[name] for name in ("ac_graph_id", "recompute")}
+        return graph
+
+    TagActivationCheckpoint.tag_nodes = staticmethod(tag_all)  # type: ignore[attr-defined]
 
 
 def _recompute(

@@ -22,7 +22,7 @@ from trainyard.launch.environment import (
     chooses_allocator,
     make_libraries_deterministic,
 )
-from trainyard.parallel.start import COLLECTIVE_TIMEOUT
+from trainyard.parallel.start import COLLECTIVE_TIMEOUT, lengthen_timeout
 from trainyard.planning.layout import memory_hint
 from trainyard.planning.resolve import Plan
 from trainyard.topology import AXES, Coordinates, Topology
@@ -307,7 +307,7 @@ def build_mesh(topology: Topology, rank: int, device: torch.device) -> Mesh:
     names = ("pipeline", "replicate", "shard", "tensor")
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     for name in names:
-        dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, mesh.get_group(name))
+        lengthen_timeout(mesh.get_group(name))
     data = None
     if topology.replicate > 1:
         data = mesh["replicate", "shard"]

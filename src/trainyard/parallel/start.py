@@ -339,8 +339,14 @@ def _init_group(process: Process, device: torch.device, meeting: _Rendezvous) ->
             "ranks use the address of the host name, unless GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME name a network interface",
         ) from error
-    # Private, but equal in torch 2.11 and 2.13: a short timeout to connect, a long one to compute.
-    dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT)
+    lengthen_timeout()  # a short one to connect, a long one to compute
+
+
+def lengthen_timeout(group: dist.ProcessGroup | None = None) -> None:
+    """Gives the collectives of a group, or of all ranks, `COLLECTIVE_TIMEOUT`."""
+    # Private until torch 2.13.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(COLLECTIVE_TIMEOUT, group)
 
 
 def _call_within(seconds: float, function: Callable[[], None]) -> None:

@@ -64,7 +64,7 @@ def ranks_per_replica(run: Run) -> int:
 def takes_micro_batches(run: Run, n_micro_batches: int) -> bool:
     """Returns whether the pipeline's schedule supports this number of micro batches.
 
-    The conditions are those of `torch.distributed.pipelining` 2.11 to 2.13.
+    The conditions are those of `torch.distributed.pipelining` 2.11 to 2.14.
     """
     pipeline = run.parallel.pipeline
     if pipeline == 1 or run.parallel.schedule == "gpipe":

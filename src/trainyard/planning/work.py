@@ -246,7 +246,7 @@ class _Counter:
             sum((half[part] for half in (*attention, *mlp)), start=StagePass()) for part in (0, 1)
         )
         if self.run.parallel.recompute == "block":
-            backward += self._again(forward)
+            backward += self._again(forward, in_fp8)
         elif self.run.parallel.recompute == "attention":
             backward += attention[0][0] + attention[1][0]
         n_values = count_values(self.block)
@@ -254,18 +254,19 @@ class _Counter:
         blocks = float(self.program.is_compiled)
         return replace(forward, blocks=blocks).times(n), replace(backward, blocks=blocks).times(n)
 
-    def _again(self, forward: StagePass) -> StagePass:
+    def _again(self, forward: StagePass, in_fp8: bool) -> StagePass:
         """The forward pass of a block as its backward pass recomputes it."""
         program = self.program
         if not program.is_compiled:
             return forward
         # Nothing needs the last matmul and sum; weights are cast at each use.
         unneeded = program.unneeded_bytes * self.wide * self._stream
+        recasts = program.recast_kernels[in_fp8] * len(parameters_of(self.block))
         return replace(
             forward,
             products=forward.products[:-1],
             memory_bytes=forward.memory_bytes - unneeded,
-            kernels=forward.kernels - 2 + program.recast_kernels * len(parameters_of(self.block)),
+            kernels=forward.kernels - 2 + recasts,
         )
 
     def _gradient_bytes(self, in_fp8: bool) -> float:

@@ -21,14 +21,14 @@ missing. Fake tensors and fake ranks need these patches:
     parallel.model.initialize       its threads are not in fake mode, and would draw the weights
     DeviceMesh                      six methods compute with real numbers
     dist.new_group                  makes groups of the fake backend
-    _set_pg_timeout                 a fake group has none
+    parallel.mesh.lengthen_timeout  a fake group has none
     _warmup_p2p                     no neighbour answers; in torch 2.11 it is a stage's
                                     `_get_init_p2p_neighbors_ops`
 
 `accounting.py` patches two methods to observe them: `UntypedStorage.resize_`, which no dispatcher
 sees, and those by which DTensor infers shapes; `kernels.py` patches one by which Inductor would
 write code. Nothing else in Trainyard replaces code of others (tested), and everything private to
-PyTorch that differs between 2.11 and 2.13 is in these three files.
+PyTorch that differs between 2.11 and 2.14 is in these three files.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from trainyard.model import attention as model_attention
 from trainyard.model import gpt
 from trainyard.model.attention import FLASH
+from trainyard.parallel import mesh as parallel_mesh
 from trainyard.parallel import model as parallel_model
 from trainyard.precision import block_scaled
 from trainyard.simulate.accounting import replaced
@@ -105,7 +106,7 @@ def _fake_group(rank: int, n_ranks: int) -> Iterator[None]:
     try:
         with (
             replaced(dist, "new_group", fake_new_group),
-            replaced(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None),
+            replaced(parallel_mesh, "lengthen_timeout", lambda *_: None),
         ):
             yield
     finally:
