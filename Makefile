@@ -33,7 +33,7 @@ test-compiled: set-up-dev
 
 CASES ?= tests/fake_cuda
 test-cuda: set-up-cuda
-	.venv-cuda$(OWN)/bin/python tests/fake_cuda/start.py -m pytest -n 2 --dist worksteal -q $(CASES) --part $(PART)
+	TORCH=$(TORCH) .venv-cuda$(OWN)/bin/python tests/fake_cuda/start.py -m pytest -n 2 --dist worksteal -q $(CASES) --part $(PART)
 
 check: set-up-dev
 	$(BIN)/ruff format --check src tests benchmarks tools

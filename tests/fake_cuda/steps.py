@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,6 +68,26 @@ def measure_run(overrides: Sequence[str]) -> Measured:
     device = choose_device(Process(), run)
     context = build_on_device(run, device)
     return measure_steps(context, OurTraining(context))
+
+
+def count_calls(overrides: Sequence[str]) -> int:
+    """Counts the calls of Python and C functions in a step, as the host pays for each."""
+    run = load_run("tiny", [*SMALL, *overrides]).run
+    training = OurTraining(build_on_device(run, choose_device(Process(), run)))
+    calls = 0
+
+    def note(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    # The backward pass too, which has a thread of its own.
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(WARM_UP_STEPS + 1):
+            training.step()
+        sys.setprofile(note)
+        training.step()
+        sys.setprofile(None)
+    return calls
 
 
 def train_once(overrides: Sequence[str]) -> TrainContext:

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from tests.fake_cuda.device import in_fork
-from tests.fake_cuda.steps import measure_run, train_baseline, train_once
+from tests.fake_cuda.steps import count_calls, measure_run, train_baseline, train_once
 
 KINDS = ("fp32", "bf16", "fp16", "fp8", "fp8_lowbit")
 DROPOUT = {"dropout": "model.dropout=0.1", "no dropout": "model.dropout=0"}
@@ -76,6 +76,26 @@ def test_a_step_is_as_it_must_be(name: str, note_launches: Callable[[int], None]
     measured = in_fork(lambda: measure_run(settings), device)
     measured.judge()
     note_launches(measured.counts.launches)
+
+
+BLOCKS = {
+    "host calls a block, gpt3": ("model.dropout=0",),
+    "host calls a block, modern": (
+        *("model.positions=rotary", "model.norm=rms", "model.mlp=swiglu", "model.bias=false"),
+        "model.n_key_value_heads=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_calls_of_the_host(name: str, note_launches: Callable[[int], None]) -> None:
+    run = (*BLOCKS[name], "precision.kind=bf16", "train.compile=gpu")
+    few, many = (
+        in_fork(lambda n=n: count_calls((*run, f"model.n_layers={n}")), {})  # type: ignore[misc]
+        for n in (4, 8)
+    )
+    # Of 4 more blocks on 2 micro batches.
+    note_launches(round((many - few) / 8))
 
 
 def find_attention(settings: Sequence[str]) -> tuple[str, set[str]]:
