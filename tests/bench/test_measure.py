@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
+from weakref import ref
 
 import pytest
 import torch
@@ -55,6 +57,22 @@ def test_steps_are_timed_for_as_long_as_asked(tmp_path: Path) -> None:
     assert time_steps(tmp_path, 0.0) == (15, [0.25] * 10)
     assert time_steps(tmp_path, 4.0) == (21, [0.25] * 16)
     assert time_steps(tmp_path, 0.5) == (15, [0.25] * 10)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp8_lowbit"])
+def test_a_measured_training_leaves_no_memory(
+    kind: str, build: Callable[..., tuple[TrainContext, Timeline]], tmp_path: Path
+) -> None:
+    fp8 = "precision.fp8.emulate=true", "precision.fp8.precise_blocks=0"
+    context, timeline = build(f"precision.kind={kind}", *fp8)
+    mesh, training = context.model.mesh, OurTraining(context)
+    left = ref(context.model)
+    job = BenchJob(Steps(3, 1), "", takes_apart=False, profiles=False)
+    measure(training, job, timeline, mesh, tmp_path)
+    del context, training
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert left() is None
 
 
 def test_a_run_shorter_than_its_benchmark_begins_again(build: Any) -> None:

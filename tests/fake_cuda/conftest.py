@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from tests.fake_cuda.start import has_started
+from torch.distributed.pipelining import PipelineStage
 
 RECORD = "RECORD_LAUNCHES"
 
@@ -35,6 +38,19 @@ def note_launches(
             judge_launches(request.node.callspec.id, n)
 
     return note
+
+
+@pytest.fixture
+def stages_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands for the vote of stages, a product on the device, where nothing is computed."""
+    vote: Any = getattr(PipelineStage, "_warmup_backward_result", None)
+
+    def agree(stage: PipelineStage, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        vote(stage, *arguments, **keywords)
+        return torch.ones(1, dtype=torch.int32)
+
+    if vote is not None:  # in torch 2.11 they do not vote
+        monkeypatch.setattr(PipelineStage, "_warmup_backward_result", agree)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from tests.circles import skip_if_torch_is_old
 from tests.fake_cuda.device import in_forks
 from tests.fake_cuda.steps import Measured, measure_rank
 from tests.parity.layouts import Row
 from tests.parity.test_parity import ALONE, TABLE
-from torch.distributed.pipelining import PipelineStage
 
 from trainyard.config.run import Run
 
@@ -53,15 +51,6 @@ def find_refused() -> dict[str, str]:
 REFUSED = find_refused()
 
 
-def agree(stage: PipelineStage, *arguments: Any, **keywords: Any) -> torch.Tensor:
-    """Stands for the vote of the stages, a product on the device, where nothing is computed."""
-    vote(stage, *arguments, **keywords)
-    return torch.ones(1, dtype=torch.int32)
-
-
-vote = PipelineStage._warmup_backward_result
-
-
 def measure_ranks(row: Row, folder: Path) -> list[Measured]:
     """Trains all ranks of a row."""
     run, n_ranks, store = build_run(row), row.n_ranks, folder / "store"
@@ -77,10 +66,10 @@ def measure_ranks(row: Row, folder: Path) -> list[Measured]:
 def test_all_ranks_get_through_a_step(
     name: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    stages_agree: None,
     note_launches: Callable[[int], None],
 ) -> None:
-    monkeypatch.setattr(PipelineStage, "_warmup_backward_result", agree)
+    skip_if_torch_is_old(build_run(ROWS[name]))
     ranks = measure_ranks(ROWS[name], tmp_path)
     for measured in ranks:
         measured.judge()

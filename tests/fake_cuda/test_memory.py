@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.circles import skip_if_torch_is_old
 from tests.fake_cuda.device import build_on_device, in_forks
-from tests.fake_cuda.test_layouts import agree
-from torch.distributed.pipelining import PipelineStage
 
 from trainyard.bench.measure import OurTraining
 from trainyard.config.load import load_run
@@ -100,13 +99,13 @@ def measure_rank(run: Run, plan: Plan, rank: int, store: Path) -> int:
 def test_the_plan_is_at_most_a_little_above_and_never_below(
     name: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    stages_agree: None,
     record_property: Callable[[str, object], None],
 ) -> None:
-    monkeypatch.setattr(PipelineStage, "_warmup_backward_result", agree)
     n_ranks, words = CELLS[name]
     preset, *changes = words.split()
     run = load_run(preset, ["train.batch_ramp=none", *changes]).run
+    skip_if_torch_is_old(run)
     plan = resolve(run, n_ranks)
     memories = [rank_memory(run, plan, each) for each in range(plan.topology.pipeline)]
     # The fake device has neither context nor libraries.

@@ -136,7 +136,7 @@ def test_the_kernel_of_attention(build: Build, kind: str, rate: float) -> None:
     kernel = "efficient" if kind == "fp32" else "flash"
     kernel = "cudnn" if takes_cudnn(context.run, capability) else kernel
     assert context.attention_kernel == context.versions["attention"] == f"{kernel}_attention"
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         OurTraining(context).step()
     names = {event.key for event in profile.key_averages()}
     called = {name for name in names if re.fullmatch(r"aten::_scaled_dot_product_\w+", name)}

@@ -26,7 +26,7 @@ from trainyard.bench.timeline import Timeline
 from trainyard.parallel.mesh import Mesh
 from trainyard.training.metrics import peak_memory_bytes
 from trainyard.training.state import State, TrainContext
-from trainyard.training.step import WARM_UP_STEPS, spare_collector, train_step
+from trainyard.training.step import WARM_UP_STEPS, restoring_collector, spare_collector, train_step
 
 COMMUNICATION = "communication"
 
@@ -67,6 +67,7 @@ class OurTraining:
         return loss
 
 
+@restoring_collector()
 def measure(
     candidate: TimedTraining, job: BenchJob, timeline: Timeline, mesh: Mesh, folder: Path
 ) -> dict[str, Any]:

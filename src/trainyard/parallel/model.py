@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -158,7 +159,7 @@ class ParallelModel:
         self._pipeline: Pipeline | None = None
         if mesh.pipeline is None:
             for each in self._converted:
-                keep = partial(self._keep, each)
+                keep = partial(_keep, ref(self), ref(each))
                 each.parameter.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
         if mesh.pipeline is not None:
             # Imported here: with it comes torch's compiler, which takes half a second.
@@ -260,11 +261,6 @@ class ParallelModel:
         """Clears all gradients."""
         for each in self.local_parameters:
             each.parameter.grad = each.converted_gradient = None
-
-    def _keep(self, local: LocalParameter, _parameter: Tensor) -> None:
-        """Converts a gradient once it is complete, so that few exist in bf16 at a time."""
-        if self._is_last_backward:
-            local.convert_gradient()
 
     def _inputs(self, tokens: Tensor, *, packs_lengths: bool = False) -> dict[str, Tensor]:
         """Returns what every stage takes besides tokens, with a row for each sequence."""
@@ -419,6 +415,17 @@ def choose_attention(run: Run, dtype: torch.dtype, device: torch.device) -> str:
                     "kernels.attention=auto",
                 )
     return attention_kernel(run.model.d_head, dtype, device)
+
+
+def _keep(model: ref[ParallelModel], local: ref[LocalParameter], _parameter: Tensor) -> None:
+    """Converts a gradient once it is complete, so that few exist in bf16 at a time.
+
+    A parameter's hook lives in C++, where no collector finds a cycle: its references are weak.
+    """
+    whole, part = model(), local()
+    assert whole is not None and part is not None
+    if whole._is_last_backward:
+        part.convert_gradient()
 
 
 def _tensors(parameters: Iterable[LocalParameter]) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from trainyard.training.checkpoints import Saves, save_state
 from trainyard.training.guard import describe_spikes, require_equal_copies, roll_back, stop_if_stuck
 from trainyard.training.metrics import Metrics
 from trainyard.training.state import State, TrainContext
-from trainyard.training.step import spare_collector, train_step
+from trainyard.training.step import restoring_collector, spare_collector, train_step
 from trainyard.training.stop import DONE, Stop, StopReason
 
 SAMPLING = Sampling(temperature=0.6, top_k=50, top_p=1.0, seed=0)
@@ -24,6 +23,7 @@ SAMPLING = Sampling(temperature=0.6, top_k=50, top_p=1.0, seed=0)
 Show = Callable[[int, str], None]
 
 
+@restoring_collector()
 def train(
     context: TrainContext,
     state: State,
@@ -91,7 +91,6 @@ def train(
             context.heartbeat.enter("save", state.step)
             save_state(context, state, saver, held_out_loss)
     saves.finish(state.step)
-    gc.unfreeze()
     return ending or DONE, state
 
 

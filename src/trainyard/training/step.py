@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +66,8 @@ def spare_collector(n_steps: int) -> None:
     """Takes what lives as long as the training from Python's collector, once the compiler is done.
 
     A full collection looks at half a million objects of torch: it would stall a step by 0.3 s, at
-    another time on each rank. Objects made later are collected as ever. `gc.unfreeze` undoes it.
+    another time on each rank. Objects made later are collected as ever. `restoring_collector`
+    undoes it.
 
     Args:
         n_steps: done so far; the second is the last to compile.
@@ -72,6 +75,15 @@ def spare_collector(n_steps: int) -> None:
     if n_steps == WARM_UP_STEPS:
         gc.collect()
         gc.freeze()
+
+
+@contextmanager
+def restoring_collector() -> Iterator[None]:
+    """Returns to the collector, at the end, what `spare_collector` took from it."""
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def compute_gradients(
