@@ -287,7 +287,7 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(model.dropout, MLP_OUTPUT)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles in place, as of `nn.Module`."""
+        """Compiles the block in place; see `nn.Module.compile`."""
         if self.recompute != "none":
             _recompute_functions()
         super().compile(*args, **kwargs)

@@ -28,8 +28,8 @@ missing. Fake tensors and fake ranks need these patches:
 `accounting.py` patches two methods to observe them: `UntypedStorage.resize_`, which no dispatcher
 sees, and those by which DTensor infers shapes; `kernels.py` patches one by which Inductor would
 write code. Nothing else in Trainyard replaces code of others (tested), but for a fault of torch
-2.11 that `model/gpt.py` mends; everything private to PyTorch that differs between 2.11 and 2.14 is
-in these four files.
+2.11 that `model/gpt.py` mends. Private names of PyTorch that differ between 2.11 and 2.14 are in
+these four files and in `parallel/start.py`.
 """
 
 from __future__ import annotations
