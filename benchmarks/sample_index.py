@@ -27,6 +27,7 @@ import numpy as np
 from measuring import describe_machine, publish
 
 from trainyard.config.run import Blend
+from trainyard.data.index_cache import IndexCache
 from trainyard.data.indexed import token_paths, write_index
 from trainyard.data.order import SequenceSettings, build_blend_index, build_order
 from trainyard.data.sidecar import Sidecar, TokenizerRecord, save_sidecar
@@ -83,7 +84,7 @@ def build(prefix: str, n_epochs: int, n_tokens: int, folder: str) -> dict[str, f
         SPLIT,
         sizes,
         SequenceSettings(SEQUENCE_LENGTH, SEED),
-        Path(folder),
+        IndexCache(Path(folder)),
     )
     order = orders["train"]
     assert order is not None

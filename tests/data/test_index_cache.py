@@ -78,6 +78,34 @@ def test_a_damaged_array_is_not_trusted(tmp_path: Path, damage: str) -> None:
     assert save(cache).tolist() == [[1, 1], [2, 2], [2, 2]]
 
 
+def test_an_array_under_the_name_of_another_is_not_trusted(tmp_path: Path) -> None:
+    cache = IndexCache(tmp_path)
+    save(cache)
+    (tmp_path / "a.npy").rename(tmp_path / "b.npy")
+    assert cache.load("b", (3, 2), INT32) is None
+
+
+@pytest.mark.parametrize("n_files", [1, 300])
+def test_mapped_files_are_not_kept_open(tmp_path: Path, n_files: int) -> None:
+    values = np.arange(2**15)  # large enough to be mapped
+    for number in range(n_files):
+        IndexCache(tmp_path).save(f"{number}", values.shape, values.dtype, [values])
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    shape, dtype = values.shape, values.dtype
+    arrays = [IndexCache(tmp_path).load(f"{number}", shape, dtype) for number in range(n_files)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    for array in arrays:
+        assert array is not None
+        assert not array.flags.writeable
+        assert np.array_equal(array, values)
+    part = arrays[0][7:9]
+    del array, arrays
+    assert part.tolist() == [7, 8]  # mapped as long as something of it is used
+    assert Path("/proc/self/maps").read_text().count(str(tmp_path)) == 1
+    del part
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match=r"a.npy: (Not a directory|File exists)") as caught:
@@ -135,6 +163,11 @@ def test_a_record_and_a_reading_give_the_same_fingerprint(tmp_path: Path) -> Non
     assert recorded == hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
 
 
+def digest_in(text: str) -> str:
+    checksum: str = json.loads(text)["sha256"][0]
+    return checksum
+
+
 def test_files_are_read_once(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "corpus", [1, 2], [2])
     cache = IndexCache(tmp_path / "cache")
@@ -145,5 +178,8 @@ def test_files_are_read_once(tmp_path: Path) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert cache.fingerprint(prefix) == first  # nothing tells that it changed, so not read again
     (memory,) = (tmp_path / "cache").glob("content-*.json")
-    memory.write_text("{")
-    assert cache.fingerprint(prefix) != first
+    damaged = memory.read_text()
+    for text in ("{", damaged.replace(digest_in(damaged), "0" * 64)):
+        memory.write_text(text)
+        assert cache.fingerprint(prefix) != first
+        assert memory.read_text() != text

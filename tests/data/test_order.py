@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from trainyard.data.index_cache import IndexCache
 from trainyard.data.indexed import IndexedWriter
 from trainyard.data.order import (
     Blend,
@@ -73,7 +74,7 @@ def golden_orders(
         extra_token=case["options"].get("add_extra_token_to_sequence", True),
         drop_last_partial=case["options"].get("drop_last_partial_validation_sequence", True),
     )
-    return cut, build_order(blends, case["split"], tuple(case["sizes"]), cut, cache)
+    return cut, build_order(blends, case["split"], tuple(case["sizes"]), cut, IndexCache(cache))
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -178,7 +179,13 @@ def test_a_second_start_reads_the_first_ones_arrays(
     tmp_path: Path, corpora: tuple[str, str]
 ) -> None:
     cache = tmp_path / "cache"
-    arguments = (Blend(prefixes=corpora, weights=(1.0, 3.0)), "8,1,1", (90, 10, 5), CUT, cache)
+    arguments = (
+        Blend(prefixes=corpora, weights=(1.0, 3.0)),
+        "8,1,1",
+        (90, 10, 5),
+        CUT,
+        IndexCache(cache),
+    )
     first = everything(build_order(*arguments))
     files = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
     assert len(files) == 2 * 3 * 3 + 3 * 2 + 2  # arrays, blends, remembered contents
@@ -189,19 +196,41 @@ def test_a_second_start_reads_the_first_ones_arrays(
 
 def test_replaced_data_gets_a_new_order(tmp_path: Path, corpora: tuple[str, str]) -> None:
     arguments = (Blend(prefixes=corpora), "8,1,1", (90, 10, 5), CUT)
-    build_order(*arguments, tmp_path / "cache")
+    build_order(*arguments, IndexCache(tmp_path / "cache"))
     write_corpus(Path(corpora[0]), [10, 30] * 15)  # the same size, other documents
-    cached = everything(build_order(*arguments, tmp_path / "cache"))
+    cached = everything(build_order(*arguments, IndexCache(tmp_path / "cache")))
     assert cached == everything(build_order(*arguments))
 
 
-def test_damaged_arrays_are_built_again(tmp_path: Path, corpora: tuple[str, str]) -> None:
-    cache = tmp_path / "cache"
-    arguments = (Blend(prefixes=corpora, weights=(1.0, 3.0)), "8,1,1", (90, 10, 5), CUT, cache)
-    first = everything(build_order(*arguments))
-    for path in cache.glob("*_index.npy"):
-        path.write_bytes(path.read_bytes()[:-2])
-    assert everything(build_order(*arguments)) == first
+def _zeros(content: bytes) -> bytes:
+    return content[:128] + bytes(len(content) - 128)
+
+
+def _flipped(content: bytes, bit: int) -> bytes:
+    return content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :]
+
+
+DAMAGES = {
+    "cut": lambda content: content[:-2],
+    "zeros": _zeros,  # as after a power loss: the header and the size are right
+    "first bit": lambda content: _flipped(content, 128 * 8),
+    "last bit": lambda content: _flipped(content, len(content) * 8 - 1),
+    "header": lambda content: _flipped(content, 20 * 8),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_arrays_are_built_again(
+    tmp_path: Path, corpora: tuple[str, str], damage: str
+) -> None:
+    folder = tmp_path / "cache"
+    arguments = (Blend(prefixes=corpora, weights=(1.0, 3.0)), "8,1,1", (90, 10, 5), CUT)
+    first = everything(build_order(*arguments, IndexCache(folder)))
+    for path in sorted(folder.glob("*_index.npy")):
+        intact = path.read_bytes()
+        path.write_bytes(DAMAGES[damage](intact))
+        assert everything(build_order(*arguments, IndexCache(folder))) == first
+        assert path.read_bytes() == intact
 
 
 @pytest.mark.parametrize(
@@ -212,9 +241,8 @@ def test_other_settings_get_another_order(
 ) -> None:
     def build(split: str = "8,1,1", seed: int = 1, **settings: Any) -> list[Any]:
         cut = SequenceSettings(settings.pop("sequence_length", 8), seed, **settings)
-        orders = build_order(
-            Blend(prefixes=corpora, weights=(1, 3)), split, (90, 10, 5), cut, tmp_path / "cache"
-        )
+        blend, cache = Blend(prefixes=corpora, weights=(1, 3)), IndexCache(tmp_path / "cache")
+        orders = build_order(blend, split, (90, 10, 5), cut, cache)
         return everything(orders)
 
     build()
@@ -279,7 +307,7 @@ def test_a_split_by_tokens_gives_each_token_to_one_split(
     """Sequences of one token, so that nothing is left over: token j of the file is j + 1."""
     blend = Blend(prefixes=(write_corpus(tmp_path / "corpus", lengths),))
     cut = SequenceSettings(1, 1, extra_token=False)
-    arguments = (blend, "8,1,1", (None, None, None), cut, tmp_path / "cache")
+    arguments = (blend, "8,1,1", (None, None, None), cut, IndexCache(tmp_path / "cache"))
     for _ in range(2):  # built, and read from the cache
         train, valid, test = map(sorted, map(np.ravel, everything(build_order(*arguments))))
         assert train == list(range(1, 801))
@@ -347,7 +375,7 @@ def test_a_corpus_drawn_too_often_is_refused(tmp_path: Path) -> None:
         "1",
         (2, 0, 0),
         CUT,
-        tmp_path / "cache",
+        IndexCache(tmp_path / "cache"),
     )
     assert build_order(*arguments)["train"] is not None
     write_corpus(tmp_path / "a", [8])

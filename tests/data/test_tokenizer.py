@@ -219,7 +219,13 @@ def test_the_package_awkward_is_neither_imported_nor_hidden(
     assert sys.modules["awkward"] is theirs
 
 
-def test_threads_encode_at_once(trained: Tokenizer) -> None:
+@pytest.mark.parametrize("is_renewed", [False, True])
+def test_threads_encode_at_once(
+    trained: Tokenizer, is_renewed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_renewed:  # before each text
+        monkeypatch.setattr(engines.GigatokenEngine, "check_every_tokens", 0)
+        monkeypatch.setattr(engines.GigatokenEngine, "cache_limit_bytes", -(2**60))
     text = "undo the end " * 20_000  # long enough for the threads to meet in the engine
     expected = trained.encode_batch([text])[0].tolist()
     with ThreadPoolExecutor(4) as threads:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import load_tensors
 from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.config.run import Run
-from trainyard.data.index_cache import FileBlock
+from trainyard.data.index_cache import FileBlock, IndexCache
 from trainyard.data.indexed import token_paths
 from trainyard.data.loader import data_fingerprint, describe_data
 from trainyard.errors import (
@@ -39,7 +40,7 @@ from trainyard.errors import (
 )
 from trainyard.launch.environment import Process
 from trainyard.launch.heartbeat import Heartbeat
-from trainyard.parallel.mesh import HostClock, build_mesh, choose_device, name_device_errors
+from trainyard.parallel.mesh import HostClock, Mesh, build_mesh, choose_device, name_device_errors
 from trainyard.planning.resolve import resolve
 from trainyard.topology import Topology
 from trainyard.training import loop
@@ -47,8 +48,8 @@ from trainyard.training.run_folder import write_run_folder
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import StepResult, train_step
 from trainyard.training.stop import DONE, Stop, StopReason
+from trainyard.training.worker import build_shared_orders, read_unread, run_worker
 from trainyard.training.worker import main as worker_main
-from trainyard.training.worker import read_unread, run_worker
 
 
 def train_losses(folder: Path) -> list[float]:
@@ -486,6 +487,58 @@ def test_ranks_that_see_other_data_are_told(
         return caught.value.problem
 
     assert set(run_ranks(3, read)) == {"rank 2 of 3: the token files differ from those of rank 0"}
+
+
+def rows_of_order(run: Run, mesh: Mesh) -> list[list[int]]:
+    """The training sequences as a rank would read them."""
+    order = build_shared_orders(run, resolve(run, 3), mesh)["train"]
+    assert order is not None
+    rows: list[list[int]] = order.sequences(0, len(order)).tolist()
+    return rows
+
+
+@pytest.mark.parametrize("fault", ["none", "damaged", "other"])
+def test_an_order_of_a_rank_s_own_is_checked(
+    run_ranks: Callable[..., list[Any]], tiny_run: Run, tmp_path: Path, fault: str
+) -> None:
+    """Ranks 0 and 1 share a cache; that of rank 2 may be damaged or another."""
+
+    def read() -> tuple[Any, int, bool]:
+        rank = dist.get_rank()
+        mesh = build_mesh(Topology(shard=3), rank, torch.device("cpu"))
+        folder = tmp_path / ("mine" if rank == 2 else "shared")
+        batches = {"micro_batch_size": 1, "global_batch_size": 3}
+        run = with_fields(tiny_run, data={"cache_folder": str(folder)}, train=batches)
+        rows_of_order(run, mesh)
+        shuffles = sorted(folder.glob("*-shuffle_index.npy"))
+        if rank == 2 and fault == "damaged":
+            for path in shuffles:
+                content = path.read_bytes()
+                path.write_bytes(content[:128] + bytes(len(content) - 128))
+        if rank == 2 and fault == "other":
+            for path in shuffles:
+                found = np.load(path)
+                IndexCache(folder).save(path.stem, found.shape, found.dtype, [found[::-1]])
+        states = [path.stat().st_mtime_ns for path in shuffles]
+        read_here = []
+        read_digest = FileBlock.read_digest
+        patch = pytest.MonkeyPatch()
+        patch.setattr(FileBlock, "read_digest", lambda *a: read_here.append(a) or read_digest(*a))
+        try:
+            result: Any = rows_of_order(run, mesh)
+        except LaunchError as error:
+            result = error.problem
+        return result, len(read_here), states == [path.stat().st_mtime_ns for path in shuffles]
+
+    results, n_read, untouched = zip(*run_ranks(3, read), strict=True)
+    assert n_read[0] and not n_read[1] and n_read[2]
+    if fault == "other":
+        assert set(results) == {
+            "rank 2 of 3: the order of training sequences differs from that of rank 0"
+        }
+    else:
+        assert results[0] == results[1] == results[2]
+        assert untouched == (True, True, fault == "none")
 
 
 def test_after_the_second_step_the_collector_has_little_left_to_look_at(

@@ -97,10 +97,10 @@ class GigatokenEngine:
 
     def encode_batch(self, texts: list[str]) -> Encoded:
         """Encodes texts in one thread: the number of workers decides how many cores are used."""
-        self._limit_cache()
-        with _arrays_as_they_are():
+        with _arrays_as_they_are():  # one thread at a time
+            self._limit_cache()
             tokens, lengths = self._tokenizer.encode_batch(texts, parallel=False)
-        self._unchecked_tokens += len(tokens)
+            self._unchecked_tokens += len(tokens)
         assert len(lengths) == len(texts), "every text has ids, or none, but is not lost"
         return tokens, lengths
 

@@ -9,12 +9,16 @@ next to the corpus, block by block, in `<prefix>.json`:
 They are trusted if the sizes match and the files are not newer. Otherwise both files are read once,
 in the same blocks, for the same checksums; the cache folder keeps the result until a file's size,
 mtime or inode changes. Ranks that start together share this work (`training/worker.py`).
+
+What is stored here is never trusted either: a stored array ends with the SHA-256 of its name and
+values, a remembered result contains its own. A damaged file is made anew.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import secrets
@@ -29,11 +33,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.data.indexed import token_paths
+from trainyard.data.indexed import map_array, token_paths
 from trainyard.errors import MachineError
 from trainyard.files import BLOCK_BYTES, BlockChecksum, FileRecord, open_file, parse_json, read_file
 
 FORMAT_VERSION = 1
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+_log = logging.getLogger("trainyard")
 
 Array = NDArray[Any]
 
@@ -46,9 +53,9 @@ class FileBlock:
     first: int
     n_bytes: int
 
-    def read_digest(self) -> bytes:
-        """Reads the bytes; returns their SHA-256."""
-        digest = hashlib.sha256()
+    def read_digest(self, prefix: bytes = b"") -> bytes:
+        """Reads the bytes; returns the SHA-256 of the prefix and them."""
+        digest = hashlib.sha256(prefix)
         with self.path.open("rb") as file:
             file.seek(self.first)
             for done_bytes in range(0, self.n_bytes, BLOCK_BYTES):
@@ -69,10 +76,22 @@ class Unread:
 
 
 class IndexCache:
-    """Arrays by name in a folder, memory-mapped; without a folder, arrays in memory."""
+    """Arrays by name in a folder, memory-mapped; without a folder, arrays in memory.
 
-    def __init__(self, folder: Path | None) -> None:
+    Args:
+        folder: of the arrays; None for none.
+        checks: whether to read stored arrays whole and compare their checksums. Of ranks that see
+            the same files, one checks them.
+
+    Attributes:
+        loaded: of each array that was loaded or saved, by name: the size, time of change and inode
+            of its file, and its checksum in hexadecimal.
+    """
+
+    def __init__(self, folder: Path | None, *, checks: bool = True) -> None:
         self.folder = folder
+        self.checks = checks
+        self.loaded: dict[str, tuple[list[int], str]] = {}
 
     def key(self, **inputs: object) -> str:
         """Hashes what an array is computed from."""
@@ -80,21 +99,8 @@ class IndexCache:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def load(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
-        """Maps a stored array; None if it is not there, or damaged in kind or size."""
-        if self.folder is None:
-            return None
-        path = self.folder / f"{name}.npy"
-        try:
-            with open_file(path) as file:
-                version = np.lib.format.read_magic(file)
-                found = np.lib.format.read_array_header_1_0(file) if version == (1, 0) else None
-                offset, size_bytes = file.tell(), os.fstat(file.fileno()).st_size
-        except (OSError, ValueError, TypeError, RecursionError, MemoryError):
-            return None  # no header, or one that only looks like it
-        expected_bytes = offset + math.prod(shape) * dtype.itemsize
-        if found != (shape, False, dtype) or size_bytes != expected_bytes:
-            return None
-        return np.asarray(np.memmap(path, dtype, "r", offset, shape))
+        """Maps a stored array; None if it is not there, or damaged."""
+        return None if self.folder is None else self._load(name, shape, dtype, checks=self.checks)
 
     def save(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], slabs: Iterable[Array]
@@ -106,15 +112,42 @@ class IndexCache:
         """
         if self.folder is None:
             return np.concatenate([slab.astype(dtype, copy=False) for slab in slabs])
-        path = self.folder / f"{name}.npy"
+        path, digest = self.folder / f"{name}.npy", hashlib.sha256(name.encode())
         header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
         with _replacing(path) as file:
             np.lib.format.write_array_header_1_0(file, header)
             for slab in slabs:
-                file.write(np.ascontiguousarray(slab, dtype).data)
-        stored = self.load(name, shape, dtype)
+                values = np.ascontiguousarray(slab, dtype).reshape(-1)
+                file.write(values.data)
+                digest.update(values.data)
+            file.write(digest.digest())
+        stored = self._load(name, shape, dtype, checks=False)
         assert stored is not None, f"{path} does not hold {shape} of {dtype}"
         return stored
+
+    def _load(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, checks: bool
+    ) -> Array | None:
+        assert self.folder is not None
+        path = self.folder / f"{name}.npy"
+        try:
+            with open_file(path) as file:
+                version = np.lib.format.read_magic(file)
+                found = np.lib.format.read_array_header_1_0(file) if version == (1, 0) else None
+                offset, n_bytes = file.tell(), math.prod(shape) * dtype.itemsize
+                state = _state(os.fstat(file.fileno()))
+                if found != (shape, False, dtype) or state[0] != offset + n_bytes + _DIGEST_BYTES:
+                    return None
+                file.seek(-_DIGEST_BYTES, os.SEEK_END)
+                digest = file.read(_DIGEST_BYTES)
+                values = FileBlock(path, offset, n_bytes)
+                if checks and values.read_digest(name.encode()) != digest:
+                    _log.warning("%s is damaged: its checksum is wrong; it is made anew", path)
+                    return None
+        except (OSError, ValueError, TypeError, RecursionError, MemoryError):
+            return None  # no header, or one that only looks like it
+        self.loaded[name] = (state, digest.hex())
+        return map_array(path, dtype, shape, offset)
 
     def fingerprint(self, prefix: str) -> str:
         """Hashes the content of token files: of both, every byte.
@@ -143,8 +176,9 @@ class IndexCache:
         for block, digest in zip(unread.blocks, digests, strict=True):
             blocks[block.path].append(BlockChecksum(block.n_bytes, digest.hex()))
         checksums = [FileRecord(each).sha256 for each in blocks.values()]
+        content = {"states": unread.states, "sha256": checksums}
         with _replacing(unread.memory) as file:
-            file.write(json.dumps({"states": unread.states, "sha256": checksums}).encode())
+            file.write(json.dumps(content | {"seal": _seal(content)}).encode())
         return checksums
 
     def _look_up(self, prefix: str, folder: Path) -> list[str] | Unread:
@@ -155,11 +189,12 @@ class IndexCache:
         paths = token_paths(prefix)
         files = (None, None) if record is None else record.files
         sizes = [[] if file is None else [block.n_bytes for block in file.blocks] for file in files]
-        states = [[*_state(path), *cut] for path, cut in zip(paths, sizes, strict=True)]
+        states = [[*_state(path.stat()), *cut] for path, cut in zip(paths, sizes, strict=True)]
         name = hashlib.sha256(os.path.realpath(prefix).encode()).hexdigest()[:32]
         memory = folder / f"content-{name}.json"
         remembered = _load_json(memory)
-        if remembered.get("states") == states:
+        seal = remembered.pop("seal", "")
+        if remembered.get("states") == states and seal == _seal(remembered):
             return [str(checksum) for checksum in remembered["sha256"]]
         blocks = [
             FileBlock(path, end - n_bytes, n_bytes)
@@ -215,8 +250,11 @@ def _load_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _state(path: Path) -> list[int]:
-    status = path.stat()
+def _seal(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _state(status: os.stat_result) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 

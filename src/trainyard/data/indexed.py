@@ -20,9 +20,13 @@ A document is one sequence. An empty document has none, and its entry in the las
 
 from __future__ import annotations
 
+import ctypes
 import glob
+import math
+import mmap
 import os
 import struct
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -33,7 +37,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.errors import DataError
+from trainyard.errors import DataError, MachineError
 from trainyard.files import BlockChecksum, BlockWriter, explain_disk_errors, open_file
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -43,6 +47,12 @@ DTYPE_CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "ui
 _HEADER = struct.Struct("<9sQBQQ")
 _LARGEST_UINT16_VOCABULARY = 65500  # Megatron-LM's own bound, not 2^16
 _SLAB = 1 << 16  # entries looked at together: bounds memory without costing time
+_SMALL_BYTES = 1 << 16
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 Array = NDArray[Any]
 
@@ -102,14 +112,13 @@ class IndexedDataset:
         _check_documents(self._idx_path, n_sequences, n_entries)
         pointers_at = _HEADER.size + 4 * n_sequences
         documents_at = pointers_at + 8 * n_sequences
-        raw = np.asarray(np.memmap(self._idx_path, dtype=np.uint8, mode="r"))
+        raw = map_array(self._idx_path, np.dtype(np.uint8), (_size_bytes(self._idx_path),))
         self.sequence_lengths: NDArray[np.int32] = raw[_HEADER.size : pointers_at].view("<i4")
         self.sequence_pointers: NDArray[np.int64] = raw[pointers_at:documents_at].view("<i8")
         self.document_indices: NDArray[np.int64] = raw[documents_at:].view("<i8")
         self.stream: Array = np.empty(0, self.dtype)
         if self.n_tokens:  # an empty file cannot be mapped
-            mapped = np.memmap(bin_path, dtype=self.dtype, mode="r", shape=(self.n_tokens,))
-            self.stream = np.asarray(mapped)
+            self.stream = map_array(bin_path, self.dtype, (self.n_tokens,))
         self.span = range(self.n_tokens)
 
     def __len__(self) -> int:
@@ -128,6 +137,34 @@ class IndexedDataset:
     def load_sequence_lengths(self, part: range) -> NDArray[np.int32]:
         """Copies some of `sequence_lengths` into aligned memory, where look-ups are fast."""
         return np.array(self.sequence_lengths[part.start : part.stop])
+
+
+def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int = 0) -> Array:
+    """Maps an array in a file, read-only, without keeping the file open; reads a small one.
+
+    A blend may have thousands of files. numpy.memmap keeps each open, and most machines allow a
+    process 1,024 open files and 65,530 mappings.
+
+    Raises:
+        OSError: the file cannot be opened.
+        MachineError: the process has too many mappings.
+    """
+    count = math.prod(shape)
+    if count * dtype.itemsize <= _SMALL_BYTES:
+        return np.fromfile(path, dtype, count, offset=offset).reshape(shape)
+    n_bytes = offset + count * dtype.itemsize
+    with open_file(path) as file:
+        address = _LIBC.mmap(None, n_bytes, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise MachineError(
+            f"{path} cannot be mapped into memory: {os.strerror(ctypes.get_errno())}",
+            "as root: sysctl -w vm.max_map_count=1000000; or prepare fewer, larger token files",
+        )
+    buffer = (ctypes.c_char * n_bytes).from_address(address)
+    weakref.finalize(buffer, _LIBC.munmap, address, n_bytes).atexit = False
+    mapped: Array = np.frombuffer(memoryview(buffer), dtype, count, offset).reshape(shape)
+    mapped.flags.writeable = False
+    return mapped
 
 
 def _size_bytes(path: Path) -> int:

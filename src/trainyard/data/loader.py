@@ -136,9 +136,18 @@ def split_labels(sequences: NDArray[np.int64], vocabulary_size: int) -> Batch:
 
 
 def build_orders(
-    run: config.Run, plan: Plan, wanted: Collection[Split] = SPLITS
+    run: config.Run,
+    plan: Plan,
+    wanted: Collection[Split] = SPLITS,
+    cache: IndexCache | None = None,
 ) -> dict[Split, SequenceOrder | None]:
     """Builds the order of the wanted splits of a run, or loads it from the cache; others are None.
+
+    Args:
+        run: names the data.
+        plan: its numbers of sequences.
+        wanted: splits.
+        cache: the run's, if none is given.
 
     Raises:
         ConfigError: the run names no data.
@@ -157,20 +166,23 @@ def build_orders(
         data.split if data.blend.prefixes else None,
         (sizes[0], sizes[1], sizes[2]),
         settings,
-        Path(data.cache_folder),
+        cache or IndexCache(Path(data.cache_folder)),
     )
 
 
-def build_training_orders(run: config.Run, plan: Plan) -> dict[Split, SequenceOrder | None]:
+def build_training_orders(
+    run: config.Run, plan: Plan, cache: IndexCache | None = None
+) -> dict[Split, SequenceOrder | None]:
     """Builds the orders of all splits; a share too small for a test sequence gives none.
 
     Raises:
         ConfigError, DataError: as `build_orders`.
     """
     try:
-        return build_orders(run, plan)
+        return build_orders(run, plan, cache=cache)
     except DataError as error:
-        orders = build_orders(run, plan, ("train", "valid"))  # raises if one of these is the cause
+        # It raises if one of these is the cause.
+        orders = build_orders(run, plan, ("train", "valid"), cache)
         if run.data.test.prefixes:
             raise
         _log.info("no final evaluation: %s", error.problem)

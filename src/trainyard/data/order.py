@@ -22,7 +22,6 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -144,7 +143,7 @@ def build_order(
     split: str | None,
     sizes: tuple[int | None, int | None, int | None],
     settings: SequenceSettings,
-    cache_folder: Path | None = None,
+    cache: IndexCache | None = None,
 ) -> dict[Split, SequenceOrder | None]:
     """Builds the order of the train, valid and test sequences, or loads it if it was built before.
 
@@ -155,7 +154,7 @@ def build_order(
         sizes: sequences wanted of each split. 0 is none of them. None is one pass over the
             documents. Without weights a blend may be shorter; with weights, longer by a few.
         settings: how documents are cut into sequences and shuffled.
-        cache_folder: where the built arrays are kept; None keeps them in memory.
+        cache: where the built arrays are kept; None keeps them in memory.
 
     Raises:
         DataError: a corpus is missing, damaged, or too small; a part that is wanted is empty.
@@ -163,7 +162,7 @@ def build_order(
     """
     blends = (blend, blend, blend) if isinstance(blend, Blend) else blend
     parts = (_WHOLE, _WHOLE, _WHOLE) if split is None else parse_split(split)
-    cache = IndexCache(cache_folder)
+    cache = cache or IndexCache(None)
     prefixes = {prefix for each in blends for prefix in each.prefixes}
     datasets = {prefix: IndexedDataset(prefix) for prefix in sorted(prefixes)}
     by_tokens = {prefix for prefix in datasets if splits_by_tokens(len(datasets[prefix]), parts)}

@@ -35,6 +35,7 @@ from trainyard.data.loader import (
     describe_data,
     find_unread,
 )
+from trainyard.data.order import SequenceOrder, Split
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import Tokenizer, tokenizer_name
 from trainyard.data.vocabulary import load_vocabulary
@@ -197,6 +198,43 @@ def read_unread(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> N
         )
 
 
+def build_shared_orders(run: Run, plan: Plan, mesh: Mesh) -> dict[Split, SequenceOrder | None]:
+    """Builds the orders of all splits, or loads them.
+
+    The first rank fills the cache and checks it; of the others only those that see other files
+    check theirs.
+
+    Args:
+        run: names the data.
+        plan: its numbers of sequences.
+        mesh: all ranks call this.
+
+    Raises:
+        ConfigError, DataError: as `build_training_orders`.
+        LaunchError: ranks have different orders.
+    """
+    folder = Path(run.data.cache_folder)
+    cache = IndexCache(folder, checks=mesh.rank == 0)
+    if mesh.rank > 0:
+        mesh.barrier()
+    orders = build_training_orders(run, plan, cache)
+    if mesh.rank == 0:
+        mesh.barrier()
+    views = mesh.gather([_number(json.dumps(cache.loaded, sort_keys=True))])
+    if views[mesh.rank] != views[0]:
+        cache = IndexCache(folder)
+        orders = build_training_orders(run, plan, cache)
+    checksums = {name: checksum for name, (_, checksum) in cache.loaded.items()}
+    contents = mesh.gather([_number(json.dumps(checksums, sort_keys=True))])
+    if others := [rank for rank, each in enumerate(contents) if each != contents[0]]:
+        raise LaunchError(
+            f"{name_ranks(others)} of {len(contents)}: the order of training sequences differs "
+            "from that of rank 0",
+            f"remove the folder {folder} (data.cache_folder) on each host; it is made anew",
+        )
+    return orders
+
+
 def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
@@ -250,12 +288,7 @@ def build_context(
         tokenizer = Tokenizer(vocabulary, tokenizer_name(run.tokenizer.path))
     _check_vocabularies(run, tokenizer)
     batches = BatchSchedule(run)
-    # The first rank fills the cache of orders; the others read it.
-    if mesh.rank > 0:
-        mesh.barrier()
-    orders = build_training_orders(run, plan)
-    if mesh.rank == 0:
-        mesh.barrier()
+    orders = build_shared_orders(run, plan, mesh)
     if orders["train"] is None:
         raise ConfigError(
             f"data.split={run.data.split!r} leaves no sequences for training",
