@@ -10,11 +10,13 @@
         │   └── LostRankError   another rank died or hung: exit code 75
         └── GuardError       training aborted: exit code 93
 
-Any other uncaught exception is a bug in Trainyard: exit code 1, with a traceback.
+An OSError that nobody caught becomes a MachineError with its file (`explain_os_error`). Any other
+uncaught exception is a bug in Trainyard: exit code 1, with a traceback.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 
@@ -37,6 +39,20 @@ def printable(name: str | os.PathLike[str]) -> str:
 
 def _escape(text: str) -> str:
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+_HINTS = {
+    errno.ENOSPC: "free space, quota or inodes there (df -h, df -i)",
+    errno.EDQUOT: "free space, quota or inodes there (df -h, df -i)",
+    errno.EMFILE: "raise the limit of open files: ulimit -n 65536",
+    errno.ENFILE: "close files of other programs, or raise fs.file-max",
+    errno.EACCES: "change its permissions, or choose another place",
+    errno.EPERM: "change its permissions, or choose another place",
+    errno.EROFS: "make it writable, or choose another place",
+    errno.EIO: "the disk or its server fails: see dmesg",
+    errno.ESTALE: "its server lost it: mount it again",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 
 
 class UserError(Exception):
@@ -81,6 +97,18 @@ class LaunchError(UserError):
 
 class MachineError(UserError):
     """The machine cannot do what was requested: disk full, no such device, too little memory."""
+
+
+def explain_os_error(error: OSError) -> MachineError | None:
+    """Describes a file that failed where nobody expected it; None if it names no file or reason.
+
+    The last resort: where the reason is known, so is a better hint.
+    """
+    if not error.strerror or not (error.filename or error.errno in _HINTS):
+        return None
+    place = f"{printable(os.fspath(error.filename))}: " if error.filename else ""
+    hint = _HINTS.get(error.errno or 0, "check this path; --debug shows where it was needed")
+    return MachineError(f"{place}{error.strerror}", hint)
 
 
 class LostRankError(MachineError):

@@ -283,3 +283,19 @@ def test_every_field_has_a_manual_and_choices_are_listed() -> None:
 
 def test_a_run_without_anything_is_the_default(tmp_path: Path) -> None:
     assert load_run(write(tmp_path, "run.toml", "")) == LoadedRun(Run(), {})
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        r'data.blend.prefixes=["a", "b\u0000c"]',
+        r'data.cache_folder="\u0000"',
+        r'description="x\u0000"',
+        r'train.start_from="a\u0000b"',
+    ],
+)
+def test_a_nul_character_is_refused_in_any_text(override: str) -> None:
+    """Every function of the operating system would refuse it, with no word of the field."""
+    field = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"{field}='.*' contains a NUL character"):
+        load_run("tiny", [override])

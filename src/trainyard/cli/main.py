@@ -19,9 +19,9 @@ from typer.exceptions import TyperException
 
 from trainyard import __version__
 from trainyard.cli.help import PROGRAM, Verbs
-from trainyard.errors import EXIT_INTERRUPTED, UserError
+from trainyard.errors import EXIT_INTERRUPTED, UserError, explain_os_error
 from trainyard.extras import missing_package
-from trainyard.launch.environment import hide_secrets, let_idle_threads_sleep
+from trainyard.launch.environment import hide_secrets, let_idle_threads_sleep, raise_file_limit
 from trainyard.log import build_logger
 
 EXIT_CLOSED_PIPE = 141
@@ -82,10 +82,11 @@ def main(arguments: list[str] | None = None) -> None:
             stream.reconfigure(errors="plain")
     build_logger(hide_secrets)
     let_idle_threads_sleep()
+    raise_file_limit()
     try:
         code = _run(words or ["--help"])
-    except (UserError, ModuleNotFoundError) as error:
-        told = missing_package(error) if isinstance(error, ModuleNotFoundError) else error
+    except (UserError, ModuleNotFoundError, OSError) as error:
+        told = _explain(error)
         if told is None:
             raise
         if is_debug:
@@ -93,6 +94,12 @@ def main(arguments: list[str] | None = None) -> None:
         typer.echo(hide_secrets(f"error: {told}"), err=True)
         code = told.exit_code
     sys.exit(code)
+
+
+def _explain(error: UserError | ModuleNotFoundError | OSError) -> UserError | None:
+    if isinstance(error, ModuleNotFoundError):
+        return missing_package(error)
+    return explain_os_error(error) if isinstance(error, OSError) else error
 
 
 def _run(words: list[str]) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainyard.config.rules import disagreements
@@ -107,13 +107,32 @@ def build_run(tables: dict[str, Any]) -> Run:
     return _CHECKED_RUN.validate_python(tables)
 
 
+def _refuse_nul(value: Any, field: str = "") -> Any:
+    """Refuses texts with a NUL character, which no path and no argument can have."""
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(f"{field}={value!r} contains a NUL character")
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _refuse_nul(inner, f"{field}.{name}".removeprefix("."))
+    if isinstance(value, list | tuple):
+        for inner in value:
+            _refuse_nul(inner, field)
+    return value
+
+
 def _refuse_broken_rules(run: Run) -> Run:
     if problems := disagreements(run):
         raise ValueError("\n".join(problems))
     return run
 
 
-_CHECKED_RUN: TypeAdapter[Run] = TypeAdapter(Annotated[Run, AfterValidator(_refuse_broken_rules)])
+_CHECKED_RUN: TypeAdapter[Run] = TypeAdapter(
+    Annotated[
+        Run,
+        BeforeValidator(lambda tables: _refuse_nul(tables)),
+        AfterValidator(_refuse_broken_rules),
+    ]
+)
 
 
 def render_run(run: Run) -> str:

@@ -166,9 +166,11 @@ def build_order(
     prefixes = {prefix for each in blends for prefix in each.prefixes}
     datasets = {prefix: IndexedDataset(prefix) for prefix in sorted(prefixes)}
     by_tokens = {prefix for prefix in datasets if splits_by_tokens(len(datasets[prefix]), parts)}
-    for prefix in sorted(by_tokens):
+    for prefix in sorted(by_tokens)[:3]:
         count = len(datasets[prefix])
         _log.info("%s is split by tokens: it has few documents (%s)", prefix, f"{count:,}")
+    if len(by_tokens) > 3:
+        _log.info("and so are %s more token files", f"{len(by_tokens) - 3:,}")
     orders: dict[Split, SequenceOrder | None] = {}
     for name, each, part, size in zip(SPLITS, blends, parts, sizes, strict=True):
         orders[name] = None

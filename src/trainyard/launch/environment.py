@@ -18,12 +18,14 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 import shlex
 import socket
 import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -227,6 +229,13 @@ def let_idle_threads_sleep() -> None:
     spinning made it nine times slower (docs/log.md). A policy set in the environment is kept.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def raise_file_limit() -> None:
+    """Lets this process and its children open as many files and sockets as the system allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # "unlimited" is refused on macOS
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def chooses_allocator(environment: Mapping[str, str] = os.environ) -> bool:

@@ -136,8 +136,11 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
         if process.rank == 0:  # here, so that the others hear of it
             check_first_rank()
         newest = next(iter(list_checkpoints(checkpoint_folder(folder))), None)
-        started_from = {"checkpoint": newest.name if newest else "none"}
-        return gather_facts(run_text, describe_data(run)) | started_from
+        tokenizer = [path.read_bytes() for path in (folder / TOKENIZER_FOLDER).glob("*.json")]
+        return gather_facts(run_text, describe_data(run)) | {
+            "checkpoint": newest.name if newest else "none",
+            "tokenizer": hashlib.sha256(b"".join(tokenizer)).hexdigest(),
+        }
 
     if process.n_ranks == 1:
         check_first_rank()
