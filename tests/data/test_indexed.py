@@ -292,3 +292,15 @@ def test_files_longer_than_one_slab(tmp_path: Path) -> None:
     (tmp_path / "corpus.idx").write_bytes(index)
     with pytest.raises(DataError, match=rf"byte {at}: sequence_lengths\[90000\] is -5"):
         IndexedDataset(tmp_path / "corpus")
+
+
+@pytest.mark.parametrize("n_tokens", [4, 2**16])
+def test_files_are_not_kept_open(tmp_path: Path, n_tokens: int) -> None:
+    """A blend may have more of them than a process may open: 1,024 on most machines."""
+    with IndexedWriter(tmp_path / "corpus", UINT16) as writer:
+        for _ in range(2):
+            writer.add_document(np.arange(n_tokens) % 7)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    datasets = [IndexedDataset(tmp_path / "corpus") for _ in range(20)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert all(len(dataset.tokens(1)) == n_tokens for dataset in datasets)
