@@ -121,11 +121,12 @@ def _verbs(command: Any, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 FLAGS_HEAD = """# Flags of Megatron-LM
 
-`trainyard import --from megatron-args` reads them
-([importing](importing.md#megatrons-command-lines)). `*` matches any text; `_` and `-` are the same.
-Compared by hand with the sources of Megatron-LM (August 2023, June 2025, August 2026),
-Megatron-DeepSpeed (2024) and the five guides. Flags that newer Megatron-Core generates from its
-dataclasses may be missing: the import names a flag that it does not know.
+`trainyard import` reads them in command lines and in checkpoints
+([importing](importing.md#megatrons-command-lines)). `*` matches any text; `_`, `-` and `no-`,
+`disable-` are the same. Compared with the sources of Megatron-LM (all releases to August 2026),
+deepspeedai/Megatron-DeepSpeed (2025), argonne-lcf/Megatron-DeepSpeed (2026) and the five guides. A
+test has every argument of the three, with its default. Other names are refused, unless they are off
+in a checkpoint.
 
 Written by `python -m benchmarks.pages`.
 """
@@ -134,7 +135,9 @@ KINDS_OF_FLAGS = {
     "rule": ("Fields by a rule, alone or with other flags", "field"),
     "same": ("The same by default", "here"),
     "none": ("No meaning here", "why"),
-    "refused": ("Refused", "why"),
+    "refused": ("Refused, as flags and in checkpoints, unless they have Megatron's default", "why"),
+    "refused-flag": ("Refused as flags; without effect on the model of a checkpoint", "why"),
+    "saved": ("In checkpoints only: without effect on the model", "kind"),
     "value": ("Accepted with these values only", "values"),
     "default": ("Megatron's values of absent flags, which the run file states", "value"),
 }
@@ -147,7 +150,7 @@ def flags_page() -> str:
         parts.append(f"\n## {title}\n\n| flag | {heading} |\n|---|---|\n")
         for flag, text in sorted(flag_table()[kind].items()):
             text = ", ".join(text) if isinstance(text, list) else text
-            plain = kind in ("same", "none", "refused")
+            plain = kind in ("same", "none", "refused", "refused-flag", "saved")
             parts.append(f"| `--{flag}` | {text if plain else f'`{text}`'} |\n")
     return "".join(parts)
 

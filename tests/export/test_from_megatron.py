@@ -230,7 +230,7 @@ def test_padding_counts_as_tokens_only_where_nothing_says_it(
 REFUSED_ARGUMENTS = {
     "normalization": ("RMSNorm", r"has an extra blocks\.0\.attention_norm\.bias"),
     "position_embedding_type": ("rope", r"has an extra positions\.weight"),
-    "rotary_percent": (0.5, "rotary_percent: .*greater than or equal to 1"),
+    "rotary_percent": (0.5, "rotary_percent: rotary positions"),
     "add_position_embedding": (False, "add_position_embedding is off; our models have positions"),
     "swiglu": (True, r"mlp\.up\.weight in .* has shape \[128, 32\]; its arguments say \[256, 32\]"),
     "squared_relu": (True, "squared_relu: .*got True"),

@@ -156,6 +156,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
         {"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": True},
     ),
+    "Llama, documents apart": (
+        "Llama",
+        {},
+        {"reset_position_ids": True, "reset_attention_mask": True},
+    ),
+    "Llama, DeepSpeed's base": ("Llama", {}, {"rotary_base": None, "rope_theta": BASE}),
     "Qwen3, tp 2": ("Qwen3", {}, {"tensor": 2}),
     "Qwen3, tp 2, pp 2, norms apart": ("Qwen3", {}, {"tensor": 2, "pipeline": 2, "fused": False}),
 }
@@ -179,6 +185,7 @@ def test_it_computes_what_transformers_computes(tmp_path: Path, name: str) -> No
     assert (found.d_head, found.rotary_base) == (model.config.head_dim, BASE)
     assert found.n_key_value_heads == model.config.num_key_value_heads
     assert found.query_key_norm == ("head" if family == "Qwen3" else "none")
+    assert found.attention_within_documents == ("documents" in name)
     scaling = found.rotary_scaling
     assert (scaling and scaling.factor) == (FACTOR if family == "Llama" else None)
     tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
@@ -194,7 +201,31 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other positions": ({"position_embedding_type": "mrope"}, "position_embedding_type: .*'mrope'"),
     "biases of queries": ({"add_qkv_bias": True}, "add_qkv_bias: .*got True"),
     "norm without weights": ({"qk_l2_norm": True}, "qk_l2_norm: .*got True"),
-    "sliding window": ({"window_size": [128, 0]}, "window_size: .*None"),
+    "sliding window": ({"window_size": [128, 0]}, "window_size: attention is causal"),
+    **{
+        name: ({name: value}, f"{name}: .*got ")
+        for name, value in {
+            "softmax_type": "off-by-one",
+            "softmax_scale": 1.0,
+            "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 7.0,
+            "quick_geglu": True,
+            "use_mup": True,
+            "layernorm_zero_centered_gamma": True,
+            "enable_mhc_connections": True,
+            "experimental_attention_variant": "dsa",
+            "window_attn_skip_freq": 2,
+            "rotary_scaling_factor": 40,
+            "rope_type": "yarn",
+            "mtp_num_layers": 1,
+            "made_up_argument": 3,
+        }.items()
+    },
+    "one reset": (
+        {"reset_position_ids": True},
+        "reset_position_ids and reset_attention_mask differ",
+    ),
+    "two bases": ({"rope_theta": 10_000}, "rotary_base=500000.0 and rope_theta=10000.0"),
     "other groups": ({"num_query_groups": 2}, r"qkv\.weight in .* has shape \[64, 32\]"),
     "norms of heads": ({"qk_layernorm": True}, "no tensor for blocks.0.attention.query_norm"),
     "old version": ({"version": 1.0}, "checkpoint_version 1.0 and args.group_query_attention"),

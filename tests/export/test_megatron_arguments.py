@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from trainyard.cli.main import app
 from trainyard.config.load import all_fields, field_value, load_run
 from trainyard.errors import ConfigError
-from trainyard.export.megatron_arguments import classify, import_arguments, import_command
-from trainyard.export.megatron_fields import flag_table
+from trainyard.export.megatron import Arguments
+from trainyard.export.megatron_arguments import import_arguments, import_command
+from trainyard.export.megatron_fields import classify, flag_table, refusal
 from trainyard.export.shell_script import read_command
 
 ROOT = Path(__file__).parents[2]
@@ -200,7 +201,6 @@ def test_a_guides_command_gives_its_recipe(recipe: str, in_folder: Path) -> None
     for name, text in DEEPSPEED.items():
         Path(name).write_text(text, encoding="utf-8")
     imported = import_command(f"torchrun pretrain_gpt.py {COMMANDS[recipe]}", [], "x")
-    assert not [line for line in imported.warnings if "unknown" in line]
     ours = load_run(str(ROOT / "recipes" / f"{recipe}.toml")).run
     readme = (ROOT / "recipes" / recipe).parent / "README.md"
     listed = readme.read_text(encoding="utf-8").partition("## Differences")[2]
@@ -232,18 +232,91 @@ def test_fields_of_the_table_exist_and_patterns_do_not_hide_flags() -> None:
             assert "*" in flag or classify(flag)[0] == kind, flag
 
 
-def test_an_unknown_flag_is_in_the_file_and_on_stderr(in_folder: Path) -> None:
-    result = CliRunner().invoke(
-        app, ["import", "--from", "megatron-args", "--", f"p.py {SMALL} --numlayers 3"]
-    )
-    assert result.exit_code == 0, result.output
-    assert "unknown flag --numlayers 3; did you mean --num-layers?" in result.stderr
-    assert "NOT IMPORTED" in result.stdout
+RECORDED = [
+    line.split("\t")
+    for line in (Path(__file__).parent / "megatron_arguments.tsv").read_text().splitlines()
+    if not line.startswith("#")
+]
+
+
+def test_every_argument_of_megatron_is_read_harmless_or_refused() -> None:
+    reached = set()
+    for name, flags, *defaults in RECORDED:
+        for flag in flags.split():
+            assert classify(flag)[0], flag
+        changed = "" if name in Arguments.model_fields else refusal(name, "changed")
+        assert "unknown" not in changed, name
+        reached |= {name} if changed else set()
+        for default in map(json.loads, defaults):
+            assert name in Arguments.model_fields or not refusal(name, default), name
+        of_model = any(classify(flag)[1].startswith("model.") for flag in flags.split())
+        assert not of_model or name in {*Arguments.model_fields, "seq_length"}, name
+    assert len(RECORDED) > 900 and len(reached) > 30
+    assert reached >= {"softmax_type", "use_mup", "window_attn_skip_freq", "rotary_percent"}
+
+
+@pytest.mark.parametrize("name", ["made_up", "log_softmax_scale", "no_use_norm", "bias_up_fusion"])
+def test_a_name_that_megatron_lacks_is_refused(name: str) -> None:
+    assert refusal(name, 3) == refusal(name, True) == "unknown to Megatron"
+    assert refusal(name, None) == refusal(name, False) == ""
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} 3: unknown flag"):
+        import_command(f"pretrain_gpt.py {SMALL} --{name} 3", [], "x")
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest(in_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--numlayers 3: unknown flag; did you mean --num-layers"):
+        import_command(f"p.py {SMALL} --numlayers 3", [], "x")
+
+
+@pytest.mark.parametrize(
+    ("flags", "table", "expected"),
+    [
+        (
+            "--use-rotary-position-embeddings --rotary-position-embeddings-theta 500000 "
+            "--no-position-embedding",
+            "model",
+            {"positions": "rotary", "rotary_base": 500_000},
+        ),
+        ("--softmax-type vanilla --rotary-percent 1", "model", {"n_layers": 2}),
+        ("--pipeline-model-parallel-size 1 --no-pipeline-parallel", "parallel", {"pipeline": 1}),
+        (
+            "--data-path 1e0 a 1E-1 b",
+            "data",
+            {"blend": {"weights": [1, 0.1], "prefixes": ["a", "b"]}},
+        ),
+        ("--data-path 1e0 a b", "data", {"blend": {"prefixes": ["1e0", "a", "b"]}}),
+    ],
+)
+def test_fields_of_flags(flags: str, table: str, expected: dict[str, Any]) -> None:
+    found = tomllib.loads(import_command(f"pretrain_gpt.py {SMALL} {flags}", [], "x").text)[table]
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_a_factor_that_megatron_ignored_is_said() -> None:
+    flags = "--position-embedding-type rope --use-rope-scaling --rope-scaling-factor"
+    for factor, said in ((8, 0), (16, 1)):
+        found = import_command(f"pretrain_gpt.py {SMALL} {flags} {factor}", [], "x")
+        assert sum("before August 2026 ignored it" in note for note in found.warnings) == said
+
+
+def test_what_a_script_says_of_its_cluster_is_named(in_folder: Path) -> None:
+    head = "#SBATCH --nodes=2\n#SBATCH -t 1\nexport NCCL_DEBUG=INFO\nexport LR=1\n"
+    Path("train.sh").write_text(f"{head}python pretrain_gpt.py {SMALL}", encoding="utf-8")
+    note = "not imported: #SBATCH lines, NCCL_DEBUG: they belong in a cluster file"
+    assert import_command("train.sh", [], "x").warnings == [note]
 
 
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
+        ("--softmax-type off-by-one", "--softmax-type off-by-one: attention is GPT's"),
+        ("--step-batch-size-schedule '0:8 1B:16'", "8 1B:16: batches grow in equal increments"),
+        ("--tokenizer-type Llama2Tokenizer", "Llama2Tokenizer: a byte-level BPE.* encode .* again"),
+        ("--no-position-embedding", "--no-position-embedding"),
+        (
+            "--no-pipeline-parallel --pipeline-model-parallel-size 2",
+            "--no-pipeline-parallel and --pipeline-model-parallel-size 2 contradict",
+        ),
         (
             "--squared-relu --rotary-percent 0.5",
             "(?s)--squared-relu.*--rotary-percent",
@@ -295,7 +368,7 @@ def test_parts_of_a_model_that_is_not_gpt3() -> None:
         "attention_within_documents": True,
     }
     assert {name: model[name] for name in expected} == expected
-    assert not found.warnings
+    assert len(found.warnings) == 1 and "rope-scaling-factor 32" in found.warnings[0]
 
 
 def test_what_megatron_needs_is_asked_for() -> None:

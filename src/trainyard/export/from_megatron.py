@@ -103,6 +103,8 @@ def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
             n_rows_theirs,
         )
     model = model_of(arguments, vocabulary_size, str(grid.settings))
+    for note in arguments.notes():
+        logger.warning("%s: %s", grid.settings, note)
     if version < 2 and arguments.group_query_attention:
         raise CheckpointError(
             f"{grid.settings} has checkpoint_version {version} and args.group_query_attention",

@@ -34,8 +34,7 @@ from trainyard.architecture import LayerSpec
 from trainyard.checkpoint.format import first_problem
 from trainyard.config.run import Model
 from trainyard.errors import CheckpointError
-
-Off = Literal[False, None]
+from trainyard.export.megatron_fields import refusal, rope_factor_notes
 
 CORE_BLOCK_PARTS = {
     "input_layernorm": "attention_norm",
@@ -80,7 +79,7 @@ _OTHER = re.compile(r"([a-z_]+)\.(weight|bias)")
 _GPT2_VOCABULARY_SIZE = 50257
 
 
-class Arguments(BaseModel):
+class Arguments(BaseModel, allow_inf_nan=False):
     """The training arguments that define the model's computation."""
 
     num_layers: int = Field(ge=1)
@@ -95,6 +94,7 @@ class Arguments(BaseModel):
     norm_epsilon: float | None = None
     init_method_std: float = 0.02
     hidden_dropout: float = 0.1
+    attention_dropout: float | None = None
     untie_embeddings_and_output_weights: bool = False
 
     bias_gelu_fusion: bool | None = True
@@ -102,6 +102,8 @@ class Arguments(BaseModel):
     kv_channels: int | None = None
     num_key_value_heads: int | None = None
     num_experts: int | list[int] | None = None
+    reset_position_ids: bool | None = False
+    reset_attention_mask: bool | None = False
     position_embedding_type: Literal[
         "learned_absolute",
         "absolute",
@@ -111,29 +113,16 @@ class Arguments(BaseModel):
     ] = "learned_absolute"
     use_rotary_position_embeddings: bool | None = False
     add_position_embedding: bool = True
-    rotary_base: float = 10_000.0
-    rotary_percent: float = Field(default=1.0, ge=1, le=1)
-    rotary_interleaved: Off = False
-    rotary_seq_len_interpolation_factor: None = None
+    rotary_base: float | None = None
+    rope_theta: float | None = None
     use_rope_scaling: bool | None = False
     rope_scaling_factor: float = 8.0
-    no_rope_freq: None = None
     normalization: Literal["LayerNorm", "layernorm", "RMSNorm", "rmsnorm"] = "LayerNorm"
     qk_layernorm: bool | None = False
-    qk_l2_norm: Off = False
     add_bias_linear: bool = True
-    add_qkv_bias: Off = False
     swiglu: bool | None = False
-    squared_relu: Off = False
-    glu_activation: None = None
     group_query_attention: bool | None = False
     num_query_groups: int | None = None
-    attention_output_gate: Off = False
-    window_size: None = None
-    apply_layernorm_1p: Off = False
-    apply_residual_connection_post_layernorm: Off = False
-    embed_layernorm: Off = False
-    multi_latent_attention: Off = False
 
     @property
     def is_rotary(self) -> bool:
@@ -144,6 +133,16 @@ class Arguments(BaseModel):
     def norm(self) -> Literal["layer", "rms"]:
         """Our kind of norm."""
         return "rms" if self.normalization.lower() == "rmsnorm" else "layer"
+
+    def notes(self) -> list[str]:
+        """Returns what else the user should know of the model."""
+        found = rope_factor_notes(self.rope_scaling_factor) if self.use_rope_scaling else []
+        if self.attention_dropout not in (None, self.hidden_dropout):
+            found.append(
+                f"attention_dropout is {self.attention_dropout}; model.dropout is hidden_dropout, "
+                f"{self.hidden_dropout}"
+            )
+        return found
 
     @model_validator(mode="after")
     def _computes_what_ours_does(self) -> Self:
@@ -158,6 +157,10 @@ class Arguments(BaseModel):
                 "bias_gelu_fusion and openai_gelu are off, so its GELU is exact; "
                 "ours is the tanh approximation, as with either option"
             )
+        if self.reset_position_ids != self.reset_attention_mask:
+            raise ValueError("reset_position_ids and reset_attention_mask differ")
+        if self.rotary_base and self.rope_theta and self.rotary_base != self.rope_theta:
+            raise ValueError(f"rotary_base={self.rotary_base} and rope_theta={self.rope_theta}")
         heads = self.num_attention_heads
         if self.num_key_value_heads not in (None, heads):
             raise ValueError(f"num_key_value_heads={self.num_key_value_heads} are not {heads}")
@@ -183,6 +186,12 @@ def read_arguments(values: Mapping[str, JsonValue], place: str) -> Arguments:
             f"{place} has no 'args', so the number of heads is unknown",
             "load and save it once with a Megatron-LM that stores its arguments",
         )
+    for name, value in given.items():
+        if name not in Arguments.model_fields and (reason := refusal(name, value)):
+            raise CheckpointError(
+                f"{place} is not a GPT that can be imported: args.{name}: {reason} (got {value!r})",
+                "docs/megatron-flags.md lists all arguments",
+            )
     try:
         return Arguments.model_validate(given)
     except ValidationError as error:
@@ -210,6 +219,7 @@ def model_of(arguments: Arguments, vocabulary_size: int, place: str) -> Model:
         "bias": arguments.add_bias_linear,
         "sequence_length": arguments.max_position_embeddings,
         "vocabulary_size": vocabulary_size,
+        "attention_within_documents": bool(arguments.reset_attention_mask),
         "tied_embeddings": not arguments.untie_embeddings_and_output_weights,
         "dropout": arguments.hidden_dropout,
         "init_std": arguments.init_method_std,
@@ -220,7 +230,10 @@ def model_of(arguments: Arguments, vocabulary_size: int, place: str) -> Model:
     if arguments.group_query_attention:
         fields["n_key_value_heads"] = arguments.num_query_groups
     if arguments.is_rotary:
-        fields |= {"positions": "rotary", "rotary_base": arguments.rotary_base}
+        fields |= {
+            "positions": "rotary",
+            "rotary_base": arguments.rotary_base or arguments.rope_theta or 10_000.0,
+        }
         if arguments.use_rope_scaling:
             fields["rotary_scaling"] = {"factor": arguments.rope_scaling_factor}
     try:

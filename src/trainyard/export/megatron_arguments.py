@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,9 @@ from pydantic import ValidationError
 from trainyard.config.load import build_run, explain_problems, parse_toml
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
-from trainyard.export.megatron_fields import Conversion, flag_table
-from trainyard.export.shell_script import UNRESOLVED, read_command, split_command
+from trainyard.export.megatron_fields import KINDS, Conversion, classify, flag_table, is_default
+from trainyard.export.shell_script import UNRESOLVED, dropped_lines, read_command, split_command
 from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
-
-KINDS = ("field", "rule", "same", "none", "refused")
 
 
 @dataclass
@@ -48,6 +45,7 @@ def import_command(source: str, settings: list[str], name: str) -> Imported:
         ConfigError: as `import_arguments` and `read_command`.
     """
     files: dict[str, str] = {}
+    notes: list[str] = []
     words = split_command(source.removeprefix("bash "))
     path, *arguments = words or [""]
     if re.search(r"\.(sh|bash|sbatch|slurm|pbs)$", path) or Path(path).is_file():
@@ -59,7 +57,9 @@ def import_command(source: str, settings: list[str], name: str) -> Imported:
             raise ConfigError(f"cannot read {path}: {error}", "give a script") from None
         known = dict(text.split("=", 1) for text in settings)
         words, files = read_command(text, arguments, known)
-    return import_arguments(words, files, name)
+        notes = dropped_lines(text)
+    imported = import_arguments(words, files, name)
+    return Imported(imported.text, notes + imported.warnings)
 
 
 def import_arguments(words: list[str], files: Mapping[str, str], name: str) -> Imported:
@@ -84,7 +84,7 @@ def import_arguments(words: list[str], files: Mapping[str, str], name: str) -> I
         ):
             raise _explain_unresolved(found[1], flag)
     flags = {flag: [UNRESOLVED.sub(r"<\1>", v) for v in values] for flag, values in flags.items()}
-    accounts, unknown = _account(flags)
+    accounts = _account(flags)
     run = Conversion(flags, files)
     fields, origins = run.convert()
     tables: dict[str, Any] = {"name": name}
@@ -98,9 +98,9 @@ def import_arguments(words: list[str], files: Mapping[str, str], name: str) -> I
         build_run(tables)
     except ValidationError as error:
         raise explain_problems(error, Run, origins, "of these flags") from None
-    text = _render(name, fields, origins, [*accounts, *run.notes], unknown)
+    text = _render(name, fields, origins, [*accounts, *run.notes])
     parse_toml(text, "the new run file")
-    return Imported(text, [f"unknown flag {line}" for line in unknown] + run.notes)
+    return Imported(text, run.notes)
 
 
 def _explain_unresolved(name: str, flag: str) -> ConfigError:
@@ -133,38 +133,32 @@ def _read_flags(words: list[str]) -> dict[str, list[str]]:
     return flags
 
 
-def classify(flag: str) -> tuple[str, str]:
-    """Returns the kind of a flag (field, same, none, refused, or "") and its field or reason."""
-    for kind in KINDS:
-        for pattern, text in flag_table()[kind].items():
-            if fnmatchcase(flag, pattern):
-                return kind, text
-    return "", ""
-
-
-def _account(flags: Mapping[str, list[str]]) -> tuple[list[str], list[str]]:
-    """Returns a line for each flag that sets no field, and one for each unknown flag."""
-    accounts, unknown, refused = [], [], []
+def _account(flags: Mapping[str, list[str]]) -> list[str]:
+    """Returns a line for each flag that sets no field."""
+    accounts, refused = [], []
     known = [flag for kind in KINDS for flag in flag_table()[kind]]
     for flag, values in flags.items():
         kind, reason = classify(flag)
         shown = " ".join([f"--{flag}", *values])
         accepted = flag_table()["value"].get(flag)
-        if kind == "refused" or (accepted and values[:1] and values[0] not in accepted):
+        if kind.startswith("refused") and values and is_default(flag, " ".join(values)):
+            accounts.append(f"{shown}: Megatron's default")
+        elif kind.startswith("refused") or (accepted and values[:1] and values[0] not in accepted):
             but = f"; supported: {', '.join(accepted)}" if accepted else ""
             refused.append(f"  {shown}: {reason}{but}")
         elif kind in ("same", "none"):
             accounts.append(f"{shown}: {reason}")
-        elif not kind:
+        elif kind not in ("field", "rule"):
             near = difflib.get_close_matches(flag, known, n=1)
-            unknown.append(shown + (f"; did you mean --{near[0]}?" if near else ""))
+            guess = f"; did you mean --{near[0]}?" if near else ""
+            refused.append(f"  {shown}: unknown flag{guess}")
     if refused:
         raise ConfigError(
             "not supported:\n" + "\n".join(refused),
             "remove these flags for the nearest run that Trainyard trains; "
             "docs/megatron-flags.md lists all",
         )
-    return accounts, unknown
+    return accounts
 
 
 def _render(
@@ -172,11 +166,8 @@ def _render(
     fields: Mapping[str, Any],
     origins: Mapping[str, str],
     accounts: list[str],
-    unknown: list[str],
 ) -> str:
     lines = ["# Written by trainyard import --from megatron-args; docs/megatron-flags.md."]
-    if unknown:
-        lines += ["#", "# NOT IMPORTED, unknown flags:", *(f"#   {line}" for line in unknown)]
     lines.append(tomli_w.dumps({"name": name}).strip())
     sections: dict[str, list[str]] = {}
     for key, value in fields.items():

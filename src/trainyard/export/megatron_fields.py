@@ -6,9 +6,12 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from decimal import Decimal, InvalidOperation
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -19,19 +22,66 @@ REQUIRED += ["micro-batch-size", "global-batch-size"]
 SPLITS = ("train", "valid", "test")
 PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8-e4m3": "fp8", "fp8-hybrid": "fp8"}
 PRECISIONS |= {"fp8-format": "fp8", "msamp": "fp8_lowbit"}
+KINDS = ("field", "rule", "same", "none", "saved", "refused", "refused-flag")
 UNITS = {"iters": "steps", "samples": "sequences", "tokens": "tokens"}
 RECOMPUTE = {"full": "block", "selective": "attention"}
-KINDS = {"cosine": "cosine", "linear": "linear", "constant": "constant"}
-KINDS["WSD"] = "warmup_stable_decay"
+STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant"}
+STYLES["WSD"] = "warmup_stable_decay"
 LOSS_SCALE = ("initial-loss-scale", "loss-scale-window", "hysteresis", "min-loss-scale")
 
 
 @cache
 def flag_table() -> dict[str, dict[str, Any]]:
     """Reads the table of flags: kind (field, default, value, same, none, refused) to flags."""
-    return tomllib.loads(
-        (resources.files("trainyard.config") / "megatron_flags.toml").read_text(encoding="utf-8")
+    path = resources.files("trainyard.config") / "megatron_flags.toml"
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    for kind, texts in table.pop("names").items():
+        more = {name: text for text, names in texts.items() for name in names.split()}
+        table[kind] = table.get(kind, {}) | more
+    return table
+
+
+@cache
+def classify(flag: str) -> tuple[str, str]:
+    """Returns the kind of a flag (one of KINDS, or "") and its field or reason."""
+    names = dict.fromkeys((flag, re.sub("^disable-", "no-", flag)))
+    entries = [(kind, *entry) for kind in KINDS for entry in flag_table()[kind].items()]
+    exact = ((kind, text) for name in names for kind, entry, text in entries if entry == name)
+    close = ((k, text) for name in names for k, entry, text in entries if fnmatchcase(name, entry))
+    return next(chain(exact, close), ("", ""))
+
+
+def refusal(argument: str, value: object) -> str:
+    """Returns why a checkpoint with this saved argument is refused, or "".
+
+    Of the arguments that change what a model computes: all that are not read have Megatron's
+    default. A name that Megatron lacks is one of them, unless it is off.
+    """
+    flag = argument.replace("_", "-")
+    names = (flag, f"no-{flag}", f"disable-{flag}")
+    kind, reason = next(filter(any, map(classify, names)), ("", "unknown to Megatron"))
+    if kind not in ("", "refused") or is_default(flag, value):
+        return ""
+    return reason
+
+
+def rope_factor_notes(factor: float) -> list[str]:
+    """Returns a note if older versions of Megatron computed with another factor."""
+    note = (
+        f"rope-scaling-factor {factor:g}: Megatron-LM before August 2026 ignored it and computed "
+        "with 8 (its issue 6305); if that trained the model, model.rotary_scaling.factor is 8"
     )
+    return [] if factor == 8 else [note]
+
+
+def is_default(flag: str, value: object) -> bool:
+    """Whether a value is the one of Megatron where the flag is absent."""
+    default = flag_table()["default"].get(flag)
+    if value is None or value is False or value == []:
+        return default is None or value is None
+    with suppress(TypeError, ValueError):
+        return float(value) == float(default)  # type: ignore[arg-type]
+    return str(value) == default
 
 
 class Conversion:
@@ -189,6 +239,9 @@ class Conversion:
             if self.has("use-rope-scaling"):
                 scaling = ("rope-scaling-factor", "use-rope-scaling")
                 self.set("model.rotary_scaling.factor", float(self.number(scaling[0])), *scaling)
+                self.notes += rope_factor_notes(self.number(scaling[0]))
+        elif self.has("no-position-embedding"):
+            raise ConfigError("--no-position-embedding", "positions are learned or rotary")
 
     def _documents(self) -> None:
         resets = ("reset-position-ids", "reset-attention-mask")
@@ -225,10 +278,12 @@ class Conversion:
             values = [re.sub(r"^\./", "", value) for value in self.flags.get(flag, [])]
             if not values:
                 continue
-            if all(re.fullmatch(r"[\d.]+(e-?\d+)?", weight) for weight in values[::2]):
-                weights, values = [float(weight) for weight in values[::2]], values[1::2]
-                if len(values) > 1:
-                    self.set(f"data.{name}.weights", weights, flag)
+            with suppress(ValueError):  # weights and prefixes, or prefixes alone
+                if len(values) % 2 == 0:
+                    weights = [float(weight) for weight in values[::2]]
+                    values = values[1::2]
+                    if len(values) > 1:
+                        self.set(f"data.{name}.weights", weights, flag)
             self.set(f"data.{name}.prefixes", values, flag)
         if not self.has("train-data-path"):
             self.set("data.split", self.text("split"), "split")
@@ -269,11 +324,11 @@ class Conversion:
             warmup, warmup_flag = f"{int(exact)} {unit}", "lr-warmup-fraction"
         self.set("schedule.warmup", warmup or "0 steps", warmup_flag)
         style = self.text("lr-decay-style")
-        if style not in KINDS:
+        if style not in STYLES:
             raise ConfigError(
-                f"--lr-decay-style {style} is not supported", f"supported: {', '.join(KINDS)}"
+                f"--lr-decay-style {style} is not supported", f"supported: {', '.join(STYLES)}"
             )
-        self.set("schedule.kind", KINDS[style], "lr-decay-style")
+        self.set("schedule.kind", STYLES[style], "lr-decay-style")
         if style == "WSD":
             cooldown, flag = self._length("lr-wsd-decay")
             self.set("schedule.cooldown", cooldown or decay, flag)
@@ -290,7 +345,14 @@ class Conversion:
     def _parallel(self) -> None:
         sequence = self.has("sequence-parallel") and self.fields["parallel.tensor"] > 1
         self.set("parallel.sequence", sequence, "sequence-parallel")
-        n_stages = self.count("pipeline-model-parallel-size")
+        pipeline = ("pipeline-model-parallel-size", "no-pipeline-parallel")
+        n_stages = self.count(pipeline[0])
+        self.set("parallel.pipeline", n_stages, *pipeline)
+        if n_stages > 1 and self.has(pipeline[1]):
+            raise ConfigError(
+                f"--{pipeline[1]} and --{pipeline[0]} {n_stages} contradict each other",
+                "remove the one that the training does not use",
+            )
         per_chunk, chunks = (
             "num-layers-per-virtual-pipeline-stage",
             "num-virtual-stages-per-pipeline-rank",

@@ -33,6 +33,7 @@ _HEREDOC = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _COMPARISON = re.compile(r"\[\[?\s+(.+?)\s+(==|=|!=|-eq|-ne|-gt|-ge|-lt|-le)\s+(.+?)\s+\]\]?")
+_ENVIRONMENT = "(?:NCCL|CUDA|OMP|UCX|FI|MPICH|GLOO|NVTE|TORCH|PYTORCH|TRITON|HSA|ROCM|MIOPEN|RCCL)"
 _OPERATORS: dict[type[ast.AST], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -218,6 +219,14 @@ def read_command(
         )
     words = split_command(commands[0])  # the quotes of "${ARGUMENTS[@]}" are gone: split again
     return [part for word in words for part in (word.split() or [word])], script.files
+
+
+def dropped_lines(source: str) -> list[str]:
+    """Returns a note on the scheduler's options and the environment that a script sets, if any."""
+    options = sorted(set(re.findall(r"^#(?:SBATCH|PBS|BSUB)\b", source, re.MULTILINE)))
+    variables = re.findall(rf"^\s*export\s+({_ENVIRONMENT}_\w+)=", source, re.MULTILINE)
+    found = [*(f"{option} lines" for option in options), *sorted(set(variables))]
+    return [f"not imported: {', '.join(found)}: they belong in a cluster file"] if found else []
 
 
 def split_command(line: str) -> list[str]:
