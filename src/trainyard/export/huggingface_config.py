@@ -33,6 +33,30 @@ def _require_one_dropout(config: _AnyConfig, *keys: str) -> _AnyConfig:
     return config
 
 
+def _read_rope(keys: dict[str, Any], **older: str) -> dict[str, Any]:
+    """Moves what rotary positions have in their own table to the older keys beside it.
+
+    As transformers 5 reads it: the table is `rope_scaling`, else `rope_parameters`; what it lacks
+    is in the older keys.
+    """
+    rope = keys.get("rope_scaling") or keys.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return keys
+    rope = dict(rope)
+    moved = {key: rope.pop(name) for name, key in older.items() if name in rope}
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    return keys | moved | {"rope_scaling": None if rope == {"rope_type": "default"} else rope}
+
+
+_GPT2_SYNONYMS = {
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+}
+"""Where both are given, transformers takes the second."""
+
+
 class GPT2Config(Config):
     """Of a `GPT2LMHeadModel`."""
 
@@ -52,6 +76,11 @@ class GPT2Config(Config):
     scale_attn_by_inverse_layer_idx: Literal[False] = False
     reorder_and_upcast_attn: Literal[False] = False
     add_cross_attention: Literal[False] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_synonyms(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        return keys | {key: keys[other] for key, other in _GPT2_SYNONYMS.items() if other in keys}
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -88,13 +117,7 @@ class GPTNeoXConfig(Config):
     @classmethod
     def _read_rope_parameters(cls, keys: dict[str, Any]) -> dict[str, Any]:
         """Reads `rope_parameters`, which has base and share of features since transformers 5."""
-        rope = keys.get("rope_parameters")
-        if not isinstance(rope, dict):
-            return keys
-        rope = dict(rope)
-        share, base = rope.pop("partial_rotary_factor", 0.25), rope.pop("rope_theta", 10_000.0)
-        scaling = None if rope in ({}, {"rope_type": "default"}) else rope
-        return keys | {"rotary_pct": share, "rotary_emb_base": base, "rope_scaling": scaling}
+        return _read_rope(keys, rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct")
 
     @model_validator(mode="after")
     def _has_one_dropout(self) -> Self:
@@ -133,14 +156,7 @@ class _RotaryConfig(Config):
     @classmethod
     def _read_rope_parameters(cls, keys: dict[str, Any]) -> dict[str, Any]:
         """Reads `rope_parameters`, which has both base and scaling since transformers 5."""
-        rope = keys.get("rope_scaling") or keys.get("rope_parameters")
-        if not isinstance(rope, dict):
-            return keys
-        rope = {"rope_theta": keys.get("rope_theta", 10_000.0), **rope}
-        rope.setdefault("rope_type", rope.pop("type", "default"))
-        base = rope.pop("rope_theta")
-        scaling = None if rope == {"rope_type": "default"} else rope
-        return keys | {"rope_theta": base, "rope_scaling": scaling}
+        return _read_rope(keys, rope_theta="rope_theta")
 
 
 class _WholeHeadsConfig(_RotaryConfig):
