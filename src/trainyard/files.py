@@ -29,11 +29,21 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from trainyard.errors import MachineError
+from trainyard.errors import MachineError, UserError
 
 FILE_LIMIT_BYTES = 2**30
 SETTINGS_LIMIT_BYTES = 16 * 2**20
 BLOCK_BYTES = 16 * 2**20
+
+
+_LFS_POINTER = b"version https://git-lfs.github.com/"
+
+
+def refuse_lfs_pointer(file: BinaryIO, path: Path, error: type[UserError]) -> None:
+    """Raises `error` if an open file is not itself but Git LFS's pointer to it."""
+    if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+        raise error(f"{path} is a pointer of Git LFS, not the file itself", "git lfs pull")
+    file.seek(0)
 
 
 def open_file(path: Path) -> BinaryIO:

@@ -315,9 +315,9 @@ def test_folders_that_are_not_whole_are_refused(gpt2, tmp_path):
     (empty / "mp_rank_00_000_001").mkdir()
     assert "is from an expert rank" in refusal(empty)
     (empty / "mp_rank_00_000_001").rmdir()
-    (empty / "__0_0.distcp").touch()
+    (empty / "metadata.json").touch()
     assert "is a torch_dist checkpoint" in refusal(empty)
-    (empty / "__0_0.distcp").unlink()
+    (empty / "metadata.json").unlink()
     (empty / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
     assert "was saved with ZeRO stage 3" in refusal(empty)
 

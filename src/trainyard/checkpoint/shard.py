@@ -37,7 +37,7 @@ from torch import Tensor
 
 from trainyard.checkpoint.format import DTYPE_BYTES, HEADER_LIMIT_BYTES, StoredFile
 from trainyard.errors import CheckpointError
-from trainyard.files import open_file
+from trainyard.files import open_file, refuse_lfs_pointer
 
 # Few files, each small enough to move.
 SHARD_LIMIT_BYTES: Final = 2**30
@@ -143,6 +143,7 @@ def read_header(path: Path) -> dict[str, Values]:
     try:
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
+            refuse_lfs_pointer(file, path, CheckpointError)
             n_bytes = int.from_bytes(file.read(8), "little")
             if n_bytes > min(size - 8, HEADER_LIMIT_BYTES):
                 raise _malformed(path, f"its header would have {n_bytes} bytes")

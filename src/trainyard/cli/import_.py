@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from trainyard.errors import ConfigError
+from trainyard.export.foreign import recognize
 from trainyard.extras import require
 from trainyard.files import publish_text
 
@@ -27,9 +28,9 @@ def import_(
         ),
     ] = None,
     source: Annotated[
-        Literal["huggingface", "megatron", "megatron-args"],
-        typer.Option("--from", help="Source format."),
-    ] = "huggingface",
+        Literal["huggingface", "megatron", "megatron-args"] | None,
+        typer.Option("--from", help="Source format; default: recognized."),
+    ] = None,
     tokenizer: Annotated[
         str,
         typer.Option(
@@ -48,26 +49,22 @@ def import_(
 
     Example: trainyard import gpt2 --output runs/gpt2
 
-    Example: trainyard import checkpoints --from megatron --output runs/mine --tokenizer gpt2
+    Example: trainyard import checkpoints --output runs/mine --tokenizer gpt2
 
-    Example: trainyard import "train.sh bf16" --from megatron-args --output run.toml
+    Example: trainyard import "train.sh bf16" --output run.toml
 
     Fill in data and schedule in its run.toml; trainyard train then continues from the weights.
     Optimizer state is not imported: moments start from zero.
     """
     if output and output.exists():
         raise ConfigError(f"{output} already exists", "name another --output, or remove it")
+    source = source or recognize(folder)
     if source == "megatron-args":
         _import_arguments(folder, settings or [], output)
         return
     if output is None:
         raise ConfigError("--output is not given", "name the run folder to create")
     require("torch")
-    if source == "huggingface" and not (Path(folder) / "config.json").exists():
-        raise ConfigError(
-            f"{folder}/config.json does not exist",
-            "name a folder that save_pretrained wrote, or pass --from megatron",
-        )
     if source == "megatron":
         from trainyard.export.from_megatron import import_megatron as import_it
     else:

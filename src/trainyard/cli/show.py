@@ -79,7 +79,7 @@ def show(
         from trainyard.cli.show_families import render_families
 
         typer.echo(render_families())
-    elif Path(f"{without_ending(names[0])}.idx").exists():
+    elif Path(f"{without_ending(names[0])}.idx").exists() or names[0].endswith(".bin"):
         from trainyard.cli.show_data import show_data
 
         show_data(without_ending(names[0]), console, count=count, tokenizer_path=tokenizer)

@@ -38,10 +38,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.errors import DataError, MachineError
-from trainyard.files import BlockChecksum, BlockWriter, explain_disk_errors, open_file
+from trainyard.files import (
+    BlockChecksum,
+    BlockWriter,
+    explain_disk_errors,
+    open_file,
+    refuse_lfs_pointer,
+)
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
+RAW_TOKENS = "a .bin without .idx is raw token ids, as of nanoGPT and llm.c: "
+RAW_TOKENS += "docs/importing.md converts them"
 DTYPE_CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 _HEADER = struct.Struct("<9sQBQQ")
@@ -170,6 +178,7 @@ def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], offset: 
 def _size_bytes(path: Path) -> int:
     try:
         with open_file(path) as file:
+            refuse_lfs_pointer(file, path, DataError)
             return os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}", _suggest_prefix(path)) from error
@@ -180,6 +189,8 @@ def _suggest_prefix(path: Path) -> str:
     made = sorted(path.parent.glob(f"{glob.escape(path.stem)}_*_document.bin"))
     if made:
         return f"did you mean the prefix {made[0].with_suffix('')}?"
+    if path.suffix == ".idx" and path.with_suffix(".bin").is_file():
+        return RAW_TOKENS
     hint = "token files are a pair, <prefix>.bin and <prefix>.idx; give the prefix without ending"
     if not path.is_absolute():
         hint += f"; relative paths start at the working folder, here {Path.cwd()}"

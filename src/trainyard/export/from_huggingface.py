@@ -25,6 +25,7 @@ from trainyard.export.families import (
     Family,
     read_config,
 )
+from trainyard.export.foreign import refuse_foreign
 from trainyard.export.run_folder import build_run, load_fitting, require_new, write_run_folder
 from trainyard.export.stream import outline
 from trainyard.files import parse_json, read_file
@@ -92,6 +93,7 @@ def _find_weights(folder: Path) -> dict[str, Values]:
     elif (folder / WEIGHTS).is_file():
         names = [WEIGHTS]
     else:
+        refuse_foreign(folder)
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         found = f"only {', '.join(pickles)}, and pickles can run code" if pickles else "no weights"
         raise CheckpointError(
@@ -181,5 +183,5 @@ def _read_text(path: Path) -> bytes:
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path}: {error.strerror}",
-            "name a folder that save_pretrained wrote, or pass --from megatron",
+            "name a folder that save_pretrained wrote",
         ) from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainyard.errors import CheckpointError
+from trainyard.export.foreign import refuse_foreign
 from trainyard.files import open_file
 
 _NAME_LIMIT_BYTES = 200
@@ -49,11 +50,7 @@ def find_grid(path: Path) -> Grid:
         grid = find(folder)
         if grid is not None:
             return grid
-    if any(folder.glob("*.distcp")) or (folder / "metadata.json").exists():
-        raise CheckpointError(
-            f"{folder} is a torch_dist checkpoint, which cannot be imported",
-            "load it with Megatron-LM and save it with --ckpt-format torch",
-        )
+    refuse_foreign(folder)
     if any(folder.glob("zero_pp_rank_*_model_states.pt")):
         raise CheckpointError(
             f"{folder} was saved with ZeRO stage 3, which shards weights differently",

@@ -19,6 +19,7 @@ from torch import Tensor
 from trainyard.checkpoint.format import Count, first_problem
 from trainyard.checkpoint.shard import DTYPES, Values, read_values
 from trainyard.errors import CheckpointError
+from trainyard.files import open_file, refuse_lfs_pointer
 
 _TIMEOUT_SECONDS = 600
 _NO_CHECKPOINT = "it is damaged, or was not written by Megatron; none of its code was run"
@@ -55,6 +56,8 @@ def describe_file(path: Path) -> Contents:
         raise CheckpointError(
             f"{path} is missing or not a regular file", "copy the whole folder of the checkpoint"
         )
+    with open_file(path) as file:
+        refuse_lfs_pointer(file, path, CheckpointError)
     package = Path(__file__).parents[2]
     try:
         done = subprocess.run(

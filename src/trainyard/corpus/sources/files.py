@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainyard.corpus.sources.saved_datasets import leave_out
+from trainyard.data.indexed import RAW_TOKENS
 from trainyard.errors import DataError, printable
 from trainyard.files import open_file
 
@@ -183,7 +184,8 @@ def _check_text(path: Path) -> None:
     is_utf16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     is_binary = head.startswith(b"%PDF-") or (b"\0" in head and not is_utf16)
     if is_binary and not compression:
-        raise DataError(f"{printable(path)} is not plain text", _CONVERT)
+        hint = RAW_TOKENS if path.suffix == ".bin" else _CONVERT
+        raise DataError(f"{printable(path)} is not plain text", hint)
 
 
 def _search(top: Path, skipped: Counter[str]) -> list[Path]:
