@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import trainers
 
-from trainyard.data.vocabulary import byte_symbols
+from trainyard.data.tokenizer_json import byte_symbols
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -31,10 +31,10 @@ TEXTS = [
 
 def _split(pattern: str, **changes: object) -> dict[str, Any]:
     kind = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return _sequence({**kind, **changes}, {**BYTE_LEVEL, "use_regex": False})
+    return in_sequence({**kind, **changes}, {**BYTE_LEVEL, "use_regex": False})
 
 
-def _sequence(*steps: dict[str, Any]) -> dict[str, Any]:
+def in_sequence(*steps: dict[str, Any]) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": list(steps)}
 
 
@@ -54,7 +54,7 @@ PRE_TOKENIZERS = {
     "gpt2": {**BYTE_LEVEL, "use_regex": True},
     "llama3": _split(PATTERN),
     "qwen3": _split(PATTERN.replace("{1,3}", "")),
-    "smollm2": _sequence(
+    "smollm2": in_sequence(
         {"type": "Digits", "individual_digits": True}, {**BYTE_LEVEL, "use_regex": True}
     ),
     "olmo2": _split(PATTERN, behavior="Removed", invert=True),

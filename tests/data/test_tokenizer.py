@@ -23,7 +23,8 @@ from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data import engines
 from trainyard.data import tokenizer as subject
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
-from trainyard.data.vocabulary import Vocabulary, byte_symbols, holds_tokenizer, load_vocabulary
+from trainyard.data.tokenizer_json import byte_symbols
+from trainyard.data.vocabulary import Vocabulary, holds_tokenizer, load_vocabulary
 from trainyard.errors import DataError, MachineError
 
 EOT = "<|endoftext|>"
@@ -156,9 +157,9 @@ def test_an_engine_that_differs_is_not_used(
     reference = engines.HuggingFaceEngine(vocabulary.render_json(with_special_tokens=False))
     same = engines.GigatokenEngine(vocabulary.render_json(with_special_tokens=False))
     other = engines.GigatokenEngine(vocabulary.render_json())
-    assert engines._choose_engine(same, reference, "a") is same
+    assert engines._choose_engine(same, reference, "a", b"") is same
     assert not caplog.text
-    assert engines._choose_engine(other, reference, "a") is reference
+    assert engines._choose_engine(other, reference, "a", b"") is reference
     assert "tokenizer a: the fast engine's ids differ" in caplog.text
 
 
@@ -309,9 +310,10 @@ def _drop(token: str) -> Callable[[Any], Any]:
     return change
 
 
-def _rename(token: str) -> Callable[[Any], Any]:
+def _keep_bytes_from(first: int) -> Callable[[Any], Any]:
     def change(content: Any) -> None:
-        content["model"]["vocab"]["zz"] = content["model"]["vocab"].pop(token)
+        for byte, symbol in enumerate(byte_symbols()[:first]):
+            content["model"]["vocab"]["zz" * byte] = content["model"]["vocab"].pop(symbol)
 
     return change
 
@@ -340,7 +342,13 @@ BROKEN = [
     ),
     (_put("added_tokens", value=[{"id": 3}]), "is malformed: KeyError 'content'"),
     (_put("model", "vocab", "a", value="x"), "an id is not a whole number"),
-    (_put("model", "vocab", "new", value=500), "the ids are not 0 to 320 without gaps"),
+    (_put("model", "vocab", "new", value=5000), "321 tokens have the ids 0 to 5000"),
+    (_put("model", "vocab", "new", value=5), "321 tokens have the ids 0 to 319"),
+    (_put("model", "vocab", "new", value=-1), "321 tokens have the ids -1 to 319"),
+    (
+        _put("added_tokens", 0, "id", value=7),
+        "the added token '<|endoftext|>' has id 7, but Hugging Face's tokenizers gives it 319",
+    ),
     (_put("model", "vocab", "漢", value=320), "the token '漢' (id 320) is not bytes"),
     (_put("model", "merges", value=[7]), "is malformed: TypeError 'int' object is not"),
     (_put("model", "merges", value=["a b c"]), "merge 0 is ('a', 'b', 'c'), not two tokens"),
@@ -349,7 +357,10 @@ BROKEN = [
         "merge 0 'q' + 'q' needs the token 'qq', which is not",
     ),
     (_drop(EOT), "has no token <|endoftext|>"),
-    (_rename(byte_symbols()[7]), "not a byte-level vocabulary: no token for byte 7"),
+    (
+        _keep_bytes_from(65),
+        "not a byte-level vocabulary: 65 bytes have no token, the first is byte 0",
+    ),
 ]
 
 

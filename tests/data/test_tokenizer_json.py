@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.data.families import build_content
+from tests.data.families import TEXTS, build_content, load_reference, write_folder
 
-from trainyard.data.tokenizer import load_tokenizer
-from trainyard.data.vocabulary import load_vocabulary
+from trainyard.data import tokenizer as subject
+from trainyard.data.tokenizer import Tokenizer, load_tokenizer
+from trainyard.data.tokenizer_json import O200K_PATTERN, byte_symbols
+from trainyard.data.vocabulary import load_vocabulary, save_vocabulary
 from trainyard.errors import DataError
 
 
@@ -71,6 +73,92 @@ def test_the_end_of_a_document_is_found(
         assert vocabulary.end_of_document == end
         assert vocabulary.tokens[vocabulary.eod_id] == end
     assert load_tokenizer(tmp_path).eod_id == vocabulary.eod_id
+
+
+def _without_bytes(content: Any) -> None:
+    ids = content["model"]["vocab"]
+    ids |= {entry["content"]: entry["id"] for entry in content["added_tokens"]}
+    for symbol in (byte_symbols()[4], byte_symbols()[0xC3], "f"):
+        del ids[symbol]
+    merges = content["model"]["merges"]
+    content["model"]["merges"] = [m for m in merges if {*m}.isdisjoint({"f", byte_symbols()[0xC3]})]
+
+
+def _with_gaps(content: Any) -> None:
+    ids = content["model"]["vocab"]
+    for token in list(ids)[-3:]:
+        ids[token] += 40
+    for entry in content["added_tokens"]:
+        entry["id"] += 40
+    ids |= {entry["content"]: entry["id"] for entry in content["added_tokens"]}
+
+
+def _with_repeated_merges(content: Any) -> None:
+    content["model"]["merges"] += content["model"]["merges"][:9]
+
+
+def _as_converted(content: Any) -> None:
+    split = {"behavior": "Removed", "invert": True, "pattern": {"Regex": O200K_PATTERN}}
+    content["pre_tokenizer"]["pretokenizers"][0] |= {"type": "Split", **split}
+
+
+def _with_an_empty_normalizer(content: Any) -> None:
+    content["normalizer"] = {"type": "Sequence", "normalizers": []}
+    content["added_tokens"][-1]["normalized"] = True
+
+
+@pytest.mark.parametrize("family", ["smollm2", "olmo2"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _without_bytes,
+        _with_gaps,
+        _with_repeated_merges,
+        _as_converted,
+        _with_an_empty_normalizer,
+    ],
+)
+def test_an_odd_vocabulary_has_the_ids_of_the_reference(
+    tmp_path: Path, family: str, change: Callable[[Any], None]
+) -> None:
+    content = build_content(family)
+    change(content)
+    tokenizer = load_tokenizer(write_folder(tmp_path, family, content))
+    texts = [*TEXTS, "of\x04f Ã é 漢 for", "the\x04the", "HelloWorld isn'T", "\x04" * 3, ""]
+    expected = load_reference(content).encode_batch(texts, add_special_tokens=False)
+    for copy in (tokenizer, _copy(tokenizer, tmp_path / "copy")):
+        for text, each in zip(texts, expected, strict=True):  # engines choose by batch
+            assert copy.encode(text) == each.ids
+        assert copy.encode_batch(texts)[1].tolist() == [len(each.ids) for each in expected]
+    lost = [len(t.encode()) - len(tokenizer.decode(tokenizer.encode(t)).encode()) for t in texts]
+    if change is _without_bytes:
+        lost = [sum(t.encode().count(byte) for byte in (4, 0xC3, ord("f"))) for t in texts]
+    assert [tokenizer.count_lost_bytes(text) for text in texts] == lost
+
+
+def _copy(tokenizer: Tokenizer, path: Path) -> Tokenizer:
+    save_vocabulary(tokenizer.vocabulary, path.with_suffix(".json"))
+    return load_tokenizer(path.with_suffix(".json"))
+
+
+def test_a_long_text_without_some_bytes_is_encoded_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = build_content("smollm2")
+    _without_bytes(content)
+    tokenizer = load_tokenizer(write_folder(tmp_path, "smollm2", content))
+    for name, size in (("_CALL", 500), ("_LONG", 200), ("_WINDOW", 60), ("_OVERLAP", 20)):
+        monkeypatch.setattr(subject, f"{name}_CHARACTERS", size)
+    for text in ("the words \x04of a text " * 30, "the words a text " * 30):
+        expected = load_reference(content).encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text) == expected
+
+
+def test_a_tokenizer_cut_short_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = build_content("qwen3")
+    content["model"]["merges"] = content["model"]["merges"][:50]
+    load_vocabulary(write_folder(tmp_path, "qwen3", content))
+    assert "no merge makes 75 of 386 tokens, so no text has them" in caplog.text
 
 
 def _write_with(folder: Path, family: str, files: dict[str, Any]) -> None:
@@ -154,6 +242,11 @@ def _template(*items: str) -> Callable[[Any], None]:
     return _change("post_processor", value={"type": "TemplateProcessing", "single": single})
 
 
+def _with_unknown(content: Any) -> None:
+    _without_bytes(content)
+    content["model"]["unk_token"] = "!"
+
+
 def _flag(**flags: bool) -> Callable[[Any], None]:
     return lambda content: content["added_tokens"][-1].update(flags)
 
@@ -164,6 +257,7 @@ def _flag(**flags: bool) -> Callable[[Any], None]:
         (_change("model", value={"type": "Unigram", "vocab": []}), "model.type is 'Unigram', not"),
         (_change("model", "byte_fallback", value=True), "model.byte_fallback is True"),
         (_change("model", "dropout", value=0.1), "model.dropout is 0.1"),
+        (_with_unknown, "model.unk_token is '!', for bytes without a token"),
         (_change("normalizer", value={"type": "NFKC"}), "normalizer 'NFKC'"),
         (
             _change(
@@ -203,7 +297,7 @@ def test_what_is_not_supported_is_named(
     assert problem in caught.value.problem
     if "malformed" not in problem:
         assert "tokenizer.json is not a supported tokenizer: " in caught.value.problem
-        assert "Llama 3, Qwen 2 and 3, SmolLM2 and OLMo 2" in caught.value.hint
+        assert "Llama 3, Qwen 3 and SmolLM2 (docs/corpora.md)" in caught.value.hint
 
 
 def test_all_that_is_not_supported_is_named_at_once(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from trainyard.checkpoint.format import read_manifest, render_manifest
 from trainyard.cli.export import export
-from trainyard.data.vocabulary import byte_symbols
+from trainyard.data.tokenizer_json import byte_symbols
 from trainyard.errors import CheckpointError, MachineError
 from trainyard.export.to_huggingface import (
     compare_logits,

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainyard.data.tokenizer_json import END_OF_DOCUMENT
+from trainyard.data.tokenizer_json import END_OF_DOCUMENT, byte_symbols
 from trainyard.data.vocabulary import Vocabulary
 
 Ids = npt.NDArray[np.uint32]
@@ -172,6 +172,27 @@ class DigitsEngine:
         return tokens, lengths + np.bincount(of_text, n_more, len(lengths)).astype(np.int64)
 
 
+class PartialEngine:
+    """The fast one for vocabularies without some bytes, which it cannot leave out.
+
+    It gets a token for each of them. Batches that hold one are left to the reference.
+    """
+
+    def __init__(self, fast: Engine, reference: Engine, missing: bytes) -> None:
+        self._fast, self._reference, self._missing = fast, reference, missing
+
+    def encode_batch(self, texts: list[str]) -> Encoded:
+        """Encodes texts, each alone."""
+        lossy = any(count_bytes_of(self._missing, text) for text in texts)
+        return (self._reference if lossy else self._fast).encode_batch(texts)
+
+
+def count_bytes_of(some: bytes, text: str) -> int:
+    """Counts the bytes of a text that are among some."""
+    data = text.encode()
+    return len(data) - len(data.translate(None, some))
+
+
 def _find_numerals() -> list[str]:
     """Lists the characters that the Digits step splits off; none is above U+1FFFF."""
     from tokenizers import pre_tokenizers
@@ -221,15 +242,18 @@ def build_engine(vocabulary: Vocabulary, name: str, *, with_special_tokens: bool
     """
     vocabulary = replace(vocabulary, normalizer="")
     rules = vocabulary.render_json(with_special_tokens=with_special_tokens)
+    if missing := vocabulary.missing_bytes:
+        spare = [byte_symbols()[byte] for byte in missing]
+        vocabulary = replace(vocabulary, tokens=[*vocabulary.tokens, *spare])
     try:
         if vocabulary.split.get("pretokenizers", [None])[0] == DIGITS:
             reference = HuggingFaceEngine(rules)
             digits = DigitsEngine(vocabulary, reference, with_special_tokens)
-            return _choose_engine(digits, reference, name)
-        fast = GigatokenEngine(rules)
+            return _choose_engine(digits, reference, name, missing)
+        fast = GigatokenEngine(vocabulary.render_json(with_special_tokens=with_special_tokens))
         if _digest_answers(rules, fast) == _GPT2_ANSWERS:
             return fast
-        return _choose_engine(fast, HuggingFaceEngine(rules), name)
+        return _choose_engine(fast, HuggingFaceEngine(rules), name, missing)
     except (ImportError, ValueError, RuntimeError, TypeError, AttributeError) as error:
         _log.warning("tokenizer %s: the fast engine cannot be used (%s)", name, error)
         return HuggingFaceEngine(rules)
@@ -240,10 +264,11 @@ def _digest_answers(rules: str, engine: Engine) -> str:
     return hashlib.sha256(rules.encode() + tokens.tobytes() + lengths.tobytes()).hexdigest()
 
 
-def _choose_engine(fast: Engine, reference: Engine, name: str) -> Engine:
-    tokens, lengths = fast.encode_batch(_tricky_texts())
-    expected_tokens, expected_lengths = reference.encode_batch(_tricky_texts())
+def _choose_engine(fast: Engine, reference: Engine, name: str, missing: bytes) -> Engine:
+    texts = [text for text in _tricky_texts() if not count_bytes_of(missing, text)]
+    tokens, lengths = fast.encode_batch(texts)
+    expected_tokens, expected_lengths = reference.encode_batch(texts)
     if np.array_equal(lengths, expected_lengths) and np.array_equal(tokens, expected_tokens):
-        return fast
+        return PartialEngine(fast, reference, missing) if missing else fast
     _log.warning("tokenizer %s: the fast engine's ids differ; using the exact one", name)
     return reference

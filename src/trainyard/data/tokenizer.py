@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trainyard.data.engines import DIGITS, Encoded, Ids, build_engine
+from trainyard.data.engines import DIGITS, Encoded, Ids, build_engine, count_bytes_of
 from trainyard.data.tokenizer_json import LLAMA3_PATTERN, QWEN2_PATTERN
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary
 from trainyard.errors import DataError
@@ -197,6 +197,11 @@ class Tokenizer:
             _refuse_lone_surrogates(originals)
             raise
 
+    def count_lost_bytes(self, text: str) -> int:
+        """Counts the bytes of a text without a token, which are not encoded."""
+        missing = self.vocabulary.missing_bytes
+        return count_bytes_of(missing, text) if missing else 0
+
     def _normalize(self, text: str) -> str:
         """Returns the NFC of a text, except in tokens that are found in it, as by the reference.
 
@@ -230,6 +235,7 @@ class Tokenizer:
         n_characters = 0
         for text in texts:
             is_long = len(text) > _LONG_CHARACTERS and self._windows is not None
+            is_long = is_long and not self.count_lost_bytes(text)  # they hide where a token lies
             if call and (is_long or n_characters + len(text) > _CALL_CHARACTERS):
                 yield self._engine.encode_batch(call)
                 call, n_characters = [], 0

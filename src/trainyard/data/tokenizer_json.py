@@ -1,6 +1,7 @@
 """What a published `tokenizer.json` says, or why Trainyard cannot use it.
 
-Supported are byte-level BPEs as in GPT-2, Llama 3, Qwen 2 and 3, SmolLM2 and OLMo 2:
+Supported are byte-level BPEs, as of GPT-2, Llama 3, Qwen 2.5 and 3, SmolLM2, DeepSeek V3, gpt-oss,
+and OpenAI's cl100k and o200k as converted for Hugging Face's libraries:
 
     normalizer       none, or NFC
     pre_tokenizer    ByteLevel, after any of Split, Digits and Punctuation
@@ -32,6 +33,16 @@ LLAMA3_PATTERN = _WORDS % r"\p{N}{1,3}"
 """The splitting rule of Llama 3 and OLMo 2."""
 QWEN2_PATTERN = _WORDS % r"\p{N}"
 """The splitting rule of Qwen 2 and 3."""
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K_PATTERN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""The splitting rule of GPT-4o and gpt-oss."""
+# Each matches every character of any text, so removing what does not match removes nothing.
+_COVERING = [{"Regex": each} for each in (LLAMA3_PATTERN, QWEN2_PATTERN, O200K_PATTERN)]
 _STEPS = ("Split", "Digits", "Punctuation")
 _FLAGS = ("lstrip", "rstrip", "single_word")
 
@@ -55,6 +66,16 @@ class Rules:
 GPT2_RULES = Rules()
 
 
+def byte_symbols() -> list[str]:
+    """Lists the printable character for each byte, 0 to 255, in byte-level files.
+
+    Printable Latin-1 maps to itself; the others to code points from 256 on, in order.
+    """
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(256, 512))
+    return [chr(byte if byte in shown else next(spare)) for byte in range(256)]
+
+
 def read_tokenizer_json(path: Path) -> tuple[dict[str, int], list[Any], Rules]:
     """Reads a `tokenizer.json` and, beside it, the files that name the end of a document.
 
@@ -69,12 +90,13 @@ def read_tokenizer_json(path: Path) -> tuple[dict[str, int], list[Any], Rules]:
         if problems := "; ".join(_find_unsupported(content)):
             raise DataError(
                 f"{path} is not a supported tokenizer: {problems}",
-                "supported: byte-level BPE as in GPT-2, Llama 3, Qwen 2 and 3, SmolLM2 and OLMo 2; "
-                "or use gpt2 (included), or train one with `trainyard prepare --train-tokenizer`",
+                "supported: byte-level BPE, as of GPT-2, Llama 3, Qwen 3 and SmolLM2 "
+                "(docs/corpora.md); or use gpt2 (included), or train one with `trainyard prepare "
+                "--train-tokenizer`",
             )
         model, added = content["model"], content.get("added_tokens") or []
         merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
-        ids = {**model["vocab"], **{entry["content"]: entry["id"] for entry in added}}
+        ids = _add_tokens(path, dict(model["vocab"]), added)
         rules = Rules(
             special_tokens={e["content"]: e["id"] for e in added if e["special"]},
             added_tokens={e["content"]: e["id"] for e in added if not e["special"]},
@@ -89,6 +111,28 @@ def read_tokenizer_json(path: Path) -> tuple[dict[str, int], list[Any], Rules]:
     return ids, merges, rules
 
 
+def _add_tokens(path: Path, ids: dict[str, int], added: list[dict[str, Any]]) -> dict[str, int]:
+    """Returns the ids with those of the added tokens, if `tokenizers` would give them the same.
+
+    It keeps the id that the vocabulary has; others get the next one, whatever their entry says.
+    """
+    n_ids = len(ids)
+    following = n_ids
+    for entry in added:
+        token, token_id = entry["content"], entry["id"]
+        expected = ids.get(token, following)
+        if token_id != expected:
+            raise DataError(
+                f"{path}: the added token {token!r} has id {token_id}, but Hugging Face's "
+                f"tokenizers gives it {expected}",
+                "list the added tokens by id, without gaps after the last id of model.vocab; or "
+                "put them into model.vocab, with their ids",
+            )
+        ids[token] = token_id
+        following = max(following, token_id + 1) if token_id >= n_ids else following
+    return ids
+
+
 def _find_unsupported(content: dict[str, Any]) -> Iterator[str]:
     model = content.get("model")
     if not isinstance(model, dict) or model.get("type") != "BPE":
@@ -98,6 +142,8 @@ def _find_unsupported(content: dict[str, Any]) -> Iterator[str]:
     for key in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             yield f"model.{key} is {model[key]!r}"
+    if model.get("unk_token") and not set(byte_symbols()) <= model["vocab"].keys():
+        yield f"model.unk_token is {model['unk_token']!r}, for bytes without a token"
     for kind in _normalizers(content):
         if kind != "NFC":
             yield f"normalizer {kind!r}"
@@ -114,7 +160,7 @@ def _find_unsupported_additions(content: dict[str, Any]) -> Iterator[str]:
             yield f"post_processor {step['type']!r} adds tokens after a text"
     for entry in content.get("added_tokens") or []:
         flags = [flag for flag in _FLAGS if entry.get(flag)]
-        if entry.get("normalized") and content.get("normalizer"):
+        if entry.get("normalized") and _normalizers(content):
             flags.append("normalized")
         if flags:
             yield f"{', '.join(flags)} of the added token {entry['content']!r}"
@@ -123,7 +169,7 @@ def _find_unsupported_additions(content: dict[str, Any]) -> Iterator[str]:
 def _find_unsupported_steps(pre_tokenizer: dict[str, Any]) -> Iterator[str]:
     *steps, last = _steps(pre_tokenizer, "pretokenizers") or [{}]
     for step in steps:
-        covers_all = step.get("pattern") in ({"Regex": LLAMA3_PATTERN}, {"Regex": QWEN2_PATTERN})
+        covers_all = step.get("pattern") in _COVERING
         if step.get("type") not in _STEPS:
             yield f"pre_tokenizer {step.get('type')!r}"
         elif step.get("behavior") == "Removed" and not (step.get("invert") and covers_all):

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import lzma
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from trainyard.data.tokenizer_json import (
     END_OF_DOCUMENT,
     GPT2_RULES,
     Rules,
+    byte_symbols,
     read_json,
     read_tokenizer_json,
     render_end,
@@ -45,21 +47,17 @@ _HINT = (
     "with a tokenizer.json; "
     "the name gpt2 means GPT-2's, which ships with Trainyard"
 )
-
-
-def byte_symbols() -> list[str]:
-    """Lists the printable character for each byte, 0 to 255, in byte-level files.
-
-    Printable Latin-1 maps to itself; the others to code points from 256 on, in order.
-    """
-    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = iter(range(256, 512))
-    return [chr(byte if byte in shown else next(spare)) for byte in range(256)]
+# 13 bytes never occur in UTF-8; SmolLM2's vocabulary lacks 21.
+_MOST_MISSING_BYTES = 64
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary(Rules):
-    """A checked byte-level BPE; `tokens[i]` is the spelling of id `i` in byte symbols."""
+    """A checked byte-level BPE.
+
+    `tokens[i]` is the spelling of id `i` in byte symbols; "" for an id without a token.
+    """
 
     tokens: list[str]
     merges: list[tuple[str, str]]
@@ -68,6 +66,12 @@ class Vocabulary(Rules):
     def eod_id(self) -> int:
         """The id of the token between documents."""
         return self.special_tokens[self.end_of_document]
+
+    @cached_property
+    def missing_bytes(self) -> bytes:
+        """The bytes without a token, which are not encoded: 21 of them in SmolLM2's vocabulary."""
+        there = set(self.tokens)
+        return bytes(n for n, symbol in enumerate(byte_symbols()) if symbol not in there)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -119,7 +123,12 @@ class Vocabulary(Rules):
                 token: token_id
                 for token_id, token in enumerate(self.tokens)
                 # Without merges, a word of a text that is spelled like one would become it.
-                if not self.ignore_merges or with_special_tokens or token not in self.special_tokens
+                if token
+                and (
+                    not self.ignore_merges
+                    or with_special_tokens
+                    or token not in self.special_tokens
+                )
             },
             "merges": self.merges,
         }
@@ -217,20 +226,22 @@ def build_vocabulary(
     """Checks the parts of a vocabulary and joins them; `path` is named in errors.
 
     Raises:
-        DataError: ids with gaps, a missing byte, an unknown token in a merge, or no end of
-            document.
+        DataError: an id of two tokens, an unknown token in a merge, or no end of document.
     """
     if not all(isinstance(token_id, int) for token_id in ids.values()):
         raise DataError(f"{path} is malformed: an id is not a whole number", "save it again")
-    tokens = sorted(ids, key=lambda token: ids[token])
-    if [ids[token] for token in tokens] != list(range(len(tokens))):
-        hint = "every id from 0 on has to have exactly one token"
-        raise DataError(f"{path}: the ids are not 0 to {len(tokens) - 1} without gaps", hint)
+    token_of = {token_id: token for token, token_id in ids.items()}
+    least, most = min(token_of, default=0), max(token_of, default=0)
+    if len(token_of) < len(ids) or least < 0 or most >= 2 * len(ids):
+        hint = "ids count from 0, each has one token at most, and most have one"
+        raise DataError(f"{path}: {len(ids)} tokens have the ids {least} to {most}", hint)
+    tokens = [token_of.get(token_id, "") for token_id in range(most + 1)]
     missing = [byte for byte, symbol in enumerate(byte_symbols()) if symbol not in ids]
-    if missing:
+    if len(missing) > _MOST_MISSING_BYTES:
         raise DataError(
-            f"{path} is not a byte-level vocabulary: no token for byte {missing[0]}",
-            "every one of the 256 bytes needs a token, as in GPT-2's vocab.json",
+            f"{path} is not a byte-level vocabulary: {len(missing)} bytes have no token, the first "
+            f"is byte {missing[0]}",
+            "nearly every byte needs a token, as in GPT-2's vocab.json",
         )
     end = rules.end_of_document
     if end not in ids:
@@ -248,9 +259,22 @@ def build_vocabulary(
             hint = "spell tokens in byte symbols, as GPT-2's vocab.json does"
             raise DataError(f"{path}: the token {token!r} (id {ids[token]}) is not bytes", hint)
     _check_merges(path, ids, merges)
-    pairs = [(left, right) for left, right in merges]
+    # Of a repeated merge the last one counts, as in `tokenizers`.
+    pairs = [*dict.fromkeys((left, right) for left, right in reversed(merges))][::-1]
+    if not rules.ignore_merges:
+        made = {*byte_symbols(), *literal, *map("".join, pairs)}
+        if n_idle := len(ids.keys() - made):
+            _warn(
+                f"{path}: no merge makes {n_idle:,} of {len(ids):,} tokens, so no text has them; "
+                "if that is not intended, fetch or save the tokenizer again"
+            )
     checked = {**vars(rules), "special_tokens": special, "added_tokens": added}
     return Vocabulary(tokens=tokens, merges=pairs, **checked)
+
+
+@cache  # a command may read a tokenizer several times
+def _warn(message: str) -> None:
+    _log.warning(message)
 
 
 def _check_merges(path: Path, ids: dict[str, int], merges: list[Any]) -> None:
