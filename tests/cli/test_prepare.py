@@ -65,7 +65,24 @@ def test_a_tokenizer_that_is_not_supported_is_named(folder: Path) -> None:
     assert done.returncode == 2
     said = " ".join(done.stderr.split())
     assert "small/tokenizer.json is not a supported tokenizer: normalizer 'Lowercase'" in said
-    assert "hint: supported: byte-level BPE as in GPT-2, Llama 3, Qwen 2 and 3, SmolLM2" in said
+    assert "hint: supported: byte-level BPE, as of GPT-2, Llama 3, Qwen 3 and SmolLM2" in said
+
+
+def test_special_tokens_within_documents_and_lost_bytes_are_said(folder: Path) -> None:
+    path = Path("small/tokenizer.json")
+    content = json.loads(path.read_text("utf-8"))
+    del content["model"]["vocab"]["Z"]
+    path.write_text(json.dumps(content), "utf-8")
+    text = "the cat<|endoftext|>the ZZ hat\n<|endoftext|>\n"
+    Path("in/a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    command = ("prepare", "in", "-o", "web", "--tokenizer", "small")
+    said = " ".join(trainyard(*command, folder=folder).stderr.split())
+    assert "special tokens within documents, read as ordinary text: <|endoftext|> 2;" in said
+    assert "pass --split-on '<|endoftext|>'; to read them as tokens, --special-tokens par" in said
+    assert "2 bytes have no token, and are left out" in said
+    done = trainyard(*command, "--split-on", "<|endoftext|>", "--overwrite", folder=folder)
+    assert "special tokens" not in done.stderr
+    assert "web_text_document.bin: 2 documents, " in done.stdout
 
 
 def test_a_data_file_says_everything(folder: Path) -> None:

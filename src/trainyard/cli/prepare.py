@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -61,6 +62,13 @@ def prepare(
             "ids, as Megatron-LM) [text]."
         ),
     ] = None,
+    split_on: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help="Split each document wherever it has this text, such as '<|endoftext|>'.",
+        ),
+    ] = "",
     workers: Annotated[int, typer.Option(min=1, help="Processes; one core each.")] = 1,
     on_error: Annotated[
         Literal["stop", "quarantine"],
@@ -124,6 +132,7 @@ def prepare(
         "json_key": json_key,
         "append_eod": append_eod,
         "special_tokens": special_tokens,
+        "split_on": split_on,
     }
     data_file, files = _split(inputs or [])
     corpus = load_corpus(data_file, _given({**given, "inputs": files}))
@@ -207,12 +216,29 @@ def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
                     typer.echo(f"  {step.kind} dropped {count:,}: {reason}")
             if sentences := step.describe_sentences():
                 typer.echo(f"  {step.kind} dropped {sentences}")
+        _print_odd_texts(sidecar)
         for kind, count in sidecar.quarantined.items():
             typer.echo(f"quarantined, {kind}: {count}", err=True)
         for place in sidecar.quarantined_places:
             typer.echo(f"  {place}", err=True)
         if sidecar.quarantined:
             typer.echo(f"  all of them: {printable(prefix)}.quarantine.jsonl", err=True)
+
+
+def _print_odd_texts(sidecar: Sidecar) -> None:
+    """Says which bytes have no token, and which special tokens were read as text."""
+    if sidecar.lost_bytes:
+        typer.echo(f"  {sidecar.lost_bytes:,} bytes have no token, and are left out", err=True)
+    if not sidecar.special_texts:
+        return
+    ordered = sorted(sidecar.special_texts.items(), key=lambda item: (-item[1], item[0]))
+    listed = ", ".join(f"{printable(token)} {count:,}" for token, count in ordered[:5])
+    token = shlex.quote(printable(ordered[0][0]))
+    typer.echo(
+        f"  special tokens within documents, read as ordinary text: {listed}; to split documents "
+        f"there, pass --split-on {token}; to read them as tokens, --special-tokens parse",
+        err=True,
+    )
 
 
 def _print_status(corpus: Corpus) -> None:

@@ -128,6 +128,8 @@ class Corpus(Section):
     """End every document that is not empty with the end of document, such as <|endoftext|>."""
     special_tokens: Literal["text", "parse"] = "text"
     """Special tokens such as <|endoftext|> inside a document: text, or parsed as by Megatron-LM."""
+    split_on: str = ""
+    """Split each document wherever it has this text, such as <|endoftext|>; empty: do not split."""
     files_per_output: int = Field(default=0, ge=0)
     """Input files per pair of token files, output_00, output_01, ..; 0: one pair for all."""
     count_by: str = ""

@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from trainyard.data.tokenizer import SpecialTokens
 from trainyard.errors import DataError
 from trainyard.files import FileRecord, publish_text, read_file
+
+SAMPLES_PER_REASON = 3
+SAMPLE_CHARACTERS = 500
 
 
 class SourceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,6 +57,17 @@ class StepCount(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Documents by the reason they were dropped for."""
     dropped_sentences: dict[str, int] = {}
     """Sentences of documents that were kept, by the template that could not be rendered."""
+    samples: dict[str, list[str]] | UnsetType = UNSET
+    """The start of the first few documents that were dropped for a reason."""
+
+    def drop(self, reason: str, text: str) -> None:
+        """Counts a dropped document."""
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        self._keep(reason, [text[:SAMPLE_CHARACTERS]])
+
+    def _keep(self, reason: str, texts: list[str]) -> None:
+        self.samples = {} if self.samples is UNSET else self.samples
+        self.samples[reason] = (self.samples.get(reason, []) + texts)[:SAMPLES_PER_REASON]
 
     def add(self, other: StepCount) -> None:
         """Adds what the same step did elsewhere."""
@@ -66,6 +81,8 @@ class StepCount(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         ):
             for reason, count in others.items():
                 mine[reason] = mine.get(reason, 0) + count
+        for reason, texts in ({} if other.samples is UNSET else other.samples).items():
+            self._keep(reason, texts)
 
     def describe_sentences(self) -> str:
         """Returns how many sentences fell, and which templates took the most; "" if none fell."""
@@ -119,6 +136,12 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bin: FileRecord
     idx: FileRecord
     sources: list[SourceRecord]
+    split_on: str | UnsetType = UNSET
+    """The text that documents were split on."""
+    special_texts: dict[str, int] | UnsetType = UNSET
+    """How often special tokens occur within documents, where they were read as text."""
+    lost_bytes: int | UnsetType = UNSET
+    """Bytes of documents for which the tokenizer has no token."""
     seal: str = ""
     """Checksum of all of the above; set when it is saved."""
 

@@ -20,6 +20,7 @@ from tests.waiting import wait_until
 from trainyard.config.corpus import Corpus, output_prefixes
 from trainyard.corpus.preparation import worker
 from trainyard.corpus.preparation.lead import Lead
+from trainyard.corpus.preparation.plan import plan_corpus
 from trainyard.corpus.preparation.prepare import prepare, read_status, train_on_inputs, work_path
 from trainyard.corpus.preparation.progress import Progress
 from trainyard.corpus.preparation.unit import UnitWorker
@@ -124,6 +125,32 @@ def test_an_end_of_document_in_a_text_is_text_or_parsed(small: Corpus, tmp_path:
         ends[policy] = np.count_nonzero(stream == EOD)
         assert sidecar.tokenizer.special_tokens == policy
     assert ends == {"text": 1, "parse": 2}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_special_tokens_in_texts_are_counted_or_split_on(
+    small: Corpus, tmp_path: Path, workers: int
+) -> None:
+    texts: list[object] = ["cat<|endoftext|>hat<|endoftext|>\n", "the <|endoftext|>", "<|end"] * 90
+    (tmp_path / "in/a.jsonl").write_bytes(lines(texts))
+    (tmp_path / "in/b.txt").write_text("<|endoftext|>".join(["the mat\n"] * 50))
+    sidecar = run(small, workers=workers)
+    assert (sidecar.special_texts, sidecar.documents) == ({"<|endoftext|>": 90 * 3 + 49}, 271)
+    assert (sidecar.split_on, sidecar.lost_bytes) == (msgspec.UNSET, msgspec.UNSET)
+    assert b"split_on" not in Path(f"{prefix_of(small)}.json").read_bytes(), "as before the option"
+
+    split = change(small, split_on="<|endoftext|>")
+    sidecar = run(split, workers=workers, overwrite=True)
+    assert (sidecar.special_texts, sidecar.documents) == (msgspec.UNSET, 90 * 4 + 50)
+    assert sidecar.split_on == "<|endoftext|>"
+    dataset = IndexedDataset(prefix_of(small))
+    decode = load_tokenizer(small.tokenizer).decode
+    first = [decode(dataset.tokens(number)[:-1]) for number in range(5)]
+    assert first == ["cat", "hat", "the ", "<|end", "cat"]
+    with pytest.raises(DataError, match=r"with split_on=None, not split_on='x'"):
+        plan_corpus(change(small, split_on="x"), sidecar.tokenizer).identity.check_equal(
+            plan_corpus(small, sidecar.tokenizer).identity, "x was begun", ""
+        )
 
 
 def test_another_key_names_the_files(small: Corpus, tmp_path: Path) -> None:

@@ -67,7 +67,12 @@ def test_documents_pass_the_steps_in_order_and_are_counted() -> None:
     left, left_fields, counts = apply(steps, texts, fields)
     assert left == ["é\na", "é漢字"]
     assert left_fields == {"set": ["web", "web"], "id": ["2", "5"]}
-    assert [msgspec.structs.astuple(count) for count in counts] == [
+    assert [count.samples for count in counts] == [
+        {"not kept: set": ["dropped"]},
+        msgspec.UNSET,
+        {"too short": ["  ab  "], "too long": ["too long"]},
+    ]
+    assert [msgspec.structs.astuple(count)[:-1] for count in counts] == [
         ("keep", 5, 4, 7 + 10 + 6 + 8 + 8, 10 + 6 + 8 + 8, {"not kept: set": 1}, {}),
         ("normalize", 4, 4, 32, 4 + 6 + 8 + 8, {}, {}),
         ("length", 4, 2, 26, 12, {"too short": 1, "too long": 1}, {}),
@@ -80,6 +85,14 @@ def test_counts_add_up_over_batches() -> None:
     for texts in (["a", "bc"], [], ["", "de"]):
         apply_steps([step], texts, {}, [count])
     assert (count.documents_in, count.documents_out, count.dropped) == (4, 2, {"too short": 2})
+    other = StepCount(kind="length")
+    apply_steps([step], ["xx", "y", *"zuv"], {}, [other])
+    total = StepCount(kind="length")
+    for each in (count, other):
+        total.add(each)
+    assert total.samples == {"too short": ["a", "", "y"]}
+    assert total.dropped == {"too short": 6}
+    assert other.samples == {"too short": ["y", "z", "u"]}
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,11 @@ from trainyard.corpus.sources import (
     Fault,
     Segment,
     blocks,
+    documents,
     read_documents,
     split_into_units,
 )
+from trainyard.corpus.sources import jsonl as jsonl_module
 from trainyard.corpus.sources.jsonl import MAX_DOCUMENT_BYTES
 from trainyard.errors import DataError
 
@@ -384,3 +386,34 @@ def test_the_positions_of_a_segment_count_from_its_start(tmp_path: Path) -> None
     assert [fault.position for batch in batches for fault in batch.faults] == [3]
     assert sum(batch.n_lines for batch in batches) == 3
     assert sum(batch.n_bytes for batch in batches) == path.stat().st_size - start
+
+
+@pytest.mark.parametrize("block_bytes", [1, 3, 7, 2**20])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
+def test_documents_are_split_on_a_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+    text = "<>one<>naïve 漢\n<><> \n<>two<<>>three<"
+    path = tmp_path / name
+    data = json.dumps({"text": text, "set": "web"}) if name == "a.jsonl" else f"\ufeff{text}"
+    path.write_bytes(COMPRESS[".gz" if name.endswith(".gz") else ""](data.encode()))
+    batches = list(read_documents(Segment(path, 0, path.stat().st_size), "text", ["set"], "<>"))
+    texts = [each for batch in batches for each in batch.texts]
+    sets = [each for batch in batches for each in batch.fields["set"]]
+    assert texts == ["one", "naïve 漢\n", "two<", ">three<"]
+    assert sets == ["web" if name == "a.jsonl" else ""] * len(texts)
+    assert sum(batch.n_bytes for batch in batches) == path.stat().st_size
+
+
+def test_faults_between_marks_are_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (documents, jsonl_module):
+        monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 100_000)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 30_000)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"good<>" + b"x" * 400_000 + b"<>bad \xff<>" + b"y" * 90_000 + b"<>end")
+    batches = list(read_documents(Segment(path, 0, path.stat().st_size), "text", (), "<>"))
+    assert [each for batch in batches for each in batch.texts] == ["good", "y" * 90_000, "end"]
+    long, bad = (fault for batch in batches for fault in batch.faults)
+    assert long.detail == "the file has 400,000 bytes; a document may have 100,000"
+    assert bad.detail == "byte 400012 (0xff) is not valid UTF-8"

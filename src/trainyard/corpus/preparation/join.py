@@ -20,6 +20,7 @@ from trainyard.corpus.preparation.unit import (
     Place,
     QuarantinedDocument,
     UnitResult,
+    add_counts,
 )
 from trainyard.data.indexed import optimal_dtype
 from trainyard.data.sidecar import (
@@ -112,6 +113,9 @@ def join_output(
         bin=bin_record,
         idx=idx_record,
         sources=plan.identity.sources[output.files.start : output.files.stop],
+        split_on=plan.corpus.split_on or msgspec.UNSET,
+        special_texts=result.special_texts or msgspec.UNSET,
+        lost_bytes=result.lost_bytes or msgspec.UNSET,
     )
     save_sidecar(sidecar, made)
     publish_files(made, Path(output.prefix), replaces_other=_is_of_another(plan, output))
@@ -184,8 +188,9 @@ class _Totals:
         total.empty_documents += result.empty_documents
         total.tokens += result.tokens
         total.text_bytes += result.text_bytes
-        for kind, count in result.quarantined.items():
-            total.quarantined[kind] = total.quarantined.get(kind, 0) + count
+        total.lost_bytes += result.lost_bytes
+        add_counts(total.special_texts, result.special_texts)
+        add_counts(total.quarantined, result.quarantined)
         for value, group in result.groups.items():
             total.groups.setdefault(value, GroupCount()).add(group)
         for place in result.places:

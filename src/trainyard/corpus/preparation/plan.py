@@ -187,7 +187,8 @@ def plan_corpus(
         outputs.append(Output(prefixes[number], span, range(first, first + len(members))))
         units += made
     # The paths of output and tokenizer affect no byte.
-    options = corpus.model_dump(mode="json", exclude={"inputs", "output", "tokenizer"})
+    excluded = {"inputs", "output", "tokenizer"} | ({"split_on"} if not corpus.split_on else set())
+    options = corpus.model_dump(mode="json", exclude=excluded)
     identity = Identity(
         version=_version(corpus),
         options=options,

@@ -237,7 +237,9 @@ def _read_texts(corpus: Corpus, on_error: OnError) -> Iterator[str]:
     has_text = False
     for path in find_files(corpus.inputs):
         segment = Segment(path, 0, path.stat().st_size)
-        for batch in read_documents(segment, corpus.json_key, corpus.metadata_fields):
+        for batch in read_documents(
+            segment, corpus.json_key, corpus.metadata_fields, corpus.split_on
+        ):
             for fault in batch.faults:
                 place = Place(str(path), fault.position, fault.kind, fault.detail, fault.hint)
                 if on_error == "stop":

@@ -55,11 +55,12 @@ def apply_steps(
         else:
             reasons = _judge(step, texts, fields)
             if any(reasons):
-                kept = [reason == KEPT for reason in reasons]
+                kept, before = [reason == KEPT for reason in reasons], texts
                 texts, sizes = list(compress(texts, kept)), list(compress(sizes, kept))
                 fields = {name: list(compress(column, kept)) for name, column in fields.items()}
-                for reason in filter(None, reasons):
-                    count.dropped[reason] = count.dropped.get(reason, 0) + 1
+                for reason, text in zip(reasons, before, strict=True):
+                    if reason:
+                        count.drop(reason, text)
         count.documents_out += len(texts)
         count.bytes_out += sum(sizes)
     return texts, fields

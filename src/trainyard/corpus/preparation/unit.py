@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -68,6 +71,8 @@ class UnitResult(msgspec.Struct, kw_only=True):
     tokens: int = 0
     text_bytes: int = 0
     n_lines: int = 0
+    special_texts: dict[str, int] = msgspec.field(default_factory=dict)
+    lost_bytes: int = 0
     steps: list[StepCount] = msgspec.field(default_factory=list)
     groups: dict[str, GroupCount] = msgspec.field(default_factory=dict)
     quarantined: dict[str, int] = msgspec.field(default_factory=dict)
@@ -105,6 +110,8 @@ class UnitWorker:
         self._corpus = corpus
         self._tokenizer = tokenizer
         self._quarantine = quarantine
+        special = sorted(tokenizer.vocabulary.special_tokens, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special)))
 
     def run(self, unit: list[Segment], prefix: Path, report: Report) -> UnitResult:
         """Does the unit.
@@ -123,7 +130,9 @@ class UnitWorker:
         aside = Path(f"{prefix}.quarantine")
         with IndexedWriter(prefix, dtype) as writer, aside.open("wb") as quarantine:
             for segment in unit:
-                for batch in read_documents(segment, corpus.json_key, corpus.metadata_fields):
+                for batch in read_documents(
+                    segment, corpus.json_key, corpus.metadata_fields, corpus.split_on
+                ):
                     self._set_aside(segment, batch, result, quarantine)
                     sizes = _count_all_bytes(batch.texts)
                     count_reading(batch, int(sizes.sum()), result)
@@ -178,6 +187,9 @@ class UnitWorker:
     ) -> npt.NDArray[np.void]:
         tokens: Array
         tokens, lengths = self._tokenizer.encode_batch(texts)
+        result.lost_bytes += sum(map(self._tokenizer.count_lost_bytes, texts))
+        if self._corpus.special_tokens == "text":
+            add_counts(result.special_texts, Counter(chain(*map(self._special.findall, texts))))
         result.documents += len(lengths)
         result.empty_documents += int(np.count_nonzero(lengths == 0))
         if self._corpus.append_eod:
@@ -189,6 +201,12 @@ class UnitWorker:
         result.tokens += len(tokens)
         result.text_bytes += int(sizes.sum())
         return rows
+
+
+def add_counts(total: dict[str, int], added: Mapping[str, int]) -> None:
+    """Adds counts by name."""
+    for name, count in added.items():
+        total[name] = total.get(name, 0) + count
 
 
 def save_array(path: Path, array: npt.NDArray[Any]) -> None:

@@ -27,20 +27,25 @@ from trainyard.errors import DataError, printable
 _MAGICS = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0", ".zst": b"\x28\xb5\x2f\xfd"}
 
 
-def read_documents(segment: Segment, key: str, fields: Sequence[str] = ()) -> Iterator[Batch]:
+def read_documents(
+    segment: Segment, key: str, fields: Sequence[str] = (), split_on: str = ""
+) -> Iterator[Batch]:
     """Yields the documents of a segment in file order.
 
     Args:
         segment: what to read.
         key: the JSON key, or the Parquet or Arrow column, of the text.
         fields: dotted paths of metadata to bring along.
+        split_on: documents are split wherever they have this text, and blank parts left out.
 
     Raises:
         DataError: the file cannot be opened or read.
     """
     n_lines = 0
     try:
-        for batch in _read(segment, key, fields):
+        for batch in _read(segment, key, fields, split_on):
+            if split_on:
+                _split_texts(batch, split_on)
             n_lines += batch.n_lines
             batch.faults[:] = [_say_how_to_convert(fault, segment.path) for fault in batch.faults]
             yield batch
@@ -51,7 +56,7 @@ def read_documents(segment: Segment, key: str, fields: Sequence[str] = ()) -> It
         yield Batch([], 0, 0, [_explain_damage(error, segment.path, n_lines)])
 
 
-def _read(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Batch]:
+def _read(segment: Segment, key: str, fields: Sequence[str], split_on: str) -> Iterator[Batch]:
     kind, _ = format_of(segment.path)
     if kind == "jsonl":
         return read_jsonl(segment, key, fields)
@@ -59,8 +64,15 @@ def _read(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Batch]:
         return read_parquet(segment, key, fields)
     if kind == "arrow":
         return read_arrow(segment, key, fields)
-    plain = read_wikipedia(segment) if kind == "wikipedia" else _read_txt(segment)
+    plain = read_wikipedia(segment) if kind == "wikipedia" else _read_txt(segment, split_on)
     return (_without_metadata(batch, fields) for batch in plain)
+
+
+def _split_texts(batch: Batch, mark: str) -> None:
+    parts = [[part for part in text.split(mark) if part.strip()] for text in batch.texts]
+    batch.texts[:] = [part for found in parts for part in found]
+    for column in batch.fields.values():
+        column[:] = [value for value, found in zip(column, parts, strict=True) for _ in found]
 
 
 def _explain_damage(error: DamagedFileError, path: Path, n_lines: int) -> Fault:
@@ -104,21 +116,39 @@ def _without_metadata(batch: Batch, fields: Sequence[str]) -> Batch:
     return batch
 
 
-def _read_txt(segment: Segment) -> Iterator[Batch]:
-    pieces: list[bytes] = []
-    total_bytes = 0
-    for block, _ in read_blocks(segment):
-        total_bytes += len(block)
-        pieces.append(block)
-        if total_bytes > MAX_DOCUMENT_BYTES:
-            pieces = [start_of(pieces)]
-    data = b"".join(pieces)
-    if total_bytes > MAX_DOCUMENT_BYTES:
-        yield Batch([], 1, segment.end, [too_long("file", 0, data, total_bytes)])
+def _read_txt(segment: Segment, split_on: str) -> Iterator[Batch]:
+    """Yields a file as one document, or a document for each part between marks."""
+    mark = split_on.encode()
+    rest, n_skipped, place, taken = b"", 0, 0, 0
+    for block, n_bytes in read_blocks(segment):
+        rest, taken = rest + block, taken + n_bytes
+        *parts, rest = rest.split(mark) if mark else [rest]
+        if parts:
+            batch = Batch([], len(parts), taken)
+            for part in parts:
+                _add_text(batch, part, place, n_skipped)
+                place, n_skipped = place + n_skipped + len(part) + len(mark), 0
+            yield batch
+            taken = 0
+        if n_skipped + len(rest) > MAX_DOCUMENT_BYTES:  # keeps its end, which may begin a mark
+            head = start_of([rest])
+            tail = rest[max(len(rest) - len(mark), len(head)) :]
+            n_skipped += len(rest) - len(head) - len(tail)
+            rest = head + tail
+    batch = Batch([], 1, taken)
+    _add_text(batch, rest, place, n_skipped)
+    yield batch
+
+
+def _add_text(batch: Batch, data: bytes, place: int, n_skipped: int) -> None:
+    """Adds a document, which begins at `place`, or its fault; `n_skipped` bytes of it are gone."""
+    if len(data) + n_skipped > MAX_DOCUMENT_BYTES:
+        n_bytes = len(data) + n_skipped
+        batch.faults.append(too_long("file", 0, start_of([data]), n_bytes))
         return
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        yield Batch([], 1, segment.end, [invalid_utf8(error, 0, 0)])
+        batch.faults.append(invalid_utf8(error, 0, place))
         return
-    yield Batch([text.removeprefix("\ufeff")], 1, segment.end)
+    batch.texts.append(text if place else text.removeprefix("\ufeff"))
