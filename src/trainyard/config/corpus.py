@@ -31,6 +31,7 @@ from trainyard.errors import ConfigError
 from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
+Shares = Annotated[tuple[float, ...], Field(strict=False)]
 
 
 class Keep(Section):
@@ -62,27 +63,55 @@ class LengthLimits(Section):
 
 
 class Quality(Section):
-    """Drops documents that are not prose in any language, after Gopher (arXiv:2112.11446, A1.1).
+    """Drops documents that are not English prose, by the published rules of Gopher, C4 and FineWeb.
 
-    A minimum of 0, or a maximum share of 1, turns a rule off. Scripts without spaces need
-    min_words = 0 and large limits for every count by words.
+    Gopher: Rae et al., arXiv:2112.11446, A1.1 and table A1. C4: Raffel et al., arXiv:1910.10683,
+    2.2. FineWeb: Penedo et al., arXiv:2406.17557, 3.6. Words are divided by white space.
+
+    A minimum of 0, a maximum share of 1 or an empty list turns a rule off. Other languages need
+    stop_words of their own, or none. Scripts without spaces also need min_words = 0 and large
+    limits for every count by words.
     """
 
     kind: Literal["quality"]
     min_words: int = Field(default=50, ge=0)
-    """Minimum number of words, separated by white space."""
+    """Minimum number of words (Gopher)."""
     min_mean_word_length: float = Field(default=3.0, ge=0)
-    """Minimum average characters per word."""
+    """Minimum average characters per word (Gopher)."""
     max_mean_word_length: float = Field(default=10.0, gt=0)
-    """Maximum average characters per word."""
+    """Maximum average characters per word (Gopher)."""
     min_letter_share: float = Field(default=0.6, ge=0, le=1)
     """Minimum share of letters of any script, with their marks, among non-space characters."""
+    min_letter_word_share: float = Field(default=0.8, ge=0, le=1)
+    """Minimum share of words that have a letter (Gopher)."""
     max_symbol_to_word_ratio: float = Field(default=0.1, ge=0)
-    """Maximum number signs, or ellipses, per word."""
+    """Maximum number signs, or ellipses, per word (Gopher)."""
+    stop_words: Texts = ("the", "be", "to", "of", "and", "that", "have", "with")
+    """Words of which a document needs two (Gopher): English ones; empty: any language."""
+    curly_brackets: bool = False
+    """Keep documents with a curly bracket, as most source code has (C4 drops them)."""
     max_bullet_line_share: float = Field(default=0.9, ge=0, le=1)
-    """Maximum share of lines that begin with a bullet."""
+    """Maximum share of lines that begin with a bullet (Gopher)."""
+    max_ellipsis_line_share: float = Field(default=0.3, ge=0, le=1)
+    """Maximum share of lines that end with an ellipsis (Gopher)."""
+    min_punctuated_line_share: float = Field(default=0.12, ge=0, le=1)
+    """Minimum share of lines, or of paragraphs, that end a sentence or a quotation (FineWeb)."""
+    max_short_line_share: float = Field(default=0.67, ge=0, le=1)
+    """Maximum share of lines of at most 30 characters (FineWeb)."""
+    max_lines_per_word: float = Field(default=0.3, ge=0)
+    """Maximum line feeds per word (FineWeb)."""
     max_repeated_line_share: float = Field(default=0.3, ge=0, le=1)
-    """Maximum share of lines that repeat an earlier line of the document."""
+    """Maximum share of lines that repeat an earlier line of the document (Gopher)."""
+    max_repeated_line_character_share: float = Field(default=0.1, ge=0, le=1)
+    """Maximum share of characters in such lines (FineWeb; Gopher: 0.2)."""
+    max_repeated_paragraph_share: float = Field(default=0.3, ge=0, le=1)
+    """Maximum share of paragraphs, divided by empty lines, that repeat an earlier one (Gopher)."""
+    max_repeated_paragraph_character_share: float = Field(default=0.2, ge=0, le=1)
+    """Maximum share of characters in such paragraphs (Gopher)."""
+    max_top_n_gram_shares: Shares = (0.20, 0.18, 0.16)
+    """Maximum share of characters in the most frequent 2, 3 and 4 words in a row (Gopher)."""
+    max_repeated_n_gram_shares: Shares = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
+    """Maximum share of characters in 5, 6, .. 10 words in a row that occurred before (Gopher)."""
 
 
 class Deduplicate(Section):

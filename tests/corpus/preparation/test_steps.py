@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 import unicodedata
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,18 @@ def quality(**rules: Any) -> Quality:
         "max_symbol_to_word_ratio": 1e9,
         "max_bullet_line_share": 1.0,
         "max_repeated_line_share": 1.0,
+        "min_letter_word_share": 0.0,
+        "stop_words": (),
+        "curly_brackets": True,
+        "max_ellipsis_line_share": 1.0,
+        "min_punctuated_line_share": 0.0,
+        "max_short_line_share": 1.0,
+        "max_lines_per_word": 1e9,
+        "max_repeated_line_character_share": 1.0,
+        "max_repeated_paragraph_share": 1.0,
+        "max_repeated_paragraph_character_share": 1.0,
+        "max_top_n_gram_shares": (),
+        "max_repeated_n_gram_shares": (),
     }
     return Quality.model_validate({"kind": "quality", **off, **rules})
 
@@ -125,7 +139,12 @@ def test_normalizing_twice_changes_nothing_more(text: str, form: str) -> None:
 
 @pytest.mark.parametrize("language", PROSE)
 def test_prose_of_any_script_is_kept(language: str) -> None:
-    assert quality_fault(PROSE[language], Quality(kind="quality", min_words=5)) == KEPT
+    step = Quality(kind="quality", min_words=5, stop_words=())
+    assert quality_fault(PROSE[language], step) == KEPT
+    english = Quality(kind="quality", min_words=5)
+    reason = KEPT if language == "English" else "too few stop words"
+    assert quality_fault(f"{PROSE[language]} {PROSE[language]}", english) != KEPT, "it repeats"
+    assert quality_fault(PROSE[language], english) == reason
 
 
 @pytest.mark.parametrize(
@@ -149,6 +168,52 @@ def test_prose_of_any_script_is_kept(language: str) -> None:
         ("a\nb\n a \n\n\na", {"max_repeated_line_share": 0.4}, "too many repeated lines"),
         ("a\nb\n a \n\n\na", {"max_repeated_line_share": 0.5}, KEPT),
         ("1 2", {"min_mean_word_length": 2.0, "min_letter_share": 1.0}, "words too short"),
+        ("a = 1 2 3", {"min_letter_word_share": 0.3}, "too few words with letters"),
+        ("a = 1 2 3", {"min_letter_word_share": 0.25}, KEPT),
+        ("the The the.", {"stop_words": ("the", "of")}, "too few stop words"),
+        ("the other of", {"stop_words": ("the", "of")}, KEPT),
+        ("in {this}", {"curly_brackets": False}, "curly brackets"),
+        ("a ...\nb …\n\nc", {"max_ellipsis_line_share": 0.6}, "too many ellipses"),
+        ("a ...\nb …\n\nc", {"max_ellipsis_line_share": 0.7}, KEPT),
+        ("a\nb\nc", {"min_punctuated_line_share": 0.1}, "too few lines end a sentence"),
+        ("a.\nb\nc", {"min_punctuated_line_share": 0.3}, KEPT),
+        ("a\nb\nc?\n\nd\n e", {"min_punctuated_line_share": 0.5}, KEPT),
+        (f"{'a' * 30}\n{'b' * 31}", {"max_short_line_share": 0.4}, "too many short lines"),
+        (f"{'a' * 30}\n{'b' * 31}", {"max_short_line_share": 0.5}, KEPT),
+        ("a b\nc\nd", {"max_lines_per_word": 0.4}, "too many lines for its words"),
+        ("a b\nc\nd", {"max_lines_per_word": 0.5}, KEPT),
+        ("ab\ncd ef\nab", {"max_repeated_line_character_share": 0.2}, "too much in repeated lines"),
+        ("ab\ncd ef\nab", {"max_repeated_line_character_share": 0.3}, KEPT),
+        (
+            "a\nb\n\nc\n\na\nb",
+            {"max_repeated_paragraph_share": 0.3},
+            "too many repeated paragraphs",
+        ),
+        ("a\nb\n\nc\n\na\nb", {"max_repeated_paragraph_share": 0.4}, KEPT),
+        (
+            "a\nb\n\nc\n\na\nb",
+            {"max_repeated_paragraph_character_share": 0.4},
+            "too much in repeated paragraphs",
+        ),
+        ("a b c d a b e f", {"max_top_n_gram_shares": (0.4,)}, "one group of 2 words too often"),
+        ("a b c d a b e f", {"max_top_n_gram_shares": (0.54, 0.1)}, KEPT),
+        (
+            "a b c a b c d e f g",
+            {"max_top_n_gram_shares": (1, 0.5)},
+            "one group of 3 words too often",
+        ),
+        (
+            "a b c d e f g a b c d e",
+            {"max_repeated_n_gram_shares": (0.39,)},
+            "too much in repeated groups of 5 words",
+        ),
+        ("a b c d e f g a b c d e", {"max_repeated_n_gram_shares": (0.42, 0.0)}, KEPT),
+        (
+            "a b c d e f " * 2,
+            {"max_repeated_n_gram_shares": (1, 0.4)},
+            "too much in repeated groups of 6 words",
+        ),
+        ("ab ba ab ba", {"max_top_n_gram_shares": (0.9,)}, "one group of 2 words too often"),
     ],
 )
 def test_quality_names_the_first_rule_broken(text: str, rules: dict[str, Any], fault: str) -> None:
@@ -162,8 +227,11 @@ def test_quality_drops_rubbish_and_keeps_novels(shared_data: Path) -> None:
         "words too long": "https://example.com/a-very-long-address " * 60,
         "too few letters": "12.50 (3,4) 199-99 [0] " * 30,
         "too many symbols": "read more... about #this ... topic #now " * 20,
-        "too many bullets": "\n".join(f"- item of the number {'x' * n}" for n in range(20)),
-        "too many repeated lines": "all work and no play makes nobody happy\n" * 20,
+        "too many bullets": "\n".join(f"- that item of number {'x' * n}" for n in range(20)),
+        "too many repeated lines": "all of the work and no play makes nobody happy.\n" * 20,
+        "too few stop words": "the king walked through his castle while rain fell. " * 9,
+        "curly brackets": "the longer loop of this program is { that } near the end. " * 9,
+        "one group of 2 words too often": "of those ends " * 30 + "and that is all.",
     }
     step = Quality(kind="quality")
     assert {quality_fault(text, step): text for text in rubbish.values()} == rubbish
@@ -171,6 +239,40 @@ def test_quality_drops_rubbish_and_keeps_novels(shared_data: Path) -> None:
         novels = [json.loads(line)["text"] for line, _ in zip(file, range(1000), strict=False)]
     left, _, counts = apply([step], novels)
     assert len(left) >= 998, counts
+
+
+def test_quality_keeps_little_source_code() -> None:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    code = [path.read_text("utf-8") for path in sorted(folder.glob("*.py"))]
+    left, _, counts = apply([Quality(kind="quality")], code)
+    assert len(code) > 100
+    assert len(left) < len(code) / 10, counts
+
+
+def n_gram_shares(words: list[str], n: int) -> tuple[float, float]:
+    """By hand: the share of the most frequent n words, and of repeated ones."""
+    grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+    inside = {
+        place
+        for start, gram in enumerate(grams)
+        if gram in grams[:start]
+        for place in range(start, start + n)
+    }
+    (_, most), *_ = Counter(grams).most_common(1) or [((), 0)]
+    return min((most > 1) * most * n / len(words), 1), len(inside) / len(words)
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=40), st.integers(2, 10))
+def test_groups_of_words_are_counted(words: list[str], n: int) -> None:
+    top, repeated = n_gram_shares(words, n)
+    text = " ".join(words) + " "
+    shares = (1,) * (n - 2) if n < 5 else (1,) * (n - 5)
+    field, share = (
+        ("max_top_n_gram_shares", top) if n < 5 else ("max_repeated_n_gram_shares", repeated)
+    )
+    assert quality_fault(text, quality(**{field: (*shares, min(share + 1e-9, 1))})) == KEPT
+    if share > 0:
+        assert quality_fault(text, quality(**{field: (*shares, share - 1e-9)})) != KEPT
 
 
 @given(st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from("ab \n\t9.é漢"))))

@@ -11,21 +11,28 @@ counts of a corpus stay small.
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
-from collections.abc import Sequence
-from itertools import compress
+from collections.abc import Iterator, Sequence
+from itertools import chain, compress
 
 import numpy as np
+import numpy.typing as npt
 
 from trainyard.config.corpus import DocumentStep, Keep, LengthLimits, Normalize, Quality
-from trainyard.corpus.preparation.characters import LETTER, SPACE, code_points, kinds_of
+from trainyard.corpus.preparation.characters import LETTER, SPACE, WORD, code_points, kinds_of
 from trainyard.data.sidecar import StepCount
 
 KEPT = ""
 """The reason of a document that is not dropped."""
 
-_BULLETS = ("•", "‣", "▪", "●", "◦", "○", "■", "□", "►", "\N{EN DASH}", "-", "*")
+_BULLETS = frozenset("•‣▪●◦○■□►\N{EN DASH}-*")
+# Others than ASCII's are those of quotes and of Chinese, Arabic, Urdu and Hindi.
+_SENTENCE_ENDS = frozenset(".!?\"'…”\u2019»\u300d\u300f\u3002\uff01\uff1f\u061f\u06d4\u0964")
+_SHORT_LINE = 30
+_MOST_CHARACTERS = 2**20
+_FACTOR = 0x9E3779B97F4A7C15  # odd, and without a pattern
 # What normalizing takes out of a text; all else that is no control character stays.
 _ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ufeff]")
 _LINE_ENDS = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
@@ -85,36 +92,164 @@ def normalize(text: str, step: Normalize) -> str:
 
 
 def quality_fault(text: str, step: Quality) -> str:
-    """Names the first rule of quality a text breaks; KEPT if it breaks none.
+    """Names the first rule of quality a text breaks; KEPT if it breaks none."""
+    codes = code_points(text)
+    kinds = kinds_of(codes)
+    is_space = np.concatenate(([True], kinds & SPACE != 0))
+    starts = np.flatnonzero(is_space[:-1] & ~is_space[1:])
+    rules = chain(
+        _word_rules(text, step, kinds, starts),
+        _line_rules(text, step),
+        _repetition_rules(step, codes * ~is_space[1:], starts),
+    )
+    return next((reason for is_broken, reason in rules if is_broken), KEPT)
 
-    Words are divided by white space; lines with nothing but white space are no lines. Number signs
-    and ellipses are each held against the limit.
-    """
-    # Source: Rae et al., arXiv:2112.11446, appendix A1.1. Their rule that four words in five have a
-    # letter is here a share of characters, because it needs no words.
-    kinds = kinds_of(code_points(text))
-    space = (kinds & SPACE) != 0
-    n_characters = len(text) - int(np.count_nonzero(space))
-    n_words = int(np.count_nonzero(space[:-1] & ~space[1:])) + int(len(text) > 0 and not space[0])
-    if n_words < step.min_words:
-        return "too few words"
+
+def _word_rules(
+    text: str, step: Quality, kinds: npt.NDArray[np.uint8], starts: npt.NDArray[np.intp]
+) -> Iterator[tuple[bool, str]]:
+    n_characters = int(np.count_nonzero(kinds & SPACE == 0))
+    n_words = len(starts)
+    yield n_words < step.min_words, "too few words"
     mean_length = n_characters / max(n_words, 1)
-    if mean_length < step.min_mean_word_length:
-        return "words too short"
-    if mean_length > step.max_mean_word_length:
-        return "words too long"
+    yield mean_length < step.min_mean_word_length, "words too short"
+    yield mean_length > step.max_mean_word_length, "words too long"
     n_letters = int(np.count_nonzero(kinds & LETTER))
-    if n_letters < step.min_letter_share * n_characters:
-        return "too few letters"
+    yield n_letters < step.min_letter_share * n_characters, "too few letters"
+    kinds_of_words = np.bitwise_or.reduceat(kinds, starts) if n_words else kinds
+    n_with_letters, n_not_signs = (
+        int(np.count_nonzero(kinds_of_words & kind)) for kind in (LETTER, WORD)
+    )
+    yield n_with_letters < step.min_letter_word_share * n_not_signs, "too few words with letters"
+    # Number signs and ellipses are each held against the limit.
     n_symbols = max(text.count("#"), text.count("...") + text.count("…"))
-    if n_symbols > step.max_symbol_to_word_ratio * n_words:
-        return "too many symbols"
+    yield n_symbols > step.max_symbol_to_word_ratio * n_words, "too many symbols"
+    yield _lacks_stop_words(text, step.stop_words), "too few stop words"
+    yield not step.curly_brackets and "{" in text, "curly brackets"
+    n_lines = text.count("\n")
+    yield n_lines > step.max_lines_per_word * max(n_words, 1), "too many lines for its words"
+
+
+def _lacks_stop_words(text: str, stop_words: tuple[str, ...]) -> bool:
+    """Returns whether a text has not two different ones."""
+    if not stop_words:
+        return False
+    found = (match[0] for match in _stop_word_pattern(stop_words).finditer(text))
+    first = next(found, None)
+    return all(word == first for word in found)
+
+
+@functools.cache
+def _stop_word_pattern(stop_words: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, stop_words))})(?!\S)")
+
+
+def _line_rules(text: str, step: Quality) -> Iterator[tuple[bool, str]]:
+    """Judges lines, and paragraphs, but for those with nothing but white space."""
     lines = list(filter(None, map(str.strip, text.split("\n"))))
-    if sum(line.startswith(_BULLETS) for line in lines) > step.max_bullet_line_share * len(lines):
-        return "too many bullets"
-    if len(lines) - len(set(lines)) > step.max_repeated_line_share * len(lines):
-        return "too many repeated lines"
-    return KEPT
+    n_lines = len(lines)
+    n_bullets = sum([line[0] in _BULLETS for line in lines])
+    yield n_bullets > step.max_bullet_line_share * n_lines, "too many bullets"
+    n_ellipses = sum([line.endswith(("...", "…")) for line in lines])
+    yield n_ellipses > step.max_ellipsis_line_share * n_lines, "too many ellipses"
+    paragraphs = list(filter(None, map(str.strip, text.split("\n\n"))))
+    # Of paragraphs too: a text of lines of equal length ends few of its sentences at their ends.
+    shares = [_share_of_sentence_ends(parts) for parts in (lines, paragraphs)]
+    yield max(shares) < step.min_punctuated_line_share, "too few lines end a sentence"
+    n_short = sum([len(line) <= _SHORT_LINE for line in lines])
+    yield n_short > step.max_short_line_share * n_lines, "too many short lines"
+    n_repeats, share = _count_repeats(lines)
+    yield n_repeats > step.max_repeated_line_share * n_lines, "too many repeated lines"
+    yield share > step.max_repeated_line_character_share, "too much in repeated lines"
+    n_repeats, share = _count_repeats(paragraphs)
+    reason = "too many repeated paragraphs"
+    yield n_repeats > step.max_repeated_paragraph_share * len(paragraphs), reason
+    yield share > step.max_repeated_paragraph_character_share, "too much in repeated paragraphs"
+
+
+def _share_of_sentence_ends(parts: list[str]) -> float:
+    return sum([part[-1] in _SENTENCE_ENDS for part in parts]) / max(len(parts), 1)
+
+
+def _count_repeats(parts: list[str]) -> tuple[int, float]:
+    """Counts the parts that repeat an earlier one, and their share of the characters."""
+    once = set(parts)
+    if len(once) == len(parts):
+        return 0, 0.0
+    n_characters = sum(map(len, parts))
+    return len(parts) - len(once), 1 - sum(map(len, once)) / n_characters
+
+
+def _repetition_rules(
+    step: Quality, codes: npt.NDArray[np.int32], starts: npt.NDArray[np.intp]
+) -> Iterator[tuple[bool, str]]:
+    """Judges words in a row, each with the white space behind it; of a long text its start.
+
+    Codes of white space are 0.
+    """
+    codes = codes[:_MOST_CHARACTERS]
+    starts = starts[: np.searchsorted(starts, len(codes))]
+    if not len(starts):
+        return
+    # A word is known by a polynomial of its characters, modulo 2^64.
+    powers, inverses = _powers()
+    numbers = codes.astype(np.uint64) * powers[: len(codes)]
+    words = np.add.reduceat(numbers, starts) * inverses[starts]
+    lengths = np.diff(starts, append=len(codes))
+    longest_share = float(lengths.max() / lengths.sum())
+    for n, most in enumerate(step.max_top_n_gram_shares, 2):
+        count, share = _top_n_gram(words, lengths, n)
+        yield share > most, f"one group of {n} words too often"
+        if count * 4 * longest_share <= min(step.max_top_n_gram_shares):
+            break  # longer groups are no more frequent
+    for n, most in enumerate(step.max_repeated_n_gram_shares, 5):
+        share = _repeated_share(words, lengths, n)
+        yield share > most, f"too much in repeated groups of {n} words"
+        if share <= min(step.max_repeated_n_gram_shares):
+            break  # longer groups repeat no more
+
+
+@functools.cache
+def _powers() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    factors = (_FACTOR, pow(_FACTOR, -1, 2**64))
+    first, second = (np.full(_MOST_CHARACTERS, each, np.uint64) for each in factors)
+    return np.cumprod(first), np.cumprod(second)
+
+
+def _n_grams(words: npt.NDArray[np.uint64], n: int) -> npt.NDArray[np.uint64]:
+    """Returns a number for each n words in a row, equal where the words are."""
+    keys = words
+    for number in range(1, n):
+        keys = keys[:-1] * np.uint64(_FACTOR) + words[number:]
+    return keys
+
+
+def _top_n_gram(
+    words: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64], n: int
+) -> tuple[int, float]:
+    """Counts the most frequent n words in a row, and returns their share of the characters."""
+    keys = _n_grams(words, n)
+    ordered = np.sort(keys)
+    borders = np.flatnonzero(ordered[1:] != ordered[:-1])
+    counts = np.diff(borders, prepend=-1, append=len(keys) - 1)
+    top = int(counts.argmax())
+    count = int(counts[top])
+    if count <= 1:
+        return count, 0.0
+    place = int(np.flatnonzero(keys == ordered[borders[top] if top < len(borders) else -1])[0])
+    return count, min(1.0, float(lengths[place : place + n].sum() * count / lengths.sum()))
+
+
+def _repeated_share(words: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64], n: int) -> float:
+    """Returns the share of characters in n words in a row that occurred before."""
+    keys = _n_grams(words, n)
+    ordered = np.sort(keys)
+    if not np.any(ordered[1:] == ordered[:-1]):
+        return 0.0
+    is_repeat = np.ones(len(keys), np.bool_)
+    is_repeat[np.unique(keys, return_index=True)[1]] = False
+    is_inside = np.convolve(is_repeat, np.ones(n, np.bool_))
+    return float(lengths[is_inside].sum() / lengths.sum())
 
 
 def _judge(
