@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from trainyard.cli.names import without_ending
-from trainyard.cli.show_data import count_lengths, printable, show_data
+from trainyard.cli.show_data import count_lengths, printable, show_data, show_dropped
 from trainyard.config.corpus import load_corpus
 from trainyard.corpus.preparation.prepare import prepare
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
@@ -216,3 +216,17 @@ def test_a_file_name_stands_for_its_prefix(prefix: Path) -> None:
     odd = prefix.with_name("odd.bin")
     Path(f"{odd}.idx").touch()
     assert without_ending(str(odd)) == str(odd)
+
+
+def test_dropped_documents_are_shown(prefix: Path) -> None:
+    console = Console(file=io.StringIO(), width=80, soft_wrap=True)
+    with pytest.raises(DataError, match="corpus_text_document.json has no dropped documents"):
+        show_dropped(str(prefix), console)
+    corpus = {"inputs": ["a.jsonl"], "output": "other", "tokenizer": "gpt2"}
+    steps = [{"kind": "length", "min_characters": 8, "max_characters": 600}]
+    prepare(load_corpus(None, {**corpus, "steps": steps}))
+    show_dropped("other_text_document", console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "length: too short, 2 dropped\n  \n" in said
+    assert "length: too short, 2 dropped\n  second\n" in said
+    assert "length: too long, 1 dropped\n  " + "long " * 100 + "\n" in said

@@ -37,6 +37,9 @@ def show(
     split: Annotated[str, typer.Option(help="For order: train, valid or test.")] = "train",
     start: Annotated[int, typer.Option(help="For order: the first sequence.")] = 0,
     count: Annotated[int, typer.Option(help="For order and token files: number to show.")] = 3,
+    dropped: Annotated[
+        bool, typer.Option("--dropped", help="For token files: show some dropped documents.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option(help="For order: write the sequences to this .npz file.")
     ] = None,
@@ -49,6 +52,7 @@ def show(
     trainyard show gpt3-13b
     trainyard show run.toml model.n_layers=24 --all
     trainyard show data/wiki_text_document --tokenizer gpt2 --count 5
+    trainyard show data/wiki_text_document --dropped
     trainyard show runs/demo
     trainyard show cluster lumi
     trainyard show --fields train
@@ -80,8 +84,11 @@ def show(
 
         typer.echo(render_families())
     elif Path(f"{without_ending(names[0])}.idx").exists() or names[0].endswith(".bin"):
-        from trainyard.cli.show_data import show_data
+        from trainyard.cli.show_data import show_data, show_dropped
 
+        if dropped:
+            show_dropped(without_ending(names[0]), console)
+            return
         show_data(without_ending(names[0]), console, count=count, tokenizer_path=tokenizer)
     else:
         _show_thing(names[0], names[1:], console, all_fields=all_fields)

@@ -71,6 +71,30 @@ def show_data(
     _show_documents(dataset, tokenizer, count, console)
 
 
+def show_dropped(prefix: str, console: Console) -> None:
+    """Prints the start of a few documents that were dropped, for each reason.
+
+    Raises:
+        DataError: the record of the token files is missing, or has none.
+    """
+    from trainyard.data.sidecar import load_sidecar
+
+    samples = [
+        (f"{step.kind}: {reason}, {step.dropped[reason]:,} dropped", text)
+        for step in load_sidecar(prefix).steps
+        for reason, texts in (step.samples or {}).items()
+        for text in texts
+    ]
+    if not samples:
+        raise DataError(
+            f"{prefix}.json has no dropped documents",
+            "keep, length and quality keep the first few of each reason; exact and near duplicates "
+            "are only counted",
+        )
+    for title, text in samples:
+        _print_text(f"\n{printable(title)}", text, console)
+
+
 def printable(text: str) -> str:
     """Escapes every control character and every unusual space."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -204,9 +228,12 @@ def _show_documents(
             text = tokenizer.decode(tokens)
             cut = len(text) > SHOWN_CHARACTERS or n_tokens > len(tokens)
             text = text[:SHOWN_CHARACTERS] + (" ..." if cut else "")
-        lines = "\n".join(f"  {printable(line)}" for line in text.split("\n"))
-        title = f"\ndocument {document:,}, {n_tokens:,} tokens"
-        console.print(f"{title}\n{lines}", highlight=False, markup=False)
+        _print_text(f"\ndocument {document:,}, {n_tokens:,} tokens", text, console)
+
+
+def _print_text(title: str, text: str, console: Console) -> None:
+    lines = "\n".join(f"  {printable(line)}" for line in text.split("\n"))
+    console.print(f"{title}\n{lines}", highlight=False, markup=False)
 
 
 def _read_document(
