@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import trainyard
 from trainyard.log import show_progress
 
 
@@ -14,3 +17,10 @@ def test_a_file_gets_no_bar_where_colours_are_forced(
     with show_progress("training", plain_lines=False) as update:
         update(1, 2, "step 1 of 2")
     assert capsys.readouterr().err == ""
+
+
+def test_every_console_is_built_here() -> None:
+    """Consoles of rich print control characters of texts."""
+    sources = Path(trainyard.__file__).parent.rglob("*.py")
+    found = {path.name for path in sources if "Console(" in path.read_text(encoding="utf-8")}
+    assert not found, "use build_console of trainyard.log"

@@ -28,16 +28,18 @@ EXIT_INTERRUPTED = 130
 """Ended by Ctrl-C."""
 
 
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
+# Control characters but tab and line feed; separators of lines; what reorders or embeds text.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def printable(name: str | os.PathLike[str]) -> str:
     """Formats a name on one line; escapes control characters and undecodable bytes."""
     text = os.fsencode(name).decode(errors="backslashreplace")
-    return _escape(text).replace("\n", r"\n").replace("\t", r"\t")
+    return escape(text).replace("\n", r"\n").replace("\t", r"\t")
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
+    r"""Shows characters that a terminal or a reader would obey, as in \x1b and \u202e."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -68,9 +70,9 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, problem: str, hint: str = "") -> None:
-        super().__init__(_escape(problem))
-        self.problem = _escape(problem)
-        self.hint = _escape(hint)
+        super().__init__(escape(problem))
+        self.problem = escape(problem)
+        self.hint = escape(hint)
 
     def __str__(self) -> str:
         return f"{self.problem}\nhint: {self.hint}" if self.hint else self.problem

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from trainyard.errors import escape
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PLAIN_LINE_EVERY_SECONDS = 10.0
 
@@ -29,14 +36,14 @@ def build_logger(hide: Callable[[str], str] = str) -> logging.Logger:
 
 
 class _HidingFormatter(logging.Formatter):
-    """Formats only the message, and the traceback if there is one."""
+    """Formats only the message, and the traceback if there is one; escapes control characters."""
 
     def __init__(self, hide: Callable[[str], str]) -> None:
         super().__init__("%(message)s")
         self._hide = hide
 
     def format(self, record: logging.LogRecord) -> str:
-        return self._hide(super().format(record))
+        return escape(self._hide(super().format(record)))
 
 
 class _StandardErrorHandler(logging.StreamHandler[TextIO]):
@@ -49,6 +56,49 @@ class _StandardErrorHandler(logging.StreamHandler[TextIO]):
     @stream.setter
     def stream(self, _value: TextIO) -> None:
         pass
+
+
+def escape_output() -> None:
+    """Escapes control characters in all that this program prints, except by `build_console`."""
+    os.environ.setdefault("PYTHON_COLORS", "0")  # tracebacks of Python 3.13
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not hasattr(stream, "unescaped"):
+            vars(stream).update(unescaped=stream.write, write=_escaping(stream.write))
+
+
+def _escaping(write: Callable[[str], int]) -> Callable[[str], int]:
+    return lambda text: write(escape(text))
+
+
+def build_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
+    """Builds a console of rich: its styles reach the terminal, control characters of a text do not.
+
+    Args:
+        stderr: print to standard error.
+        soft_wrap: never wrap lines of text.
+    """
+    # Imported here: every verb imports this file, few print tables.
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class Escaping(Console):
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            for part in super().render(renderable, options):
+                yield part if part.control else Segment(escape(part.text), part.style)
+
+    file: Any = _Unescaped(sys.stderr if stderr else sys.stdout)
+    return Escaping(file=file, soft_wrap=soft_wrap, highlight=False, markup=False)
+
+
+class _Unescaped:
+    """A stream without `escape_output`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.write = getattr(stream, "unescaped", stream.write)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class ProgressUpdate(Protocol):
@@ -66,8 +116,6 @@ def show_progress(title: str, *, plain_lines: bool = True) -> Iterator[ProgressU
         title: name of the job.
         plain_lines: without a terminal, print a line every few seconds.
     """
-    # Imported here: every verb imports this file, few show progress.
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         Progress,
@@ -76,7 +124,7 @@ def show_progress(title: str, *, plain_lines: bool = True) -> Iterator[ProgressU
         TimeRemainingColumn,
     )
 
-    console = Console(stderr=True)
+    console = build_console(stderr=True)
     # FORCE_COLOR, which Jupyter sets, asks for colours, not for a bar in a file.
     if not (console.is_terminal and sys.stderr.isatty()):
         yield _PlainProgress(title, PLAIN_LINE_EVERY_SECONDS if plain_lines else float("inf"))

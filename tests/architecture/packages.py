@@ -9,6 +9,7 @@ other arrows implies. The packages at the bottom are imported from everywhere, w
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ def read_layers() -> list[list[str]]:
         for contract in tables["tool"]["importlinter"]["contracts"]
         if contract["type"] == "layers"
     )
-    return [layer.split(" | ") for layer in layers]
+    return [re.split(" [|:] ", layer) for layer in layers]
 
 
 def read_imports(packages: set[str]) -> Imports:

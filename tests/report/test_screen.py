@@ -82,7 +82,7 @@ def test_a_curve_falls_from_the_upper_left_to_the_lower_right() -> None:
         ({"kind": "start", "resumed": True, "device": "cpu"}, "resumed on cpu"),
         ({"kind": "evaluate", "loss": 4.25}, "held-out loss 4.2500"),
         ({"kind": "evaluate", "loss": None}, f"held-out loss {UNKNOWN}"),
-        ({"kind": "sample", "prompt": "a\x1b[31m", "text": "b\nc"}, "sample: a [31mb c"),
+        ({"kind": "sample", "prompt": "a\x1b[31m", "text": "b\nc"}, r"sample: a\x1b[31mb\nc"),
         ({"kind": "save", "bytes": 2048, "seconds": 1.5}, "saved 2.0 KiB in 1.5s"),
         (
             {"kind": "rollback", "from_step": 9, "skipped_sequences": 5},

@@ -128,12 +128,10 @@ def _check_each(
     Raises:
         UserError: of `kind`, with the problems of all.
     """
-    from rich.console import Console
-
     from trainyard.cli.tables import facts_table
-    from trainyard.log import show_progress
+    from trainyard.log import build_console, show_progress
 
-    console = Console(soft_wrap=True)
+    console = build_console(soft_wrap=True)
     errors: list[UserError] = []
     for place in places:
         try:

@@ -22,7 +22,7 @@ from trainyard.cli.help import PROGRAM, Verbs
 from trainyard.errors import EXIT_INTERRUPTED, UserError, explain_os_error
 from trainyard.extras import missing_package
 from trainyard.launch.environment import hide_secrets, let_idle_threads_sleep, raise_file_limit
-from trainyard.log import build_logger
+from trainyard.log import build_logger, escape_output
 
 EXIT_CLOSED_PIPE = 141
 """Exit code where the reader of the output has left, as `head` does."""
@@ -80,6 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # in any encoding
             stream.reconfigure(errors="plain")
+    escape_output()
     build_logger(hide_secrets)
     let_idle_threads_sleep()
     raise_file_limit()

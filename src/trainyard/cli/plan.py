@@ -201,14 +201,13 @@ def _print(report: Report, picture: Path | None, *, as_json: bool) -> None:
     Raises:
         MachineError: it does not fit.
     """
-    from rich.console import Console
-
     from trainyard.api.plan_table import plan_as_json, render_plan
+    from trainyard.log import build_console
 
     if as_json:
         typer.echo(json.dumps(plan_as_json(report), indent=2))
     else:
-        Console(soft_wrap=True, highlight=False).print(render_plan(report))
+        build_console(soft_wrap=True).print(render_plan(report))
     if picture is not None:
         from trainyard.planning.search import usable_bytes
         from trainyard.report.plan_pictures import draw_plan, save_picture

@@ -69,10 +69,10 @@ def print_deadline(
     if as_json:
         typer.echo(json.dumps([_as_json(row, loaded) for row in rows], indent=2))
     else:
-        from rich.console import Console
+        from trainyard.log import build_console
 
         text = _render(loaded, trainer, rows, deadline)
-        Console(soft_wrap=True, highlight=False).print(text)
+        build_console(soft_wrap=True).print(text)
 
 
 def _nothing_makes_it(

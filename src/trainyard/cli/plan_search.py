@@ -102,10 +102,10 @@ def print_search(
     if as_json:
         typer.echo(json.dumps(search_as_json(run, found), indent=2))
     else:
-        from rich.console import Console
+        from trainyard.log import build_console
 
         text = render_search(run, machine, found)
-        Console(soft_wrap=True, highlight=False).print(text)
+        build_console(soft_wrap=True).print(text)
     if n_measured is not None:
         typer.echo(keep_winner(found, run, source), err=as_json)
 

@@ -59,9 +59,9 @@ def show(
     trainyard show --schema > run.schema.json
     trainyard show order run.toml --split train --start 0 --count 2000 --output order.npz
     """
-    from rich.console import Console
+    from trainyard.log import build_console
 
-    console = Console(soft_wrap=True)
+    console = build_console(soft_wrap=True)
     names = what or []
     if schema:
         from trainyard.config.schema import render_schema

@@ -26,7 +26,7 @@ def show_cluster(names: list[str], console: Console) -> None:
     cluster = read_cluster(names[0])
     console.print(facts_table(names[0], _cluster_facts(names[0], cluster)))
     for place, text in cluster_texts(names[0]):
-        console.print(f"\n[bold]{place}[/bold]")
+        console.print(f"\n{place}", style="bold")
         console.print(text.rstrip(), markup=False, highlight=False)
 
 

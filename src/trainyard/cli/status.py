@@ -50,13 +50,13 @@ def status(
 
 
 def _follow(reader: StatusReader) -> None:
-    from rich.console import Console
     from rich.live import Live
 
+    from trainyard.log import build_console
     from trainyard.report.screen import describe_line, render_screen
     from trainyard.report.status import N_LINES
 
-    console = Console()
+    console = build_console()
     last: deque[str] = deque(maxlen=N_LINES)
     with ExitStack() as stack:
         live = None

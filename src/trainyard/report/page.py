@@ -12,6 +12,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from trainyard import errors
 from trainyard.architecture import describe_parts
 from trainyard.errors import MachineError
 from trainyard.files import publish_text
@@ -77,7 +78,7 @@ def write_report(
     charts = build_charts([build_curves(reported, baselines or {}) for reported in runs])
     if png_folder is not None:
         _save_charts(png_folder, charts)
-    publish_text(output, render_page(runs, charts))
+    publish_text(output, errors.escape(render_page(runs, charts)))
 
 
 def render_page(runs: list[ReportedRun], charts: list[Chart]) -> str:

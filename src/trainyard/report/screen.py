@@ -10,8 +10,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as Grid
 from rich.text import Text
 
+from trainyard.errors import printable
 from trainyard.report.history import Curve, Line, is_finite
-from trainyard.report.status import Status, printable
+from trainyard.report.status import Status
 from trainyard.report.summary import UNKNOWN, large, memory, show
 from trainyard.report.thinning import thin_out
 from trainyard.units import format_seconds

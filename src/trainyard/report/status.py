@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainyard.errors import EXIT_HOLD
+from trainyard.errors import EXIT_HOLD, printable
 from trainyard.jobs.scheduler import JobState
 from trainyard.jobs.status import (
     EXCLUDED_FROM,
@@ -340,11 +340,6 @@ def _find_state(folder: Path, job: JobState | None, starts: list[Start]) -> tupl
     if outcome.get("reason") == INTERRUPTED.reason:
         return "stopped", liveness.text
     return states.get(outcome.get("exit_code"), "stopped"), liveness.text
-
-
-def printable(text: str) -> str:
-    """Replaces the control characters of a text."""
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _reason(text: str) -> str:

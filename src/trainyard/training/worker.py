@@ -416,7 +416,7 @@ def main() -> None:
         logger.error("error: %s", error)
         code = error.exit_code
     except Exception:
-        sys.stderr.write(hide_secrets(traceback.format_exc()))
+        logger.error("%s", traceback.format_exc())
         code = 1
     sys.exit(code)
 
