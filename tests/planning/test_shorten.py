@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.planning.resolve import resolve
-from trainyard.planning.shorten import shorten, with_lengths_of
+from trainyard.planning.shorten import describe_too_short, follow_length, shorten, with_lengths_of
 
 
 def load(*overrides: str) -> Run:
@@ -62,3 +66,46 @@ def test_a_batch_ramp_shortens_too() -> None:
     changed = with_lengths_of(short, load(*shape, "optimizer.clip_norm=2.0"))
     assert changed.train == short.train
     assert changed.optimizer.clip_norm == 2.0
+
+
+OURS = """# Written by trainyard prepare for the data 0; checksum 0
+train.length = "3000 steps"
+schedule.warmup = "150 steps"
+schedule.decay = "3000 steps"
+evaluate.interval = 300
+log.interval = 60
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        (OURS, ["train.length=10 steps"], ("0 steps", "10 steps", 2, 1)),
+        (OURS, ["train.length=60 steps", "log.interval=5"], ("3 steps", "60 steps", 8, 5)),
+        (OURS, ["train.length=60 steps", "schedule.warmup=9 steps"], ("9 steps", "60 steps", 8, 1)),
+        (OURS, ["train.length=6000 steps"], ("150 steps", "3k steps", 300, 60)),
+        (OURS, [], ("150 steps", "3k steps", 300, 60)),
+        (
+            OURS.replace("# Written", "# written"),
+            ["train.length=60 steps"],
+            ("150 steps", "3k steps", 300, 60),
+        ),  # edited
+    ],
+)
+def test_a_file_of_ours_follows_its_length(
+    tmp_path: Path, text: str, overrides: list[str], expected: tuple[str, str, int, int]
+) -> None:
+    path = tmp_path / "web.toml"
+    path.write_text(text)
+    run = follow_length(load_run(str(path), overrides).run, str(path), overrides)
+    lengths = (str(run.schedule.warmup), str(run.schedule.decay))
+    assert (*lengths, run.evaluate.interval, run.log.interval) == expected
+
+
+def test_what_does_not_suit_the_length_is_said() -> None:
+    run = load("train.length=10 steps", "schedule.warmup='40 steps'", "log.interval=61")
+    said = [*describe_too_short(run)]
+    assert said[0].startswith("the run ends in warmup, at a learning rate of 0.00")
+    assert "schedule.warmup='40 steps', train.length='10 steps'" in said[0]
+    assert said[-1] == "log.interval=61 is longer than the run of 10 steps"
+    assert not [*describe_too_short(load("train.length=300 steps"))]

@@ -150,9 +150,10 @@ def _render(head: str, name: str, chosen: NewRun, data: dict[str, Any]) -> str:
     """Renders sections and fields, each below the first sentence of its documentation."""
     from trainyard.cli.show_run import as_toml
     from trainyard.config.schema import field_manuals
+    from trainyard.planning.shorten import WRITTEN
 
     manuals = field_manuals() | {"train.batch_ramp": "No ramp, unlike the preset"}
-    lines = [*_comment(head), ""]
+    lines = [f"{WRITTEN}new", *_comment(head), ""]
     if chosen.preset:
         lines += _comment(f"Other values, with their sources: trainyard show {chosen.preset}")
         lines += [f"extends = {as_toml(chosen.preset)}", ""]

@@ -100,7 +100,7 @@ def train(
     done; 130 Ctrl-C; 75 start it again; 93 held, needs attention; 2 fix the reported error. Under
     torchrun, srun or mpiexec this command is one rank: start it once per rank.
     """
-    from trainyard.training.stop import leave_when_told, refuse_stopped
+    from trainyard.training.stop import leave_when_told
 
     if minutes is not None and any(text.startswith("train.length=") for text in overrides or ()):
         raise ConfigError(
@@ -123,6 +123,8 @@ def train(
         try:
             begun = None if resume == "never" or overwrite else begun_run(folder)
             run = find_token_files(run, begun)
+            if minutes is None:
+                run = _follow_length(run, run_file, overrides or [], begun, process.rank)
             if not force and process.local_rank == 0:
                 n_local = process.n_local_ranks if process.n_ranks > 1 else n_ranks
                 refuse_without_room(run, plan, n_local, folder)
@@ -131,9 +133,7 @@ def train(
                 code = _supervise(process, n_ranks, folder, resume, log)
             else:
                 with hold(folder) as locks:
-                    if minutes is not None:
-                        refuse_stopped(folder)
-                        run = _fit_into(minutes, run, n_ranks, begun)
+                    run = _fit_into(minutes, run, folder, n_ranks, begun)
                     if begun is None:
                         convert_start(run, folder)
                     how = "auto" if process.attempt else "overwrite" if overwrite else resume
@@ -216,11 +216,17 @@ def _refuse_missing_gpus(n_ranks: int) -> None:
         )
 
 
-def _fit_into(minutes: float, run: Run, n_ranks: int, begun: Run | None) -> Run:
-    """Shortens a run to fit into the minutes, or to the length it was started with."""
+def _fit_into(
+    minutes: float | None, run: Run, folder: Path, n_ranks: int, begun: Run | None
+) -> Run:
+    """Shortens a run to fit into the minutes, if given, or to the length it was started with."""
+    if minutes is None:
+        return run
     from trainyard.planning.resolve import resolve
     from trainyard.planning.shorten import shorten, with_lengths_of
+    from trainyard.training.stop import refuse_stopped
 
+    refuse_stopped(folder)
     if begun is not None:
         n_steps = resolve(begun).n_steps
         logger.info("%s has started before: it continues to step %s", run.name, f"{n_steps:,}")
@@ -237,6 +243,27 @@ def _fit_into(minutes: float, run: Run, n_ranks: int, begun: Run | None) -> Run:
         format_seconds(resolve(fitted).n_steps * step_seconds),
     )
     return fitted
+
+
+def _follow_length(
+    run: Run, source: str, overrides: list[str], begun: Run | None, rank: int
+) -> Run:
+    """Shortens the schedule of a file that Trainyard wrote with `train.length`, and says so."""
+    from trainyard.planning.shorten import describe_too_short, follow_length, with_lengths_of
+
+    followed = follow_length(run, source, overrides)
+    is_followed = followed != run
+    if begun and begun.train.length == run.train.length and is_followed:
+        followed = with_lengths_of(begun, run)
+    if is_followed and rank == 0:
+        logger.info(
+            "train.length=%s is shorter than in %s: schedule and intervals are shortened with it "
+            "(schedule.warmup=%s)",
+            *(f"'{run.train.length}'", source, f"'{followed.schedule.warmup}'"),
+        )
+    for problem in describe_too_short(followed) if rank == 0 else ():
+        logger.warning("warning: %s", problem)
+    return followed
 
 
 def _train_first_rank(

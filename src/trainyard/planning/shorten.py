@@ -10,13 +10,18 @@ shortened to 4_000 steps:
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from trainyard.config.load import build_run
+from trainyard.config.load import build_run, load_run
 from trainyard.config.run import Run
-from trainyard.planning.resolve import resolve
+from trainyard.files import read_file
+from trainyard.planning.resolve import learning_rate, resolve
 from trainyard.units import Length, parse_length
 
+WRITTEN = "# Written by trainyard "
+"""The beginning of run files whose schedule was chosen for their length."""
 LEAST_PER_RUN = {
     ("evaluate", "interval"): 8,
     ("evaluate", "sample_interval"): 4,
@@ -55,11 +60,57 @@ def shorten(run: Run, n_steps: int) -> Run:
     return build_run(tables)
 
 
-def with_lengths_of(other: Run, run: Run) -> Run:
-    """Copies every length and interval that `shorten` may have changed from another run."""
+def follow_length(run: Run, source: str, overrides: Sequence[str]) -> Run:
+    """Shortens schedule and intervals with a typed `train.length`, in a file Trainyard wrote.
+
+    Args:
+        run: with the overrides.
+        source: as for `load_run`.
+        overrides: what they set stays as it is.
+
+    Raises:
+        ConfigError: the run's layout or batch is impossible.
+    """
+    typed = {text.partition("=")[0] for text in overrides}
+    path = Path(source)
+    is_written = path.is_file() and read_file(path).startswith(WRITTEN.encode())
+    if not is_written or "train.length" not in typed:
+        return run
+    others = [text for text in overrides if not text.startswith("train.length=")]
+    whole = load_run(source, others).run
+    n_steps = resolve(run).n_sequences // run.train.global_batch_size
+    return with_lengths_of(shorten(whole, max(1, n_steps)), run, typed)
+
+
+def describe_too_short(run: Run) -> Iterator[str]:
+    """Says which settings do not suit the run's length, each in one line."""
+    plan, schedule = resolve(run), run.schedule
+    if plan.warmup_sequences >= plan.n_sequences:
+        peak = run.optimizer.learning_rate
+        rate = learning_rate(run, plan, plan.n_sequences)
+        yield (
+            f"the run ends in warmup, at a learning rate of {rate:.3g} of {peak:.3g}: "
+            f"schedule.warmup={str(schedule.warmup)!r}, train.length={str(run.train.length)!r}"
+        )
+    for section, name in LEAST_PER_RUN:
+        interval = getattr(getattr(run, section), name)
+        is_chosen = interval != getattr(getattr(Run(), section), name)
+        if is_chosen and interval > plan.n_steps:
+            yield f"{section}.{name}={interval} is longer than the run of {plan.n_steps:,} steps"
+
+
+def with_lengths_of(other: Run, run: Run, kept: Collection[str] = ()) -> Run:
+    """Copies every length and interval that `shorten` may have changed from another run.
+
+    Args:
+        other: where they come from.
+        run: where they go.
+        kept: fields that are not copied.
+    """
     tables, others = run.model_dump(), other.model_dump()
     lengths = [("train", "length"), ("train", "batch_ramp")]
     lengths += [("schedule", name) for name in ("warmup", "decay", "cooldown")]
     for section, name in [*lengths, *LEAST_PER_RUN]:
-        tables[section][name] = others[section][name]
+        if f"{section}.{name}" not in kept:
+            tables[section][name] = others[section][name]
     return build_run(tables)
