@@ -15,6 +15,14 @@ def test_it_writes_into_the_first_run_folder_and_nothing_else(tmp_path: Path) ->
     assert set((tmp_path / "tiny").iterdir()) - before == {tmp_path / "tiny" / "report.html"}
 
 
+def test_a_comparison_has_a_page_of_its_own(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_run_folder(tmp_path / name, run_lines())
+    done = trainyard("report", "one", "two", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "wrote one-two.html\n"), done.stderr
+    assert not (tmp_path / "one" / "report.html").exists()
+
+
 def test_a_line_to_compare_with_is_drawn_or_refused(tmp_path: Path) -> None:
     write_run_folder(tmp_path / "tiny", run_lines())
     done = trainyard("report", "tiny", "--baseline", "GPT-2=3.3", folder=tmp_path)

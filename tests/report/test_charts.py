@@ -70,7 +70,7 @@ def test_one_chart_has_both_losses_and_the_lines_to_compare_with() -> None:
 def test_runs_are_told_apart_by_name_and_colour() -> None:
     loss = build_charts([curves("one"), curves("two")])[0]
     assert labels(loss) == ["one", "one, held out", "two", "two, held out"]
-    assert [one.colour for one in loss.series] == ["run-0", "run-0", "run-1", "run-1"]
+    assert [one.colour for one in loss.series] == ["run-0", "run-3", "run-1", "run-4"]
 
 
 def test_what_was_done_again_is_drawn_faintly() -> None:

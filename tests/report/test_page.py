@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -187,7 +188,7 @@ def test_scores_of_tasks_are_listed_and_of_several_runs_the_best_marked(
 
 def test_settings_that_are_not_those_of_the_nearest_preset_come_first(html: str) -> None:
     row = '<th scope="row">train.<wbr>seed</th><td>7</td><td>1234</td>'
-    assert html.index("Unlike the nearest preset, tiny:") < html.index(row)
+    assert html.index("Different from the nearest preset, tiny:") < html.index(row)
     assert html.index(row) < html.index("settings that are not the default")
     assert '<th scope="col">preset tiny</th>' in html
     assert '<th scope="row">model.<wbr>tied_<wbr>embeddings</th><td>true</td>' in html
@@ -222,6 +223,36 @@ def test_of_runs_compared_the_best_values_are_marked_and_their_differences_on_to
     html = report(one, two)
     assert "Losses per token are not compared: tokenizer or data differ." in html
     assert "<mark>4.0000</mark>" not in html
+
+
+def test_of_runs_of_different_lengths_no_value_is_marked(make_run_folder: MakeRunFolder) -> None:
+    one, two = make_run_folder("one"), make_run_folder("two", lines=run_lines(10))
+    tasks = {"tasks": {"arc": {"n_items": 9, "step": 10, "accuracy": 0.5}}}
+    (one / "evaluation.json").write_text(json.dumps(tasks))
+    (two / "evaluation.json").write_text(json.dumps(tasks).replace("0.5", "0.6"))
+    html = report(one, two)
+    assert html.count("No best value is marked") == 2
+    assert "<mark>" not in html
+
+
+def test_a_setting_without_effect_does_not_differ(make_run_folder: MakeRunFolder) -> None:
+    one, two = make_run_folder("one"), make_run_folder("two")
+    settings = (two / "run.toml").read_text()
+    for kind, is_listed in (("cosine", False), ("warmup_stable_decay", True)):
+        changed = settings.replace('kind = "cosine"', f'kind = "{kind}"')
+        (two / "run.toml").write_text(re.sub('cooldown = ".*"', 'cooldown = "7 steps"', changed))
+        differing = report(one, two).partition("<h2>Summary</h2>")[0]
+        assert ("cooldown" in differing) == is_listed
+
+
+def test_empty_lines_of_a_sample_take_little_room(make_run_folder: MakeRunFolder) -> None:
+    lines = [
+        {"kind": "sample", "time": 1020.0, "step": step, "prompt": "The", "text": text}
+        for step, text in enumerate(["The a\n\n \n\n\nb\n\n\n", "The\n\n\n\n"])
+    ]
+    html = report(make_run_folder(lines=[*run_lines(), *lines]))
+    assert "<b>The</b> a\n\nb</blockquote>" in html
+    assert "<b>The</b> (nothing but white space)</blockquote>" in html
 
 
 def test_names_and_prompts_cannot_leave_the_data_of_the_script(

@@ -17,7 +17,10 @@ def report(
         list[Path], typer.Argument(help="Runs, or their folders.", autocompletion=complete_run)
     ],
     output: Annotated[
-        Path | None, typer.Option(help="The file to write; default: report.html in the first run.")
+        Path | None,
+        typer.Option(
+            help="The file to write; default: report.html in the run, or a page beside several."
+        ),
     ] = None,
     png: Annotated[
         Path | None, typer.Option(help="A folder for the curves as PNG files, for papers.")
@@ -44,7 +47,10 @@ def report(
     run_folders = [find_run(name) for name in run_folders]
     from trainyard.report.page import write_report
 
-    output = output or run_folders[0] / "report.html"
+    if output is None:
+        first, *others = run_folders
+        names = "-".join(folder.name for folder in run_folders)[:200]
+        output = first.parent / f"{names}.html" if others else first / "report.html"
     write_report(run_folders, output, png, dict(map(_parse_baseline, baseline or [])))
     typer.echo(f"wrote {output}")
     if png is not None:

@@ -13,7 +13,7 @@ from trainyard.config.load import LoadedRun, all_fields, field_value
 from trainyard.config.run import Run
 from trainyard.planning.flops import model_flops_per_token
 from trainyard.planning.resolve import Plan, resolve
-from trainyard.units import Length, format_large
+from trainyard.units import Length, format_large, format_number
 
 WIDTH = 96
 
@@ -51,8 +51,9 @@ def _facts(run: Run, plan: Plan) -> dict[str, str]:
     growth = f", growing from {ramp.start:,} over {ramp.length}" if ramp else ""
     per_token = model_flops_per_token(model, plan.padded_vocabulary_size)
     return {
-        "model": f"{model.n_layers} blocks of width {model.d_model:,}, {model.n_heads} heads of "
-        f"{model.d_head}, sequences of {model.sequence_length:,} tokens",
+        "model": f"{format_number(model.n_layers, 'block')} of width {model.d_model:,}, "
+        f"{format_number(model.n_heads, 'head')} of {model.d_head}, "
+        f"sequences of {model.sequence_length:,} tokens",
         **({"parts": ", ".join(other_parts)} if other_parts else {}),
         "parameters": f"{plan.n_parameters:,} ({format_large(plan.n_parameters)})",
         "": parts.replace("_", " "),

@@ -5,7 +5,7 @@
   const shade = (name, alpha) => () => css(name) + alpha;
   const PREFIXES = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"], [1, ""]];
   const format = digits => value => {
-    if (value == null) return "–";
+    if (value == null) return "";
     const [size, prefix] = PREFIXES.find(([size]) => Math.abs(value) >= size) || [1, ""];
     return String(+(value / size).toPrecision(digits)) + prefix;
   };

@@ -141,7 +141,8 @@ def build_chart(quantity: Quantity, runs: Sequence[RunCurves]) -> Chart:
         series += _curves(quantity, run, colour, n_points, number)
         if quantity is LOSS:
             label = HELD_OUT if alone else f"{run.name}, {HELD_OUT}"
-            series += _held_out(run.metrics, label, "run-1" if alone else colour)
+            other = f"run-{(number + (1 if alone else N_COLOURS // 2)) % N_COLOURS}"
+            series += _held_out(run.metrics, label, other)
         marks += _marks(quantity, run.metrics, None if alone else colour)
     drawn = np.concatenate([one.y for one in series]) if series else np.empty(0)
     drawn = drawn[np.isfinite(drawn)]

@@ -17,12 +17,11 @@ from trainyard.architecture import parameter_count
 from trainyard.report.history import Line
 from trainyard.report.metrics import read_metrics
 from trainyard.report.scores import list_scores
-from trainyard.report.summary import EVALUATION, load_facts
+from trainyard.report.summary import EVALUATION, load_facts, unused_settings
 from trainyard.training.start import ancestors_of, describe_ancestry
 
 if TYPE_CHECKING:
     from trainyard.checkpoint.format import Manifest
-    from trainyard.config.run import Run
 
 _SETTINGS = {"model", "train", "optimizer", "schedule", "parallel", "precision"}
 _TO_FILL_IN = "**To fill in**: not chosen yet. Name it here and in `license:` at the top."
@@ -88,9 +87,9 @@ def render_card(
         DataError: no line of metrics.jsonl can be read, or evaluation.json is damaged.
     """
     run, folder = manifest.build_run(), checkpoint.parent.parent
-    settings = run.model_dump(
-        mode="json", include=_SETTINGS, exclude=_unused_settings(run), exclude_none=True
-    )
+    # Without effect on these weights.
+    unused = unused_settings(run) | {"train": {"start_from", "start_with", "stop_after_minutes"}}
+    settings = run.model_dump(mode="json", include=_SETTINGS, exclude=unused, exclude_none=True)
     prefixes = (run.data.blend if run.data.blend.prefixes else run.data.train).prefixes
     lines = read_metrics(folder).held_out_losses if (folder / "metrics.jsonl").exists() else []
     measured = next((line for line in lines if line["step"] == manifest.step), {})
@@ -119,16 +118,6 @@ def render_card(
 
 def _plain(name: str, allowed: str = "") -> str:
     return re.sub(rf"[^\w. {allowed}-]", "_", name)
-
-
-def _unused_settings(run: Run) -> dict[str, set[str]]:
-    """Names the settings without effect on these weights, by section."""
-    unused = {"train": {"start_from", "start_with", "stop_after_minutes"}}
-    if run.schedule.kind != "warmup_stable_decay":
-        unused["schedule"] = {"cooldown"}
-    formats = {"loss_scale": "fp16", "fp8": "fp8"}
-    unused["precision"] = {key for key, kind in formats.items() if kind not in run.precision.kind}
-    return unused
 
 
 def _describe_loss(line: Line) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -36,6 +37,7 @@ from trainyard.report.summary import (
     ReportedRun,
     find_best,
     have_comparable_losses,
+    have_equal_lengths,
     load_reported_run,
     summarize,
 )
@@ -47,12 +49,14 @@ from trainyard.report.tables import (
     render_settings,
     render_table,
 )
+from trainyard.units import format_number
 
 SAMPLES_SHOWN = 8  # of each prompt, from the first to the last
 PROMPTS_SHOWN = 12
 SAMPLE_CHARACTERS = 1200
 PROMPT_CHARACTERS = 300
 N_TILES = 6
+NOT_MARKED = "No best value is marked: the runs have trained on different numbers of tokens."
 
 
 def write_report(
@@ -188,7 +192,8 @@ def _save_charts(folder: Path, charts: list[Chart]) -> None:
 def _render_heading(reported: ReportedRun, *, alone: bool) -> str:
     model, metrics = reported.run.model, reported.metrics
     parts = [
-        f"{model.n_layers} blocks of width {model.d_model}, {model.n_heads} heads",
+        f"{format_number(model.n_layers, 'block')} of width {model.d_model}, "
+        f"{format_number(model.n_heads, 'head')}",
         f"sequences of {model.sequence_length} tokens",
         *describe_parts(model),
         f"precision {reported.run.precision.kind}",
@@ -229,12 +234,13 @@ def _render_comparison(runs: list[ReportedRun]) -> str:
     ]
     rows = [row for row in rows if any(one.value != UNKNOWN for one in row)]
     columns = [{row[i].label: row[i].value for row in rows} for i in range(len(runs))]
-    comparable = have_comparable_losses(runs)
-    best = {(i, row[0].label) for row in rows for i in find_best(row, comparable=comparable)}
+    comparable, marked = have_comparable_losses(runs), rows if have_equal_lengths(runs) else []
+    best = {(i, row[0].label) for row in marked for i in find_best(row, comparable=comparable)}
     note = "" if comparable else " Losses per token are not compared: tokenizer or data differ."
+    note = f"Marked: the best value.{note}" if marked else NOT_MARKED
     return (
         f"<h2>Settings that differ</h2>\n{render_differences(runs)}\n<h2>Summary</h2>\n"
-        f'<p class="muted">Marked: the best value.{note}</p>\n'
+        f'<p class="muted">{note}</p>\n'
         f"{render_table(columns, [reported.name for reported in runs], best)}"
     )
 
@@ -254,9 +260,10 @@ def _render_scores(runs: list[ReportedRun]) -> str:
         }
         for i in range(len(runs))
     ]
-    best = {(i, label) for label, row in rows.items() for i in find_best(row, comparable=True)}
+    marked = rows if have_equal_lengths(runs) else {}
+    best = {(i, label) for label, row in marked.items() for i in find_best(row, comparable=True)}
     names = [] if len(runs) == 1 else [run.name for run in runs]
-    note = "" if len(runs) == 1 else " Marked: the best value."
+    note = "" if len(runs) == 1 else " Marked: the best value." if marked else f" {NOT_MARKED}"
     return (
         f'<h2>Tasks</h2>\n<p class="muted">Zero-shot, by the rules of lm-eval, ± one standard '
         f"error.{note}</p>\n{render_table(columns, names, best)}\n"
@@ -336,6 +343,7 @@ def _spread(lines: list[Line]) -> list[Line]:
 
 def _render_sample(line: Line, prompt: str) -> str:
     text = str(line.get("text", "")).removeprefix(prompt)[:SAMPLE_CHARACTERS]
+    text = re.sub(r"\n\s*\n\s*\n", "\n\n", text.rstrip()) or " (nothing but white space)"
     return (
         f'<div class="card sample"><small>step {line["step"]:,}</small>'
         f"<blockquote><b>{escape(prompt[:PROMPT_CHARACTERS])}</b>{escape(text)}</blockquote></div>\n"

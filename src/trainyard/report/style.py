@@ -29,6 +29,7 @@ h1 { margin: 0; font-size: 1.7rem; line-height: 1.2; overflow-wrap: anywhere; }
 h2 { margin: 2.5rem 0 .8rem; font-size: 1.2rem; }
 h3 { margin: 1.2rem 0 .5rem; font-size: 1rem; }
 p { margin: .4rem 0; max-width: 48rem; }
+header p { max-width: none; }
 .muted, small { color: var(--muted); }
 small { display: block; font-size: .8rem; line-height: 1.35; }
 .tiles { display: grid; gap: .7rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
@@ -56,7 +57,7 @@ figcaption { font-size: .9rem; font-weight: 600; }
 .u-legend .u-value { font-variant-numeric: tabular-nums; }
 .u-series > * { padding: 1px 3px; }
 .uplot .edge { display: none; }
-.mark .u-value, .u-legend .mark th::after { display: none !important; }
+.mark .u-value, .u-legend th::after { display: none !important; }
 .u-legend :is(th, td, tr) { border: 0 !important; min-width: 0; }
 .u-select { background: color-mix(in srgb, var(--accent) 18%, transparent); }
 .next pre {

@@ -174,6 +174,29 @@ def have_comparable_losses(runs: list[ReportedRun]) -> bool:
     return len(tokenizers) == 1 and texts.count(texts[0]) == len(texts)
 
 
+def have_equal_lengths(runs: list[ReportedRun]) -> bool:
+    """Whether the runs have trained on as many tokens."""
+    return len({one.metrics.train.last("tokens") for one in runs}) == 1
+
+
+def unused_settings(run: Run) -> dict[str, set[str]]:
+    """Names the settings that others of the run make ineffective, by section."""
+    schedule, parallel, precision = run.schedule.kind, run.parallel, run.precision.kind
+    unused = {
+        "optimizer": {"momentum": run.optimizer.kind == "adamw"},
+        "schedule": {
+            "cooldown": schedule != "warmup_stable_decay",
+            **dict.fromkeys(("decay", "minimum_learning_rate"), schedule == "constant"),
+        },
+        "parallel": {
+            **dict.fromkeys(("schedule", "chunks"), parallel.pipeline == 1),
+            "context_method": parallel.context == 1,
+        },
+        "precision": {"loss_scale": "fp16" not in precision, "fp8": "fp8" not in precision},
+    }
+    return {name: {key for key, is_so in keys.items() if is_so} for name, keys in unused.items()}
+
+
 def show(value: Any, style: str) -> str:
     """Formats a number; a dash if it is missing."""
     return style.format(value) if is_finite(value) else UNKNOWN

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainyard.config.load import load_run, preset_names
 from trainyard.config.run import Run
-from trainyard.report.summary import UNKNOWN, ReportedRun
+from trainyard.report.summary import UNKNOWN, ReportedRun, unused_settings
 from trainyard.training.run_folder import HISTORY_FOLDER
 from trainyard.training.start import describe_ancestry
 
@@ -111,7 +111,9 @@ def render_settings(runs: list[ReportedRun]) -> str:
             {key: fields.get(key, UNKNOWN) for key in first} for fields in (*columns, compared)
         ]
         table = render_table(chosen, ["this run", f"preset {preset}"], css="fields")
-        parts.append(f'<p class="muted">Unlike the nearest preset, {escape(preset)}:</p>\n{table}')
+        parts.append(
+            f'<p class="muted">Different from the nearest preset, {escape(preset)}:</p>\n{table}'
+        )
         headings = ["this run"]
     changed = [key for key in _keys(columns) if _differs(key, [*columns, defaults])]
     rest = [key for key in changed if key not in first]
@@ -193,5 +195,5 @@ def _flatten(run: Run) -> Fields:
             else:
                 fields[prefix + key] = as_text(value)
 
-    add(run.model_dump(mode="json"), "")
+    add(run.model_dump(mode="json", exclude=unused_settings(run)), "")
     return fields
