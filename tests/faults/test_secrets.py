@@ -121,3 +121,16 @@ def test_errors_do_not_repeat_secrets(run_file: Path, tmp_path: Path) -> None:
         assert done.stderr.startswith("error: ")
         assert printed_secrets(done) == [], arguments
     assert written_secrets(tmp_path / "runs") == []
+
+
+@pytest.mark.parametrize("field", ["description", "log.wandb_project", "evaluate.sample_prompts"])
+def test_a_run_with_a_secret_of_the_environment_is_refused(
+    run_file: Path, tmp_path: Path, field: str
+) -> None:
+    secret = f"for {ENVIRONMENT['MY_PASSWORD']}"
+    setting = f"{field}={[secret] if 'prompts' in field else secret!r}"
+    done = train(run_file, setting, folder=tmp_path)
+    assert done.returncode == 2
+    assert f"error: {field} holds a password or key of the environment" in done.stderr
+    assert printed_secrets(done) == []
+    assert written_secrets(tmp_path / "runs") == []

@@ -167,6 +167,7 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
     from trainyard.data.patterns import find_token_files
     from trainyard.files import publish_text
     from trainyard.jobs.status import refuse_second
+    from trainyard.launch.environment import refuse_secrets
     from trainyard.training.run_folder import begun_run, write_run_folder
     from trainyard.training.stop import refuse_stopped
 
@@ -189,6 +190,7 @@ def write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> Non
         write_run_folder(folder, find_token_files(run, begun), "auto")
     else:  # the data may not exist yet
         refuse_stopped(folder)
+        refuse_secrets(run.model_dump())
         run = find_token_files(run, begun) if begun else run
         publish_text(folder / "run.toml", render_run(run))
     for stage, job in jobs.items():

@@ -48,14 +48,18 @@ def hide(text: str, secrets: Iterable[str]) -> str:
     return _PARAMETER.sub(rf"\1{HIDDEN}", _LOGIN.sub(rf"\1{HIDDEN}\2", text))
 
 
-def secret_problems(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Maps each dotted field with a login or key in a URL to a message that omits it."""
-    return {
-        field: f"{field} holds a URL with a login or a key, which would be copied to the run folder"
-        " and to every checkpoint; give the address without it"
-        for field, text in _texts(settings)
-        if _LOGIN.search(text) or _PARAMETER.search(text)
-    }
+def secret_problems(settings: Mapping[str, Any], secrets: Iterable[str] = ()) -> dict[str, str]:
+    """Maps each dotted field with a secret, or a login or key in a URL, to a message without it."""
+    copied = "which would be copied to the run folder and to every checkpoint"
+    problems = {}
+    for field, text in _texts(settings):
+        if hide(text, ()) != text:
+            problems[field] = (
+                f"{field} holds a URL with a login or a key, {copied}; give the address without it"
+            )
+        elif hide(text, secrets) != text:
+            problems[field] = f"{field} holds a password or key of the environment, {copied}"
+    return problems
 
 
 def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:

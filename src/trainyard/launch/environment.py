@@ -30,8 +30,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainyard import __version__
-from trainyard.config.secrets import hide, secret_values
-from trainyard.errors import LaunchError
+from trainyard.config.secrets import hide, secret_problems, secret_values
+from trainyard.errors import ConfigError, LaunchError
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "gigatoken")
 LOOPBACK = "127.0.0.1"
@@ -266,6 +266,12 @@ def read_network(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 def hide_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Hides the values of secret variables, and logins in URLs."""
     return hide(text, secret_values(environment))
+
+
+def refuse_secrets(settings: Mapping[str, object]) -> None:
+    """Raises a ConfigError for a setting with the value of a secret variable."""
+    if problems := secret_problems(settings, secret_values(os.environ)):
+        raise ConfigError("\n".join(problems.values()), "remove it from the run file, or unset it")
 
 
 def read_variables(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 
+import numpy as np
+
 from trainyard.planning.batches import BatchSchedule
 from trainyard.report.summary import ReportedRun
 
@@ -35,7 +37,7 @@ def _train_longer(reported: ReportedRun, folder: str) -> tuple[str, str]:
     """Extends a run whose rate is at its peak; branches one whose rate has decayed."""
     train, schedule = reported.metrics.train, reported.run.schedule
     last = int(train.last("step") or 1)
-    rates = train["learning_rate"]
+    rates = np.nan_to_num(train["learning_rate"])
     if schedule.kind == "constant" or not len(rates) or rates[-1] >= rates.max():
         length = shlex.quote(f"{2 * last} steps")
         return "Train longer:", f"trainyard train {folder} train.length={length}"

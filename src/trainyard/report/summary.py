@@ -75,6 +75,7 @@ def load_reported_run(folder: Path) -> ReportedRun:
     metrics = read_metrics(folder / "metrics.jsonl")
     last = metrics.evaluations[-1] if metrics.evaluations else {}
     evaluation = last | load_facts(folder / EVALUATION)
+    evaluation = {k: v for k, v in evaluation.items() if k == "tasks" or is_finite(v)}
     plan, versions, outcome = (
         load_facts(folder / f"{name}.json") for name in ("plan", "versions", "outcome")
     )
@@ -113,7 +114,7 @@ def load_facts(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read: {error}", "remove it, or restore it") from None
     if not isinstance(content, dict):
         raise DataError(f"{path} is not a JSON object", "remove it, or restore it")
-    return content
+    return {key: each for key, each in content.items() if type(each) is not int or is_finite(each)}
 
 
 def summarize(reported: ReportedRun) -> list[Figure]:

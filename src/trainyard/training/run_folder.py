@@ -20,6 +20,7 @@ from trainyard.data.sidecar import load_sidecar
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary, save_vocabulary
 from trainyard.errors import CheckpointError, ConfigError
 from trainyard.files import publish_text
+from trainyard.launch.environment import refuse_secrets
 from trainyard.training.start import ANCESTRY, check_start
 from trainyard.training.stop import refuse_stopped
 
@@ -48,6 +49,7 @@ def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite
         UserError: the run cannot be trained here, or differs from the one already in the folder.
     """
     refuse_what_is_not_built(run)
+    refuse_secrets(run.model_dump())
     refuse_stopped(folder)
     describe_data(run)  # refuses data that is missing
     # The ranks read unknown files together, and reject data that differs.

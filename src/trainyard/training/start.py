@@ -59,8 +59,16 @@ def ancestry(folder: Path) -> list[Ancestor]:
 
 
 def ancestors_of(manifest: Manifest) -> list[Ancestor]:
-    """Returns the checkpoints that a checkpoint descends from, oldest first."""
-    return _ANCESTORS.validate_python(manifest.training.get("ancestors", []))
+    """Returns the checkpoints that a checkpoint descends from, oldest first.
+
+    Raises:
+        CheckpointError: the record is damaged.
+    """
+    try:
+        return _ANCESTORS.validate_python(manifest.training.get("ancestors", []))
+    except ValueError as error:
+        hint = "restore it from a copy"
+        raise CheckpointError(f"the manifest's ancestors: {error}", hint) from None
 
 
 def describe_ancestry(ancestors: Sequence[Ancestor]) -> str:
