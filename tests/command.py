@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import gc
 import os
+import pty
 import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -32,6 +34,39 @@ def trainyard(*words: str, folder: Path, **environment: str) -> CompletedProcess
         main()
 
     return Fork(run).wait()
+
+
+def on_terminal(
+    *words: str, folder: Path, typed: Sequence[tuple[str, str]] = ()
+) -> tuple[int, str]:
+    """Runs `trainyard WORDS` on a terminal; gives its exit code and what it printed.
+
+    Types each text once what it waits for has been printed since the last.
+    """
+    from trainyard.cli.main import main
+
+    prepare_fork()
+    pid, terminal = pty.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.chdir(folder)
+            sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+            main([*words])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    printed, seen, waiting = "", 0, [*typed]
+    with suppress(OSError):  # the terminal's end on Linux
+        while chunk := os.read(terminal, 65536):
+            printed += chunk.decode(errors="replace")
+            if waiting and waiting[0][0] in printed[seen:]:
+                seen = len(printed)
+                os.write(terminal, waiting.pop(0)[1].encode())
+    os.close(terminal)
+    return wait_for(pid), printed
 
 
 def call(verb: Callable[..., None], *arguments: object) -> str:

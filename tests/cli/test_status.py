@@ -325,3 +325,32 @@ def test_jobs_of_a_real_slurm(slurm: Slurm, machines: Machines, folder: Path) ->
     slurm.wait(job)
     assert state(job) == ("lost", "CANCELLEDn[1-2]")
     assert state(999_999) == ("lost", "the scheduler no longer knows it")
+
+
+def test_without_a_run_it_lists_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*options: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["status", *options])
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out + captured.err
+
+    assert run() == (2, "error: no run in runs/\nhint: trainyard train RUN_FILE starts one\n")
+    (tmp_path / "runs").mkdir()
+    end(write_run_folder(tmp_path / "runs" / "one", run_lines()), "done", 0)
+    write_run_folder(tmp_path / "runs" / "two", [])
+    write_run_folder(tmp_path / "runs" / "three", run_lines())
+    (tmp_path / "runs" / "three" / "plan.json").write_text("[")
+    code, printed = run()
+    rows = [line.split() for line in printed.splitlines()]
+    assert (code, rows[0]) == (0, ["run", "state", "step", "loss", "last", "step"])
+    assert rows[1][:7] == ["one", "done", "20", "of", "50", "(40%)", "4.0000"]
+    assert rows[1][-1] == "ago"
+    assert rows[2][:3] == ["three", "not", "readable"]
+    assert rows[-1][:6] == ["two", "lost", "not", "known", "yet", "not"]
+    code, printed = run("--json")
+    assert [one["name"] for one in json.loads(printed)] == ["one", "two"]
+    assert run("--follow")[0] == 2

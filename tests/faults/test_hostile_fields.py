@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import pty
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.command import trainyard
+from tests.command import on_terminal, trainyard
 from tests.faults.test_hostile_files import STEP, good
-from tests.waiting import prepare_fork, wait_for
-
-from trainyard.cli.main import main
 
 __all__ = ["good"]
 
@@ -104,33 +98,30 @@ def test_what_a_terminal_obeys_is_escaped(folder: Path) -> None:
     assert {f"show {RUN}", f"check checkpoint {RUN}", f"status {RUN} --follow"} <= {*shown}
 
 
-def on_terminal(*words: str, folder: Path) -> str:
-    """Runs `trainyard WORDS` on a terminal; gives what it printed."""
-    prepare_fork()
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(folder)
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
-        try:
-            main(list(words))
-        finally:
-            sys.stdout.flush()
-            os._exit(0)
-    printed = b""
-    try:
-        while chunk := os.read(terminal, 65536):
-            printed += chunk
-    except OSError:  # the terminal's end on Linux
-        pass
-    wait_for(pid)
-    os.close(terminal)
-    return printed.decode()
-
-
 def test_own_styles_reach_a_terminal(folder: Path) -> None:
     text = re.sub(r"(?m)^description = .*$", "", (folder / "run.toml").read_text())
     (folder / "run.toml").write_text(f"description = {json.dumps(HOSTILE)}\n{text}")
-    printed = on_terminal("show", "run.toml", folder=folder)
+    code, printed = on_terminal("show", "run.toml", folder=folder)
+    assert code == 0
     assert "\x1b[1mdemo" in printed, printed
     assert r"\x1b[31mred\u202e" in printed, printed
     assert "\x1b[31m" not in printed
+
+
+def test_generate_asks_for_prompts_on_a_terminal(folder: Path) -> None:
+    words = ("generate", RUN, "--tokens")
+    typed = [("> ", "the tra\n"), ("> ", "noon\n"), ("> ", "at " * 40 + "\n"), ("> ", "\x04")]
+    code, printed = on_terminal(*words, "3", folder=folder, typed=typed)
+    assert code == 0, printed
+    answers = printed.split("> ")[1:]
+    assert answers[0].splitlines()[0] == "the tra"
+    assert answers[0].splitlines()[1].startswith("the tra")
+    assert answers[1].splitlines()[1].startswith("noon")
+    assert "error: the prompt has" in answers[2]
+
+
+def test_ctrl_c_ends_the_answer_then_the_questions(folder: Path) -> None:
+    words = ("generate", RUN, "--tokens", "1000000")
+    typed = [("> ", "noon\n"), ("noon\r\nnoon", "\x03"), ("> ", "\x03")]
+    code, printed = on_terminal(*words, folder=folder, typed=typed)
+    assert (code, printed.count("> ")) == (0, 2), printed

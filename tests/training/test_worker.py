@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import statistics
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,7 +45,7 @@ from trainyard.parallel.mesh import HostClock, Mesh, build_mesh, choose_device, 
 from trainyard.planning.resolve import resolve
 from trainyard.topology import Topology
 from trainyard.training import loop
-from trainyard.training.run_folder import write_run_folder
+from trainyard.training.run_folder import refuse_what_is_not_built, write_run_folder
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import StepResult, train_step
 from trainyard.training.stop import DONE, Stop, StopReason
@@ -431,9 +432,9 @@ def test_wandb_continues_one_run(
 
 
 @pytest.mark.skipif(HAS_WANDB, reason="the extra wandb is installed")
-def test_wandb_without_its_package(tiny_run: Run, tmp_path: Path) -> None:
+def test_wandb_without_its_package(tiny_run: Run) -> None:
     with pytest.raises(ConfigError, match=r"log.wandb_project='yard' needs the package wandb"):
-        start(tmp_path / "run", with_fields(tiny_run, log={"wandb_project": "yard"}))
+        refuse_what_is_not_built(with_fields(tiny_run, log={"wandb_project": "yard"}))
 
 
 def test_data_without_a_record_is_read_once_by_all_ranks_together(
@@ -554,3 +555,15 @@ def test_after_the_second_step_the_collector_has_little_left_to_look_at(
     start(tmp_path / "run", tiny_run)
     assert frozen[:2] == [0, 0] and min(frozen[2:]) > 10_000
     assert gc.get_freeze_count() == 0, "what runs next in this process is collected as ever"
+
+
+def test_the_time_left_follows_the_median_speed(tiny_run: Run, tmp_path: Path) -> None:
+    run = with_fields(tiny_run, train={"length": "6 steps"}, log={"interval": 1})
+    start(tmp_path / "run", run)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["kind"] == "train"]
+    assert len(lines) == 6
+    for number, line in enumerate(lines, 1):
+        left = lines[-1]["tokens"] - line["tokens"]
+        speeds = [each["tokens_per_second_per_device"] for each in lines[:number]]
+        assert line["seconds_left"] == pytest.approx(left / statistics.median(speeds))

@@ -65,11 +65,11 @@ def demo() -> None:
         held_out = _write_corpus(FOLDER / "corpus")
         _prepare_tokens()
         _train()
-        _use(held_out)
+        gzip_bits = _use(held_out)
     except (KeyboardInterrupt, typer.Exit):
         typer.echo("\nThe demo stopped early; the same command continues it.", err=True)
         raise
-    _print_ending(time.monotonic() - started)
+    _print_ending(time.monotonic() - started, gzip_bits)
 
 
 def _begin() -> None:
@@ -191,7 +191,8 @@ def _train() -> None:
         typer.echo("The machine slowed down: the demo continues with the model trained so far.")
 
 
-def _use(held_out: str) -> None:
+def _use(held_out: str) -> float:
+    """Returns the bits per byte of gzip on the held-out text."""
     from trainyard.cli.evaluate import evaluate
     from trainyard.cli.export import export
     from trainyard.cli.generate import generate
@@ -201,10 +202,8 @@ def _use(held_out: str) -> None:
     _announce(f"evaluate {FOLDER} --data {data}")
     evaluate(FOLDER, data=data)
     text = held_out.encode()
-    for name, packed in (
-        ("gzip -9", gzip.compress(text, 9)),
-        ("xz -9e", lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)),
-    ):
+    by_gzip, by_xz = gzip.compress(text, 9), lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)
+    for name, packed in (("gzip -9", by_gzip), ("xz -9e", by_xz)):
         typer.echo(f"{name:<14}{8 * len(packed) / len(text):.4f} bits per byte of the same text")
     _announce(f"generate {FOLDER} --prompt {shlex.quote(PROMPT)} --temperature {TEMPERATURE}")
     generate(FOLDER, prompt=[PROMPT], temperature=TEMPERATURE)
@@ -212,13 +211,17 @@ def _use(held_out: str) -> None:
     export(FOLDER, output=FOLDER / "huggingface")
     _announce(f"report {FOLDER}")
     report([FOLDER])
+    return 8 * len(by_gzip) / len(text)
 
 
-def _print_ending(seconds: float) -> None:
+def _print_ending(seconds: float, gzip_bits: float) -> None:
     evaluation = json.loads((FOLDER / "evaluation.json").read_text(encoding="utf-8"))
+    bits = evaluation["bits_per_byte"]
+    verdict = "fewer than" if bits < gzip_bits else "more than, so it lost to,"
     command = "trainyard" if shutil.which("trainyard") else sys.argv[0]
     typer.echo(f"""
-Done in {math.ceil(seconds)} s: {evaluation["bits_per_byte"]:.2f} bits per byte on held-out files.
+Done in {math.ceil(seconds)} s: {bits:.2f} bits per byte on held-out files, {verdict} the
+{gzip_bits:.2f} of gzip -9.
   {REPORT}       curves and samples; open it in a browser
   {FOLDER}/checkpoints/      the trained model
   {FOLDER}/huggingface/      the same model for transformers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +13,7 @@ from typing import Annotated
 import typer
 
 from trainyard.cli.names import complete_run, find_trained
+from trainyard.errors import UserError
 
 
 def generate(
@@ -21,7 +24,8 @@ def generate(
     prompt: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text to continue; repeated: all in one batch; empty or absent: a new document."
+            help="Text to continue; repeated: all in one batch; empty: a new document; absent: a "
+            "terminal asks for one after another."
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens of each text.")] = 100,
@@ -49,22 +53,46 @@ def generate(
     tokenizer = trained.require_tokenizer()
     sampling = replace(sampling, vocabulary_size=tokenizer.vocabulary_size)
     prompts = [text for text in prompt or [""] for _ in range(samples)]
-    prompt_ids = [tokenizer.encode(text) for text in prompts]
-    if len(prompts) == 1 and sys.stdout.isatty():
-        typer.echo(prompts[0], nl=False)
-        steps = generate_steps(trained.model, prompt_ids, tokens, sampling, tokenizer.eod_id)
-        ids = (int(step[0]) for step in steps)
+
+    def stream(text: str, seed: int) -> None:
+        typer.echo(text, nl=False)
+        own = replace(sampling, seed=seed)
+        ids = [tokenizer.encode(text)]
+        steps = generate_steps(trained.model, ids, tokens, own, tokenizer.eod_id)
+        found = (int(step[0]) for step in steps)
         try:
-            for piece in stream_text(ids, tokenizer.decode, tokenizer.eod_id):
+            for piece in stream_text(found, tokenizer.decode, tokenizer.eod_id):
                 typer.echo(piece, nl=False)
         finally:  # Ctrl-C leaves the shell's prompt on a line of its own
             typer.echo()
+
+    if len(prompts) == 1 and sys.stdout.isatty():
+        if prompt is None and sys.stdin.isatty():
+            _ask(stream, seed)
+        else:
+            stream(prompts[0], seed)
         return
+    prompt_ids = [tokenizer.encode(text) for text in prompts]
     found = generate_ids(trained.model, prompt_ids, tokens, sampling, tokenizer.eod_id)
     for number, (text, ids_of_text) in enumerate(zip(prompts, found, strict=True)):
         if len(prompts) > 1:
             typer.echo(f"--- {_describe(number, len(prompts) // samples, samples)}")
         typer.echo(text + tokenizer.decode(ids_of_text))
+
+
+def _ask(stream: Callable[[str, int], None], seed: int) -> None:
+    """Asks for prompts and continues each, until Ctrl-D, or Ctrl-C instead of a prompt."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  # arrow keys edit the line
+    typer.echo("Type a prompt. Ctrl-C stops an answer; Ctrl-D ends.", err=True)
+    with suppress(EOFError, KeyboardInterrupt):
+        for number in itertools.count(seed):
+            text = input("> ")
+            with suppress(KeyboardInterrupt):
+                try:
+                    stream(text, number)
+                except UserError as error:
+                    typer.echo(f"error: {error}", err=True)
 
 
 def _describe(number: int, n_prompts: int, n_samples: int) -> str:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainyard.cli.names import complete_run, find_run
-from trainyard.errors import UserError
+from trainyard.cli.names import RUNS_FOLDER, complete_run, find_run, run_names
+from trainyard.errors import UserError, printable
+from trainyard.log import build_console
 
 if TYPE_CHECKING:
     from trainyard.report.status import StatusReader
@@ -22,7 +23,12 @@ INTERVAL_SECONDS = 1.0
 
 
 def status(
-    run: Annotated[str, typer.Argument(help="A run, or its folder.", autocompletion=complete_run)],
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="A run, or its folder; absent: all in runs/.", autocompletion=complete_run
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
     is_followed: Annotated[
         bool, typer.Option("--follow", "-f", help="Show it live until the run ends.")
@@ -40,6 +46,11 @@ def status(
 
     if as_json and is_followed:
         raise UserError("--follow prints no JSON", "choose --follow or --json")
+    if run is None and is_followed:
+        raise UserError("--follow needs a run", "trainyard status RUN --follow")
+    if run is None:
+        _list_runs(as_json=as_json)
+        return
     reader = StatusReader(find_run(run))
     if is_followed:
         with suppress(KeyboardInterrupt):
@@ -49,10 +60,32 @@ def status(
         typer.echo(json.dumps(report.as_json(), indent=2) if as_json else report.render())
 
 
+def _list_runs(*, as_json: bool) -> None:
+    """Prints one row for each run in `runs`; damaged ones with their error."""
+    from rich.table import Table
+
+    from trainyard.report.status import StatusReader
+
+    if not (names := run_names()):
+        raise UserError(f"no run in {RUNS_FOLDER}/", "trainyard train RUN_FILE starts one")
+    table, found = Table("run", "state", "step", "loss", "last step", box=None), []
+    for name in names:
+        try:
+            report = StatusReader(RUNS_FOLDER / name).read()
+        except UserError as error:
+            table.add_row(printable(name), "not readable", printable(error.problem))
+        else:
+            table.add_row(printable(name), *report.row())
+            found.append(report.as_json())
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        build_console().print(table)
+
+
 def _follow(reader: StatusReader) -> None:
     from rich.live import Live
 
-    from trainyard.log import build_console
     from trainyard.report.screen import describe_line, render_screen
     from trainyard.report.status import N_LINES
 

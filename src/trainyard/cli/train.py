@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -123,8 +124,7 @@ def train(
         try:
             begun = None if resume == "never" or overwrite else begun_run(folder)
             run = find_token_files(run, begun)
-            if minutes is None:
-                run = _follow_length(run, run_file, overrides or [], begun, process.rank)
+            run = _follow_length(minutes, run, run_file, overrides or [], begun)
             if not force and process.local_rank == 0:
                 n_local = process.n_local_ranks if process.n_ranks > 1 else n_ranks
                 refuse_without_room(run, plan, n_local, folder)
@@ -143,13 +143,18 @@ def train(
             note_refusal(folder, read_start(), error.exit_code)
             raise
     note_refusal(folder, read_start(), code)
+    if process.n_ranks == 1 and read_start() is None:
+        code = _end_by_hand(folder, code)
     if code != 0:
-        is_by_hand = process.n_ranks == 1 and read_start() is None
-        raise typer.Exit(_code_by_hand(folder, code) if is_by_hand else code)
+        raise typer.Exit(code)
 
 
-def _code_by_hand(folder: Path, code: int) -> int:
+def _end_by_hand(folder: Path, code: int) -> int:
     """Returns the exit code for a person: 130 after Ctrl-C, which holds a job with 93."""
+    if code == 0:
+        name = shlex.quote(folder.name)
+        verbs = (f"generate {name}", f"report {name}", f"export {name} --output {name}-gpt")
+        logger.info("next: %s", " | ".join(f"trainyard {verb}" for verb in verbs))
     from trainyard.report.summary import load_facts
     from trainyard.training.stop import INTERRUPTED
 
@@ -198,8 +203,9 @@ def _refuse_missing_inputs(run: Run) -> None:
     from trainyard.data.loader import describe_data
     from trainyard.data.patterns import find_token_files
     from trainyard.data.vocabulary import load_vocabulary
-    from trainyard.training.run_folder import refuse_larger_vocabulary
+    from trainyard.training.run_folder import refuse_larger_vocabulary, refuse_what_is_not_built
 
+    refuse_what_is_not_built(run)
     describe_data(find_token_files(run, missing_ok=True))
     if run.tokenizer.path:
         refuse_larger_vocabulary(run, len(load_vocabulary(run.tokenizer.path).tokens))
@@ -246,22 +252,24 @@ def _fit_into(
 
 
 def _follow_length(
-    run: Run, source: str, overrides: list[str], begun: Run | None, rank: int
+    minutes: float | None, run: Run, source: str, overrides: list[str], begun: Run | None
 ) -> Run:
     """Shortens the schedule of a file that Trainyard wrote with `train.length`, and says so."""
     from trainyard.planning.shorten import describe_too_short, follow_length, with_lengths_of
 
+    if minutes is not None:
+        return run
     followed = follow_length(run, source, overrides)
     is_followed = followed != run
     if begun and begun.train.length == run.train.length and is_followed:
         followed = with_lengths_of(begun, run)
-    if is_followed and rank == 0:
+    if is_followed and read_process().rank == 0:
         logger.info(
             "train.length=%s is shorter than in %s: schedule and intervals are shortened with it "
             "(schedule.warmup=%s)",
             *(f"'{run.train.length}'", source, f"'{followed.schedule.warmup}'"),
         )
-    for problem in describe_too_short(followed) if rank == 0 else ():
+    for problem in describe_too_short(followed) if read_process().rank == 0 else ():
         logger.warning("warning: %s", problem)
     return followed
 

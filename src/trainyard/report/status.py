@@ -137,6 +137,12 @@ class Status:
         lines += [f"    {_describe_bad(*item)}" for item in self.bad_nodes.items()]
         return "\n".join(map(printable, lines))
 
+    def row(self) -> tuple[str, ...]:
+        """Returns state, step, loss and the age of the last logged step, for a list of runs."""
+        facts, at = self.facts(), self._last("time")
+        age = "" if at is None else f"{format_seconds(max(0.0, time.time() - at))} ago"
+        return self.state, facts["step"], facts["loss"].partition(";")[0], age
+
     def _describe_job(self) -> str:
         submission, job = self.submission, self.job
         if submission is None:

@@ -14,8 +14,10 @@ import logging
 import math
 import os
 import resource
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,7 +29,6 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from trainyard.config.run import Run
-from trainyard.errors import ConfigError
 from trainyard.files import publish_text
 from trainyard.parallel.mesh import build_clock, device_name
 from trainyard.planning.flops import (
@@ -47,6 +48,8 @@ logger = logging.getLogger("trainyard")
 
 LogLines = Literal["short", "full"]
 LOSSES = ["train/loss", "evaluate/loss"]
+SPEEDS_IN_ETA = 20
+"""The time left follows from the median speed of so many newest intervals."""
 # No curves in TensorBoard.
 COUNTERS = ("step", "sequences", "tokens", "n_tokens", "n_bytes", "seconds_left")
 
@@ -68,6 +71,7 @@ class Metrics:
         self._clock = build_clock(context.device)
         self._steps: list[tuple[Any, Any]] = []
         self._tokens = 0
+        self._speeds = deque[float](maxlen=SPEEDS_IN_ETA)
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -109,6 +113,7 @@ class Metrics:
         loss = self._loss_sum.item() / n_finite if n_finite else math.nan
         seconds = max(sum(self._clock.seconds(*step) for step in self._steps), 1e-9)
         tokens_per_second = self._tokens / seconds
+        self._speeds.append(tokens_per_second)
         per_device = tokens_per_second / context.plan.n_ranks
         flops_per_token = context.plan.model_flops_per_token
         consumed = context.batches.consumed(state.step)
@@ -135,7 +140,7 @@ class Metrics:
             ),
             "memory_bytes": peak_memory_bytes(context.device),
             "skipped_steps": state.skipped.total,
-            "seconds_left": tokens_left / tokens_per_second,
+            "seconds_left": tokens_left / statistics.median(self._speeds),
         }
 
 
@@ -300,13 +305,8 @@ def _start_tensorboard(folder: Path, run: Run) -> SummaryWriter:
 
 
 def _start_wandb(folder: Path, run: Run) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise ConfigError(
-            f"log.wandb_project={run.log.wandb_project!r} needs the package wandb",
-            "pip install wandb, or leave log.wandb_project empty",
-        ) from None
+    import wandb
+
     # One run there for all starts here.
     known = folder / WANDB_ID
     if not known.exists():

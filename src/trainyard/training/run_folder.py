@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -148,6 +149,11 @@ def refuse_what_is_not_built(run: Run) -> None:
         from trainyard.precision.float8 import refuse_device
 
         refuse_device(run)
+    if run.log.wandb_project and find_spec("wandb") is None:
+        raise ConfigError(
+            f"log.wandb_project={run.log.wandb_project!r} needs the package wandb",
+            "pip install wandb, or leave log.wandb_project empty",
+        )
     is_zero_bubble = run.parallel.pipeline > 1 and run.parallel.schedule == "zero_bubble"
     found = version("torch")
     major, minor = (int(number) for number in found.split(".")[:2])
