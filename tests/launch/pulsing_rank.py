@@ -26,6 +26,7 @@ from typing import Any
 from trainyard.errors import DataError, GuardError, UserError
 from trainyard.launch.environment import Process, read_process
 from trainyard.launch.heartbeat import Heartbeat, end_with_parent
+from trainyard.launch.signals import STOP
 from trainyard.launch.watched import be_watched
 
 Meet = Callable[[int, bool], bool]
@@ -138,7 +139,7 @@ def train(process: Process, folder: Path, wanted: dict[str, Any]) -> int:
         stops.append(number)
         (folder / f"{process.rank}.told").touch()
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in STOP:
         signal.signal(number, lambda got, _frame: note(got))
     heartbeat.enter("start", 0)
     folder.mkdir(parents=True, exist_ok=True)  # a launcher may start the others before rank 0

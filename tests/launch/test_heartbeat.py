@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from trainyard.launch.environment import Process, rank_environment
 from trainyard.launch.heartbeat import (
     ANOTHER,
     NOBODY,
+    STACK_SIGNAL,
     START_SECONDS,
     Heartbeat,
     HeartbeatReader,
@@ -96,7 +96,7 @@ def test_a_watched_module_shows_its_stack_while_it_holds_the_lock_of_python(
     texts: list[str] = []
 
     def is_in_module() -> bool:
-        running.send_signal(signal.SIGUSR2)
+        running.send_signal(STACK_SIGNAL)
         texts.append(reader.read_stacks())
         return 'timeit.py", line' in texts[-1] and "in match" in texts[-1]
 

@@ -140,7 +140,7 @@ HANGS = json.dumps({"n_steps": 10**6, "faults": [[r, 2, "sleep", 1] for r in ran
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 93)]
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR2, 75), (signal.SIGINT, 93)]
 )
 def test_a_signal_stops_all_at_one_step(folder: Path, number: signal.Signals, code: int) -> None:
     process = running_ranks(folder, LONG)

@@ -61,7 +61,7 @@ def test_torchrun_takes_an_intended_stop_for_the_end(tmp_path: Path) -> None:
     long = json.dumps({"n_steps": 10**6, "gloo": True, "step_seconds": 0.02})
     process = start(folder, 3, long, *LAUNCHER)
     wait_until(lambda: (folder / "checkpoints/step-00000002/manifest.json").exists())
-    os.kill(process_ids(folder)[1], signal.SIGUSR1)
+    os.kill(process_ids(folder)[1], signal.SIGHUP)
     done = finish(process, folder)
     assert (done.code, starts(folder)) == (0, [0]), done.said
 

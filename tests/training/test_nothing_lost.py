@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.command import Fork, trainyard
-from tests.waiting import wait_until
+from tests.command import trainyard
 
 from trainyard.checkpoint.format import list_checkpoints
 from trainyard.config.load import render_run
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
 from trainyard.training.state import State
-from trainyard.training.stop import DONE, leave_when_told
+from trainyard.training.stop import DONE
 
 from .conftest import lines_of, start, with_fields
 from .test_stop_and_guard import plant_spike, spiking_run
@@ -135,21 +133,6 @@ def test_overwriting_from_the_command_line(tiny_run: Run, tmp_path: Path) -> Non
         done = trainyard("train", "run.toml", "--overwrite", folder=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "test starts: " in done.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_told_to_stop_before_training_it_asks_to_be_started_again(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    def wait() -> None:
-        with leave_when_told():
-            (tmp_path / "waits").touch()
-            signal.pause()
-
-    process = Fork(wait)
-    wait_until((tmp_path / "waits").exists)
-    os.kill(process.pid, number)
-    assert process.wait().returncode == 75
 
 
 def test_more_steps_skipped_than_done_are_refused() -> None:

@@ -346,7 +346,7 @@ def test_token_outside_the_vocabulary(tiny_run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 93)]
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 93)]
 )
 def test_a_signal_saves_and_its_exit_code_tells_a_scheduler(
     tiny_run: Run,

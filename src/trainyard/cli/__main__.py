@@ -1,8 +1,14 @@
-"""Starts the command: Ctrl-C during its imports, too, ends it in one line."""
+"""Starts the command: a signal that ends it, during its imports too, lets it clean up first."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from contextlib import suppress
+from types import FrameType
+
+from trainyard.launch.signals import handle_signals
 
 EXIT_INTERRUPTED = 130
 
@@ -10,12 +16,20 @@ EXIT_INTERRUPTED = 130
 def start() -> None:
     """Imports the command line and runs it."""
     try:
-        from trainyard.cli.main import main
+        with handle_signals((signal.SIGTERM, signal.SIGHUP), _leave):
+            from trainyard.cli.main import main
 
-        main()
+            main()
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    """Ends every verb that has no better answer, so that its own processes end with it."""
+    with suppress(OSError):  # of a terminal that is gone
+        os.write(2, f"ended by {signal.Signals(number).name}\n".encode())
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def train(
 
     Example: trainyard train web train.length="2000 steps"
 
-    Ctrl-C, SIGTERM, SIGUSR1 and a file STOP in the run folder save at the next step and exit; the
+    Ctrl-C, SIGTERM, SIGHUP and a file STOP in the run folder save at the next step and exit; the
     same command continues, or with a greater train.length goes on beyond the end. Exit codes: 0
     done; 130 Ctrl-C; 75 start it again; 93 held, needs attention; 2 fix the reported error. Under
     torchrun, srun or mpiexec this command is one rank: start it once per rank.

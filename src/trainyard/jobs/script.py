@@ -24,6 +24,7 @@ from trainyard.jobs.scheduler import Scheduler, Settings, quote, split
 from trainyard.jobs.schedulers import SCHEDULERS
 from trainyard.launch.environment import PROMISE, hide_secrets
 from trainyard.launch.restarts import LIMIT
+from trainyard.launch.signals import STOP
 
 N_COLUMNS = 100
 
@@ -112,11 +113,12 @@ def _command(job: Job) -> list[Sequence[object]]:
     trainyard = ["-m", "trainyard.cli", *job.arguments]
     if not job.has_torchrun:
         return [trainyard]
+    names = ",".join([*(each.name for each in STOP), "SIGQUIT"])
     return [
         ["-m", "torch.distributed.run", "--rdzv-backend=c10d"],
         [f"--nnodes={job.n_nodes}", f"--nproc-per-node={job.n_ranks_per_node}"],
-        # It restarts ranks itself. Without the signals SIGUSR1 would end it.
-        [f"--max-restarts={LIMIT}", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"],
+        # It restarts ranks itself. Other signals would end it.
+        [f"--max-restarts={LIMIT}", f"--signals-to-handle={names}"],
         trainyard,
     ]
 

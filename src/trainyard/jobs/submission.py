@@ -81,9 +81,7 @@ def run_stage(stage: str, script: Path, *arguments: str) -> None:
     Raises:
         LaunchError: bash is not installed, or the stage failed and has printed why.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    forwarded = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
-    with note_signals(forwarded) as received:
+    with note_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)) as received:
         try:
             # In its own process group Ctrl-C on a terminal does not reach it twice.
             running = subprocess.Popen(

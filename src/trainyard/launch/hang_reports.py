@@ -141,7 +141,7 @@ def look_at(workers: Sequence[Worker], still_since: dict[int, float]) -> list[Ra
     asked = {
         worker.rank: worker
         for worker, seen in zip(workers, statuses, strict=True)
-        # Before its first heartbeat the signal would kill it.
+        # Before its first heartbeat it cannot answer.
         if seen.count > 0 and not seen.has_ended and seen.state != "stopped"
     }
     for worker in asked.values():

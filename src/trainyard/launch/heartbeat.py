@@ -13,8 +13,8 @@ A worker whose count does not change within its limit hangs. The bytes are
 
     0 count   8 limit in seconds   16 step   20 phase   24 process id   28 culprit
 
-followed by the stacks of the worker's threads, written by C code at each SIGUSR2, even while a
-thread holds Python's lock and no Python code can run.
+followed by the stacks of the worker's threads, written by C code at each `STACK_SIGNAL`, even while
+a thread holds Python's lock and no Python code can run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 PARTS_OF_A_STEP: Final = ("data", "forward and backward", "update")
 START_SECONDS: Final = 3600.0
 """The limit until a worker has read its own."""
-STACK_SIGNAL: Final = signal.SIGUSR2
+STACK_SIGNAL: Final = signal.SIGURG  # harmless to a process that does not expect it
 NOBODY, ANOTHER = -1, -2
 _BEAT = struct.Struct("QdIII")
 _BLAME = struct.Struct("i")

@@ -3,7 +3,8 @@
     run_ranks(4, [sys.executable, "-m", "trainyard.training.layout_check", FOLDER, "fp64"], logs)
 
 The rendezvous of the ranks is a file, so no port is open. Rank 0 writes to this process's output,
-the others to `logs/rank-00003.log`. SIGINT and SIGTERM are forwarded to all. If a rank dies, this
+the others to `logs/rank-00003.log`. SIGINT, SIGTERM and SIGHUP are forwarded to
+all. If a rank dies, this
 process ends the others, which would wait for it forever, and names the one that died first.
 
 If this process is killed (SIGKILL), it cannot end its workers. So every worker has the reading end
@@ -30,6 +31,7 @@ from types import FrameType
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, MachineError
 from trainyard.launch.environment import Process, rank_environment
 from trainyard.launch.heartbeat import HeartbeatReader, HeartbeatState
+from trainyard.launch.signals import STOP, handle_signals
 
 POLL_SECONDS = 0.05
 OWN_END_SECONDS, TERM_SECONDS = 1.0, 3.0
@@ -101,7 +103,7 @@ def run_one(process: Process, command: Sequence[str]) -> None:
 def _run(places: Sequence[Process], command: Sequence[str], logs: Path | None) -> None:
     workers: list[Worker] = []
     is_interrupted = False
-    with note_signals((signal.SIGINT, signal.SIGTERM)) as received:
+    with note_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)) as received:
         try:
             for place in places:
                 workers.append(start_worker(place, command, logs))
@@ -153,12 +155,8 @@ def note_signals(numbers: Sequence[signal.Signals]) -> Iterator[list[signal.Sign
     def note(number: int, _frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
 
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
+    with handle_signals(numbers, note):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def start_worker(
@@ -256,13 +254,12 @@ def describe_death(worker: Worker) -> MachineError:
     if code == -signal.SIGKILL:
         hint = "SIGKILL is most often this machine out of memory: train with fewer ranks, or a "
         hint += "smaller train.micro_batch_size"
-    elif code in (-signal.SIGINT, -signal.SIGTERM):
+    elif -code in STOP:
         hint = (
             "while training the first of these signals saves; before that, and the second, ends all"
         )
     error = MachineError(problem, hint)
-    by_others = (2, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
-    error.exit_code = 2 if code in by_others else 1
+    error.exit_code = 2 if code == 2 or -code in (signal.SIGKILL, *STOP) else 1
     return error
 
 

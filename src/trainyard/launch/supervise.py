@@ -56,10 +56,10 @@ from trainyard.launch.local import (
     wait,
 )
 from trainyard.launch.restarts import FINAL_CODES, Restarts
+from trainyard.launch.signals import STOP
 
 logger = logging.getLogger("trainyard")
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_SECONDS, LISTEN_SECONDS = 0.05, 1.0
 AT_ONCE_SECONDS = 1.0
 """From the second signal to the kill of the remaining workers."""
@@ -100,7 +100,7 @@ def supervise(job: SupervisedJob) -> int:
         MachineError: a worker cannot be started.
     """
     restarts, attempt = Restarts(job.folder), job.process.attempt
-    with note_signals(STOP_SIGNALS) as received:
+    with note_signals(STOP) as received:
         while True:
             if job.process.rank == 0:
                 restarts.begin(attempt)

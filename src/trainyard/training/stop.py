@@ -1,7 +1,7 @@
 """Requests to save or stop training, and the exit code for the scheduler.
 
     request                                      action           exit code
-    SIGTERM, SIGUSR1                             save and stop    75: start the same command again
+    SIGTERM and others (`launch/signals.py`)     save and stop    75: start the same command again
     train.stop_after_minutes, the job's limit    save and stop    75
     Ctrl-C (SIGINT), a file STOP in the folder   save and stop    93: held, not started again
     a file SAVE in the folder                    save, continue
@@ -24,11 +24,11 @@ from pathlib import Path
 from types import FrameType
 
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, GuardError
+from trainyard.launch import signals
 
 logger = logging.getLogger("trainyard")
 
 STOP, SAVE = "STOP", "SAVE"
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 LEAST_MARGIN_SECONDS = 60.0
 TWICE_SECONDS = 1.0
 """Slurm signals a rank and its parent, which forwards the signal: both are one request."""
@@ -119,12 +119,8 @@ class Stop:
     @contextmanager
     def catch_signals(self) -> Iterator[None]:
         """Turns the first signal into a stop request; a second one ends the process at once."""
-        before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        try:
+        with signals.handle_signals(signals.STOP, self._note):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -141,7 +137,7 @@ class Stop:
 
 @contextmanager
 def leave_when_told() -> Iterator[None]:
-    """Exits for requeue on SIGTERM or SIGUSR1 until training catches them.
+    """Exits for requeue on a signal, except SIGINT, until training catches them.
 
     Raises:
         SystemExit: 75, if a signal arrives before training catches it; there is nothing to save.
@@ -151,12 +147,8 @@ def leave_when_told() -> Iterator[None]:
         logger.info("received %s before the first step", signal.Signals(number).name)
         raise SystemExit(EXIT_REQUEUE)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
+    with signals.handle_signals(signals.REQUEUE, leave):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def refuse_stopped(folder: Path) -> None:

@@ -38,7 +38,7 @@ python=python3
 command=(
   -m torch.distributed.run --rdzv-backend=c10d
   --nnodes=2 --nproc-per-node=8
-  --max-restarts=3 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+  --max-restarts=3 --signals-to-handle=SIGINT,SIGTERM,SIGHUP,SIGUSR1,SIGUSR2,SIGXCPU,SIGQUIT
   -m trainyard.cli train runs/lumi-125m/run.toml
 )
 is_torchrun=yes

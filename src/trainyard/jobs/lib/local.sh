@@ -6,8 +6,10 @@ TRAINYARD_JOB=$(hostname)-$$
 run_rank &
 step=$!
 trap : INT # of a terminal it reaches both
-trap 'kill -TERM "$step"' TERM
-trap 'kill -USR1 "$step"' USR1
+for name in TERM HUP USR1 USR2 XCPU; do
+  # shellcheck disable=SC2064 # the name and the process of now
+  trap "kill -$name $step" "$name"
+done
 wait_for "$step"
 tail -n +2 "$folder/logs/refused-$TRAINYARD_JOB" >&2 2> /dev/null # the process's message
 rm -rf "$scratch/trainyard-$TRAINYARD_JOB" "$folder"/logs/{refused,unready}-*
