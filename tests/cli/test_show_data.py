@@ -220,7 +220,7 @@ def test_a_file_name_stands_for_its_prefix(prefix: Path) -> None:
 
 def test_dropped_documents_are_shown(prefix: Path) -> None:
     console = Console(file=io.StringIO(), width=80, soft_wrap=True)
-    with pytest.raises(DataError, match="corpus_text_document.json has no dropped documents"):
+    with pytest.raises(DataError, match=r"corpus_text_document.json has no dropped documents"):
         show_dropped(str(prefix), console)
     corpus = {"inputs": ["a.jsonl"], "output": "other", "tokenizer": "gpt2"}
     steps = [{"kind": "length", "min_characters": 8, "max_characters": 600}]
