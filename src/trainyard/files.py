@@ -101,7 +101,8 @@ def publish_text(path: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):  # a read-only file system refuses this even for a missing file
             partial.unlink(missing_ok=True)
-        hint = "free space or quota, or choose another folder; then run the same command again"
+        hint = "free space, inodes (df -i) or quota, or choose another folder; then run the same "
+        hint += "command again"
         raise MachineError(f"{path} cannot be written: {error.strerror}", hint) from error
 
 
@@ -113,7 +114,8 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise MachineError(
             f"{path}: {error.strerror} after {path.stat().st_size if path.exists() else 0:,} bytes",
-            "free space or quota, or write to another folder; then run the same command again",
+            "free space, inodes (df -i) or quota, or write to another folder; then run the same "
+            "command again",
         ) from error
 
 

@@ -169,7 +169,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     full = rf"joined.bin: No space left on device after {(tmp_path / 'part.bin').stat().st_size} b"
     with pytest.raises(MachineError, match=full) as caught:
         merge_parts([part, part], tmp_path / "joined", UINT16)
-    assert "free space or quota" in caught.value.hint
+    assert "free space, inodes (df -i) or quota" in caught.value.hint
 
 
 def test_a_part_that_was_cut_short_is_refused(tmp_path: Path) -> None:

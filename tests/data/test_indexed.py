@@ -168,7 +168,7 @@ def test_a_full_disk_is_named(tmp_path: Path, suffix: str, size: int) -> None:
     ):
         for _ in range(3):
             writer.add_document(np.zeros(size, UINT16))
-    assert "free space or quota" in caught.value.hint
+    assert "free space, inodes (df -i) or quota" in caught.value.hint
     assert not list(tmp_path.iterdir())
 
 

@@ -146,6 +146,27 @@ def test_a_spike_sends_the_run_back(
     }
 
 
+@pytest.mark.parametrize("request_then", ["75 told to", "SAVE"])
+def test_a_request_in_the_step_of_a_rollback_saves_its_record(
+    tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_then: str
+) -> None:
+    run = spiking_run(tiny_run, "rollback")
+    plant_spike(monkeypatch, 17, {0})
+    calls = iter([None] * 17 + [request_then])
+    monkeypatch.setattr(Stop, "stop_request", lambda _: next(calls, None))
+    ending = start(tmp_path, run)
+    assert ending == (StopReason.of(request_then) or DONE)
+    assert 16 in [line["step"] for line in lines_of(tmp_path, "save")]
+    if ending != DONE:
+        newest = newest_checkpoint(tmp_path / "checkpoints")
+        assert newest is not None
+        saved = read_manifest(newest)
+        assert (saved.step, saved.training["data_offset"]) == (16, 3 * 8)
+        assert start(tmp_path, run) == DONE
+    assert len(lines_of(tmp_path, "rollback")) == 1
+    assert [line["step"] for line in lines_of(tmp_path, "train")] == [*range(1, 19), *range(16, 31)]
+
+
 def test_a_spike_that_data_does_not_cause_ends_the_run(
     tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,7 +113,8 @@ class AsyncCheckpointer:
         self._untold: deque[MachineError] = deque()
         self._last: SaveTimes | None = None
         if ranks.rank == 0:  # an earlier start may have ended between a save and this
-            remove_partials(folder)
+            with suppress(OSError):  # the next save reports it
+                remove_partials(folder)
             self._remove_old()
 
     @property

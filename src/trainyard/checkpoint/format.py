@@ -47,6 +47,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import os
 import re
 import stat
 from pathlib import Path
@@ -334,7 +335,7 @@ def regular_file_size(path: Path) -> int | None:
 
 
 def _read_bytes(path: Path) -> bytes:
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):  # noqa: PTH112  # False where it cannot be looked at
         raise CheckpointError(
             f"no checkpoint folder {path.parent}",
             "give a run folder, or one of the step-... folders in its checkpoints/",
@@ -351,7 +352,10 @@ def _read_bytes(path: Path) -> bytes:
             f"{format_bytes(MANIFEST_LIMIT_BYTES)}",
             OLDER_IS_KEPT,
         )
-    return path.read_bytes()
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", OLDER_IS_KEPT) from None
 
 
 def _parse_manifest(path: Path, raw: bytes) -> Manifest:

@@ -58,7 +58,7 @@ from trainyard.units import format_bytes
 
 EXPECTED = (OSError, SafetensorError, MachineError)
 """Errors from a disk; anything else is a bug."""
-FREE_SPACE = "free space or quota on that disk; earlier checkpoints are untouched"
+FREE_SPACE = "free space, inodes (df -i) or quota on that disk; earlier checkpoints are untouched"
 _ROOM_FOR_MANIFEST_BYTES = 2**20
 _PARTIAL = ".partial"
 _FAILURE = "failure.json"
@@ -196,7 +196,7 @@ def _attempt(step: Callable[[], None]) -> Exception | None:
 
 
 def _prepare(folder: Path, partial: Path, total_bytes: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # a run folder that is gone must not come back
     remove_partials(folder)
     require_space(folder, total_bytes)
     partial.mkdir()
@@ -388,8 +388,8 @@ def remove_partials(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder, or only the link to one moved to another disk."""
-    if path.is_symlink():
-        path.unlink()
-    else:
+    """Removes a folder, only the link to one moved to another disk, or a file of its name."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -281,7 +281,7 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
     except OSError as error:
         raise MachineError(
             f"{path}: {error.strerror}",
-            "free space or quota, or give a cache folder that can be written",
+            "free space, inodes (df -i) or quota, or give a cache folder that can be written",
         ) from error
     finally:
         with suppress(OSError):

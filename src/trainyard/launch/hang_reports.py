@@ -115,10 +115,11 @@ class HangReports:
 
     def _list(self) -> dict[Path, tuple[int, int]]:
         found = {}
-        for path in self._folder.glob("rank-*.json"):
-            with suppress(OSError):
-                status = path.stat()
-                found[path] = (status.st_ino, status.st_mtime_ns)
+        with suppress(OSError):
+            for path in self._folder.glob("rank-*.json"):
+                with suppress(OSError):
+                    status = path.stat()
+                    found[path] = (status.st_ino, status.st_mtime_ns)
         return found
 
 

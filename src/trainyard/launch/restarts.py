@@ -64,7 +64,8 @@ class Restarts:
             MachineError: the count cannot be written.
         """
         if attempt == 0:
-            self._path.unlink(missing_ok=True)
+            if os.path.exists(self._path):  # noqa: PTH110  # False where it cannot be seen
+                self._write(_Record())
             return
         before, newest = self._read(), self._newest()
         if before.exit_code is not None:

@@ -52,6 +52,7 @@ def train(
     run, plan = context.run, context.plan
     saves, vote = Saves(saver, metrics, show), StopVote(context.model.mesh)
     ending: StopReason | None = None
+    carried: str | None = None
     first_step = state.step
     while state.step < plan.n_steps and ending is None:
         with metrics.timing():
@@ -62,7 +63,8 @@ def train(
         show(state.step, "")
         spare_collector(state.step - first_step)
 
-        request = vote.cast(saves.stop_request(state.step) or stop.stop_request())
+        request = vote.cast(carried or saves.stop_request(state.step) or stop.stop_request())
+        carried = None
         is_last = state.step == plan.n_steps
         ending = StopReason.of(request)
         log_now = is_last or every(state.step, run.log.interval)
@@ -77,6 +79,8 @@ def train(
                 if run.guard.spikes == "rollback":
                     saves.pause(state.step)
                     state = roll_back(context, state, spikes[0], metrics, show)
+                    # After one more step, which saves what the rollback skipped.
+                    carried, ending = request, None
                     continue
         ending = DONE if is_last else ending
         held_out_loss = None

@@ -219,7 +219,8 @@ class _Lines:
             self._is_failing = False
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # some file systems tell here that they failed before
+            self._file.close()
 
 
 def render_short_line(values: dict[str, Any], plan: Plan) -> str:

@@ -6,6 +6,7 @@ The parent of several ranks does only this before it starts them; they import to
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from trainyard.config.run import Run
 from trainyard.data.loader import data_fingerprint, data_prefixes, describe_data, find_unread
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary, save_vocabulary
-from trainyard.errors import CheckpointError, ConfigError
+from trainyard.errors import CheckpointError, ConfigError, MachineError
 from trainyard.files import publish_text
 from trainyard.launch.environment import refuse_secrets
 from trainyard.training.start import ANCESTRY, check_start
@@ -35,7 +36,30 @@ WANDB_ID = "wandb-id"
 """In a run folder: the id of its run at Weights & Biases."""
 HISTORY_FOLDER = "history"
 """In a run folder: the earlier runs it trained, `until-00001500.toml` up to step 1500."""
+FOLDERS = ("checkpoints", "logs", "tensorboard", TOKENIZER_FOLDER, HISTORY_FOLDER)
+FILES = (
+    *("run.toml", "lock", "metrics.jsonl", "plan.json", "versions.json", "outcome.json"),
+    *("evaluation.json", "report.html", "logs/restarts.json", ANCESTRY, WANDB_ID),
+)
 FIRST_WITH_ZERO_BUBBLE = (2, 13)
+
+
+def refuse_foreign_entries(folder: Path) -> None:
+    """Refuses a run folder with something else where training writes: a pipe would block it.
+
+    Raises:
+        MachineError: names the first.
+    """
+    folders, files = [folder, *(folder / name for name in FOLDERS)], [folder / f for f in FILES]
+    files += folder.glob("logs/rank-*.log")
+    for paths, is_right, kind in ((folders, Path.is_dir, "folder"), (files, Path.is_file, "file")):
+        for path in paths:
+            if os.path.lexists(path) and not is_right(path):
+                what = "a broken link" if not path.exists() else f"not a {kind}"
+                raise MachineError(
+                    f"{path} is {what}, where training writes a {kind}",
+                    "move it away, or give this run another name",
+                )
 
 
 def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite"]) -> None:

@@ -53,6 +53,10 @@ class StopReason:
         return cls(reason, int(code))
 
 
+class LostFolderError(GuardError):
+    """The run folder is no longer the one in which this run trains: nothing may be written."""
+
+
 DONE = StopReason("done")
 INTERRUPTED = StopReason("received SIGINT", EXIT_HOLD)
 
@@ -85,9 +89,15 @@ class Stop:
         self._signalled = 0.0
         self._last_look = self._started
         self._longest = 0.0
+        self._identity = _identify(folder)
+        self._sees_files = True
 
     def stop_request(self) -> str | None:
-        """Returns the request at the end of a step: a `StopReason` as text, SAVE, or None."""
+        """Returns the request at the end of a step: a `StopReason` as text, SAVE, or None.
+
+        Raises:
+            LostFolderError: the run folder is gone, or another has its name.
+        """
         now = time.monotonic()
         self._longest = max(self._longest, now - self._last_look)
         self._last_look = now
@@ -108,13 +118,27 @@ class Stop:
     def _request_of_files(self) -> str | None:
         if self._folder is None:
             return None
-        if (self._folder / STOP).exists():
-            return str(StopReason(f"there is a file {self._folder / STOP}", EXIT_HOLD))
+        request = None
         try:
-            (self._folder / SAVE).unlink()
-        except FileNotFoundError:
-            return None
-        return SAVE
+            if _identify(self._folder) != self._identity:
+                raise LostFolderError(
+                    f"{self._folder} was removed, moved or replaced while this run trained in it: "
+                    "its checkpoints are left only where it was moved",
+                    "a moved run continues once its folder has its name again; "
+                    "stop a run before you remove its folder",
+                )
+            if (self._folder / STOP).exists():
+                request = str(StopReason(f"there is a file {self._folder / STOP}", EXIT_HOLD))
+            elif os.path.lexists(self._folder / SAVE):
+                (self._folder / SAVE).unlink()
+                request = SAVE
+        except OSError as error:
+            if self._sees_files:
+                logger.warning("cannot look for STOP and SAVE, training continues: %s", error)
+            self._sees_files = False
+        else:
+            self._sees_files = True
+        return request
 
     @contextmanager
     def catch_signals(self) -> Iterator[None]:
@@ -133,6 +157,17 @@ class Stop:
         elif now - self._signalled > TWICE_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+def _identify(folder: Path | None) -> tuple[int, int] | None:
+    """Returns what distinguishes a folder from another of its name; None if there is none.
+
+    The lock keeps the folder open, so that its number stays its own.
+    """
+    if folder is None or not os.path.lexists(folder):
+        return None
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 @contextmanager

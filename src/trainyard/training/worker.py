@@ -81,7 +81,7 @@ from trainyard.training.run_folder import (
     refuse_what_is_not_built,
 )
 from trainyard.training.state import State, TrainContext
-from trainyard.training.stop import Stop, StopReason
+from trainyard.training.stop import LostFolderError, Stop, StopReason
 from trainyard.units import format_large
 
 logger = logging.getLogger("trainyard")
@@ -253,7 +253,8 @@ def _train_on(context: TrainContext, log: LogLines) -> StopReason:
         metrics = Metrics(context, log)
     except OSError as error:
         raise MachineError(
-            f"cannot write to {folder}: {error}", "free space or quota there, or make it writable"
+            f"cannot write to {folder}: {error}",
+            "free space, inodes (df -i) or quota there, or make it writable",
         ) from error
     start = {"step": state.step, "resumed": state.step > 0, "device": device_name(device)}
     metrics.write("start", start | {"attention": context.attention_kernel})
@@ -270,10 +271,13 @@ def _train_on(context: TrainContext, log: LogLines) -> StopReason:
                 state.step,
                 f"{ending.reason}: saved step {state.step} in {checkpoint_folder(folder)}",
             )
+    except LostFolderError:
+        raise
     except GuardError as error:
         with suppress(MachineError):
             saver.wait()  # for the previous checkpoint
-        _write_outcome(context, StopReason(error.problem, error.exit_code), state.step)
+        with suppress(MachineError):  # a disk that fails too
+            _write_outcome(context, StopReason(error.problem, error.exit_code), state.step)
         raise
     finally:
         metrics.close()

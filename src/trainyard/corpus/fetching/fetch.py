@@ -181,7 +181,7 @@ def _describe_download(
 
 
 def _unwritable(path: Path, error: OSError) -> MachineError:
-    hint = f"free space or quota, or choose another folder; then {_AGAIN}"
+    hint = f"free space, inodes (df -i) or quota, or choose another folder; then {_AGAIN}"
     return MachineError(f"{path} cannot be written: {error.strerror}", hint)
 
 

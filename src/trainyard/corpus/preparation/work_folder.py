@@ -138,7 +138,7 @@ class WorkFolder:
             draft.rename(path)
         except OSError as error:
             if not path.exists():
-                hint = "free space or quota, or write to another folder"
+                hint = "free space, inodes (df -i) or quota, or write to another folder"
                 raise MachineError(f"{path} cannot be made: {error.strerror}", hint) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
