@@ -17,7 +17,7 @@ from tests.command import Fork
 from tests.parallel.starting_rank import run_rank
 from tests.waiting import WATCHDOG_SECONDS
 
-from trainyard.launch.environment import Process
+from trainyard.launch.environment import Process, code_checksum
 from trainyard.parallel.start import gather_facts, start_ranks
 
 HOST = socket.gethostname()
@@ -88,6 +88,19 @@ def test_they_add_up_and_listen_to_nobody_outside(meeting: dict[str, Any]) -> No
     assert len(listening) == (4 if "store_file" in meeting else 5)  # gloo's, and rank 0's own
     assert {address.partition(":")[0] for address in listening} == {"0100007F"}
     assert not any(answer["has_group"] for answer in answers)
+
+
+def test_ranks_of_different_code_do_not_start(meeting: dict[str, Any]) -> None:
+    """Every caller compares it: facts that callers give do not name it."""
+    ranks = ranks_at(meeting)
+    ranks[1]["facts"] = FACTS | {"code": "0123456789ab"}
+    for answer in start(ranks):
+        assert (answer["error"], answer["exit_code"]) == ("LaunchError", 2)
+        assert answer["message"] == (
+            f"the ranks differ\ncode: {code_checksum()} on ranks 0, 2 ({HOST}); "
+            f"0123456789ab on rank 1 ({HOST})\nhint: start all ranks from one installation, "
+            "one run file and the same token files"
+        )
 
 
 def test_late_ranks_are_waited_for(meeting: dict[str, Any]) -> None:

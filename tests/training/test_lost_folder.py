@@ -18,7 +18,7 @@ from trainyard.checkpoint.format import list_checkpoints
 from trainyard.config.run import Run
 from trainyard.errors import EXIT_HOLD, GuardError, MachineError
 from trainyard.launch.hang_reports import HangReports
-from trainyard.training.run_folder import FILES, FOLDERS, refuse_foreign_entries
+from trainyard.training.run_folder import FILES, FOLDERS, check_entries
 from trainyard.training.stop import SAVE, LostFolderError, Stop
 
 
@@ -117,7 +117,7 @@ def test_a_pipe_or_folder_in_the_place_of_a_file(
     (tmp_path / "logs").mkdir()
     make(tmp_path / name)
     with pytest.raises(MachineError, match=f"{name} is not a file, where training") as caught:
-        refuse_foreign_entries(tmp_path)
+        check_entries(tmp_path)
     assert caught.value.exit_code == 2
 
 
@@ -128,11 +128,11 @@ def test_a_file_or_broken_link_in_the_place_of_a_folder(tmp_path: Path, name: st
     path.parent.mkdir(exist_ok=True)
     path.touch()
     with pytest.raises(MachineError, match=f"{path} is not a folder, where training"):
-        refuse_foreign_entries(folder)
+        check_entries(folder)
     path.unlink()
     path.symlink_to("nowhere")
     with pytest.raises(MachineError, match=f"{path} is a broken link, where training"):
-        refuse_foreign_entries(folder)
+        check_entries(folder)
 
 
 def test_a_file_with_the_name_of_an_unfinished_save(tiny_run: Run, tmp_path: Path) -> None:

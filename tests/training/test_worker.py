@@ -39,7 +39,7 @@ from trainyard.errors import (
     MachineError,
     UserError,
 )
-from trainyard.launch.environment import Process
+from trainyard.launch.environment import Process, code_checksum
 from trainyard.launch.heartbeat import Heartbeat
 from trainyard.parallel.mesh import HostClock, Mesh, build_mesh, choose_device, name_device_errors
 from trainyard.planning.resolve import resolve
@@ -381,6 +381,30 @@ def test_half_a_line_of_a_killed_run_is_dropped(tiny_run: Run, tmp_path: Path) -
     run_worker(tmp_path / "run")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [line["kind"] for line in lines[:3]] == ["train", "start", "train"]
+
+
+def test_a_run_that_goes_on_with_other_code_says_so(
+    tiny_run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    said = "the checkpoint was written by other code"
+    start(tmp_path, with_fields(tiny_run, train={"length": "6 steps"}))
+    start(tmp_path, with_fields(tiny_run, train={"length": "8 steps"}))
+    assert said not in caplog.text
+    monkeypatch.setattr("trainyard.launch.environment.code_checksum", lambda: "0123456789ab")
+    start(tmp_path, tiny_run)
+    assert f"{said}: {code_checksum()}, commit " in caplog.text
+    newest = newest_checkpoint(tmp_path / "checkpoints")
+    assert newest is not None
+    for versions in (
+        read_manifest(newest).versions,
+        json.loads((tmp_path / "versions.json").read_text()),
+    ):
+        assert versions["code"] == "0123456789ab"
+        assert versions["commit"]
 
 
 def test_wall_clock_limit_saves_and_can_be_resumed(tiny_run: Run, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 from trainyard.bench.figures import FORMULAS, compute_figures, recomputed_flops_per_token
 from trainyard.bench.rounds import BenchOptions, BenchResult
-from trainyard.launch.environment import hide_secrets, read_versions
+from trainyard.launch.environment import find_commit, hide_secrets, read_versions
 from trainyard.planning.flops import MODEL_FLOPS
 from trainyard.planning.hardware import find_device
 from trainyard.planning.resolve import resolve
@@ -123,17 +122,6 @@ def _describe(outcome: BenchResult, first: BenchResult, order: BenchOptions) -> 
             for result in results
         ],
     }
-
-
-def find_commit() -> str:
-    """Returns the commit of this code, "-dirty" with changes; empty without a checkout."""
-    folder = str(Path(__file__).parent)
-    command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=7"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return found.stdout.strip()
 
 
 def _command() -> str:

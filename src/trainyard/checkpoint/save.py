@@ -58,7 +58,10 @@ from trainyard.units import format_bytes
 
 EXPECTED = (OSError, SafetensorError, MachineError)
 """Errors from a disk; anything else is a bug."""
-FREE_SPACE = "free space, inodes (df -i) or quota on that disk; earlier checkpoints are untouched"
+FREE_SPACE = (
+    "free space, inodes (df -i) or quota on that disk, or make it writable; earlier checkpoints "
+    "are untouched"
+)
 _ROOM_FOR_MANIFEST_BYTES = 2**20
 _PARTIAL = ".partial"
 _FAILURE = "failure.json"

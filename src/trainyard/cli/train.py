@@ -118,15 +118,11 @@ def train(
         run, plan = _load_run(run_file, overrides, process, ranks)
         from trainyard.data.patterns import find_token_files
         from trainyard.planning.room import refuse_without_room
-        from trainyard.training.run_folder import (
-            begun_run,
-            refuse_foreign_entries,
-            write_run_folder,
-        )
+        from trainyard.training.run_folder import begun_run, check_entries, write_run_folder
 
         folder, n_ranks = RUNS_FOLDER / run.name, plan.n_ranks
         try:
-            refuse_foreign_entries(folder)
+            check_entries(folder)
             begun = None if resume == "never" or overwrite else begun_run(folder)
             run = find_token_files(run, begun)
             run = _follow_length(minutes, run, run_file, overrides or [], begun)

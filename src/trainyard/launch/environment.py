@@ -21,18 +21,22 @@ import re
 import resource
 import shlex
 import socket
+import subprocess
 import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 from trainyard import __version__
 from trainyard.config.secrets import hide, secret_problems, secret_values
 from trainyard.errors import ConfigError, LaunchError
 
+PACKAGE = Path(__file__).parent.parent
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "gigatoken")
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, N_PORTS = 12_000, 18_000  # below the ephemeral ports of Linux
@@ -288,6 +292,8 @@ def read_versions(environment: Mapping[str, str] = os.environ) -> dict[str, str]
 
     versions = {
         "trainyard": __version__,
+        "code": code_checksum(),
+        "commit": find_commit() or "unknown",
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": _processor_name(),
@@ -299,6 +305,30 @@ def read_versions(environment: Mapping[str, str] = os.environ) -> dict[str, str]
         except metadata.PackageNotFoundError:
             versions[package] = "not installed"
     return versions
+
+
+@cache
+def code_checksum() -> str:
+    """Returns a checksum of the package's Python files; many commits have the same version."""
+    digest = sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(PACKAGE)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+@cache
+def find_commit() -> str:
+    """Returns the commit of this code, "-dirty" with changes; empty without a checkout."""
+    root = PACKAGE.parent.parent
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=7"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return found.stdout.strip()
 
 
 def _processor_name() -> str:

@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trainyard import __version__
 from trainyard.errors import LaunchError, LostRankError, MachineError, UserError
-from trainyard.launch.environment import Process, keep_off_the_network
+from trainyard.launch.environment import Process, code_checksum, keep_off_the_network
 from trainyard.launch.heartbeat import ANOTHER, Heartbeat, HeartbeatReader, end_with_parent
 from trainyard.topology import name_ranks
 
@@ -135,7 +135,7 @@ class _Rendezvous:
     def call_roll(self, facts: Facts) -> None:
         """Returns on all ranks once all have joined with equal facts, or raises on all."""
         try:
-            record = json.dumps({"host": self._host, "facts": dict(facts())})
+            record = json.dumps({"host": self._host, "facts": {"code": code_checksum(), **facts()}})
         except BaseException as error:
             self.tell_failure(error)
             self.keep_store_until_all("heard", FAILURE_SECONDS)

@@ -186,6 +186,9 @@ def _try(context: TrainContext, path: Path) -> tuple[str | None, State | None]:
         logger.info("changed since the checkpoint: %s", each.values)
         if each.field == "train.length" and manifest.step > 0 and context.is_first_rank:
             logger.info("%s", describe_new_length(context, manifest))
+    code, commit = (manifest.versions.get(name, "unknown") for name in ("code", "commit"))
+    if code != context.versions["code"]:
+        logger.info("the checkpoint was written by other code: %s, commit %s", code, commit)
     state = State.from_json(context, manifest.step, manifest.training)
     if changes_data(manifest, context.run):
         state.data_offset = 0

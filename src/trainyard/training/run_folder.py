@@ -44,7 +44,7 @@ FILES = (
 FIRST_WITH_ZERO_BUBBLE = (2, 13)
 
 
-def refuse_foreign_entries(folder: Path) -> None:
+def check_entries(folder: Path) -> None:
     """Refuses a run folder with something else where training writes: a pipe would block it.
 
     Raises:
