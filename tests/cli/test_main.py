@@ -58,6 +58,10 @@ def folder(tmp_path: Path) -> Path:
         (["evaluate", "runs/none"], "runs/none"),
         (["show", "order", "run.toml", "--split", "holdout"], "--split 'holdout' is not one of"),
         (["show", "order", "run.toml", "--start", "900"], "sequences 900 to 903 requested"),
+        (["import", "a" * 300, "--output", "x"], "File name too long"),
+        (["show", "a" * 300], "File name too long"),
+        (["import", ".", "--output", "a" * 300], "File name too long"),
+        (["prepare", "a" * 300, "--output", "x"], "File name too long"),
         (["prepare", "nothing.txt", "--output", "x", "--train-tokenizer", "300"], "nothing.txt"),
     ],
 )  # fmt: skip

@@ -37,13 +37,15 @@ def tokenizer_folder(tmp_path) -> Path:
 def make_checkpoint(tmp_path) -> Callable[..., tuple[Path, GPT]]:
     """Saves a model with random weights and biases, every one of which shows in the logits."""
 
-    def make(*overrides: str) -> tuple[Path, GPT]:
+    def make(*overrides: str, spoilt: tuple[str, float] | None = None) -> tuple[Path, GPT]:
         run = load_run("tiny", list(overrides)).run
         model = GPT(run.model, padded_vocabulary_size(run.model)).eval()
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.normal_(1.0 if "norm.weight" in name else 0.0, 0.1, generator=generator)
+            if spoilt:
+                model.get_parameter(spoilt[0]).fill_(spoilt[1])
         tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
         facts = Facts(
             step=1, consumed_sequences=0, consumed_tokens=0, run=run.model_dump(mode="json")

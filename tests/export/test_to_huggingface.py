@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from trainyard.checkpoint.format import read_manifest, render_manifest
 from trainyard.cli.export import export
 from trainyard.data.tokenizer_json import byte_symbols
 from trainyard.errors import CheckpointError, MachineError
+from trainyard.evaluation.generate import Sampling
 from trainyard.export.to_huggingface import (
     compare_logits,
     export_huggingface,
@@ -166,6 +170,59 @@ def test_a_damaged_checkpoint_is_not_exported(make_checkpoint, tmp_path):
         with pytest.raises(CheckpointError, match=problem):
             export_huggingface(checkpoint, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "problem"),
+    [
+        (float("nan"), "float32", r"h\.1\.mlp\.c_fc\.bias has values"),
+        (float("-inf"), "float32", "not finite as float32"),
+        (1e5, "float16", "not finite as float16"),
+    ],
+)
+def test_weights_that_are_not_finite_are_refused(make_checkpoint, tmp_path, value, dtype, problem):
+    checkpoint, _ = make_checkpoint(spoilt=("blocks.1.mlp.up.bias", value))
+    with pytest.raises(CheckpointError, match=problem):
+        export_huggingface(checkpoint, tmp_path / "out", getattr(torch, dtype))
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    if dtype == "float16":
+        export_huggingface(checkpoint, tmp_path / "out", torch.bfloat16)
+
+
+def test_logits_that_are_not_finite_are_named(make_checkpoint, tmp_path):
+    checkpoint, _ = make_checkpoint(spoilt=("blocks.1.mlp.up.weight", 3e38))
+    export_huggingface(checkpoint, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"the logits of .* are not finite"):
+        require_equal_logits(checkpoint, tmp_path / "out", torch.float32)
+
+
+def test_a_name_is_short_enough_for_its_partial(make_checkpoint, tmp_path):
+    checkpoint, _ = make_checkpoint()
+    with pytest.raises(CheckpointError, match=r"the name a{20}\.\.\. is too long"):
+        export_huggingface(checkpoint, tmp_path / ("a" * 247))
+    export_huggingface(checkpoint, tmp_path / ("a" * 246))
+
+
+def test_the_example_of_the_card_samples(
+    make_checkpoint, tmp_path, tokenizer_folder, monkeypatch, capsys
+):
+    make_checkpoint(f"tokenizer.path={tokenizer_folder}", "model.vocabulary_size=259")
+    monkeypatch.chdir(tmp_path)
+    export(Path("run"), Path("out"), "huggingface", "float32", False, "", False, "")
+    config = json.loads(Path("out/generation_config.json").read_text())
+    usual = Sampling()
+    assert [config[key] for key in ("do_sample", "temperature", "top_k", "top_p")] == [
+        *(True, usual.temperature, usual.top_k, usual.top_p)
+    ]
+    code = re.search(r"```python\n(.*?)```", Path("out/README.md").read_text(), re.DOTALL)
+    assert code and "generate(**tokens, max_new_tokens=50)" in code[1]
+    Path("example.py").write_text(code[1])
+    capsys.readouterr()
+    texts = set()
+    for _ in range(2):
+        runpy.run_path("example.py")
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 2 and all(text.startswith("Once") for text in texts)
 
 
 def test_an_output_that_exists_is_left_alone(make_checkpoint, tmp_path):

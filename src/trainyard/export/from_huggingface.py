@@ -170,7 +170,7 @@ def _shard_names(path: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is malformed: {error!r}", "download it again") from None
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or not name.isprintable():
             raise CheckpointError(
                 f"{path} names {name!r}; only files beside it can be read", "download it again"
             )

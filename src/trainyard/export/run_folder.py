@@ -8,6 +8,7 @@ runs/gpt2/
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -24,13 +25,19 @@ from trainyard.errors import CheckpointError, DataError, MachineError
 from trainyard.export.stream import Make, write_weights
 from trainyard.training.run_folder import TOKENIZER_FOLDER, write_tokenizer_folder
 
+_LONGEST_NAME = 255 - len("..partial")
+
 
 def require_new(output: Path) -> None:
     """Checks that `output` can be created.
 
     Raises:
-        CheckpointError: it exists.
+        CheckpointError: it exists, or its name is too long.
     """
+    if len(os.fsencode(output.name)) > _LONGEST_NAME:
+        raise CheckpointError(
+            f"the name {output.name[:20]}... is too long", f"at most {_LONGEST_NAME} bytes"
+        )
     if output.exists():
         raise CheckpointError(f"{output} already exists", "name another --output, or remove it")
 

@@ -169,6 +169,11 @@ def _write_values(file: IO[bytes], name: str, like: Tensor, make: Make) -> str:
     """Writes one tensor, freed before the next one; returns its checksum."""
     tensor = make(name).to(like.dtype).contiguous()
     assert tensor.shape == like.shape, (name, tensor.shape, like.shape)
+    if not all(torch.isfinite(bound) for bound in tensor.aminmax()):
+        raise CheckpointError(
+            f"{name} has values that are not finite as {str(like.dtype).removeprefix('torch.')}",
+            "take an older checkpoint or an intact model; bfloat16 holds more than float16",
+        )
     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return checksum_values(tensor)
 

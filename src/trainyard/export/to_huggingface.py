@@ -24,6 +24,7 @@ from trainyard.checkpoint.shard import split_in_shards
 from trainyard.config.run import Model
 from trainyard.data.vocabulary import GPT2, Vocabulary
 from trainyard.errors import CheckpointError, MachineError
+from trainyard.evaluation.generate import Sampling
 from trainyard.export.families import CONFIG, WEIGHTS, WEIGHTS_INDEX, Family, find_family
 from trainyard.export.run_folder import require_new
 from trainyard.export.stream import CheckpointWeights, Make, outline, write_tensors
@@ -125,6 +126,8 @@ def compare_logits(checkpoint: Path, folder: Path, n_tokens: int = 128) -> float
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(run.model.vocabulary_size, shape, generator=generator)
     expected = ours.logits(ours(tokens))
+    if not expected.isfinite().all():
+        raise CheckpointError(f"the logits of {checkpoint} are not finite", OLDER_IS_KEPT)
     found: torch.Tensor = theirs(tokens).logits
     return float((found - expected).abs().max() / expected.abs().max())
 
@@ -144,7 +147,9 @@ def _write_texts(
     end = vocabulary.eod_id if vocabulary else None
     ids = {"bos_token_id": end, "eos_token_id": end}
     _write_json(folder / CONFIG, config | ids)
-    _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
+    usual = Sampling()
+    sampling = {"temperature": usual.temperature, "top_k": usual.top_k, "top_p": usual.top_p}
+    _write_json(folder / "generation_config.json", {"do_sample": True, **sampling, **ids})
     if vocabulary:
         (folder / "tokenizer.json").write_text(vocabulary.render_json(), encoding="utf-8")
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), vocabulary.end_of_document)
