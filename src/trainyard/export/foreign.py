@@ -14,13 +14,13 @@ _MEGATRON = ("latest_checkpointed_iteration.txt", "latest", "mp_rank_*", "layer_
 _FOREIGN = {
     "*.gguf": (
         "a GGUF of llama.cpp",
-        "transformers converts it: AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME)"
-        ".save_pretrained(NEW_FOLDER), and the same with AutoTokenizer",
+        "transformers converts it: AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME, "
+        "quantization_config=GgufConfig(dequantize=True)).save_pretrained(NEW_FOLDER)",
     ),
     "lit_model.pth": (
         "a checkpoint of LitGPT",
-        "litgpt convert_from_litgpt, then AutoModelForCausalLM.from_pretrained with the result as "
-        "its state_dict, and save_pretrained",
+        "litgpt convert_from_litgpt writes a state_dict: load it into a model of transformers, and "
+        "save_pretrained",
     ),
     "consolidated*": (
         "a checkpoint in the format of Meta or Mistral",
