@@ -53,7 +53,7 @@ _HINTS = {
     errno.EROFS: "make it writable, or choose another place",
     errno.EIO: "the disk or its server fails: see dmesg",
     errno.ESTALE: "its server lost it: mount it again",
-    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENAMETOOLONG: "choose a shorter name: most file systems allow 255 bytes",
 }
 
 
@@ -108,7 +108,10 @@ def explain_os_error(error: OSError) -> MachineError | None:
     """
     if not error.strerror or not (error.filename or error.errno in _HINTS):
         return None
-    place = f"{printable(os.fspath(error.filename))}: " if error.filename else ""
+    name = printable(error.filename or "")
+    if error.errno == errno.ENAMETOOLONG:
+        name = f"{name[:40]}...{name[-40:]}"
+    place = f"{name}: " if name else ""
     hint = _HINTS.get(error.errno or 0, "check this path; --debug shows where it was needed")
     return MachineError(f"{place}{error.strerror}", hint)
 

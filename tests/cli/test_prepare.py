@@ -68,6 +68,46 @@ def test_a_tokenizer_that_is_not_supported_is_named(folder: Path) -> None:
     assert "hint: supported: byte-level BPE, as of GPT-2, Llama 3, Qwen 3 and SmolLM2" in said
 
 
+def test_automatic_sizes_shrink(folder: Path) -> None:
+    Path("in/a.jsonl").write_text('{"text": "One. Two. Three short sentences."}\n')
+    done = trainyard("prepare", "in", "-o", "web", folder=folder)
+    assert done.returncode == 0, done.stderr
+    tokenizer = load_tokenizer(folder / "web_tokenizer")
+    assert 257 <= tokenizer.vocabulary_size < 320
+    done = trainyard("prepare", "in", "-o", "new", "--train-tokenizer", "320", folder=folder)
+    assert (done.returncode, "tokens, not 320" in done.stderr) == (2, True)
+
+
+def test_what_looks_like_another_format_is_said(folder: Path) -> None:
+    texts = ["<!DOCTYPE html>\n<p>the", "  <html lang='en'>", "a,b,c\n" * 6, "a, b\n" * 6, "cat"]
+    Path("in/a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    said = trainyard("prepare", "in", "-o", "web", "--tokenizer", "small", folder=folder).stderr
+    assert "  2 documents look like HTML; " in said
+    assert "  1 documents look like CSV; " in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["-o", "x" * 300], "a name is too long: xxx"),
+        (["-o", "o", "--tokenizer", "y" * 300], "a name is too long: yyy"),
+        (["-o", "o", "--json-key", 'a"b'], "json_key: a key must not have quotes, backslashes"),
+        (["-o", "o", "--json-key", "a\\b"], "json_key: a key must not have quotes, backslashes"),
+        (["-o", "o", "--json-key", "a\x07b"], "json_key: a key must not have quotes, backslashes"),
+        (["-o", "o", "--fetch", "http://me:pass@host/x"], "--fetch takes the name of a corpus"),
+    ],
+)
+def test_names_that_no_file_or_key_can_have(
+    folder: Path, arguments: list[str], problem: str
+) -> None:
+    done = trainyard("prepare", "in/a.jsonl", *arguments, folder=folder)
+    assert done.returncode == 2
+    assert f"error: {problem}" in done.stderr or problem in done.stderr
+    assert "hint: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "pass@" not in done.stderr
+
+
 def test_special_tokens_within_documents_and_lost_bytes_are_said(folder: Path) -> None:
     path = Path("small/tokenizer.json")
     content = json.loads(path.read_text("utf-8"))

@@ -61,10 +61,11 @@ def prepare(
     files = [inputs] if isinstance(inputs, str | Path) else inputs
     values = {"inputs": [str(file) for file in files], "output": str(output), **settings}
     corpus = load_corpus(None, {**values, "tokenizer": tokenizer})
+    or_fewer = not vocabulary_size
     if not tokenizer:
         corpus, vocabulary_size = preparation.choose_tokenizer(corpus, vocabulary_size)
     if vocabulary_size:
-        preparation.train_on_inputs(corpus, vocabulary_size, overwrite=overwrite)
+        preparation.train_on_inputs(corpus, vocabulary_size, overwrite=overwrite, or_fewer=or_fewer)
     sidecars = preparation.prepare(corpus, workers=workers, overwrite=overwrite)
     return Prepared(
         write_run_file(corpus, sidecars).path,

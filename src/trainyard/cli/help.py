@@ -21,7 +21,7 @@ VERBS = (
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "prepare": {
-        "Tokens": "tokenizer train_tokenizer json_key append_eod special_tokens",
+        "Tokens": "tokenizer train_tokenizer json_key append_eod special_tokens split_on",
         "Downloading": "fetch only mirror contact",
     },
     "new": {"Devices": "cluster nodes gpu gpus"},
@@ -37,7 +37,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "show": {
         "Fields": "fields all_fields schema",
-        "Token files and order": "tokenizer split start count output",
+        "Token files and order": "tokenizer dropped split start count output",
     },
     "generate": {"Sampling": "temperature top_k top_p samples seed"},
 }

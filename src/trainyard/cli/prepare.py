@@ -137,6 +137,7 @@ def prepare(
     data_file, files = _split(inputs or [])
     corpus = load_corpus(data_file, _given({**given, "inputs": files}))
     check_complete(corpus)
+    or_fewer = not train_tokenizer
     if not corpus.tokenizer:
         corpus, train_tokenizer = choose_tokenizer(corpus, train_tokenizer)
     if status:
@@ -144,7 +145,8 @@ def prepare(
         return
     if train_tokenizer:
         _print_skipped(scan_inputs(corpus.inputs)[1])
-        train_on_inputs(corpus, train_tokenizer, overwrite=overwrite, on_error=on_error)
+        options: dict[str, Any] = {"overwrite": overwrite, "on_error": on_error}
+        train_on_inputs(corpus, train_tokenizer, or_fewer=or_fewer, **options)
     on_skipped = None if train_tokenizer else _print_skipped
     sidecars = tokenize(corpus, workers, on_error, on_skipped, overwrite=overwrite)
     run_file = write_run_file(corpus, sidecars)
@@ -226,7 +228,10 @@ def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
 
 
 def _print_odd_texts(sidecar: Sidecar) -> None:
-    """Says which bytes have no token, and which special tokens were read as text."""
+    """Says what looks like no prose, has no token, or is a special token read as text."""
+    for kind, count in (sidecar.not_prose or {}).items():
+        hint = "if that is not intended, extract the text first (docs/corpora.md)"
+        typer.echo(f"  {count:,} documents look like {kind}; {hint}", err=True)
     if sidecar.lost_bytes:
         typer.echo(f"  {sidecar.lost_bytes:,} bytes have no token, and are left out", err=True)
     if not sidecar.special_texts:
@@ -274,6 +279,9 @@ def _fetch(name: str, folder: str, only: str, network: tuple[str, str]) -> None:
 
     if name.startswith("-"):
         raise ConfigError("--fetch needs a corpus", f"such as --fetch wikipedia {name} ...")
+    if "://" in name:  # which may hold a password, so it is not repeated
+        hint = "such as wikipedia or hf:OWNER/NAME; pass another server as --mirror"
+        raise ConfigError("--fetch takes the name of a corpus, not an address", hint)
     if not folder:
         raise ConfigError("no folder to download to", f"pass -o, such as -o corpora/{name}")
     typer.echo(describe(name), err=True)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from trainyard.config.load import explain_problems, parse_toml
 from trainyard.config.section import Section
@@ -34,11 +34,21 @@ Texts = Annotated[tuple[str, ...], Field(strict=False)]
 Shares = Annotated[tuple[float, ...], Field(strict=False)]
 
 
+def _check_key(key: str) -> str:
+    """Rejects what is escaped in a line of JSON: the decoder compares keys as they are written."""
+    if not key.isprintable() or '"' in key or "\\" in key:
+        raise ValueError("a key must not have quotes, backslashes or control characters")
+    return key
+
+
+Key = Annotated[str, AfterValidator(_check_key)]
+
+
 class Keep(Section):
     """Keeps documents whose metadata field has one of the given values."""
 
     kind: Literal["keep"]
-    field: str
+    field: Key
     """Dotted path of the metadata, such as meta.redpajama_set_name."""
     values: Texts = Field(min_length=1)
     """Allowed values; documents with another value, or none, are dropped."""
@@ -151,7 +161,7 @@ class Corpus(Section):
     tokenizer: str = ""
     """`gpt2` (included), or a folder with vocab.json and merges.txt, also named gpt2-vocab.json
     and gpt2-merges.txt, or with a tokenizer.json; empty: train one."""
-    json_key: str = "text"
+    json_key: Key = "text"
     """JSON key, or Parquet or Arrow column, of the text."""
     append_eod: bool = True
     """End every document that is not empty with the end of document, such as <|endoftext|>."""
@@ -161,7 +171,7 @@ class Corpus(Section):
     """Split each document wherever it has this text, such as <|endoftext|>; empty: do not split."""
     files_per_output: int = Field(default=0, ge=0)
     """Input files per pair of token files, output_00, output_01, ..; 0: one pair for all."""
-    count_by: str = ""
+    count_by: Key = ""
     """Dotted path of the metadata to count documents by; empty: no counts."""
     steps: Annotated[tuple[Step, ...], Field(strict=False)] = ()
     """Steps applied to documents before tokenization."""

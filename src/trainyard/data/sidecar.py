@@ -140,6 +140,8 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The text that documents were split on."""
     special_texts: dict[str, int] | UnsetType = UNSET
     """How often special tokens occur within documents, where they were read as text."""
+    not_prose: dict[str, int] | UnsetType = UNSET
+    """Documents that look like another format, by its name: HTML, CSV."""
     lost_bytes: int | UnsetType = UNSET
     """Bytes of documents for which the tokenizer has no token."""
     seal: str = ""

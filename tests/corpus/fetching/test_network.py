@@ -40,7 +40,7 @@ from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.cli.prepare import prepare
 from trainyard.cli.show import show
-from trainyard.corpus.fetching.catalogue import corpus_names, describe, find_corpus
+from trainyard.corpus.fetching.catalogue import _next_page, corpus_names, describe, find_corpus
 from trainyard.corpus.fetching.fetch import fetch
 from trainyard.corpus.fetching.web import Network, find_proxy
 from trainyard.data.vocabulary import load_vocabulary
@@ -333,6 +333,20 @@ def test_a_proxy_that_is_none(tmp_path: Path, address: str) -> None:
         )
     assert error.value.problem == "https_proxy is not the address of an http(s) proxy"
     assert error.value.hint == ("http://USER:PASSWORD@HOST:PORT, with special characters as %XX")
+
+
+@pytest.mark.parametrize("address", ["http://[::1", "http://host:99999", "http://host:port"])
+def test_an_address_that_is_none(tmp_path: Path, address: str) -> None:
+    with pytest.raises(DataError, match=r"https://huggingface.co/\S+ cannot be reached: "):
+        fetch("openwebtext", tmp_path, network=Network(mirror=address, attempts=1))
+    with serving() as server:
+        server.publish({A: b"a"})
+        server.faults[RESOLVE + A] = [f"302 Location: {address}/x"]
+        with pytest.raises(DataError, match=r"cannot be reached: .*(port|Port|IPv6)") as error:
+            fetch("openwebtext", tmp_path, network=Network(mirror=server.address, attempts=1))
+    assert error.value.hint.startswith("check the mirror")
+    with pytest.raises(DataError, match=r"its next page has no address: Invalid IPv6"):
+        _next_page("https://host", '<http://[::1>; rel="next"')
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,13 @@ STEPS: list[dict[str, Any]] = [
     {"kind": "keep", "field": "meta.set", "values": ["books", "web"]},
     {"kind": "normalize"},
     {"kind": "length", "min_characters": 3, "max_characters": 200},
-    {"kind": "quality", "min_words": 2},
+    {
+        "kind": "quality",
+        "min_words": 2,
+        "stop_words": [],
+        "min_punctuated_line_share": 0.0,
+        "max_lines_per_word": 1.0,
+    },
     {"kind": "deduplicate"},
     {"kind": "near_deduplicate", "words": 2},
 ]

@@ -109,7 +109,7 @@ FAULTS = [
         'no key "text"; the keys are: text.a',
         'did you mean "text.a"?',
     ),
-    (b"{}", "missing key", 'there is no key "text"; the keys are: none', "json_key"),
+    (b"{}", "missing key", 'there is no key "text"; the keys are: none', "--json-key"),
     (b'{"text": null}', "not a string", 'the value of "text" is null, not a string', "fix"),
     (b'{"text": 12}', "not a string", 'the value of "text" is 12, not a string', "fix"),
     (b'{"text": "a"', "malformed JSON", "not valid JSON: Expecting ',' delimiter", "one JSON"),
@@ -386,6 +386,20 @@ def test_the_positions_of_a_segment_count_from_its_start(tmp_path: Path) -> None
     assert [fault.position for batch in batches for fault in batch.faults] == [3]
     assert sum(batch.n_lines for batch in batches) == 3
     assert sum(batch.n_bytes for batch in batches) == path.stat().st_size - start
+
+
+@pytest.mark.parametrize(
+    ("data", "filter_of_jq"),
+    [
+        (b'[{"text": "a"}, {"text": "b"}]', "'.[]'"),
+        (b'[\n  {"text": "a"}\n]\n', "'.[]'"),
+        (b'{\n  "text": "a"\n}\n', "."),
+    ],
+)
+def test_other_json_can_be_converted(tmp_path: Path, data: bytes, filter_of_jq: str) -> None:
+    _, (fault, *_) = read_bytes(tmp_path, data, "a b.json")
+    command = f"jq -c {filter_of_jq} '{tmp_path}/a b.json' > '{tmp_path}/a b.lines.jsonl'"
+    assert fault.hint == f"write one JSON object per line: {command}"
 
 
 @pytest.mark.parametrize("block_bytes", [1, 3, 7, 2**20])

@@ -48,6 +48,11 @@ def test_files_are_sorted_and_folders_searched(tmp_path: Path) -> None:
         ("a.pdf", "a.pdf is not plain text", "pdftotext for .pdf"),
         ("*.docx", "a.docx is not plain text", "pandoc -t plain for .docx"),
         ("a.parquet.gz", "a.parquet.gz is Parquet inside .gz", "unpack the .gz"),
+        ("a.html", "a.html is HTML, not plain text", "trafilatura"),
+        ("*.HTM.gz", "a.HTM.gz is HTML, not plain text", "or name it .txt"),
+        ("a.warc.gz", "a.warc.gz is a web archive, not plain text", "extract the text"),
+        ("a.csv", "a.csv is a table, not plain text", "csv.DictReader(sys.stdin)]' < FILE.csv"),
+        ("a.tsv", "a.tsv is a table, not plain text", "write a JSON object a line"),
         ("empty", "empty has no readable file: it is empty", ".jsonl .ndjson .json"),
         ("other", "no readable file: only 2 .md, 1 .tar.gz, 1 hidden", "such as 'notes/**/*.md'"),
     ],
@@ -55,7 +60,7 @@ def test_files_are_sorted_and_folders_searched(tmp_path: Path) -> None:
 def test_a_wrong_input_is_named(tmp_path: Path, item: str, problem: str, hint: str) -> None:
     (tmp_path / "empty").mkdir()
     others = ("other/a.md", "other/b/B.MD", "other/a.tar.gz", "other/.a.txt")
-    touch(tmp_path, "a.parquet.gz", *others)
+    touch(tmp_path, "a.parquet.gz", "a.html", "a.HTM.gz", "a.warc.gz", "a.csv", "a.tsv", *others)
     (tmp_path / "l\n\x1boop").symlink_to("l\n\x1boop")
     (tmp_path / "a.pdf").write_bytes(b"%PDF-1.7\n")
     (tmp_path / "a.docx").write_bytes(b"PK\x03\x04\x14\0\x06\0")
@@ -88,6 +93,8 @@ def test_what_a_folder_skips_is_counted(tmp_path: Path) -> None:
         "1 behind broken links, 1 pipes and devices, 1 without a suffix"
     )
     assert scan_inputs([str(tmp_path / "*n*.txt")])[1] == {"behind broken links": 1}
+    named = [str(tmp_path), str(tmp_path / "f.md"), str(tmp_path / "b/g*")]
+    assert describe_skipped(scan_inputs(named)[1]).startswith("2 hidden, 1 .m\\x1b[2j, ")
 
 
 @pytest.mark.parametrize("name", ["a.md", "a.py", "a", "a.TXT", "a.utf16"])

@@ -341,7 +341,10 @@ def _next_page(host: str, link: str) -> str:
     if not match:
         return ""
     # The host of the link is ignored: a listing never leads to another server.
-    parts = urlsplit(match[1])
+    try:
+        parts = urlsplit(match[1])
+    except ValueError as error:
+        raise _senseless(host, f"its next page has no address: {error}") from None
     return f"{host}{parts.path}?{parts.query}"
 
 

@@ -132,6 +132,14 @@ class Client:
 
         Gives answers 200, 206 and 416, whose body is still to be read.
         """
+        try:
+            return self._follow(method, url, headers or {})
+        except ValueError as error:  # a mirror or a redirect with a wrong host or port
+            raise DataError(f"{url} cannot be reached: {error}", _UNREACHABLE) from error
+
+    def _follow(
+        self, method: str, url: str, headers: Mapping[str, str]
+    ) -> urllib3.BaseHTTPResponse:
         parts = urlsplit(url)
         if self._network.mirror:
             query = f"?{parts.query}" if parts.query else ""
@@ -140,7 +148,7 @@ class Client:
             raise DataError(f"{url} is not an http(s) address", "correct the corpus file")
         place = url
         for _ in range(_MAX_REDIRECTS + 1):
-            response = self._send(method, place, headers or {}, url)
+            response = self._send(method, place, headers, url)
             target = response.get_redirect_location()
             if not target:
                 break

@@ -115,6 +115,7 @@ def join_output(
         sources=plan.identity.sources[output.files.start : output.files.stop],
         split_on=plan.corpus.split_on or msgspec.UNSET,
         special_texts=result.special_texts or msgspec.UNSET,
+        not_prose=result.not_prose or msgspec.UNSET,
         lost_bytes=result.lost_bytes or msgspec.UNSET,
     )
     save_sidecar(sidecar, made)
@@ -190,6 +191,7 @@ class _Totals:
         total.text_bytes += result.text_bytes
         total.lost_bytes += result.lost_bytes
         add_counts(total.special_texts, result.special_texts)
+        add_counts(total.not_prose, result.not_prose)
         add_counts(total.quarantined, result.quarantined)
         for value, group in result.groups.items():
             total.groups.setdefault(value, GroupCount()).add(group)

@@ -197,12 +197,18 @@ def choose_tokenizer(corpus: Corpus, vocabulary_size: int = 0) -> tuple[Corpus, 
 
 
 def train_on_inputs(
-    corpus: Corpus, vocabulary_size: int, *, overwrite: bool, on_error: OnError = "stop"
+    corpus: Corpus,
+    vocabulary_size: int,
+    *,
+    overwrite: bool,
+    on_error: OnError = "stop",
+    or_fewer: bool = False,
 ) -> None:
     """Trains a tokenizer on the documents of a corpus and saves it as `corpus.tokenizer`.
 
     An existing one is kept if the work on this corpus began with it, or if training gives the same
-    one: many processes may start at once, and any of them may be killed here.
+    one: many processes may start at once, and any of them may be killed here. With `or_fewer` it
+    has fewer tokens if the documents give no more.
 
     Raises:
         DataError: an input or a document is wrong, there is too little text, or the tokenizer is
@@ -220,7 +226,8 @@ def train_on_inputs(
             return
     own = folder.with_name(f"{folder.name}.{name_process(os.getpid())}")
     try:
-        trained = train_tokenizer(_read_texts(corpus, on_error), vocabulary_size, own)
+        texts = _read_texts(corpus, on_error)
+        trained = train_tokenizer(texts, vocabulary_size, own, or_fewer=or_fewer)
         if is_there and trained.read_bytes() != path.read_bytes():
             hint = "data may depend on it: use it with --tokenizer, or pass --overwrite"
             raise DataError(f"a different tokenizer exists already: {path}", hint)

@@ -12,10 +12,13 @@ from trainyard.errors import DataError
 from trainyard.files import explain_disk_errors
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary_size: int, folder: Path) -> Path:
+def train_tokenizer(
+    texts: Iterable[str], vocabulary_size: int, folder: Path, *, or_fewer: bool = False
+) -> Path:
     """Trains a byte-level BPE with GPT-2's splitting rule and saves `folder/tokenizer.json`.
 
-    `<|endoftext|>` is the last id, as in GPT-2. The same texts give the same file.
+    `<|endoftext|>` is the last id, as in GPT-2. The same texts give the same file. With `or_fewer`
+    it has fewer tokens if the texts give no more.
 
     Raises:
         DataError: the size is too small, or the texts hold too few different words for it.
@@ -36,7 +39,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int, folder: Path) ->
     )
     engine.train_from_iterator(texts, trainer)
     ids = engine.get_vocab()
-    if len(ids) != vocabulary_size - 1:
+    if len(ids) != vocabulary_size - 1 and not or_fewer:
         raise DataError(
             f"the text gives only {len(ids) + 1} tokens, not {vocabulary_size}",
             f"give more text, or ask for {len(ids) + 1} tokens or fewer",

@@ -72,6 +72,7 @@ class UnitResult(msgspec.Struct, kw_only=True):
     text_bytes: int = 0
     n_lines: int = 0
     special_texts: dict[str, int] = msgspec.field(default_factory=dict)
+    not_prose: dict[str, int] = msgspec.field(default_factory=dict)
     lost_bytes: int = 0
     steps: list[StepCount] = msgspec.field(default_factory=list)
     groups: dict[str, GroupCount] = msgspec.field(default_factory=dict)
@@ -187,6 +188,7 @@ class UnitWorker:
     ) -> npt.NDArray[np.void]:
         tokens: Array
         tokens, lengths = self._tokenizer.encode_batch(texts)
+        add_counts(result.not_prose, Counter(filter(None, map(_format_within, texts))))
         result.lost_bytes += sum(map(self._tokenizer.count_lost_bytes, texts))
         if self._corpus.special_tokens == "text":
             add_counts(result.special_texts, Counter(chain(*map(self._special.findall, texts))))
@@ -201,6 +203,16 @@ class UnitWorker:
         result.tokens += len(tokens)
         result.text_bytes += int(sizes.sum())
         return rows
+
+
+def _format_within(text: str) -> str:
+    """Names the format that a text looks like: HTML, or CSV of three columns or more."""
+    start = text[:2000].lstrip()
+    if start[:14].lower().startswith(("<!doctype html", "<html")):
+        return "HTML"
+    *lines, _ = start.split("\n")
+    counts = [{line.count(sign) for line in lines} for sign in ",;\t"] if len(lines) >= 5 else []
+    return "CSV" if any(len(each) == 1 and max(each) >= 2 for each in counts) else ""
 
 
 def add_counts(total: dict[str, int], added: Mapping[str, int]) -> None:

@@ -94,8 +94,16 @@ def _compression_of(head: bytes) -> str:
 
 
 def _say_how_to_convert(fault: Fault, path: Path) -> Fault:
-    """Adds the command that converts the file to UTF-8 as the hint, or says that it is packed."""
-    if fault.kind != "invalid UTF-8" or format_of(path)[1]:
+    """Adds the command that converts the file as the hint, or says that it is packed."""
+    if format_of(path)[1]:
+        return fault
+    name = shlex.quote(str(path))
+    start = fault.raw.strip()[:2]
+    if fault.kind == "malformed JSON" and start in (b"[", b"[{", b"{"):
+        each, lines = "." if start == b"{" else "'.[]'", path.with_suffix(".lines.jsonl")
+        command = f"jq -c {each} {name} > {shlex.quote(str(lines))}"
+        return replace(fault, hint=f"write one JSON object per line: {command}")
+    if fault.kind != "invalid UTF-8":
         return fault
     if fault.position <= 1 and (compression := _compression_of(fault.raw)):
         detail = f"the file is {compression} data, which its name does not say"
@@ -105,7 +113,7 @@ def _say_how_to_convert(fault: Fault, path: Path) -> Fault:
         encoding = "UTF-16"
     elif re.search(rb"[\x80-\x9f]", fault.raw):  # controls in Latin-1, quotes on Windows
         encoding = "WINDOWS-1252"
-    name, converted = shlex.quote(str(path)), shlex.quote(f"{path}.utf8")
+    converted = shlex.quote(f"{path}.utf8")
     command = f"iconv -f {encoding} -t UTF-8 {name} > {converted} && mv {converted} {name}"
     return replace(fault, hint=f"convert it: {command}")
 

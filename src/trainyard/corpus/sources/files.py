@@ -46,6 +46,16 @@ OTHER_TEXT = "to read other text files too, name them, such as 'notes/**/*.md'"
 _CONVERT = (
     "save it as plain text first: pdftotext for .pdf, pandoc -t plain for .docx, .odt and .epub"
 )
+_PAGES = "extract the text, such as with trafilatura or pandoc -t plain"
+_ROWS = (
+    "write a JSON object a line: python3 -c 'import csv, json, sys; "
+    "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]' < FILE.csv > FILE.jsonl"
+)
+_NOT_TEXT = {
+    **dict.fromkeys((".html", ".htm", ".xhtml"), ("HTML", _PAGES)),
+    ".warc": ("a web archive", _PAGES),
+    **dict.fromkeys((".csv", ".tsv"), ("a table", _ROWS)),
+}
 _HEAD_BYTES = 1 << 13
 _BROKEN = "behind broken links"
 
@@ -107,7 +117,7 @@ def scan_inputs(inputs: Sequence[str]) -> tuple[list[Path], Counter[str]]:
             comes twice, or is a folder without text or that cannot be read.
     """
     files: list[Path] = []
-    skipped: Counter[str] = Counter()
+    skipped: list[tuple[str, str]] = []
     for item in inputs:
         try:
             files += _expand(item, skipped)
@@ -129,7 +139,7 @@ def scan_inputs(inputs: Sequence[str]) -> tuple[list[Path], Counter[str]]:
         seen.add(real)
     if not files:
         raise DataError("no input was given", "name at least one file, folder or glob")
-    return files, skipped
+    return files, Counter(kind for real, kind in skipped if real not in seen)
 
 
 def describe_skipped(skipped: Counter[str]) -> str:
@@ -138,13 +148,14 @@ def describe_skipped(skipped: Counter[str]) -> str:
     return ", ".join(f"{count:,} {printable(kind)}" for kind, count in ordered)
 
 
-def _expand(item: str, skipped: Counter[str]) -> list[Path]:
+def _expand(item: str, skipped: list[tuple[str, str]]) -> list[Path]:
     path, shown = Path(item), printable(item)
     if path.is_dir():
-        others: Counter[str] = Counter()
+        others: list[tuple[str, str]] = []
         found = _search(path, others)
         if not found:
-            there = f"only {describe_skipped(others)}" if others else "it is empty"
+            kinds = Counter(kind for _, kind in others)
+            there = f"only {describe_skipped(kinds)}" if others else "it is empty"
             problem = f"the folder {shown} has no readable file: {there}"
             raise DataError(problem, f"{_KNOWN}; {OTHER_TEXT}")
         skipped += others
@@ -155,7 +166,7 @@ def _expand(item: str, skipped: Counter[str]) -> list[Path]:
         matches = map(Path, glob.glob(item, recursive=True))  # noqa: PTH207 (absolute patterns)
         named = sorted(file for file in matches if file.name[0] != ".")
         found = [file for file in named if file.is_file()]
-        skipped.update(_BROKEN for file in named if not file.exists())
+        skipped += [("", _BROKEN) for file in named if not file.exists()]
     if not found and path.is_symlink():
         problem = f"the link {shown} is broken: it leads to {printable(path.readlink())}"
         raise DataError(problem, "fix the link, or leave it out")
@@ -178,6 +189,10 @@ def _check_text(path: Path) -> None:
     with open_file(path) as file:
         head = file.read(_HEAD_BYTES)
     inner, compression = _suffixes(path)
+    if inner in _NOT_TEXT:
+        kind, hint = _NOT_TEXT[inner]
+        hint += "; or name it .txt, to read all of it as text"
+        raise DataError(f"{printable(path)} is {kind}, not plain text", hint)
     if inner in _TABLES:
         problem = f"{printable(path)} is {_TABLES[inner]} inside {compression}"
         raise DataError(problem, f"unpack the {compression}")
@@ -188,10 +203,10 @@ def _check_text(path: Path) -> None:
         raise DataError(f"{printable(path)} is not plain text", hint)
 
 
-def _search(top: Path, skipped: Counter[str]) -> list[Path]:
+def _search(top: Path, skipped: list[tuple[str, str]]) -> list[Path]:
     """Lists the files of known formats in a folder, each real file and folder once.
 
-    Others are counted in `skipped`.
+    Others are listed in `skipped`, with their real path, where they have one, and their kind.
     """
     files: list[str] = []
     folders = [top]
@@ -213,34 +228,34 @@ def _search(top: Path, skipped: Counter[str]) -> list[Path]:
             elif entry.is_dir():
                 folders.append(folder / entry.name)
             elif kind := _skipped_as(entry.name):
-                skipped[kind] += 1
+                skipped.append((f"{real}{os.sep}{entry.name}", kind))
             elif entry.is_file():
                 files.append(entry.path)
                 seen.add(f"{real}{os.sep}{entry.name}")
             else:
-                skipped["pipes and devices"] += 1
+                skipped.append(("", "pipes and devices"))
     files += _follow(file_links, seen, skipped)
     return sorted(map(Path, files), key=lambda path: path.parts)
 
 
-def _follow(links: list[Path], seen: set[str], skipped: Counter[str]) -> Iterator[str]:
+def _follow(links: list[Path], seen: set[str], skipped: list[tuple[str, str]]) -> Iterator[str]:
     for link in sorted(links):
         if kind := _skipped_as(link.name):
-            skipped[kind] += 1
+            skipped.append((str(link.resolve()), kind))
         elif not link.is_file():
-            skipped[_BROKEN] += 1
+            skipped.append(("", _BROKEN))
         elif str(link.resolve()) not in seen:
             seen.add(str(link.resolve()))
             yield str(link)
 
 
-def _list_folder(folder: Path, skipped: Counter[str]) -> Iterator[os.DirEntry[str]]:
+def _list_folder(folder: Path, skipped: list[tuple[str, str]]) -> Iterator[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         shown = {entry.name: entry for entry in entries if entry.name != LISTING_NAME}
     left_out = leave_out(folder, list(shown))
     for name, entry in shown.items():
         if kind := "hidden" if name.startswith(".") else left_out.get(name):
-            skipped[kind] += 1
+            skipped.append(("", kind))
         else:
             yield entry
 

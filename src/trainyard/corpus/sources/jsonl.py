@@ -220,7 +220,8 @@ def missing_key(key: str, present: list[str], number: int, raw: bytes = b"") -> 
     near = difflib.get_close_matches(key, shown, n=1)
     listing = ", ".join(shown[:10]) or "none"
     detail = f'there is no key "{key}"; the keys are: {listing}'
-    hint = f'did you mean "{near[0]}"? name it as json_key' if near else "name another json_key"
+    option = "--json-key, or json_key of a data file"
+    hint = f'did you mean "{near[0]}"? name it with {option}' if near else f"name it with {option}"
     if key.partition(".")[0] in shown:
         hint = "json_key names a key of the outermost object: keys inside others are not supported"
     return Fault("missing key", number, detail, hint, raw)
