@@ -33,6 +33,7 @@ STEPS: list[dict[str, Any]] = [
         "stop_words": [],
         "min_punctuated_line_share": 0.0,
         "max_lines_per_word": 1.0,
+        "max_short_line_share": 1.0,
     },
     {"kind": "deduplicate"},
     {"kind": "near_deduplicate", "words": 2},

@@ -162,8 +162,8 @@ def _line_rules(text: str, step: Quality) -> Iterator[tuple[bool, str]]:
     yield n_repeats > step.max_repeated_line_share * n_lines, "too many repeated lines"
     yield share > step.max_repeated_line_character_share, "too much in repeated lines"
     n_repeats, share = _count_repeats(paragraphs)
-    reason = "too many repeated paragraphs"
-    yield n_repeats > step.max_repeated_paragraph_share * len(paragraphs), reason
+    n_most = step.max_repeated_paragraph_share * len(paragraphs)
+    yield n_repeats > n_most, "too many repeated paragraphs"
     yield share > step.max_repeated_paragraph_character_share, "too much in repeated paragraphs"
 
 
@@ -197,10 +197,11 @@ def _repetition_rules(
     words = np.add.reduceat(numbers, starts) * inverses[starts]
     lengths = np.diff(starts, append=len(codes))
     longest_share = float(lengths.max() / lengths.sum())
+    least = min(step.max_top_n_gram_shares, default=0.0)
     for n, most in enumerate(step.max_top_n_gram_shares, 2):
         count, share = _top_n_gram(words, lengths, n)
         yield share > most, f"one group of {n} words too often"
-        if count * 4 * longest_share <= min(step.max_top_n_gram_shares):
+        if count * (len(step.max_top_n_gram_shares) + 1) * longest_share <= least:
             break  # longer groups are no more frequent
     for n, most in enumerate(step.max_repeated_n_gram_shares, 5):
         share = _repeated_share(words, lengths, n)
@@ -236,7 +237,7 @@ def _top_n_gram(
     count = int(counts[top])
     if count <= 1:
         return count, 0.0
-    place = int(np.flatnonzero(keys == ordered[borders[top] if top < len(borders) else -1])[0])
+    place = int(np.flatnonzero(keys == ordered[counts[: top + 1].sum() - 1])[0])
     return count, min(1.0, float(lengths[place : place + n].sum() * count / lengths.sum()))
 
 

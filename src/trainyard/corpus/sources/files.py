@@ -58,6 +58,8 @@ _NOT_TEXT = {
 }
 _HEAD_BYTES = 1 << 13
 _BROKEN = "behind broken links"
+Skipped = list[tuple[str, str]]
+"""The real path of each file that is not read, if it has one, and its kind."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def scan_inputs(inputs: Sequence[str]) -> tuple[list[Path], Counter[str]]:
             comes twice, or is a folder without text or that cannot be read.
     """
     files: list[Path] = []
-    skipped: list[tuple[str, str]] = []
+    skipped: Skipped = []
     for item in inputs:
         try:
             files += _expand(item, skipped)
@@ -148,10 +150,10 @@ def describe_skipped(skipped: Counter[str]) -> str:
     return ", ".join(f"{count:,} {printable(kind)}" for kind, count in ordered)
 
 
-def _expand(item: str, skipped: list[tuple[str, str]]) -> list[Path]:
+def _expand(item: str, skipped: Skipped) -> list[Path]:
     path, shown = Path(item), printable(item)
     if path.is_dir():
-        others: list[tuple[str, str]] = []
+        others: Skipped = []
         found = _search(path, others)
         if not found:
             kinds = Counter(kind for _, kind in others)
@@ -203,10 +205,10 @@ def _check_text(path: Path) -> None:
         raise DataError(f"{printable(path)} is not plain text", hint)
 
 
-def _search(top: Path, skipped: list[tuple[str, str]]) -> list[Path]:
+def _search(top: Path, skipped: Skipped) -> list[Path]:
     """Lists the files of known formats in a folder, each real file and folder once.
 
-    Others are listed in `skipped`, with their real path, where they have one, and their kind.
+    Others are listed in `skipped`.
     """
     files: list[str] = []
     folders = [top]
@@ -238,7 +240,7 @@ def _search(top: Path, skipped: list[tuple[str, str]]) -> list[Path]:
     return sorted(map(Path, files), key=lambda path: path.parts)
 
 
-def _follow(links: list[Path], seen: set[str], skipped: list[tuple[str, str]]) -> Iterator[str]:
+def _follow(links: list[Path], seen: set[str], skipped: Skipped) -> Iterator[str]:
     for link in sorted(links):
         if kind := _skipped_as(link.name):
             skipped.append((str(link.resolve()), kind))
@@ -249,7 +251,7 @@ def _follow(links: list[Path], seen: set[str], skipped: list[tuple[str, str]]) -
             yield str(link)
 
 
-def _list_folder(folder: Path, skipped: list[tuple[str, str]]) -> Iterator[os.DirEntry[str]]:
+def _list_folder(folder: Path, skipped: Skipped) -> Iterator[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         shown = {entry.name: entry for entry in entries if entry.name != LISTING_NAME}
     left_out = leave_out(folder, list(shown))
