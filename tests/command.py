@@ -37,7 +37,7 @@ def trainyard(*words: str, folder: Path, **environment: str) -> CompletedProcess
 
 
 def on_terminal(
-    *words: str, folder: Path, typed: Sequence[tuple[str, str]] = ()
+    *words: str, folder: Path, typed: Sequence[tuple[str, str]] = (), **environment: str
 ) -> tuple[int, str]:
     """Runs `trainyard WORDS` on a terminal; gives its exit code and what it printed.
 
@@ -51,6 +51,7 @@ def on_terminal(
         code = 1
         try:
             os.chdir(folder)
+            os.environ.update(environment)
             sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
             main([*words])
         except SystemExit as ended:

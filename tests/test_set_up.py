@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,8 @@ def set_up(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, "set_up", module)
     spec.loader.exec_module(module)
     monkeypatch.chdir(checkout)
-    for name in ("TORCH", "TORCH_INDEX", "UV_INDEX"):
+    monkeypatch.setattr(module, "DEFAULT_INDEX", "file:///no/network/in/tests")
+    for name in ("TORCH", "TORCH_INDEX", "UV_INDEX", "UV_DEFAULT_INDEX"):
         monkeypatch.delenv(name, raising=False)
 
     def create(_venv: object) -> None:
@@ -398,3 +400,26 @@ def test_two_at_once_set_up_one_after_the_other(checkout: Path) -> None:
             assert (checkout / "log").read_text() == ""
             fcntl.flock(script, fcntl.LOCK_UN)
             interrupt(process, checkout)
+
+
+def test_an_index_that_does_not_answer_is_named_at_once(
+    set_up: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert set_up.find_unreachable({"index-url": f"{place}/simple"}) == ""
+        far = {"index-url": "https://packages.invalid/simple"}
+        assert set_up.find_unreachable({**far, "proxy": place}) == ""
+        monkeypatch.setenv("https_proxy", place)
+        assert set_up.find_unreachable(far) == ""
+    assert set_up.find_unreachable(far) == "127.0.0.1"  # the proxy has gone
+    monkeypatch.delenv("https_proxy")
+    assert set_up.find_unreachable({"index-url": f"{place}/simple"}) == "127.0.0.1"
+    assert set_up.find_unreachable({**far, "no-index": "1"}) == ""
+    monkeypatch.setenv("UV_DEFAULT_INDEX", place.replace("http://", "http://me:letmein@"))
+    assert start(set_up, "train") == ["created created", "python uv", "uv train"]
+    said = capsys.readouterr().out
+    assert "  127.0.0.1 does not answer, and pip tries it for minutes" in said
+    assert "letmein" not in said

@@ -28,6 +28,7 @@ import platform
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 SCRIPT = Path(__file__).resolve()
 ROOT = SCRIPT.parent.parent
@@ -55,6 +58,8 @@ PEERS = Path("benchmarks") / "peers.txt"
 CUDA_REQUIREMENTS = FAKE_CUDA / "requirements.txt"
 COMPILERS = ("gcc", "g++", "nm", "readelf")
 EXIT_NOT_HERE = 3
+DEFAULT_INDEX = "https://pypi.org/simple"
+PROBE_SECONDS = 5.0
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
@@ -233,9 +238,8 @@ def install(venv: Environment, extras: list[str], torch_index: str) -> None:
         # All that is pinned, and nothing that torch would bring: 2 GB of NVIDIA's libraries.
         packages = ["--no-deps", "-r", pins, "-r", str(CUDA_REQUIREMENTS), "-e", "."]
     variables = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    settings = read_settings(pip, variables)
     failure = run("installer (uv)", [*pip, "install", "-q", *constraints, "uv"], variables)
-    listing = subprocess.run([*pip, "config", "list"], capture_output=True, text=True)
-    settings = pip_settings(listing.stdout)
     if torch_index:
         more = f"{settings.get('extra-index-url', '')} {torch_index}".strip()
         settings["extra-index-url"] = variables["PIP_EXTRA_INDEX_URL"] = more
@@ -308,6 +312,37 @@ def gets_needless_cuda(settings: dict[str, str]) -> bool:
     sources = {"index-url", "extra-index-url", "find-links", "no-index"}
     has_gpu = any(Path(device).exists() for device in GPU_DEVICES)
     return sys.platform == "linux" and not has_gpu and not sources & settings.keys()
+
+
+def read_settings(pip: list[str], variables: dict[str, str]) -> dict[str, str]:
+    """Reads pip's settings, with uv's index; names an index that does not answer."""
+    listing = subprocess.run([*pip, "config", "list"], capture_output=True, text=True)
+    settings = pip_settings(listing.stdout)
+    if "index-url" not in settings and (index := os.environ.get("UV_DEFAULT_INDEX")):
+        settings["index-url"] = variables["PIP_INDEX_URL"] = index
+    if host := find_unreachable(settings):
+        print(
+            f"  {host} does not answer, and pip tries it for minutes: check the network, or set a "
+            "mirror or a proxy with `pip config set global.index-url URL`",
+            flush=True,
+        )
+    return settings
+
+
+def find_unreachable(settings: Mapping[str, str]) -> str:
+    """Returns the host of the package index, or of the proxy to it, if none answers; else ""."""
+    index = urlsplit(settings.get("index-url", DEFAULT_INDEX))
+    if "no-index" in settings or not index.hostname:  # a folder has no host
+        return ""
+    bypassed = proxy_bypass(index.hostname)
+    proxy = settings.get("proxy") or ("" if bypassed else getproxies().get(index.scheme, ""))
+    asked = urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else index
+    try:
+        place = (asked.hostname, asked.port or (80 if asked.scheme == "http" else 443))
+        socket.create_connection(place, PROBE_SECONDS).close()
+    except (OSError, ValueError):
+        return str(asked.hostname)
+    return ""
 
 
 def pip_settings(listing: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +16,11 @@ from trainyard.errors import escape
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 PLAIN_LINE_EVERY_SECONDS = 10.0
+COPIED = "arguments for"
+"""The beginning of lines that people copy to the command line: they are never broken."""
 
 
 def build_logger(hide: Callable[[str], str] = str) -> logging.Logger:
@@ -63,11 +67,8 @@ def escape_output() -> None:
     os.environ.setdefault("PYTHON_COLORS", "0")  # tracebacks of Python 3.13
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not hasattr(stream, "unescaped"):
-            vars(stream).update(unescaped=stream.write, write=_escaping(stream.write))
-
-
-def _escaping(write: Callable[[str], int]) -> Callable[[str], int]:
-    return lambda text: write(escape(text))
+            write = stream.write
+            vars(stream).update(unescaped=write, write=lambda text, to=write: to(escape(text)))
 
 
 def build_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
@@ -88,6 +89,22 @@ def build_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
 
     file: Any = _Unescaped(sys.stderr if stderr else sys.stdout)
     return Escaping(file=file, soft_wrap=soft_wrap, highlight=False, markup=False)
+
+
+def print_lines(text: Text) -> None:
+    """Prints a text; a terminal breaks long lines between words, and indents to their column."""
+    from rich.text import Text
+
+    console = build_console(soft_wrap=True)
+    for line in text.split("\n"):
+        if not console.is_terminal or line.plain.startswith(COPIED):
+            console.print(line)
+            continue
+        starts = [match.end() for match in re.finditer(r"\s{2,}(?=\S)", line.plain)]
+        indent = max([start for start in starts if start < console.width / 2], default=0)
+        console.print(line[:indent], end="")
+        parts = line[indent:].wrap(console, console.width - indent)
+        console.print(Text(f"\n{'':{indent}}").join(parts))
 
 
 class _Unescaped:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.command import trainyard
+from tests.command import on_terminal, trainyard
 from typer.main import get_command
 
 from trainyard.cli import __main__
@@ -240,3 +241,30 @@ def test_fields_of_a_section(tmp_path: Path) -> None:
     shown = trainyard("show", "--fields", "train", folder=tmp_path).stdout
     assert "train.length" in shown and "model." not in shown.partition("\n")[2].split(" = ")[0]
     assert "\nextends\n" in trainyard("show", "--fields", folder=tmp_path).stdout
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--help",
+        "show gpt3-125m",
+        "show --fields schedule",
+        "plan gpt3-125m --gpu h100-80g",
+        "plan gpt3-1.3b --gpu h100-80g --gpus 64 --search",
+        "plan gpt3-1.3b --gpu rtx-4090 --gpus 8 --deadline 1week",
+    ],
+)
+def test_lines_fit_the_terminal_and_no_word_is_broken(
+    tmp_path: Path, command: str, columns: int
+) -> None:
+    code, printed = on_terminal(*command.split(), folder=tmp_path, COLUMNS=str(columns))
+    printed = re.sub("\x1b\\[[0-9;]*m", "", printed)
+    assert code == 0, printed
+    too_long = [line for line in printed.splitlines() if len(line) > columns]
+    assert not [line for line in too_long if not line.startswith("arguments for")]
+    piped = trainyard(*command.split(), folder=tmp_path, COLUMNS="200").stdout
+    assert "..." not in printed.replace("[ARGS]...", "")
+    assert [word for word in printed.split() if "█" not in word] == [
+        word for word in piped.split() if "█" not in word
+    ]

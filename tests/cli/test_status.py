@@ -194,7 +194,7 @@ def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     refusals = {
         ("absent",): "error: no folder ",
         (".",): "is not a run folder: it has no run.toml",
-        (".", "--json", "--follow"): "choose --follow or --json",
+        (".", "--json", "--follow"): "--follow needs a run, and prints no JSON",
     }
     for (name, *options), text in refusals.items():
         with pytest.raises(SystemExit) as ended:

@@ -77,6 +77,12 @@ def read_all(folder: Path) -> None:
     Restarts(folder).end(93)
 
 
+@pytest.fixture(autouse=True)
+def few_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To compare with all takes seconds."""
+    monkeypatch.setattr("trainyard.report.tables.preset_names", lambda: ["tiny"])
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_any_value_of_a_file(make_run_folder: Callable[..., Path], name: str) -> None:
     folder = make_run_folder()

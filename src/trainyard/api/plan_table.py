@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
@@ -33,7 +34,8 @@ from trainyard.units import (
     with_article,
 )
 
-BAR_WIDTH = 30
+BAR_WIDTH, TEXT_WIDTH = 30, 52
+WIDEST = BAR_WIDTH + TEXT_WIDTH
 MOST_CORPORA = 8
 LONG_EVALUATION = 0.2
 """Share of a run from which a plan says how to leave evaluation out."""
@@ -165,9 +167,10 @@ def _memory(report: Report) -> Iterator[tuple[str, str]]:
 def _bars(values: Mapping[str, float], form: Any) -> Iterator[tuple[str, str]]:
     """Draws amounts as bars; the longest has the full width."""
     most = max(values.values(), default=0.0)
+    width = min(BAR_WIDTH, max(4, shutil.get_terminal_size((WIDEST, 0)).columns - TEXT_WIDTH))
     for name, value in values.items():
         if value > 0:
-            bar = "█" * max(1, round(BAR_WIDTH * value / most))
+            bar = "█" * max(1, round(width * value / most))
             yield "", f"  {name:<22} {form(value):>10}  {bar}"
 
 

@@ -77,6 +77,7 @@ def _import(name: str) -> Any:
         verb.command(name, cls=Verb)(function)
     command = get_command(verb)
     command.name = name
+    command.short_help = (command.help or "").partition("\n")[0]  # wrapped instead of cut
     return command
 
 

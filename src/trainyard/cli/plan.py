@@ -202,12 +202,12 @@ def _print(report: Report, picture: Path | None, *, as_json: bool) -> None:
         MachineError: it does not fit.
     """
     from trainyard.api.plan_table import plan_as_json, render_plan
-    from trainyard.log import build_console
+    from trainyard.log import print_lines
 
     if as_json:
         typer.echo(json.dumps(plan_as_json(report), indent=2))
     else:
-        build_console(soft_wrap=True).print(render_plan(report))
+        print_lines(render_plan(report))
     if picture is not None:
         from trainyard.planning.search import usable_bytes
         from trainyard.report.plan_pictures import draw_plan, save_picture

@@ -69,10 +69,10 @@ def print_deadline(
     if as_json:
         typer.echo(json.dumps([_as_json(row, loaded) for row in rows], indent=2))
     else:
-        from trainyard.log import build_console
+        from trainyard.log import print_lines
 
         text = _render(loaded, trainer, rows, deadline)
-        build_console(soft_wrap=True).print(text)
+        print_lines(text)
 
 
 def _nothing_makes_it(

@@ -102,10 +102,10 @@ def print_search(
     if as_json:
         typer.echo(json.dumps(search_as_json(run, found), indent=2))
     else:
-        from trainyard.log import build_console
+        from trainyard.log import print_lines
 
         text = render_search(run, machine, found)
-        build_console(soft_wrap=True).print(text)
+        print_lines(text)
     if n_measured is not None:
         typer.echo(keep_winner(found, run, source), err=as_json)
 

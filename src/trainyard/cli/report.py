@@ -47,10 +47,9 @@ def report(
     run_folders = [find_run(name) for name in run_folders]
     from trainyard.report.page import write_report
 
-    if output is None:
-        first, *others = run_folders
-        names = "-".join(folder.name for folder in run_folders)[:200]
-        output = first.parent / f"{names}.html" if others else first / "report.html"
+    first, names = run_folders[0], "-".join(folder.name for folder in run_folders)[:200]
+    own = first / "report.html" if len(run_folders) == 1 else first.parent / f"{names}.html"
+    output = output or own
     write_report(run_folders, output, png, dict(map(_parse_baseline, baseline or [])))
     typer.echo(f"wrote {output}")
     if png is not None:

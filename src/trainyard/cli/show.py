@@ -59,7 +59,7 @@ def show(
     trainyard show --schema > run.schema.json
     trainyard show order run.toml --split train --start 0 --count 2000 --output order.npz
     """
-    from trainyard.log import build_console
+    from trainyard.log import build_console, print_lines
 
     console = build_console(soft_wrap=True)
     names = what or []
@@ -70,7 +70,7 @@ def show(
     elif fields:
         from trainyard.cli.show_fields import render_fields
 
-        console.print(render_fields(names[0] if names else ""))
+        print_lines(render_fields(names[0] if names else ""))
     elif names and names[0] == "order":
         from trainyard.cli.show_data import show_order
 
@@ -115,8 +115,9 @@ def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields
         typer.echo(render_family(name))
     elif overrides or all_fields or not holds_checkpoint(path):
         from trainyard.cli.show_run import render_run_summary
+        from trainyard.log import print_lines
 
-        console.print(render_run_summary(load_run(name, overrides), all_fields=all_fields))
+        print_lines(render_run_summary(load_run(name, overrides), all_fields=all_fields))
     else:
         from trainyard.checkpoint.format import read_manifest
         from trainyard.checkpoint.resume import find_checkpoint, format_value

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import textwrap
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from rich.text import Text
 
-from trainyard.cli.show_run import WIDTH, as_toml
+from trainyard.cli.show_run import as_toml, fill
 from trainyard.config.corpus import (
     Corpus,
     Deduplicate,
@@ -56,9 +55,9 @@ def render_fields(section: str = "") -> Text:
     _append_fields(text, Corpus(), [*all_fields(Corpus)])
     for kind in (Keep, Normalize, LengthLimits, Quality, Deduplicate, NearDeduplicate):
         name = get_args(kind.model_fields["kind"].annotation)[0]
-        manual = textwrap.fill((kind.__doc__ or "").strip().splitlines()[0], WIDTH)
+        manual = fill((kind.__doc__ or "").strip().splitlines()[0], "    ")
         text.append(f'\nsteps, kind = "{name}"', style="cyan not bold")
-        text.append("\n" + textwrap.indent(manual, "    "), style="not bold")
+        text.append("\n" + manual, style="not bold")
         manuals = describe_fields(kind)
         for field, info in kind.model_fields.items():
             if field != "kind":
@@ -76,4 +75,4 @@ def _append_fields(text: Text, defaults: BaseModel, fields: list[str]) -> None:
 def _append_field(text: Text, field: str, default: Any, manual: str) -> None:
     shown = "" if default is None else f" = {as_toml(default)}"
     text.append(f"\n{field}", style="cyan not bold").append(shown, style="not bold")
-    text.append("\n" + textwrap.indent(textwrap.fill(manual, WIDTH), "    "), style="not bold")
+    text.append("\n" + fill(manual, "    "), style="not bold")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import textwrap
 from typing import Any
 
@@ -18,6 +19,12 @@ from trainyard.units import Length, format_large, format_number
 WIDTH = 96
 
 
+def fill(text: str, indent: str = "") -> str:
+    """Fills a paragraph to the terminal's width, or to `WIDTH` if that is less."""
+    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
+
+
 def render_run_summary(loaded: LoadedRun, all_fields: bool = False) -> Text:
     """Describes a run: its description, size and length, then its values and their origins.
 
@@ -30,7 +37,7 @@ def render_run_summary(loaded: LoadedRun, all_fields: bool = False) -> Text:
     """
     run = loaded.run
     text = Text(run.name, style="bold")
-    text.append("\n" + textwrap.fill(" ".join(run.description.split()), WIDTH), style="not bold")
+    text.append("\n" + fill(" ".join(run.description.split())), style="not bold")
     plan = resolve(run)
     for title, line in _facts(run, plan).items():
         text.append(f"\n{title:<11}", style="cyan not bold").append(line, style="not bold")

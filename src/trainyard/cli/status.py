@@ -44,10 +44,8 @@ def status(
     """
     from trainyard.report.status import StatusReader
 
-    if as_json and is_followed:
-        raise UserError("--follow prints no JSON", "choose --follow or --json")
-    if run is None and is_followed:
-        raise UserError("--follow needs a run", "trainyard status RUN --follow")
+    if is_followed and (as_json or run is None):
+        raise UserError("--follow needs a run, and prints no JSON", "trainyard status RUN --follow")
     if run is None:
         _list_runs(as_json=as_json)
         return

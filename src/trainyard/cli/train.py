@@ -124,8 +124,8 @@ def train(
         try:
             check_entries(folder)
             begun = None if resume == "never" or overwrite else begun_run(folder)
+            run = _follow_length(run, run_file, overrides or [], begun)
             run = find_token_files(run, begun)
-            run = _follow_length(minutes, run, run_file, overrides or [], begun)
             if not force and process.local_rank == 0:
                 n_local = process.n_local_ranks if process.n_ranks > 1 else n_ranks
                 refuse_without_room(run, plan, n_local, folder)
@@ -252,25 +252,19 @@ def _fit_into(
     return fitted
 
 
-def _follow_length(
-    minutes: float | None, run: Run, source: str, overrides: list[str], begun: Run | None
-) -> Run:
+def _follow_length(run: Run, source: str, overrides: list[str], begun: Run | None) -> Run:
     """Shortens the schedule of a file that Trainyard wrote with `train.length`, and says so."""
     from trainyard.planning.shorten import describe_too_short, follow_length, with_lengths_of
 
-    if minutes is not None:
-        return run
     followed = follow_length(run, source, overrides)
-    is_followed = followed != run
-    if begun and begun.train.length == run.train.length and is_followed:
+    if begun and begun.train.length == run.train.length and followed != run:
         followed = with_lengths_of(begun, run)
-    if is_followed and read_process().rank == 0:
-        logger.info(
-            "train.length=%s is shorter than in %s: schedule and intervals are shortened with it "
-            "(schedule.warmup=%s)",
-            *(f"'{run.train.length}'", source, f"'{followed.schedule.warmup}'"),
-        )
-    for problem in describe_too_short(followed) if read_process().rank == 0 else ():
+    if read_process().rank > 0:
+        return followed
+    if followed != run:
+        warmup = f"schedule.warmup='{followed.schedule.warmup}'"
+        logger.info("schedule and intervals follow train.length, as in %s: %s", source, warmup)
+    for problem in describe_too_short(followed):
         logger.warning("warning: %s", problem)
     return followed
 

@@ -10,11 +10,11 @@ shortened to 4_000 steps:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainyard.config.load import build_run, load_run
+from trainyard.config.load import build_run, load_run, override_run
 from trainyard.config.run import Run
 from trainyard.files import read_file
 from trainyard.planning.resolve import learning_rate, resolve
@@ -71,15 +71,13 @@ def follow_length(run: Run, source: str, overrides: Sequence[str]) -> Run:
     Raises:
         ConfigError: the run's layout or batch is impossible.
     """
-    typed = {text.partition("=")[0] for text in overrides}
     path = Path(source)
     is_written = path.is_file() and read_file(path).startswith(WRITTEN.encode())
-    if not is_written or "train.length" not in typed:
-        return run
     others = [text for text in overrides if not text.startswith("train.length=")]
-    whole = load_run(source, others).run
+    if not is_written or len(others) == len(overrides):
+        return run
     n_steps = resolve(run).n_sequences // run.train.global_batch_size
-    return with_lengths_of(shorten(whole, max(1, n_steps)), run, typed)
+    return override_run(shorten(load_run(source, others).run, max(1, n_steps)), overrides)
 
 
 def describe_too_short(run: Run) -> Iterator[str]:
@@ -99,18 +97,11 @@ def describe_too_short(run: Run) -> Iterator[str]:
             yield f"{section}.{name}={interval} is longer than the run of {plan.n_steps:,} steps"
 
 
-def with_lengths_of(other: Run, run: Run, kept: Collection[str] = ()) -> Run:
-    """Copies every length and interval that `shorten` may have changed from another run.
-
-    Args:
-        other: where they come from.
-        run: where they go.
-        kept: fields that are not copied.
-    """
+def with_lengths_of(other: Run, run: Run) -> Run:
+    """Copies every length and interval that `shorten` may have changed from another run."""
     tables, others = run.model_dump(), other.model_dump()
     lengths = [("train", "length"), ("train", "batch_ramp")]
     lengths += [("schedule", name) for name in ("warmup", "decay", "cooldown")]
     for section, name in [*lengths, *LEAST_PER_RUN]:
-        if f"{section}.{name}" not in kept:
-            tables[section][name] = others[section][name]
+        tables[section][name] = others[section][name]
     return build_run(tables)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE
 from trainyard.launch.lock import find_holder
@@ -20,9 +19,9 @@ from trainyard.report.summary import load_facts
 from trainyard.training.stop import INTERRUPTED
 
 YOUNG_SECONDS = 600.0
-MEANINGS: dict[int | None, str] = {
-    EXIT_REQUEUE: "; the same command continues",
-    EXIT_HOLD: "; needs attention before it is started again",
+MEANINGS = {
+    str(EXIT_REQUEUE): "; the same command continues",
+    str(EXIT_HOLD): "; needs attention before it is started again",
 }
 
 
@@ -47,17 +46,11 @@ def find_liveness(folder: Path) -> Liveness:
     if outcome:
         reason = str(outcome.get("reason", "unknown reason")).split("\n")[0]
         if reason == INTERRUPTED.reason:
-            return Liveness(False, f"ended: stopped by Ctrl-C{MEANINGS[EXIT_REQUEUE]}")
-        return Liveness(False, f"ended: {reason}{MEANINGS.get(code_of(outcome), '')}")
+            return Liveness(False, f"ended: stopped by Ctrl-C{MEANINGS[str(EXIT_REQUEUE)]}")
+        return Liveness(False, f"ended: {reason}{MEANINGS.get(str(outcome.get('exit_code')), '')}")
     if holder is None and (age := _metrics_age(folder)) is not None and age < YOUNG_SECONDS:
         return Liveness(True, "probably training: its file system has no locks to check")
     return Liveness(False, "not running, reason unknown: killed, or its machine failed")
-
-
-def code_of(outcome: dict[str, Any]) -> int | None:
-    """Returns the exit code in outcome.json; None if it has none."""
-    code = outcome.get("exit_code")
-    return code if isinstance(code, int) else None
 
 
 def _metrics_age(folder: Path) -> float | None:

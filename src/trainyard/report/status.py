@@ -24,7 +24,7 @@ from trainyard.jobs.status import (
 from trainyard.jobs.submission import Submission
 from trainyard.planning import saving
 from trainyard.report.history import History, Line, RunMetrics, is_finite
-from trainyard.report.liveness import code_of, find_liveness
+from trainyard.report.liveness import find_liveness
 from trainyard.report.metrics import MetricsFile
 from trainyard.report.scores import list_scores
 from trainyard.report.summary import EVALUATION, large, load_facts, load_run_of, memory, show
@@ -342,10 +342,10 @@ def _find_state(folder: Path, job: JobState | None, starts: list[Start]) -> tupl
         if not (folder / "metrics.jsonl").exists() and not starts:
             return "new", "not started yet" if job is None else f"not started: {job.text}"
         return "lost", liveness.text
-    states: dict[int | None, str] = {0: "done", EXIT_HOLD: "held"}
+    states = {"0": "done", str(EXIT_HOLD): "held"}
     if outcome.get("reason") == INTERRUPTED.reason:
         return "stopped", liveness.text
-    return states.get(code_of(outcome), "stopped"), liveness.text
+    return states.get(str(outcome.get("exit_code")), "stopped"), liveness.text
 
 
 def _reason(text: str) -> str:

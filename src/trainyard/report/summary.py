@@ -182,20 +182,14 @@ def have_equal_lengths(runs: list[ReportedRun]) -> bool:
 
 def unused_settings(run: Run) -> dict[str, set[str]]:
     """Names the settings that others of the run make ineffective, by section."""
-    schedule, parallel, precision = run.schedule.kind, run.parallel, run.precision.kind
-    unused = {
-        "optimizer": {"momentum": run.optimizer.kind == "adamw"},
-        "schedule": {
-            "cooldown": schedule != "warmup_stable_decay",
-            **dict.fromkeys(("decay", "minimum_learning_rate"), schedule == "constant"),
-        },
-        "parallel": {
-            **dict.fromkeys(("schedule", "chunks"), parallel.pipeline == 1),
-            "context_method": parallel.context == 1,
-        },
-        "precision": {"loss_scale": "fp16" not in precision, "fp8": "fp8" not in precision},
+    parallel, formats = run.parallel, {"loss_scale": "fp16", "fp8": "fp8"}
+    no_pipeline = {"schedule", "chunks"} if parallel.pipeline == 1 else set()
+    return {
+        "optimizer": {"momentum"} if run.optimizer.kind == "adamw" else set(),
+        "schedule": {"cooldown"} if run.schedule.kind != "warmup_stable_decay" else set(),
+        "parallel": no_pipeline | ({"context_method"} if parallel.context == 1 else set()),
+        "precision": {key for key, kind in formats.items() if kind not in run.precision.kind},
     }
-    return {name: {key for key, is_so in keys.items() if is_so} for name, keys in unused.items()}
 
 
 def show(value: Any, style: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import cache
 from html import escape
 from itertools import pairwise
 from typing import Any
@@ -132,7 +131,7 @@ def render_settings(runs: list[ReportedRun]) -> str:
 
 def find_nearest_preset(fields: Fields) -> tuple[str, Fields]:
     """Finds the shipped preset that differs least from a run, and its values."""
-    presets = {name: _flatten_preset(name) for name in preset_names()}
+    presets = {name: _flatten(load_run(name).run) for name in preset_names()}
 
     def distance(name: str) -> int:
         preset = presets[name]
@@ -183,11 +182,6 @@ def _cell(value: str, is_marked: bool) -> str:
 def _breakable(key: str) -> str:
     """Lets a narrow screen break a field name between its words."""
     return escape(key).replace(".", ".<wbr>").replace("_", "_<wbr>")
-
-
-@cache
-def _flatten_preset(name: str) -> Fields:
-    return _flatten(load_run(name).run)
 
 
 def _flatten(run: Run) -> Fields:
