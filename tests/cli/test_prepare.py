@@ -89,8 +89,8 @@ def test_what_looks_like_another_format_is_said(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["-o", "x" * 300], "a name is too long: xxx"),
-        (["-o", "o", "--tokenizer", "y" * 300], "a name is too long: yyy"),
+        (["-o", "x" * 300], "tokenizer.json: File name too long"),
+        (["-o", "o", "--tokenizer", "y" * 300], "yyy: File name too long"),
         (["-o", "o", "--json-key", 'a"b'], "json_key: a key must not have quotes, backslashes"),
         (["-o", "o", "--json-key", "a\\b"], "json_key: a key must not have quotes, backslashes"),
         (["-o", "o", "--json-key", "a\x07b"], "json_key: a key must not have quotes, backslashes"),

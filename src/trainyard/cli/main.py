@@ -19,7 +19,13 @@ from typer.exceptions import TyperException
 
 from trainyard import __version__
 from trainyard.cli.help import PROGRAM, Verbs
-from trainyard.errors import EXIT_INTERRUPTED, UserError, explain_os_error
+from trainyard.errors import (
+    EXIT_INTERRUPTED,
+    ConfigError,
+    UserError,
+    explain_os_error,
+    printable,
+)
 from trainyard.extras import missing_package
 from trainyard.launch.environment import hide_secrets, let_idle_threads_sleep, raise_file_limit
 from trainyard.log import build_logger, escape_output
@@ -106,6 +112,8 @@ def _explain(error: UserError | ModuleNotFoundError | OSError) -> UserError | No
 def _run(words: list[str]) -> int:
     """Runs a verb; returns its exit code."""
     completion_init()
+    if odd := [word for word in words if word != word.encode(errors="ignore").decode()]:
+        raise ConfigError(f"{printable(odd[0])} is not UTF-8", "rename the file or its folder")
     try:
         code = app(words, prog_name=PROGRAM, standalone_mode=False)
         sys.stdout.flush()
