@@ -18,9 +18,15 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from trainyard.config import kernels
 from trainyard.config.precisions import SCALED_COLUMNS
-from trainyard.config.run import Run, default_zero_stage
+from trainyard.config.run import (
+    CUDNN_CAPABILITIES,
+    CUDNN_HEAD_MULTIPLE,
+    CUDNN_LARGEST_HEAD,
+    CUDNN_TOKENS,
+    Run,
+    default_zero_stage,
+)
 from trainyard.config.secrets import secret_problems
 
 Changes = dict[str, Any]
@@ -226,7 +232,7 @@ def takes_cudnn(run: Run, capability: tuple[int, int] | None) -> bool:
     """
     if run.kernels.attention != "auto":
         return run.kernels.attention == "cudnn"
-    is_faster = capability is not None and capability[0] in kernels.CUDNN_CAPABILITIES
+    is_faster = capability is not None and capability[0] in CUDNN_CAPABILITIES
     return is_faster and not _obstacles_to_cudnn(run)
 
 
@@ -236,8 +242,8 @@ def _kernel_problems(run: Run) -> dict[str, str]:
     return {
         "cudnn": f"kernels.attention='cudnn' is incompatible with {' and '.join(obstacles)}: it "
         "is not deterministic, whole and causal, without dropout, in bf16 or fp16; of multiples of "
-        f"{kernels.CUDNN_TOKENS} tokens, and heads of multiples of {kernels.CUDNN_HEAD_MULTIPLE} "
-        f"up to {kernels.CUDNN_LARGEST_HEAD} values"
+        f"{CUDNN_TOKENS} tokens, and heads of multiples of {CUDNN_HEAD_MULTIPLE} "
+        f"up to {CUDNN_LARGEST_HEAD} values"
     }
 
 
@@ -245,15 +251,14 @@ def _obstacles_to_cudnn(run: Run) -> list[str]:
     """Lists the fields of a run that rule out cuDNN's attention, with their values."""
     model, parallel = run.model, run.parallel
     is_ring = parallel.context_method == "ring" and parallel.context > 1
-    multiple, largest = kernels.CUDNN_HEAD_MULTIPLE, kernels.CUDNN_LARGEST_HEAD
+    multiple, largest = CUDNN_HEAD_MULTIPLE, CUDNN_LARGEST_HEAD
     obstacles = {
         f"model.dropout={model.dropout}": model.dropout > 0,
         "model.attention_within_documents=true": model.attention_within_documents,
         "train.deterministic=true": run.train.deterministic,
         "parallel.context_method='ring'": is_ring,
         f"precision.kind={run.precision.kind!r}": run.precision.formats.compute.n_bytes > 2,
-        f"model.sequence_length={model.sequence_length}": model.sequence_length
-        % kernels.CUDNN_TOKENS,
+        f"model.sequence_length={model.sequence_length}": model.sequence_length % CUDNN_TOKENS,
         f"model.d_head={model.d_head}": model.d_head % multiple or model.d_head > largest,
     }
     return [field for field, rules_out in obstacles.items() if rules_out]

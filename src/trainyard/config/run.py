@@ -13,7 +13,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from trainyard import units
-from trainyard.config.kernels import Kernels
 from trainyard.config.precisions import Precision, Stored, stored
 from trainyard.config.section import (
     Length,
@@ -31,6 +30,12 @@ from trainyard.config.section import (
 Recompute = Literal["none", "attention", "block"]
 FlopFormula = Literal["megatron_causal", "megatron", "megatron_deepspeed", "deepspeed_2024"]
 MOST_PREFIXES = 32_766  # a corpus is a 16-bit number in the order
+CUDNN_TOKENS = 128
+"""cuDNN's attention takes multiples of it: of others, some gave NaN (pytorch/pytorch#196678)."""
+CUDNN_HEAD_MULTIPLE, CUDNN_LARGEST_HEAD = 8, 128
+"""Sizes of heads that it takes, forward and backward."""
+CUDNN_CAPABILITIES = (9, 10)
+"""Major compute capabilities where it is expected to be faster than flash attention."""
 
 
 def default_zero_stage(pipeline: int) -> int:
@@ -362,6 +367,18 @@ class Guard(Section):
     """A rank that spends longer in one phase of a step is hung: it is named, and all ranks end."""
     slow_timeout_minutes: float = Field(default=60.0, gt=0)
     """The same limit for start-up, the first step, evaluation, loading and saving."""
+
+
+class Kernels(Section):
+    """Kernels of a GPU, where several compute the same; the defaults are the fastest expected."""
+
+    attention: Literal["auto", "flash", "cudnn"] = "auto"
+    """Attention without dropout and documents: cuDNN's on GPUs of compute capability 9 and 10, else
+    flash attention."""
+    swiglu_halves: bool = True
+    """Compute gates and values of SwiGLU as two halves, which kernels read in wide words."""
+    reduced_precision: bool = False
+    """Let matmuls add partial sums in bf16 or fp16 instead of fp32."""
 
 
 class Run(Section):
