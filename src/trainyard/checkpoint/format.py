@@ -24,7 +24,8 @@
      "tokenizer": {"n_bytes": 1755863, "sha256": "...", "fingerprint": "..."}}
 
 Checksums of chunks are XXH3-128, all others SHA-256. Formats 1 and 2, still readable, have SHA-256
-for chunks too, named "sha256"; format 1 has no tokenizer.
+for chunks too, named "sha256"; format 1 has no tokenizer. `RENAMED` in `config/load.py` translates
+fields of their runs.
 
 Tensor names are global: `model.blocks.17.attention.qkv.weight`, `optimizer.<parameter>.exp_avg`.
 A tensor is stored in chunks, as sharded when saved; each has the tensor's name inside its file. The

@@ -6,6 +6,7 @@ preset (shipped)  <  the base in `extends`  <  run.toml  <  section.field=value
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 import textwrap
 import tomllib
@@ -24,6 +25,8 @@ from trainyard.config.rules import disagreements
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
 from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
+
+logger = logging.getLogger("trainyard")
 
 COMMAND_LINE = "command line"
 _DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]+[ \t]*\.[ \t]*){100}""")
@@ -104,7 +107,9 @@ def build_run(tables: dict[str, Any]) -> Run:
     Raises:
         ValidationError: of pydantic, with the wrong fields or, if there are none, broken rules.
     """
-    return _CHECKED_RUN.validate_python(tables)
+    translated: dict[str, Any] = {}
+    _merge(translated, tables, "", {})
+    return _CHECKED_RUN.validate_python(translated)
 
 
 def _refuse_nul(value: Any, field: str = "") -> Any:
@@ -251,6 +256,26 @@ def _parse_override(text: str) -> dict[str, Any]:
     return tables
 
 
+RENAMED = {
+    "parallel.replicas": "parallel.data_replicate",
+    "kernels.skip_guards": "",
+    "kernels.cuda_graph": "",
+}
+"""Fields of earlier versions by their name today, in the same section; empty: removed, did nothing.
+
+Old run files and checkpoints have them, so entries stay as long as their format is read.
+"""
+
+
+@cache
+def _translate(field: str, origin: str) -> str:
+    """Returns a field's name today; says it once for each origin that has a name."""
+    if origin:
+        now = f"is now {RENAMED[field]}" if RENAMED[field] else "no longer exists: it did nothing"
+        logger.warning("%s: %s %s", origin, field, now)
+    return RENAMED[field]
+
+
 def _merge(
     target: dict[str, Any],
     values: dict[str, Any],
@@ -260,6 +285,11 @@ def _merge(
 ) -> None:
     for key, value in values.items():
         field = prefix + key
+        if field in RENAMED:
+            field = _translate(field, origin)
+            key = field.removeprefix(prefix)
+            if not field:
+                continue
         if isinstance(value, dict):
             inner = target.get(key)
             if not isinstance(inner, dict):
