@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -103,7 +104,12 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
                 rank.start()
             for _, sender in pipes:
                 sender.close()
-            return _collect([receiver for receiver, _ in pipes])
+            results = _collect([receiver for receiver, _ in pipes])
+            for rank in ranks:
+                rank.join(WATCHDOG_SECONDS)
+            codes = {number: rank.exitcode for number, rank in enumerate(ranks) if rank.exitcode}
+            assert not codes, f"exit codes of ranks after their results: {codes}"
+            return results
         finally:
             for rank in filter(lambda rank: rank.pid, ranks):
                 rank.kill()
@@ -146,12 +152,16 @@ def _be_rank(
 ) -> None:
     import torch.distributed as dist
 
+    from trainyard.parallel.start import show_native_stacks
+
     # LocalParameter open by a sister, a pipe would outlive its rank.
     for other, (receiver, sender) in enumerate(pipes):
         receiver.close()
         if other != rank:
             sender.close()
     sender = pipes[rank][1]
+    faulthandler.enable(file=2)
+    show_native_stacks()
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(

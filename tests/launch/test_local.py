@@ -152,6 +152,7 @@ time.sleep(600)
     ("number", "code", "hint"),
     [
         (signal.SIGABRT, 1, ""),
+        (signal.SIGBUS, 1, "SIGBUS is most often a file that was cut short while it was read"),
         (signal.SIGTERM, 2, "while training the first of these signals saves"),
     ],
 )

@@ -62,6 +62,15 @@ def test_a_death_is_named_and_the_run_starts_again(
     assert starts(folder) == [0, 4]
 
 
+@pytest.mark.exhaustive
+def test_a_crash_leaves_the_native_stacks_of_all_threads(folder: Path) -> None:
+    done = supervise(folder, wanted([1, 5, "segfault", 1], gloo=True), 2)
+    assert done.code == 0, done.said
+    log = (folder / "logs" / "rank-00001.log").read_text()
+    assert "frame #0: c10::FatalSignalHandler" in log
+    assert "Fatal Python error: Segmentation fault" in log
+
+
 def test_who_is_aborted_for_the_death_of_another_is_not_named(folder: Path) -> None:
     """NCCL ends with SIGABRT who loses another rank, before that one has ended."""
     done = supervise(folder, wanted([0, 5, "abort", 1], [2, 5, "late exception", 1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import shlex
@@ -277,6 +278,7 @@ def _train_first_rank(
         return _supervise(process, n_ranks, folder, resume, log, locks)
     from trainyard.training.worker import run_worker
 
+    faulthandler.enable(file=2)  # nobody else would name a crash
     return exit_code_below(process, run_worker(folder, resume, log).exit_code)
 
 

@@ -254,6 +254,11 @@ def describe_death(worker: Worker) -> MachineError:
     if code == -signal.SIGKILL:
         hint = "SIGKILL is most often this machine out of memory: train with fewer ranks, or a "
         hint += "smaller train.micro_batch_size"
+    elif code == -signal.SIGBUS:
+        hint = (
+            "SIGBUS is most often a file that was cut short while it was read, such as token files "
+        )
+        hint += "under rsync --inplace, or a full /dev/shm; stacks are in the rank's output"
     elif -code in STOP:
         hint = (
             "while training the first of these signals saves; before that, and the second, ends all"

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import signal
 import socket
 import threading
 import time
@@ -78,6 +79,7 @@ def start_ranks(
     if process.n_ranks == 1:
         yield StartedRank(process, device, None)
         return
+    show_native_stacks()
     if process.parent_pipe is not None:
         end_with_parent(process.parent_pipe)
     meeting = _Rendezvous(process, timeout_seconds)
@@ -96,6 +98,14 @@ def start_ranks(
     meeting.wait_for_all("done", FAREWELL_SECONDS)
     dist.destroy_process_group()
     meeting.keep_store_until_all("left", FAREWELL_SECONDS)
+
+
+def show_native_stacks() -> None:
+    """Lets a crash print the C++ stacks of all threads, before those of Python."""
+    install = getattr(torch._C, "_set_print_stack_traces_on_fatal_signal", None)  # private
+    if install is not None:
+        install(True)
+        signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))  # no crash
 
 
 def gather_facts(run_text: str, data_fingerprint: str) -> dict[str, str]:
