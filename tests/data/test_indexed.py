@@ -186,7 +186,8 @@ def test_a_missing_file_is_named(tmp_path: Path, suffix: str) -> None:
     Path(f"{prefix}.{suffix}").unlink()
     with pytest.raises(DataError, match=f"corpus.{suffix}: No such file") as caught:
         IndexedDataset(prefix)
-    assert "give the prefix without ending" in caught.value.hint
+    what = "give the prefix without ending" if suffix == "bin" else "docs/importing.md converts raw"
+    assert f"token files are a pair, <prefix>.bin and <prefix>.idx; {what}" in caught.value.hint
 
 
 DAMAGES = {

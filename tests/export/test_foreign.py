@@ -105,7 +105,7 @@ def test_raw_token_ids_are_named_and_converted(
     monkeypatch.chdir(tmp_path)
     ids = np.array([50256, 5, 6, 50256, 7, 50256] if head else [5, 6, 50256, 7, 50256], np.uint16)
     Path("train.bin").write_bytes(bytes(head) + ids.tobytes())
-    assert "raw token ids, as of nanoGPT and llm.c: docs/importing.md" in refusal(*words)
+    assert "docs/importing.md converts raw token ids, as of nanoGPT and llm.c" in refusal(*words)
     code = re.search(r"```python\n(import numpy.*?)```", DOCS.read_text(), re.DOTALL)
     assert code
     script = code[1]

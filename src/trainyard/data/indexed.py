@@ -48,8 +48,8 @@ from trainyard.files import (
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-RAW_TOKENS = "a .bin without .idx is raw token ids, as of nanoGPT and llm.c: "
-RAW_TOKENS += "docs/importing.md converts them"
+_PAIR = "token files are a pair, <prefix>.bin and <prefix>.idx; "
+RAW_TOKENS = f"{_PAIR}docs/importing.md converts raw token ids, as of nanoGPT and llm.c"
 DTYPE_CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 _HEADER = struct.Struct("<9sQBQQ")
@@ -191,7 +191,7 @@ def _suggest_prefix(path: Path) -> str:
         return f"did you mean the prefix {made[0].with_suffix('')}?"
     if path.suffix == ".idx" and path.with_suffix(".bin").is_file():
         return RAW_TOKENS
-    hint = "token files are a pair, <prefix>.bin and <prefix>.idx; give the prefix without ending"
+    hint = f"{_PAIR}give the prefix without ending"
     if not path.is_absolute():
         hint += f"; relative paths start at the working folder, here {Path.cwd()}"
     return hint
