@@ -219,6 +219,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "rope_type": "yarn",
             "mtp_num_layers": 1,
             "made_up_argument": 3,
+            "no_rope_freq": [0, 1] * 20,
+            "mrope_section": "[1,0]" * 200,
+            "rope_made_up": 2**70,
+            "window_made_up": {1},
+            "yarn_made_up": [(1, 2)],
+            "glu_activation": torch.ones(2).numpy(),
         }.items()
     },
     "one reset": (

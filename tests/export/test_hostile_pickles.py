@@ -196,7 +196,7 @@ def test_malformed_pickles_are_refused_within_limits(tmp_path, name):
 
 def test_deep_tuples_do_not_end_the_reader_unheard(tmp_path):
     path = archive(tmp_path / "file.pt", b"\x80\x02}U\x01w)" + b"\x85" * 10**5 + b"s.")
-    assert describe_file(path).values == {"w": [None]}
+    assert describe_file(path).values == {"w": ["a tuple"]}
     path = archive(tmp_path / "key.pt", b"\x80\x02})" + b"\x85" * 10**5 + b"Ns.")
     assert describe_file(path).values == {}
 

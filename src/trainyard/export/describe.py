@@ -92,7 +92,7 @@ class _Found:
             self.tensors[path] = self._place(path, node)
         elif isinstance(node, list | tuple):
             items = [plain(item) for item in node[:_LIST_LIMIT]]
-            self.values[path] = items if len(node) <= _LIST_LIMIT else None
+            self.values[path] = items if len(node) <= _LIST_LIMIT else f"{len(node)} values"
         else:
             self.values[path] = plain(node)
 

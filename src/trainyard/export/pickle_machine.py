@@ -271,7 +271,10 @@ def _storage(identity: Any) -> Storage:
 
 
 def plain(value: Any) -> Any:
-    """Returns what JSON can say of a value: "AttnMaskType(2)" of a member of an enumeration."""
+    """Returns what JSON can say of a value: "AttnMaskType(2)" of a member of an enumeration.
+
+    Only None is None.
+    """
     if isinstance(value, Named):
         return value.name
     if isinstance(value, Made):
@@ -282,10 +285,10 @@ def plain(value: Any) -> Any:
             text = f"{_last(value.name)}({', '.join(map(str, known))})"
         return text[:TEXT_LIMIT]
     if isinstance(value, str):
-        return value if len(value) <= TEXT_LIMIT else None
+        return value[:TEXT_LIMIT]
     if isinstance(value, int):
-        return value if abs(value) < 2**63 else None
-    return value if isinstance(value, float) else None
+        return value if abs(value) < 2**63 else "a large number"
+    return value if isinstance(value, float | None) else f"a {type(value).__name__}"
 
 
 def _last(name: str) -> str:

@@ -41,7 +41,7 @@ class Contents(BaseModel):
     """A file's contents, by path: keys joined by dots."""
 
     values: dict[str, JsonValue]
-    """Numbers, booleans and text; None for others."""
+    """Numbers, booleans and text; text for others."""
     tensors: dict[str, TorchTensor]
 
 
