@@ -250,3 +250,16 @@ def test_what_ours_does_not_compute_is_refused(tmp_path: Path, name: str) -> Non
     with pytest.raises(CheckpointError, match=message):
         import_megatron(tmp_path / "theirs", tmp_path / "mine")
     assert not (tmp_path / "mine").exists()
+
+
+def test_what_the_arguments_leave_open_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "theirs", random_model("Llama"), attention_dropout=0.1)
+    import_megatron(tmp_path / "theirs", tmp_path / "mine")
+    assert "rope-scaling-factor 16: Megatron-LM before August 2026 ignored it" in caplog.text
+    assert "attention_dropout is 0.1; model.dropout is hidden_dropout, 0.0" in caplog.text
+    caplog.clear()
+    save(tmp_path / "plain", random_model("Llama"), rope_scaling_factor=8.0, attention_dropout=0.0)
+    import_megatron(tmp_path / "plain", tmp_path / "me")
+    assert not caplog.text
