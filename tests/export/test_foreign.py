@@ -13,8 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from trainyard.cli.main import app
+from trainyard.cli.train import convert_start
+from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedDataset
-from trainyard.errors import UserError
+from trainyard.errors import CheckpointError, UserError
 from trainyard.export.foreign import recognize
 
 DOCS = Path(__file__).parents[2] / "docs" / "importing.md"
@@ -53,6 +55,17 @@ def test_formats_of_others_are_named(tmp_path: Path, file: str, beside: str) -> 
     for path in given:
         said = refusal("import", str(path), "--output", str(tmp_path / "mine"))
         assert re.search(FOREIGN[file], said), said
+
+
+def test_a_run_does_not_start_from_formats_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lit_model.pth").touch()
+    run = load_run("tiny", [f"train.start_from={tmp_path}"]).run
+    with pytest.raises(CheckpointError, match="a checkpoint of LitGPT"):
+        convert_start(run, tmp_path / "mine")
+    convert_start(load_run("tiny", []).run, tmp_path / "mine")
 
 
 @pytest.mark.parametrize(

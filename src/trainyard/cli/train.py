@@ -168,8 +168,9 @@ def convert_start(run: Run, folder: Path) -> None:
     """Converts `train.start_from` into the run folder, if it is a Hugging Face folder.
 
     Raises:
-        UserError: as `import_huggingface`.
+        UserError: as `import_huggingface` and `refuse_foreign`.
     """
+    from trainyard.export.foreign import refuse_foreign
     from trainyard.training.start import CONVERTED, is_huggingface
 
     if is_huggingface(run.train.start_from):
@@ -177,6 +178,8 @@ def convert_start(run: Run, folder: Path) -> None:
 
         shutil.rmtree(folder / CONVERTED, ignore_errors=True)
         import_huggingface(Path(run.train.start_from), folder / CONVERTED)
+    elif run.train.start_from:
+        refuse_foreign(Path(run.train.start_from))
 
 
 def _load_run(
