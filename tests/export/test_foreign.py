@@ -97,10 +97,14 @@ def test_a_name_of_the_hub_is_explained(
     )
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "mp_rank_00_model_states.pt", "a.idx"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "mp_rank_00_model_states.pt", "a.idx", "a.txt"]
+)
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, file: str) -> None:
     (tmp_path / file).write_text(POINTER)
-    if file == "a.idx":
+    if file == "a.txt":
+        said = refusal("prepare", str(tmp_path / file), "-o", str(tmp_path / "mine"))
+    elif file == "a.idx":
         (tmp_path / "a.bin").write_bytes(bytes(8))
         said = refusal("show", str(tmp_path / "a"))
     else:

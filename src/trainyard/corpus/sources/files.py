@@ -16,7 +16,7 @@ from typing import BinaryIO
 from trainyard.corpus.sources.saved_datasets import leave_out
 from trainyard.data.indexed import RAW_TOKENS
 from trainyard.errors import DataError, printable
-from trainyard.files import open_file
+from trainyard.files import open_file, refuse_lfs_pointer
 
 FORMATS = {
     ".jsonl": "jsonl",
@@ -162,7 +162,8 @@ def _expand(item: str, skipped: Skipped) -> list[Path]:
             raise DataError(problem, f"{_KNOWN}; {OTHER_TEXT}")
         skipped += others
     elif path.exists():
-        open_file(path).close()  # neither a pipe nor a device
+        with open_file(path) as opened:  # neither a pipe nor a device
+            refuse_lfs_pointer(opened, path, DataError)
         found = [path]
     else:
         matches = map(Path, glob.glob(item, recursive=True))  # noqa: PTH207 (absolute patterns)
