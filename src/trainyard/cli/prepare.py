@@ -145,8 +145,9 @@ def prepare(
         return
     if train_tokenizer:
         _print_skipped(scan_inputs(corpus.inputs)[1])
-        options: dict[str, Any] = {"overwrite": overwrite, "on_error": on_error}
-        train_on_inputs(corpus, train_tokenizer, or_fewer=or_fewer, **options)
+        train_on_inputs(
+            corpus, train_tokenizer, overwrite=overwrite, on_error=on_error, or_fewer=or_fewer
+        )
     on_skipped = None if train_tokenizer else _print_skipped
     sidecars = tokenize(corpus, workers, on_error, on_skipped, overwrite=overwrite)
     run_file = write_run_file(corpus, sidecars)

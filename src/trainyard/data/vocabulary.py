@@ -96,6 +96,9 @@ class Vocabulary(Rules):
     def render_json(self, *, with_special_tokens: bool = True) -> str:
         """Renders a `tokenizer.json`; without special tokens, their spelling is ordinary text."""
         special = self.special_tokens if with_special_tokens else {}
+        # Without merges, a word of a text that is spelled like a special token would become it.
+        is_hidden = self.ignore_merges and not with_special_tokens
+        hidden = {"", *(self.special_tokens if is_hidden else ())}
         added = [
             {
                 "id": token_id,
@@ -120,15 +123,7 @@ class Vocabulary(Rules):
             "byte_fallback": False,
             "ignore_merges": self.ignore_merges,
             "vocab": {
-                token: token_id
-                for token_id, token in enumerate(self.tokens)
-                # Without merges, a word of a text that is spelled like one would become it.
-                if token
-                and (
-                    not self.ignore_merges
-                    or with_special_tokens
-                    or token not in self.special_tokens
-                )
+                token: token_id for token_id, token in enumerate(self.tokens) if token not in hidden
             },
             "merges": self.merges,
         }
