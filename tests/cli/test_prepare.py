@@ -94,12 +94,15 @@ def test_what_looks_like_another_format_is_said(folder: Path) -> None:
         (["-o", "o", "--json-key", 'a"b'], "json_key: a key must not have quotes, backslashes"),
         (["-o", "o", "--json-key", "a\\b"], "json_key: a key must not have quotes, backslashes"),
         (["-o", "o", "--json-key", "a\x07b"], "json_key: a key must not have quotes, backslashes"),
+        (["-o", "o", "--json-key", "a/b"], "json_key: it names the token files, so it must not"),
+        (["nul.toml"], "output: a path must not have a NUL character"),
         (["-o", "o", "--fetch", "http://me:pass@host/x"], "--fetch takes the name of a corpus"),
     ],
 )
 def test_names_that_no_file_or_key_can_have(
     folder: Path, arguments: list[str], problem: str
 ) -> None:
+    Path("nul.toml").write_text('output = "a\\u0000b"\n')
     done = trainyard("prepare", "in/a.jsonl", *arguments, folder=folder)
     assert done.returncode == 2
     assert f"error: {problem}" in done.stderr or problem in done.stderr

@@ -177,6 +177,14 @@ class Corpus(Section):
     """Steps applied to documents before tokenization."""
 
     @model_validator(mode="after")
+    def _names_are_of_files(self) -> Self:
+        if "/" in self.json_key:
+            raise ValueError("json_key: it names the token files, so it must not have a slash")
+        if "\0" in self.output:
+            raise ValueError("output: a path must not have a NUL character")
+        return self
+
+    @model_validator(mode="after")
     def _comparing_steps_come_last(self) -> Self:
         kinds = [step.kind for step in self.steps]
         compares = [isinstance(step, Deduplicate | NearDeduplicate) for step in self.steps]
