@@ -97,9 +97,23 @@ def test_a_file_of_ours_follows_its_length(
 ) -> None:
     path = tmp_path / "web.toml"
     path.write_text(text)
-    run = follow_length(load_run(str(path), overrides).run, str(path), overrides)
+    run = follow_length(load_run(str(path), overrides).run, str(path), overrides, None)
     lengths = (str(run.schedule.warmup), str(run.schedule.decay))
     assert (*lengths, run.evaluate.interval, run.log.interval) == expected
+
+
+def test_a_file_of_ours_keeps_the_schedule_of_a_run_that_has_begun(tmp_path: Path) -> None:
+    path = tmp_path / "web.toml"
+    path.write_text(OURS)
+
+    def follow(n_steps: int, begun: Run | None = None) -> Run:
+        overrides = [f"train.length={n_steps} steps"]
+        return follow_length(load_run(str(path), overrides).run, str(path), overrides, begun)
+
+    begun = follow(60)
+    assert follow(60, begun) == begun
+    longer = follow(6000, begun)
+    assert (longer.schedule, str(longer.train.length)) == (begun.schedule, "6k steps")
 
 
 def test_what_does_not_suit_the_length_is_said() -> None:

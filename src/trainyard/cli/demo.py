@@ -217,11 +217,11 @@ def _use(held_out: str) -> float:
 def _print_ending(seconds: float, gzip_bits: float) -> None:
     evaluation = json.loads((FOLDER / "evaluation.json").read_text(encoding="utf-8"))
     bits = evaluation["bits_per_byte"]
-    verdict = "fewer than" if bits < gzip_bits else "more than, so it lost to,"
+    verdict = "so the model wins" if bits < gzip_bits else "so the model loses"
     command = "trainyard" if shutil.which("trainyard") else sys.argv[0]
     typer.echo(f"""
-Done in {math.ceil(seconds)} s: {bits:.2f} bits per byte on held-out files, {verdict} the
-{gzip_bits:.2f} of gzip -9.
+Done in {math.ceil(seconds)} s: {bits:.2f} bits per byte on held-out files.
+gzip -9 needs {gzip_bits:.2f}, {verdict}.
   {REPORT}       curves and samples; open it in a browser
   {FOLDER}/checkpoints/      the trained model
   {FOLDER}/huggingface/      the same model for transformers

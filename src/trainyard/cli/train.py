@@ -258,16 +258,14 @@ def _fit_into(
 
 def _follow_length(run: Run, source: str, overrides: list[str], begun: Run | None) -> Run:
     """Shortens the schedule of a file that Trainyard wrote with `train.length`, and says so."""
-    from trainyard.planning.shorten import describe_too_short, follow_length, with_lengths_of
+    from trainyard.planning.shorten import describe_too_short, follow_length
 
-    followed = follow_length(run, source, overrides)
-    if begun and begun.train.length == run.train.length and followed != run:
-        followed = with_lengths_of(begun, run)
+    followed = follow_length(run, source, overrides, begun)
     if read_process().rank > 0:
         return followed
     if followed != run:
         warmup = f"schedule.warmup='{followed.schedule.warmup}'"
-        logger.info("schedule and intervals follow train.length, as in %s: %s", source, warmup)
+        logger.info("schedule and intervals of %s follow train.length: %s", source, warmup)
     for problem in describe_too_short(followed):
         logger.warning("warning: %s", problem)
     return followed

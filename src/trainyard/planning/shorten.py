@@ -60,13 +60,16 @@ def shorten(run: Run, n_steps: int) -> Run:
     return build_run(tables)
 
 
-def follow_length(run: Run, source: str, overrides: Sequence[str]) -> Run:
+def follow_length(run: Run, source: str, overrides: Sequence[str], begun: Run | None) -> Run:
     """Shortens schedule and intervals with a typed `train.length`, in a file Trainyard wrote.
+
+    A run that has begun keeps its schedule, so it can be continued and extended.
 
     Args:
         run: with the overrides.
         source: as for `load_run`.
         overrides: what they set stays as it is.
+        begun: the run as it was started, if it was.
 
     Raises:
         ConfigError: the run's layout or batch is impossible.
@@ -76,6 +79,8 @@ def follow_length(run: Run, source: str, overrides: Sequence[str]) -> Run:
     others = [text for text in overrides if not text.startswith("train.length=")]
     if not is_written or len(others) == len(overrides):
         return run
+    if begun is not None:
+        return override_run(with_lengths_of(begun, run), overrides)
     n_steps = resolve(run).n_sequences // run.train.global_batch_size
     return override_run(shorten(load_run(source, others).run, max(1, n_steps)), overrides)
 
