@@ -12,8 +12,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainyard.architecture import block_layers
-from trainyard.config.run import CUDNN_TOKENS
-from trainyard.config.run import Model
+from trainyard.config.run import CUDNN_TOKENS, Model
 from trainyard.model.documents import cumulative_lengths, document_mask
 from trainyard.model.dropout import ATTENTION_WEIGHTS, at_site, dropout, rows_of_heads
 from trainyard.model.linear import Linear, Norm, apply, as_output
