@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
-from trainyard.cli.names import complete_override, complete_run_file
+from trainyard.cli.names import (
+    Overrides,
+    Ranks,
+    RunFile,
+)
 from trainyard.errors import LaunchError
 from trainyard.launch.environment import Process, read_process
 
@@ -26,17 +30,8 @@ COMPARED_ROUNDS = 3
 
 
 def bench(
-    run_file: Annotated[
-        str,
-        typer.Argument(
-            help="A run file (.toml), a preset name, or a run in runs/.",
-            autocompletion=complete_run_file,
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Overrides: section.field=value ...", autocompletion=complete_override),
-    ] = None,
+    run_file: RunFile,
+    overrides: Overrides = None,
     steps: Annotated[
         str | None,
         typer.Option(
@@ -47,14 +42,7 @@ def bench(
     warm_up: Annotated[
         int | None, typer.Option(min=0, help="Warm-up steps before those. Default: 3.")
     ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Processes on this machine. Default: one per GPU, or the ranks of the run's "
-            "layout.",
-        ),
-    ] = None,
+    ranks: Ranks = None,
     compare: Annotated[
         str | None,
         typer.Option(help="Precisions to compare, comma-separated: bf16,fp8,fp8_lowbit."),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainyard.cli.names import Overrides, RunFile
 from trainyard.errors import MachineError
 from trainyard.units import format_number
 
@@ -20,10 +21,8 @@ WIDTH = 96
 
 
 def layout(
-    run_file: Annotated[str, typer.Argument(help="A run file (.toml) or a preset name.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Overrides: section.field=value ...")
-    ] = None,
+    run_file: RunFile,
+    overrides: Overrides = None,
     ranks: Annotated[
         int | None,
         typer.Option(

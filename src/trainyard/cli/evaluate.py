@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainyard.cli.names import complete_run, find_trained
+from trainyard.cli.names import (
+    Trained,
+    find_trained,
+)
 from trainyard.errors import DataError, LaunchError
 from trainyard.extras import require
 from trainyard.files import publish_text
@@ -25,10 +28,7 @@ logger = logging.getLogger("trainyard")
 
 
 def evaluate(
-    source: Annotated[
-        Path,
-        typer.Argument(help="A run, its folder or a checkpoint.", autocompletion=complete_run),
-    ],
+    source: Trained,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(

@@ -9,7 +9,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from trainyard.cli.names import complete_run, find_trained
+from trainyard.cli.names import (
+    Trained,
+    find_trained,
+)
 from trainyard.errors import ConfigError
 from trainyard.extras import require
 
@@ -17,10 +20,7 @@ _VERIFIED_BYTES = 4 * 2**30
 
 
 def export(
-    source: Annotated[
-        Path,
-        typer.Argument(help="A run, its folder or a checkpoint.", autocompletion=complete_run),
-    ],
+    source: Trained,
     output: Annotated[Path, typer.Option(help="The folder to create.")],
     to: Annotated[Literal["huggingface"], typer.Option(help="Target format.")] = "huggingface",
     dtype: Annotated[

@@ -7,20 +7,19 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainyard.cli.names import complete_run, find_trained
+from trainyard.cli.names import (
+    Trained,
+    find_trained,
+)
 from trainyard.errors import UserError
 
 
 def generate(
-    source: Annotated[
-        Path,
-        typer.Argument(help="A run, its folder or a checkpoint.", autocompletion=complete_run),
-    ],
+    source: Trained,
     prompt: Annotated[
         list[str] | None,
         typer.Option(

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainyard.cli.names import complete_cluster, complete_override, complete_run_file
+from trainyard.cli.names import (
+    Overrides,
+    RunFile,
+    complete_cluster,
+)
 from trainyard.errors import DataError, MachineError
 
 if TYPE_CHECKING:
@@ -18,17 +22,8 @@ if TYPE_CHECKING:
 
 
 def launch(
-    run_file: Annotated[
-        str,
-        typer.Argument(
-            help="A run file (.toml), a preset name, or a run in runs/.",
-            autocompletion=complete_run_file,
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Overrides: section.field=value ...", autocompletion=complete_override),
-    ] = None,
+    run_file: RunFile,
+    overrides: Overrides = None,
     cluster: Annotated[
         str,
         typer.Option(

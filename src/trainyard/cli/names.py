@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -131,3 +132,26 @@ def _paths(incomplete: str, ending: str) -> list[str]:
     return [f"{base}{path.name}/" for path in found if path.is_dir()] + [
         base + path.name for path in found if ending and path.name.endswith(ending)
     ]
+
+
+RunFile = Annotated[
+    str,
+    typer.Argument(
+        help="A run file (.toml), a preset name, or a run in runs/.",
+        autocompletion=complete_run_file,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Overrides: section.field=value ...", autocompletion=complete_override),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Processes on this machine. Default: one per GPU, or the ranks of the run's layout.",
+    ),
+]
+Trained = Annotated[
+    Path, typer.Argument(help="A run, its folder or a checkpoint.", autocompletion=complete_run)
+]

@@ -10,10 +10,10 @@ import typer
 
 from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
 from trainyard.cli.names import (
+    Overrides,
+    RunFile,
     complete_cluster,
     complete_device,
-    complete_override,
-    complete_run_file,
 )
 from trainyard.errors import ConfigError, MachineError
 
@@ -24,17 +24,8 @@ PICTURES = (".png", ".svg")
 
 
 def plan(
-    run_file: Annotated[
-        str,
-        typer.Argument(
-            help="A run file (.toml), a preset name, or a run in runs/.",
-            autocompletion=complete_run_file,
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Overrides: section.field=value ...", autocompletion=complete_override),
-    ] = None,
+    run_file: RunFile,
+    overrides: Overrides = None,
     cluster: Annotated[
         str | None,
         typer.Option(

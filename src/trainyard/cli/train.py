@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trainyard.cli.names import RUNS_FOLDER, complete_override, complete_run_file
+from trainyard.cli.names import (
+    RUNS_FOLDER,
+    Overrides,
+    Ranks,
+    RunFile,
+)
 from trainyard.errors import (
     EXIT_HOLD,
     EXIT_INTERRUPTED,
@@ -46,29 +51,13 @@ POLL_SECONDS = 0.1
 
 
 def train(
-    run_file: Annotated[
-        str,
-        typer.Argument(
-            help="A run file (.toml), a preset name, or a run in runs/.",
-            autocompletion=complete_run_file,
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Overrides: section.field=value ...", autocompletion=complete_override),
-    ] = None,
+    run_file: RunFile,
+    overrides: Overrides = None,
     resume: Annotated[
         Resume,
         typer.Option(help="auto: resume if there is a checkpoint; must: fail without one."),
     ] = "auto",
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Processes on this machine. Default: one per GPU, or the ranks of the run's "
-            "layout.",
-        ),
-    ] = None,
+    ranks: Ranks = None,
     minutes: Annotated[
         float | None,
         typer.Option(
