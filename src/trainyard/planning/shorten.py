@@ -97,8 +97,7 @@ def describe_too_short(run: Run) -> Iterator[str]:
         )
     for section, name in LEAST_PER_RUN:
         interval = getattr(getattr(run, section), name)
-        is_chosen = interval != getattr(getattr(Run(), section), name)
-        if is_chosen and interval > plan.n_steps:
+        if plan.n_steps < interval != getattr(getattr(Run(), section), name):
             yield f"{section}.{name}={interval} is longer than the run of {plan.n_steps:,} steps"
 
 

@@ -74,7 +74,6 @@ def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite
         UserError: the run cannot be trained here, or differs from the one already in the folder.
     """
     refuse_what_is_not_built(run)
-    refuse_secrets(run.model_dump())
     refuse_stopped(folder)
     describe_data(run)  # refuses data that is missing
     # The ranks read unknown files together, and reject data that differs.
@@ -169,6 +168,7 @@ def refuse_what_is_not_built(run: Run) -> None:
         ConfigError: names the field.
         MachineError: the run needs a GPU and there is none.
     """
+    refuse_secrets(run.model_dump())
     if run.precision.formats.multiplies_in_fp8:
         from trainyard.precision.float8 import refuse_device
 
