@@ -133,8 +133,8 @@ def check_resumable(
             f"the checkpoint of step {manifest.step} belongs to another run:\n"
             + "\n".join(f"  {line}" for line in refused),
             f"change these back{hint}; or start over with --overwrite, or with another name, from "
-            f"these weights with train.start_from={manifest.build_run().name}@{manifest.step}; free to change: "
-            + ", ".join(name.removesuffix(".") for name in FREE),
+            f"these weights with train.start_from={manifest.build_run().name}@{manifest.step}; "
+            "free to change: " + ", ".join(name.removesuffix(".") for name in FREE),
         )
     return changes
 
