@@ -43,6 +43,7 @@ def saved_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             versions={"torch": torch.__version__, "command": "trainyard train demo"},
             data_fingerprint="abc",
         )
+        folder.mkdir(parents=True, exist_ok=True)
         save_checkpoint(folder / "checkpoints", facts, tensors)
     return folder.parent
 

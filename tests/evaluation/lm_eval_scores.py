@@ -51,6 +51,7 @@ def save_model(run_folder: Path, *overrides: str) -> Path:
         model.get_parameter("embedding.weight").mul_(4)
     facts = Facts(step=3, consumed_sequences=0, consumed_tokens=0, run=run.model_dump(mode="json"))
     tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
+    run_folder.mkdir(parents=True, exist_ok=True)
     return save_checkpoint(run_folder / "checkpoints", facts, tensors)
 
 

@@ -74,6 +74,7 @@ def save_untrained(folder: Path, *overrides: str, scale: float = 1.0) -> None:
         step=7, consumed_sequences=56, consumed_tokens=3584, run=run.model_dump(mode="json")
     )
     tensors = {f"model.{name}": scale * value.detach() for name, value in model.named_parameters()}
+    folder.mkdir(parents=True, exist_ok=True)
     save_checkpoint(folder / "checkpoints", facts, tensors)
 
 

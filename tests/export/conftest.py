@@ -50,6 +50,7 @@ def make_checkpoint(tmp_path) -> Callable[..., tuple[Path, GPT]]:
         facts = Facts(
             step=1, consumed_sequences=0, consumed_tokens=0, run=run.model_dump(mode="json")
         )
+        (tmp_path / "run").mkdir(exist_ok=True)
         return save_checkpoint(tmp_path / "run" / "checkpoints", facts, tensors), model
 
     return make

@@ -67,6 +67,7 @@ except RuntimeError:
 
 def write_two_ranks(folder: Path, run: Run) -> None:
     """Saves the model as two ranks that have a half of each tensor."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     barrier = threading.Barrier(2)
     shapes = parameter_shapes(run.model, padded_vocabulary_size(run.model))
     facts = Facts(step=1, consumed_sequences=0, consumed_tokens=0, run=run.model_dump(mode="json"))

@@ -278,6 +278,7 @@ def write_run() -> None:
         plan=resolve(run).as_json(),
     )
     weights = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
+    Path("runs/demo").mkdir(parents=True, exist_ok=True)
     save_checkpoint(Path("runs/demo/checkpoints"), facts, weights)
     shutil.copy("run.toml", "runs/demo/run.toml")
     train = {"step": 1, "tokens": 256, "loss": 5.0, "milliseconds_per_step": 3.0}
