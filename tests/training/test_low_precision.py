@@ -127,6 +127,8 @@ def test_a_checkpoint_is_exact_in_the_same_and_in_other_layouts(
 ) -> None:
     n_ranks, parallel = LAYOUTS[layout]
     here, there, alone = (tmp_path / name for name in ("here", "there", "alone"))
+    for folder in (here, there, alone):
+        folder.mkdir()
     (said, *_) = run_ranks(n_ranks, begin, n_ranks, here, parallel)
     assert "weights not finite: none" in said and "blocks.3" in said
     # To one rank, and from there back to this layout: codes, scales and all else, bit by bit.
