@@ -30,7 +30,13 @@ def test_counts_are_read_exactly(text: str, count: int) -> None:
     assert parse_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "k", "3e8", "-1", "1.5.2", "1 Q", "one", "1 kk", "٣", ".5"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "k", "3e8", "-1", "1.5.2", "1 Q", "one", "1 kk", "٣", ".5"),
+        *("1,5B", "0,5B", "0,500B", "1,,000", "1,", "12,34", "1,0000", "1,00,000", "10.000", "1.500"),
+    ],
+)
 def test_what_is_not_a_count(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a count such as 1500, 2\.5M or 300B"):
         parse_count(text)

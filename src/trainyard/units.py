@@ -11,7 +11,10 @@ LengthUnit = Literal["tokens", "sequences", "steps"]
 
 _PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _SECONDS = {"minute": 60, "hour": 3600, "day": 86400, "week": 7 * 86400}
-_COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kKMBGT]?)")
+# A comma may only group three digits, and 10.000 is refused: in much of the world they are swapped.
+_COUNT = re.compile(
+    r"(?![0-9]+\.[0-9]{3}$)((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]+)?)\s*([kKMBGT]?)"
+)
 
 
 @dataclass(frozen=True)
