@@ -38,10 +38,10 @@ class Letters:
     """Id 0 ends a document; the others are characters of one, two or three bytes."""
 
     eod_id = 0
-    letters = ("|", "a", "b", "é", "漢")
+    letters = (b"|", b"a", b"b", "é".encode(), "漢".encode())
 
-    def decode(self, ids: list[int]) -> str:
-        return "".join(self.letters[i] for i in ids)
+    def decode_bytes(self, ids: list[int]) -> bytes:
+        return b"".join(self.letters[i] for i in ids)
 
 
 @pytest.fixture

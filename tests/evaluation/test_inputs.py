@@ -21,7 +21,7 @@ from trainyard.data.loader import build_orders
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
 from trainyard.errors import CheckpointError, ConfigError, DataError
 from trainyard.evaluation.inputs import count_training_tokens, load_trained, read_documents
-from trainyard.evaluation.loss import unigram_loss
+from trainyard.evaluation.loss import count_bytes, unigram_loss
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 from trainyard.planning.resolve import resolve
@@ -103,9 +103,16 @@ def test_documents_of_token_files_and_of_a_text_file(
         assert len(documents) == 60
         assert tokenizer.decode(documents[3][:-1].tolist()) == TEXT[3:]
     path = tmp_path / "book.txt"
-    path.write_text(TEXT, encoding="utf-8")
+    path.write_text(f"\ufeff{TEXT}", encoding="utf-8")  # as `prepare`, without a byte-order mark
     (document,) = read_documents(str(path), tokenizer)
     assert tokenizer.decode(document.tolist()) == TEXT
+
+
+def test_a_sequence_that_cuts_characters_counts_their_bytes_within_it(tokenizer: Tokenizer) -> None:
+    ids = np.array(tokenizer.encode("añ中"))
+    assert len(ids) == 6, "a token for each byte"
+    counted = [count_bytes(ids[first:end], tokenizer) for first, end in ((0, 2), (2, 5), (5, 6))]
+    assert counted == [2, 3, 1]
 
 
 def test_held_out_text_that_cannot_be_read_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -115,6 +122,10 @@ def test_held_out_text_that_cannot_be_read_is_named(tmp_path: Path, tokenizer: T
     path.write_bytes(b"caf\xe9!")
     with pytest.raises(DataError, match="is not UTF-8 text: byte 3 is 0xe9"):
         read_documents(str(path), tokenizer)
+    for name in ("a.jsonl", "a.JSON", "web_text_document.json"):
+        Path(name).write_text('{"text": "a"}\n')
+        with pytest.raises(DataError, match=rf"{name} is JSON.* plain text"):
+            read_documents(name, tokenizer)
     path.write_text("plain")
     with pytest.raises(DataError, match="is text, and the run names no tokenizer"):
         read_documents(str(path), None)

@@ -271,6 +271,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """Returns the text of ids; bytes that are no UTF-8 (half a character) become U+FFFD."""
+        return self.decode_bytes(ids).decode(errors="replace")
+
+    def decode_bytes(self, ids: Sequence[int] | npt.NDArray[Any]) -> bytes:
+        """Returns the bytes of the text of ids, which may begin or end within a character."""
         outside = [i for i in ids if not 0 <= i < self.vocabulary_size]
         if outside:
             raise DataError(
@@ -279,7 +283,7 @@ class Tokenizer:
                 "decode with the tokenizer that made the ids",
             )
         token_bytes = self.vocabulary.token_bytes
-        return b"".join(token_bytes[i] for i in ids).decode(errors="replace")
+        return b"".join(token_bytes[i] for i in ids)
 
 
 def _refuse_lone_surrogates(texts: list[str]) -> None:

@@ -149,8 +149,13 @@ def count_training_tokens(order: SequenceOrder, vocabulary_size: int) -> NDArray
 
 
 def _read_text(path: Path) -> str:
+    if path.suffix.lower() in (".jsonl", ".ndjson", ".json"):
+        raise DataError(
+            f"{path} is JSON, of which --data would read keys and quotes too, as plain text",
+            "tokenize it with trainyard prepare and the model's --tokenizer, and give the prefix",
+        )
     try:
-        return read_file(path, 16 * FILE_LIMIT_BYTES).decode()
+        return read_file(path, 16 * FILE_LIMIT_BYTES).decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}",

@@ -72,8 +72,8 @@ class Decoder(Protocol):
     def eod_id(self) -> int:
         """The end-of-document token."""
 
-    def decode(self, ids: list[int]) -> str:
-        """Returns the text of token ids."""
+    def decode_bytes(self, ids: list[int]) -> bytes:
+        """Returns the bytes of the text of token ids."""
 
 
 @dataclass(frozen=True)
@@ -213,10 +213,7 @@ def evaluate_sequences(
     vocabulary_size: int,
     tokenizer: Decoder | None,
 ) -> HeldOut:
-    """Predicts sequences of a split, like `held_out_loss`, and counts their bytes.
-
-    A sequence may end within a character, which makes an error of some bytes in each.
-    """
+    """Predicts sequences of a split, like `held_out_loss`, and counts their bytes."""
     n_bytes = 0
 
     def counted() -> Iterator[tuple[Tensor, Tensor]]:
@@ -231,9 +228,12 @@ def evaluate_sequences(
 
 
 def count_bytes(ids: Ids, tokenizer: Decoder) -> int:
-    """Counts the UTF-8 bytes of the text of token ids; end-of-document tokens have none."""
+    """Counts the bytes of the text of token ids; end-of-document tokens have none.
+
+    Where ids begin or end within a character, its bytes among them count.
+    """
     text = ids[(ids != tokenizer.eod_id) & (ids != IGNORE_INDEX)]
-    return len(tokenizer.decode(text.tolist()).encode())
+    return len(tokenizer.decode_bytes(text.tolist()))
 
 
 def unigram_loss(train_counts: Ids, held_out_counts: Ids) -> float:
