@@ -420,6 +420,15 @@ def test_documents_are_split_on_a_mark(
     assert sum(batch.n_bytes for batch in batches) == path.stat().st_size
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.tar.gz"])
+def test_text_with_nul_bytes_is_a_fault(tmp_path: Path, name: str) -> None:
+    path, data = tmp_path / name, b"ends in zeros, as after a loss of power" + bytes(600)
+    path.write_bytes(COMPRESS[".gz" if name.endswith(".gz") else ""](data))
+    (batch,) = read_documents(Segment(path, 0, path.stat().st_size), "text")
+    assert batch.texts == []
+    assert [fault.detail for fault in batch.faults] == ["byte 39 is NUL, which no plain text has"]
+
+
 def test_faults_between_marks_are_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (documents, jsonl_module):
         monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 100_000)

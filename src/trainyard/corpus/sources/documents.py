@@ -159,4 +159,9 @@ def _add_text(batch: Batch, data: bytes, place: int, n_skipped: int) -> None:
     except UnicodeDecodeError as error:
         batch.faults.append(invalid_utf8(error, 0, place))
         return
+    if "\0" in text:
+        detail = f"byte {place + data.index(0)} is NUL, which no plain text has"
+        hint = "unpack it if it is an archive; if a disk damaged it, restore it"
+        batch.faults.append(Fault("NUL", 0, detail, hint, start_of([data])))
+        return
     batch.texts.append(text if place else text.removeprefix("\ufeff"))
