@@ -145,6 +145,7 @@ REFUSED_OPTIONS = {
     "scale_attn_by_inverse_layer_idx": (True, "scale_attn_by_inverse_layer_idx: .*got True"),
     "reorder_and_upcast_attn": (True, "reorder_and_upcast_attn: .*got True"),
     "scale_attn_weights": (False, "scale_attn_weights: .*got False"),
+    "is_causal": (False, "is_causal: .*got False"),
     "add_cross_attention": (True, "add_cross_attention: .*got True"),
     "activation_function": ("relu", "activation_function: .*got 'relu'"),
     "model_type": ("llama", "model_type: .*got 'llama'"),
@@ -202,11 +203,13 @@ def test_pickles_are_refused_with_a_way_out(theirs, tmp_path):
     ],
 )
 def test_a_hostile_index_is_refused(theirs, tmp_path, index, message):
+    (theirs / "model.safetensors").unlink()
     (theirs / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(theirs, message)
 
 
 def test_pipes_do_not_block(theirs, tmp_path):
+    (theirs / "model.safetensors").unlink()
     os.mkfifo(theirs / "weights.pipe")
     index = {"weight_map": {"a": "weights.pipe"}}
     (theirs / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -215,6 +218,36 @@ def test_pipes_do_not_block(theirs, tmp_path):
     (theirs / "config.json").unlink()
     os.mkfifo(theirs / "config.json")
     refused(theirs, r"config\.json: not an ordinary file")
+
+
+def test_files_that_an_earlier_save_left_are_not_mixed_in(theirs, tmp_path):
+    moved, names = "transformer.wpe.weight", ["a.safetensors", "b.safetensors"]
+    weights = load_file(theirs / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, theirs / names[0])
+    save_file({moved: weights[moved]}, theirs / names[1])
+    index = {"weight_map": {**dict.fromkeys(weights, names[0]), moved: names[1]}}
+    (theirs / "model.safetensors").rename(tmp_path.with_suffix(".whole"))
+    (theirs / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(theirs, rf"tensor '{moved}' is in .*b\.safetensors and in a\.safetensors")
+    tmp_path.with_suffix(".whole").rename(theirs / "model.safetensors")
+    model, _, _ = build_model_from_checkpoint(import_huggingface(theirs, tmp_path / "mine"))
+    expected = transformers.GPT2LMHeadModel.from_pretrained(theirs).transformer.wpe.weight
+    assert torch.equal(model.positions.weight, expected)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e5])
+def test_weights_that_are_not_finite_are_refused(theirs, tmp_path, value):
+    weights = load_file(theirs / "model.safetensors")
+    weights["transformer.wpe.weight"][3, 5] = value
+    save_file(weights, theirs / "model.safetensors")
+    if value != 1e5:
+        refused(theirs, "'model.positions.weight' has values that are not finite in float32")
+        return
+    checkpoint = import_huggingface(theirs, tmp_path / "mine")
+    with pytest.raises(CheckpointError, match="wpe.weight' has .* not finite in float16") as raised:
+        export_huggingface(checkpoint, tmp_path / "half", torch.float16)
+    assert "--dtype bfloat16" in raised.value.hint
+    assert not (tmp_path / "half").exists()
 
 
 def test_missing_and_unknown_tensors_are_named(theirs, tmp_path):

@@ -88,10 +88,10 @@ def _read_tensor(values: Values) -> Tensor:
 
 def _find_weights(folder: Path) -> dict[str, Values]:
     """Maps each of their tensor names, with its prefix, to the place of its values."""
-    if (folder / WEIGHTS_INDEX).is_file():
-        names = _shard_names(folder / WEIGHTS_INDEX)
-    elif (folder / WEIGHTS).is_file():
+    if (folder / WEIGHTS).is_file():  # before the index, as transformers reads them
         names = [WEIGHTS]
+    elif (folder / WEIGHTS_INDEX).is_file():
+        names = _shard_names(folder / WEIGHTS_INDEX)
     else:
         refuse_foreign(folder)
         pickles = sorted(path.name for path in folder.glob("*.bin"))
@@ -103,7 +103,13 @@ def _find_weights(folder: Path) -> dict[str, Values]:
         )
     weights: dict[str, Values] = {}
     for name in names:
-        weights |= read_header(folder / name)
+        header = read_header(folder / name)
+        if twice := sorted(weights.keys() & header.keys()):
+            raise CheckpointError(
+                f"tensor {twice[0]!r} is in {folder / name} and in {weights[twice[0]].path.name}",
+                "the files are of two models: download or save the folder again",
+            )
+        weights |= header
     return weights
 
 

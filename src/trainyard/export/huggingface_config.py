@@ -18,6 +18,7 @@ class Config(BaseModel):
     vocab_size: _Size
     initializer_range: float = 0.02
     quantization_config: None = Field(default=None, exclude=True)
+    is_causal: Literal[True] = Field(default=True, exclude=True)
 
 
 _AnyConfig = TypeVar("_AnyConfig", bound=Config)
