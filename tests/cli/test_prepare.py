@@ -126,6 +126,9 @@ def test_special_tokens_within_documents_and_lost_bytes_are_said(folder: Path) -
     done = trainyard(*command, "--split-on", "<|endoftext|>", "--overwrite", folder=folder)
     assert "special tokens" not in done.stderr
     assert "web_text_document.bin: 2 documents, " in done.stdout
+    assert "split no document" not in done.stderr
+    done = trainyard(*command, "--split-on", r"\n\n", "--overwrite", folder=folder)
+    assert r"--split-on '\n\n' split no document: a shell writes line feeds" in done.stderr
 
 
 def test_a_data_file_says_everything(folder: Path) -> None:
@@ -201,6 +204,10 @@ def test_a_mistake_in_the_data_file_is_named(folder: Path, text: str, problem: s
     ("arguments", "problem", "hint"),
     [
         (["a.jsonl", "--tokenizer", "small"], "no output given", "pass -o, such as -o data/web"),
+        *(
+            (["a.jsonl", "-o", name], f"output={name!r} is not the prefix of a file", "end it in")
+            for name in (".", "..", "web/", "a/.", "~/web", "~you/web")
+        ),
         (["-o", "x", "--tokenizer", "small"], "no inputs given", "name at least one file, folder"),
         (["no.toml"], "cannot read the data file no.toml: ", ""),
         (["a.toml", "b.toml"], "b.toml is a second data file", "prepare one at a time"),

@@ -109,6 +109,7 @@ IMPOSSIBLE = [
     ),
     ("data.blend.prefixes=['a']; data.blend.weights=[0]", "weights must be positive (got [0"),
     ("data.blend.prefixes=['a']; data.blend.weights=[inf]", "Input should be a finite number"),
+    ("data.blend.prefixes=['d/a','./d//a']", "'d/a' is listed more than once in prefixes"),
     ("data.blend.prefixes=['a','a']", "'a' is listed more than once in prefixes"),
     (f"data.blend.prefixes={list(map(str, range(40_000)))}", "40000 prefixes; a blend takes 32766"),
     (

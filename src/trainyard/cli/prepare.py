@@ -220,6 +220,10 @@ def _print_result(corpus: Corpus, sidecars: list[Sidecar]) -> None:
             if sentences := step.describe_sentences():
                 typer.echo(f"  {step.kind} dropped {sentences}")
         _print_odd_texts(sidecar)
+        if corpus.split_on and sidecar.steps[0].documents_out <= len(sidecar.sources):
+            mark = shlex.quote(printable(corpus.split_on))
+            hint = "a shell writes line feeds as $'\\n'"
+            typer.echo(f"  --split-on {mark} split no document: {hint}", err=True)
         for kind, count in sidecar.quarantined.items():
             typer.echo(f"quarantined, {kind}: {count}", err=True)
         for place in sidecar.quarantined_places:

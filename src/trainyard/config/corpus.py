@@ -20,6 +20,7 @@ documents, so the whole corpus must have passed the other steps.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -247,6 +248,12 @@ def check_complete(corpus: Corpus) -> None:
             "output": "pass -o, such as -o data/web",
         }
         raise ConfigError(f"no {missing[0]} given", hints[missing[0]])
+    if not re.fullmatch(r"(?!~)(.*/)?[^/]*[^/.][^/]*", corpus.output, re.DOTALL):
+        raise ConfigError(
+            f"output={corpus.output!r} is not the prefix of a file",
+            "end it in a name, such as data/web for data/web_text_document.bin; "
+            "~ stands for a home folder only in a shell, unquoted",
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Derived values (data-parallel size, padded vocabulary, steps) are in `planning.r
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from typing import Annotated, Literal, Self
 
@@ -149,7 +150,8 @@ class Blend(Section):
             raise ValueError(f"weights must be positive (got {list(self.weights)})")
         if len(self.prefixes) > MOST_PREFIXES:
             raise ValueError(f"{len(self.prefixes)} prefixes; a blend takes {MOST_PREFIXES}")
-        repeated = [prefix for prefix, count in Counter(self.prefixes).items() if count > 1]
+        paths = Counter(map(os.path.normpath, self.prefixes))
+        repeated = [path for path, count in paths.items() if count > 1]
         if repeated:
             raise ValueError(f"{repeated[0]!r} is listed more than once in prefixes")
         return self
